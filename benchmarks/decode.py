@@ -1,11 +1,11 @@
 """Whole models on packed weights, the way people run them, against BF16 in the same run.
 
-    python benchmarks/decode.py [--models "8b:bfloat16:1,4 8b:mxfp4:1,4 generate peers"] [--output FILE]
+    python benchmarks/decode.py [--models "8b:bfloat16:1,4 8b:mxfp4:1,4 eager generate peers"] [--output FILE]
 
 A llama of 1B's or 8B's shape with 16 layers and random weights; all linear layers and the output are packed, q/k/v and
 gate/up joined. Milliseconds for one token of each sequence, 512 tokens in a static cache, in three modes:
 
-    eager       as a user writes it, one launch after another
+    eager       as a user writes it, one launch after another; all formats in turns, for the host is the limit
     compiled    torch.compile of the layers, fullgraph
     graph       compiled, and the whole step captured in a CUDA graph
 
@@ -14,8 +14,8 @@ bandwidth of a device copy, and the kernels of a step times what a kernel costs 
 has a TileCache for the whole model, which `auto` uses where it is faster; its bytes are in `memory_gib`. `off` is how
 far the logits of a mode lie from those of eager, relative to their norm.
 
-generate   transformers' own `generate` of 32 tokens, eager, BF16 and mxfp4
-peers      torchao's weight-only int4 and int8 in the same model, where it is installed
+generate   transformers' own `generate` of 32 tokens, eager, BF16 and packed in turns
+peers      torchao's weight-only int4 and int8 in the same model, and gemlite's mxfp4, int4 and int8, where installed
 host       microseconds of the host for a call of a layer
 """
 
@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import signal
 import statistics
 import time
 import traceback
@@ -44,10 +45,12 @@ from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed.warm_up import warm_up
 
 MODELS = (
-    "8b:bfloat16:1,4,16,64 8b:mxfp4:1,4,16,64 8b:int8_g128:1,4,16,64 8b:mxfp4+cache:64 generate peers 8b:int4_g32:1,64 "
-    "8b:nvfp4:1,64 8b:fp8_e4m3_row:1,64 1b:bfloat16:1,64 1b:mxfp4:1,64 1b:int8_g128:1,64 8b:int8_g128+cache:16,64 "
-    "1b:int4_g32:1 1b:nvfp4:1 1b:fp8_e4m3_row:1"
+    "8b:bfloat16:1,4,16,64 8b:mxfp4:1,4,16,64 8b:int8_g128:1,4,16,64 8b:mxfp4+cache:64 8b:int4_g32:1,64 8b:nvfp4:1,64 "
+    "8b:fp8_e4m3_row:1,64 eager generate peers 1b:bfloat16:1,64 1b:mxfp4:1,64 1b:int8_g128:1,64 1b:int4_g32:1 "
+    "1b:nvfp4:1 1b:fp8_e4m3_row:1 8b:int8_g128+cache:64"
 )
+EAGER = ("bfloat16", "mxfp4", "int8_g128", "int4_g32", "nvfp4", "fp8_e4m3_row")
+PEER_SECONDS = 60  # of looking for its launches, after which a peer is given up
 CONTEXT, PREFILL, STEPS = 512, 2048, 8
 REPEATS = 7
 Row = dict[str, Any]
@@ -179,18 +182,6 @@ def measure(
         for batch in batches:
             run = step_of(model, batch, device)
             expected[batch] = run()
-            if batch == 1:
-                gc.collect()
-                gc.freeze()  # what compilers left behind would be looked through again and again
-                samples = wall_ms(run, 2 * REPEATS)
-                yield {
-                    "size": size,
-                    "format": name,
-                    "batch": 1,
-                    "mode": "eager",
-                    "first_use_s": round(first_use, 2),
-                    **_times(samples),
-                }
         torch._dynamo.reset()
         compile_layers(model)
         for batch in batches:
@@ -202,12 +193,13 @@ def measure(
                     "size": size,
                     "format": name,
                     "batch": batch,
+                    "first_use_s": round(first_use, 2),
                     "compile_s": round(time.perf_counter() - started, 1),
                     "off": off,
                     "picks": picks(model),
                 }
                 gc.collect()
-                gc.freeze()
+                gc.freeze()  # what compilers left behind would be looked through again and again
                 if batch == 1:
                     yield row | {"mode": "compiled"} | _times(wall_ms(run))
                 if device != "cuda":
@@ -289,10 +281,34 @@ def host_us(device: str) -> Row:
     return {name: round(statistics.median(each), 2) for name, each in samples.items()}
 
 
-def generate(device: str) -> list[Row]:
-    """Tokens by transformers' generate, eager."""
+def eager(device: str, size: str = "8b") -> list[Row]:
+    """One token, launch by launch, all formats in turns."""
+    with torch.no_grad():
+        models = {fmt: build(size, fmt, device) for fmt in EAGER}
+        steps = {}
+        for fmt, model in models.items():
+            warm_up(model, (1,))
+            steps[fmt] = step_of(model, 1, device)
+        samples = in_turns(steps)
+    return [{"size": size, "format": fmt, "batch": 1, "mode": "eager", **_times(each)} for fmt, each in samples.items()]
+
+
+def in_turns(steps: dict[str, Step], repeats: int = 2 * REPEATS) -> dict[str, list[float]]:
+    gc.collect()
+    gc.freeze()
+    for run in steps.values():
+        run()
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, run in steps.items():
+            samples[name] += wall_ms(run, 1)
+    return samples
+
+
+def generate(device: str, size: str = "8b", tokens: int = 32) -> list[Row]:
+    """Tokens by transformers' generate, eager, BF16 and packed in turns."""
     transformers = importlib.import_module("transformers")
-    shape, rows = SHAPES["8b"], []
+    shape = SHAPES[size]
     config = transformers.LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -301,37 +317,40 @@ def generate(device: str) -> list[Row]:
         num_key_value_heads=shape.kv_heads,
         vocab_size=VOCABULARY,
     )
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = transformers.LlamaForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
     ids = torch.randint(0, VOCABULARY, (1, 64), device=device)
-    for fmt in ("bfloat16", "mxfp4"):
+    models = {}
+    for fmt in ("bfloat16", "mxfp4", "int8_g128"):
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device(device):
+            model = transformers.LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
         if fmt != "bfloat16":
             pack(model, fmt, None)
             fuse_projections(model)
-        samples = []
-        gc.freeze()
-        for _ in range(4):
+        models[fmt] = model
+    samples: dict[str, list[float]] = {fmt: [] for fmt in models}
+    gc.collect()
+    gc.freeze()
+    for turn in range(5):
+        for fmt, model in models.items():
             _synchronize()
             started = time.perf_counter()
-            model.generate(ids, max_new_tokens=32, min_new_tokens=32, do_sample=False, pad_token_id=0)
+            model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
             _synchronize()
-            samples.append((time.perf_counter() - started) * 1e3 / 32)
-        rows.append({"format": fmt, "mode": "generate", "ms": statistics.median(samples[1:]), "samples_ms": samples})
-    return rows
+            if turn:  # the first one warms up
+                samples[fmt].append((time.perf_counter() - started) * 1e3 / tokens)
+    return [
+        {"size": size, "format": fmt, "batch": 1, "mode": "generate", **_times(each)} for fmt, each in samples.items()
+    ]
 
 
 def peers(device: str, size: str = "8b", batches: tuple[int, ...] = (1,)) -> Iterator[Row]:
-    api: Any = importlib.import_module("torchao.quantization")
-    ways: dict[str, Callable[[], Any]] = {
-        "torchao int4": lambda: api.Int4WeightOnlyConfig(group_size=32, int4_packing_format="tile_packed_to_4d"),
-        "torchao int8": lambda: api.Int8WeightOnlyConfig(),
-    }
-    for name, config in ways.items():
-        with guarded(name), torch.no_grad():
+    for name, change in (*torchao_ways(), *gemlite_ways(device)):
+        with guarded(name), torch.no_grad(), time_limit(PEER_SECONDS):
             model = build(size, "bfloat16", device)
-            api.quantize_(model, config())
+            change(model)
+            for batch in batches:  # launches are sought here
+                step_of(model, batch, device)()
             torch._dynamo.reset()
             compile_layers(model)
             for batch in batches:
@@ -340,6 +359,57 @@ def peers(device: str, size: str = "8b", batches: tuple[int, ...] = (1,)) -> Ite
                 graph = captured(run)
                 yield {"size": size, "format": name, "batch": batch, "mode": "graph", **_times(wall_ms(graph.replay))}
         gc.collect()
+        torch.cuda.empty_cache()
+
+
+def torchao_ways() -> Iterator[tuple[str, Callable[[nn.Module], Any]]]:
+    with guarded("torchao"):
+        api: Any = importlib.import_module("torchao.quantization")
+        int4 = {"group_size": 32, "int4_packing_format": "tile_packed_to_4d"}
+        yield "torchao int4", lambda model: api.quantize_(model, api.Int4WeightOnlyConfig(**int4))
+        yield "torchao int8", lambda model: api.quantize_(model, api.Int8WeightOnlyConfig())
+
+
+def gemlite_ways(device: str) -> Iterator[tuple[str, Callable[[nn.Module], Any]]]:
+    with guarded("gemlite"):
+        helper: Any = importlib.import_module("gemlite.helper")
+
+        def int4(linear: nn.Linear) -> Any:
+            groups = linear.weight.data.float().reshape(-1, 32)
+            low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+            scales = (high - low) / 15
+            zeros = (-low / scales).round()
+            codes = (groups / scales + zeros).round().clamp(0, 15).to(torch.uint8).view_as(linear.weight)
+            return helper.A16W4_HQQ_INT(device=device, dtype=torch.bfloat16).from_weights(codes, scales, zeros)
+
+        ways = {
+            "mxfp4": lambda linear: helper.A16W4_MXFP(device=device, dtype=torch.bfloat16).from_linear(linear, False),
+            "int4": int4,
+            "int8": lambda linear: helper.A16W8_INT8(device=device, dtype=torch.bfloat16).from_linear(linear, False),
+        }
+        for name, way in ways.items():
+            yield f"gemlite {name}", partial(replace_linears, way=way)
+
+
+def replace_linears(model: nn.Module, way: Callable[[nn.Linear], Any]) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, way(child))
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    def give_up(*_: Any) -> None:
+        raise TimeoutError(f"not ready after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 faults: list[str] = []
@@ -357,7 +427,7 @@ def guarded(what: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,... generate peers")
+    parser.add_argument("--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,... eager generate peers")
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no new model after so many")
@@ -397,10 +467,11 @@ def main() -> None:
     with guarded("host"):
         document["host_us"] = host_us(args.device)
         print("host us", document["host_us"], flush=True)
+    parts: dict[str, Callable[..., Iterator[Row] | list[Row]]] = {"eager": eager, "generate": generate, "peers": peers}
     jobs: list[tuple[str, Callable[[], Iterator[Row] | list[Row]]]] = []
     for each in args.models.split():
-        if each in ("generate", "peers"):
-            jobs.append((each, partial(generate, args.device) if each == "generate" else partial(peers, args.device)))
+        if each in parts:
+            jobs.append((each, partial(parts[each], args.device)))
             continue
         size, name, batches = each.split(":")
         counts, fmt = tuple(map(int, batches.split(","))), name.removesuffix("+cache")

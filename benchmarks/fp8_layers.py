@@ -39,8 +39,7 @@ import torch
 from llama_layers import LlamaLayers, Size
 from torch import Tensor, nn
 
-from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
-from bitplan.measure.speed.fp8_report_log import ReportLog
+from bitplan.measure.speed.fp8_report import ReportLog, fingerprint_of
 from bitplan.measure.speed.paired_timing import OK, Arm, Call, Timed, stopwatch_of, time_in_turns
 from bitplan.plan.fp8.layers import Layer, Parallel, bench_cases, local_layers
 from bitplan.plan.fp8.merge import merge_reports, summary

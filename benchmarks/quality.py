@@ -28,7 +28,7 @@ from bitplan.formats import get_format
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import decode, encode
 from bitplan.measure.quality.perplexity import spread_windows
-from bitplan.plan.choose import Wanted
+from bitplan.plan.format_choices import Wanted
 from bitplan.records import read_json, read_text
 from bitplan.runtime.causal_lm import CausalLM, load_causal_lm
 

@@ -16,7 +16,12 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 CPU_FORMATS = ("int8_row", "q4_0_gguf", "mxfp4", "bfloat16")
 STREAMED = {"bf16": "BF16", "int8": "INT8", "mix60": "60% INT8"}
-TASKS = {"lora": "adapters", "full": "all weights"}
+TASKS = {
+    "lora": "adapters",
+    "full": "all weights",
+    "lora_fast": "adapters, 3 times the rate",
+    "full_fast": "all weights, 3 times the rate",
+}
 GPU_FORMATS = ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4")
 
 
@@ -96,16 +101,21 @@ def fused_table() -> str:
 
 def decode_table() -> str:
     """Whole llamas of 8B's shape, token by token, compiled and as a CUDA graph."""
-    return _decode("decode_nvidia_h200", "llama, 8B's shape, 16 layers")
+    return _decode("decode_nvidia_h200", "8b", "llama, 8B's shape, 16 layers")
 
 
-def decode_formats_table() -> str:
-    """The same for more formats, in a run of their own."""
-    return _decode("decode_formats_nvidia_h200", "the same, a second run")
+def decode_small_table() -> str:
+    """The same for 1B's shape."""
+    return _decode("decode_nvidia_h200", "1b", "llama, 1B's shape, 16 layers")
 
 
-def _decode(name: str, heading: str) -> str:
-    rows = [row for row in _read(name)["rows"] if row.get("size") == "8b" and row["mode"] in ("graph", "prefill")]
+def decode_peers_table() -> str:
+    """torchao in the same model, beside ours in the same run."""
+    return _decode("decode_peers_nvidia_h200", "8b", "8B's shape, with peers")
+
+
+def _decode(name: str, size: str, heading: str) -> str:
+    rows = [row for row in _read(name)["rows"] if row.get("size") == size and row["mode"] in ("graph", "prefill")]
     lines = [
         f"| {heading} | tokens at once | BF16, ms | ms | times BF16 | floor, ms | memory, GiB |",
         "|---|---|---|---|---|---|---|",
@@ -120,6 +130,17 @@ def _decode(name: str, heading: str) -> str:
         cells += [f"{row['floor_ms']:.2f}" if "floor_ms" in row else ""]
         cells += [f"{row['memory_gib']:.1f}" if "memory_gib" in row else ""]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def launched_table() -> str:
+    """One token launch by launch, and transformers' generate: all formats in turns."""
+    rows = [row for row in _read("decode_nvidia_h200")["rows"] if row["mode"] in ("eager", "generate")]
+    times = {(row["mode"], row["format"]): f"{row['ms']:.1f}" for row in rows}
+    formats = list(dict.fromkeys(row["format"] for row in rows))
+    lines = [f"| ms a token | {' | '.join(formats)} |", "|---" * (len(formats) + 1) + "|"]
+    for mode, label in (("eager", "eager"), ("generate", "transformers' `generate`")):
+        lines.append(f"| {label} | " + " | ".join(times.get((mode, fmt), "") for fmt in formats) + " |")
     return "\n".join(lines)
 
 
@@ -175,6 +196,23 @@ def selective_table() -> str:
         sent = row["bytes_h2d_per_step"]
         cells = [TASKS[row["task"]], row["arm"], loss, "" if row["arm"] == "bf16" else apart, f"{sent / 1e6:.1f}"]
         lines.append("| " + " | ".join([*cells, f"{sent / whole[row['task']]:.0%}"]) + " |")
+    return "\n".join(lines)
+
+
+def four_bits_table() -> str:
+    """Fine-tuning with 4 to 6 bits on the wire: arms with three seeds."""
+    lines = [
+        "| trained | arm | held-out loss, mean (lowest to highest seed) | above BF16, same seed | MB sent a step "
+        "| INT8's bytes over these |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in _read("selective_four_bits_nvidia_h200")["arms"]:
+        if row["seeds"] == 3:
+            loss = f"{row['loss_mean']:.4f} ({row['loss_min']:.4f} to {row['loss_max']:.4f})"
+            apart = f"{row['above_bf16_mean']:+.4f} ({row['above_bf16_min']:+.4f} to {row['above_bf16_max']:+.4f})"
+            cells = [TASKS[row["task"]], row["arm"], loss, "" if row["arm"] == "bf16" else apart]
+            cells += [f"{row['bytes_h2d_per_step'] / 1e6:.1f}", f"{row['int8_over_this']:.2f}"]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -399,9 +437,9 @@ PLACES = {  # page: its tables
     "README.md": (demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),
     "docs/manifest.md": (fused_table, auto_table),
-    "docs/packed.md": (decode_table, decode_formats_table),
+    "docs/packed.md": (decode_table, decode_small_table, decode_peers_table, launched_table),
     "docs/streaming.md": (streaming_table,),
-    "docs/selective-precision.md": (selective_table,),
+    "docs/selective-precision.md": (selective_table, four_bits_table),
     "docs/adaptive-fp8.md": (
         fp8_linear_table,
         fp8_cast_table,

@@ -15,16 +15,15 @@ import re
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from bitplan.errors import BitplanError, StoreError
-from bitplan.records import check_output
+from bitplan.records import Closing, check_output
 
 _log = logging.getLogger("bitplan")
 
 
-class JsonLog:
+class JsonLog(Closing):
     """A log that is open; a context manager, or `close()` it."""
 
     def __init__(
@@ -76,12 +75,6 @@ class JsonLog:
     def close(self) -> None:
         self._closed = True
         self._close_file()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def _open(self) -> None:
         try:

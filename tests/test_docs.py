@@ -7,9 +7,9 @@ what the commands before it print, but for its numbers. Commands that tests must
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
-import pkgutil
 import re
 import runpy
 import shlex
@@ -24,6 +24,7 @@ import torch
 import bitplan
 from bitplan.cli import run
 from bitplan.cli.demo.tiny_model import Corpus, TinyTransformer, shipped_text
+from bitplan.errors import MissingLibraryError
 from bitplan.formats import list_formats
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.plan import shipped_manifest
@@ -176,11 +177,19 @@ def test_modules_that_pages_name_exist(page):
 
 
 def resolves(name):
-    """Whether a dotted name is a module, or a name in one."""
-    try:
-        pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return False
+    """Whether a dotted name is a module, or a name in one; an optional library that is missing skips the test."""
+    module, *rest = name.split(".")
+    found = importlib.import_module(module)
+    for part in rest:
+        module = f"{module}.{part}"
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(module)
+            except MissingLibraryError as error:
+                pytest.skip(str(error))
+            except ImportError:
+                return False
+        found = getattr(found, part)
     return True
 
 

@@ -35,7 +35,7 @@ from bitplan.runtime.streaming.telemetry import StreamStepStats
 from bitplan.runtime.streaming.training import training_state
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from bitplan.searching import SearchEvidence
-from bitplan.store.checks.drift_log import DriftLog, log_drift, read_drift
+from bitplan.store.checks.drift import DriftLog, log_drift, read_drift
 
 FOLDER = Path(__file__).parent.parent / "docs" / "documents"
 PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}

@@ -13,11 +13,8 @@ import typer
 
 from bitplan.cli.quick_help import QuickCommand, QuickGroup
 from bitplan.cli.verbs import bench as bench_verbs
-from bitplan.cli.verbs import confirm as confirm_verbs
 from bitplan.cli.verbs import convert as convert_verbs
-from bitplan.cli.verbs import demo as demo_verbs
 from bitplan.cli.verbs import doctor as doctor_verbs
-from bitplan.cli.verbs import drift as drift_verbs
 from bitplan.cli.verbs import export as export_verbs
 from bitplan.cli.verbs import files as file_verbs
 from bitplan.cli.verbs import fp8 as fp8_verbs
@@ -37,7 +34,7 @@ app = typer.Typer(
 )
 
 VERBS: dict[str, tuple[Callable[..., Any] | typer.Typer, ...]] = {
-    "Measure": (bench_verbs.bench_layers, quality_verbs.perplexity, drift_verbs.drift, file_verbs.compare),
+    "Measure": (bench_verbs.bench_layers, quality_verbs.perplexity, file_verbs.drift, file_verbs.compare),
     "Plan": (
         search_verbs.search,
         plan_verbs.check,
@@ -46,10 +43,10 @@ VERBS: dict[str, tuple[Callable[..., Any] | typer.Typer, ...]] = {
         plan_verbs.manifest_app,
         fp8_verbs.merge_policy,
         fp8_verbs.explain,
-        confirm_verbs.confirm_policy,
+        fp8_verbs.confirm_policy,
     ),
     "Apply": (file_verbs.quantize, export_verbs.export, convert_verbs.convert, convert_verbs.make_checkpoint),
-    "Run": (run_verbs.generate, run_verbs.bench, demo_verbs.demo),
+    "Run": (run_verbs.generate, run_verbs.bench, report_verbs.demo),
     "Look": (doctor_verbs.doctor, file_verbs.formats, file_verbs.inspect, report_verbs.report),
 }
 

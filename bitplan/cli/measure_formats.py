@@ -15,7 +15,7 @@ from bitplan.formats.scales.rules import ScaleRule
 from bitplan.measure.quality.noise_floor import round_activations, shared_twin
 from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.plan import Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
-from bitplan.plan.choose import Wanted
+from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
 from bitplan.runtime.causal_lm import CausalLM, logits_of
 from bitplan.store.models.morph import formats_of, morph_model, places_of

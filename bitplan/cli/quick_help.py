@@ -1,7 +1,9 @@
-"""Help and completion without pydantic, which typer imports to check values: 0.15 s of CPU that neither needs."""
+"""Help and completion that load neither torch nor pydantic, which typer imports to check values: 0.15 s of CPU."""
 
 from __future__ import annotations
 
+import glob
+import os
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -32,3 +34,26 @@ def _quick(params: list[Any], ctx: Any) -> list[Any]:
 
 def _as_typed(_ctx: Any, value: Any) -> Any:
     return value
+
+
+def format_names(incomplete: str) -> list[str]:
+    """The formats whose names begin with `incomplete`."""
+    from bitplan.formats import list_formats
+
+    return [fmt.name for fmt in list_formats() if fmt.name.startswith(incomplete)]
+
+
+def manifest_names(incomplete: str) -> list[str]:
+    """The shipped manifests whose names begin with `incomplete`, then folders and JSON files."""
+    return shipped_names(incomplete) + [
+        os.path.join(path, "") if os.path.isdir(path) else path
+        for path in sorted(glob.glob(f"{glob.escape(incomplete)}*"))
+        if os.path.isdir(path) or path.endswith(".json")
+    ]
+
+
+def shipped_names(incomplete: str) -> list[str]:
+    """The shipped manifests whose names begin with `incomplete`."""
+    from bitplan.plan import SHIPPED
+
+    return [name for name in SHIPPED if name.startswith(incomplete)]

@@ -9,21 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from bitplan.cli.fit_columns import TextColumn, columns_of, share_width, split_columns, wrap
 from bitplan.errors import BitplanError
-from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.text import visible
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Recipe = Annotated[str | None, typer.Option("--recipe", help=" or ".join(", ".join(RECIPES).rsplit(", ", 1)) + ".")]
 WIDE = 160  # for output without a width: a pipe, a file
 LINE_EVERY_S = 10.0
 

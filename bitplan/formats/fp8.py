@@ -28,7 +28,7 @@ codes are 0x7F.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from bitplan.errors import FormatError
 from bitplan.formats.fp8_recipes import SCALINGS, ScaleBlock, find_recipe
 from bitplan.formats.scales.rules import E8M0_NAN, SMALLEST_SCALE, PowerOfTwoScales
 
-Fp8Name = Literal["e4m3", "e5m2"]
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP8_NAMES = {dtype: name for name, dtype in FP8_DTYPES.items()}
 FP8_LIMITS = {"e4m3": 448.0, "e5m2": 57344.0}

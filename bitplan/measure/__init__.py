@@ -2,28 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from bitplan.errors import MeasureError
 from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.measure.calibration import CalibrationError
-    from bitplan.measure.gradients.statistics import GradStatsCollector, GradStatsError, collect_grad_stats
-    from bitplan.measure.machine import examine_machine
+    from bitplan.errors import MeasureError as MeasureError
+    from bitplan.measure.calibration import CalibrationError as CalibrationError
+    from bitplan.measure.gradients.statistics import (
+        GradStatsCollector as GradStatsCollector,
+        GradStatsError as GradStatsError,
+        collect_grad_stats as collect_grad_stats,
+    )
+    from bitplan.measure.machine import examine_machine as examine_machine
 
-__all__ = [
-    "CalibrationError",
-    "GradStatsCollector",
-    "GradStatsError",
-    "MeasureError",
-    "collect_grad_stats",
-    "examine_machine",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "calibration": ("CalibrationError",),
-        "gradients.statistics": ("GradStatsCollector", "GradStatsError", "collect_grad_stats"),
-        "machine": ("examine_machine",),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -8,6 +8,8 @@ name_patterns.py.
 A tag of the manifest (`BF16`, `FP4`, ...) stands for a format of bitplan's, or for a part of one: gpt-oss keeps the
 codes of an mxfp4 weight under one name (`FP4`) and its scales under another (`UE8`). `block_size` and `scale_encoding`
 decide which format `FP4` and `UE8` are together; a tag may also name it (`format`, `part`).
+
+The manifests that come with bitplan (`SHIPPED`) are files in `manifests/`, to copy and change.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -25,8 +28,9 @@ from bitplan.formats import Format, get_format, list_formats
 from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.aliases import AliasError, Aliases
 from bitplan.plan.name_patterns import NamePatterns, PatternError
+from bitplan.plan.names import guess_role
 from bitplan.plan.plan import PADDINGS, PARTS, Choice, Part, Plan, Planned, part_dtype
-from bitplan.plan.roles import guess_role
+from bitplan.records import parse_json
 
 VERSION: Final = 1
 MAX_RULES = 1000
@@ -353,3 +357,28 @@ def _read_aliases(reader: Reader, value: Mapping[str, Any]) -> Aliases:
 
 
 __all__ = ["Manifest", "ManifestError", "Match", "Rule", "Tag", "expand_raw_map", "is_raw_map"]
+
+
+SHIPPED = ("bert", "gemma", "gpt-oss", "llama", "mistral", "mixtral", "phi3", "qwen", "qwen3-moe")
+
+
+def shipped_manifest(name: str) -> Manifest:
+    """A manifest that comes with bitplan."""
+    return Manifest.from_document(parse_json(shipped_text(name), where=name), where=name)
+
+
+def shipped_text(name: str) -> bytes:
+    """The document itself."""
+    if name not in SHIPPED:
+        raise ManifestError(f"no manifest {name!r}; there are {', '.join(SHIPPED)}{did_you_mean(name, SHIPPED)}")
+    return (resources.files("bitplan.plan") / "manifests" / f"{name}.json").read_bytes()
+
+
+def open_manifest(name_or_path: str | Path) -> Manifest:
+    """Open a manifest file, or a shipped manifest by its name; an existing file takes precedence."""
+    path = Path(name_or_path)
+    if path.is_file():
+        return Manifest.load(path)
+    if path.suffix or len(path.parts) > 1:
+        raise ManifestError(f"{path}: no such file; manifests that come with bitplan: {', '.join(SHIPPED)}")
+    return shipped_manifest(str(name_or_path))

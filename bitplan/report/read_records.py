@@ -18,10 +18,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bitplan.documents import show
+from bitplan.documents import Fields, Kind, show
 from bitplan.errors import FileFormatError
 from bitplan.records import parse_json
-from bitplan.report.record_fields import ReportError
+
+LARGEST = 1e30
+
+
+class ReportError(FileFormatError):
+    """A record that cannot be shown: not one of ours, or broken."""
+
+
+def is_number(value: Any) -> bool:
+    """A number that can be drawn: finite, and far below the largest float, so that sums and ranges are finite too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+class RecordFields(Fields):
+    """One JSON object of a record, read key by key.
+
+    The report reads the files of other parts and imports none of them, so it checks only what it shows, and accepts
+    unknown keys: a newer writer may have more of them.
+    """
+
+    error = ReportError
+    number_kind = Kind("a number", is_number)
+
 
 MAX_RECORD_BYTES = 64 * 2**20
 MAX_LINE_BYTES = 8 * 2**20
@@ -59,9 +81,13 @@ class Record:
     torn: int = 0
     sampled: str = ""  # how many lines of a long log were read
 
-    @property
-    def where(self) -> str:
-        return self.name
+    def fields(self) -> RecordFields:
+        """The document."""
+        return RecordFields(self.content, self.name)
+
+    def lines(self) -> list[RecordFields]:
+        """The lines of a log."""
+        return [RecordFields(item, f"{self.name}: line {number}") for number, item in enumerate(self.content, 1)]
 
 
 def _has(*keys: str) -> Callable[[dict[str, Any]], bool]:

@@ -1,10 +1,14 @@
-"""A section of the page: its HTML, its lines for the summary, and its key figures."""
+"""A section of the page: its HTML, its lines for the summary, its key figures, and its tables.
+
+Tables are complete in the HTML, so that they can be printed and read without a script; the script sorts and filters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bitplan.report.figures import NONE, count, plural
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read_records import Record
 
@@ -48,3 +52,95 @@ def cards(drawn: Sequence[Markup]) -> Markup:
 def fold(title: str, content: Markup) -> Markup:
     """Details that are folded away at first."""
     return tag("details", tag("summary", title), content)
+
+
+MAX_ROWS = 20_000  # of a table: a phone cannot show more
+SEARCH_FROM = 13  # rows
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is shown, the number to sort by, and its text if `shown` is an element."""
+
+    shown: object
+    number: float | None = None
+    word: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    numeric: bool = False
+    wide: bool = False  # long text: wraps, and gets the remaining width
+    mono: bool = False
+    choose: bool = False  # few values: a list to choose from
+
+
+Row = Sequence[Cell | str]
+
+
+def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
+    """A sortable table with a caption; searchable when it is long."""
+    head = tag("tr", *(_heading(column) for column in columns))
+    body = join(
+        tag("tr", *(_cell(column, cell) for column, cell in zip(columns, row, strict=True))) for row in rows[:MAX_ROWS]
+    )
+    inner = tag("table", tag("caption", title, class_="unseen"), tag("thead", head), tag("tbody", body))
+    left_out = len(rows) - MAX_ROWS
+    note = tag("p", f"The first {count(MAX_ROWS)} rows; {count(left_out)} more are in the file.", class_="note")
+    tools = _tools(title, columns, rows) if len(rows) >= SEARCH_FROM else Markup("")
+    region = tag("div", inner, class_="scroll rows", role="region", tabindex="0", aria_label=title)
+    empty = tag("p", "No row matches.", class_="note", data_empty=True, hidden=True)
+    more = tag("button", "Show all rows", type="button", class_="more", data_more=True, hidden=True)
+    return tag("div", tools, region, empty, more, note if left_out > 0 else "", class_="table", data_table=True)
+
+
+def column_table(title: str, *columns: tuple[Column, Sequence[Cell | str]]) -> Markup:
+    """The same from columns, each with its cells."""
+    return table(title, [column for column, _ in columns], list(zip(*(cells for _, cells in columns), strict=True)))
+
+
+def figure(value: float | None, write: Callable[[float], str]) -> Cell:
+    """A number as text, sorted by its value; a dash where there is none."""
+    return Cell(NONE) if value is None else Cell(write(value), value)
+
+
+def _heading(column: Column) -> Markup:
+    button = tag("button", column.title, tag("i", class_="arrow", aria_hidden="true"), type="button")
+    return tag("th", button, scope="col", class_="n" if column.numeric else None, aria_sort="none")
+
+
+def _cell(column: Column, cell: Cell | str) -> Markup:
+    shown_cell = cell if isinstance(cell, Cell) else Cell(cell)
+    kinds = [name for name, on in (("n", column.numeric), ("long", column.wide), ("mono", column.mono)) if on]
+    number = None if shown_cell.number is None else repr(shown_cell.number)
+    return tag(
+        "td",
+        breakable(shown_cell.shown) if column.mono else shown_cell.shown,
+        class_=" ".join(kinds) or None,
+        data_v=number,
+    )
+
+
+def breakable(name: object) -> Markup:
+    """A long name that may be broken after its dots, where there is little room."""
+    return name if isinstance(name, Markup) else join(str(name).split("."), f".{tag('wbr')}")
+
+
+def _tools(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
+    """Search field and lists; hidden until the script runs, because they need it."""
+    search = tag(
+        "label",
+        tag("span", f"Search {title}", class_="unseen"),
+        tag("input", type="search", placeholder="Search: words in any column", autocomplete="off", spellcheck="false"),
+    )
+    lists = [_choices(index, column, rows) for index, column in enumerate(columns) if column.choose]
+    count = tag("output", plural(len(rows), "row"), aria_live="polite")
+    return tag("div", search, *lists, count, class_="tools", hidden=True)
+
+
+def _choices(index: int, column: Column, rows: Sequence[Row]) -> Markup:
+    words = {cell if isinstance(cell, str) else cell.word or str(cell.shown) for cell in (row[index] for row in rows)}
+    options = [tag("option", f"any {column.title.lower()}", value="")]
+    options += [tag("option", word) for word in sorted(words) if word]
+    return tag("label", tag("span", column.title, class_="unseen"), tag("select", *options, data_column=str(index)))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.logs import JsonLog
-from bitplan.report.record_fields import ReportError
+from bitplan.report.read_records import ReportError
 
 DOCUMENT = "bitplan-training-log"
 VERSION = 1

@@ -1,43 +1,34 @@
-"""The best plan for a model, a text and a goal: evidence once, solved exactly, proven before it is handed over."""
+"""The best plan for a model, a text and a goal: evidence once, solved exactly, proven before it is handed over.
+
+Which module does which step:
+
+    goal, runtime_formats    what is asked for, and the formats that a target loads
+    prepare, groups          the model, its text, and which tensors are decided together
+    gather                   what formats cost the model: statistics of its text, rounded weights, distances of plans
+    evidence                 these costs as a file
+    decide                   the plan, by evidence alone: `decide.solve`
+    run, result              all of it in turn, the proof on held-out text, and the files
+"""
 
 from typing import TYPE_CHECKING
 
 from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.searching.decide.explain import explain_plan
-    from bitplan.searching.decide.solve import Solution, solve
-    from bitplan.searching.errors import EvidenceFileError, GoalError, SearchError
-    from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
-    from bitplan.searching.goal import Goal
-    from bitplan.searching.result import SearchResult
-    from bitplan.searching.run import Searcher, search
+    from bitplan.searching.decide.explain import explain_plan as explain_plan
+    from bitplan.searching.decide.solve import Solution as Solution, solve as solve
+    from bitplan.searching.errors import (
+        EvidenceFileError as EvidenceFileError,
+        GoalError as GoalError,
+        SearchError as SearchError,
+    )
+    from bitplan.searching.evidence import (
+        FormatCost as FormatCost,
+        SearchEvidence as SearchEvidence,
+        TensorGroup as TensorGroup,
+    )
+    from bitplan.searching.goal import Goal as Goal
+    from bitplan.searching.result import SearchResult as SearchResult
+    from bitplan.searching.run import Searcher as Searcher, search as search
 
-__all__ = [
-    "EvidenceFileError",
-    "FormatCost",
-    "Goal",
-    "GoalError",
-    "SearchError",
-    "SearchEvidence",
-    "SearchResult",
-    "Searcher",
-    "Solution",
-    "TensorGroup",
-    "explain_plan",
-    "search",
-    "solve",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "errors": ("EvidenceFileError", "GoalError", "SearchError"),
-        "evidence": ("FormatCost", "SearchEvidence", "TensorGroup"),
-        "decide.explain": ("explain_plan",),
-        "goal": ("Goal",),
-        "result": ("SearchResult",),
-        "run": ("Searcher", "search"),
-        "decide.solve": ("Solution", "solve"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -3,8 +3,8 @@
 Damage is predicted from the really quantized weight (gather/damage.py). In one format, `checked`, the distance was also
 measured, with the same projection of all layers quantized or with the group alone; the ratio is the group's `factor`,
 by which its predictions are multiplied. A format that was measured with the group alone has `measured`, which then
-counts. `together` is the same ratio for whole plans: what many small changes do together, over the sum of what each
-does alone.
+counts. `weight` is how much its nats count when formats are chosen, by the gradients of a training run. `together` is
+the ratio for whole plans: what many small changes do together, over the sum of what each does alone.
 
 The document, version 1. It needs no torch and no model to solve again for another goal:
 
@@ -14,7 +14,7 @@ The document, version 1. It needs no torch and no model to solve again for anoth
      "complete": true or false, where the search was stopped,
      "stays": {NAME: {"format": F, "shape": [...], "role": R, "stored": DTYPE, "bytes": N, "reason": R}},
      "groups": {GROUP: {"tensors": {NAME: {"shape": [...], "role": R}}, "factor": RATIO, "checked": F,
-                        "reference_us": {ROWS: T},
+                        "reference_us": {ROWS: T}, "weight": W,
                         "formats": {F: {"bytes": N, "predicted": NATS, "measured": NATS, "us": {ROWS: T}}}}}}
 """
 
@@ -68,7 +68,14 @@ _KEYS = {
     "groups": OBJECT,
 }
 _STAYS = {"format": NAME, "shape": SHAPE, "role": TEXT, "stored": NAME, "bytes": SIZE, "reason": NAME}
-_GROUP = {"tensors": OBJECT, "formats": OBJECT, "factor": _NATS, "checked": TEXT, "reference_us": _TIMES}
+_GROUP = {
+    "tensors": OBJECT,
+    "formats": OBJECT,
+    "factor": _NATS,
+    "checked": TEXT,
+    "reference_us": _TIMES,
+    "weight": _NATS,
+}
 _TENSOR = {"shape": SHAPE, "role": TEXT}
 _FORMAT = {"bytes": SIZE, "predicted": _NATS, "measured": _NATS, "us": _TIMES}
 
@@ -104,6 +111,7 @@ class TensorGroup:
     factor: float = 1.0
     checked: str = ""
     reference_us: Mapping[int, float] = field(default_factory=dict)  # unquantized, in BF16
+    weight: float = 1.0  # how much its nats count when formats are chosen
 
     def nats(self, fmt: str) -> float:
         """What the format is believed to cost, alone."""
@@ -142,6 +150,10 @@ class SearchEvidence:
     def predict(self, choice: Mapping[str, str]) -> float:
         """The KL expected of a choice for every group."""
         return sum(self.nats(group, fmt) for group, fmt in choice.items())
+
+    def harm(self, choice: Mapping[str, str]) -> float:
+        """What a choice is judged by when formats are chosen: nats, each group's by its weight."""
+        return sum(self.nats(group, fmt) * self.groups[group].weight for group, fmt in choice.items())
 
     def nbytes(self, choice: Mapping[str, str]) -> int:
         """Bytes of the whole model under a choice, what stays included."""
@@ -238,6 +250,7 @@ def _group_document(group: TensorGroup) -> dict[str, Any]:
         "factor": group.factor,
         "checked": group.checked,
         **({"reference_us": _times_document(group.reference_us)} if group.reference_us else {}),
+        **({} if group.weight == 1.0 else {"weight": group.weight}),
         "formats": {
             name: {
                 "bytes": cost.nbytes,
@@ -274,4 +287,5 @@ def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
         reader.stop(
             f"{where}: a group has tensors and formats; the search that wrote it did not finish: start it again"
         )
-    return TensorGroup(tensors, formats, item["factor"], item["checked"], _read_times(item, "reference_us"))
+    times, weight = _read_times(item, "reference_us"), item.get("weight", 1.0)
+    return TensorGroup(tensors, formats, item["factor"], item["checked"], times, weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class SearchResult:
     noise_floor: Quality
     corrections: int
     times: BlockTimes | None = None  # with a speed goal: a whole block by the plan
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # of each phase: wall, cpu
 
     @property
     def lost(self) -> bool:
@@ -84,6 +85,7 @@ class SearchResult:
                 for each in uniform_plans(evidence)
             ],
             "heat": _heat(evidence, self.winner.choice),
+            "seconds": self.seconds,
         }
 
     def save(self, folder: Path) -> None:

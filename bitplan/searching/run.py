@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +15,15 @@ from bitplan.measure.quality.perplexity import Quality
 from bitplan.searching.decide.explain import explain_plan
 from bitplan.searching.decide.rivals import RivalPlan, rivals_of
 from bitplan.searching.decide.solve import Solution, front, size_out_of_reach, solve, within
-from bitplan.searching.errors import GoalError
+from bitplan.searching.errors import GoalError, SearchError
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.collect import EVIDENCE, Stage, check_group, collect_evidence, no_stage, smallest_bytes
+from bitplan.searching.gather.collect import EVIDENCE, check_group, collect_evidence, smallest_bytes
 from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
+from bitplan.searching.gather.training_evidence import read_gradients, read_speeds, time_by_policy, weigh_by_gradients
 from bitplan.searching.goal import Goal
+from bitplan.searching.phases import IN_ALL, PhaseClock, Stage, no_stage
 from bitplan.searching.prepare import WINDOWS, SearchText, prepare
 from bitplan.searching.result import SearchResult
 from bitplan.searching.runtime_formats import candidates, target_of
@@ -44,6 +47,8 @@ def search(
     device: str | None = None,
     context: int | None = None,
     windows: int = WINDOWS,
+    gradients: str | Path | None = None,
+    fp8_policy: str | Path | None = None,
     out: str | Path | None = None,
     stage: Stage = no_stage,
 ) -> SearchResult:
@@ -55,17 +60,27 @@ def search(
     held_out   other text, for the proof; without it the last quarter of the text is kept for that
     formats    candidates; all that `target` loads unless given
     windows    how many windows of text the statistics are of
+    gradients  for training: a saved state of selective precision; groups count by the gradients it saw
+    fp8_policy   with a speed goal: a policy file, by whose times formats fp8_* count
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
     stage      shows progress: called with a name and a number of steps, gives a context of what to call for each
     """
     wanted = goal if isinstance(goal, Goal) else Goal(**goal)
     runtime = target_of(target)
     names = candidates(runtime, formats)
+    if runtime.streamed and wanted.faster is not None and fp8_policy is None:
+        raise GoalError(
+            "--faster with --for training needs --fp8-policy: whatever weights cross in, they are multiplied in BF16 "
+            "where no policy says FP8"
+        )
+    if gradients is not None and not runtime.streamed:
+        raise SearchError(f"--gradients are of training, and the plan is for {runtime.name}; search --for training")
     subject, cut = prepare(
         model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows, device=device
     )
     subject.aim_at(runtime)
-    return Searcher(subject, cut, names, None if out is None else Path(out), stage).find(wanted)
+    folder = None if out is None else Path(out)
+    return Searcher(subject, cut, names, folder, stage, gradients=gradients, fp8_policy=fp8_policy).find(wanted)
 
 
 @dataclass
@@ -78,18 +93,31 @@ class Searcher:
     folder: Path | None = None
     stage: Stage = no_stage
     _collected: tuple[SearchEvidence, PlanMeter] | None = None
+    gradients: str | Path | None = None
+    fp8_policy: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        self.clock = PhaseClock(self.stage)
+        self.stage = self.clock
 
     def find(self, goal: Goal) -> SearchResult:
         """The best plan within the goal, proven; written where there is a folder."""
         self._require_size(goal)
+        self._read_training(goal)
+        with _made(self.folder):
+            with self.clock.counted(IN_ALL):
+                result = self._find(goal)
+            result.seconds = self.clock.to_dict()
+            if self.folder is not None:
+                result.save(self.folder)
+            return result
+
+    def _find(self, goal: Goal) -> SearchResult:
         evidence, meter = self.collect(goal)
         solution, corrections = solve_and_correct(evidence, goal, meter, self.stage)
         solution, times = self._confirm_speed(evidence, goal, solution)
         self._save_corrected(evidence)
-        result = replace(self._prove(evidence, goal, solution, corrections), times=times)
-        if self.folder is not None:
-            result.save(self.folder)
-        return result
+        return replace(self._prove(evidence, goal, solution, corrections), times=times)
 
     def collect(self, goal: Goal) -> tuple[SearchEvidence, PlanMeter]:
         """The evidence, gathered at the first goal, and what measures on the windows for checks."""
@@ -107,7 +135,23 @@ class Searcher:
                 rows=rows,
                 stage=self.stage,
             )
+            self._add_evidence_of_training(*self._collected, goal)
         return self._collected
+
+    def _add_evidence_of_training(self, evidence: SearchEvidence, meter: PlanMeter, goal: Goal) -> None:
+        for group in evidence.groups.values():
+            group.weight = 1.0  # the folder may have those of another run
+        norms, speeds = self._read_training(goal)
+        if norms is not None:
+            weigh_by_gradients(evidence, self.subject, meter.rounded.statistics, norms)
+        if speeds is not None:
+            time_by_policy(evidence, self.subject, speeds, goal.rows)
+
+    def _read_training(self, goal: Goal) -> tuple[dict[str, float] | None, dict[str, float] | None]:
+        """Norms of gradients, and speeds in FP8; what is of another model is refused before anything is measured."""
+        norms = None if self.gradients is None else read_gradients(self.gradients, self.subject)
+        has_speeds = self.fp8_policy is not None and goal.faster is not None
+        return norms, read_speeds(self.fp8_policy or "", self.subject, goal.rows) if has_speeds else None
 
     @cached_property
     def judge(self) -> PlanMeter:
@@ -126,6 +170,7 @@ class Searcher:
         """Measure the plan and its rivals on held-out text; hand over the best that is within the goal."""
         reference, floor = self._reference
         rivals = rivals_of(evidence, solution.nbytes)
+        self.judge.prepare(evidence, [solution.choice, *(rival.choice for rival in rivals)], self.stage)
         with self.stage("proving", len(self.text.proof) * (1 + len(rivals))) as advance:
 
             def measured(rival: RivalPlan) -> MeasuredPlan:
@@ -133,7 +178,12 @@ class Searcher:
 
             plan = measured(RivalPlan("searched plan", "plan", solution.choice))
             others = [measured(rival) for rival in rivals]
-        allowed = [other for other in others if within(evidence, goal, other.choice, other.kl.mean)]
+        allowed = [
+            other
+            for other in others
+            if within(evidence, goal, other.choice, other.kl.mean)
+            and (self.gradients is None or evidence.harm(other.choice) <= evidence.harm(plan.choice))
+        ]
         winner = min([plan, *allowed], key=_is_better(goal))
         return SearchResult(
             explain_plan(evidence, winner.choice, rows=goal.rows if goal.faster is not None else None),
@@ -152,7 +202,7 @@ class Searcher:
         self, evidence: SearchEvidence, goal: Goal, solution: Solution
     ) -> tuple[Solution, BlockTimes | None]:
         """Time a whole block by the plan; where it misses the speed that its layers promised, ask for more once."""
-        if goal.faster is None:
+        if goal.faster is None or self.subject.target.streamed:
             return solution, None
         with self.stage("timing blocks", 2) as advance:
             times = self._time(evidence, solution, goal.rows)
@@ -189,6 +239,22 @@ class Searcher:
         known.save(self.folder / EVIDENCE)
 
 
+@contextmanager
+def _made(folder: Path | None) -> Iterator[None]:
+    """The folder, with those above it; those that were made here go again if the search ends with nothing in them."""
+    missing = [] if folder is None else [each for each in (folder, *folder.parents) if not each.exists()]
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for each in missing:
+            if any(each.iterdir()):
+                break
+            each.rmdir()
+        raise
+
+
 def _is_better(goal: Goal) -> Callable[[MeasuredPlan], tuple[float, float]]:
     """Plans are ordered by what the goal leaves open: by bytes where only a distance is given, else by distance."""
     if goal.asks_for_fewest_bytes:
@@ -223,8 +289,9 @@ def solve_and_correct(
         best = min(reached, key=lambda solution: solution.nbytes) if reached else tried[-1][1]
         return replace(best, nats=evidence.predict(best.choice)), len(tried) - 1
     best = min(tried, key=lambda pair: pair[0])[1]
-    nats, bound = evidence.predict(best.choice), solve(evidence, goal).bound  # by the evidence as it is now
-    return replace(best, nats=nats, bound=bound, gap=max(0.0, 1 - bound / nats) if nats > 0 else 0.0), len(tried) - 1
+    harm, bound = evidence.harm(best.choice), solve(evidence, goal).bound  # by the evidence as it is now
+    gap = max(0.0, 1 - bound / harm) if harm > 0 else 0.0
+    return replace(best, nats=evidence.predict(best.choice), bound=bound, gap=gap), len(tried) - 1
 
 
 def _check_largest(evidence: SearchEvidence, solution: Solution, meter: PlanMeter) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bitplan.errors import did_you_mean
 from bitplan.formats import get_format
 from bitplan.searching.errors import SearchError
-from bitplan.store.export.targets import FORMATS
+from bitplan.store.export.targets import FORMATS, packed_bytes
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Target:
 
     def loads(self, fmt: str) -> bool:
         return self.export is None or get_format(fmt).is_cast or fmt in FORMATS[self.export]
+
+    def nbytes(self, fmt: str, shape: tuple[int, ...]) -> int:
+        """Bytes of a weight in the files that the runtime reads."""
+        return packed_bytes(self.export, fmt, shape)
 
 
 _GGUF = ("q2_k_gguf", "q3_k_gguf", "iq4_nl_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "q8_0_gguf")

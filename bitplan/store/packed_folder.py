@@ -23,7 +23,7 @@ from typing import Any
 from bitplan.documents import NAME, SIZE, Kind, Reader
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import get_format
-from bitplan.plan.check import Finding
+from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
 from bitplan.records import atomic_folder, check_output_folder, read_json, write_json

@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads
-from bitplan.trees.binning import bin_rows, blocks_of, find_bins
+from bitplan.optional import require
+from bitplan.trees.binning import Bins, bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.evaluation.metrics import Metric
 from bitplan.trees.files.pieces import TablePieces
-from bitplan.trees.gradients import Array, GradientPrecision, GradientsF32, prepare
+from bitplan.trees.gradients import Array, GradientPrecision, Gradients, GradientsF32, pieces, prepare
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.loops import gradients as trees_gradients
 from bitplan.trees.loops import rows as trees_rows
@@ -24,6 +26,7 @@ from bitplan.trees.objectives import Objective
 from bitplan.trees.tree import Forest, Tree
 
 NO_WEIGHTS = np.empty(0)
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class BoostSettings:
     column_share: float
     seed: int
     patience: int | None  # rounds without a better validation loss; None: all rounds are grown
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -127,19 +131,21 @@ def boost(
     initial      a model to train further: what follows is what would have followed there
     """
     span = Span.of(len(rows.x), shards)
+    grow_on = _grower_of(settings, categorical, shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
-    grower = TreeGrower(bin_rows(rows.x, bins), bins, settings.rules, shards)
+    grower = grow_on(_binned(rows.x, bins, objective, settings), bins, settings.rules, shards)
     if initial is None:
         booster = Booster(objective.start(rows.y, rows.weights, shards), rows.x.shape[1])
     else:
         booster = Booster(initial.start, initial.features, list(initial.trees), rounds_before=initial.rounds)
     booster_made(booster)
-    trainer = _Trainer(rows, objective, settings, grower, booster.scores(rows.x), span)
+    held = _scores_of(rows, objective, settings, grower, booster.scores(rows.x), span)
+    trainer = _Trainer(rows, settings, grower, held, span)
     shards.sent_for("bins and start")
     watched = [replace(each, rows=replace(each.rows, x=np.asarray(each.rows.x))) for each in watched]
     scores = [booster.scores(each.rows.x) for each in watched]
     for number in range(settings.rounds):
-        new = trainer.round(booster.rounds_before + number)
+        new = trainer.round(booster.rounds_before + number, booster.outputs)
         seen = [_watch(each, sums, new, booster, shards) for each, sums in zip(watched, scores, strict=True)]
         booster.losses += seen[-1:]
         booster.trees += new
@@ -150,6 +156,44 @@ def boost(
     if settings.patience is not None and booster.best_rounds is not None:
         del booster.trees[booster.best_rounds * booster.outputs :]
     return booster
+
+
+def _grower_of(settings: BoostSettings, categorical: Array, shards: Shards) -> type[TreeGrower]:
+    """What grows trees on the device asked for; refuses what it cannot do."""
+    if settings.device == "cpu":
+        return TreeGrower
+    require("triton", purpose="device='cuda'")
+    from bitplan.trees.cuda import grower, limits  # needs Triton
+
+    limits.find_device()
+    limits.refuse_unsupported(settings.precision, settings.rules, categorical, shards.count)
+    return grower.CudaTreeGrower
+
+
+def _binned(x: Array | TablePieces, bins: Bins, objective: Objective, settings: BoostSettings) -> Any:
+    """Bins of all rows, where trees grow; the host needs them too where it keeps the scores."""
+    if settings.device == "cuda" and isinstance(x, np.ndarray):
+        from bitplan.trees.cuda.binning import bin_on_card
+        from bitplan.trees.cuda.scores import has_gradients
+
+        if has_gradients(objective):
+            return bin_on_card(x, bins)
+    return bin_rows(x, bins)
+
+
+def _scores_of(
+    rows: Rows, objective: Objective, settings: BoostSettings, grower: TreeGrower, scores: Array, span: Span
+) -> RowScores:
+    """Where scores are kept: on the GPU if trees grow there, and it knows the objective's gradients."""
+    if settings.device == "cuda":
+        from bitplan.trees.cuda.grower import CudaTreeGrower
+        from bitplan.trees.cuda.scores import CudaScores, has_gradients
+
+        if has_gradients(objective):
+            assert isinstance(grower, CudaTreeGrower)
+            settled = settings.precision, settings.renew_leaves, settings.rules
+            return CudaScores(objective, rows.y, rows.weights, scores, grower, *settled)
+    return HostScores(rows, objective, settings, grower, scores, span)
 
 
 def _watch(watched: EvalSet, scores: Array, new: list[Tree], booster: Booster, shards: Shards) -> float:
@@ -164,46 +208,35 @@ def _watch(watched: EvalSet, scores: Array, new: list[Tree], booster: Booster, s
     return -first if higher_is_better else first
 
 
-class _Trainer:
-    def __init__(
-        self, rows: Rows, objective: Objective, settings: BoostSettings, grower: TreeGrower, scores: Array, span: Span
-    ) -> None:
-        self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
-        self._span, self._shards = span, span.shards
-        self._scores = scores
-        self._grads, self._hess = self._gradient_space(*scores.shape[::-1])
+class RowScores(Protocol):
+    """The scores of all rows so far, and what follows from them."""
 
-    def round(self, number: int) -> list[Tree]:
-        """The trees of one round; scores are updated once all are grown."""
-        with np.errstate(over="ignore"):
-            self._objective.gradients(self._rows.y, self._scores, self._rows.weights, self._grads, self._hess)
+    def find_gradients(self) -> None: ...
+    def prepare(self, output: int, key: int | None) -> Any: ...  # as the grower takes them
+    def leaf_values(self, grown: Grown, output: int) -> Array: ...
+    def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None: ...
+
+
+class _Trainer:
+    def __init__(self, rows: Rows, settings: BoostSettings, grower: TreeGrower, scores: RowScores, span: Span) -> None:
+        self._rows, self._settings, self._grower, self._scores = rows, settings, grower, scores
+        self._span, self._shards = span, span.shards
+
+    def round(self, number: int, outputs: int) -> list[Tree]:
+        """The trees of one round; their gradients are those before the first of them."""
+        self._scores.find_gradients()
         used, unused = self._sample_rows(number)
         trees = []
-        for output in range(len(self._grads)):
+        for output in range(outputs):
             words = np.random.SeedSequence([self._settings.seed, number, output]).generate_state(2, np.uint64)
-            gradients = prepare(
-                self._grads[output],
-                self._hess[output],
-                self._settings.precision,
-                int(words[0]) if self._settings.stochastic else None,
-                self._span,
-            )
+            gradients = self._scores.prepare(output, int(words[0]) if self._settings.stochastic else None)
             grown = self._grower.grow(gradients, used, self._sample_columns(int(words[1])))
-            tree = self._with_final_values(grown, output)
-            self._add_scores(tree, grown, unused, output)
+            values, rate = self._scores.leaf_values(grown, output), self._settings.learning_rate
+            tree = replace(grown.tree, leaf_value=values * rate, node_value=grown.tree.node_value * rate)
+            self._scores.add(tree, grown, unused, output)
             trees.append(tree)
             self._shards.sent_for("tree")
         return trees
-
-    def _gradient_space(self, outputs: int, count: int) -> tuple[Array, Array]:
-        """float32 (outputs, rows), twice; for one tree a round in space that the tree needs only later.
-
-        Growing reads gradients from entries alone, and hessians only where they are float32; renewed leaves read both.
-        """
-        if outputs > 1 or self._settings.renew_leaves:
-            return np.empty((outputs, count), np.float32), np.empty((outputs, count), np.float32)
-        grads, hess = self._grower.idle_space.view(np.float32).reshape(2, 1, count)
-        return grads, np.empty_like(hess) if self._settings.precision is GradientPrecision.F32 else hess
 
     def _sample_rows(self, number: int) -> tuple[Array | range, Array]:
         """Rows to grow trees from, and the others."""
@@ -227,12 +260,35 @@ class _Trainer:
             return np.arange(count)
         return np.sort(np.random.default_rng(seed).choice(count, wanted, replace=False))
 
-    def _with_final_values(self, grown: Grown, output: int) -> Tree:
-        values = self._renewed(grown, output)
-        rate = self._settings.learning_rate
-        return replace(grown.tree, leaf_value=values * rate, node_value=grown.tree.node_value * rate)
 
-    def _renewed(self, grown: Grown, output: int) -> Array:
+class HostScores:
+    """Scores and gradients in the memory of the host."""
+
+    def __init__(
+        self, rows: Rows, objective: Objective, settings: BoostSettings, grower: TreeGrower, scores: Array, span: Span
+    ) -> None:
+        self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
+        self._span, self._shards, self._scores = span, span.shards, scores
+        self._grads, self._hess = self._gradient_space(*scores.shape[::-1])
+
+    def find_gradients(self) -> None:
+        with np.errstate(over="ignore"):
+            self._objective.gradients(self._rows.y, self._scores, self._rows.weights, self._grads, self._hess)
+
+    def prepare(self, output: int, key: int | None) -> Gradients:
+        return prepare(self._grads[output], self._hess[output], self._settings.precision, key, self._span)
+
+    def _gradient_space(self, outputs: int, count: int) -> tuple[Array, Array]:
+        """float32 (outputs, rows), twice; for one tree a round in space that the tree needs only later.
+
+        Growing reads gradients from entries alone, and hessians only where they are float32; renewed leaves read both.
+        """
+        if outputs > 1 or self._settings.renew_leaves:
+            return np.empty((outputs, count), np.float32), np.empty((outputs, count), np.float32)
+        grads, hess = self._grower.idle_space.view(np.float32).reshape(2, 1, count)
+        return grads, np.empty_like(hess) if self._settings.precision is GradientPrecision.F32 else hess
+
+    def leaf_values(self, grown: Grown, output: int) -> Array:
         """Leaf values from full-precision gradients, or by the objective's own rule."""
         data = self._rows
         by_rule = self._objective.renew(data.y, self._scores, data.weights, grown.leaf_rows, self._shards)
@@ -249,13 +305,17 @@ class _Trainer:
         totals = self._shards.add(np.array(sums, np.int64), "sums of leaves") * units
         return newton_steps(totals[:, 0], totals[:, 1], self._settings.rules, np.array(grown.leaf_bounds))
 
-    def _add_scores(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
-        scores = self._scores[:, output]
-        on_threads(
-            lambda leaf: trees_rows.add_to_rows(scores, *leaf), list(zip(grown.leaf_rows, tree.leaf_value, strict=True))
-        )
+    def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
+        order = np.lexsort(grown.spans.T[::-1])  # as the rows lie; leaves may be empty in one of several processes
+        ends, values = grown.spans[order, 1], tree.leaf_value[order]
+
+        def work(piece: slice) -> None:
+            trees_rows.add_leaves(self._scores, output, grown.rows, piece.start, piece.stop, ends, values)
+
+        on_threads(work, pieces(len(grown.rows)))
         if not len(unused):
             return
+        scores = self._scores[:, output]
         if tree.leaves == 1:
             scores[unused] += tree.leaf_value[0]
             return

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import numbers
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,13 +19,15 @@ from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, TreesError
 
 FLOAT32 = np.finfo(np.float32)
+DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)  # pandas' are among them
 MAX_TARGET = 1e300
 MAX_COUNT = 2**53  # some settings become float64
 
 
 def refuse_text(x: Any) -> None:
-    """Text is no number, even where it looks like one, nor are categories that `fit` did not see: refused by column."""
-    if isinstance(x, np.ndarray) and x.dtype.kind not in "OSU":
+    """Text is no number, even where it looks like one, nor are dates, nor categories that `fit` did not see: refused by
+    column."""
+    if isinstance(x, np.ndarray) and x.dtype.kind not in "OSUmM":
         return
     if hasattr(x, "iloc") and hasattr(x, "columns"):
         columns = [(repr(name), x.iloc[:, place]) for place, name in enumerate(x.columns)]
@@ -34,7 +39,14 @@ def refuse_text(x: Any) -> None:
             raise TreesError(
                 f"X: column {name:.80} has pandas' type category, and had numbers at fit; give the same columns"
             )
-        values = np.asarray(column) if getattr(column.dtype, "kind", "O") in "OSU" else ()
+        kind = getattr(column.dtype, "kind", "O")
+        values = np.asarray(column) if kind in "OSU" else ()
+        date = next((value for value in values if isinstance(value, DATES)), None)
+        if kind in "mM" or date is not None:
+            raise TreesError(
+                f"X: column {name:.80} has dates or times ({column.dtype if date is None else type(date).__name__}), "
+                "expected numbers; give what matters of them: days since a date, the month, the hour"
+            )
         row = next((row for row, value in enumerate(values) if isinstance(value, (str, bytes))), None)
         if row is not None:
             raise TreesError(
@@ -86,7 +98,35 @@ def targets_of(y: Array) -> Array:
     return targets
 
 
-def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE) -> Array:
+def is_missing(value: Any) -> bool:
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or value != value  # NaN
+
+
+def refuse_missing_targets(y: Array) -> None:
+    """None among labels, which scikit-learn cannot sort."""
+    if y.dtype.kind != "O":
+        return
+    row = next((row for row, label in enumerate(y) if is_missing(label)), None)
+    if row is not None:
+        raise TreesError(
+            f"y: row {row} has {y[row]!r}, expected a target for every row; leave that row out, or label it"
+        )
+    if len(kinds := sorted({type(label).__name__ for label in y})) > 1:
+        raise TreesError(f"y: has labels of types {', '.join(kinds)}, expected one; convert them first (y.astype(str))")
+
+
+@contextmanager
+def naming_set(place: int) -> Iterator[None]:
+    """Errors about X and y are about those of the watched set at this place."""
+    try:
+        yield
+    except TreesError as error:
+        raise TreesError(f"eval_set, set {place}: {error}") from error
+    except ValueError as error:  # scikit-learn's
+        raise ValueError(f"eval_set, set {place}: {error}") from error
+
+
+def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE, name: str = "sample_weight") -> Array:
     """Weights as float64; empty if there are none, or no rows."""
     if sample_weight is None or (not len(x) and not len(sample_weight)):
         return NO_WEIGHTS
@@ -95,17 +135,17 @@ def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE) -> Array:
     if isinstance(sample_weight, numbers.Real):  # scikit-learn's convention
         sample_weight = np.full(len(x), sample_weight)
     weights: Array = check_array(
-        sample_weight, dtype=np.float64, order="C", ensure_2d=False, allow_nd=True, input_name="sample_weight"
+        sample_weight, dtype=np.float64, order="C", ensure_2d=False, allow_nd=True, input_name=name
     )
     if weights.shape != (len(x),):
-        raise TreesError(f"sample_weight: expected a number for each of {len(x)} rows, got shape {weights.shape}")
+        raise TreesError(f"{name}: expected a number for each of {len(x)} rows, got shape {weights.shape}")
     if (weights < 0).any():
-        raise TreesError(f"sample_weight: expected no negative numbers, got {weights.min()}")
+        raise TreesError(f"{name}: expected no negative numbers, got {weights.min()}")
     if not weights.any():
-        raise TreesError("sample_weight: every weight is zero, so there is nothing to fit; give some rows a weight")
+        raise TreesError(f"{name}: every weight is zero, so there is nothing to fit; give some rows a weight")
     if not FLOAT32.tiny <= weights.max() <= FLOAT32.max:
         raise TreesError(
-            f"sample_weight: the largest weight is {weights.max():g}, and gradients, which weights multiply, are "
+            f"{name}: the largest weight is {weights.max():g}, and gradients, which weights multiply, are "
             f"float32; divide all weights by one number, so that the largest is {FLOAT32.tiny:g} to {FLOAT32.max:g}"
         )
     return weights

@@ -17,7 +17,7 @@ from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.inputs.weights import class_weights
 from bitplan.trees.losses.regression import OBJECTIVES
-from bitplan.trees.models.base import BoostedTreesBase, FitOptions
+from bitplan.trees.models.base import BoostedTreesBase, FitOptions, leaves_model_if_refused
 from bitplan.trees.objectives import Binary, Custom, Multiclass, Objective
 
 
@@ -57,6 +57,7 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
         warm_start: bool = False,
         random_state: Any = 0,
         n_jobs: int | None = None,
+        device: str = "cpu",
         verbose: bool = False,
     ) -> None:
         self._set(locals())
@@ -78,6 +79,7 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
         options = FitOptions(eval_sample_weight, eval_metric, callbacks, init_model)
         return self._fit(X, y, sample_weight, eval_set, ALONE, options)
 
+    @leaves_model_if_refused
     def _fit(
         self, X: Any, y: Any, sample_weight: Any, eval_set: Any, shards: Shards, options: FitOptions | None = None
     ) -> Self:
@@ -106,7 +108,7 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
     def _targets(self, y: Array) -> Array:
         unknown = ~np.isin(y, self.classes_)
         if unknown.any():
-            raise TreesError(f"eval_set: label {y[unknown][0]!r} is not among the classes of y, {self.classes_[:5]}")
+            raise TreesError(f"y: label {y[unknown][0]!r} is not among the classes of fit's y, {self.classes_[:5]}")
         return np.searchsorted(self.classes_, y).astype(np.float64)
 
     def _objective(self) -> Objective:
@@ -190,6 +192,7 @@ class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[m
         warm_start: bool = False,
         random_state: Any = 0,
         n_jobs: int | None = None,
+        device: str = "cpu",
         verbose: bool = False,
     ) -> None:
         self._set(locals())
@@ -211,6 +214,7 @@ class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[m
         options = FitOptions(eval_sample_weight, eval_metric, callbacks, init_model)
         return self._fit(X, y, sample_weight, eval_set, ALONE, options)
 
+    @leaves_model_if_refused
     def _fit(
         self, X: Any, y: Any, sample_weight: Any, eval_set: Any, shards: Shards, options: FitOptions | None = None
     ) -> Self:

@@ -24,12 +24,13 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from bitplan.errors import BitplanError
-from bitplan.kernels.base.jit import on_threads
+from bitplan.kernels.base.jit import on_threads, thread_count
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.loops import gradients as trees_gradients
 
 Array = np.ndarray[Any, Any]
-PIECE = 2**16  # rows, even: I8 puts two into a byte
+PIECE = 2**16  # rows
+LEAST_PIECE = 2**13  # fewer are not worth a thread
 
 
 class TreesError(BitplanError, ValueError):
@@ -192,7 +193,10 @@ def _unit(top: float, bits: int) -> float:
 
 
 def pieces(count: int) -> list[slice]:
-    return [slice(start, min(start + PIECE, count)) for start in range(0, count, PIECE)]
+    """A part of the rows for each thread: to hand out a part takes time, too. Even: I8 puts two rows into a byte."""
+    parts = max(min(thread_count(), count // LEAST_PIECE), 1)
+    step = max(-(-count // (2 * parts)) * 2, 1)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _quantize(

@@ -75,17 +75,22 @@ class GrowthRules:
 
 @dataclass(frozen=True)
 class Grown:
-    """A tree whose leaf values are plain Newton steps; the rows of each leaf; of each node its column of bins, and
-    which of them go left.
+    """A tree whose leaf values are plain Newton steps; all rows, and where those of each leaf lie; of each node its
+    column of bins, and which of them go left.
 
     The rows lie in space that the grower's next tree needs.
     """
 
     tree: Tree
-    leaf_rows: list[Array]
+    rows: Array
+    spans: Array  # (leaves, 2): first row and end
     leaf_bounds: Array
     columns: Array
     left_bins: Array
+
+    @property
+    def leaf_rows(self) -> list[Array]:
+        return [self.rows[start:stop] for start, stop in self.spans.tolist()]
 
 
 class TreeGrower:
@@ -268,17 +273,17 @@ class TreeGrower:
             node_value=node_value,
             node_weight=node_weight,
             node_rows=nodes[:, kernels.ROWS].copy(),
-            categories=tuple(
-                None if bin_ >= 0 else self._category_set(feature, goes_left)
-                for feature, bin_, goes_left in zip(feature.tolist(), bin_.tolist(), left_bins, strict=True)
-            ),
+            categories=self._category_sets(feature, bin_, left_bins),
             leaf_value=leaf_value,
             leaf_weight=leaf_weight,
             leaf_rows=growth.nodes[at_leaves, kernels.ROWS],
         )
         numbers = self._entries.view(np.uint32)[::2]  # the lower half of each entry
-        leaf_rows = [numbers[start:stop] for start, stop in growth.nodes[at_leaves, : kernels.STOP + 1].tolist()]
-        return Grown(tree, leaf_rows, growth.reals[at_leaves, kernels.LOW :], feature, left_bins)
+        spans, bounds = (
+            growth.nodes[at_leaves, : kernels.STOP + 1],
+            growth.reals[at_leaves, kernels.LOW : kernels.WORTH],
+        )
+        return Grown(tree, numbers, spans, bounds, feature, left_bins)
 
     def _values(self, growth: Growth, nodes: Array) -> tuple[Array, Array]:
         """What each node's step would be, and its hessian."""
@@ -286,12 +291,15 @@ class TreeGrower:
             growth.nodes[nodes, kernels.GRAD] * self._scales[0],
             growth.nodes[nodes, kernels.HESS] * self._scales[1],
         )
-        return newton_steps(grads, hess, self._rules, growth.reals[nodes, kernels.LOW :]), hess
+        return newton_steps(grads, hess, self._rules, growth.reals[nodes, kernels.LOW : kernels.WORTH]), hess
 
-    def _category_set(self, feature: int, goes_left: Array) -> Array:
-        known = self._bins.edges[feature]
-        chosen: Array = known[goes_left[: len(known)].astype(np.bool_)]
-        return chosen
+    def _category_sets(self, feature: Array, bin_: Array, left_bins: Array) -> tuple[Array | None, ...]:
+        """By node: None, or the categories that go left."""
+        sets: list[Array | None] = [None] * len(bin_)
+        for node in np.flatnonzero(bin_ < 0):
+            known = self._bins.edges[feature[node]]
+            sets[node] = known[left_bins[node, : len(known)].astype(np.bool_)]
+        return tuple(sets)
 
 
 def newton_steps(grads: Array, hess: Array, rules: GrowthRules, bounds: Array) -> Array:

@@ -14,13 +14,12 @@ import numpy as np
 
 from bitplan.kernels.base.jit import on_threads, thread_count
 from bitplan.trees.binning import BinnedRows
-from bitplan.trees.gradients import Array, GradientPrecision, Gradients
+from bitplan.trees.gradients import Array, GradientPrecision, Gradients, pieces
 from bitplan.trees.loops import histogram as kernels
 from bitplan.trees.loops.histogram import BINS, GROUP, PANEL
 
 WIDE = 3  # words: gradient, hessian, rows
 NARROW_ROWS = kernels.NARROW_ROWS  # that narrow cells hold
-ENTER_ROWS = 2**16
 # By precision: how entries are made, the loops that add them, words of a narrow cell.
 _WAYS = {
     GradientPrecision.F32: (kernels.enter_f32, kernels.add_floats, 2),
@@ -63,13 +62,12 @@ class HistogramBuilder:
         held, out = self._gradients, np.empty(len(rows), np.uint64) if space is None else space[: len(rows)]
         grads = held.grads.view(np.uint32) if held.precision is GradientPrecision.F32 else held.grads
 
-        def work(start: int) -> None:
-            piece = slice(start, start + ENTER_ROWS)
+        def work(piece: slice) -> None:
             part = rows[piece]
             numbers = np.arange(part.start, part.stop, dtype=np.uint32) if isinstance(part, range) else part
             self._enter(numbers, grads, held.hessians, out[piece])
 
-        on_threads(work, range(0, len(rows), ENTER_ROWS))
+        on_threads(work, pieces(len(rows)))
         return out
 
     def build(self, entries: Array, *, threads: bool = False) -> Histogram:

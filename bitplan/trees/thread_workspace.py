@@ -66,7 +66,8 @@ class TeamSpace:
         shared = min(SHARED_ROWS, most + 1)
         sizes = np.array([narrow, most, shared, self._cells, wide_from], np.int64)
         if self._parts is None or self._parts[0].shape[1] != self._cells * narrow:
-            wide = self._cells * histogram.WIDE if self._data.rows > most * team else 0
+            block = min(loops.BLOCK, most)
+            wide = self._cells * histogram.WIDE if -(-self._data.rows // block) > team * (most // block) else 0
             self._parts = (
                 np.empty((team, self._cells * narrow), np.int64),
                 np.empty((team, wide), np.int64),
@@ -75,7 +76,7 @@ class TeamSpace:
         used = np.unique(features[2] // PANEL)
         data = self._data.words, self._data.firsts, used, gradients.hessians.view(np.uint8)
         tables = growth.nodes, growth.reals, growth.goes_left
-        order = growth.leaves, growth.splits, growth.counts, growth.ready
+        order = growth.leaves, growth.splits, growth.counts, growth.ready, growth.top
         packs = options[-1]
         needed = precise, packs, not packs or len(features[1]) > 0 or count > most
         if needed not in self._addresses:
@@ -112,7 +113,7 @@ class TeamSpace:
         gradients: Gradients,
         rows: tuple[Array, Array, Array],
         tables: tuple[Array, Array, Array],
-        order: tuple[Array, Array, Array, Array],
+        order: tuple[Array, Array, Array, Array, Array],
         best_first: bool,
         features: tuple[Array, Array, Array],
         options: tuple[Any, ...],
@@ -135,7 +136,7 @@ class TeamSpace:
         adding = self._data.words, entries, gradients.hessians.view(np.uint8), 1.0, 1.0, self._parts[2][0], cells
         return np.array(
             [
-                address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, 0),
+                address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, False, 0, 0),
                 address_of(nodes_loops.divide, *dividing, 0, 0, monotone, scales, numbers),
                 packed,
                 general,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.plan import Manifest, Plan, check_headers, expand_raw_map
-from bitplan.plan.check import Header
+from bitplan.plan.check_manifest import Header
 from bitplan.records import read_json
 from bitplan.searching import SearchEvidence
 from bitplan.searching.decide.solve import front
@@ -131,7 +131,7 @@ def read_crossovers(path: Path) -> None:
 
 
 def read_drift_log(path: Path) -> None:
-    from bitplan.store.checks.drift_log import read_drift
+    from bitplan.store.checks.drift import read_drift
 
     read_drift(path)
 
@@ -226,7 +226,7 @@ def make_fp8_log(folder: Path) -> list[Path]:
 
 
 def read_fp8_log(path: Path) -> None:
-    from bitplan.measure.speed.fp8_report_log import ReportLog
+    from bitplan.measure.speed.fp8_report import ReportLog
 
     report = small_report()
     with ReportLog(path, report.fingerprint, report.recipe, model=report.model, settings=report.settings) as log:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bitplan.plan import SHIPPED, ManifestError, check_headers, manifest_schema, open_manifest, shipped_manifest
-from bitplan.plan.shipped_manifests import shipped_text
+from bitplan.plan.manifest import shipped_text
 
 from .samples import gpt_oss_hugging_face, gpt_oss_openai, header, llama, mixtral, shapes
 

@@ -19,7 +19,7 @@ from bitplan.measure.calibration import Calibration
 from bitplan.measure.speed.crossover import Crossover, Timing
 from bitplan.measure.speed.crossover_files import to_document
 from bitplan.plan import Choice, Plan
-from bitplan.plan.check import Finding
+from bitplan.plan.check_manifest import Finding
 from bitplan.plan.fp8.merge import merge_reports
 from bitplan.plan.fp8.report import Fingerprint, Report, Row
 from bitplan.plan.plan import Planned
@@ -28,7 +28,7 @@ from bitplan.records import write_json
 from bitplan.report import TrainingLog
 from bitplan.runtime.selective.telemetry import PrecisionTelemetry
 from bitplan.runtime.streaming.telemetry import StreamStepStats
-from bitplan.store.checks.drift_log import DriftLog, log_drift
+from bitplan.store.checks.drift import DriftLog, log_drift
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 LAYERS = 24

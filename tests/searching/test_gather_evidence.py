@@ -14,6 +14,7 @@ from bitplan.formats import Encoded
 from bitplan.searching.gather_evidence import gather_evidence
 from bitplan.store.export.targets import export_model
 from bitplan.store.files.open_files import open_tensors
+from bitplan.store.rounding.input_statistics import EvidenceFile
 from tests.store.export.tiny_models import LETTERS, save_tiny
 
 TEXT = "".join(LETTERS[number] for number in torch.randint(26, (400,), generator=torch.Generator().manual_seed(0)))
@@ -53,3 +54,20 @@ def test_what_cannot_be_gathered_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MeasureError, match="the text has 3 tokens"):
         gather_evidence(tmp_path / "llama", "abc", tmp_path)
     assert not (tmp_path / "evidence.safetensors").exists()
+
+
+def test_outputs_are_gathered_where_rows_keep_their_place(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "llama", "llama")
+    export_model(tmp_path / "llama", tmp_path / "llama.gguf", "gguf", "float32")
+    with EvidenceFile(gather_evidence(tmp_path / "llama", TEXT, tmp_path, context=64)) as evidence:
+        name = "model.layers.1.self_attn.q_proj.weight"
+        assert evidence.outputs(name) is None  # 16 tokens an output are needed
+        evidence.metadata = {**evidence.metadata, "gradient_tokens": "100000"}
+        outputs = evidence.outputs(name)
+        assert outputs is not None
+        assert torch.allclose(outputs, outputs.T)
+        assert float(torch.linalg.eigvalsh(outputs.double()).min()) > -1e-6 * float(outputs.diagonal().max())
+        assert not evidence.has_outputs("model.embed_tokens.weight")
+    with EvidenceFile(gather_evidence(tmp_path / "llama.gguf", TEXT, tmp_path, context=64)) as evidence:
+        assert evidence.has_outputs("blk.1.attn_v.weight")
+        assert not evidence.has_outputs("blk.1.attn_q.weight")  # GGUF has its rows in another order

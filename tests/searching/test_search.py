@@ -26,16 +26,17 @@ from bitplan.store import open_tensors, quantize_file, round_weight
 from bitplan.store.export.compressed_tensors import SCHEMES
 from bitplan.store.export.mlx import QUANTIZATIONS
 from bitplan.store.export.targets import FORMATS as EXPORTED
+from bitplan.store.export.targets import ExportRequest, prepare_export
 from bitplan.store.files.gguf_tensors import GGUF_TYPES
 
 GGUF_CASTS = ("float32", "float16", "bfloat16")
 FORMATS = ("mxfp4", "nvfp4", "int8_row", "bfloat16")
 
 
-def tiny_llama(seed: int = 0) -> torch.nn.Module:
+def tiny_llama(seed: int = 0, vocab_size: int = 96) -> torch.nn.Module:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=96,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -149,15 +150,39 @@ def test_block_by_block_a_model_gives_the_logits_and_gradients_that_it_gives_as_
         changed = torch.func.functional_call(model, double, (ids,)).logits
     torch.testing.assert_close(subject.logits(ids, double), changed)
     sums = []
-    for least in (blocks.LEAST_SHARE, 2.0):
-        monkeypatch.setattr(blocks, "LEAST_SHARE", least)
-        statistics, scratch = InputStatistics(), tmp_path / str(least)
+    for find in (blocks._block_list, lambda _model: None):
+        monkeypatch.setattr(blocks, "_block_list", find)
+        statistics, scratch = InputStatistics(), tmp_path / str(len(sums))
         scratch.mkdir()
         passes.add_windows(subject_of(model), list(ids), statistics, scratch)
         sums.append({key: statistics.sums.get(key) for key in statistics.sums.names()})
     assert sums[0].keys() == sums[1].keys()
     for key, part in sums[0].items():
         torch.testing.assert_close(part, sums[1][key], rtol=1e-3, atol=1e-5)
+
+
+class SeveralHeads(torch.nn.Module):
+    """A list of modules that all get the same state: no blocks, though they are most of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 16)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        state = self.embed(ids)
+        return sum(head(state) for head in self.heads)
+
+
+def test_blocks_are_modules_that_follow_one_another_however_small():
+    heads = SeveralHeads()
+    runner = blocks.BlockRunner(heads, heads.get_parameter, torch.device("cpu"))
+    runner.check_order(torch.zeros(1, 4, dtype=torch.int64))
+    assert not runner.blocks
+    few = tiny_llama(vocab_size=4096)
+    assert len(subject_of(few).runner.blocks) == 2
+    in_blocks = sum(parameter.numel() for parameter in few.model.layers.parameters())
+    assert in_blocks < 0.2 * sum(parameter.numel() for parameter in few.parameters())
 
 
 def test_a_folder_is_searched_with_its_weights_on_disk(tmp_path):
@@ -252,6 +277,24 @@ def test_a_plan_for_training_streams_as_it_is():
     with torch.no_grad():
         expected = torch.func.functional_call(tiny_llama(), weights, (ids,)).logits
     torch.testing.assert_close(streamed, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_are_those_of_the_files_that_a_target_reads(tmp_path):
+    """MLX holds a bias beside every scale; exports promise what is counted."""
+    model = tiny_llama()
+    with redirect_stderr(io.StringIO()):
+        model.save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama/tokenizer.json").write_text("{}")
+    for target, fmt in (("mlx", "int4_g32"), ("vllm", "int4_g32")):
+        subject = subject_of(tiny_llama())
+        subject.aim_at(TARGETS[target])
+        request = ExportRequest(tmp_path / "llama", tmp_path / "out", fmt)
+        prepared = prepare_export(request, TARGETS[target].export)
+        prepared.close()
+        rows = {row.name.removesuffix("_packed"): row.nbytes for row in prepared.report.rows if row.format == fmt}
+        assert len(rows) == 14  # embeddings get another format
+        assert rows == {name: TARGETS[target].nbytes(fmt, subject.sites[name].shape) for name in rows}
+    assert 8 * TARGETS["mlx"].nbytes("int4_g32", (64, 64)) == 5 * 64 * 64
 
 
 @pytest.mark.parametrize(("target", "held"), [("vllm", SCHEMES), ("mlx", QUANTIZATIONS), ("llama.cpp", GGUF_TYPES)])

@@ -16,7 +16,7 @@ from bitplan.store.export.targets import export_model
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.gpt_oss import convert_gpt_oss, make_checkpoint
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 from tests.store.export.tiny_models import save_tiny
 
 

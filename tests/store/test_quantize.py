@@ -20,7 +20,7 @@ from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.safetensors import write_safetensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.models.save_load import load_model
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 from tests.formats.samples import SMALL_BLOCKS
 from tests.processes import BITPLAN, Program
 
@@ -372,7 +372,7 @@ PEAK = """
 import re, sys
 from bitplan.cli import run
 from tests.formats.samples import SMALL_BLOCKS
-import torch, bitplan.store.quantize, bitplan.kernels.codec.cpu_codec  # what they take is none of the file's
+import torch, bitplan.store.quantize_files, bitplan.kernels.codec.cpu_codec  # what they take is none of the file's
 def memory(word):
     return 1024 * int(re.search(word + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 before = memory("VmRSS")

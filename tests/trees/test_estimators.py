@@ -318,7 +318,7 @@ def test_data_is_refused_clearly():
         small().fit(x[:0], y[:0])
     with pytest.raises(TreesError, match="only one class"):
         small(BoostedTreesClassifier).fit(x, np.ones(50))
-    with pytest.raises(TreesError, match=r"eval_set: label .* is not among the classes"):
+    with pytest.raises(TreesError, match=r"eval_set, set 0: y: label .* is not among the classes"):
         small(BoostedTreesClassifier).fit(x, y > 0, eval_set=(x, np.full(50, 3)))
     with pytest.raises(TreesError, match="leaves none to fit"):
         small(early_stopping_rounds=2).fit(x[:1], y[:1])
@@ -385,3 +385,33 @@ def test_a_share_is_above_0_and_at_most_1(name):
         with pytest.raises(TreesError, match=f"{name}: expected a number above 0 and at most 1"):
             BoostedTreesRegressor(n_estimators=1, **{name: share}).fit(x, y)
     BoostedTreesRegressor(n_estimators=1, **{name: 1}).fit(x, y)
+
+
+def test_dates_and_missing_labels_are_refused_in_one_line():
+    pandas = pytest.importorskip("pandas")
+    days = pandas.date_range("2026-01-01", periods=40)
+    frame = pandas.DataFrame({"size": np.arange(40.0), "when": days})
+    labels = np.where(np.arange(40) % 3, "a", "b").astype(object)
+    model = BoostedTreesClassifier(n_estimators=1)
+    for x, name in ((frame, "'when'"), (frame.astype(object), "'when'"), (days.to_numpy()[:, None], "0")):
+        with pytest.raises(TreesError, match=f"X: column {name} has dates or times .*, expected numbers"):
+            model.fit(x, labels)
+    labels[7] = None
+    with pytest.raises(TreesError, match="y: row 7 has None, expected a target for every row"):
+        model.fit(frame[["size"]], labels)
+    labels[7] = 3
+    with pytest.raises(TreesError, match="y: has labels of types int, str, expected one"):
+        model.fit(frame[["size"]], labels)
+
+
+def test_errors_about_a_watched_set_name_it():
+    x, y = table(60)
+    model = BoostedTreesRegressor(n_estimators=1)
+    for given, message in (
+        ({"eval_set": (np.full_like(x, "a", dtype=object), y)}, "eval_set, set 0: X: column 0 has text"),
+        ({"eval_set": (x, y[:9])}, "eval_set, set 0: y: expected a target for each of 60 rows"),
+        ({"eval_set": (x[:, :2], y)}, "eval_set, set 0: X has 2 features"),
+        ({"eval_set": (x, y), "eval_sample_weight": -np.ones(60)}, "eval_sample_weight: expected no negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.fit(x, y, **given)

@@ -19,12 +19,12 @@ from bitplan.formats import Encoded, get_format
 from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.plan import Header, Manifest, Plan, check_headers
 from bitplan.records import write_json
-from bitplan.store.checks.drift_log import DriftLog, DriftRow, log_drift
+from bitplan.store.checks.drift import DriftLog, DriftRow, log_drift
 from bitplan.store.compare import compare_models
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import morph_model
 from bitplan.store.models.save_load import load_model, save_model
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 
 REFERENCE = "float32"
 BASELINE = "bfloat16"

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Force, Json, Recipe, progress, say, show_json, table
+from bitplan.cli.options import Emulated, Force, Json, Recipe
+from bitplan.cli.show import progress, say, show_json, table
 
 
 def bench_layers(
@@ -44,9 +45,7 @@ def bench_layers(
         bool, typer.Option("--products/--no-products", help="Time fprop, dgrad and wgrad apart as well.")
     ] = True,
     part: Annotated[Literal["llm", "vit"] | None, typer.Option("--part", help="Of a VLM only this part.")] = None,
-    device: Annotated[
-        Literal["cuda", "cpu"], typer.Option("--device", help="cpu emulates FP8: to try the command, not to decide.")
-    ] = "cuda",
+    device: Emulated = "cuda",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what would be timed, and how long it may take.")
     ] = False,

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+from bitplan.cli.options import Force, Json
+from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 Layout = Literal["openai", "hf", "gguf"]
 Experts = Literal["mxfp4", "bfloat16"]

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from bitplan.cli.complete import format_names, manifest_names
-from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
-from bitplan.cli.verbs.files import Rule
+from bitplan.cli.options import Evidence, Force, Json, Keep, ManifestName, Only, PlanFile, ScaleRule
+from bitplan.cli.quick_help import format_names
+from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -33,20 +33,12 @@ def export(
             autocompletion=format_names,
         ),
     ] = None,
-    manifest: Annotated[
-        str | None,
-        typer.Option(
-            help="By rules on names instead: a file, or the name of a shipped manifest.", autocompletion=manifest_names
-        ),
-    ] = None,
-    plan: Annotated[Path | None, typer.Option(help="By a plan that `bitplan plan -o` wrote.")] = None,
-    keep: Annotated[list[str] | None, typer.Option(help="Leave tensors of this name or shell pattern.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")] = None,
-    scale_rule: Annotated[Rule | None, typer.Option(help="How scales are chosen.")] = None,
-    evidence: Annotated[
-        Path | None,
-        typer.Option(help="Better numbers in the same bytes, from statistics: evidence.safetensors, imatrix.gguf."),
-    ] = None,
+    manifest: ManifestName = None,
+    plan: PlanFile = None,
+    keep: Keep = None,
+    only: Only = None,
+    scale_rule: ScaleRule = None,
+    evidence: Evidence = None,
     pretokenizer: Annotated[
         str | None, typer.Option(help="llama.cpp's name of how the tokenizer splits text, where it is not known.")
     ] = None,
@@ -62,7 +54,7 @@ def export(
     Example: bitplan export llama llama.gguf --to gguf --format q4_k_gguf
     """
     from bitplan.plan import Plan, open_manifest
-    from bitplan.plan.choose import Wanted
+    from bitplan.plan.format_choices import Wanted
     from bitplan.store.export.targets import ExportRequest, prepare_export
 
     if sum(given is not None for given in (fmt, manifest, plan)) > 1:

@@ -1,4 +1,4 @@
-"""Verbs on files of weights: which formats there are, what a file holds, quantize it, compare two."""
+"""Verbs on files of weights: what formats there are, what a file holds, quantize it, compare two, see one drift."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.complete import format_names, manifest_names
-from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+from bitplan.cli.options import Evidence, Force, Json, Keep, ManifestName, Only, Pad, PlanFile, Rule, ScaleRule
+from bitplan.cli.quick_help import format_names
+from bitplan.cli.show import human_bytes, progress, say, show_json, table
 from bitplan.text import counted, visible
-
-Rule = Literal["absmax", "absmean", "percentile", "mse"]
 
 
 def formats(
@@ -133,22 +132,12 @@ def quantize(
             "--format", "-f", help="For every weight: a name from `bitplan formats`.", autocompletion=format_names
         ),
     ] = None,
-    manifest: Annotated[
-        str | None,
-        typer.Option(
-            help="By rules on names instead: a file, or the name of a shipped manifest.", autocompletion=manifest_names
-        ),
-    ] = None,
-    plan: Annotated[Path | None, typer.Option(help="By a plan that `bitplan plan -o` wrote.")] = None,
-    keep: Annotated[
-        list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")
-    ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")] = None,
-    scale_rule: Annotated[Rule | None, typer.Option(help="How scales are chosen.")] = None,
-    evidence: Annotated[
-        Path | None,
-        typer.Option(help="Better numbers in the same bytes, from statistics: evidence.safetensors, imatrix.gguf."),
-    ] = None,
+    manifest: ManifestName = None,
+    plan: PlanFile = None,
+    keep: Keep = None,
+    only: Only = None,
+    scale_rule: ScaleRule = None,
+    evidence: Evidence = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -158,7 +147,7 @@ def quantize(
     windows: Annotated[
         int | None, typer.Option(min=1, help="With --text: windows of at most 512 tokens, 96 unless said.")
     ] = None,
-    pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
+    pad: Pad = None,
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
     ] = "error",
@@ -196,7 +185,7 @@ def quantize(
         may_pad = pad is not None
         chosen = plan_for_file(file, given, keep=keep or (), only=only or (), pad=may_pad, output=output)
 
-    from bitplan.store.quantize import quantize_file
+    from bitplan.store.quantize_files import quantize_file
 
     with ExitStack() as opened:
         if content is not None:
@@ -311,3 +300,59 @@ def compare(
             shared = "" if not result.findings else " that both have"
             say(f"values identical: all {counted(len(result.layers), 'tensor')}{shared}")
     raise typer.Exit(1 if result.findings else 0)
+
+
+def drift(
+    master: Annotated[Path, typer.Argument(metavar="MASTER", help="The checkpoint in BF16 or F32.")],
+    packed: Annotated[Path, typer.Argument(metavar="PACKED", help="Its packed version.")],
+    jsonl: Annotated[Path | None, typer.Option("--jsonl", help="Append a line per tensor to this log.")] = None,
+    step: Annotated[int, typer.Option("--step", help="The step that the lines bear.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Show how far each packed tensor is from its master and what its scales and codes do, worst first.
+
+    `compare` takes any two files; this takes one and its packed version. Exit 1 where a tensor cannot be compared.
+
+    Example: bitplan drift model.safetensors model.mxfp4.safetensors --jsonl drift.jsonl
+    """
+    from bitplan.store.files.open_files import open_tensors
+
+    for each in (master, packed):
+        open_tensors(each).close()  # refuses a file that cannot be read before torch is imported
+
+    from bitplan.store.checks.drift import DriftLog, drift_files
+
+    log = None if jsonl is None else DriftLog(jsonl)  # a path that cannot be written is an error before the work
+    with open_tensors(packed) as file:
+        total = sum(spec.nbytes for spec in file.specs.values())
+    with progress("comparing", total, amount=human_bytes) as advance:
+        report = drift_files(master, packed, step=step, on_bytes=advance)
+    if log is not None:
+        with log:
+            log.write(*report.rows)
+    if as_json:
+        show_json(report.to_dict())
+    else:
+        if report.rows:
+            rows = [_shown(row) for row in report.rows]
+            table(f"{packed} against {master}, largest relative error first", rows)
+        for finding in report.findings:
+            say(finding)
+        if jsonl is not None:
+            say(f"{counted(len(report.rows), 'line')} appended to {jsonl}")
+    raise typer.Exit(1 if report.findings else 0)
+
+
+def _shown(row: Any) -> dict[str, Any]:
+    """Where scales share a base, one always has the top code: only clipped ones count as bad. Codes are percentages."""
+    health = row.health
+    bad = {"NaN": health.nan_scales, "saturated": health.clipped_scales, "underflowed": health.underflowed_scales}
+    return {
+        "tensor": row.name,
+        "format": row.format,
+        "max error": f"{row.max_abs_error:.2e}",
+        "relative": f"{row.relative_error:.2e}",
+        "bad scales": ", ".join(f"{count} {kind}" for kind, count in bad.items() if count) or "none",
+        "end codes": f"{health.saturated_codes / max(health.codes, 1):.1%}",
+        "zeros": f"{health.flushed_codes / max(health.codes, 1):.1%}",
+    }

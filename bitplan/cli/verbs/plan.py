@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitplan.cli.complete import manifest_names, shipped_names
-from bitplan.cli.quick_help import QuickCommand, QuickGroup
-from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
-from bitplan.cli.verbs.search import Bits, Bytes, Faster, MaxKl, Rows
+from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, MaxKl, Rows
+from bitplan.cli.quick_help import QuickCommand, QuickGroup, manifest_names, shipped_names
+from bitplan.cli.show import human_bytes, progress, say, show_json, table
 from bitplan.text import counted
 
 if TYPE_CHECKING:
@@ -23,13 +22,6 @@ manifest_app = typer.Typer(
     name="manifest", cls=QuickGroup, help="Show, expand or describe manifests.", no_args_is_help=True
 )
 AlwaysJson = Annotated[bool, typer.Option("--json", help="Taken as everywhere; what is printed is JSON already.")]
-ManifestName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MANIFEST", help="A file, or the name of a shipped manifest.", autocompletion=manifest_names
-    ),
-]
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `bitplan inspect` opens.")]
 
 
 def check(
@@ -54,7 +46,7 @@ def check(
     Example: bitplan check llama model.safetensors --deep
     """
     from bitplan.plan import Header, check_headers, open_manifest
-    from bitplan.plan.check import CAST
+    from bitplan.plan.check_manifest import CAST
     from bitplan.store.files.open_files import open_tensors
     from bitplan.store.packed_folder import plan_findings, read_config, read_packed_plan
 
@@ -106,9 +98,7 @@ def plan(
         str | None,
         typer.Option("--format", "-f", help="Without a manifest: weights in this format, by built-in rules."),
     ] = None,
-    keep: Annotated[
-        list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")
-    ] = None,
+    keep: Keep = None,
     source: Annotated[
         Path | None,
         typer.Option(
@@ -221,7 +211,7 @@ def show(
 
     Example: bitplan manifest show llama
     """
-    from bitplan.plan.shipped_manifests import shipped_text
+    from bitplan.plan.manifest import shipped_text
 
     sys.stdout.write(shipped_text(name).decode())
 

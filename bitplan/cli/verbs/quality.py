@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.complete import format_names, manifest_names
-from bitplan.cli.show import Json, progress, say, show_json, table
+from bitplan.cli.options import Json, Pad, Rule, Threads
+from bitplan.cli.quick_help import format_names, manifest_names
+from bitplan.cli.show import progress, say, show_json, table
 
 if TYPE_CHECKING:
     from bitplan.cli.measure_formats import QualityRow
     from bitplan.measure.quality.estimates import Estimate
-
-Rule = Literal["absmax", "absmean", "percentile", "mse"]
 
 
 def perplexity(
@@ -48,7 +47,7 @@ def perplexity(
         list[str] | None, typer.Option(help="With --format: leave parameters or modules of this name or pattern.")
     ] = None,
     scale_rule: Annotated[Rule | None, typer.Option(help="With --format: how scales are chosen.")] = None,
-    pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
+    pad: Pad = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens in a window; 512 unless given, or what the model has.")
     ] = None,
@@ -57,7 +56,7 @@ def perplexity(
     ] = None,
     batch: Annotated[int, typer.Option(help="Windows in a batch.")] = 4,
     floor: Annotated[bool, typer.Option(help="Measure the reference's own noise floor.")] = True,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity of a model on a text, and how far formats move it from its reference.

@@ -1,4 +1,4 @@
-"""`bitplan report`: one page to look at, from the records that the other verbs wrote."""
+"""The verbs that write a page: `report` from the records of other verbs, `demo` from a model that it trains itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from bitplan.cli.show import Force, human_bytes, say, show_json
+from bitplan.cli.options import Force, Json
+from bitplan.cli.show import human_bytes, say, show_json
 
 
 def report(
@@ -39,3 +40,24 @@ def report(
         show_json({"report": str(output), "bytes": size, "records": len(records), "sections": titles})
         return
     say(f"{output}: {human_bytes(size)}, {len(records)} records: {', '.join(titles)}")
+
+
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the files.")] = Path("demo-out"),
+    fast: Annotated[bool, typer.Option("--fast", help="A little of everything, to see that it works.")] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same figures.")] = 0,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train, calibrate, plan, pack and boost in two minutes on a CPU, and write one page that shows all of it.
+
+    The files of an earlier demo in the folder are replaced; --force replaces others of the same names too.
+
+    Example: bitplan demo --fast
+    """
+    import bitplan.trees  # noqa: F401 (first: it says in one line which library is missing)
+    from bitplan.cli.demo.run import run_demo
+
+    result = run_demo(output, fast=fast, quiet=as_json, seed=seed, force=force)
+    if as_json:
+        show_json(result)

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from bitplan.cli.show import Json, human_bytes, progress, say, show_json, table
+from bitplan.cli.options import Json, Threads
+from bitplan.cli.show import human_bytes, progress, say, show_json, table
 from bitplan.text import visible
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 Type = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option("--dtype", help="Of weights that are not packed: float32 on a CPU, else as stored."),

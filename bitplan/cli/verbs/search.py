@@ -7,22 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Force, Json, StoppedVerbError, human_bytes, progress, say, show_json, table
+from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, MaxKl, Rows
+from bitplan.cli.show import StoppedVerbError, human_bytes, progress, say, show_json, table
 
 if TYPE_CHECKING:
     from bitplan.plan import Plan
     from bitplan.searching.result import SearchResult
-
-Bits = Annotated[float | None, typer.Option("--bits", help="At most this many bits a weight, scales included.")]
-Bytes = Annotated[str | None, typer.Option("--bytes", metavar="SIZE", help="At most this size: 6GB, 900MB.")]
-MaxKl = Annotated[
-    float | None,
-    typer.Option("--max-kl", help="At most this far from the model, in nats a token; alone: fewest bytes."),
-]
-Faster = Annotated[
-    float | None, typer.Option("--faster", help="At least this many times BF16's speed, by measured times.")
-]
-Rows = Annotated[int, typer.Option("--rows", help="With --faster: at how many rows (tokens at once).")]
+    from bitplan.searching.runtime_formats import Target
 
 
 def search(
@@ -43,13 +34,18 @@ def search(
         Literal["bitplan", "llama.cpp", "vllm", "mlx", "training"],
         typer.Option("--for", help="Only what this runtime loads; training: what streamed blocks cross the bus in."),
     ] = "bitplan",
-    keep: Annotated[
-        list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")
-    ] = None,
+    keep: Keep = None,
     only: Annotated[list[str] | None, typer.Option(help="Search these and leave all others.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute, such as cuda.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; 512, or what the model has.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text for the statistics.")] = 32,
+    gradients: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --for training: a state of selective precision, by whose gradients."),
+    ] = None,
+    fp8_policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --faster: times of FP8 layers, by a policy.")
+    ] = None,
     out: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go.")] = Path("search"),
     force: Force = False,
     as_json: Json = False,
@@ -73,7 +69,9 @@ def search(
     proof = None if held_out is None else read_text(held_out)
     check_model_source(model, None)
     open_tensors(model).close()
-    _prepare_folder(out, force)
+    if force:
+        for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):  # of an earlier search
+            (out / name).unlink(missing_ok=True)
 
     from bitplan.report.page import write_report
     from bitplan.searching.run import search as run_search
@@ -91,6 +89,8 @@ def search(
             device=device,
             context=context,
             windows=windows,
+            gradients=gradients,
+            fp8_policy=fp8_policy,
             out=out,
             stage=progress,
         )
@@ -100,15 +100,8 @@ def search(
     if as_json:
         show_json(result.to_document())
         return
-    _show(result, out, is_streamed=target_of(target).streamed)
-
-
-def _prepare_folder(out: Path, force: bool) -> None:
-    """Make the folder; with --force, remove what an earlier search left."""
-    out.mkdir(parents=True, exist_ok=True)
-    if force:
-        for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):
-            (out / name).unlink(missing_ok=True)
+    _show(result)
+    say(next_step(target_of(target), result.evidence.model, out))
 
 
 def _left(out: Path, force: bool) -> str:
@@ -121,7 +114,18 @@ def _left(out: Path, force: bool) -> str:
     return f"{out} has {contents}: the same command{' without --force' if force else ''} goes on from there"
 
 
-def _show(result: SearchResult, out: Path, *, is_streamed: bool) -> None:
+def next_step(target: Target, model: str, out: Path) -> str:
+    """What applies the plan."""
+    plan, evidence = out / "plan.json", out / "evidence.safetensors"
+    if target.streamed:
+        return f"train with it: bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load({str(plan)!r}))"
+    if target.export is None:
+        return f"apply it: bitplan quantize {model} OUT --plan {plan} --evidence {evidence}"
+    output = "OUT.gguf" if target.export == "gguf" else "OUT"
+    return f"apply it: bitplan export {model} {output} --to {target.export} --plan {plan} --evidence {evidence}"
+
+
+def _show(result: SearchResult) -> None:
     evidence = result.evidence
     floor = result.noise_floor.against
     rows = [
@@ -150,13 +154,6 @@ def _show(result: SearchResult, out: Path, *, is_streamed: bool) -> None:
         say(f"a whole block at {times.rows} rows: {times.plan_us:.0f} us, {faster}")
     if result.lost:
         say(f"the search lost: {result.winner.label} is better and within the goal, so plan.json is that")
-    if is_streamed:
-        say(f"train with it: bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load({str(out / 'plan.json')!r}))")
-        return
-    say(
-        f"apply it: bitplan quantize {evidence.model} OUT --plan {out / 'plan.json'} "
-        f"--evidence {out / 'evidence.safetensors'}"
-    )
 
 
 def diff(

@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
-from bitplan.kernels.base.vectors import VectorType, VectorWriter, define, lanewise
+from bitplan.kernels.base.vectors import VectorType, VectorWriter, define
 
 INT64 = ir.IntType(64)
 
@@ -72,16 +72,11 @@ def _picked(places: Callable[[int, int], list[int]]) -> Any:
     return define(2, result, emit)
 
 
-def _fused(writer: VectorWriter, a: Any, b: Any, c: Any) -> Any:
-    return writer.call(f"llvm.fma.v{writer.vector.width}f32", a.type, [a, b, c])
-
-
 def _half(writer: VectorWriter, bits: Any) -> Any:
     halves = writer.builder.bitcast(bits, ir.VectorType(ir.HalfType(), writer.vector.width))
     return writer.builder.fpext(halves, ir.VectorType(ir.FloatType(), writer.vector.width))
 
 
-fused_multiply_add = lanewise(_fused, arity=3)  # a * b + c, rounded once
 sum_of_lanes = define(1, lambda vector: vector.lane, _sum)  # float32, in any order
 repeat_each = _picked(lambda width, times: [lane // times for lane in range(width * times)])
 # Nibble j of 32-bit lane i holds number 8 i + j of a row: every eighth number, from the j-th on.

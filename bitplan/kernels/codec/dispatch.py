@@ -20,7 +20,14 @@ from torch import Tensor
 from bitplan import formats
 from bitplan.errors import NonFiniteError
 from bitplan.formats import Encoded, Format, get_format
-from bitplan.formats.codec import NonFinite, check_decodable, check_importance, encode_opaque, finite, readable
+from bitplan.formats.codec import (
+    NonFinite,
+    check_decodable,
+    check_importance,
+    encode_opaque,
+    finite,
+    readable,
+)
 from bitplan.formats.gguf.blocks import GgufBlocks
 
 TWIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,22 +19,17 @@ from bitplan.kernels.base.jit import inlined
 from bitplan.kernels.base.openmp_threads import c_function
 from bitplan.kernels.base.vectors import greater, maximum, to_float, view, widen
 from bitplan.kernels.matmul.cpu_rows import (
-    CODES,
     CODES_STRIDE,
     LANES,
-    SCALES,
     STEP,
-    TABLE,
     arrange_bytes,
     arrange_nibbles,
     arranged_inputs,
     byte_products,
-    decode_bytes,
-    decode_nibbles,
-    decoded_rows,
+    decoded_bytes,
+    decoded_nibbles,
     field,
     nibble_products,
-    row_of,
 )
 
 F32, U8, U16, U32, I8, I32 = np.float32, np.uint8, np.uint16, np.uint32, np.int8, np.int32
@@ -187,120 +182,64 @@ def _int4_g32(job):
     nibble_products(job, integers_opened, low, high, _bfloat16, 16, False)
 
 
-@inlined
-def _decode_int4_g32(job, row, first, count, to):
-    table = load_from(field(job, TABLE), F32, 16)
-    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
-    decode_nibbles(
-        integers_opened, low, high, _bfloat16, table, codes, at, field(job, CODES_STRIDE), 16, first, count, to
-    )
-
-
 def _int4_g32_decoded(job):
-    decoded_rows(job, _decode_int4_g32, STEP)
+    decoded_nibbles(job, integers_opened, low, high, _bfloat16, 16)
 
 
 def _q4_0_gguf(job):
     nibble_products(job, integers_opened, low, high, _float16, 16, True)
 
 
-@inlined
-def _decode_q4_0_gguf(job, row, first, count, to):
-    table = load_from(field(job, TABLE), F32, 16)
-    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
-    decode_nibbles(
-        integers_opened, low, high, _float16, table, codes, at, field(job, CODES_STRIDE), 16, first, count, to
-    )
-
-
 def _q4_0_gguf_decoded(job):
-    decoded_rows(job, _decode_q4_0_gguf, STEP)
+    decoded_nibbles(job, integers_opened, low, high, _float16, 16)
 
 
 def _mxfp4(job):
     nibble_products(job, e2m1_opened, low, high, _e8m0, 16, False)
 
 
-@inlined
-def _decode_mxfp4(job, row, first, count, to):
-    table = load_from(field(job, TABLE), F32, 16)
-    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
-    decode_nibbles(e2m1_opened, low, high, _e8m0, table, codes, at, field(job, CODES_STRIDE), 16, first, count, to)
-
-
 def _mxfp4_decoded(job):
-    decoded_rows(job, _decode_mxfp4, STEP)
+    decoded_nibbles(job, e2m1_opened, low, high, _e8m0, 16)
 
 
 def _nvfp4(job):
     nibble_products(job, e2m1_opened, low, high, _e4m3, 8, False)
 
 
-@inlined
-def _decode_nvfp4(job, row, first, count, to):
-    table = load_from(field(job, TABLE), F32, 16)
-    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
-    decode_nibbles(e2m1_opened, low, high, _e4m3, table, codes, at, field(job, CODES_STRIDE), 8, first, count, to)
-
-
 def _nvfp4_decoded(job):
-    decoded_rows(job, _decode_nvfp4, STEP)
+    decoded_nibbles(job, e2m1_opened, low, high, _e4m3, 8)
 
 
 def _int8_row(job):
     byte_products(job, _int8, _float32_of_all, 0)
 
 
-@inlined
-def _decode_int8_row(job, row, first, count, to):
-    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
-    decode_bytes(_int8, _float32_of_all, codes, at, field(job, CODES_STRIDE), 0, first, count, to)
-
-
 def _int8_row_decoded(job):
-    decoded_rows(job, _decode_int8_row, LANES)
+    decoded_bytes(job, _int8, _float32_of_all, 0)
 
 
 def _int8_g128(job):
     byte_products(job, _int8, _float32_of_all, 128)
 
 
-@inlined
-def _decode_int8_g128(job, row, first, count, to):
-    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
-    decode_bytes(_int8, _float32_of_all, codes, at, field(job, CODES_STRIDE), 128, first, count, to)
-
-
 def _int8_g128_decoded(job):
-    decoded_rows(job, _decode_int8_g128, LANES)
+    decoded_bytes(job, _int8, _float32_of_all, 128)
 
 
 def _q8_0_gguf(job):
     byte_products(job, _int8, _float16_of_all, 32)
 
 
-@inlined
-def _decode_q8_0_gguf(job, row, first, count, to):
-    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
-    decode_bytes(_int8, _float16_of_all, codes, at, field(job, CODES_STRIDE), 32, first, count, to)
-
-
 def _q8_0_gguf_decoded(job):
-    decoded_rows(job, _decode_q8_0_gguf, LANES)
+    decoded_bytes(job, _int8, _float16_of_all, 32)
 
 
 def _fp8_e4m3_row(job):
     byte_products(job, _e4m3_codes, _float32_of_all, 0)
 
 
-@inlined
-def _decode_fp8_e4m3_row(job, row, first, count, to):
-    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
-    decode_bytes(_e4m3_codes, _float32_of_all, codes, at, field(job, CODES_STRIDE), 0, first, count, to)
-
-
 def _fp8_e4m3_row_decoded(job):
-    decoded_rows(job, _decode_fp8_e4m3_row, LANES)
+    decoded_bytes(job, _e4m3_codes, _float32_of_all, 0)
 
 
 _FUNCTIONS = {

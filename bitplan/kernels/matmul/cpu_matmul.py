@@ -34,7 +34,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats import Encoded, encode
-from bitplan.kernels.matmul.decode_row_slices import decoded_pieces, gradient_over_pieces, linear_over_pieces
+from bitplan.kernels.matmul.decode_row_slices import decoded_pieces
 
 FOUR_BIT_FORMAT = "int4_g32"
 GROUP = 32
@@ -60,18 +60,6 @@ def piece_bytes() -> int:
 def piece_rows(in_features: int, dtype: torch.dtype) -> int:
     """How many rows of a matrix make a piece."""
     return max(1, piece_bytes() // max(1, in_features * dtype.itemsize))
-
-
-def chunked_linear(x_MK: Tensor, weight: Encoded, bias: Tensor | None = None) -> Tensor:
-    """x @ W.T + bias in x's type (float32 or float64) without the whole of W; see `decode_row_slices`."""
-    pieces = decoded_pieces(weight, x_MK.dtype, piece_rows(weight.shape[1], x_MK.dtype))
-    return linear_over_pieces(x_MK, pieces, weight.shape[0], bias)
-
-
-def chunked_input_gradient(g_MN: Tensor, weight: Encoded) -> Tensor:
-    """g @ W in g's type (float32 or float64) without the whole of W."""
-    pieces = decoded_pieces(weight, g_MN.dtype, piece_rows(weight.shape[1], g_MN.dtype))
-    return gradient_over_pieces(g_MN, pieces, weight.shape[1])
 
 
 # ---- torch's 4-bit kernel --------------------------------------------------------------------------------------------

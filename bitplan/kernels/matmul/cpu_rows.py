@@ -247,7 +247,7 @@ def nibble_products(job, opened, low, high, scales, per_scale, halves):
 
 
 @inlined
-def decode_nibbles(opened, low, high, scales, table, codes, scales_at, row_bytes, per_scale, first, count, to):
+def _decode_nibbles(opened, low, high, scales, table, codes, scales_at, row_bytes, per_scale, first, count, to):
     """Registers first .. first + count of a row of codes -> STEP numbers each."""
     for step in range(count):
         at = min((first + step) * REGISTER, row_bytes - REGISTER)
@@ -334,7 +334,7 @@ def byte_products(job, number, scale, block):
 
 
 @inlined
-def decode_bytes(number, scale, codes, scales_at, width, block, first, count, to):
+def _decode_bytes(number, scale, codes, scales_at, width, block, first, count, to):
     """Chunks of LANES numbers, first .. first + count, of a row; `first` begins a block."""
     for chunk in range(first, first + count):
         at = min(chunk * LANES, width - LANES)
@@ -348,13 +348,27 @@ def decode_bytes(number, scale, codes, scales_at, width, block, first, count, to
 
 
 @inlined
-def decoded_rows(job, decode, unit):
-    """Decode units first .. first + count of every row into `y`, by decode(job, row, first, count, to)."""
+def decoded_nibbles(job, opened, low, high, scales, per_scale):
+    """Decode registers first .. first + count of every row of 4-bit codes into `y`."""
+    rows, piece, first, count = field(job, ROWS), field(job, PIECE), field(job, FIRST), field(job, COUNT)
+    table, width = load_from(field(job, TABLE), F32, 16), field(job, CODES_STRIDE)
+    row = take(job + 8 * NEXT_ROW, piece)
+    while row < rows:
+        for n in range(row, min(row + piece, rows)):
+            codes, at, to = row_of(job, CODES, n), row_of(job, SCALES, n), field(job, Y) + 4 * n * count * STEP
+            _decode_nibbles(opened, low, high, scales, table, codes, at, width, per_scale, first, count, to)
+        row = take(job + 8 * NEXT_ROW, piece)
+
+
+@inlined
+def decoded_bytes(job, number, scale, block):
+    """Decode chunks first .. first + count of every row of 8-bit codes into `y`."""
     rows, piece, first, count = field(job, ROWS), field(job, PIECE), field(job, FIRST), field(job, COUNT)
     row = take(job + 8 * NEXT_ROW, piece)
     while row < rows:
         for n in range(row, min(row + piece, rows)):
-            decode(job, n, first, count, field(job, Y) + 4 * n * count * unit)
+            codes, at, to = row_of(job, CODES, n), row_of(job, SCALES, n), field(job, Y) + 4 * n * count * LANES
+            _decode_bytes(number, scale, codes, at, field(job, CODES_STRIDE), block, first, count, to)
         row = take(job + 8 * NEXT_ROW, piece)
 
 

@@ -15,18 +15,32 @@ state says bf16), but force lists hold in every mode. `ambiguous_default` applie
 assignment; until then a block runs as bf16.
 
 With `scoring="impact"` the units share one damage budget, in units of loss. Low is int8 or fp8, by hardware and error.
+
+With `byte_share` the units share one byte budget instead, and descend a ladder of bf16 and all low precisions, the
+least damage per byte first (`choose_rungs`). Damage is the measured impact, or the gradient's relative magnitude times
+the calibration error. A unit's present rung counts as better by `hysteresis_margin`, and cooldowns hold.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
-from bitplan.plan.selective.choose_low_units import Candidate, TransferFacts, choose_low_set
+from bitplan.plan.selective.byte_budget import decide_by_bytes, knows_errors, require_errors
+from bitplan.plan.selective.choose_low_units import Candidate, choose_low_set
 from bitplan.plan.selective.config import Precision, SelectiveError, SelectivePrecisionConfig
-from bitplan.plan.selective.score import average_stats, compute_sensitivity_score, estimate_damage
+from bitplan.plan.selective.evidence import (
+    NO_EVIDENCE,
+    Decision,
+    Evidence,
+    damages_of,
+    is_cooling,
+    steps_since_switch_of,
+    why_unmeasured,
+    why_unscored,
+)
+from bitplan.plan.selective.score import average_stats, compute_sensitivity_score
 from bitplan.plan.selective.state import PolicyState, UnitState
 
 
@@ -43,26 +57,7 @@ class BlockPrecisionHint:
     forced: bool = False
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Measurements from outside. Errors are relative output errors of calibration; bytes are those that are sent."""
-
-    quant_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # unit -> precision -> error
-    unit_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # unit -> precision -> bytes
-    transfer: TransferFacts | None = None
-    has_fp8: bool = False
-
-
-class Decision(NamedTuple):
-    """A precision (None: still not assigned), its reason and its score."""
-
-    precision: Precision | None
-    reason: str
-    score: float | None = None
-
-
 Hints = dict[str, BlockPrecisionHint]
-NO_EVIDENCE = Evidence()
 
 
 def decide_with_hysteresis(
@@ -91,7 +86,7 @@ def decide_with_hysteresis(
     else:
         bound = f"not < {config.go_low_below}" if current == "bf16" else f"not >= {config.bf16_threshold}"
         return Decision(current, f"{score} {bound}: stays {current}", sensitivity)
-    if wanted != (current or "bf16") and _cooling(steps_since_switch, config):
+    if wanted != (current or "bf16") and is_cooling(steps_since_switch, config):
         left = f"{steps_since_switch} of {config.min_steps_between_switches} steps since the last switch"
         return Decision(current, f"{why}, but cooling down: {left}", sensitivity)
     return Decision(wanted, why, sensitivity)
@@ -115,7 +110,8 @@ def compute_hints(
     due = is_update_due(state, step, config)
     if due:
         _require_evidence(state, config, evidence)
-        decided = (_by_score if config.scoring == "gradient" else _by_impact)(state, step, config, evidence)
+        by_damage = _by_score if config.scoring == "gradient" else _by_impact
+        decided = (decide_by_bytes if config.has_byte_budget else by_damage)(state, step, config, evidence)
     state, hints = _assign(state, step, config, decided)
     return replace(state, last_update_step=step if due else state.last_update_step), hints
 
@@ -123,6 +119,16 @@ def compute_hints(
 def assign_forced(state: PolicyState, step: int, config: SelectivePrecisionConfig) -> tuple[PolicyState, Hints]:
     """Apply the force lists and the mode, which hold from the first step on, before anything is scored."""
     return _assign(state, step, config, {})
+
+
+def assign_first(
+    state: PolicyState, step: int, config: SelectivePrecisionConfig, evidence: Evidence
+) -> tuple[PolicyState, Hints]:
+    """Before the first step: force lists and mode, and a byte budget where calibration has the errors it needs."""
+    by_errors = config.enabled and config.mode == "dynamic" and config.has_byte_budget and not state.history
+    if by_errors and knows_errors(state, config, evidence):
+        return _assign(state, step, config, decide_by_bytes(state, step, config, evidence))
+    return assign_forced(state, step, config)
 
 
 def _assign(
@@ -200,7 +206,7 @@ def _by_score(
     for name, unit in state.units.items():
         low, why = pick_low(unit, evidence.quant_errors.get(name, {}), config, has_fp8=evidence.has_fp8)
         if name not in averages:
-            decided[name] = Decision(unit.precision, _why_unscored(state, name))
+            decided[name] = Decision(unit.precision, why_unscored(state, name))
             continue
         error = evidence.quant_errors.get(name, {}).get(low or "int8")
         score = compute_sensitivity_score(averages[name], error, config)
@@ -209,7 +215,9 @@ def _by_score(
             continue
         # A low precision that this hardware lacks (a run resumed elsewhere) becomes one that it has.
         current = unit.precision if unit.precision in (None, "bf16") else low
-        decision = decide_with_hysteresis(score, current, config, steps_since_switch=_since(unit, step), low=low)
+        decision = decide_with_hysteresis(
+            score, current, config, steps_since_switch=steps_since_switch_of(unit, step), low=low
+        )
         decided[name] = _hold_back(unit, decision, step, why)
     if config.bandwidth_aware:
         decided |= _only_what_hides(state, step, config, evidence, decided)
@@ -239,7 +247,7 @@ def _only_what_hides(
         precision = forced[0] if forced else decided[name].precision
         if precision not in (None, "bf16"):
             is_low = unit.running != "bf16" or forced is not None
-            locked = forced is not None or (is_low and _cooling(_since(unit, step), config))
+            locked = forced is not None or (is_low and is_cooling(steps_since_switch_of(unit, step), config))
             saved = _bytes_saved(evidence, name, precision)
             # Without a new score the last one counts; without any, 1.0: the unit leaves first.
             score = next((one for one in (decided[name].score, unit.score) if one is not None), 1.0)
@@ -267,7 +275,7 @@ def _by_impact(
     known: dict[str, float] = {}
     for name, unit in state.units.items():
         forced = config.forced(name)
-        damages = _damages(state, name)
+        damages = damages_of(state, name)
         low, why = pick_low(unit, damages, config, has_fp8=evidence.has_fp8)
         if forced:
             low, why = (None, "forced to bf16") if forced[0] == "bf16" else (forced[0], "")
@@ -278,10 +286,10 @@ def _by_impact(
             decided[name] = Decision("bf16", f"{why}: bf16")
         elif cost is None and not forced:
             precision = None if unit.precision is None else unit.precision if not is_low else "bf16"
-            decided[name] = Decision(precision, _why_unmeasured(state, name))
+            decided[name] = Decision(precision, why_unmeasured(state, name))
         else:
             backing_off = not is_low and _backing_off(unit, step)
-            locked = bool(forced) or _cooling(_since(unit, step), config) or backing_off
+            locked = bool(forced) or is_cooling(steps_since_switch_of(unit, step), config) or backing_off
             picked[name] = low
             if cost is not None:
                 known[name] = cost
@@ -298,16 +306,6 @@ def _by_impact(
         precision = picked[name] if name in chosen.names else "bf16"
         decided[name] = Decision(precision, f"{damage}: {why}", known.get(name))
     return decided
-
-
-def _damages(state: PolicyState, name: str) -> dict[str, float]:
-    """Precision -> estimated damage, for precisions with impacts in the window."""
-    samples: dict[str, list[float]] = {}
-    for step in state.history:
-        for precision, impact in step.impacts.get(name, {}).items():
-            samples.setdefault(precision, []).append(impact)
-    estimates = {precision: estimate_damage(impacts) for precision, impacts in samples.items()}
-    return {precision: damage for precision, damage in estimates.items() if damage is not None}
 
 
 # ---- int8 or fp8 -----------------------------------------------------------------------------------------------------
@@ -338,34 +336,12 @@ def pick_low(
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _since(unit: UnitState, step: int) -> int | None:
-    return None if unit.last_switch_step is None else step - unit.last_switch_step
-
-
-def _cooling(steps_since_switch: int | None, config: SelectivePrecisionConfig) -> bool:
-    return steps_since_switch is not None and steps_since_switch < config.min_steps_between_switches
-
-
 def _backing_off(unit: UnitState, step: int) -> bool:
     return unit.backoff_until is not None and step < unit.backoff_until
 
 
 def _backoff_text(unit: UnitState) -> str:
     return f"it raised the loss {unit.rollbacks} times: bf16 until step {unit.backoff_until}"
-
-
-def _why_unscored(state: PolicyState, name: str) -> str:
-    counts = Counter(step.excluded[name] for step in state.history if name in step.excluded)
-    reasons = ", ".join(f"{count} {why}" for why, count in sorted(counts.items())) or "none collected"
-    return f"no usable gradient in the last {len(state.history)} steps ({reasons}): no score, no change"
-
-
-def _why_unmeasured(state: PolicyState, name: str) -> str:
-    """Why a unit has no impact: it was not its turn, or nothing usable was measured."""
-    score = state.units[name].score
-    if score is None or any(name in step.excluded for step in state.history):
-        return _why_unscored(state, name)
-    return f"damage {score:.3g} in loss when last measured, and not measured before this update: no change"
 
 
 def _bytes_saved(evidence: Evidence, name: str, precision: str | None) -> int:
@@ -379,9 +355,12 @@ def _bytes_to_save(state: PolicyState, evidence: Evidence) -> int:
 
 
 def _require_evidence(state: PolicyState, config: SelectivePrecisionConfig, evidence: Evidence) -> None:
-    if not (config.bandwidth_aware or config.scoring == "impact"):
+    if config.has_byte_budget:
+        require_errors(state, config, evidence)
+    if not (config.bandwidth_aware or config.scoring == "impact" or config.has_byte_budget):
         return
-    setting = "bandwidth_aware" if config.bandwidth_aware else 'scoring "impact"'
+    setting = "byte_share" if config.has_byte_budget else 'scoring "impact"'
+    setting = "bandwidth_aware" if config.bandwidth_aware else setting
     needed = {"bf16", *config.low_precisions, *_forced_precisions(state.units, config)}
     for name in state.units:
         missing = sorted(needed - set(evidence.unit_bytes.get(name, {})))

@@ -219,6 +219,11 @@ def state_from_document(
     return _read_state(reader, item["state"], natural_order(layout))
 
 
+def read_history(reader: Reader, state: Any, units: Iterable[str]) -> tuple[StepStats, ...]:
+    """The window of statistics of a saved state alone, for those who decide something else by it."""
+    return _read_state(reader, state, natural_order(units)).history
+
+
 def _require_same_layout(reader: Reader, saved: Mapping[str, Any], layout: Mapping[str, str]) -> None:
     gone = [name for name in natural_order(saved) if name not in layout]
     new = [name for name in natural_order(layout) if name not in saved]

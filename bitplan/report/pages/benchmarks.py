@@ -8,10 +8,8 @@ from typing import Any
 from bitplan.report.chart import bars, card, colour, legend
 from bitplan.report.figures import TIMES, count, nbytes, percent, shape, significant
 from bitplan.report.markup import Markup, join
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, is_number
-from bitplan.report.section import Section, cards, fold, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields, is_number
+from bitplan.report.section import Cell, Column, Section, cards, fold, heading, source, table
 
 MAX_COLUMNS = 14
 
@@ -20,7 +18,7 @@ def benchmark_section(records: Sequence[Record]) -> Section:
     draw = {"trees": _trees, "demo": _demo, "benchmark": _benchmark}
     bodies, names = [], []
     for record in records:
-        document = RecordFields(record.content, record.where)
+        document = record.fields()
         name = document.text("benchmark", record.kind)
         bodies.append(
             join([heading(f"{name}: {record.name}"), source(record, _commit(document)), draw[record.kind](document)])

@@ -13,10 +13,8 @@ from typing import NamedTuple
 from bitplan.report.chart import Axis, Frame, at, box, card, colour, format_colours, legend, line, linear_axis, log_axis
 from bitplan.report.figures import NONE, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, ReportError
-from bitplan.report.section import Fact, Section, cards, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields, ReportError
+from bitplan.report.section import Cell, Column, Fact, Section, cards, column_table, figure, heading, source
 
 BINS_A_DECADE = 4
 WORST_LINES = 6
@@ -54,10 +52,7 @@ def errors_section(records: Sequence[Record]) -> Section:
 
 
 def _drift(record: Record) -> list[ErrorRow]:
-    if isinstance(record.content, dict):
-        rows = list(RecordFields(record.content, record.where).each("layers"))
-    else:
-        rows = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+    rows = list(record.fields().each("layers")) if isinstance(record.content, dict) else record.lines()
     return [
         ErrorRow(row.whole("step"), row.text("name"), row.text("format"), row.number("relative_error", None), row)
         for row in rows
@@ -67,13 +62,13 @@ def _drift(record: Record) -> list[ErrorRow]:
 def _findings(record: Record) -> Markup:
     findings = record.content.get("findings", []) if isinstance(record.content, dict) else []
     if not isinstance(findings, list):
-        raise ReportError(f"{record.where}: findings must be a list")
+        raise ReportError(f"{record.name}: findings must be a list")
     return tag("ul", *(tag("li", str(each)) for each in findings), class_="findings") if findings else Markup("")
 
 
 def _calibration(record: Record) -> list[ErrorRow]:
     """For each block and layer in each format the mean over batches, as the calibration itself computes it."""
-    document = RecordFields(record.content, record.where)
+    document = record.fields()
     samples: dict[tuple[str, str], list[float | None]] = {}
     for _, layers in document.items("layers", {}):
         for name in layers.value:
@@ -84,7 +79,7 @@ def _calibration(record: Record) -> list[ErrorRow]:
             for name in blocks.value:
                 samples.setdefault((f"block {name}", fmt), []).append(blocks.number(name, None))
     if not samples:
-        raise ReportError(f"{record.where}: nothing has been calibrated yet; let the calibration finish a pass")
+        raise ReportError(f"{record.name}: nothing has been calibrated yet; let the calibration finish a pass")
     return [ErrorRow(0, name, fmt, _mean(errors)) for (name, fmt), errors in samples.items()]
 
 
@@ -198,44 +193,39 @@ def _by_format(errors: Sequence[ErrorRow]) -> Markup | None:
 
 
 def _drift_table(errors: Sequence[ErrorRow]) -> Markup:
-    columns = (
-        Column("Tensor", mono=True),
-        Column("Format", choose=True),
-        Column("Step", numeric=True),
-        Column("Relative error", numeric=True),
-        Column("Largest error", numeric=True),
-        Column("Bad scales", numeric=True),
-        Column("End codes", numeric=True),
-        Column("Zeros", numeric=True),
-        Column("Bytes", numeric=True),
+    rows = [error.fields for error in errors if error.fields is not None]
+    bad = ("nan_scales", "clipped_scales", "underflowed_scales")
+    return column_table(
+        "packed tensors, worst first",
+        (Column("Tensor", mono=True), [error.name for error in errors]),
+        (Column("Format", choose=True), [error.format for error in errors]),
+        (Column("Step", numeric=True), [figure(float(error.step), count) for error in errors]),
+        (Column("Relative error", numeric=True), [_error_cell(error.relative) for error in errors]),
+        (Column("Largest error", numeric=True), [_error_cell(row.number("max_abs_error", None)) for row in rows]),
+        (
+            Column("Bad scales", numeric=True),
+            [figure(float(sum(row.whole(key, 0) for key in bad)), count) for row in rows],
+        ),
+        (Column("End codes", numeric=True), [_share_cell(row, "saturated_codes") for row in rows]),
+        (Column("Zeros", numeric=True), [_share_cell(row, "flushed_codes") for row in rows]),
+        (
+            Column("Bytes", numeric=True),
+            [Cell(nbytes(row.whole("bytes", None)), float(row.whole("bytes", 0))) for row in rows],
+        ),
     )
-    rows = []
-    for error in errors:
-        row = error.fields
-        assert row is not None
-        bad = sum(row.whole(key, 0) for key in ("nan_scales", "clipped_scales", "underflowed_scales"))
-        largest, codes = row.number("max_abs_error", None), max(row.whole("count", 0), 1)
-        ends, zeros = row.whole("saturated_codes", 0) / codes, row.whole("flushed_codes", 0) / codes
-        rows.append(
-            [
-                Cell(error.name),
-                Cell(error.format),
-                Cell(count(error.step), float(error.step)),
-                _error_cell(error.relative),
-                _error_cell(largest),
-                Cell(count(bad), float(bad)),
-                Cell(percent(ends), ends),
-                Cell(percent(zeros), zeros),
-                Cell(nbytes(row.whole("bytes", None)), float(row.whole("bytes", 0))),
-            ]
-        )
-    return table("packed tensors, worst first", columns, rows)
+
+
+def _share_cell(row: RecordFields, key: str) -> Cell:
+    return figure(row.whole(key, 0) / max(row.whole("count", 0), 1), percent)
 
 
 def _calibration_table(errors: Sequence[ErrorRow]) -> Markup:
-    columns = (Column("Part", mono=True), Column("Format", choose=True), Column("Relative error", numeric=True))
-    rows = [[Cell(error.name), Cell(error.format), _error_cell(error.relative)] for error in errors]
-    return table("output errors, worst first", columns, rows)
+    return column_table(
+        "output errors, worst first",
+        (Column("Part", mono=True), [error.name for error in errors]),
+        (Column("Format", choose=True), [error.format for error in errors]),
+        (Column("Relative error", numeric=True), [_error_cell(error.relative) for error in errors]),
+    )
 
 
 def _error_cell(value: float | None) -> Cell:

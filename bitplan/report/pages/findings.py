@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from bitplan.report.figures import plural
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields
-from bitplan.report.section import Fact, Section, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields
+from bitplan.report.section import Cell, Column, Fact, Section, source, table
 
 COLUMNS = (Column("Code", choose=True), Column("Where", mono=True), Column("Finding", wide=True))
 
@@ -18,7 +16,7 @@ COLUMNS = (Column("Code", choose=True), Column("Where", mono=True), Column("Find
 def findings_section(records: Sequence[Record]) -> Section:
     bodies, summary, total = [], [], 0
     for record in records:
-        items = [RecordFields(item, f"{record.where}: [{index}]") for index, item in enumerate(record.content)]
+        items = [RecordFields(item, f"{record.name}: [{index}]") for index, item in enumerate(record.content)]
         rows = [[Cell(item.text("code")), Cell(item.text("where")), Cell(item.text("message"))] for item in items]
         total += len(rows)
         clean = tag("p", tag("b", "No findings."), " The manifest and the checkpoint agree.")

@@ -8,8 +8,7 @@ from typing import Any
 from bitplan.report.figures import nbytes
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read_records import Record
-from bitplan.report.section import Section, heading
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.section import Cell, Column, Section, heading, table
 
 _SOURCES = ("machine", "versions", "fingerprint")
 _ORDER = (
@@ -49,15 +48,8 @@ def machine_section(records: Sequence[Record]) -> Section:
     machines = sorted({_machine(fingerprint) for fingerprint in stated.values()} - {""})
     summary: tuple[object, ...] = ()
     if len(machines) > 1:
-        summary = (
-            join(
-                [
-                    "The records come from different machines: ",
-                    ", ".join(machines),
-                    ". Do not compare times across them.",
-                ]
-            ),
-        )
+        names = ", ".join(machines)
+        summary = (f"The records come from different machines: {names}. Do not compare times across them.",)
     elif machines:
         summary = (f"Measured on {machines[0]}.",)
     body = join([_fingerprints(stated), heading("Records"), _files(records)])

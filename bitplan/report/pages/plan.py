@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from bitplan.report.chart import bars, card, format_colours
 from bitplan.report.figures import TIMES, count, nbytes, percent, plural, shape, significant
 from bitplan.report.markup import Markup, escape, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields
-from bitplan.report.section import Fact, Section, cards, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields
+from bitplan.report.section import Cell, Column, Fact, Section, cards, heading, source, table
 
 BF16_BYTES = 2
 MAX_EVIDENCE = 160
@@ -49,7 +47,7 @@ def plan_section(records: Sequence[Record]) -> Section:
 
 def read_plan(record: Record) -> list[Decided]:
     entries = []
-    for name, item in RecordFields(record.content, record.where).items("tensors"):
+    for name, item in record.fields().items("tensors"):
         sizes = item.numbers("shape", None)
         entries.append(
             Decided(

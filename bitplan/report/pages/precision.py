@@ -29,14 +29,12 @@ from bitplan.report.chart import (
 from bitplan.report.figures import TO, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields
-from bitplan.report.section import Fact, Section, cards, fold, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.section import Column, Fact, Section, cards, column_table, figure, fold, heading, source
 
 LEVELS = 10
 MAX_COLUMNS = 240
 HIGH = "bf16"
-STRIPS = {"int8": "k1", "fp8": "k2"}  # the colour of a low precision; bf16 has none
+STRIPS = {"int8": "k1", "fp8": "k2", "int4": "k3"}  # the colour of a low precision; bf16 has none
 LEFT, TOP, BOTTOM = 118, 8, 40
 
 
@@ -82,8 +80,7 @@ def precision_section(records: Sequence[Record]) -> Section:
 
 def _read(record: Record) -> list[Update]:
     updates = []
-    for number, item in enumerate(record.content, 1):
-        fields = RecordFields(item, f"{record.where}: line {number}")
+    for fields in record.lines():
         blocks = {
             name: Seen(details.text("precision"), details.number("sensitivity", None), details.text("reason", ""))
             for name, details in fields.items("block_details")
@@ -262,25 +259,16 @@ def _bytes_chart(updates: Sequence[Update]) -> Markup | None:
 def _changes_table(changes: Sequence[PrecisionChange]) -> Markup:
     if not changes:
         return tag("p", "No layer changed its precision.", class_="note")
-    columns = (
-        Column("Step", numeric=True),
-        Column("Layer", mono=True),
-        Column("From"),
-        Column("To", choose=True),
-        Column("Why", wide=True),
-    )
-    rows = [
-        [
-            Cell(count(each.step), float(each.step)),
-            Cell(each.block),
-            Cell(each.before),
-            Cell(each.after),
-            Cell(each.reason),
-        ]
-        for each in changes
-    ]
     title = f"{plural(len(changes), 'change')} of precision"
-    return fold(title, table(title, columns, rows))
+    drawn = column_table(
+        title,
+        (Column("Step", numeric=True), [figure(float(each.step), count) for each in changes]),
+        (Column("Layer", mono=True), [each.block for each in changes]),
+        (Column("From"), [each.before for each in changes]),
+        (Column("To", choose=True), [each.after for each in changes]),
+        (Column("Why", wide=True), [each.reason for each in changes]),
+    )
+    return fold(title, drawn)
 
 
 def _summary(record: Record, updates: Sequence[Update], changes: Sequence[PrecisionChange]) -> Markup:

@@ -19,32 +19,22 @@ from bitplan.report.chart import (
 )
 from bitplan.report.figures import NONE, TO, count, percent, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, ReportError
-from bitplan.report.section import Fact, Section, cards, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields, ReportError
+from bitplan.report.section import Cell, Column, Fact, Section, cards, column_table, figure, heading, source
 
 FLOOR = "noise floor"
 SPAN = 1e6  # the chart of KL: values below the largest / SPAN are drawn at the left edge
-COLUMNS = (
-    Column("Format"),
-    Column("Bits a weight", numeric=True),
-    Column("Perplexity", numeric=True),
-    Column("95 % interval", numeric=True),
-    Column("KL, nats a token", numeric=True),
-    Column("Same top token", numeric=True),
-)
 
 
 def quality_section(records: Sequence[Record]) -> Section:
     bodies, summary, facts = [], [], []
     for record in records:
-        document = RecordFields(record.content, record.where)
+        document = record.fields()
         rows = _rows(document)
         head = [heading(record.name)] if len(records) > 1 else []
         drawn = [_perplexity_chart(rows), _kl_chart(rows)]
         bodies.append(join([*head, source(record, _settings(document)), cards([each for each in drawn if each])]))
-        bodies.append(table(f"perplexity by format, {record.name}", COLUMNS, [_cells(row) for row in rows]))
+        bodies.append(_table(record, rows))
         summary.append(_summary(record, rows))
         facts += _facts(rows) if len(records) == 1 else []
     return Section("quality", "Quality", join(bodies), tuple(summary), tuple(facts))
@@ -139,18 +129,25 @@ def _kl_chart(rows: Sequence[RecordFields]) -> Markup | None:
     return card("Distance from the reference", frame.svg(), legend=names, note=note)
 
 
-def _cells(row: RecordFields) -> list[Cell]:
-    bits, value, interval, kl = row.number("bits_per_weight"), row.number("perplexity"), _interval(row), _kl(row)
-    same = row.fields("top1_agreement").number("mean") if "top1_agreement" in row else None
-    between = f"{significant(interval[0], 4)} {TO} {significant(interval[1], 4)}" if interval else NONE
-    return [
-        Cell(_name(row)),
-        Cell(significant(bits), bits),
-        Cell(_perplexity(row), value),
-        Cell(between, interval[0] if interval else None),
-        Cell(f"{significant(kl[0])} ± {significant(kl[1], 2)}" if kl else NONE, kl[0] if kl else None),
-        Cell(percent(same), same),
-    ]
+def _table(record: Record, rows: Sequence[RecordFields]) -> Markup:
+    intervals, distances = [_interval(row) for row in rows], [_kl(row) for row in rows]
+    same = [row.fields("top1_agreement").number("mean") if "top1_agreement" in row else None for row in rows]
+    between = [f"{significant(each[0], 4)} {TO} {significant(each[1], 4)}" if each else NONE for each in intervals]
+    return column_table(
+        f"perplexity by format, {record.name}",
+        (Column("Format"), [_name(row) for row in rows]),
+        (Column("Bits a weight", numeric=True), [figure(row.number("bits_per_weight"), significant) for row in rows]),
+        (Column("Perplexity", numeric=True), [Cell(_perplexity(row), row.number("perplexity")) for row in rows]),
+        (
+            Column("95 % interval", numeric=True),
+            [Cell(text, each[0] if each else None) for text, each in zip(between, intervals, strict=True)],
+        ),
+        (
+            Column("KL, nats a token", numeric=True),
+            [Cell(f"{significant(kl[0])} ± {significant(kl[1], 2)}", kl[0]) if kl else NONE for kl in distances],
+        ),
+        (Column("Same top token", numeric=True), [figure(each, percent) for each in same]),
+    )
 
 
 def _summary(record: Record, rows: Sequence[RecordFields]) -> Markup:

@@ -24,10 +24,8 @@ from bitplan.report.chart import (
 )
 from bitplan.report.figures import TIMES, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields
-from bitplan.report.section import Fact, Section, cards, fold, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields
+from bitplan.report.section import Cell, Column, Fact, Section, cards, column_table, figure, fold, heading, source
 
 LEVELS = 10  # shades of the heat map
 MOST_PARTS = 12  # columns of the heat map
@@ -37,7 +35,7 @@ ROW, SIDE, TOP = 22, 74, 26
 def search_section(records: Sequence[Record]) -> Section:
     bodies, summary, facts = [], [], []
     for record in records:
-        found = RecordFields(record.content, record.where)
+        found = record.fields()
         head = [heading(record.name)] if len(records) > 1 else []
         bodies.append(join([*head, source(record), _answers(found), cards(_charts(found)), _tables(found)]))
         if len(records) == 1:  # its tiles say it
@@ -286,9 +284,8 @@ def _front_card(found: RecordFields) -> Markup:
         frame.add(
             marker((frame.px(x), frame.py(y)), "k3" if is_plan else "k1", tip, "diamond" if is_plan else "square")
         )
-    frame.add(
-        *_labels([(frame.px(e.number("bits")), frame.py(e.number("kl")), e) for e in measured], frame.px(frame.x.high))
-    )
+    places = [(frame.px(each.number("bits")), frame.py(each.number("kl")), each) for each in measured]
+    frame.add(*_labels(places, frame.px(frame.x.high), plan_below=True))
     names = legend(
         [
             ("k0", "best of some sizes, predicted"),
@@ -306,11 +303,19 @@ def _front_card(found: RecordFields) -> Markup:
     )
 
 
-def _labels(points: Sequence[tuple[float, float, RecordFields]], right: float) -> list[Markup]:
-    """A word or a number beside each point, moved down where the one above would cover it."""
+def _labels(
+    points: Sequence[tuple[float, float, RecordFields]], right: float, *, plan_below: bool = False
+) -> list[Markup]:
+    """A word or a number beside each point, moved down where the one above would cover it.
+
+    plan_below   the plan's word goes below it and to the left: a front runs through what is to its right
+    """
     drawn: list[Markup] = []
     places: list[tuple[float, float, float]] = []
     for number, (x, y, each) in enumerate(points):
+        if plan_below and each.text("kind") == "plan":
+            drawn += [text((x - 8, y + 15), "plan", "end")] if x <= right else []
+            continue
         words = "plan" if each.text("kind") == "plan" else str(number)
         width = 7.0 * len(words) + 2
         while any(x < left + wide and left < x + width and abs(y - top) < 11 for left, top, wide in places):
@@ -362,30 +367,20 @@ def _agreement_card(found: RecordFields) -> Markup:
 
 
 def _tables(found: RecordFields) -> Markup:
-    rows = []
-    for each in found.each("measured"):
-        interval = each.numbers("kl_interval", None)
-        between = f"{significant(interval[0])} to {significant(interval[1])}" if interval else ""
-        rows.append(
-            [
-                Cell(each.text("label")),
-                Cell(significant(each.number("kl")), each.number("kl")),
-                Cell(nbytes(each.number("bytes")), each.number("bytes")),
-                Cell(significant(each.number("bits"), 4), each.number("bits")),
-                Cell(between),
-                Cell(significant(each.number("perplexity", None), 4), each.number("perplexity", None)),
-            ]
-        )
-    columns = [
-        Column("Plan", mono=True),
-        Column("KL", numeric=True),
-        Column("Bytes", numeric=True),
-        Column("Bits", numeric=True),
-        Column("KL, 95 %", numeric=True),
-        Column("Perplexity", numeric=True),
-    ]
-    tokens = found.fields("reference").whole("tokens")
-    measured = table(f"what was measured on {count(tokens)} tokens", columns, rows)
+    rows = list(found.each("measured"))
+    intervals = [each.numbers("kl_interval", None) for each in rows]
+    measured = column_table(
+        f"what was measured on {count(found.fields('reference').whole('tokens'))} tokens",
+        (Column("Plan", mono=True), [each.text("label") for each in rows]),
+        (Column("KL", numeric=True), [figure(each.number("kl"), significant) for each in rows]),
+        (Column("Bytes", numeric=True), [figure(each.number("bytes"), nbytes) for each in rows]),
+        (Column("Bits", numeric=True), [figure(each.number("bits"), _four_digits) for each in rows]),
+        (
+            Column("KL, 95 %", numeric=True),
+            [f"{significant(each[0])} to {significant(each[1])}" if each else "" for each in intervals],
+        ),
+        (Column("Perplexity", numeric=True), [figure(each.number("perplexity", None), _four_digits) for each in rows]),
+    )
     return join(
         [heading("Measured on text that was held out"), measured, fold("Every group, by layer", _groups(found))]
     )
@@ -394,24 +389,17 @@ def _tables(found: RecordFields) -> Markup:
 def _groups(found: RecordFields) -> Markup:
     cells = list(found.each("heat"))
     classes = format_colours(dict.fromkeys(cell.text("format") for cell in cells))
-    rows = [
-        [
-            Cell(cell.text("group")),
-            Cell(
-                tag("span", cell.text("format"), class_=f"chip {classes[cell.text('format')]}"),
-                word=cell.text("format"),
-            ),
-            Cell(significant(cell.number("bits")), cell.number("bits")),
-            Cell(significant(cell.number("nats")), cell.number("nats")),
-            Cell(nbytes(cell.number("bytes")), cell.number("bytes")),
-        ]
-        for cell in cells
-    ]
-    columns = [
-        Column("Group", mono=True),
-        Column("Format", choose=True),
-        Column("Bits", numeric=True),
-        Column("Nats", numeric=True),
-        Column("Bytes", numeric=True),
-    ]
-    return table(f"the {count(len(rows))} groups of the plan", columns, rows)
+    formats = [cell.text("format") for cell in cells]
+    chips = [Cell(tag("span", name, class_=f"chip {classes[name]}"), word=name) for name in formats]
+    return column_table(
+        f"the {count(len(cells))} groups of the plan",
+        (Column("Group", mono=True), [cell.text("group") for cell in cells]),
+        (Column("Format", choose=True), chips),
+        (Column("Bits", numeric=True), [figure(cell.number("bits"), significant) for cell in cells]),
+        (Column("Nats", numeric=True), [figure(cell.number("nats"), significant) for cell in cells]),
+        (Column("Bytes", numeric=True), [figure(cell.number("bytes"), nbytes) for cell in cells]),
+    )
+
+
+def _four_digits(value: float) -> str:
+    return significant(value, 4)

@@ -25,10 +25,8 @@ from bitplan.report.chart import (
 )
 from bitplan.report.figures import NONE, TIMES, TO, count, milliseconds, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, ReportError, is_number
-from bitplan.report.section import Fact, Section, cards, fold, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields, ReportError, is_number
+from bitplan.report.section import Cell, Column, Fact, Section, cards, column_table, figure, fold, heading, source
 
 MAX_CHARTS = 48
 SHAPES = {
@@ -56,7 +54,7 @@ def speed_section(records: Sequence[Record]) -> Section:
 
 
 def _policy(record: Record) -> tuple[Markup, Markup, list[Fact]]:
-    document = RecordFields(record.content, record.where)
+    document = record.fields()
     threshold, confidence = document.number("speedup_threshold"), document.number("confidence")
     rules = list(document.each("rules"))
     drawn = [_rule_card(rule, threshold, confidence) for rule in rules[:MAX_CHARTS]]
@@ -149,31 +147,27 @@ def _crossing(points: Sequence[RecordFields], confidence: float) -> str:
 
 
 def _points_table(rules: Sequence[RecordFields]) -> Markup:
-    columns = (
-        Column("Layer product", wide=True),
-        Column("Tokens", numeric=True),
-        Column("Answer", choose=True),
-        Column("Speedup", numeric=True),
-        Column("Interval", numeric=True),
-        Column("Samples", numeric=True),
-        Column("Note", wide=True),
+    rows = [(rule, point) for rule in rules for point in rule.each("points")]
+    points = [point for _, point in rows]
+    drawn = column_table(
+        "measured points",
+        (Column("Layer product", wide=True), [_rule_name(rule) for rule, _ in rows]),
+        (Column("Tokens", numeric=True), [figure(float(point.whole("tokens")), count) for point in points]),
+        (Column("Answer", choose=True), [point.text("answer") for point in points]),
+        (Column("Speedup", numeric=True), [figure(point.number("speedup", None), significant) for point in points]),
+        (Column("Interval", numeric=True), [_interval_cell(point) for point in points]),
+        (
+            Column("Samples", numeric=True),
+            [Cell(str(point.whole("samples", NONE)), float(point.whole("samples", 0))) for point in points],
+        ),
+        (Column("Note", wide=True), [point.text("note", "") for point in points]),
     )
-    rows = []
-    for rule in rules:
-        for point in rule.each("points"):
-            speedup, low, high = (point.number(key, None) for key in ("speedup", "low", "high"))
-            rows.append(
-                [
-                    Cell(_rule_name(rule)),
-                    Cell(count(point.whole("tokens")), float(point.whole("tokens"))),
-                    Cell(point.text("answer")),
-                    Cell(significant(speedup), speedup),
-                    Cell(NONE if low is None else f"{significant(low)} {TO} {significant(high)}", low),
-                    Cell(str(point.whole("samples", NONE)), float(point.whole("samples", 0))),
-                    Cell(point.text("note", "")),
-                ]
-            )
-    return fold(f"All {plural(len(rows), 'measured point')}", table("measured points", columns, rows))
+    return fold(f"All {plural(len(rows), 'measured point')}", drawn)
+
+
+def _interval_cell(point: RecordFields) -> Cell:
+    low, high = point.number("low", None), point.number("high", None)
+    return Cell(NONE if low is None else f"{significant(low)} {TO} {significant(high)}", low)
 
 
 # ---- raw times -------------------------------------------------------------------------------------------------------
@@ -201,8 +195,8 @@ def _benchmark(record: Record) -> tuple[Markup, Markup, list[Fact]]:
 
 def _benchmark_rows(record: Record) -> list[RecordFields]:
     if isinstance(record.content, dict):
-        return list(RecordFields(record.content, record.where).each("rows"))
-    lines = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+        return list(record.fields().each("rows"))
+    lines = record.lines()
     return [each for each in lines[1:] if "end" not in each]
 
 
@@ -213,26 +207,18 @@ def _is_whole(record: Record) -> bool:
 def _failures(rows: Sequence[RecordFields]) -> Markup:
     if not rows:
         return Markup("")
-    columns = (
-        Column("Layer product", wide=True),
-        Column("Tokens", numeric=True),
-        Column("Status"),
-        Column("Message", wide=True),
+    drawn = column_table(
+        "rows that failed",
+        (Column("Layer product", wide=True), [_rule_name(row) for row in rows]),
+        (Column("Tokens", numeric=True), [figure(float(row.whole("tokens")), count) for row in rows]),
+        (Column("Status"), [row.text("status") for row in rows]),
+        (Column("Message", wide=True), [row.text("message", "") for row in rows]),
     )
-    cells = [
-        [
-            Cell(_rule_name(row)),
-            Cell(count(row.whole("tokens")), float(row.whole("tokens"))),
-            Cell(row.text("status")),
-            Cell(row.text("message", "")),
-        ]
-        for row in rows
-    ]
-    return fold(f"{plural(len(rows), 'row')} that failed", table("rows that failed", columns, cells))
+    return fold(f"{plural(len(rows), 'row')} that failed", drawn)
 
 
 def _crossovers(record: Record) -> tuple[Markup, Markup, list[Fact]]:
-    weights = list(RecordFields(record.content, record.where).each("weights"))
+    weights = list(record.fields().each("weights"))
     drawn = []
     for weight in weights[:MAX_CHARTS]:
         series: Series = {}
@@ -256,7 +242,7 @@ def _times_card(record: Record, name: str, series: Series, across: str, note: st
     lists = [times for points in series.values() for _, times in points]
     samples = [sample for times in lists for sample in times]
     if not samples or not all(lists) or min(samples) <= 0:
-        raise ReportError(f"{record.where}: {name}: samples_ms must be a list of numbers above 0")
+        raise ReportError(f"{record.name}: {name}: samples_ms must be a list of numbers above 0")
     y = log_axis(samples, "time", formatter=milliseconds)
     frame = Frame(log_axis(tokens, across, formatter=count, base=2), y, f"Times against {across}: {name}")
     middles: dict[str, list[Point]] = {}

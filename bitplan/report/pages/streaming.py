@@ -18,8 +18,7 @@ from typing import NamedTuple
 from bitplan.report.chart import WIDE, Frame, bars, box, card, legend, line, linear_axis, picture, segment, text
 from bitplan.report.figures import count, milliseconds, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, ReportError
+from bitplan.report.read_records import Record, RecordFields, ReportError
 from bitplan.report.section import Fact, Section, cards, heading, source
 
 TIMES = (
@@ -51,7 +50,7 @@ class LanePiece(NamedTuple):
 def stream_section(records: Sequence[Record]) -> Section:
     bodies, summary, facts = [], [], []
     for record in records:
-        steps = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+        steps = record.lines()
         head = [heading(record.name)] if len(records) > 1 else []
         drawn = [each for each in (_times_chart(steps), _bytes_chart(steps[-1]), _memory_chart(steps)) if each]
         bodies.append(join([*head, source(record), _timeline_card(steps), cards(drawn)]))

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from bitplan.report.chart import Frame, Point, card, colour, legend, line, linear_axis, marker
 from bitplan.report.figures import count, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, ReportError
+from bitplan.report.read_records import Record, ReportError
 from bitplan.report.section import Fact, Section, cards, source
 
 LOSSES = ("loss", "validation_loss")
@@ -37,9 +36,7 @@ def training_section(records: Sequence[Record]) -> Section:
 
 
 def _read(record: Record) -> Run:
-    head, *lines = [
-        RecordFields(line, f"{record.where}: line {number}") for number, line in enumerate(record.content, 1)
-    ]
+    head, *lines = record.lines()
     curves: dict[str, list[Point]] = {}
     not_finite = 0
     for item in lines:
@@ -49,7 +46,7 @@ def _read(record: Record) -> Run:
             if name != "step" and name in item:
                 curves.setdefault(name, []).append((step, item.number(name)))
     if "loss" not in curves:
-        raise ReportError(f'{record.where}: no line has a loss; a step is {{"step": 0, "loss": 4.2}}')
+        raise ReportError(f'{record.name}: no line has a loss; a step is {{"step": 0, "loss": 4.2}}')
     return Run(record, head.text("run"), len(lines), curves, not_finite)
 
 

@@ -37,7 +37,7 @@ from torch import nn
 
 from bitplan.errors import did_you_mean
 from bitplan.formats.fp8_recipes import expert_recipes
-from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
+from bitplan.measure.speed.fp8_report import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch
 from bitplan.plan.fp8.choice import Fp8Choice, choose_products
 from bitplan.plan.fp8.loongforge_yaml import Fp8Options

@@ -158,7 +158,7 @@ def _place(site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str
                 renamed.append(Renamed(local(f"{path}.{tensor}"), local(f"{inner}.{tensor}"), rows))
             start = rows[1]
     if norm is not None:
-        modules[norm] = NormTakenOver()
+        modules[norm] = NormTakenOver(layer.get_submodule("norm"))
         for tensor in ("weight", "bias"):
             if getattr(layer.norm, tensor) is not None:
                 renamed.append(Renamed(local(f"{norm}.{tensor}"), local(f"{inner}.norm.{tensor}")))

@@ -12,6 +12,8 @@ in Megatron and plain PyTorch code. Nothing is guessed: a linear whose name is i
              q_proj beside kv_a_proj_with_mqa                        column q_proj
     experts  a module with gate_up_proj and down_proj of rank 3      column_grouped fc1 and row_grouped fc2
 
+A linear that peft has wrapped (its `base_layer`) is found under its own name: the base becomes FP8, the adapter stays.
+
 Projections that read the same input are ONE site, since one product of the fused weights was measured. A norm belongs
 to a site if nothing else reads its output, which is known only for the block classes listed here.
 """
@@ -67,6 +69,7 @@ _LATENT_NORMS = {"q_up_proj": "q_a_layernorm", "kv_up_proj": "kv_a_layernorm"}
 _VISION = ("visual", "vision_tower", "vision_model", "image_encoder", "vit")
 _SHARED = ("shared_expert", "shared_experts")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BASE = "base_layer"
 _NEVER = ("lm_head", "router", "merger", "projector", "multi_modal_projector", "embed_tokens", "shared_expert_gate")
 
 
@@ -132,18 +135,18 @@ class _Seen:
         if is_experts(module):
             yield from self._experts(path, module)
             return
-        linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+        linears = {name: at for name, child in module.named_children() if (at := _linear_at(name, child))}
         latent = "kv_a_proj_with_mqa" in linears
         done: set[str] = set()
         for names, site in () if latent else _FUSED.items():
             if all(name in linears for name in names):
-                yield self._dense(path, site, names)
+                yield self._dense(path, site, tuple(linears[name] for name in names))
                 done.update(names)
-        for name in linears:
+        for name, child in linears.items():
             kind = _LATENT.get(name) if latent else None
             kind = kind or _NAME_OF.get(name)
             if name not in done and kind is not None and name not in _NEVER:
-                yield self._dense(path, kind, (name,))
+                yield self._dense(path, kind, (child,))
 
     def _dense(self, path: str, name: str, children: tuple[str, ...]) -> Site:
         paths = tuple(f"{path}.{child}".lstrip(".") for child in children)
@@ -156,7 +159,8 @@ class _Seen:
         obstacle = self._obstacle(paths)
         if re.search(r"(^|\.)experts\.[0-9]+(\.|$)", path):
             obstacle = "an expert of its own: experts were measured as one grouped product"
-        norm = self._norm(path, name) if kind == "layernorm_column" else None
+        is_wrapped = any("." in child for child in children)  # its adapter reads the norm's output too
+        norm = self._norm(path, name) if kind == "layernorm_column" and not is_wrapped else None
         label = paths[0] if len(paths) == 1 else f"{path}.{name}".lstrip(".")
         return Site(label, _part(parts), kind, name, shape, paths, norm, obstacle=obstacle)
 
@@ -210,6 +214,13 @@ def is_experts(module: nn.Module) -> bool:
     """A module that holds the weights of many experts, as transformers does."""
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     return all(isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights)
+
+
+def _linear_at(name: str, child: nn.Module) -> str | None:
+    """Where the linear of a child is: itself, or the base that an adapter of peft has wrapped."""
+    if isinstance(child, nn.Linear):
+        return name
+    return f"{name}.{_BASE}" if isinstance(getattr(child, _BASE, None), nn.Linear) else None
 
 
 def _features(linear: nn.Module) -> tuple[int, int]:

@@ -96,6 +96,19 @@ class FusedPart(nn.Module):
 class NormTakenOver(nn.Module):
     """Stands in the place of a norm that the layer behind it now computes."""
 
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self._norm = (norm,)  # in a tuple: it is a child of the layer, not of this one
+
+    @property
+    def weight(self) -> Any:
+        """For code that follows the names of state dicts."""
+        return self._norm[0].weight
+
+    @property
+    def bias(self) -> Any:
+        return self._norm[0].bias
+
     def forward(self, x: Tensor) -> Tensor:
         return x
 

@@ -82,7 +82,7 @@ def choose(
     if strategy == "fused":
         return _asked_for_fused(weight, rows, dtype, where)
     if strategy == "tile_cache":
-        _check_cache(weight, cache, where)
+        check_cache(weight.device, cache, where)
     return Pick(strategy, "asked for")
 
 
@@ -106,13 +106,14 @@ def _asked_for_fused(weight: PackedWeight, rows: int, dtype: torch.dtype, where:
     return Pick("fused", f"asked for: {fused.name}, which {fused.note(weight.encoded)}", launch)
 
 
-def _check_cache(weight: PackedWeight, cache: TileCache | None, where: str) -> None:
+def check_cache(device: torch.device, cache: TileCache | None, where: str) -> None:
+    """Refuse the strategy "tile_cache" where there is no room in a cache, or no tile may be kept."""
     if cache is None or not cache.budget_bytes:
         raise LayerError(
             f"{where}: strategy 'tile_cache' needs a cache with a budget, got {cache!r}; "
             "pass cache=TileCache(budget_bytes), the same one to all layers"
         )
-    if is_capturing(weight.device):
+    if is_capturing(device):
         raise LayerError(
             f"{where}: strategy 'tile_cache' cannot be recorded in a CUDA graph, for a tile may be evicted before the "
             "graph is replayed; set strategy='fused', 'decode' or 'eager'"

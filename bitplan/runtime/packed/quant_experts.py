@@ -37,10 +37,10 @@ from bitplan.runtime.packed.product_strategy import (
     FUSED_ROWS_UNMEASURED,
     INPUTS,
     LayerError,
+    check_cache,
     check_packed,
     check_strategy,
     compute_dtype,
-    is_capturing,
 )
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
@@ -155,7 +155,7 @@ class QuantExperts(nn.Module):
                     "way where this one cannot run, or 'decode'"
                 )
         if self.strategy == "tile_cache":
-            self._check_cache()
+            check_cache(device, self.cache, self.name)
         if self.strategy != "auto":
             return Pick(self.strategy, "asked for")
         why_not = self._why_not_fused(dtype) if device.type == "cuda" else f"no grouped kernel for {device.type}"
@@ -284,15 +284,6 @@ class QuantExperts(nn.Module):
 
         reasons = (why_not_fused(matrices.encoded, dtype) for matrices in self._matrices.values())
         return next((reason for reason in reasons if reason is not None), None)
-
-    def _check_cache(self) -> None:
-        if self.cache is None or not self.cache.budget_bytes:
-            raise LayerError(
-                f"{self.name}: strategy 'tile_cache' needs a cache with a budget, got {self.cache!r}; "
-                "pass cache=TileCache(budget_bytes), the same one to all layers"
-            )
-        if is_capturing(self.down.device):
-            raise LayerError(f"{self.name}: strategy 'tile_cache' cannot be recorded in a CUDA graph; set 'fused'")
 
     def _check_inputs(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
         if hidden.dim() != 2 or hidden.shape[1] != self.hidden or hidden.dtype not in INPUTS:

@@ -5,17 +5,19 @@ For models that are not gpt-oss's, and for those who bring their own modules: `b
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.optional import require
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
-from bitplan.plan.roles import guess_role
+from bitplan.plan.names import guess_role, listed
 from bitplan.store.checks.deep_check import deep_check
 from bitplan.store.devices import known_device
 from bitplan.store.files.open_files import open_tensors
@@ -126,11 +128,36 @@ def check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
         numbers, what = (item.float() if item.itemsize == 1 else item), "numbers of a norm"
     else:
         return
+    refuse_not_finite(str(file.path), name, numbers, what)
+
+
+def refuse_not_finite(where: str, name: str, numbers: Tensor, what: str) -> None:
     bad = int((~numbers.isfinite()).sum())
     if bad:
         raise FileFormatError(
-            f"{file.path}: {name!r}: {bad} of {numbers.numel()} {what} are NaN or infinite; "
+            f"{where}: {name!r}: {bad} of {numbers.numel()} {what} are NaN or infinite; "
             "mend the checkpoint, or download it again"
+        )
+
+
+def check_held(where: str, name: str, numbers: Tensor, dtype: torch.dtype, whose: str) -> None:
+    """Refuse numbers that `dtype` cannot hold; `whose` type it is, for the message."""
+    if torch.promote_types(numbers.dtype, dtype) == dtype:
+        return
+    lost = int(((numbers.to(dtype).to(numbers.dtype) != numbers) & ~numbers.isnan()).sum())
+    if lost:
+        raise FileFormatError(
+            f"{where}: {name!r} is {numbers.dtype}, and {lost} of {numbers.numel()} numbers do not fit {dtype}, "
+            f"{whose}; pass dtype={numbers.dtype} to keep them, or dtype={dtype} to round them"
+        )
+
+
+def check_filled(model: nn.Module, where: str) -> None:
+    """Raise if a tensor was left on meta."""
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if left:
+        raise StoreError(
+            f"{where}: {len(left)} tensors were not loaded, and are still on the meta device: {listed(left)}"
         )
 
 
@@ -151,3 +178,51 @@ def _read_item(file: TensorFile, name: str, tag: Tag | None, rules: Manifest | N
     pair = packed_pair(file, name, scales_name(name), get_format(tag.format), factor)
     rows, layout = pair.read(0, pair.steps), pair.fmt.part_shapes(pair.shape)
     return Encoded(pair.fmt, pair.shape, **{part: own.reshape(layout[part][1]) for part, own in rows.parts.items()})
+
+
+CHECKS = ("headers", "deep")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded: bytes of the file and on the device, and the peak of memory there while loading.
+
+    `peak_bytes` is the peak of torch's allocator minus what was allocated before; None on a CPU, where nothing counts.
+    """
+
+    path: str
+    layout: str
+    device: str
+    file_bytes: int
+    device_bytes: int
+    packed_bytes: int
+    packed_tensors: int
+    plain_tensors: int
+    seconds: float
+    peak_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Loaded(NamedTuple):
+    """A model that runs, and the report of loading it."""
+
+    model: nn.Module
+    report: LoadReport
+
+
+class PeakMemory:
+    """The most that was allocated on a GPU since this object was made; making it resets torch's own peak."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+
+    def read(self) -> int | None:
+        if self._device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self._device) - self._before

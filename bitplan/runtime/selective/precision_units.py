@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bitplan.errors import FormatError
 from bitplan.formats import Format, get_format
 from bitplan.formats.codec import check_whole_blocks
-from bitplan.plan.selective.config import PRECISIONS, SelectiveError, SelectivePrecisionConfig
+from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.state import layout_of
 from bitplan.runtime.streaming.blocks.find import StreamedBlock, StreamedParameter
 from bitplan.runtime.streaming.blocks.layout import lay_out
@@ -82,7 +82,7 @@ class PrecisionUnits:
     def unit_bytes(self) -> dict[str, dict[str, int]]:
         """Unit -> precision -> bytes sent: for a block all its bytes, with padding; for a layer its own parts."""
         sizes: dict[str, dict[str, int]] = {name: {} for name in self.names}
-        for precision in PRECISIONS:
+        for precision in ("bf16", *self.config.low_in_use):
             for block in self.stream.blocks:
                 layout = lay_out(block.specs, self._block_formats(block, precision))
                 for weight in self.weights:
@@ -178,8 +178,7 @@ def _weights(stream: BlockStream, granularity: str) -> Iterator[Weight]:
 
 def _check_whole(weights: list[Weight], config: SelectivePrecisionConfig) -> None:
     """Refuse a format that cannot hold a matrix before training, not at the first switch."""
-    used = {*config.low_precisions, *(name for name in ("int8", "fp8") if getattr(config, f"force_{name}_blocks"))}
-    for precision in sorted(used):
+    for precision in config.low_in_use:
         fmt = get_format(config.format_of(precision))
         for weight in weights:
             try:

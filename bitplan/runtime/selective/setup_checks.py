@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from bitplan.measure.calibration import CalibrationResult
-from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
+from bitplan.plan.selective.config import PRECISIONS, SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.state import PolicyState
 from bitplan.runtime.selective.precision_units import PrecisionUnits
 from bitplan.runtime.streaming.stream_blocks import BlockStream
@@ -27,6 +27,22 @@ def check_setup(stream: BlockStream, config: SelectivePrecisionConfig, probe: Ca
         raise SelectiveError("loss_feedback needs a probe: a function that gives the loss of a fixed batch (probe=)")
 
 
+def check_byte_share(unit_bytes: Mapping[str, Mapping[str, int]], config: SelectivePrecisionConfig) -> None:
+    """Refuse a byte budget that no choice can meet."""
+    if not (config.has_byte_budget and config.enabled and config.mode == "dynamic"):
+        return
+    least = 0
+    for name, sizes in unit_bytes.items():
+        forced = config.forced(name)
+        least += sizes[forced[0]] if forced else min(sizes[low] for low in ("bf16", *config.low_precisions))
+    share = least / sum(sizes["bf16"] for sizes in unit_bytes.values())
+    if share > config.byte_share:
+        raise SelectiveError(
+            f"byte_share is {config.byte_share:g}, and with all units as low as they may be {share:.4g} of bf16's "
+            "bytes are sent; raise it, or allow a smaller format (low_precisions, int4_format)"
+        )
+
+
 def decides_on(config: SelectivePrecisionConfig, unit: str) -> bool:
     """Whether the policy decides on a unit; in mode "off" only on forced ones: others keep the stream's formats."""
     return config.enabled and (config.mode != "off" or config.forced(unit) is not None)
@@ -38,7 +54,7 @@ def errors_of(units: PrecisionUnits, calibration: CalibrationResult | None) -> d
     if calibration is None:
         return errors
     for name in units.names:
-        row = {low: calibration.of(name, units.config.format_of(low)) for low in ("int8", "fp8")}
+        row = {low: calibration.of(name, units.config.format_of(low)) for low in PRECISIONS[1:]}
         errors[name] = {low: error for low, error in row.items() if error is not None}
     wanted = units.config.low_precisions
     lacking = [name for name in units.names if not set(wanted) <= set(errors[name])]

@@ -7,7 +7,7 @@ of different sizes, and for scales and vectors that stay bf16: `bytes_sent` and 
     {"step_id": 50, "timestamp": 1234567.89, "blocks_bf16": 19, "blocks_int8": 29, "mean_sensitivity": 0.34,
      "max_sensitivity": 0.87, "min_sensitivity": 0.04, "precision_changes": 2, "estimated_bandwidth_saving_pct": 30.2,
      "block_details": {"block.0": {"precision": "int8", "sensitivity": 0.04, "reason": "...", "excluded": {}}},
-     "blocks_fp8": 0, "bytes_sent": 1234, "bytes_not_sent": 567}
+     "blocks_fp8": 0, "bytes_sent": 1234, "bytes_not_sent": 567, "blocks_int4": 0}
 
 Sensitivities are null where no block has one. Bytes are null where the caller does not know them.
 
@@ -54,6 +54,7 @@ class PrecisionStepMetrics:
     blocks_fp8: int = 0
     bytes_sent: int | None = None
     bytes_not_sent: int | None = None
+    blocks_int4: int = 0
 
 
 def step_metrics(
@@ -85,6 +86,7 @@ def step_metrics(
         blocks_fp8=counts["fp8"],
         bytes_sent=sent,
         bytes_not_sent=None if sent is None or in_bf16 is None else in_bf16 - sent,
+        blocks_int4=counts["int4"],
     )
 
 

@@ -1,4 +1,4 @@
-"""SelectivePrecisionPolicy: decides in training, on a stream, which block crosses as BF16, INT8 or FP8.
+"""SelectivePrecisionPolicy: decides in training, on a stream, which block crosses as BF16, INT8, FP8 or in 4 bits.
 
     stream = stream_blocks(model, "model.layers.*", device="cuda")
     policy = SelectivePrecisionPolicy(stream, SelectivePrecisionConfig.load("config.json"))
@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -35,33 +35,40 @@ from bitplan.measure.gradients.statistics import GradStatsCollector
 from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.plan.selective.config import PRECISIONS, SelectiveError, SelectiveFileError, SelectivePrecisionConfig
 from bitplan.plan.selective.decide import (
-    Evidence,
     Hints,
+    assign_first,
     assign_forced,
     compute_hints,
     current_hints,
     describe_changes,
     is_update_due,
 )
+from bitplan.plan.selective.evidence import Evidence
 from bitplan.plan.selective.loss_trials import begin_trial, judge_trial
 from bitplan.plan.selective.state import PolicyState, observe, state_from_document, state_to_document
 from bitplan.plan.selective.transfer_limits import HeuristicPolicyBridge, Phase
-from bitplan.records import write_json
+from bitplan.records import Closing, write_json
 from bitplan.runtime.selective.layer_probes import LayerProbes
 from bitplan.runtime.selective.precision_units import PrecisionUnits
 from bitplan.runtime.selective.run_calibration import Forward, OnProgress, OnStale, evaluating, run_calibration
-from bitplan.runtime.selective.setup_checks import Reminders, check_setup, decides_on, device_has_fp8, errors_of
+from bitplan.runtime.selective.setup_checks import (
+    Reminders,
+    check_byte_share,
+    check_setup,
+    decides_on,
+    device_has_fp8,
+    errors_of,
+)
 from bitplan.runtime.selective.telemetry import PrecisionStepMetrics, PrecisionTelemetry, step_metrics
+from bitplan.runtime.streaming.policy_link import KEYS, ConductorLink, TransferMeter
 from bitplan.runtime.streaming.stream_blocks import BlockStream
-from bitplan.runtime.streaming.transfer.transfer_meter import KEYS, TransferMeter
-from bitplan.runtime.streaming.transfer_limits_link import ConductorLink
 
 log = logging.getLogger("bitplan")
 Probe = Callable[[], Tensor | float]
 DOCUMENT, VERSION = "bitplan-selective-policy", 1
 
 
-class SelectivePrecisionPolicy:
+class SelectivePrecisionPolicy(Closing):
     """Decides the precision of one stream's blocks until `close`; the module's docstring has the lifecycle.
 
     telemetry    where lines are written; None: the file that the config names, in `folder`
@@ -88,6 +95,7 @@ class SelectivePrecisionPolicy:
         self.units = PrecisionUnits(stream, self.config)
         self.state = PolicyState.start(self.units.names)
         self.unit_bytes = self.units.unit_bytes()
+        check_byte_share(self.unit_bytes, self.config)
         self.quant_errors = errors_of(self.units, calibration)
         self.meter = TransferMeter()
         self.has_fp8 = device_has_fp8(stream.device.torch_device) if has_fp8 is None else has_fp8
@@ -115,12 +123,6 @@ class SelectivePrecisionPolicy:
             self.probes.hook_impacts()
             for name, why in self.probes.unseen.items():
                 log.warning("bitplan: the impact of %s cannot be measured, its unit stays bf16: %s", name, why)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Remove the hooks and end the telemetry; the stream keeps its formats."""
@@ -175,7 +177,7 @@ class SelectivePrecisionPolicy:
         self._step, self._has_collected = None, False
         self.reminders.step_begins(self.quant_errors)
         if self.applied is None:  # the first step, or after a state that was saved before the first step
-            self.state, _ = assign_forced(self.state, step, self.config)
+            self.state, _ = assign_first(self.state, step, self.config, self._evidence(due=False))
         self._apply(step)
         self._step = step
         self.conductor.begin_step(step, current_hints(self.state, step, self.config))
@@ -193,7 +195,7 @@ class SelectivePrecisionPolicy:
         for unit, weight in self.probes.finish_step().items():
             self.reminders.say_once(
                 f"impact of {unit}",
-                f"step {step}: no impact of {unit}: no gradient reached {weight}; where that stays so, it stays bf16",
+                f"step {step}: no impact of {unit}: no gradient reached {weight}; while that is so, it does not change",
             )
         if self._adapters:
             self.collector.add({name: [one.grad for one in adapters] for name, adapters in self._adapters.items()})
@@ -342,7 +344,7 @@ class SelectivePrecisionPolicy:
             return {}
         hints = current_hints(self.state, 0, self.config)
         metrics = step_metrics(0, hints, 0.0, unit_bytes=self.unit_bytes)
-        counts = {"bf16": metrics.blocks_bf16, "int8": metrics.blocks_int8, "fp8": metrics.blocks_fp8}
+        counts = {name: getattr(metrics, f"blocks_{name}") for name in PRECISIONS}
         shares = {f"share_{name}": count / len(hints) for name, count in counts.items()}
         shares |= {"bytes_sent": float(metrics.bytes_sent or 0), "bytes_saved": float(metrics.bytes_not_sent or 0)}
         if metrics.max_sensitivity is not None:

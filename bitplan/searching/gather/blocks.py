@@ -16,7 +16,7 @@ A model whose blocks do not follow one another in this way, or that has none, ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +29,6 @@ from bitplan.store.models.morph import ParameterPlace, places_of
 
 # The numbers of a parameter, by its name in the model; None where it stays as it is.
 Replaced = Callable[[str], Tensor | None]
-LEAST_SHARE = 0.25  # a list of modules with fewer of the parameters is not the model's blocks
 
 
 @dataclass(frozen=True)
@@ -155,18 +154,18 @@ class BlockRunner:
             return TokenStates(ids, None)
         wanted = len(self.blocks) if calls is None else calls
         seen: list[BlockCall] = []
-        states: list[Tensor] = []
+        states: list[Tensor] = []  # what the first block got, and what each gave
 
         def watched(index: int) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 state, call = _parted(args, kwargs)
-                if index != len(seen) or (strict and states and state is not states[0]):
+                if index != len(seen) or (strict and states and state is not states[-1]):
                     raise _OutOfOrderError
-                states.append(state)
+                states.append(state.clone() if strict else state)  # a copy: several may get the same state
                 seen.append(call)
                 if len(seen) == wanted:
                     raise _EnteredError
-                return self._as_given(state)
+                return self._as_given(states[-1])
 
             return forward
 
@@ -196,15 +195,39 @@ class BlockRunner:
         with self._stand_ins(handed_on):
             return self._logits(states.ids)
 
-    def through_blocks(self, batches: Sequence[Tensor], replaced: Replaced | None = None) -> list[TokenStates]:
-        """All windows after the last block, without gradients."""
+    def through_blocks(
+        self,
+        batches: Sequence[Tensor],
+        replaced: Replaced | None = None,
+        *,
+        before: list[list[TokenStates]] | None = None,
+    ) -> list[TokenStates]:
+        """All windows after the last block, without gradients; what each block got is added to `before`."""
+        with torch.no_grad(), self.outside(replaced):
+            states = [self.enter(ids) for ids in batches]
+        return self.from_block(0, states, replaced, before=before)
+
+    def from_block(
+        self,
+        first: int,
+        states: Sequence[TokenStates],
+        replaced: Replaced | None = None,
+        *,
+        before: list[list[TokenStates]] | None = None,
+    ) -> list[TokenStates]:
+        """The same from what the block `first` gets."""
         with torch.no_grad():
-            with self.outside(replaced):
-                states = [self.enter(ids) for ids in batches]
-            for index in range(len(self.blocks)):
+            for index in range(first, len(self.blocks)):
+                if before is not None:
+                    before.append(list(states))
                 with self.block_weights(index, replaced):
                     states = [self.run_block(index, each) for each in states]
         return [replace(each, calls=()) for each in states]
+
+    def first_block(self, names: Iterable[str]) -> int:
+        """The first block that has one of these parameters; 0 where one lies outside of blocks."""
+        blocks = {place.name: index for index, places in enumerate(self._in_block) for place in places}
+        return min((blocks.get(name, 0) for name in names), default=0)
 
     def _call(self, index: int, states: TokenStates) -> Any:
         call = states.calls[index]
@@ -242,15 +265,16 @@ def _parted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Bloc
 
 
 def _block_list(model: nn.Module) -> str | None:
-    """The list of modules that has the most parameters; None where none has a good part of them."""
+    """The list of modules that has the most parameters, however large the embeddings are; None where there is none.
+
+    Whether its modules follow one another is for `check_order` to say.
+    """
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
         if name and isinstance(module, nn.ModuleList) and len(module) > 0
     }
-    best = max(sizes, key=lambda name: sizes[name], default=None)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    return best if best is not None and sizes[best] >= LEAST_SHARE * whole else None
+    return max(sizes, key=lambda name: sizes[name], default=None)
 
 
 def equal_lengths(windows: Sequence[Tensor], count: int) -> list[Tensor]:

@@ -8,39 +8,30 @@ and versions; what is of another model or text is refused by name.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bitplan.formats import get_format
 from bitplan.measure.calibration import hash_tensors
 from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
-from bitplan.searching.gather.damage import RoundedWeights, formats_that_hold
+from bitplan.searching.gather.damage import RoundedWeights, by_width, formats_that_hold
 from bitplan.searching.gather.passes import add_windows, steps_of
 from bitplan.searching.gather.plan_meter import PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
 from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.groups import group_tensors, place_of
+from bitplan.searching.phases import Stage, no_stage
 from bitplan.store.files.open_files import open_tensors
 from bitplan.version import __version__
 
 EVIDENCE = "evidence.json"
 
 USUAL_BITS = 4.5
-Advance = Callable[[int, str], None]
-# What shows progress: called with what is done and how many steps it has, gives what to call for each.
-Stage = Callable[[str, int], AbstractContextManager[Advance]]
-
-
-@contextmanager
-def no_stage(_what: str, _total: int) -> Iterator[Advance]:
-    yield lambda _count, _label: None
 
 
 @dataclass
@@ -84,6 +75,7 @@ def fingerprint_of_search(
         "weights": subject.fingerprint(),
         "text": hash_tensors([*windows, *checks]),
         "grouping": "streamed" if subject.target.streamed else "fused" if subject.fused else "single",
+        "files": subject.target.export or "bitplan",  # by which bytes are counted
         "bitplan": __version__,
         "torch": torch.__version__.partition("+")[0],
     }
@@ -117,7 +109,7 @@ def collect_evidence(
     if rounded.statistics.windows < len(windows):
         rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
     evidence = _begin(subject, fingerprint, before, windows, checks)
-    meter = PlanMeter(rounded, checks, unscored=unscored)
+    meter = PlanMeter(rounded, checks, unscored=unscored, remembers=True)
     wanted = groups_with_formats(subject, formats)
     missing = {
         name: [fmt for fmt in held if name not in evidence.groups or fmt not in evidence.groups[name].formats]
@@ -128,7 +120,7 @@ def collect_evidence(
         with stage("rounding", total) as advance:
             for name, absent in missing.items():
                 group = evidence.groups.get(name) or TensorGroup(_tensors(subject, name))
-                for fmt in absent:
+                for fmt in by_width(next(iter(group.tensors.values()))[0], absent):
                     group.formats[fmt] = _cost(rounded, group, fmt)
                     advance(1, f"{name} in {fmt}")
                 if absent:
@@ -136,14 +128,19 @@ def collect_evidence(
                     kept.save(evidence)
     parts = _unchecked_parts(evidence, wanted)
     if parts:
+        bits = near_bits or USUAL_BITS
+        tried = {
+            part: {name: nearest_format(evidence.groups[name], bits) for name in names} for part, names in parts.items()
+        }
+        meter.prepare(evidence, list(tried.values()), stage)
         with stage("checking", len(parts)) as advance:
-            for part, names in parts.items():
-                _check_part(evidence, names, meter, near_bits or USUAL_BITS, part)
+            for part, choice in tried.items():
+                _check_part(evidence, choice, meter, part)
                 advance(1, part)
                 kept.save(evidence)
     if rows is not None:
         with stage("timing", len(wanted)) as advance:
-            time_groups(subject, evidence, rows, formats, advance)
+            time_groups(subject, evidence, rows, () if subject.target.streamed else formats, advance)
     evidence.complete = True
     kept.save(evidence)
     evidence.groups = {name: _only(evidence.groups[name], wanted[name]) for name in wanted}
@@ -177,13 +174,12 @@ def _unchecked_parts(evidence: SearchEvidence, names: Iterable[str]) -> dict[str
     return {part: groups for part, groups in parts.items() if any(not evidence.groups[each].checked for each in groups)}
 
 
-def _check_part(evidence: SearchEvidence, names: Sequence[str], meter: PlanMeter, bits: float, part: str) -> None:
+def _check_part(evidence: SearchEvidence, choice: Mapping[str, str], meter: PlanMeter, part: str) -> None:
     """Measure one projection in all layers at once, and scale its predictions by what was found.
 
     What the prediction leaves out, correlations between outputs and between positions, differs more between projections
     than between layers of one; and many small changes together are measured with less noise than one.
     """
-    choice = {name: nearest_format(evidence.groups[name], bits) for name in names}
     measured = meter.kl(evidence, choice, f"{part} of all layers")
     predicted = sum(evidence.groups[name].formats[fmt].predicted for name, fmt in choice.items())
     for name, fmt in choice.items():
@@ -256,7 +252,7 @@ def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:
     """The bytes of the smallest plan: known before a number is read."""
     tensors = group_tensors(subject.sites, fused=subject.fused)
     return sum(tensor.nbytes for tensor in subject.stays.values()) + sum(
-        min(sum(get_format(fmt).nbytes(subject.sites[name].shape) for name in tensors[group]) for fmt in held)
+        min(sum(subject.target.nbytes(fmt, subject.sites[name].shape) for name in tensors[group]) for fmt in held)
         for group, held in groups_with_formats(subject, formats).items()
     )
 
@@ -288,7 +284,7 @@ def _cost(rounded: RoundedWeights, group: TensorGroup, fmt: str) -> FormatCost:
     for name in group.tensors:
         site = rounded.subject.sites[name]
         nats += rounded.predicted(name, fmt)
-        nbytes += get_format(fmt).nbytes(site.shape)
+        nbytes += rounded.subject.target.nbytes(fmt, site.shape)
     return FormatCost(nbytes, nats)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP
 from bitplan.searching.groups import group_name, place_of
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.tensor_file import Promise
+from bitplan.store.rounding.error_compensation import InputHessian
+from bitplan.store.rounding.layout import layout_of
 from bitplan.store.rounding.round_weight import round_weight
 
 WEIGHT = "weight"
@@ -40,6 +42,7 @@ class RoundedWeights:
     _weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _quick: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _gains: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
+    _hessian: tuple[str, InputHessian] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         weakref.finalize(self, shutil.rmtree, self.scratch, ignore_errors=True)
@@ -58,6 +61,12 @@ class RoundedWeights:
             writer.write(WEIGHT, made.to("cpu"))
         self._files[name, fmt] = path
         return made
+
+    def missing(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Weights and formats that are not rounded yet, in the order in which least is computed twice."""
+        absent = [pair for pair in dict.fromkeys(pairs) if pair not in self._files]
+        place = {name: at for at, name in enumerate(self.subject.sites)}
+        return sorted(absent, key=lambda pair: (place[pair[0]], _width(self.subject.sites[pair[0]].shape, pair[1])))
 
     def _weight(self, name: str) -> Tensor:
         """A weight; the last few are remembered, for the formats of a group come one after the other."""
@@ -123,9 +132,29 @@ class RoundedWeights:
             weight if rows is None else weight[rows],
             fmt,
             moments=self.statistics.moments(site.name),
-            hessian=self.statistics.hessian(site.name),
+            hessian=self._input_hessian(site.name),
+            outputs=self.statistics.outputs(site.name) if rows is None else None,
             name=site.name,
         )
+
+    def _input_hessian(self, name: str) -> InputHessian | None:
+        """The last one is remembered: formats of a weight, and layers that read one input, come one after the other."""
+        owner = self.statistics.owner(name)
+        if self._hessian is None or self._hessian[0] != owner:
+            hessian = self.statistics.hessian(name)
+            if hessian is None:
+                return None
+            self._hessian = owner, InputHessian(hessian)
+        return self._hessian[1]
+
+
+def by_width(shape: tuple[int, ...], formats: Iterable[str]) -> list[str]:
+    """Formats whose blocks have one width together: they are rounded with one factor of the inputs."""
+    return sorted(formats, key=lambda fmt: _width(shape, fmt))
+
+
+def _width(shape: tuple[int, ...], fmt: str) -> int:
+    return 0 if get_format(fmt).is_cast else layout_of(get_format(fmt), shape).width
 
 
 def _projection(name: str) -> str:

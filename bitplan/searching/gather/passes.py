@@ -2,8 +2,8 @@
 
 Forward, each block's inputs are summed up and go to a file. For the first windows what every block got is remembered,
 and on the way back each block runs again, alone, with gradients: of the whole model no graph is ever in memory. How
-much the loss minds an output is known from fewer tokens than how inputs vary together: the one is a mean for each
-output, the other a matrix that rounding inverts.
+much the loss minds outputs is taken from fewer tokens than how inputs vary together: a pass back costs twice a pass
+forward.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from torch import Tensor, nn
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.blocks import TokenStates, equal_lengths
 from bitplan.searching.gather.searched_model import SearchSubject
-from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
+from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
+from bitplan.store.rounding.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 
-AT_ONCE = 4096  # tokens between two saves; gradients are of the first so many
+AT_ONCE = 4096  # tokens between two saves
+GRADIENT_TOKENS = 16384  # gradients are of the first so many
+MOST_OUTPUTS = GRADIENT_TOKENS // TOKENS_PER_OUTPUT  # of a layer whose outputs' gradients are taken together
 BATCH = 2048  # tokens in one call of a block
 SEED = 0
+_MATRICES = (f".{INPUTS}", f".{BETWEEN}")
 
 
 def add_windows(
@@ -50,9 +54,13 @@ def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> in
     """How often `on_step` is called for the windows that are left."""
     steps, first = 0, done
     while first < len(windows):
-        steps += (len(subject.runner.blocks) + 1) * (2 if first == 0 else 1)
+        steps += (len(subject.runner.blocks) + 1) * (2 if _has_gradients(sum(map(len, windows[:first]))) else 1)
         first += _count(windows[first:])
     return steps
+
+
+def _has_gradients(tokens_before: int) -> bool:
+    return tokens_before < GRADIENT_TOKENS
 
 
 def _count(windows: Sequence[Tensor]) -> int:
@@ -73,7 +81,8 @@ class _Passes:
     ) -> None:
         self._subject, self._runner, self._into = subject, subject.runner, into
         self._windows, self._first, self._scratch, self._on_step = windows, first, scratch, on_step
-        self._has_gradients = first == 0
+        self._has_gradients = _has_gradients(into.tokens)
+        self._row_ordered = _in_the_order_of_the_file(subject) if self._has_gradients else set()
         self._sums: dict[str, Tensor] = {}
         self._files: dict[str, Path] = {}
         self._shared: dict[str, str] = {}
@@ -142,6 +151,7 @@ class _Passes:
                     torch.autograd.backward(given, gradients[at])
                     assert hidden.grad is not None
                     gradients[at] = hidden.grad
+            self._flush()
             self._on_step(1)
         if runner.blocks:
             with torch.enable_grad(), runner.outside(), self._hooks(None, lookups=True):
@@ -207,6 +217,8 @@ class _Passes:
                 self._add(f"{name}.{INPUTS}", rows.T @ rows)
             if gradients:
                 self._watch(output, f"{name}.{GRADIENT}")
+                if name in self._row_ordered and output.shape[-1] <= MOST_OUTPUTS:
+                    self._watch(output, f"{name}.{BETWEEN}")
 
         return hook
 
@@ -222,7 +234,8 @@ class _Passes:
 
     def _watch(self, output: Tensor, key: str) -> None:
         def hook(gradient: Tensor) -> None:
-            self._add(key, gradient.detach().reshape(-1, gradient.shape[-1]).float().square().sum(0))
+            rows = gradient.detach().reshape(-1, gradient.shape[-1]).float()
+            self._add(key, rows.T @ rows if key.endswith(f".{BETWEEN}") else rows.square().sum(0))
 
         if output.requires_grad:
             output.register_hook(hook)
@@ -232,7 +245,7 @@ class _Passes:
 
     def _flush(self) -> None:
         """Matrices to a file: together they are as large as the model. The rest are vectors."""
-        large = {key: self._sums.pop(key) for key in list(self._sums) if key.endswith(f".{INPUTS}")}
+        large = {key: self._sums.pop(key) for key in list(self._sums) if key.endswith(_MATRICES)}
         if not large:
             return
         path = self._scratch / f"sums-{self._first}-{len(self._files)}.safetensors"
@@ -258,3 +271,12 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 def _require_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     return output.detach().requires_grad_() if not output.requires_grad else output
+
+
+def _in_the_order_of_the_file(subject: SearchSubject) -> set[str]:
+    """Weights of layers alone whose rows are outputs in the file's order: loading a GGUF moves those of some."""
+    layers = {name for name, site in subject.sites.items() if not site.embeddings}
+    if subject.path is None or subject.path.is_dir():
+        return layers
+    digests = subject.digests()
+    return {name for name in layers if weight_digest(subject.weight(name)) == digests[name]}

@@ -18,9 +18,11 @@ from bitplan.searching.decide.rivals import Kind, RivalPlan
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.blocks import Replaced, TokenStates, equal_lengths
 from bitplan.searching.gather.damage import RoundedWeights
+from bitplan.searching.phases import Stage
 
 CACHED_LOGITS_BYTES = 4 * 2**30
 BATCH = 2048  # tokens in one call of a block
+COUNTED = 1000  # weights in one step of progress
 OnWindows = Callable[[int], None]
 
 
@@ -71,9 +73,13 @@ def summary_of(quality: Quality) -> dict[str, Any]:
 class PlanMeter:
     """A reference, windows of text, and weights in formats: the distance of any plan."""
 
-    def __init__(self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1) -> None:
+    def __init__(
+        self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1, remembers: bool = False
+    ) -> None:
+        """`remembers`: what each block of the model itself gets; plans then run from their first changed block."""
         self.rounded, self.windows = rounded, windows
         self._unscored = max(1, unscored)
+        self._before: list[list[TokenStates]] | None = [] if remembers else None
         self._cached = CachedLogits(self._model_itself, CACHED_LOGITS_BYTES)
         self._runner = rounded.subject.runner
 
@@ -100,6 +106,22 @@ class PlanMeter:
             for handle in handles:
                 handle.remove()
 
+    def prepare(self, evidence: SearchEvidence, choices: Sequence[Mapping[str, str]], stage: Stage) -> None:
+        """Round what these choices need and is not rounded yet, weight by weight; the files go with `rounded`."""
+        pairs = [
+            (name, fmt)
+            for choice in choices
+            for group, fmt in choice.items()
+            for name in evidence.groups[group].tensors
+        ]
+        missing = self.rounded.missing(pairs)
+        sizes = [max(1, math.prod(self.rounded.subject.sites[name].shape) // COUNTED) for name, _ in missing]
+        if missing:
+            with stage("rounding plans", sum(sizes)) as advance:
+                for (name, fmt), size in zip(missing, sizes, strict=True):
+                    self.rounded.encoded(name, fmt)
+                    advance(size, f"{name} in {fmt}")
+
     def measure(
         self, evidence: SearchEvidence, choice: Mapping[str, str], label: str, on_windows: OnWindows | None = None
     ) -> Quality:
@@ -109,7 +131,8 @@ class PlanMeter:
         def weight(name: str) -> Tensor | None:
             return self.rounded.decoded(name, formats[name]) if name in formats else None
 
-        return self._measure(label, self.rounded.subject.replaced_by(weight), on_windows)
+        first = self._runner.first_block(self.rounded.subject.names[name] for name in formats)
+        return self._measure(label, self.rounded.subject.replaced_by(weight), on_windows, first)
 
     def kl(self, evidence: SearchEvidence, choice: Mapping[str, str], label: str) -> float:
         quality = self.measure(evidence, choice, label)
@@ -127,8 +150,11 @@ class PlanMeter:
             quality,
         )
 
-    def _measure(self, label: str, replaced: Replaced | None, on_windows: OnWindows | None = None) -> Quality:
-        logits = self._logits_of(replaced)
+    def _measure(
+        self, label: str, replaced: Replaced | None, on_windows: OnWindows | None = None, first: int = 0
+    ) -> Quality:
+        """`first` is the first block that is not as in the model itself."""
+        logits = self._logits_of(replaced, first)
         with self._runner.outside(replaced):
             return measure_perplexity(
                 logits,
@@ -140,11 +166,17 @@ class PlanMeter:
                 on_windows=on_windows,
             )
 
-    def _logits_of(self, replaced: Replaced | None) -> Callable[[Tensor], Tensor]:
+    def _logits_of(
+        self, replaced: Replaced | None, first: int = 0, before: list[list[TokenStates]] | None = None
+    ) -> Callable[[Tensor], Tensor]:
         """The blocks are run now, for all windows; norm and head when a window is asked for."""
         states: dict[bytes, TokenStates] = {}
-        batches = equal_lengths(self.windows, max(1, BATCH // len(self.windows[0])))
-        for each in self._runner.through_blocks(batches, replaced):
+        if first and self._before:
+            last = self._runner.from_block(first, self._before[first], replaced)
+        else:
+            batches = equal_lengths(self.windows, max(1, BATCH // len(self.windows[0])))
+            last = self._runner.through_blocks(batches, replaced, before=before)
+        for each in last:
             for row, ids in enumerate(each.ids):
                 hidden = None if each.hidden is None else each.hidden[row : row + 1]
                 states[_key(ids)] = TokenStates(ids[None], hidden)
@@ -152,7 +184,7 @@ class PlanMeter:
 
     @cached_property
     def _reference_logits(self) -> Callable[[Tensor], Tensor]:
-        return self._logits_of(None)
+        return self._logits_of(None, before=self._before)
 
     def _model_itself(self, ids: Tensor) -> Tensor:
         logits = self._reference_logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bitplan.measure.calibration import hash_tensors
 from bitplan.plan import shipped_manifest
-from bitplan.plan.choose import Stored, choose_formats
+from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError
@@ -81,6 +81,11 @@ class SearchSubject:
                 site = self.sites.pop(name)
                 reason = f"an embedding: {target.name} packs linear layers alone"
                 self.stays[name] = _staying(self.stored, name, site.role, reason)
+        if target.export == "gguf":  # where norms and biases are float32
+            self.stays = {
+                name: replace(each, nbytes=4 * math.prod(each.shape)) if len(each.shape) < 2 else each
+                for name, each in self.stays.items()
+            }
         if not self.sites:
             raise SearchError(f"{self.where}: no tensor is left that {target.name} packs; check --keep and --only")
 

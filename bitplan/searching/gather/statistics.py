@@ -4,6 +4,7 @@ For a linear layer y = W x, over the tokens of the text:
 
     inputs      A = mean of x x^T, [K, K]
     gradient    mean of g^2, [N], where g is the gradient of -log p(token) by y, for tokens drawn from the model itself
+    outputs     G = mean of g g^T, [N, N], where N is not too large: what rounding weighs rows with
 
 Drawn tokens, not the text's, make this the Fisher information: with it 1/2 sum_r gradient_r dW_r A dW_r^T is the
 second-order KL between the model and the one with W + dW, but for correlations between outputs and between positions.
@@ -26,10 +27,20 @@ from bitplan.searching.errors import EvidenceFileError
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.safetensors import SafetensorsFile
 from bitplan.store.files.tensor_file import Promise
-from bitplan.store.rounding.input_statistics import HESSIAN, MOMENTS, SHARED, WEIGHTS, EvidenceFile, write_evidence
+from bitplan.store.rounding.input_statistics import (
+    HESSIAN,
+    MOMENTS,
+    OUTPUTS,
+    SHARED,
+    TOKENS_PER_OUTPUT,
+    WEIGHTS,
+    EvidenceFile,
+    write_evidence,
+)
 
 EVIDENCE, STATISTICS = "evidence.safetensors", "statistics.safetensors"
 INPUTS, GRADIENT, COUNTS, LOOKUP = "inputs", "gradient", "counts", "lookup_gradient"
+BETWEEN = OUTPUTS.removeprefix(".")
 
 
 @dataclass
@@ -92,6 +103,10 @@ class InputStatistics:
         tokens = self.gradient_tokens if what in (GRADIENT, LOOKUP) else self.tokens
         return None if total is None or not tokens else total / tokens
 
+    def owner(self, name: str) -> str:
+        """The weight whose `hessian` is this one's, too."""
+        return name if f"{name}.{LOOKUP}" in self.sums else self.shared.get(name, name)
+
     def hessian(self, name: str) -> Tensor | None:
         """[K, K], in any unit: what rounding minimises, for all uses of a weight together; None if no layer uses it."""
         owner = self.shared.get(name, name)
@@ -101,6 +116,11 @@ class InputStatistics:
             return inputs
         # Tied: a row counts by the gradient of its logit, and by how often it is looked up; of both, the mean row.
         return inputs * float(gradient.mean()) + torch.diag(lookup) * (self.tokens / len(counts))
+
+    def outputs(self, name: str) -> Tensor | None:
+        """[N, N], in any unit: how much the loss minds changes of outputs together; None where that is not known."""
+        found = self.sums.get(f"{name}.{BETWEEN}")
+        return found if found is not None and self.gradient_tokens >= TOKENS_PER_OUTPUT * len(found) else None
 
     def moments(self, name: str) -> Tensor | None:
         """[K], in any unit: how much each column of what is looked up counts; None for weights of layers."""
@@ -122,12 +142,14 @@ class InputStatistics:
                 parts[f"{name}{HESSIAN}"] = (columns, columns)
             elif f"{name}.{LOOKUP}" in self.sums:
                 parts[f"{name}{MOMENTS}"] = (columns,)
+        for name in (name for name in names if f"{name}.{BETWEEN}" in self.sums):
+            parts[f"{name}{OUTPUTS}"] = (len(self.sums.small[f"{name}.{GRADIENT}"]),) * 2
         shared = {f"{SHARED}{name}": owner for name, owner in sorted(self.shared.items())}
         weights = {f"{WEIGHTS}{name}": digests[name] for name in names}
         with write_evidence(folder / EVIDENCE, parts, facts | shared | weights) as evidence:
             for key in parts:
                 name, _, what = key.rpartition(".")
-                part = self.hessian(name) if f".{what}" == HESSIAN else self.moments(name)
+                part = self._part(name, f".{what}")
                 assert part is not None
                 evidence.write(key, part.float().cpu())
         rest = [key for key in keys if not self._is_in_evidence(key)]
@@ -143,6 +165,11 @@ class InputStatistics:
                 assert part is not None
                 writer.write(key, part.float().cpu())
 
+    def _part(self, name: str, what: str) -> Tensor | None:
+        if what == OUTPUTS:  # all of it, however few tokens it is of yet
+            return self.sums.get(f"{name}.{BETWEEN}")
+        return self.hessian(name) if what == HESSIAN else self.moments(name)
+
     def columns(self, name: str) -> int:
         """The columns of a weight, from the sums of its inputs or of what it looks up."""
         lookup = self.sums.small.get(f"{name}.{LOOKUP}")
@@ -153,9 +180,9 @@ class InputStatistics:
             return file.tensors[key].shape[-1]
 
     def _is_in_evidence(self, key: str) -> bool:
-        """Whether a sum is in evidence.safetensors as it is: inputs of a weight that is not looked up too."""
+        """Whether a sum is in evidence.safetensors as it is: outputs, and inputs of what is not looked up too."""
         name, _, what = key.rpartition(".")
-        return what == INPUTS and f"{name}.{COUNTS}" not in self.sums
+        return what == BETWEEN or (what == INPUTS and f"{name}.{COUNTS}" not in self.sums)
 
     @classmethod
     def load(cls, folder: Path, fingerprint: Mapping[str, str]) -> InputStatistics:
@@ -182,4 +209,7 @@ class InputStatistics:
             for name in evidence.names - shared.keys():
                 if f"{name}.{COUNTS}" not in sums:
                     sums.parts[f"{name}.{INPUTS}"] = [(folder / EVIDENCE, f"{name}{HESSIAN}")]
+            for name in evidence.names:
+                if evidence.has_outputs(name):
+                    sums.parts[f"{name}.{BETWEEN}"] = [(folder / EVIDENCE, f"{name}{OUTPUTS}")]
         return cls(sums, shared, int(facts["tokens"]), int(facts["gradient_tokens"]), int(facts["windows"]))

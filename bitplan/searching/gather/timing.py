@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from bitplan.formats import get_format
 from bitplan.kernels import encode
 from bitplan.measure.speed.paired_timing import OK, Arm, stopwatch_of, time_in_turns
-from bitplan.runtime.packed.apply import apply_plan
+from bitplan.runtime.packed.apply_plan import apply_plan
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import SearchEvidence
@@ -39,7 +39,7 @@ def time_groups(
     by_shape: dict[tuple[int, ...], Times] = {}
     for name, group in evidence.groups.items():
         wanted = [fmt for fmt in formats if fmt in group.formats and rows not in group.formats[fmt].us]
-        if not wanted:
+        if not wanted and rows in group.reference_us:
             continue
         sites = [subject.sites[tensor] for tensor in group.tensors if subject.sites[tensor].linears]
         for site in sites:

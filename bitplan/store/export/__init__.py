@@ -1,1 +1,11 @@
-"""Models written for other engines: a table of targets, one module for each."""
+"""Models written for other engines: a table of targets, one module for each.
+
+Which module does which step:
+
+    targets               `export_model` and the table `TARGETS`: a new exporter is a module beside it and a line in it
+    folder                what targets share that are folders: config, tokenizer, shards
+    compressed_tensors, mlx, torchao, hf    a target each, by `folder`
+    gguf                  llama.cpp's target: names, order of rows, formats
+    gguf_metadata, gguf_tokenizer, gguf_gpt_oss    what a GGUF file says beside the tensors; gpt-oss
+    gguf_source, gguf_config    the way back: a GGUF file read as a Hugging Face folder
+"""

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
-from bitplan.plan.choose import Substitutes
-from bitplan.plan.roles import guess_role
+from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.names import guess_role
 from bitplan.store.export.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
 from bitplan.store.export.targets import ExportRequest
 from bitplan.store.files.tensor_file import Promise, TensorFile
@@ -108,10 +108,10 @@ def _layer(source: FolderSource, name: str) -> OutputLayer:
         raise StoreError(
             f"{source.file.path}: compressed-tensors has no {fmt.name} ({name!r}); take one of {', '.join(SCHEMES)}"
         )
-    return OutputLayer((name,), fmt, reason, tuple(_promises(name, spec.shape, fmt)))
+    return OutputLayer((name,), fmt, reason, tuple(promises(name, spec.shape, fmt)))
 
 
-def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> list[Promise]:
+def promises(name: str, shape: tuple[int, ...], fmt: Format) -> list[Promise]:
     parts = fmt.part_shapes(shape)
     (data_dtype, data_shape), (scale_dtype, scale_shape) = parts["data"], parts["scales"]
     scales = Promise(f"{name}_scale", scale_shape, None, scale_dtype)

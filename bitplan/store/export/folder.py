@@ -6,7 +6,6 @@ read, encoded and written one at a time; one that is packed already in the wante
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,8 +21,8 @@ from bitplan.formats.codec import finite, readable
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.plan.choose import Substitutes
-from bitplan.plan.roles import guess_role
+from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.names import guess_role
 from bitplan.store.export.gguf_source import GGUFModel
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
 from bitplan.store.files.headers import check_model_source, is_gguf, plan_for_file
@@ -44,7 +43,6 @@ from bitplan.store.packed_folder import (
 from bitplan.store.rounding.imatrix import gguf_names
 from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
 
-EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
 PLAIN = ("bfloat16", "float16", "float32")
 DEFAULT_TYPE = "bfloat16"
 Pack = Callable[[Encoded, str], list[Tensor]]
@@ -151,14 +149,6 @@ def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[st
         evidence.require_use(packed)
         opened.pop_all()
         return evidence
-
-
-def in_order(file: TensorFile, new: str, sources: Sequence[str]) -> tuple[str, ...]:
-    """The experts of a layer by number, none missing."""
-    numbers = {int(found["number"]): name for name in sources if (found := EXPERT.fullmatch(name))}
-    if sorted(numbers) != list(range(len(sources))):
-        raise StoreError(f"{file.path}: the experts that become {new!r} are not 0 to {len(sources) - 1}")
-    return tuple(numbers[number] for number in range(len(sources)))
 
 
 class FolderExport:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
 from bitplan.errors import StoreError
@@ -25,7 +25,7 @@ from bitplan.plan import Plan
 from bitplan.store.export.gguf_gpt_oss import GptOssExport
 from bitplan.store.export.gguf_metadata import Family, ModelConfig, is_gpt_oss, model_metadata, rope_factors
 from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
-from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
+from bitplan.store.export.targets import EXPERT, ExportReport, ExportRequest, ExportRow, OnBytes, experts_in_order
 from bitplan.store.files.gguf_split_write import check_gguf_output, write_parts
 from bitplan.store.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
 from bitplan.store.files.gguf_values import GGUFValue
@@ -36,7 +36,6 @@ from bitplan.store.rounding.imatrix import ImatrixFile
 from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
 
 FLOAT32 = get_format("float32")
-_EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.*)")
 # Parts of a model that reads pictures, which llama.cpp keeps in a file of their own, and tables it computes itself.
 _LEFT_OUT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.|rotary_emb\.inv_freq$|masked_bias$")
 _ROUTER = re.compile(r"\.ffn_gate_inp\.weight$")
@@ -140,23 +139,32 @@ def _from_folder(
     return outgoing, metadata, left_out
 
 
+def name_table(architecture: str, layers: int) -> TensorNameMap:
+    """gguf-py's table of names for an architecture of llama.cpp's."""
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    return get_tensor_name_map(MODEL_ARCH(kind), layers)
+
+
+def gguf_name(table: TensorNameMap, name: str) -> str | None:
+    """GGUF's name of a Hugging Face tensor, one for all experts of a layer; None where the table has none."""
+    own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+    own = own.replace("language_model.lm_head.", "lm_head.")
+    if found := EXPERT.fullmatch(own):
+        own = f"{found['before']}.experts.{found['after']}"
+    new: str | None = table.get_name(own, try_suffixes=(".weight", ".bias"))
+    return new
+
+
 class GGUFNames:
     """gguf-py's table for an architecture, with what it does not know."""
 
     def __init__(self, config: ModelConfig, where: str) -> None:
-        architecture = config.family.architecture
-        kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
-        self._table = get_tensor_name_map(MODEL_ARCH(kind), config.layers)
+        self._table = name_table(config.family.architecture, config.layers)
         self._config, self._where = config, where
 
     def find(self, name: str) -> str | None:
         """GGUF's name of a tensor, None where the architecture has none."""
-        own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
-        own = own.replace("language_model.lm_head.", "lm_head.")
-        if found := _EXPERT.fullmatch(own):
-            own = f"{found['before']}.{found['after']}"
-        new: str | None = self._table.get_name(own, try_suffixes=(".weight", ".bias"))
-        return new
+        return gguf_name(self._table, name)
 
     def of(self, name: str) -> str:
         new = self.find(name)
@@ -180,8 +188,8 @@ class GGUFNames:
 def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sources: list[str]) -> Outgoing:
     family, first = config.family, sources[0]
     shape = file.spec(first).shape
-    if len(sources) > 1 or _EXPERT.fullmatch(first):
-        sources = _inrow_order(file, new, sources)
+    if len(sources) > 1 or EXPERT.fullmatch(first):
+        sources = list(experts_in_order(file, new, sources))
         shape = (len(sources), *shape)
     chosen = {_format(plan, name)[0].name for name in sources}
     if len(chosen) > 1:
@@ -193,19 +201,6 @@ def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sourc
     if len(shape) < 2 or _ROUTER.search(new):
         fmt, reason = FLOAT32, "norms, biases and routers: llama.cpp computes them in float32"
     return Outgoing(new, tuple(sources), shape, fmt, reason, heads_of(family, config, new), is_plus_one(family, new))
-
-
-def _inrow_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
-    """The experts by number, all of one shape and none missing."""
-    numbers = {int(found["number"]): name for name in sources if (found := _EXPERT.fullmatch(name))}
-    if sorted(numbers) != list(range(len(sources))):
-        raise StoreError(
-            f"{file.path}: the experts that become {new!r} are not 0 to {len(sources) - 1}: {len(numbers)} found"
-        )
-    ordered = [numbers[number] for number in range(len(sources))]
-    if len({file.spec(name).shape for name in ordered}) > 1:
-        raise StoreError(f"{file.path}: the experts that become {new!r} differ in shape")
-    return ordered
 
 
 def heads_of(family: Family, config: ModelConfig, new: str) -> int | None:

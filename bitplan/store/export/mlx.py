@@ -26,17 +26,15 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.formats.gguf.blocks import GgufBlocks
-from bitplan.plan.choose import Substitutes
+from bitplan.plan.format_choices import Substitutes
 from bitplan.store.export.folder import (
-    EXPERT,
     FolderExport,
     FolderSource,
     OutputLayer,
-    in_order,
     is_linear,
     open_folder,
 )
-from bitplan.store.export.targets import ExportRequest
+from bitplan.store.export.targets import EXPERT, ExportRequest, experts_in_order
 from bitplan.store.files.tensor_file import Promise
 
 TARGET = "mlx"
@@ -121,7 +119,7 @@ def _outputs(source: FolderSource) -> dict[str, list[str]]:
 def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputLayer:
     file, first = source.file, names[0]
     is_stacked = EXPERT.fullmatch(first) is not None
-    sources = in_order(file, new, names) if is_stacked else tuple(names)
+    sources = experts_in_order(file, new, names) if is_stacked else tuple(names)
     fmt, reason = source.format_of(first)
     if others := {source.format_of(name)[0] for name in sources} - {fmt}:
         raise StoreError(
@@ -137,10 +135,10 @@ def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputLayer:
     if fmt.name not in QUANTIZATIONS:
         why, instead = _NEAREST.get(fmt.name, ("no mode of MLX has these numbers", ", ".join(QUANTIZATIONS)))
         raise StoreError(f"{file.path}: MLX has no {fmt.name} ({first!r}): {why}; take {instead}")
-    return OutputLayer(sources, fmt, reason, _promises(new, (*count, *shape), fmt))
+    return OutputLayer(sources, fmt, reason, promises(new, (*count, *shape), fmt))
 
 
-def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[Promise, ...]:
+def promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[Promise, ...]:
     held = QUANTIZATIONS[fmt.name]
     stem, lead, columns = name.removesuffix(".weight"), shape[:-1], shape[-1]
     words = Promise(name, (*lead, columns * held.bits // 32), None, torch.uint32)

@@ -8,16 +8,20 @@ not at all. To add one: a module in this folder, and its line in TARGETS.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from bitplan.errors import StoreError, did_you_mean
+from bitplan.formats import get_format
 from bitplan.formats.codec import NonFinite
 from bitplan.formats.scales.rules import ScaleRule
-from bitplan.plan.choose import Wanted
+from bitplan.plan.format_choices import Wanted
+from bitplan.store.files.tensor_file import TensorFile
 
+EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
 TARGETS = {
     "gguf": "bitplan.store.export.gguf",
     "compressed-tensors": "bitplan.store.export.compressed_tensors",
@@ -40,6 +44,7 @@ FORMATS = {
         *("q4_0_gguf", "q4_1_gguf", "q8_0_gguf", "mxfp4", "mxfp8_e4m3"),
     ),
 }
+_OWN_LAYOUTS = ("compressed-tensors", "mlx")  # which have more or other parts than our formats
 OnBytes = Callable[[int, str], None]
 
 
@@ -109,6 +114,15 @@ class Prepared(Protocol):
     def close(self) -> None: ...
 
 
+def packed_bytes(to: str | None, fmt: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a weight in a target's files: MLX has a bias beside every scale; None counts the format itself."""
+    held = get_format(fmt)
+    if to not in _OWN_LAYOUTS or held.is_cast:
+        return held.nbytes(shape)
+    promises = importlib.import_module(TARGETS[to]).promises("", shape, held)
+    return sum(promise.nbytes for promise in promises)
+
+
 def prepare_export(request: ExportRequest, to: str) -> Prepared:
     """Refuse what cannot be done, and say what would be: see `Prepared`."""
     if to not in TARGETS:
@@ -136,3 +150,15 @@ def export_model(
         return prepared.report
     finally:
         prepared.close()
+
+
+def experts_in_order(file: TensorFile, new: str, sources: Sequence[str]) -> tuple[str, ...]:
+    """The experts of a layer by number, all of one shape and none missing."""
+    numbers = {int(found["number"]): name for name in sources if (found := EXPERT.fullmatch(name))}
+    if sorted(numbers) != list(range(len(sources))):
+        raise StoreError(
+            f"{file.path}: the experts that become {new!r} are not 0 to {len(sources) - 1}: {len(numbers)} found"
+        )
+    if len({file.spec(name).shape for name in sources}) > 1:
+        raise StoreError(f"{file.path}: the experts that become {new!r} differ in shape")
+    return tuple(numbers[number] for number in range(len(sources)))

@@ -24,10 +24,10 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.formats.dtypes import dtype_name
-from bitplan.plan.choose import Substitutes
-from bitplan.plan.roles import guess_role
-from bitplan.store.export.folder import EXPERT, FolderExport, FolderSource, OutputLayer, is_linear, open_folder
-from bitplan.store.export.targets import ExportRequest
+from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.names import guess_role
+from bitplan.store.export.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
+from bitplan.store.export.targets import EXPERT, ExportRequest
 from bitplan.store.files.tensor_file import Promise
 
 TARGET = "torchao"

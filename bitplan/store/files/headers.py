@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bitplan.errors import FormatError, MeasureError
 from bitplan.formats import get_format
-from bitplan.plan.choose import GGUF_SUBSTITUTES, Stored, Substitutes, Wanted, choose_formats
+from bitplan.plan.format_choices import GGUF_SUBSTITUTES, Stored, Substitutes, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.store.files.open_files import container_for

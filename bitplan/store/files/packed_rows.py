@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bitplan.errors import FileFormatError, FormatError
 from bitplan.formats import Encoded, Format, get_format
-from bitplan.plan.check import base_names
+from bitplan.plan.check_manifest import base_names
 from bitplan.store.files.gguf_tensors import GGUFTensors
 from bitplan.store.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.store.files.tensor_file import TensorFile

@@ -22,12 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from bitplan.documents import Kind, Reader, is_text
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
-from bitplan.records import atomic_file, check_input, parse_json, read_json
+from bitplan.records import Closing, atomic_file, check_input, parse_json, read_json
 from bitplan.store.files.tensor_bytes import ContainerFile, Payload, PayloadWriter
 from bitplan.text import visible
 
@@ -273,7 +273,7 @@ def _torch_shape(tag: str, file_shape: Sequence[int]) -> tuple[int, ...] | None:
     return (*file_shape[:-1], file_shape[-1] // 2)
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """The tensors of one file, or of all shards that an index names.
 
     `metadata` holds the keys that have the same value in all files that have them; `sources` are the shards and their
@@ -318,12 +318,6 @@ class Checkpoint:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self.weight_map:

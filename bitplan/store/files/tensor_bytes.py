@@ -15,10 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
-from bitplan.records import check_input
+from bitplan.records import Closing, check_input
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Entry = TypeVar("Entry")
 
 
-class ContainerFile(ABC, Generic[Entry]):
+class ContainerFile(Closing, ABC, Generic[Entry]):
     """A file open for reading; its whole header is checked first."""
 
     tensors: Mapping[str, Entry]
@@ -50,12 +50,6 @@ class ContainerFile(ABC, Generic[Entry]):
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _entry(self, name: str) -> Entry:
         if name not in self.tensors:

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bitplan.errors import StoreError, did_you_mean
 from bitplan.formats.dtypes import torch_dtype
-from bitplan.records import check_output, check_output_folder
+from bitplan.records import Closing, check_output, check_output_folder
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class TensorSpec:
         return torch_dtype(self.dtype_name)
 
 
-class TensorFile(ABC):
+class TensorFile(Closing, ABC):
     """A file of weights open for reading."""
 
     kind: str
@@ -105,12 +105,6 @@ class TensorFile(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the file; reading after this is an error."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def files(self) -> list[Path]:

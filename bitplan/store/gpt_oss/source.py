@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from bitplan.records import Closing
 from bitplan.store.files.gguf import GGUFFile
 from bitplan.store.files.gguf_split_read import open_gguf
 from bitplan.store.files.gguf_values import GGUFValue
@@ -57,7 +58,7 @@ class GptOssSource(Protocol):
         """The bytes of one of the source's own tensors, some rows at a time."""
 
 
-class GptOssFile:
+class GptOssFile(Closing):
     """A checkpoint in OpenAI's, Hugging Face's or GGUF's layout, completely checked; see `GptOssSource`."""
 
     def __init__(self, path: str | Path) -> None:
@@ -123,12 +124,6 @@ class GptOssFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _chunks(self, slot: LayoutTensor, start: int, stop: int) -> Iterator[Tensor]:
         step = max(1, CHUNK_BYTES * slot.shape[0] // max(1, self.tensors[slot.name].nbytes))

@@ -19,14 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
+from bitplan.store.export.gguf import gguf_name, is_plus_one, name_table
 from bitplan.store.export.gguf_metadata import FAMILIES
+from bitplan.store.export.targets import EXPERT
 from bitplan.store.files.gguf_tensors import GGUFTensors
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
@@ -38,7 +39,6 @@ from bitplan.store.gpt_oss.source import GptOssFile
 
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")
 _FAMILIES = {family.architecture: family for family in FAMILIES.values()}
-_EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.*)")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _COMPUTED = ("rope_freqs.weight",)  # llama.cpp's table of rotations, which others compute from the config
 
@@ -99,36 +99,27 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
         return ModelValues(file.path, ours.values, note), theirs
     family = _FAMILIES[kind]
     layers = 1 + max((int(block[1]) for name in ours.values if (block := _BLOCK.match(name))), default=0)
-    table = get_tensor_name_map(next(each for each, name in MODEL_ARCH_NAMES.items() if name == kind), layers)
+    table = name_table(family.architecture, layers)
     left, right = {name: own for name, own in ours.values.items() if name not in _COMPUTED}, dict(theirs.values)
     grouped: dict[str, list[str]] = {}
     for name in theirs.values:
-        if (found := _gguf_name(table, name)) in left:
+        if (found := gguf_name(table, name)) in left and found is not None:
             grouped.setdefault(found, []).append(name)
     for found, names in grouped.items():
         values, name = left.pop(found), names[0]
-        if expert := _EXPERT.fullmatch(name):
-            name = f"{expert['before']}.*.{expert['after']}"
+        if expert := EXPERT.fullmatch(name):
+            name = f"{expert['before']}.experts.*.{expert['after']}"
             right[name] = _stacked([right.pop(each) for each in sorted(names, key=_expert_number)])
         if family.permutes and (heads := _head_count(file, kind, found)) != 0:
             values = _in_order(values, heads, f"{file.path}: {found}")
-        if family.norms_plus_one and found.endswith("norm.weight"):
+        if is_plus_one(family, found):
             right[name] = _plus_one(right[name])
         left[name] = values
     return ModelValues(file.path, left), ModelValues(theirs.path, right)
 
 
-def _gguf_name(table: TensorNameMap, name: str) -> str:
-    """gguf-py's name of a Hugging Face tensor; '' if it knows none."""
-    own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
-    own = own.replace("language_model.lm_head.", "lm_head.")
-    if found := _EXPERT.fullmatch(own):
-        own = f"{found['before']}.{found['after']}"
-    return table.get_name(own, try_suffixes=(".weight", ".bias")) or ""
-
-
 def _expert_number(name: str) -> int:
-    found = _EXPERT.fullmatch(name)
+    found = EXPERT.fullmatch(name)
     return -1 if found is None else int(found["number"])
 
 

@@ -21,7 +21,7 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.scales.rules import ScaleRule
-from bitplan.plan.choose import NONE, NamedBy, Stored, Wanted, choose_formats
+from bitplan.plan.format_choices import NONE, NamedBy, Stored, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.store.models.column_importance import ActivationObserver

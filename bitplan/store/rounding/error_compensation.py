@@ -18,8 +18,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.store.rounding.layout import ScaledBlocks
 from bitplan.store.rounding.pick_loops import loops_for
-from bitplan.store.rounding.scale_ladder import ScaleLadder
-from bitplan.store.rounding.scale_search import block_slices, candidates_of, least_of, search_scales
+from bitplan.store.rounding.scale_search import ScaleLadder, block_slices, candidates_of, least_of, search_scales
 
 Order = Literal["activation", "given"]
 # Columns whose errors go to the rest at once. A scale of more columns is searched once, before the first is rounded.
@@ -88,6 +87,52 @@ def columns_in_order(hessian: Tensor, layout: ScaledBlocks, order: Order) -> tup
     blocks = means.argsort(descending=True, stable=True).tolist()
     inside = [weight[slices[block]].argsort(descending=True, stable=True) + slices[block].start for block in blocks]
     return blocks, torch.cat(inside)
+
+
+@dataclass(frozen=True)
+class OrderedFactor:
+    """Blocks and columns in the order they are rounded, the damped Hessian, and its inverse's factor in that order."""
+
+    blocks: list[int]
+    columns: Tensor
+    damped: Tensor
+    factor: Tensor
+    damping: float
+
+
+class InputHessian:
+    """[K, K], in any unit. The last factor is remembered: give weights of one input, and formats of one width, in turn.
+
+    A factor takes as long as rounding some hundred rows.
+    """
+
+    def __init__(self, hessian: Tensor) -> None:
+        self.hessian = hessian
+        self._last: tuple[tuple[object, ...], OrderedFactor] | None = None
+
+    def factor(
+        self, layout: ScaledBlocks, order: Order, damping: float, device: torch.device, name: str
+    ) -> OrderedFactor:
+        key = (layout.cols, layout.filled, layout.width, order, damping, device)
+        if self._last is None or self._last[0] != key:
+            seen = self._checked(layout, device, name)
+            blocks, columns = columns_in_order(seen, layout, order)
+            self._last = (key, OrderedFactor(blocks, columns, *factor_of(seen, damping, columns, name)))
+        return self._last[1]
+
+    def _checked(self, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
+        check_statistics(self.hessian, (layout.cols, layout.cols), "hessian", name)
+        if not float(self.hessian.diagonal().sum()) > 0:
+            raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
+        empty = layout.filled - layout.cols
+        return torch.nn.functional.pad(self.hessian.to(device, torch.float64), (0, empty, 0, empty))
+
+
+def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
+    if tuple(given.shape) != shape:
+        raise FormatError(f"{name}: `{what}` of its inputs must have shape {shape}, got {tuple(given.shape)}")
+    if not bool(given.isfinite().all()):
+        raise FormatError(f"{name}: `{what}` holds NaN or infinity; collect it again from inputs that are finite")
 
 
 def compensate(

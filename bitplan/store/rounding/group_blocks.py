@@ -71,10 +71,8 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
         for block in each:
             cols = _columns(block, width)
             own, here = hessian[cols, cols], gradient[:, cols]
-            moved = scales.improve(block, codes[:, cols], here, own)
-            codes[:, cols], changes = loops.sweep_piece(
-                here - moved @ own, codes[:, cols], own, scales.steps(block), parts, grid
-            )
+            moved, slope = scales.improve(block, codes[:, cols], here, own)
+            codes[:, cols], changes = loops.sweep_piece(slope, codes[:, cols], own, scales.steps(block), parts, grid)
             gradient -= (moved + changes) @ hessian[cols]
 
 

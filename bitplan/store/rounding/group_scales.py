@@ -59,8 +59,8 @@ class GroupScales:
     def offsets(self, block: int) -> Tensor:
         return self.dmin[:, block, None] * self.mins[:, self.groups(block)]
 
-    def improve(self, block: int, codes: Tensor, gradient: Tensor, hessian: Tensor) -> Tensor:
-        """Better scales for a block's codes [R, n]: by how much the values changed [R, n].
+    def improve(self, block: int, codes: Tensor, gradient: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+        """Better scales for a block's codes [R, n]: by how much the values changed [R, n], and the gradient after it.
 
         `gradient` [R, n] is (weight - value) @ the whole Hessian, in the block's columns; `hessian` [n, n] is its own.
         """
@@ -69,7 +69,7 @@ class GroupScales:
         if self.layout.has_groups:
             self._improve_integers(block, codes, slope, hessian)
         self._improve_floats(block, codes, slope, hessian)
-        return self._values(block, codes) - before
+        return self._values(block, codes) - before, slope
 
     def _improve_integers(self, block: int, codes: Tensor, slope: Tensor, hessian: Tensor) -> None:
         layout, first = self.layout, block * self.layout.group_count
@@ -78,29 +78,28 @@ class GroupScales:
         bounds = [(self.scales, self.d, layout.scale_low)] + [(self.mins, self.dmin, 0)] * layout.has_min
         for group in range(layout.group_count):
             at = slice(group * layout.group, (group + 1) * layout.group)
-            own = hessian[at, at]
             for integers, units, least in bounds:
-                way = codes[:, at] if integers is self.scales else torch.ones_like(codes[:, at])
                 unit, now = units[:, block], integers[:, first + group]
-                rise, curve = _along(way, slope[:, at], own)
+                way = codes[:, at] if integers is self.scales else None
+                rise, curve, change = _along(way, slope[:, at], hessian[at], at)
                 wanted = now + torch.where((curve > 0) & (unit != 0), rise / curve / unit, 0.0)
                 wanted = wanted.round().clamp(least, layout.scale_high)
                 move = _if_better((wanted - now) * unit, rise, curve)
                 integers[:, first + group] = torch.where(move != 0, wanted, now)
-                slope -= (move.unsqueeze(-1) * way) @ hessian[at]
+                slope -= move.unsqueeze(-1) * change
 
     def _improve_floats(self, block: int, codes: Tensor, slope: Tensor, hessian: Tensor) -> None:
         groups, wide = self.groups(block), self.layout.group
         scales, mins = (each[:, groups].repeat_interleave(wide, 1) for each in (self.scales, self.mins))
         for units, way in [(self.d, codes * scales)] + [(self.dmin, mins)] * self.layout.has_min:
-            rise, curve = _along(way, slope, hessian)
+            rise, curve, change = _along(way, slope, hessian, slice(None))
             now = units[:, block]
             wanted = (now + torch.where(curve > 0, rise / curve, 0.0)).half().float()
             if self.layout.has_groups and units is self.dmin:
                 wanted = wanted.clamp(max=0.0)
             move = _if_better(torch.where(wanted.isfinite(), wanted - now, 0.0), rise, curve)
             units[:, block] = torch.where(move != 0, wanted, now)
-            slope -= (move.unsqueeze(-1) * way) @ hessian
+            slope -= move.unsqueeze(-1) * change
 
     def _values(self, block: int, codes: Tensor) -> Tensor:
         steps, offsets = (
@@ -109,9 +108,17 @@ class GroupScales:
         return codes * steps + offsets
 
 
-def _along(way: Tensor, slope: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """[R] each: slope and curvature of the error, as it falls, along a change of values [R, n]."""
-    return (way * slope).sum(1), (way * (way @ hessian)).sum(1)
+def _along(way: Tensor | None, slope: Tensor, hessian: Tensor, at: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """[R] each: slope and curvature of the error, as it falls, along a change of values `way` [R, g] in the columns
+    `at`; and by how much the slope of all n columns falls with it, [R, n]. `way` None is a change of one everywhere.
+
+    hessian   [g, n]: the rows of those columns
+    """
+    if way is None:
+        change = hessian.sum(0, keepdim=True)
+        return slope.sum(1), change[:, at].sum(1).expand(len(slope)), change
+    change = way @ hessian
+    return (way * slope).sum(1), (way * change[:, at]).sum(1), change
 
 
 def _if_better(move: Tensor, rise: Tensor, curve: Tensor) -> Tensor:

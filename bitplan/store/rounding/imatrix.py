@@ -72,6 +72,9 @@ class ImatrixFile(EvidenceFile):
     def hessian(self, name: str) -> Tensor | None:
         return None
 
+    def outputs(self, name: str) -> Tensor | None:
+        return None
+
     def columns(self, name: str) -> int:
         return self._gguf.tensors[name + SUMS].shape[-1]
 

@@ -4,6 +4,7 @@ evidence.safetensors has, in float32, for a weight NAME of K columns
 
     NAME.moments    [K]     mean squares of its inputs
     NAME.hessian    [K, K]  X^T X of its inputs, in any unit
+    NAME.outputs    [N, N]  second moments of the loss's gradients by its N outputs, in any unit; where they were taken
 
 and the metadata {"bitplan": "evidence", "version": "1"}, further keys as the writer likes: a fingerprint of what was
 measured. `shared.NAME` names the weight whose statistics NAME has: layers that read one input. `weights.NAME` is the
@@ -14,7 +15,7 @@ as well: it has moments alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from bitplan.store.files.tensor_bytes import PayloadWriter
 
 KIND, VERSION = "evidence", "1"
-MOMENTS, HESSIAN, SHARED, WEIGHTS = ".moments", ".hessian", "shared.", "weights."
+MOMENTS, HESSIAN, OUTPUTS = ".moments", ".hessian", ".outputs"
+SHARED, WEIGHTS = "shared.", "weights."
+GRADIENT_TOKENS = "gradient_tokens"  # metadata: how many tokens the outputs' gradients are of
+TOKENS_PER_OUTPUT = 16  # of fewer, gradients between outputs are more noise than knowledge (docs/log.md)
 MOST_DIGESTED = 4096  # numbers of a weight that its digest is of
 
 
@@ -59,8 +63,7 @@ class EvidenceFile:
     @property
     def names(self) -> set[str]:
         """The weights that have statistics."""
-        owners = {key.removesuffix(MOMENTS).removesuffix(HESSIAN) for key in self._file.tensors}
-        return owners | self._shared.keys()
+        return _owners(self._file.tensors) | self._shared.keys()
 
     def moments(self, name: str, expert: int | None = None) -> Tensor | None:
         """[K] mean squares of the inputs; `expert` is one of several that share a name."""
@@ -68,6 +71,18 @@ class EvidenceFile:
 
     def hessian(self, name: str) -> Tensor | None:
         return self._read(name, HESSIAN)
+
+    def outputs(self, name: str) -> Tensor | None:
+        """[N, N] of the weight itself: layers that read one input have outputs of their own. None of too few tokens."""
+        if not self.has_outputs(name):
+            return None
+        tokens, count = self.metadata.get(GRADIENT_TOKENS, ""), self._file.tensors[name + OUTPUTS].shape[0]
+        if tokens.isdecimal() and int(tokens) < TOKENS_PER_OUTPUT * count:
+            return None
+        return self._file.read(name + OUTPUTS)
+
+    def has_outputs(self, name: str) -> bool:
+        return name + OUTPUTS in self._file.tensors
 
     def digest(self, name: str) -> str | None:
         """The digest of the weight that was measured; None where the file does not say."""
@@ -100,18 +115,23 @@ class EvidenceFile:
                 f"got {kind!r:.80} and {version!r:.80}; `bitplan search` writes one"
             )
         for key, entry in self._file.tensors.items():
-            square = key.endswith(HESSIAN) and len(entry.shape) == 2 and entry.shape[0] == entry.shape[1]
+            square = key.endswith((HESSIAN, OUTPUTS)) and len(entry.shape) == 2 and entry.shape[0] == entry.shape[1]
             if not (square or (key.endswith(MOMENTS) and len(entry.shape) == 1)) or entry.dtype_name != "float32":
                 raise FileFormatError(
-                    f"{self.path}: {key!r}: expected NAME{MOMENTS} of shape [K] or NAME{HESSIAN} of shape [K, K] in "
-                    f"float32, got {entry.dtype_name} {entry.shape}"
+                    f"{self.path}: {key!r}: expected NAME{MOMENTS} of shape [K], NAME{HESSIAN} of shape [K, K] or "
+                    f"NAME{OUTPUTS} of shape [N, N] in float32, got {entry.dtype_name} {entry.shape}"
                 )
         self._shared = {
             key.removeprefix(SHARED): owner for key, owner in self.metadata.items() if key.startswith(SHARED)
         }
-        owners = {key.removesuffix(MOMENTS).removesuffix(HESSIAN) for key in self._file.tensors}
+        owners = _owners(self._file.tensors)
         if lost := sorted(set(self._shared.values()) - owners):
             raise FileFormatError(f"{self.path}: {SHARED}NAME refers to {lost[0]!r}, which has no statistics there")
+
+
+def _owners(keys: Iterable[str]) -> set[str]:
+    """The weights whose own inputs' statistics are there."""
+    return {key.removesuffix(MOMENTS).removesuffix(HESSIAN) for key in keys if not key.endswith(OUTPUTS)}
 
 
 @contextmanager

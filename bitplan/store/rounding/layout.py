@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,3 +93,27 @@ def with_rows_of(encoded: Encoded, other: Encoded, layout: ScaledBlocks, strips:
         mixed = torch.where(which.unsqueeze(-1), theirs, ours)
         chosen[part] = mixed.view(encoded.parts[part].dtype).reshape(encoded.parts[part].shape)
     return Encoded(encoded.fmt, encoded.shape, chosen["data"], chosen.get("scales"), encoded.base)
+
+
+def rows_of(encoded: Encoded, layout: ScaledBlocks, rows: Tensor) -> Encoded:
+    """Some rows of a matrix whose rows share no scale."""
+    fmt, shape = encoded.fmt, (len(rows), layout.cols)
+    shapes = fmt.part_shapes(shape)
+    parts = {
+        part: encoded.parts[part].reshape(layout.rows, -1)[rows].reshape(shapes[part][1])
+        for part in ("data", "scales")
+        if part in encoded.parts
+    }
+    return Encoded(fmt, shape, parts["data"], parts.get("scales"), encoded.base)
+
+
+def join_rows(pieces: Sequence[Encoded], like: Encoded, order: Tensor) -> Encoded:
+    """The opposite: pieces have the rows of `order`, one after another."""
+    parts = {}
+    for part in ("data", "scales"):
+        if part in like.parts:
+            joined = torch.cat([piece.parts[part].reshape(piece.shape[0], -1) for piece in pieces])
+            whole = torch.empty_like(joined)
+            whole[order] = joined
+            parts[part] = whole.reshape(like.parts[part].shape)
+    return Encoded(like.fmt, like.shape, parts["data"], parts.get("scales"), like.base)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor
 
 # Below this, compiling for the first time takes longer than plain torch.
 SMALLEST_FOR_CPU = 2**16
+_whole: ContextVar[int] = ContextVar("numbers of the weight that pieces are of", default=0)
 
 
 def loops_for(matrix: Tensor) -> Any:
@@ -20,7 +24,17 @@ def loops_for(matrix: Tensor) -> Any:
 
 
 def is_compiled(matrix: Tensor) -> bool:
-    return matrix.device.type == "cpu" and matrix.numel() >= SMALLEST_FOR_CPU and _has_numba()
+    return matrix.device.type == "cpu" and max(matrix.numel(), _whole.get()) >= SMALLEST_FOR_CPU and _has_numba()
+
+
+@contextmanager
+def rounding_rows_of(matrix: Tensor) -> Iterator[None]:
+    """Some rows of a weight at a time take the loops that the whole of it would."""
+    before = _whole.set(matrix.numel())
+    try:
+        yield
+    finally:
+        _whole.reset(before)
 
 
 @functools.cache

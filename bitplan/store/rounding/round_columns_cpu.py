@@ -85,8 +85,9 @@ def _round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, 
             code = _nearest(scaled, low, high, mantissa, least, is_float, table)
             error = F32(F32(left[j] - F32(F32(code * step) + offset)) / factor[j, j])
             codes[row, j], errors[row, j] = code, error
-            for k in range(j + 1, width):
-                left[k] -= F32(error * factor[j, k])
+            rest, shares = left[j + 1 :], factor[j, j + 1 :]  # views from zero: else LLVM makes no vectors of it
+            for k in range(rest.size):
+                rest[k] -= F32(error * shares[k])
 
 
 @compiled
@@ -108,9 +109,9 @@ def _try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float,
                 errors[c] = error
                 cost[row, c] += F32(error * error)
             for k in range(j + 1, width):
-                share = factor[j, k]
+                share, rest = factor[j, k], left[k]
                 for c in range(count):
-                    left[k, c] -= F32(errors[c] * share)
+                    rest[c] -= F32(errors[c] * share)
 
 
 @compiled
@@ -128,8 +129,9 @@ def _sweep_rows(gradient, codes, hessian, steps, parts, changes, low, high, mant
             change = F32(F32(code - codes[row, j]) * step)
             codes[row, j], changes[row, j] = code, change
             if change != ZERO:
+                shares = hessian[j]
                 for k in range(width):
-                    slope[k] -= F32(change * hessian[j, k])
+                    slope[k] -= F32(change * shares[k])
 
 
 @compiled

@@ -14,13 +14,20 @@ from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.scales.rules import reciprocal
 from bitplan.kernels import decode, encode
 from bitplan.store.rounding.code_grids import grid_of
-from bitplan.store.rounding.error_compensation import Order, columns_in_order, compensate, factor_of, sweep
+from bitplan.store.rounding.error_compensation import (
+    InputHessian,
+    Order,
+    OrderedFactor,
+    check_statistics,
+    compensate,
+    sweep,
+)
 from bitplan.store.rounding.group_blocks import round_groups
 from bitplan.store.rounding.layout import ScaledBlocks, assemble, layout_of, scales_of, with_rows_of
-from bitplan.store.rounding.scale_ladder import ScaleLadder
-from bitplan.store.rounding.scale_search import search_scales
+from bitplan.store.rounding.output_feedback import error_between_outputs, round_with_feedback, takes_feedback
+from bitplan.store.rounding.scale_search import ScaleLadder, search_scales
 
-Measure = Literal["squared error", "moments", "hessian"]
+Measure = Literal["squared error", "moments", "hessian", "hessian and outputs"]
 SWEEPS = 4
 # Columns whose input was never seen count a little, so that their scales are not arbitrary.
 UNSEEN = 1e-6
@@ -31,7 +38,7 @@ class Rounding:
     """What was gained.
 
     measure    what was minimised: the squared error of the weights, weighted by second moments of the inputs, or the
-               squared error of the outputs
+               squared error of the outputs, alone or weighted by the gradients of the loss by them
     before     that error with plain `encode`, over the same of the weights themselves
     after      the same now
     strips     groups of rows that share no scale with others, and how many of them `encode` rounds better: `plain`
@@ -53,7 +60,8 @@ class RoundingOptions(TypedDict, total=False):
     """The options of `round_with_report`, which explains them."""
 
     moments: Tensor | None
-    hessian: Tensor | None
+    hessian: Tensor | InputHessian | None
+    outputs: Tensor | None
     damping: float
     order: Order
     sweeps: int
@@ -72,7 +80,8 @@ def round_with_report(
     fmt: Format | str,
     *,
     moments: Tensor | None = None,
-    hessian: Tensor | None = None,
+    hessian: Tensor | InputHessian | None = None,
+    outputs: Tensor | None = None,
     damping: float = 0.01,
     order: Order = "activation",
     sweeps: int = SWEEPS,
@@ -83,7 +92,9 @@ def round_with_report(
     """Hold a weight [N, K] in a format, as `encode` does, with numbers chosen for the inputs it meets.
 
     moments   [K] mean squares of the inputs: scales by weighted search, codes to nearest
-    hessian   [K, K] X^T X of the inputs, in any unit: error-compensated rounding
+    hessian   [K, K] X^T X of the inputs, in any unit: error-compensated rounding; an InputHessian to use it again
+    outputs   with a Hessian, [N, N] second moments of the loss's gradients by the outputs: rows, too, make up for each
+              other's errors, where they share no scale
     damping   added to the Hessian's diagonal, in units of its mean: more trusts the inputs seen less
     order     "activation" rounds blocks, and columns in them, by the size of their inputs; "given" from left to right
     sweeps    how often codes and scales are gone over again after compensated rounding
@@ -107,10 +118,19 @@ def round_with_report(
         cost = _column_weights(moments, layout, matrix.device, name)
         rounded = _by_columns(matrix, cost, plain, layout)
     else:
-        seen = _checked_hessian(hessian, layout, matrix.device, name)
-        blocks, at = columns_in_order(seen, layout, order)
-        cost, factor, used = factor_of(seen, damping, at, name)
-        rounded = _by_hessian(matrix, cost, factor, plain, layout, blocks, at, sweeps)
+        inputs = hessian if isinstance(hessian, InputHessian) else InputHessian(hessian)
+        ordered = inputs.factor(layout, order, damping, matrix.device, name)
+        cost, used = ordered.damped, ordered.damping
+        if outputs is not None:
+            check_statistics(outputs, (layout.rows, layout.rows), "outputs", name)
+        if outputs is not None and takes_feedback(outputs, layout):
+
+            def round_rows(piece: Tensor, own: Encoded, part: ScaledBlocks) -> Encoded:
+                return _by_hessian(piece, ordered, own, part, sweeps)
+
+            rounded = round_with_feedback(matrix, outputs, plain, layout, round_rows, name)
+            return _better_of_whole(matrix, plain, rounded, layout, cost, outputs, used)
+        rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
     before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
     before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
     worse = ~(after <= before)
@@ -124,6 +144,32 @@ def round_with_report(
         used,
     )
     return with_rows_of(rounded, plain, layout, worse), report
+
+
+def _better_of_whole(
+    matrix: Tensor,
+    plain: Encoded,
+    rounded: Encoded,
+    layout: ScaledBlocks,
+    hessian: Tensor,
+    outputs: Tensor,
+    damping: float | None,
+) -> tuple[Encoded, Rounding]:
+    """Rows that make up for each other are taken all or none."""
+    before, after = (
+        error_between_outputs(matrix, _filled_values(each, layout), hessian, outputs) for each in (plain, rounded)
+    )
+    whole = error_between_outputs(matrix, torch.zeros_like(matrix), hessian, outputs) or 1.0
+    is_better = after <= before
+    report = Rounding(
+        "hessian and outputs",
+        before / whole,
+        (after if is_better else before) / whole,
+        layout.strips,
+        0 if is_better else layout.strips,
+        damping,
+    )
+    return rounded if is_better else plain, report
 
 
 def _can_round(fmt: Format) -> bool:
@@ -143,24 +189,15 @@ def _by_columns(matrix: Tensor, weights: Tensor, plain: Encoded, layout: ScaledB
     return assemble(fmt, shape, codes, ladder.store(scales), plain.base)
 
 
-def _by_hessian(
-    matrix: Tensor,
-    cost: Tensor,
-    factor: Tensor,
-    plain: Encoded,
-    layout: ScaledBlocks,
-    blocks: list[int],
-    at: Tensor,
-    sweeps: int,
-) -> Encoded:
+def _by_hessian(matrix: Tensor, by: OrderedFactor, plain: Encoded, layout: ScaledBlocks, sweeps: int) -> Encoded:
     """Codes that make up for each other's errors."""
     fmt, shape = plain.fmt, plain.shape
     if isinstance(fmt, GgufBlocks):
-        rows = round_groups(matrix, cost, factor, fmt, blocks, at, sweeps)
+        rows = round_groups(matrix, by.damped, by.factor, fmt, by.blocks, by.columns, sweeps)
         return Encoded(fmt, shape, rows.reshape(plain.data.shape))
     ladder = _ladder(plain)
-    found = compensate(matrix, factor, scales_of(plain, layout), layout, ladder, blocks, at)
-    found = sweep(matrix, cost, found, layout, ladder, sweeps)
+    found = compensate(matrix, by.factor, scales_of(plain, layout), layout, ladder, by.blocks, by.columns)
+    found = sweep(matrix, by.damped, found, layout, ladder, sweeps)
     return assemble(fmt, shape, found.codes, ladder.store(found.scales), plain.base)
 
 
@@ -190,24 +227,9 @@ def _column_weights(moments: Tensor | None, layout: ScaledBlocks, device: torch.
     if moments is None:
         weights = torch.ones(layout.cols, device=device)
     else:
-        _check_statistics(moments, (layout.cols,), "moments", name)
+        check_statistics(moments, (layout.cols,), "moments", name)
         if bool((moments < 0).any()):
             raise FormatError(f"{name}: `moments` are mean squares, and {int((moments < 0).sum())} are below zero")
         weights = moments.to(device, torch.float64)
         weights = (weights / weights.mean()).nan_to_num(1.0).float() + UNSEEN
     return torch.nn.functional.pad(weights, (0, layout.filled - layout.cols))
-
-
-def _checked_hessian(hessian: Tensor, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
-    _check_statistics(hessian, (layout.cols, layout.cols), "hessian", name)
-    if not float(hessian.diagonal().sum()) > 0:
-        raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
-    empty = layout.filled - layout.cols
-    return torch.nn.functional.pad(hessian.to(device, torch.float64), (0, empty, 0, empty))
-
-
-def _check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
-    if tuple(given.shape) != shape:
-        raise FormatError(f"{name}: `{what}` of its inputs must have shape {shape}, got {tuple(given.shape)}")
-    if not bool(given.isfinite().all()):
-        raise FormatError(f"{name}: `{what}` holds NaN or infinity; collect it again from inputs that are finite")

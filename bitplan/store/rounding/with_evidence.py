@@ -70,7 +70,9 @@ class WeightEvidence:
                 "measured; search this model, or give the one that was searched"
             )
         moments, hessian = self.file.moments(named, expert), self.file.hessian(named)
-        return round_with_report(numbers, fmt, moments=moments, hessian=hessian, pad=pad, name=where)
+        return round_with_report(
+            numbers, fmt, moments=moments, hessian=hessian, outputs=self.file.outputs(named), pad=pad, name=where
+        )
 
     @property
     def notes(self) -> list[str]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from bitplan.errors import FileFormatError
+from bitplan.records import MAX_JSON_BYTES
 from bitplan.trees.binning import MAX_CATEGORY
 from bitplan.trees.boost import Booster
 from bitplan.trees.files.lightgbm_text import CATEGORICAL, DEFAULT_LEFT, MISSING_IS_NAN, OBJECTIVE_NAMES
@@ -42,7 +44,10 @@ def read_lightgbm_text(text: str, where: str = "LightGBM model") -> LightGBMMode
     head, *rest = text.split("\nTree=")
     header = _fields(head)
     if not head.startswith("tree\n") or not rest:
-        reading.stop("expected a line 'tree' and at least one tree, as lightgbm.Booster.save_model writes it")
+        reading.stop(
+            "expected a line 'tree' and at least one tree, as lightgbm.Booster.save_model writes it; files that "
+            "bitplan's save wrote are read by load_trees(path)"
+        )
     if "average_output" in header:
         reading.stop("boosting=rf averages its trees, which boosted trees do not; train it with boosting=gbdt")
     outputs = reading.whole(header, "num_tree_per_iteration", 1, MAX_OUTPUTS)
@@ -63,15 +68,34 @@ def read_lightgbm_text(text: str, where: str = "LightGBM model") -> LightGBMMode
 
 def lightgbm_text_of(model: Any) -> tuple[str, str]:
     """The text of a model, and a name for it in errors."""
-    if isinstance(model, str):
+    if isinstance(model, str) and "\n" in model:
         return model, "LightGBM model"
+    if isinstance(model, (str, Path)):
+        return read_lightgbm_file(model), str(model)
     booster = getattr(model, "booster_", model)  # LGBMClassifier has one
     if not hasattr(booster, "model_to_string"):
         raise TreesError(
-            f"LightGBM model: expected its text, a lightgbm.Booster or a fitted LGBM estimator, got "
-            f"{type(model).__name__}; load a file with load_trees(path)"
+            f"LightGBM model: expected its text, the path of its file, a lightgbm.Booster or a fitted LGBM estimator, "
+            f"got {type(model).__name__}"
         )
     return str(booster.model_to_string()), f"LightGBM model in a {type(model).__name__}"
+
+
+def lightgbm_classes_of(model: Any) -> Array | None:
+    """The labels that LightGBM's own classifier knows; its text and its Booster have none."""
+    classes = getattr(model, "classes_", None)
+    return None if classes is None else np.asarray(classes)
+
+
+def read_lightgbm_file(path: str | Path) -> str:
+    try:
+        if (size := Path(path).stat().st_size) > MAX_JSON_BYTES:
+            raise FileFormatError(f"{path}: has {size} bytes, expected at most {MAX_JSON_BYTES}")
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileFormatError(
+            f"{str(path)[:200]!r}: expected a LightGBM model's text, or the path of its file: {error}"
+        ) from None
 
 
 class _Reading:
@@ -99,13 +123,13 @@ class _Reading:
         given = {ours: parameters[theirs] for ours, theirs in settings.items() if theirs in parameters}
         return known[name], {ours: float(self.numbers(ours, value, 1)[0]) for ours, value in given.items()}
 
-    def numbers(self, name: str, text: str, count: int, kind: type = np.float64) -> Array:
+    def numbers(self, name: str, text: str, count: int, kind: type = np.float64, *, infinite: bool = False) -> Array:
         try:
             array: Array = np.array(text.split(), np.float64)
         except ValueError:
             array = np.empty(0)
         whole = kind is np.float64 or bool(np.all(array == np.floor(array)))
-        if len(array) != count or not np.all(np.abs(array) <= FAR) or not whole:
+        if len(array) != count or not np.all(np.abs(array) <= (np.inf if infinite else FAR)) or not whole:
             self.stop(f"{name}: expected {count} numbers, got {text!r:.60}")
         return array.astype(kind)
 
@@ -118,17 +142,20 @@ class _Reading:
             self.stop(f"{where}: num_leaves: {leaves} leaves in {len(text)} characters; the file was cut or edited")
         nodes = leaves - 1
 
-        def of(name: str, count: int, kind: type = np.float64, *, required: bool = True) -> Array:
+        def of(
+            name: str, count: int, kind: type = np.float64, *, required: bool = True, infinite: bool = False
+        ) -> Array:
             if not count or (not required and not fields.get(name)):
                 return np.zeros(count, kind)
-            return self.numbers(f"{where}: {name}", fields.get(name, ""), count, kind)
+            return self.numbers(f"{where}: {name}", fields.get(name, ""), count, kind, infinite=infinite)
 
         feature, left, right = (of(name, nodes, np.int32) for name in ("split_feature", "left_child", "right_child"))
         if nodes and not 0 <= feature.min() <= feature.max() < features:
             self.stop(f"{where}: split_feature: expected 0 to {features - 1}")
         if not is_tree(left, right, leaves):
             self.stop(f"{where}: left_child, right_child: the children do not form a tree; the file was edited")
-        kinds, threshold = of("decision_type", nodes, np.int64), of("threshold", nodes)
+        kinds = of("decision_type", nodes, np.int64)
+        threshold = np.clip(of("threshold", nodes, infinite=True), -FAR, FAR)  # beyond either end there is no number
         is_set, missing = (kinds & CATEGORICAL) > 0, kinds & MISSING_KIND
         default, zero_left = (kinds & DEFAULT_LEFT) > 0, threshold >= 0.0
         if np.any(~is_set & (missing == MISSING_IS_ZERO) & (default != zero_left)):

@@ -17,7 +17,12 @@ from bitplan.records import MAX_JSON_BYTES
 from bitplan.trees.binning import MAX_CATEGORY
 from bitplan.trees.boost import Booster
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
-from bitplan.trees.files.lightgbm_read import lightgbm_text_of, read_lightgbm_text
+from bitplan.trees.files.lightgbm_read import (
+    lightgbm_classes_of,
+    lightgbm_text_of,
+    read_lightgbm_file,
+    read_lightgbm_text,
+)
 from bitplan.trees.files.save import FORMAT, LATER_PARAMETERS, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.grow import FAR
@@ -52,7 +57,7 @@ _TREE = dict.fromkeys((*NODE_FIELDS, *LEAF_FIELDS, "categories"), LIST)
 def load_trees(path: str | Path) -> BoostedTrees:
     """Read an estimator that `save` wrote, or a model that LightGBM saved as text."""
     if _is_lightgbm(path):
-        return _from_text(Path(path).read_text(encoding="utf-8"), str(path))
+        return _from_text(read_lightgbm_file(path), str(path))
     document = load_document(path, FileFormatError, max_bytes=MAX_JSON_BYTES)
     reader = Reader(str(path), FileFormatError)
     reader.version(document, VERSION)
@@ -74,12 +79,15 @@ def load_trees(path: str | Path) -> BoostedTrees:
 
 
 def from_lightgbm(model: Any) -> BoostedTrees:
-    """An estimator that predicts as a LightGBM model does: its text, its Booster, or its scikit-learn estimator.
+    """An estimator that predicts as a LightGBM model does: its text or file, its Booster, or its estimator.
 
-    LightGBM's text has no labels, so the classes are 0, 1, ...
+    LightGBM's text has no labels, so the classes are 0, 1, ...; those of an LGBMClassifier are its own.
     """
     text, where = lightgbm_text_of(model)
-    return _from_text(text, where)
+    made, classes = _from_text(text, where), lightgbm_classes_of(model)
+    if isinstance(made, BoostedTreesClassifier) and classes is not None:
+        made.classes_ = classes
+    return made
 
 
 def _from_text(text: str, where: str) -> BoostedTrees:
@@ -102,15 +110,9 @@ def _from_text(text: str, where: str) -> BoostedTrees:
 def _is_lightgbm(path: str | Path) -> bool:
     try:
         with Path(path).open("rb") as file:
-            if file.read(5) != b"tree\n":
-                return False
-            file.seek(0, 2)
-            size = file.tell()
+            return file.read(5) == b"tree\n"
     except OSError:
         return False  # the reader of JSON says what is wrong with it
-    if size > MAX_JSON_BYTES:
-        raise FileFormatError(f"{path}: has {size} bytes, expected at most {MAX_JSON_BYTES}")
-    return True
 
 
 def _estimator(reader: Reader, document: dict[str, Any]) -> Any:

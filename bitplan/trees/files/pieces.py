@@ -97,14 +97,14 @@ class TablePieces:
 
 
 def open_pieces(
-    files: Sequence[str | Path], *, target: str | None = None, weight: str | None = None, dtype: Any = None
+    files: str | Path | Sequence[str | Path], *, target: str | None = None, weight: str | None = None, dtype: Any = None
 ) -> TablePieces:
     """Files of one table, in the order of its rows: Parquet, or npy arrays (rows, features); nothing is read yet.
 
     target, weight  columns of Parquet files that are no features; they are read whole, into `y` and `weights`
     dtype           float32 or float64; None: float32 if every feature is, else float64, as numpy would join them
     """
-    paths = [Path(file) for file in files]
+    paths = [Path(file) for file in ([files] if isinstance(files, (str, Path)) else files)]
     if not paths:
         raise TreesError("files: expected at least one Parquet or npy file, got none")
     kinds = {path.suffix for path in paths}

@@ -28,10 +28,12 @@ NODE_FIELDS = {
     "node_rows": int,
 }
 LEAF_FIELDS = {"leaf_value": float, "leaf_weight": float, "leaf_rows": int}
-# Parameters that came after the first version of the format: left out where they have their defaults.
+# Parameters that came after the first version of the format: left out where they have their defaults. The device is
+# never written: the model is the same.
 LATER_PARAMETERS = {
     "alpha",
     "class_weight",
+    "device",
     "importance_type",
     "interaction_constraints",
     "scale_pos_weight",
@@ -51,7 +53,7 @@ def save_trees(model: Any, path: str | Path) -> None:
     parameters = {
         name: value
         for name, value in model.get_params().items()
-        if name not in LATER_PARAMETERS or value != defaults[name]
+        if name != "device" and (name not in LATER_PARAMETERS or value != defaults[name])
     }
     document = {
         "format": FORMAT,

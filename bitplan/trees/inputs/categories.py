@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from sklearn.utils import check_array  # type: ignore[import-untyped]
 
-from bitplan.trees.checks import refuse_text
+from bitplan.trees.checks import is_missing, refuse_text
 from bitplan.trees.distributed.shards import Shards, gather_json
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.inputs.features import category_flags
@@ -134,11 +134,7 @@ def _other_kind(table: _Table, place: int, values: Sequence[Any], got: str) -> T
 def _distinct(column: Any) -> list[Any]:
     """The values of a column, missing ones left out."""
     values = set(np.asarray(column, dtype=object).tolist())
-    return [_plain(value) for value in values if isinstance(value, str) or not _is_missing(value)]
-
-
-def _is_missing(value: Any) -> bool:
-    return value is None or type(value).__name__ in ("NAType", "NaTType") or value != value  # NaN
+    return [_plain(value) for value in values if isinstance(value, str) or not is_missing(value)]
 
 
 def _plain(value: Any) -> Any:

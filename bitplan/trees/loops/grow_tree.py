@@ -16,7 +16,7 @@ from bitplan.kernels.base.atomics import LINE, fetch_add, join, lock, meet, read
 from bitplan.kernels.base.jit import call_at, called, compiled, inlined, run_at
 from bitplan.kernels.base.vectors import prefetch
 from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
-from bitplan.trees.loops.nodes import LEAVES, NODE, OPEN, QUEUE, QUEUED, TAKEN, WAIT
+from bitplan.trees.loops.nodes import DROPPED, HOPELESS, QUEUED, READY, SIZE, WAIT
 from bitplan.trees.loops.rows import AHEAD
 from bitplan.trees.loops.split import (
     CHILD,
@@ -29,23 +29,21 @@ from bitplan.trees.loops.split import (
     ROWS,
     SLOT,
     START,
-    STATE,
     STOP,
 )
 
 # Places in `sync`, a LINE apart; the last is the first of a line for each thread.
-LOCK, CALLED_OFF, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, LEFTS = (
-    LINE * place for place in range(10)
+LOCK, CALLED_OFF, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, NEXT, LEFTS = (
+    LINE * place for place in range(11)
 )
 # Places in `sizes`: what a tree's loops are told.
 NARROW, NARROW_ROWS, SHARED_ROWS, CELLS, WIDE_FROM = range(5)
 # Places in `kernels`, addresses of what is compiled apart; from the last on, the loop that adds rows to each panel.
 TAKE, DIVIDE, JUDGE_PACKED, JUDGE, ADDERS = range(5)
 # Places in `counts`, behind those of `nodes`: free slots for narrow cells; the next, for wide ones.
-FREE = 5
+FREE = 8
 WIDE = 3  # words
-LEAST_ROWS = 2048  # of a thread's part of a histogram
-ALL_ROWS = 2**62
+BLOCK = 2048  # rows of a histogram that a thread takes at once
 U = np.uint64
 
 
@@ -102,36 +100,42 @@ def _partition(me, team, sync, entries, spare, columns, goes_left, nodes, node):
 
 
 @called
-def _sum_part(me, team, start, stop, sizes, entries, data, kernels, scales, spaces):  # type: ignore[no-untyped-def]
-    """This thread's part of a histogram, into its own cells; returns how many threads have one, and their words.
+def _sum_part(me, team, sync, start, count, sizes, entries, data, kernels, scales, spaces):  # type: ignore[no-untyped-def]
+    """What this thread takes of a histogram, block by block, into its own cells; returns how many threads have some,
+    and their words. Some cores are slower than others, so blocks are not dealt out before.
 
-    A part of more rows than narrow cells hold is summed into the thread's own wide ones, block by block.
+    Of more rows than the narrow cells of all hold, each thread sums into wide ones of its own.
     """
     pairs, own, own_wide = spaces
-    narrow, most, count = sizes[NARROW], sizes[NARROW_ROWS], stop - start
-    workers = min(max(count // LEAST_ROWS, 1), team)
-    share = (count + workers - 1) // workers
+    narrow, most, filled = sizes[NARROW], sizes[NARROW_ROWS], np.int64(0)
+    block_rows = min(BLOCK, most)
+    blocks = (count + block_rows - 1) // block_rows
+    workers = min(max(blocks, 1), team)
+    is_wide = blocks > workers * (most // block_rows)
+    words = WIDE if is_wide else narrow
     if me >= workers:
-        return workers, WIDE if share > most else narrow
-    first = min(start + me * share, stop)
-    last = min(first + share, stop)
-    if share > most:
+        return workers, words
+    own[:] = 0
+    if is_wide:
         own_wide[:] = 0
-    block = first
     while True:
-        end = min(block + most, last)
-        own[:] = 0
-        _add_part(entries, block, end, data, kernels, scales, pairs, own, narrow)
-        if share <= most:
-            return workers, narrow
-        for at in range(sizes[CELLS]):
-            grad, weight, rows = unpack_cell(own, narrow, at)
-            own_wide[U(3 * at)] += grad
-            own_wide[U(3 * at + 1)] += weight
-            own_wide[U(3 * at + 2)] += rows
-        block = end
-        if block >= last:
-            return workers, WIDE
+        is_full = filled + block_rows > most
+        block = count
+        if is_wide or not is_full:
+            block = fetch_add(sync, NEXT, block_rows)
+        if is_wide and (is_full or block >= count):
+            for at in range(sizes[CELLS]):
+                grad, weight, rows = unpack_cell(own, narrow, at)
+                own_wide[U(3 * at)] += grad
+                own_wide[U(3 * at + 1)] += weight
+                own_wide[U(3 * at + 2)] += rows
+            own[:] = 0
+            filled = np.int64(0)
+        if block >= count:
+            return workers, words
+        end = min(block + block_rows, count)
+        _add_part(entries, start + block, start + end, data, kernels, scales, pairs, own, narrow)
+        filled += end - block
 
 
 @inlined
@@ -194,25 +198,11 @@ def _slot_for(counts, free, rows, sizes):  # type: ignore[no-untyped-def]
     return free[kind, counts[FREE + kind]]
 
 
-@called
-def _drop_hopeless(nodes, leaves, counts, free, sizes):  # type: ignore[no-untyped-def]
-    """Leaves that are behind as many others as the tree has room for are never split: their histograms are free.
-
-    Half of all leaves at most wait with one, so this halves the memory of the pool.
-    """
-    queued, room, stay = counts[QUEUED], leaves.shape[0] - counts[LEAVES], np.int64(0)
-    if queued <= room:
-        return
-    for place in range(queued):
-        leaf = leaves[place, QUEUE]
-        node = leaves[leaf, NODE]
-        if place < queued - room and nodes[node, STATE] == OPEN:
-            nodes[node, STATE] = TAKEN  # nobody takes it any more
-            _free(counts, free, nodes[node, SLOT], sizes)
-        else:
-            leaves[stay, QUEUE] = leaf
-            stay += 1
-    counts[QUEUED] = stay
+@inlined
+def _free_hopeless(nodes, ready, counts, free, sizes):  # type: ignore[no-untyped-def]
+    """Leaves that the tree has no room for are never split: their histograms are free."""
+    for place in range(counts[DROPPED]):
+        _free(counts, free, nodes[ready[place, HOPELESS], SLOT], sizes)
 
 
 @called
@@ -325,13 +315,15 @@ def grow_tree(  # type: ignore[no-untyped-def]
     if not join(sync, MEETING, team, CALLED_OFF):
         return
     nodes, reals, goes_left = tables
-    leaves, splits, counts, ready = order
+    leaves, splits, counts, ready, top = order
     entries, spare, columns = work
     narrow_parts, wide_parts, pairs = parts
     scales, rules = options[1], options[2]
     chosen, is_root = np.int64(0), True
     while True:
         small, large = np.int64(0), np.int64(-1)
+        if me == 0:
+            sync[NEXT] = 0
         if is_root:
             if me == 0:
                 sync[SMALL_SLOT] = _slot_for(counts, free, nodes[0, STOP], sizes)
@@ -355,7 +347,8 @@ def grow_tree(  # type: ignore[no-untyped-def]
         if small >= 0:
             first, last = nodes[small, START], nodes[small, STOP]
             spaces = pairs[me], narrow_parts[me], wide_parts[me]
-            workers, part_words = _sum_part(me, team, first, last, sizes, entries, data, kernels, scales, spaces)
+            count = last - first
+            workers, part_words = _sum_part(me, team, sync, first, count, sizes, entries, data, kernels, scales, spaces)
             meet(sync, MEETING, team)
             cells, words = _cells(pool, sync[SMALL_SLOT], sizes)
             rest, rest_words, parent, parent_words = pool[0:0], words, cells, words
@@ -386,7 +379,8 @@ def grow_tree(  # type: ignore[no-untyped-def]
                     if not _merge_parts(team, node, side, tables, own):
                         _free(counts, free, nodes[node, SLOT], sizes)
             if is_root:
-                counts[QUEUED] = np.int64(reals[0, GAIN] > 0.0)
+                counts[QUEUED] = counts[READY] = np.int64(reals[0, GAIN] > 0.0)
+                ready[0, SIZE] = nodes[0, STOP]
         meet(sync, MEETING, team)
         # A leaf for each thread, until the next one is for all. The first has just expanded one, with the others.
         node, slot, unused = np.int64(-1), np.int64(-1), np.int64(0)
@@ -401,9 +395,9 @@ def grow_tree(  # type: ignore[no-untyped-def]
                 if unused & 2:
                     _free(counts, free, nodes[node, SLOT], sizes)
                 fetch_add(sync, CHANGES, 1)
-            queue = nodes, reals, leaves, splits, counts, ready, best_first
-            node = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], node))
-            _drop_hopeless(nodes, leaves, counts, free, sizes)
+            queue = nodes, reals, leaves, splits, counts, ready, top, best_first
+            node = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], False, team, node))
+            _free_hopeless(nodes, ready, counts, free, sizes)
             if node >= 0:
                 slot = _slot_for(counts, free, np.int64(0), sizes)
             seen = read(sync, CHANGES)
@@ -419,8 +413,9 @@ def grow_tree(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         meet(sync, MEETING, team)
         if me == 0:
-            queue = nodes, reals, leaves, splits, counts, ready, best_first
-            sync[CHOSEN] = call_at(kernels[TAKE], (*queue, np.int64(ALL_ROWS), np.int64(-1)))
+            queue = nodes, reals, leaves, splits, counts, ready, top, best_first
+            sync[CHOSEN] = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], True, team, np.int64(-1)))
+            _free_hopeless(nodes, ready, counts, free, sizes)
         meet(sync, MEETING, team)
         chosen = sync[CHOSEN]
         if chosen < 0:

@@ -33,6 +33,7 @@ from bitplan.trees.loops.split import (
     START,
     STATE,
     STOP,
+    WORTH,
     leaf_value,
 )
 
@@ -42,37 +43,58 @@ OPEN, TAKEN, EXPANDED = range(3)
 NODE, LINK, QUEUE = range(3)
 # Columns of `splits`: the node, and its children, as `Tree` has them.
 LEFT, RIGHT = 1, 2
-# Places in `counts`
-LEAVES, SPLITS, MADE, QUEUED, READY = range(5)
+# Columns of `ready`, a list of nodes that can be expanded: the node, its rows. The third is a list of its own: nodes
+# that the last `take` found to be hopeless.
+SIZE, HOPELESS = 1, 2
+# Places in `counts`; KNOWN: nodes that could be split, but for the root; DROPPED: those in the list of the
+# hopeless; BUSY: nodes that are taken, and not expanded.
+LEAVES, SPLITS, MADE, QUEUED, READY, KNOWN, DROPPED, BUSY = range(8)
 # What `take` says instead of a node
 COMPLETE, SHARED, WAIT = -1, -2, -3
 U = np.uint64
 
 
 @compiled
-def take(nodes, reals, leaves, splits, counts, ready, best_first, shared_rows, done):  # type: ignore[no-untyped-def]
-    """The leaf at the head of the queue, or one of `ready` that the tree will probably need after it.
+def take(nodes, reals, leaves, splits, counts, ready, top, best_first, shared_rows, for_all, team, done):  # type: ignore[no-untyped-def]
+    """A leaf to expand next, by one thread; with `for_all`, one of `shared_rows` rows or more, by all of them.
 
-    Or COMPLETE: the tree is; SHARED: the head is for all threads; WAIT: there is nothing to do ahead of the head, which
-    somebody has taken. `done` is what the caller has expanded, or below zero. Leaves that are expanded move into the
-    tree, first in the queue first; the children of one that waits for its turn are ready before that.
+    Or COMPLETE: the tree is; SHARED: what is next is for all threads; WAIT: there is nothing to do before somebody has
+    expanded what is taken. `done` is what the caller has expanded, or below zero. Leaves that are expanded move into
+    the tree, first in the queue first; the children of one that waits for its turn are ready before that.
+
+    A node's *worth* is the least gain on the way to it (level by level: minus its depth). Nodes of more worth enter the
+    tree before it, so that one that is behind as many as the tree can have, `top`, is hopeless. A team first takes what
+    is in the upper half of them and large, for what is large and comes late keeps threads waiting; one thread takes the
+    best.
     """
+    all_leaves, counts[DROPPED] = leaves.shape[0], 0
     if done >= 0:
         nodes[done, STATE] = EXPANDED
+        counts[BUSY] -= 1
         for child in range(nodes[done, CHILD], nodes[done, CHILD] + 2):
             if reals[child, GAIN] > 0.0:
-                ready[counts[READY]] = child
+                worth = -np.float64(nodes[child, DEPTH])
+                if best_first:
+                    worth = reals[child, GAIN] if reals[child, GAIN] < reals[done, WORTH] else reals[done, WORTH]
+                reals[child, WORTH] = worth
+                ready[counts[READY], NODE], ready[counts[READY], SIZE] = child, nodes[child, STOP] - nodes[child, START]
                 counts[READY] += 1
-    queued, new, all_leaves = counts[QUEUED], counts[LEAVES], leaves.shape[0]
-    node = np.int64(COMPLETE)
+                place = counts[KNOWN] if counts[KNOWN] < top.size else top.size - 1
+                if place >= 0 and (counts[KNOWN] < top.size or top[place] < worth):
+                    while place > 0 and top[place - 1] < worth:
+                        top[place] = top[place - 1]
+                        place -= 1
+                    top[place] = worth
+                counts[KNOWN] += 1
+    queued, new, head = counts[QUEUED], counts[LEAVES], np.int64(COMPLETE)
     while new < all_leaves and queued > 0:
         leaf = leaves[queued - 1, QUEUE]
-        node = leaves[leaf, NODE]
-        if nodes[node, STATE] != EXPANDED:
+        head = leaves[leaf, NODE]
+        if nodes[head, STATE] != EXPANDED:
             break
         queued -= 1
-        at, link, child = counts[SPLITS], leaves[leaf, LINK], nodes[node, CHILD]
-        splits[at, NODE], splits[at, LEFT], splits[at, RIGHT] = node, ~leaf, ~new
+        at, link, child = counts[SPLITS], leaves[leaf, LINK], nodes[head, CHILD]
+        splits[at, NODE], splits[at, LEFT], splits[at, RIGHT] = head, ~leaf, ~new
         if link >= 0:
             splits[link >> 1, LEFT + (link & 1)] = at
         for side in range(2):
@@ -94,34 +116,47 @@ def take(nodes, reals, leaves, splits, counts, ready, best_first, shared_rows, d
     made, room = counts[MADE], all_leaves - new
     if room == 0 or queued == 0:
         return np.int64(COMPLETE)
-    if nodes[node, STATE] != OPEN:
-        # Ahead of the head: not unless the tables have places for what the tree may still need, and not what is behind
-        # as many leaves of the queue as the tree has room for.
-        if made + 2 + 2 * room > nodes.shape[0]:
-            return np.int64(WAIT)
-        least = reals[leaves[leaves[queued - room, QUEUE], NODE], GAIN] if best_first and queued >= room else 0.0
-        node, gain, at = np.int64(WAIT), least, counts[READY]
-        place = np.int64(0)
-        while place < at:
-            other = ready[place]
-            if nodes[other, STATE] != OPEN:  # it was the head
-                at -= 1
-                ready[place] = ready[at]
-                continue
-            if nodes[other, STOP] - nodes[other, START] < shared_rows:
-                if best_first:
-                    if reals[other, GAIN] > gain or (node < 0 and reals[other, GAIN] == gain):
-                        node, gain = other, reals[other, GAIN]
-                elif node < 0 or other < node:  # made before
-                    node = other
-            place += 1
-        counts[READY] = at
-        if node < 0:
-            return np.int64(WAIT)
-    elif nodes[node, STOP] - nodes[node, START] >= shared_rows:
-        return np.int64(SHARED)
+    # Ahead of the head: not unless the tables have places for what the tree may still need.
+    head_only = made + 2 + 2 * room > nodes.shape[0]
+    least = top[top.size - 1] if 0 < top.size <= counts[KNOWN] else -np.inf
+    safe = top[top.size // 2] if top.size // 2 < min(counts[KNOWN], top.size) else -np.inf
+    mine, mine_worth, mine_size = np.int64(-1), -np.inf, np.int64(0)
+    shared, shared_worth, place = np.int64(-1), -np.inf, np.int64(0)
+    while place < counts[READY]:
+        node, size = ready[place, NODE], ready[place, SIZE]
+        worth, is_head = reals[node, WORTH], node == head
+        if worth < least:
+            ready[counts[DROPPED], HOPELESS] = node
+            counts[DROPPED] += 1
+            counts[READY] -= 1
+            ready[place, NODE], ready[place, SIZE] = ready[counts[READY], NODE], ready[counts[READY], SIZE]
+            continue
+        if is_head or not head_only:
+            if size >= shared_rows:
+                if worth > shared_worth or (is_head and worth == shared_worth):
+                    shared, shared_worth = place, worth
+            else:
+                size = size if team > 1 and worth >= safe else np.int64(0)
+                is_better = worth > mine_worth or (is_head and worth == mine_worth)
+                if size > mine_size or (size == mine_size and is_better):
+                    mine, mine_worth, mine_size = place, worth, size
+        place += 1
+    if for_all:
+        mine = shared
+    elif shared >= 0:
+        is_next = shared_worth >= safe
+        if team == 1:
+            is_next = shared_worth > mine_worth or (shared_worth == mine_worth and ready[shared, NODE] == head)
+        if is_next or (mine < 0 and counts[BUSY] == 0):
+            return np.int64(SHARED)
+    if mine < 0:
+        return np.int64(WAIT)
+    node = ready[mine, NODE]
+    counts[READY] -= 1
+    ready[mine, NODE], ready[mine, SIZE] = ready[counts[READY], NODE], ready[counts[READY], SIZE]
     nodes[node, STATE], nodes[node, CHILD] = TAKEN, made  # its children get their places
     counts[MADE] = made + 2
+    counts[BUSY] += 1
     return node
 
 

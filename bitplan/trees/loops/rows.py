@@ -45,27 +45,30 @@ def _put(column, panel, place, row, number, bin_number):  # type: ignore[no-unty
 
 
 @compiled
-def bin_numbers(numbers, limits, first_row, panel, column, place):  # type: ignore[no-untyped-def]
-    """Write the bins of one feature, given as any strided float array, into its column and into its panel's bytes.
+def bin_numbers(block, columns, features, all_limits, first_row, panel, first_column, bins):  # type: ignore[no-untyped-def]
+    """Write the bins of some columns into `bins`, by column, and into the bytes of their panel.
 
-    `limits` are as many as bins can be, filled up with infinity. Four searches at a time, of eight steps each: a step
-    waits for the one before it, other searches do not. Past the end the last number is done again.
+    Column k of bins is that of feature `features[k]` in the rows of `block`. `all_limits` are as many as bins can be,
+    filled up with infinity. Four searches at a time, of eight steps each: a step waits for the one before it, other
+    searches do not. Past the end the last number is done again.
     """
-    last = numbers.size - 1
-    for at in range(0, numbers.size, 4):
-        at_b, at_c, at_d = at + 1, at + 2, at + 3
-        if at_d > last:
-            at_b, at_c, at_d = at_b if at_b < last else last, at_c if at_c < last else last, last
-        a, b, c, d = numbers[at], numbers[at_b], numbers[at_c], numbers[at_d]
-        in_a, in_b, in_c, in_d = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-        for power in range(8):
-            step = 128 >> power
-            in_a, in_b = _step(limits, in_a, step, a), _step(limits, in_b, step, b)
-            in_c, in_d = _step(limits, in_c, step, c), _step(limits, in_d, step, d)
-        _put(column, panel, place, first_row + at, a, in_a)
-        _put(column, panel, place, first_row + at_b, b, in_b)
-        _put(column, panel, place, first_row + at_c, c, in_c)
-        _put(column, panel, place, first_row + at_d, d, in_d)
+    last = block.shape[0] - 1
+    for k in columns:
+        feature, limits, column, place = features[k], all_limits[k], bins[k], k - first_column
+        for at in range(0, last + 1, 4):
+            at_b, at_c, at_d = at + 1, at + 2, at + 3
+            if at_d > last:
+                at_b, at_c, at_d = at_b if at_b < last else last, at_c if at_c < last else last, last
+            a, b, c, d = block[at, feature], block[at_b, feature], block[at_c, feature], block[at_d, feature]
+            in_a, in_b, in_c, in_d = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+            for power in range(8):
+                step = 128 >> power
+                in_a, in_b = _step(limits, in_a, step, a), _step(limits, in_b, step, b)
+                in_c, in_d = _step(limits, in_c, step, c), _step(limits, in_d, step, d)
+            _put(column, panel, place, first_row + at, a, in_a)
+            _put(column, panel, place, first_row + at_b, b, in_b)
+            _put(column, panel, place, first_row + at_c, c, in_c)
+            _put(column, panel, place, first_row + at_d, d, in_d)
 
 
 @compiled
@@ -102,9 +105,16 @@ def part_rows(entries, start, stop, columns, feature, goes_left, node, spare):  
 
 
 @compiled
-def add_to_rows(scores, rows, value):  # type: ignore[no-untyped-def]
-    for i in range(rows.size):
-        scores[U(rows[U(i)])] += value
+def add_leaves(scores, output, rows, first, last, ends, values):  # type: ignore[no-untyped-def]
+    """Add the value of its leaf to each of rows first..last; leaf after leaf ends at one of `ends`."""
+    leaf = 0
+    while ends[leaf] <= first:
+        leaf += 1
+    while first < last:
+        end = min(ends[leaf], last)
+        for i in range(first, end):
+            scores[U(rows[U(i)]), U(output)] += values[leaf]
+        first, leaf = end, leaf + 1
 
 
 @compiled

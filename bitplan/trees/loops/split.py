@@ -28,8 +28,8 @@ START, STOP, DEPTH, GRAD, HESS, ROWS, LEFT_GRAD, LEFT_HESS, LEFT_ROWS = range(9)
 FEATURE, BIN, MISSING_LEFT, GROUPS_BELOW, CHILD, STATE, SLOT, GROUPS = range(9, 17)
 NODE_COLUMNS = 17
 BIN_COUNT, FEATURE_GROUPS = range(2)  # columns of `bins`
-# Columns of `reals`: a gain of zero says that the node stays a leaf.
-GAIN, LOW, HIGH = range(3)
+# Columns of `reals`: a gain of zero says that the node stays a leaf; bounds of its value; see `nodes.take`.
+GAIN, LOW, HIGH, WORTH = range(4)
 NOISE = 1e-12  # of the parent's own gain: what is below is rounding
 LANES = 4  # divides BINS
 # The quick test lets through what is less than 1e-6 below the bar. It errs by less: hessians are exact, a gradient's

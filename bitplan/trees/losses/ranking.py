@@ -18,6 +18,15 @@ from bitplan.trees.objectives import OneScore
 MAX_RELEVANCE = 31  # 2^31 times as good as nothing
 
 
+def relevance_of(y: Array) -> Array:
+    """y, if every target is a relevance."""
+    is_bad = ~((y >= 0) & (y <= MAX_RELEVANCE) & (y == np.floor(y)))
+    if is_bad.any():
+        row = int(np.argmax(is_bad))
+        raise TreesError(f"y: a relevance is a whole number from 0 to {MAX_RELEVANCE}, got {y[row]:g} in row {row}")
+    return y
+
+
 class Queries:
     """Which rows belong together, and what each is worth: 2^relevance - 1."""
 
@@ -30,11 +39,9 @@ class Queries:
             raise TreesError(
                 f"{where}: expected whole numbers above 0, the rows of each query, {len(y)} together, got {group!r:.60}"
             )
-        if not np.all((y >= 0) & (y <= MAX_RELEVANCE) & (y == np.floor(y))):
-            raise TreesError(f"y: a relevance is a whole number from 0 to {MAX_RELEVANCE}, got {np.unique(y)[-3:]}")
         self.starts: Array = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.query: Array = np.repeat(np.arange(len(sizes)), sizes)
-        self.gains: Array = np.exp2(y) - 1.0
+        self.gains: Array = np.exp2(relevance_of(y)) - 1.0
         self.place: Array = np.arange(len(y)) - self.starts[self.query]
         self.discounts: Array = 1.0 / np.log2(2.0 + np.arange(sizes.max(initial=1)))
 

@@ -1,24 +1,27 @@
 """What the estimators share: settings, how tables are read, how `fit` boosts.
 
 Parameters are checked when `fit` is called, by name; fitted state ends in an underscore. `n_jobs` says how many threads
-`fit` and predictions use, and changes no result.
+`fit` and predictions use, `device` where trees grow; neither changes a result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
-from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
+from sklearn.utils.validation import _check_feature_names, validate_data  # type: ignore[import-untyped]
 
 from bitplan.kernels.base.jit import use_threads
-from bitplan.trees.boost import Booster, BoostSettings, EvalSet, Rows, boost
+from bitplan.trees.boost import DEVICES, Booster, BoostSettings, EvalSet, Rows, boost
 from bitplan.trees.checks import (
+    naming_set,
     number,
     one_of,
     pieces_of,
+    refuse_missing_targets,
     refuse_text,
     seed_of,
     split_rows,
@@ -44,6 +47,8 @@ from bitplan.trees.progress import round_bar
 from bitplan.trees.threads import threads_of
 from bitplan.version import __version__
 
+Fit = TypeVar("Fit", bound=Callable[..., Any])
+
 
 @dataclass(frozen=True)
 class FitOptions:
@@ -53,6 +58,24 @@ class FitOptions:
     eval_metric: Any = None
     callbacks: Any = None
     init_model: Any = None
+
+
+def leaves_model_if_refused(fit: Fit) -> Fit:
+    """A `fit` that is refused before its first round leaves the estimator as it was."""
+
+    @functools.wraps(fit)
+    def refusing(self: Any, *given: Any, **more: Any) -> Any:
+        before = {name: value for name, value in vars(self).items() if name.endswith("_")}
+        try:
+            return fit(self, *given, **more)
+        except BaseException:
+            if vars(self).get("booster_") is before.get("booster_"):
+                for name in [name for name in vars(self) if name.endswith("_")]:
+                    delattr(self, name)
+                vars(self).update(before)
+            raise
+
+    return cast(Fit, refusing)
 
 
 class BoostedTreesBase(FittedTrees):
@@ -81,6 +104,7 @@ class BoostedTreesBase(FittedTrees):
     validation_fraction: float
     warm_start: bool
     random_state: Any
+    device: str
     verbose: bool
 
     def _set(self, given: Mapping[str, Any]) -> None:
@@ -101,6 +125,7 @@ class BoostedTreesBase(FittedTrees):
         if shards is ALONE and self._is_plain(x):
             plain: Array = x
             return plain
+        _check_feature_names(self, x, reset=False)  # before anything is said about what a column has
         table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
         return table
 
@@ -114,10 +139,13 @@ class BoostedTreesBase(FittedTrees):
             return bool(np.isfinite(x.sum(dtype=np.float64)))
 
     def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
+        if initial is not None and hasattr(x, "columns"):  # before anything is said about what a column has
+            initial.check_names(list(x.columns or ()) if isinstance(x, TablePieces) else list(x.columns))
         before = initial.categories if initial else {}
         self.categories_ = learn_categories(x, self.categorical_features, before, shards)
-        pair: tuple[Array, Array] = self._validated(encode(x, self.categories_), shards, y=y)
-        return pair
+        table, targets = self._validated(encode(x, self.categories_), shards, y=y)
+        refuse_missing_targets(targets)
+        return table, targets
 
     def _validated(self, x: Any, shards: Shards, **more: Any) -> Any:
         fewest = 1 if shards.count == 1 else 0  # a process may have none
@@ -143,11 +171,12 @@ class BoostedTreesBase(FittedTrees):
     def _eval_sets(self, objective: Objective, eval_set: Any, options: FitOptions, shards: Shards) -> list[EvalSet]:
         sets = []
         for place, (x, y, weight) in enumerate(eval_pairs(eval_set, options.eval_sample_weight)):
-            table = self._read(x, shards)
-            targets = self._targets(np.asarray(y))
-            if targets.shape != (len(table),):
-                raise TreesError(f"eval_set: set {place} has {len(table)} rows in X, and y of shape {targets.shape}")
-            rows = Rows(table, targets, weights_of(weight, table, shards))
+            with naming_set(place):
+                table = self._read(x, shards)
+                targets = self._targets(np.asarray(y))
+                if targets.shape != (len(table),):
+                    raise TreesError(f"y: expected a target for each of {len(table)} rows, got shape {targets.shape}")
+            rows = Rows(table, targets, weights_of(weight, table, shards, "eval_sample_weight"))
             sets.append(EvalSet(f"valid_{place}", rows, metrics_of(objective, options.eval_metric)))
         return sets
 
@@ -198,7 +227,7 @@ class BoostedTreesBase(FittedTrees):
         settings = self._settings(rows.x.shape[1])
         if initial is not None:
             initial.check(objective, rows.x.shape[1])
-            initial.check_meaning(self._names(), getattr(self, "classes_", None), self.categories_)
+            initial.check_meaning(getattr(self, "classes_", None), self.categories_)
             if initial.is_own:  # n_estimators are those of the whole model
                 settings = replace(settings, rounds=initial.rounds_left(settings.rounds))
         drawn = gather_numbers(settings.seed, "seed", shards)
@@ -262,6 +291,7 @@ class BoostedTreesBase(FittedTrees):
             column_share=number("colsample", self.colsample, 0, 1, above=True),
             seed=seed_of(self.random_state),
             patience=None if patience is None else whole_number("early_stopping_rounds", patience, 1),
+            device=one_of("device", self.device, DEVICES),
         )
 
     def _check_parameters(self, features: int) -> None:

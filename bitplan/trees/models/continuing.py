@@ -9,8 +9,8 @@ from typing import Any
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
 from bitplan.trees.boost import Booster
-from bitplan.trees.files.lightgbm_read import lightgbm_text_of, read_lightgbm_text
-from bitplan.trees.gradients import TreesError
+from bitplan.trees.files.lightgbm_read import lightgbm_classes_of, lightgbm_text_of, read_lightgbm_text
+from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.inputs.categories import Known
 from bitplan.trees.models.fitted import FittedTrees
 from bitplan.trees.objectives import Objective
@@ -34,17 +34,20 @@ class Initial:
     def where(self) -> str:
         return "warm_start" if self.is_own else "init_model"
 
-    def check_meaning(self, names: Sequence[Any], classes: Sequence[Any] | None, categories: Known) -> None:
-        """Refuse a model whose columns, categories or classes mean something else than those of this fit."""
+    def check_names(self, names: Sequence[Any]) -> None:
+        """Refuse a model whose columns are others than those of this fit."""
         ours = [str(name).replace(" ", "_") for name in names]  # as LightGBM writes them
         if self.names is not None and ours and [name.replace(" ", "_") for name in self.names] != ours:
             raise TreesError(
                 f"{self.where}: its features are {self.names!r:.120}, expected {list(names)!r:.120} in this order; "
                 "give the columns as they were"
             )
-        if self.classes is not None and classes is not None and self.classes != list(classes):
+
+    def check_meaning(self, classes: Array | None, categories: Known) -> None:
+        """Refuse a model whose categories or classes mean something else than those of this fit."""
+        if self.classes is not None and classes is not None and self.classes != classes.tolist():
             raise TreesError(
-                f"{self.where}: its classes are {self.classes!r:.80}, expected those of y, {list(classes)!r:.80}; "
+                f"{self.where}: its classes are {self.classes!r:.80}, expected those of y, {classes.tolist()!r:.80}; "
                 "fit a new model"
             )
         if new := sorted(set(categories) - set(self.categories)):
@@ -86,7 +89,15 @@ def initial_of(model: Any, *, is_own: bool) -> Initial | None:
             model.categories_,
             is_own,
             None if names is None else [str(name) for name in names],
-            None if classes is None else list(classes),
+            None if classes is None else classes.tolist(),
         )
     read = read_lightgbm_text(*lightgbm_text_of(model))
-    return Initial(read.booster, read.objective, read.categories, is_own, read.feature_names)
+    classes = lightgbm_classes_of(model)
+    return Initial(
+        read.booster,
+        read.objective,
+        read.categories,
+        is_own,
+        read.feature_names,
+        None if classes is None else classes.tolist(),
+    )

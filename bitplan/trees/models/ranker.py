@@ -8,13 +8,13 @@ from typing import Any, Self
 import numpy as np
 
 from bitplan.trees.boost import EvalSet, Rows
-from bitplan.trees.checks import targets_of, weights_of, whole_number
+from bitplan.trees.checks import naming_set, targets_of, weights_of, whole_number
 from bitplan.trees.distributed.shards import ALONE
 from bitplan.trees.evaluation.metrics import custom_metrics
 from bitplan.trees.evaluation.sets import eval_pairs
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
-from bitplan.trees.losses.ranking import LambdaRank, Queries, ndcg_metrics, places_of
-from bitplan.trees.models.base import BoostedTreesBase, FitOptions
+from bitplan.trees.losses.ranking import LambdaRank, Queries, ndcg_metrics, places_of, relevance_of
+from bitplan.trees.models.base import BoostedTreesBase, FitOptions, leaves_model_if_refused
 from bitplan.trees.objectives import Objective
 
 
@@ -57,10 +57,12 @@ class BoostedTreesRanker(BoostedTreesBase):
         warm_start: bool = False,
         random_state: Any = 0,
         n_jobs: int | None = None,
+        device: str = "cpu",
         verbose: bool = False,
     ) -> None:
         self._set(locals())
 
+    @leaves_model_if_refused
     def fit(
         self,
         X: Any,
@@ -103,7 +105,9 @@ class BoostedTreesRanker(BoostedTreesBase):
             raise TreesError(f"eval_group: expected the rows of each query for {len(pairs)} sets, got {len(groups)}")
         sets = []
         for place, ((x, y, _), group) in enumerate(zip(pairs, groups, strict=True)):
-            rows = Rows(self._read(x), targets_of(np.asarray(y)))
+            with naming_set(place):
+                rows = Rows(self._read(x), targets_of(np.asarray(y)))
+                relevance_of(rows.y)
             ndcg = ndcg_metrics(Queries("eval_group", group, rows.y), self.eval_at)
             own = custom_metrics(self._objective(), options.eval_metric)
             sets.append(EvalSet(f"valid_{place}", rows, (*own, *ndcg)))

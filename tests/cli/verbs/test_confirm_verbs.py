@@ -84,7 +84,7 @@ def test_a_policy_that_knows_none_of_the_layers_confirms_nothing(capsys, monkeyp
 
 def test_advice_on_a_gpu(capsys, monkeypatch):
     """What a GPU is told, without one: the same, with its name, and where to keep BF16."""
-    from bitplan.cli.verbs import confirm as confirm_verbs
+    from bitplan.cli.verbs import fp8 as confirm_verbs
 
     tell(monkeypatch, {2: 12.5, 4: 12.5})
     policy_of(fc1=WINS, fc2=WINS, qkv=LOSES, proj=LOSES).save("policy.json")

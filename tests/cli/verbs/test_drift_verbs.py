@@ -11,7 +11,7 @@ import torch
 
 from bitplan.cli import run
 from bitplan.formats import encode
-from bitplan.store.checks.drift_log import read_drift
+from bitplan.store.checks.drift import read_drift
 
 PREFIX = "model.layers.0"
 

@@ -24,7 +24,7 @@ from bitplan.store.files.open_files import open_tensors
 from bitplan.store.gpt_oss import make_checkpoint
 from bitplan.store.models.morph import morph_model
 from bitplan.store.models.save_load import save_model
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MERGES = [("Ġ", letter) for letter in LETTERS] + [(letter, "e") for letter in LETTERS]  # Ġ: a space, in GPT-2's bytes

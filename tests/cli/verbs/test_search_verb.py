@@ -6,13 +6,16 @@ import json
 import re
 import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from bitplan.cli import run
+from bitplan.cli.verbs.search import next_step
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.searching.gather import collect, damage, passes
+from bitplan.searching.runtime_formats import TARGETS
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
 FORMATS = "mxfp4,nvfp4,int8_row"
@@ -165,3 +168,23 @@ def test_the_report_shows_the_search(tmp_path, capsys):
 )
 def test_bad_input_is_one_line(words, message, capsys):
     assert message in refused(*words, capsys=capsys)
+
+
+def test_a_refused_search_leaves_no_folder(found, capsys):
+    words = ["search", "llama", "--text", "text.txt", "--context", "16", "--output", "new/folder"]
+    assert "the smallest has" in refused(*words, "--bits", "1", capsys=capsys)
+    assert not (found / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("bitplan", "bitplan quantize m OUT --plan"),
+        ("llama.cpp", "bitplan export m OUT.gguf --to gguf --plan"),
+        ("vllm", "bitplan export m OUT --to compressed-tensors --plan"),
+        ("mlx", "bitplan export m OUT --to mlx --plan"),
+        ("training", "bitplan.stream_blocks("),
+    ],
+)
+def test_the_last_line_says_how_the_plan_is_applied(target, words):
+    assert words in next_step(TARGETS[target], "m", Path("out"))

@@ -10,8 +10,6 @@ from bitplan.formats import Encoded, decode, encode, get_format
 from bitplan.kernels.matmul import cpu_matmul
 from bitplan.kernels.matmul.cpu_matmul import (
     FOUR_BIT_FORMAT,
-    chunked_input_gradient,
-    chunked_linear,
     four_bit_bound,
     four_bit_linear,
     pack_four_bit,
@@ -79,13 +77,13 @@ def test_pieces_give_the_product_within_the_stated_bound(name: str, cols: int, m
     weight, x, bias = packed(name, 40, cols), normal(5, cols), normal(40, seed=2)
     assert piece_rows(cols, torch.float32) == 7
     w = decode(weight).double()
-    result = chunked_linear(x, weight, bias)
+    result = linear_over_pieces(x, decoded_pieces(weight, x.dtype, 7), 40, bias)
     bound = (cols + 1) * UNIT * (x.double().abs() @ w.abs().T + bias.double().abs())
     assert result.dtype == torch.float32
     assert bool(((result - (x.double() @ w.T + bias.double())).abs() <= bound).all())
 
     grad = normal(5, 40, seed=3)
-    result = chunked_input_gradient(grad, weight)
+    result = gradient_over_pieces(grad, decoded_pieces(weight, grad.dtype, 7), cols)
     bound = 41 * UNIT * (grad.double().abs() @ w.abs())
     assert bool(((result - grad.double() @ w).abs() <= bound).all())
 

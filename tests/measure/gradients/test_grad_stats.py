@@ -10,8 +10,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitplan.kernels import Picked
-from bitplan.measure.gradients.reduce import explain_reduce, join, torch_parts, triton_parts
-from bitplan.measure.gradients.statistics import GradStatsCollector, GradStatsError, collect_grad_stats, impact_of
+from bitplan.measure.gradients.statistics import (
+    GradStatsCollector,
+    GradStatsError,
+    collect_grad_stats,
+    explain_reduce,
+    impact_of,
+    join,
+    torch_parts,
+    triton_parts,
+)
 
 
 def grads_of(seed, *shapes, dtype=torch.float32, scale=1.0):

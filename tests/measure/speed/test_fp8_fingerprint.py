@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.measure.speed.fp8_fingerprint import EMULATED, commit, fingerprint_of
+from bitplan.measure.speed.fp8_report import EMULATED, commit, fingerprint_of
 from bitplan.version import __version__
 
 

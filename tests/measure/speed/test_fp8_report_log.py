@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bitplan.measure.speed.fp8_report_log import ReportLog
+from bitplan.measure.speed.fp8_report import ReportLog
 from bitplan.plan.fp8.report import Report
 from bitplan.plan.fp8.vocabulary import BenchReportError
 from tests.plan.fp8.fp8_samples import H200, series

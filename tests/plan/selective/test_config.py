@@ -138,8 +138,11 @@ WRONG = [
     ),
     ({"force_fp8_blocks": ["b"], "force_int8_blocks": ["b"]}, "'b' is in force_int8_blocks and in force_fp8_blocks"),
     ({"scoring": "ours"}, "scoring must be one of 'gradient', 'impact'"),
-    ({"low_precisions": []}, "low_precisions must be a list with at least one of 'int8', 'fp8', each once, got []"),
-    ({"low_precisions": ["int4"]}, "low_precisions must be"),
+    (
+        {"low_precisions": []},
+        "low_precisions must be a list with at least one of 'int8', 'fp8', 'int4', each once, got []",
+    ),
+    ({"low_precisions": ["int2"]}, "low_precisions must be"),
     ({"int8_format": "int8_rwo"}, "int8_format: no format 'int8_rwo'"),
     ({"damage_budget": 0}, "damage_budget must be a number above 0"),
 ]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.decide import (
-    Evidence,
     assign_forced,
     compute_hints,
     current_hints,
@@ -23,6 +22,7 @@ from bitplan.plan.selective.decide import (
     is_update_due,
     pick_low,
 )
+from bitplan.plan.selective.evidence import Evidence
 from bitplan.plan.selective.score import BlockGradStats, StepStats
 from bitplan.plan.selective.state import PolicyState, UnitState, observe
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
-from bitplan.plan.selective.decide import Evidence, compute_hints
+from bitplan.plan.selective.decide import compute_hints
+from bitplan.plan.selective.evidence import Evidence
 from bitplan.plan.selective.loss_trials import begin_trial, judge_trial
 from bitplan.plan.selective.score import RawGradStats, compare_blocks
 from bitplan.plan.selective.state import (
@@ -165,7 +166,7 @@ WRONG = [
     (lambda d: d["state"].update(last_step=-1), "state: last_step must be an integer from 0"),
     (lambda d: d["state"].pop("history"), "state: history is missing"),
     (lambda d: d["state"]["units"].pop("b.4"), "state.units must be the blocks of the layout"),
-    (lambda d: d["state"]["units"]["b.4"].update(precision="int4"), "precision must be one of 'bf16', 'int8', 'fp8'"),
+    (lambda d: d["state"]["units"]["b.4"].update(precision="int2"), "precision must be one of 'bf16', 'int8', 'fp8'"),
     (lambda d: d["state"]["units"]["b.4"].update(excluded={"odd": 1}), "excluded: unknown key 'odd'"),
     (lambda d: d["state"]["units"]["b.4"].pop("rollbacks"), "state.units['b.4']: rollbacks is missing"),
     (

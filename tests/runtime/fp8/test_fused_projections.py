@@ -77,7 +77,7 @@ def test_a_copy_has_its_own_head_and_no_activations():
 
 def test_names_are_kept_with_rows_and_without():
     head, second, third = fused()
-    model = nn.ModuleDict({"a": head, "b": second, "c": third, "norm": NormTakenOver()})
+    model = nn.ModuleDict({"a": head, "b": second, "c": third, "norm": NormTakenOver(nn.Identity())})
     names = [Renamed("a.weight", "a.fused.weight", (0, 4)), Renamed("b.weight", "a.fused.weight", (4, 7))]
     keep_names(model, [*names, Renamed("c.weight", "a.fused.weight", (7, 9))])
     outer = nn.ModuleDict({"model": model})
@@ -96,6 +96,6 @@ def test_names_are_kept_with_rows_and_without():
 
 def test_put_by_path():
     model = nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.Linear(2, 2))
-    put(model, {"0.a": NormTakenOver(), "1": NormTakenOver()})
+    put(model, {"0.a": NormTakenOver(nn.Identity()), "1": NormTakenOver(nn.Identity())})
     assert isinstance(model[0]["a"], NormTakenOver)
     assert isinstance(model[1], NormTakenOver)

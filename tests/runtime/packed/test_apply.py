@@ -17,7 +17,7 @@ import bitplan
 from bitplan.errors import FileFormatError, FormatError, NonFiniteError, StoreError
 from bitplan.formats import decode, encode
 from bitplan.plan import Choice, Manifest, Plan, Planned
-from bitplan.runtime.packed.apply import ApplyError, Skipped, apply_plan
+from bitplan.runtime.packed.apply_plan import ApplyError, Skipped, apply_plan
 from bitplan.runtime.packed.quant_embedding import QuantEmbedding
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.tile_cache import TileCache
@@ -25,7 +25,7 @@ from bitplan.store.compare import compare_files, compare_models
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import morph_model
 from bitplan.store.models.save_load import load_model, save_model
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 from tests.runtime.packed.linear_samples import FORMATS, normal
 
 HIDDEN, FFN, VOCAB = 64, 128, 96

@@ -56,7 +56,7 @@ def test_fields_and_their_order(tmp_path):
     with PrecisionTelemetry(path, clock=lambda: 1234567.89) as telemetry:
         telemetry.record(50, example_hints())
     line = json.loads(path.read_text())
-    assert list(line) == [*EXAMPLE_LINE, "blocks_fp8", "bytes_sent", "bytes_not_sent"]
+    assert list(line) == [*EXAMPLE_LINE, "blocks_fp8", "bytes_sent", "bytes_not_sent", "blocks_int4"]
     assert line["timestamp"] == 1234567.89
     assert line["block_details"]["b.0"] == {
         "precision": "int8",

@@ -853,3 +853,38 @@ def test_scalars():
             time.sleep(0.001)  # what was fetched ahead may still be on its way when a step without a forward ends
         sent = sum(policy.stream.stats.last.bytes_h2d_by_format.values())
         assert result["selective_precision/bytes_sent"] >= sent
+
+
+# ---- a byte budget ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scoring", ["gradient", "impact"])
+def test_three_formats_share_a_byte_budget_on_the_wire(scoring):
+    model, sent = adapted(), []
+    config = config_of(scoring=scoring, low_precisions=("int8", "int4"), byte_share=0.4, impact_turns=1)
+    with policy_on(model, config) as policy:
+        policy.calibrate([batch(0)] * 4, progress=False)
+        optimizer = sgd(model)
+        for step in range(8):
+            run_step(policy, model, optimizer, step)
+            sent.append(sum(policy.unit_bytes[name][policy.applied[name]] for name in policy.units.names))
+        formats = set(policy.stream.formats.values())
+    whole = sum(sizes["bf16"] for sizes in policy.unit_bytes.values())
+    assert max(sent) <= 0.4 * whole  # from the first step on: errors are calibrated
+    assert {"int8_row", "int4_g32"} <= formats
+
+
+def test_a_byte_budget_that_cannot_be_met_is_refused():
+    text = r"byte_share is 0\.4, and with all units as low .* 0\.5.* are sent"
+    with streaming(adapted()) as stream, pytest.raises(SelectiveError, match=text):
+        SelectivePrecisionPolicy(stream, config_of(byte_share=0.4))
+    model, text = adapted(), "byte_share compares the errors of int8, and no unit may lack them"
+    with policy_on(model, config_of(byte_share=0.6)) as policy:
+        for step in range(2):
+            run_step(policy, model, None, step)
+        with pytest.raises(SelectiveError, match=text):
+            run_step(policy, model, None, 2)
+    with pytest.raises(SelectiveError, match="byte_share and loss_feedback both decide"):
+        config_of(byte_share=0.6, loss_feedback=True)
+    with pytest.raises(SelectiveError, match="names int4 beside int8, a ladder"):
+        config_of(low_precisions=("int8", "int4"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bitplan.plan.selective.choose_low_units import TransferFacts
+from bitplan.runtime.streaming.policy_link import TransferMeter
 from bitplan.runtime.streaming.telemetry import StreamStepStats
-from bitplan.runtime.streaming.transfer.transfer_meter import TransferMeter
 
 
 def step_of(step, compute_ms, nbytes, gb_per_s):

@@ -14,8 +14,7 @@ from gguf import GGMLQuantizationType as Type
 
 from bitplan.formats import Encoded, encode, get_format, list_formats
 from bitplan.plan import Manifest, Rule, shipped_manifest
-from bitplan.store.checks.deep_check import deep_check
-from bitplan.store.checks.scale_findings import index_of
+from bitplan.store.checks.deep_check import deep_check, index_of
 from bitplan.store.files import packed_rows
 from bitplan.store.files.gguf import dequantize_rows, write_gguf
 from bitplan.store.files.open_files import open_tensors, write_tensors

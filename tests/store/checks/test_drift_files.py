@@ -10,12 +10,12 @@ import torch
 
 from bitplan.formats import decode, encode, error_report, get_format
 from bitplan.formats.scales.checks import scale_health
-from bitplan.store.checks.drift_files import drift_files
+from bitplan.store.checks.drift import drift_files
 from bitplan.store.compare import compare_files
 from bitplan.store.files import packed_rows
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 from tests.crosses import few
 from tests.formats.samples import SMALL_BLOCKS
 

@@ -14,7 +14,7 @@ from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import encode, error_report
 from bitplan.formats.scales.checks import scale_health
 from bitplan.formats.scales.reencode import DriftCounts, requantize
-from bitplan.store.checks.drift_log import DriftLog, log_drift, measure_drift, read_drift
+from bitplan.store.checks.drift import DriftLog, log_drift, measure_drift, read_drift
 from bitplan.store.models.morph import morph_model
 from tests.formats.samples import SMALL_BLOCKS
 from tests.processes import Program
@@ -166,7 +166,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
     code = f"""
 import torch
 from bitplan.formats import encode
-from bitplan.store.checks.drift_log import DriftLog, log_drift
+from bitplan.store.checks.drift import DriftLog, log_drift
 from tests.formats.samples import SMALL_BLOCKS
 log, x = DriftLog({str(tmp_path / "d")!r}), torch.ones(4)
 layers = [(f"layer.{{i}}", x, encode(x, "int8")) for i in range(50)]

@@ -21,7 +21,7 @@ from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.models.transformers_names import silence_transformers
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 from bitplan.store.rounding.round_weight import round_weight
 
 from .tiny_models import TOKENS, save_tiny

@@ -11,7 +11,7 @@ import pytest
 from bitplan.cli import run
 from bitplan.errors import FileFormatError
 from bitplan.store.files.open_files import open_tensors
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 
 NAMES = ["a.weight", "b.weight", "c.weight", "d.weight", "e.weight"]
 PARTS = [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]

@@ -226,7 +226,7 @@ def test_a_fault_in_a_gguf_file(made, tmp_path, change, message):
 
 
 def test_the_step_the_error_names_works(made, tmp_path):
-    from bitplan.store.quantize import quantize_file
+    from bitplan.store.quantize_files import quantize_file
 
     name = "blk.1.attn_k.weight"
     rewrite(made["gguf"], tmp_path / "bad.gguf", types={name: gguf.GGMLQuantizationType.Q8_0})

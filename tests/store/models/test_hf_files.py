@@ -14,7 +14,7 @@ from torch import nn
 from bitplan.errors import FileFormatError
 from bitplan.store.models.morph import formats_of
 from bitplan.store.models.save_load import load_model
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 96, "max_position_embeddings": 32}

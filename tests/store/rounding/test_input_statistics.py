@@ -13,7 +13,7 @@ from bitplan.store.rounding.imatrix import gguf_names, write_imatrix
 from bitplan.store.rounding.input_statistics import write_evidence
 from bitplan.store.rounding.with_evidence import open_evidence
 
-SHAPES: dict[str, tuple[int, ...]] = {"a.weight.hessian": (2, 2), "b.weight.moments": (3,)}
+SHAPES: dict[str, tuple[int, ...]] = {"a.weight.hessian": (2, 2), "b.weight.moments": (3,), "c.weight.outputs": (4, 4)}
 
 
 def test_statistics_come_back(tmp_path: Path) -> None:
@@ -25,6 +25,8 @@ def test_statistics_come_back(tmp_path: Path) -> None:
         assert evidence.names == {"a.weight", "b.weight", "c.weight"}
         assert torch.equal(evidence.hessian("c.weight"), torch.ones(2, 2))
         assert torch.equal(evidence.moments("b.weight"), torch.ones(3))
+        assert torch.equal(evidence.outputs("c.weight"), torch.ones(4, 4))
+        assert evidence.outputs("a.weight") is None
         assert evidence.hessian("b.weight") is None
         assert evidence.moments("d.weight") is None
         assert evidence.metadata["fingerprint.text"] == "abc"

@@ -12,7 +12,7 @@ import torch
 from bitplan.cli import run
 from bitplan.errors import StoreError
 from bitplan.store.files.open_files import open_tensors
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 from bitplan.store.rounding.input_statistics import weight_digest, write_evidence
 
 

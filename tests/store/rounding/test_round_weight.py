@@ -136,3 +136,35 @@ def test_bad_statistics_are_refused() -> None:
 
 def test_zeros_stay_zeros() -> None:
     assert not decode(round_weight(torch.zeros(4, 64), get_format("nvfp4"), hessian=HESSIAN[:64, :64])).any()
+
+
+@pytest.mark.parametrize("fmt", ["q4_k_gguf", "int4_g32", "nvfp4"])
+def test_rows_make_up_for_each_other(fmt: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, COLS, generator=generator)
+    mixed = torch.randn(200, 8, generator=generator) @ torch.randn(8, 48, generator=generator)
+    gradients = mixed + 0.3 * torch.randn(200, 48, generator=generator)
+    outputs = gradients.T @ gradients
+
+    def loss(values: Tensor) -> float:  # what a change of the outputs does along the gradients
+        return float((gradients @ (values - weight) @ INPUTS.T).double().square().sum())
+
+    alone = round_weight(weight, fmt, hessian=HESSIAN)
+    together, report = round_with_report(weight, fmt, hessian=HESSIAN, outputs=outputs)
+    assert together.data.shape == alone.data.shape
+    assert loss(decode(together)) < 0.8 * loss(decode(alone))
+    assert report.measure == "hessian and outputs"
+    assert report.plain == 0
+    assert report.after < report.before / 2
+
+
+def test_outputs_without_gradients_or_rows_of_their_own_change_nothing() -> None:
+    alone = round_weight(WEIGHT, "q4_0_gguf", hessian=HESSIAN)
+    none = round_weight(WEIGHT, "q4_0_gguf", hessian=HESSIAN, outputs=torch.zeros(ROWS, ROWS))
+    assert alone.to_bytes() == none.to_bytes()
+    tiled = round_weight(WEIGHT, "fp8_e4m3_b128", hessian=HESSIAN)  # 128 rows share a scale
+    assert (
+        tiled.to_bytes() == round_weight(WEIGHT, "fp8_e4m3_b128", hessian=HESSIAN, outputs=torch.eye(ROWS)).to_bytes()
+    )
+    with pytest.raises(FormatError, match="`outputs`"):
+        round_weight(WEIGHT, "q4_0_gguf", hessian=HESSIAN, outputs=torch.eye(3))

@@ -121,3 +121,30 @@ def test_an_edited_text_is_refused_by_place(old, new, message):
     assert old in text
     with pytest.raises(FileFormatError, match=f"LightGBM model: .*{message}"):
         from_lightgbm(text.replace(old, new, 1))
+
+
+def test_infinite_thresholds_paths_and_the_classes_of_an_estimator(tmp_path):
+    x, y = data()
+    theirs = trained(x, y, rounds=1)
+    text = theirs.model_to_string()
+    first = text[text.index("threshold=") + 10 :].split(" ")[0]
+    endless = text.replace(f"threshold={first} ", "threshold=inf ", 1)
+    rows = np.nan_to_num(x)
+    np.testing.assert_array_equal(
+        from_lightgbm(endless).predict(rows), lightgbm.Booster(model_str=endless).predict(rows)
+    )
+    theirs.save_model(tmp_path / "model.txt")
+    for path in (tmp_path / "model.txt", str(tmp_path / "model.txt")):
+        assert from_lightgbm(path).to_lightgbm() == from_lightgbm(text).to_lightgbm()
+        assert BoostedTreesRegressor(n_estimators=1).fit(x, y, init_model=path).n_iter_ == 2
+    with pytest.raises(
+        FileFormatError, match=r"missing.txt'.*expected a LightGBM model's text, or the path of its file"
+    ):
+        from_lightgbm(str(tmp_path / "missing.txt"))
+    labels = np.where(y > 0, "up", "down")
+    estimator = lightgbm.LGBMClassifier(n_estimators=2, verbose=-1, n_jobs=1).fit(x, labels)
+    ours = from_lightgbm(estimator)
+    assert ours.classes_.tolist() == ["down", "up"]
+    np.testing.assert_array_equal(ours.predict(x), estimator.predict(x))
+    with pytest.raises(TreesError, match=r"init_model: its classes are \['down', 'up'\], expected those of y"):
+        BoostedTreesClassifier(n_estimators=1).fit(x, y > 0, init_model=estimator)

@@ -82,3 +82,8 @@ def test_what_is_wrong_is_said_with_its_file(tmp_path):
         open_pieces([tmp_path / "absent.npy"])
     with pytest.raises(TreesError, match=r"files: expected names that end in \.parquet, or all in \.npy"):
         open_pieces(["a.csv"])
+
+
+def test_one_file_need_not_be_in_a_list(tmp_path):
+    np.save(tmp_path / "p0.npy", np.zeros((5, 2)))
+    assert open_pieces(str(tmp_path / "p0.npy")).shape == open_pieces(tmp_path / "p0.npy").shape == (5, 2)

@@ -90,10 +90,27 @@ def test_no_more_is_expanded_ahead_than_the_tables_have_room_for():
     assert queue.next(done=third) == kernels.COMPLETE
 
 
-def test_a_leaf_for_all_threads_is_left_to_them():
-    queue = Queue(5)
+def test_a_large_leaf_is_left_to_all_threads_and_waits_for_nobody_who_is_busy():
+    queue = Queue(9)
     queue.expand(queue.next(), [2.0, 1.0], sizes=(100, 10))
     assert queue.next(done=0) == kernels.SHARED
     assert queue.nodes[2, STATE] == kernels.OPEN  # though one thread could take it
-    assert queue.next(shared_rows=101) == 1
-    assert queue.next() == 2
+    assert queue.take(100, team=4, for_all=True) == 1
+    queue.expand(1, [3.0, 0.5], sizes=(10, 200))
+    queue.expand(queue.take(100, 1, team=4, for_all=True), [0.0, 0.0])  # large, so it is taken early
+    small = [queue.take(100, 4, team=4), queue.take(100, team=4)]
+    assert sorted(queue.reals[small, GAIN]) == [1.0, 3.0]
+    assert queue.take(100, team=4) == kernels.WAIT
+
+
+def test_a_node_below_one_of_little_gain_is_hopeless_however_large_its_own_gain_is():
+    queue = Queue(5)  # the root, and three more
+    queue.expand(queue.next(), [5.0, 1.0])
+    first, second = queue.next(done=0), queue.next()
+    queue.expand(second, [9.0, 0.0])
+    queue.expand(first, [4.0, 3.0])
+    assert queue.next(done=second) == queue.nodes[second, CHILD]  # worth 1, and so far among the best three
+    assert queue.next(done=first) == queue.nodes[first, CHILD]
+    assert queue.counts[kernels.DROPPED] == 0
+    assert queue.reals[queue.next(), GAIN] == 3.0
+    assert queue.next() == kernels.WAIT

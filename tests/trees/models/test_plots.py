@@ -57,6 +57,7 @@ def leaves(model):
 
 
 def test_matplotlib_is_asked_for_in_one_line(model, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for module in ("matplotlib", "matplotlib.pyplot"):  # the second may be imported already
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingLibraryError, match=r"plot_tree needs matplotlib.*pip install"):
         plot_tree(model)

@@ -65,7 +65,7 @@ def test_rows_without_weight_do_not_count_and_early_stopping_keeps_the_best():
         ({}, "group: expected the number of rows of each query"),
         ({"group": [3, 3]}, "group: expected whole numbers above 0, the rows of each query, 8 together"),
         ({"group": [8], "eval_set": (np.ones((8, 2)), np.ones(8))}, "eval_group: expected the number of rows"),
-        ({"group": [4, 4], "y": np.full(8, 0.5)}, "y: a relevance is a whole number from 0 to 31"),
+        ({"group": [4, 4], "y": np.full(8, 0.5)}, "y: a relevance is a whole number from 0 to 31, got 0.5 in row 0"),
     ],
 )
 def test_refusals(arguments, message):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bitplan.documents import short
-from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
+from bitplan.measure.speed.fp8_report import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch, is_out_of_memory
 from bitplan.plan.fp8.policy import Policy
 from bitplan.plan.fp8.token_ranges import BandPolicy

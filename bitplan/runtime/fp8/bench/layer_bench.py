@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitplan.formats.fp8_recipes import BF16
-from bitplan.measure.speed.fp8_report_log import ReportLog
+from bitplan.measure.speed.fp8_report import ReportLog
 from bitplan.measure.speed.paired_timing import ERROR, OK, Arm, Peers, Stopwatch, Timed, time_in_turns
 from bitplan.plan.fp8.layers import Case
 from bitplan.plan.fp8.report import ROUTINGS, TIMINGS, Row

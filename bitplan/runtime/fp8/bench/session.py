@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
-from bitplan.measure.speed.fp8_report_log import ReportLog
+from bitplan.measure.speed.fp8_report import ReportLog, fingerprint_of
 from bitplan.measure.speed.paired_timing import stopwatch_of
 from bitplan.plan.fp8.bench_options import BenchOptions, BenchOptionsError
 from bitplan.plan.fp8.layers import Parallel, bench_cases, local_layers

@@ -17,10 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.formats.fp8_recipes import BF16
-from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice, check_shape, require_fp8
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
 from bitplan.runtime.fp8.layers.linear_function import INPUT_TYPES, run_linear
 from bitplan.runtime.fp8.layers.products import Fp8Settings
+from bitplan.runtime.fp8.layers.sharded_weight import (
+    GatheredWeight,
+    linear_of_gathered,
+    new_group,
+    plain_numbers,
+    shard_in_fp8,
+)
 from bitplan.runtime.fp8.layers.stored_weight import linear_of_fp8_param, store_in_fp8
 from bitplan.runtime.fp8.layers.weight_source import CASTS
 
@@ -82,15 +89,39 @@ class Fp8Linear(nn.Linear):
             require_fp8(self.weight.device, self.gemms.recipes)
         return self
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = plain_numbers(destination[f"{prefix}weight"])
+
     def forward(self, x: Tensor) -> Tensor:
         if self.fp8_param:
             stored: Tensor = linear_of_fp8_param(self, x)
             return stored
+        if isinstance(self.weight, GatheredWeight):
+            gathered: Tensor = linear_of_gathered(x, self.weight, self.bias, self._text)
+            return gathered
         return run_linear(x, self.weight, self.bias, self._text, CASTS[int(self.reuse_weight_cast)])
 
     def extra_repr(self) -> str:
         products = f"fprop={self.gemms.fprop}, dgrad={self.gemms.dgrad}, wgrad={self.gemms.wgrad}"
         return f"{super().extra_repr()}, {products}, fp8={self.recipe.fp8}"
+
+
+def gather_weights_in_fp8(module: nn.Module) -> dict[str, str]:
+    """Have FSDP2 gather the weights of FP8 layers in FP8; call it before `fully_shard`, and make the optimizer after.
+
+    Returns the layers whose weights cross as they are, and why.
+    """
+    group, left = new_group(), {}
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Fp8Linear)}
+    if not layers:
+        raise Fp8LayerError("gather_weights_in_fp8: the model has no FP8 layers; call apply_fp8 first")
+    fp8_weight_casts.drop_casts(layer.weight for layer in layers.values())
+    for name, layer in layers.items():
+        layer.reuse_weight_cast = False
+        if why := shard_in_fp8(layer, group):
+            left[name] = why
+    return left
 
 
 def hold_weight_casts(module: nn.Module) -> None:

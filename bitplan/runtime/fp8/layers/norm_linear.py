@@ -20,6 +20,7 @@ from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmCho
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.linear_function import run_linear
 from bitplan.runtime.fp8.layers.products import Fp8Settings
+from bitplan.runtime.fp8.layers.sharded_weight import GatheredWeight, linear_of_gathered
 from bitplan.runtime.fp8.layers.weight_source import CASTS
 
 
@@ -94,6 +95,9 @@ class Fp8NormLinear(Fp8Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         source, norm = CASTS[int(self.reuse_weight_cast)], self.norm
+        if isinstance(self.weight, GatheredWeight):
+            gathered: Tensor = linear_of_gathered(x, self.weight, self.bias, self._text, (norm.weight, norm.bias))
+            return gathered
         return run_linear(x, self.weight, self.bias, self._text, source, None, norm.weight, norm.bias)
 
     def extra_repr(self) -> str:

@@ -10,20 +10,17 @@ Only products by the recipe tensorwise agree; others in the same layer are what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from bitplan.formats.fp8 import CastPair, ScaledFp8, cast_reference, pad_rows, padded_tokens
+from bitplan.formats.fp8 import CastPair, ScaledFp8
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.linear_function import run_linear
 from bitplan.runtime.fp8.layers.scale_guesses import WEIGHT
+from bitplan.runtime.fp8.layers.shared_amax_cast import Largest, shared_amax_cast
 from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
 from bitplan.runtime.fp8.layers.weight_source import WeightSource
-
-Largest = Callable[[Tensor], Tensor]  # int32 [1] of this process -> of the group
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the operators of graphs cast by a maximum of their own
@@ -31,35 +28,6 @@ def shared_amax_linear(x: Tensor, layer: Fp8Linear, *, divided: tuple[str, ...],
     """The layer's forward; operands in `divided` ("input", "weight", "grad") are scaled by the group's maximum."""
     source = SharedAmax(layer.reuse_weight_cast, divided, largest)
     return run_linear(x, layer.weight, layer.bias, layer._text, source)
-
-
-def shared_amax_cast(
-    x_RC: Tensor,
-    fp8: str,
-    eps: float,
-    largest: Largest,
-    *,
-    recipe: str = "tensorwise",
-    is_weight: bool = False,
-    rows: bool = True,
-    cols: bool = True,
-) -> CastPair:
-    """A tensorwise cast by the group's maximum; both layouts have the one scale."""
-    padded = x_RC.shape[0] if is_weight else padded_tokens(recipe, x_RC.shape[0])
-    if not x_RC.is_cuda:
-        bits = x_RC.float().abs().amax() if x_RC.numel() else x_RC.new_zeros((), dtype=torch.float32)
-        amax = float(largest(bits.view(torch.int32).reshape(1)).view(torch.float32))
-        least = max(eps, amax) if amax == amax else float("inf")  # NaN or infinite: the scale becomes NaN
-        x_RC = pad_rows(x_RC, padded)
-        made = [cast_reference(each, "tensor", fp8, least) for each in (x_RC, x_RC.t())]
-        return CastPair(made[0] if rows else None, made[1] if cols else None)
-    from bitplan.kernels.fp8.amax import partial_amax
-    from bitplan.kernels.fp8.triton_cast import cast_tiles
-
-    x_RC = x_RC.contiguous()
-    of_group = largest(partial_amax(x_RC).amax().reshape(1))
-    out, out_t, _ = cast_tiles(x_RC, "tensor", fp8, eps, padded, rows=rows, cols=cols, pieces=of_group)
-    return CastPair(out, out_t)
 
 
 class SharedAmax(WeightSource):

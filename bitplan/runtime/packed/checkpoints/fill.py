@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import FileFormatError, StoreError
+from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded, get_format
 from bitplan.plan.names import listed
 from bitplan.runtime.packed.checkpoints.tensor_sources import Assignment, TensorRecipe, convert_plain, shortened
 from bitplan.runtime.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed
-from bitplan.runtime.packed.read_packed import check_numbers
+from bitplan.runtime.packed.read_packed import check_held, check_numbers
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.files.tensor_file import TensorFile
@@ -149,14 +149,8 @@ def read_plain(recipe: TensorRecipe, file: TensorFile, model: nn.Module) -> dict
 def _check_held(file: TensorFile, name: str, tensor: Tensor, dtype: torch.dtype, may_round: bool) -> None:
     if tensor.is_floating_point() != dtype.is_floating_point:
         raise FileFormatError(f"{file.path}: {name!r} is {tensor.dtype}, and the model's is {dtype}")
-    if may_round or tensor.dtype == dtype or torch.promote_types(tensor.dtype, dtype) == dtype:
-        return
-    lost = int(((tensor.to(dtype).to(tensor.dtype) != tensor) & ~tensor.isnan()).sum())
-    if lost:
-        raise FileFormatError(
-            f"{file.path}: {name!r} is {tensor.dtype}, and {lost} of {tensor.numel()} numbers do not fit {dtype}, the "
-            f"model's type; pass dtype={tensor.dtype} to keep them, or dtype={dtype} to round them"
-        )
+    if not may_round:
+        check_held(str(file.path), name, tensor, dtype, "the model's type")
 
 
 # ---- into the model --------------------------------------------------------------------------------------------------
@@ -229,12 +223,3 @@ def place_all(
         same.setdefault(id(modules[owner]), layer)
     for owner in layers:
         model.set_submodule(owner, same[id(modules[owner])])
-
-
-def check_filled(model: nn.Module, where: str) -> None:
-    """Raise if a tensor was left on meta."""
-    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if left:
-        raise StoreError(
-            f"{where}: {len(left)} tensors were not loaded, and are still on the meta device: {listed(left)}"
-        )

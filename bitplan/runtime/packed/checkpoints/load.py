@@ -22,7 +22,6 @@ from bitplan.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.checkpoints.build import empty_model, plain_types
 from bitplan.runtime.packed.checkpoints.fill import (
-    check_filled,
     check_layers,
     make_layers,
     make_parameters,
@@ -36,10 +35,14 @@ from bitplan.runtime.packed.checkpoints.tensor_sources import assign
 from bitplan.runtime.packed.fused_projections import fuse_projections
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, load_gpt_oss
 from bitplan.runtime.packed.layer_replacement import format_fault
-from bitplan.runtime.packed.load_report import CHECKS, Loaded, LoadReport, PeakMemory
 from bitplan.runtime.packed.product_strategy import INPUTS, check_strategy
 from bitplan.runtime.packed.read_packed import (
+    CHECKS,
+    Loaded,
+    LoadReport,
     ManifestLike,
+    PeakMemory,
+    check_filled,
     check_room,
     device_of,
     refuse_bad_numbers,

@@ -24,7 +24,6 @@ from bitplan.errors import StoreError
 from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.checkpoints.build import plain_types
 from bitplan.runtime.packed.checkpoints.fill import (
-    check_filled,
     check_layers,
     make_layers,
     needed_bytes,
@@ -35,7 +34,7 @@ from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
 from bitplan.runtime.packed.checkpoints.tensor_sources import Assignment, assign
 from bitplan.runtime.packed.fused_projections import fuse_projections
-from bitplan.runtime.packed.read_packed import check_norms, check_room, device_of
+from bitplan.runtime.packed.read_packed import check_filled, check_norms, check_room, device_of
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.packed_folder import (
     PLAN,

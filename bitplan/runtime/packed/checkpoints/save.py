@@ -19,17 +19,19 @@ from torch import Tensor, nn
 from bitplan.errors import ArgumentError, StoreError
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dtypes import dtype_name
-from bitplan.plan.choose import Stored, choose_formats
+from bitplan.plan.format_choices import Stored, choose_formats
+from bitplan.plan.names import guess_role
 from bitplan.plan.plan import Choice, Plan, Planned
-from bitplan.plan.roles import guess_role
-from bitplan.runtime.packed.checkpoints.save_gpt_oss import is_packed_gpt_oss, save_gpt_oss
 from bitplan.runtime.packed.checkpoints.source import LoadedFrom, config_of, remembered
 from bitplan.runtime.packed.checkpoints.tensor_sources import TensorRecipe
+from bitplan.runtime.packed.gpt_oss.model import GptOssPackedExperts
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.files.open_files import container_for
 from bitplan.store.files.tensor_file import Promise
+from bitplan.store.gpt_oss.config import with_quantization
 from bitplan.store.models.save_load import own_tensors, save_model
 from bitplan.store.packed_folder import (
+    CONFIG,
     SHARD_BYTES,
     FolderContents,
     Shard,
@@ -72,7 +74,8 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
     items = _items(model, source)
     check_packed_output(path, inputs=[] if source is None or source.folder is None else _files(source), force=force)
     plan = _plan(items.saved, source)
-    shards = _shards(items, source, shard_bytes)
+    promises = {name: one.promise for name, one in items.saved.items()}
+    shards = _shards(promises, items.tied, source, shard_bytes)
     config = _config(model, source)
     contents = FolderContents(
         shards,
@@ -233,15 +236,16 @@ def _layout(entry: Planned) -> tuple[Any, ...]:
     return (plain or fmt.name, tuple(entry.shape or ()))
 
 
-def _shards(items: _Items, source: LoadedFrom | None, shard_bytes: int) -> list[Shard]:
-    promises = {name: one.promise for name, one in items.saved.items()}
+def _shards(
+    promises: Mapping[str, Promise], tied: Mapping[str, str], source: LoadedFrom | None, shard_bytes: int
+) -> list[Shard]:
     if source is None or {name for names in source.shards.values() for name in names} != set(promises):
-        return cut_shards(promises.values(), items.tied, shard_bytes)
+        return cut_shards(promises.values(), tied, shard_bytes)
     return [
         Shard(
             file,
             tuple(promises[name] for name in names),
-            {alias: name for alias, name in items.tied.items() if name in names},
+            {alias: name for alias, name in tied.items() if name in names},
             source.metadata[file],
         )
         for file, names in source.shards.items()
@@ -270,3 +274,70 @@ def _config(model: nn.Module, source: LoadedFrom | None) -> Mapping[str, Any] | 
 def _files(source: LoadedFrom) -> list[Path]:
     assert source.folder is not None
     return [source.folder / name for name in source.shards]
+
+
+_BLOCK = 32
+
+
+# ---- gpt-oss, in Hugging Face's layout; `bitplan convert` brings it into the others ----------------------------------
+
+
+def is_packed_gpt_oss(model: nn.Module) -> bool:
+    return any(isinstance(module, GptOssPackedExperts) for module in model.modules())
+
+
+def save_gpt_oss(model: nn.Module, path: str | Path, *, force: bool, shard_bytes: int) -> None:
+    """Write the folder; a model that was loaded from a folder in this layout gives the same bytes."""
+    source = remembered(model)
+    tensors = _tensors(model)
+    folder = None if source is None else source.folder
+    check_packed_output(path, inputs=[] if folder is None else [folder / CONFIG], force=force)
+    promises = {
+        name: Promise(name, tuple(tensor.shape), dtype=_type(source, name, tensor)) for name, tensor in tensors.items()
+    }
+    beside = {} if folder is None else side_files(folder)
+    config: Mapping[str, Any] | None = None
+    if source is not None and source.config is not None and config_of(model) == source.config_then:
+        assert folder is not None
+        beside |= {CONFIG: folder / CONFIG}  # as it is, to the byte
+    else:
+        config = with_quantization(config_of(model) or {}, packed=True)
+
+    def write(writer: Any, wanted: Any) -> None:
+        for promise in wanted:
+            writer.write(promise.name, tensors[promise.name].to(promise.dtype))
+
+    write_packed_folder(
+        path, FolderContents(_shards(promises, {}, source, shard_bytes), config, None, beside), write, force=force
+    )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of the layout, by name."""
+    found: dict[str, Tensor] = {}
+    inside: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, GptOssPackedExperts):
+            continue
+        inside.append(f"{path}.")
+        for stem, packed, bias in (
+            ("gate_up_proj", module.gate_up, module.gate_up_bias),
+            ("down_proj", module.down, module.down_bias),
+        ):
+            parts = packed.encoded.parts
+            blocks = parts["data"].unflatten(-1, (-1, _BLOCK // 2))
+            assert bias is not None
+            for name, tensor in (("_blocks", blocks), ("_scales", parts["scales"]), ("_bias", bias.detach())):
+                found[f"{path}.{stem}{name}"] = tensor
+    for name, tensor in model.state_dict().items():
+        if not name.startswith(tuple(inside)):
+            found[name] = tensor
+    return found
+
+
+def _type(source: LoadedFrom | None, name: str, tensor: Tensor) -> torch.dtype:
+    """The type in the file, else bfloat16 (the layout's type), where it holds the numbers exactly."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    stored = (None if source is None else source.dtypes.get(name)) or torch.bfloat16
+    return stored if bool((tensor.to(stored).to(tensor.dtype) == tensor).all()) else tensor.dtype

@@ -23,18 +23,24 @@ from bitplan.plan import Header, require_clean
 from bitplan.records import read_json
 from bitplan.runtime.packed.gpt_oss.model import (
     GptOssPackedExperts,
-    check_filled,
     check_fits,
+    check_packed_experts,
     empty_model,
     experts_of,
     fill_model,
+    load_experts,
+    load_plain,
+    model_shapes,
+    plain_slots,
 )
-from bitplan.runtime.packed.gpt_oss.weights import load_experts, load_plain, model_shapes, plain_slots
-from bitplan.runtime.packed.load_report import Loaded, LoadReport, PeakMemory
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.read_packed import (
+    Loaded,
+    LoadReport,
     ManifestLike,
+    PeakMemory,
     as_manifest,
+    check_filled,
     check_room,
     device_of,
     list_headers,
@@ -125,6 +131,7 @@ def load_gpt_oss(
         plain_bytes = sum(item.nbytes for item in plain.values())
         fill_model(target, {name: item for name, item in plain.items() if not name.endswith(_BIASES)}, experts, place)
         check_filled(target, file.where)
+        check_packed_experts(target, file.where)
         report = LoadReport(
             path=str(path),
             layout=file.layout,

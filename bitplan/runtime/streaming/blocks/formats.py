@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 
 from bitplan.formats import Format, get_format
-from bitplan.plan.choose import Stored, Wanted, choose_formats
+from bitplan.plan.format_choices import Stored, Wanted, choose_formats
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.runtime.streaming.blocks.layout import ParameterSpec
 from bitplan.runtime.streaming.errors import StreamError

@@ -83,6 +83,10 @@ class Piece:
         """The parameter in its own type: in the slot, or in the scratch, where `decode_into` has put it."""
         return self.parts["data"].view(slot) if self.decoded is None else self.decoded.view(scratch)
 
+    def has_kernel(self, slot: Tensor) -> bool:
+        """Whether one Triton kernel decodes the parameter."""
+        return slot.is_cuda and explain_decode(self.encoded(slot), self.spec.dtype).implementation == "triton"
+
     def decode_into(self, slot: Tensor, scratch: Tensor) -> None:
         """Expand the parameter into the scratch; on CUDA by Triton, on the current stream, without waiting."""
         if self.decoded is None:
@@ -92,7 +96,7 @@ class Piece:
             target.copy_(self.parts["data"].view(slot))
             return
         encoded = self.encoded(slot)
-        if slot.is_cuda and explain_decode(encoded, self.spec.dtype).implementation == "triton":
+        if self.has_kernel(slot):
             from bitplan.kernels.codec.triton_codec import DECODERS  # loads Triton
 
             DECODERS[self.fmt.name](encoded, self.spec.dtype, out=target)
@@ -120,6 +124,11 @@ class BlockLayout:
     @property
     def formats(self) -> dict[str, str]:
         return {name: piece.fmt.name for name, piece in self.pieces.items()}
+
+    def has_kernels(self, slot: Tensor) -> bool:
+        """Whether decoding is copies and Triton kernels alone."""
+        packed = [one for one in self.pieces.values() if one.decoded is not None and not one.fmt.is_cast]
+        return all(one.has_kernel(slot) for one in packed)
 
     def decode_into(self, slot: Tensor, scratch: Tensor) -> None:
         for piece in self.pieces.values():

@@ -24,6 +24,8 @@ class SlotDecoder:
         self._alike: list[int] = []  # the first block with the same layout
         self._weights: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
+        # Formats without a kernel of their own are decoded by torch, which may copy constants: no graph records that.
+        self._unrecorded: set[tuple[int, int]] = set()
         self._stream: torch.cuda.Stream | None = None
 
     def forget(self, layouts: Sequence[BlockLayout] = ()) -> None:
@@ -32,6 +34,7 @@ class SlotDecoder:
         self._alike = [self._layouts.index(layout) for layout in self._layouts]
         self._weights.clear()
         self._graphs.clear()
+        self._unrecorded.clear()
 
     def weights(self, block: int, slot: Tensor, scratch: Tensor) -> dict[str, Tensor]:
         """The block's parameters: views of the slot, or of the scratch, where `decode` writes them."""
@@ -54,9 +57,11 @@ class SlotDecoder:
                 layout.decode_into(slot, scratch)
                 return
             key = (slot.data_ptr(), self._alike[block])
-            if key not in self._graphs:
+            if key in self._unrecorded or key not in self._graphs:
                 layout.decode_into(slot, scratch)
                 self._graphs[key] = None
+                if key not in self._unrecorded and not layout.has_kernels(slot):
+                    self._unrecorded.add(key)
                 return
             graph = self._graphs[key]
             if graph is None:

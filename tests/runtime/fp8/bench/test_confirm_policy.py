@@ -174,7 +174,7 @@ def test_the_device(monkeypatch):
 @pytest.mark.filterwarnings("default")  # an arm whose compiler only warns would count as one that cannot run
 @pytest.mark.gpu
 def test_gpu_confirm_gives_intervals_and_leaves_no_memory(tmp_path):
-    from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
+    from bitplan.measure.speed.fp8_report import fingerprint_of
     from bitplan.runtime.fp8.layer_settings import fp8_obstacle
 
     device = torch.device("cuda", torch.cuda.current_device())

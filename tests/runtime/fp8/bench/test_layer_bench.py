@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.measure.speed.fp8_report_log import ReportLog
+from bitplan.measure.speed.fp8_report import ReportLog
 from bitplan.measure.speed.paired_timing import CpuStopwatch
 from bitplan.plan.fp8.choice import choose_products
 from bitplan.plan.fp8.layers import Case, Layer, Parallel

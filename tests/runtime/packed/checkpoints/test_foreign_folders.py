@@ -16,7 +16,7 @@ from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.store import open_tensors
 from bitplan.store.compare import compare_files
-from bitplan.store.quantize import quantize_file
+from bitplan.store.quantize_files import quantize_file
 from tests.store.export.tiny_models import save_tiny
 from tests.store.files.quantized_folders import stream
 

@@ -24,7 +24,7 @@ from bitplan.runtime.packed.layer_replacement import StackedExperts
 from bitplan.runtime.packed.product_strategy import LayerError
 from bitplan.runtime.packed.quant_embedding import QuantEmbedding
 from bitplan.runtime.packed.quant_linear import QuantLinear
-from bitplan.store import quantize
+from bitplan.store import quantize_files as quantize
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.packed_folder import FolderContents, cut_shards, packed_config, write_packed_folder
 

@@ -22,7 +22,7 @@ from bitplan.formats.quantization_error import ErrorReport, error_report, sample
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.plan.choose import Wanted
+from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
 from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import container_for, open_tensors, require_container

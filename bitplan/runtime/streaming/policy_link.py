@@ -1,4 +1,6 @@
-"""ConductorLink: applies the transfer limits for each phase of a training step to a stream.
+"""What a policy of selective precision gives to a stream, and what it learns from it.
+
+ConductorLink applies the transfer limits for each phase of a training step to a stream.
 
 `plan.selective.transfer_limits` decides; this module passes it the pressure that the stream reports, and passes its
 limits to the stream (`set_limits`), where they hold at once. The stream's step telemetry shows the limits and
@@ -10,12 +12,15 @@ own; the rules about memory pressure and the optimizer's phase do.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
+from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.plan.selective.decide import BlockPrecisionHint
 from bitplan.plan.selective.transfer_limits import ConductorState, HeuristicPolicyBridge, Phase, RuntimeLimitHints
 from bitplan.runtime.streaming.stream_blocks import BlockStream
+from bitplan.runtime.streaming.telemetry import StreamStepStats
 from bitplan.runtime.streaming.training.host_training import GRADIENTS_WAITING
 
 
@@ -57,3 +62,39 @@ class ConductorLink:
     def _size(self) -> RuntimeLimitHints:
         slots = max(1, self.stream.stats.ring_slots)
         return RuntimeLimitHints(slots, GRADIENTS_WAITING, slots)
+
+
+KEYS = ("compute_ms", "bytes_per_ms", "crossings")
+
+
+class TransferMeter:
+    """How fast the bus is and how long computing takes, from the clocks of the stream's first steps.
+
+    `note` every step, `settle` when a decision (`bandwidth_aware`) needs the facts. Times differ from run to run, so
+    both are fixed once, as the median of the steps until then, and saved with the policy's state: a resumed run uses
+    the same facts.
+    """
+
+    def __init__(self) -> None:
+        self.facts: TransferFacts | None = None
+        self._seen: dict[int, TransferFacts] = {}
+
+    def note(self, last: StreamStepStats | None, one_crossing_bytes: int) -> None:
+        """Add a step whose clocks have been read; moving all blocks once takes `one_crossing_bytes`."""
+        if self.facts is not None or last is None or last.step in self._seen:
+            return
+        if last.bytes_h2d and last.h2d_gb_per_s:
+            crossings = last.bytes_h2d / one_crossing_bytes
+            self._seen[last.step] = TransferFacts(last.compute_ms, last.h2d_gb_per_s * 1e6, crossings)
+        else:  # every block is resident: nothing is transferred
+            self._seen[last.step] = TransferFacts(last.compute_ms, float(one_crossing_bytes), 1e-9)
+
+    def settle(self) -> TransferFacts | None:
+        """The facts, fixed from now on; None where no clock has been read yet."""
+        if self.facts is None and self._seen:
+            seen = list(self._seen.values())
+            self.facts = TransferFacts(*(statistics.median(getattr(one, key) for one in seen) for key in KEYS))
+        return self.facts
+
+    def to_document(self) -> dict[str, float] | None:
+        return None if self.facts is None else {key: getattr(self.facts, key) for key in KEYS}

@@ -24,7 +24,7 @@ from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
-from bitplan.plan.choose import Stored, Wanted, choose_formats
+from bitplan.plan.format_choices import Stored, Wanted, choose_formats
 from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers

@@ -1,0 +1,159 @@
+"""Evidence of training for the solver: gradients that selective precision saw, and times of an FP8 policy.
+
+Gradients. A search's own sensitivities are of the model as it is, on a text. A run of selective precision saw
+how large the gradient of each block (or layer) really was, relative to the others. The square of that over the square
+of the same by the search's statistics is the `weight` of a group: so many times its nats count when formats are
+chosen. Where both see the same, weights are one.
+
+Times. A policy says how many times as fast as BF16 a layer's products are in FP8. Of a streamed weight only the formats
+fp8_* can be multiplied so; all others are decoded, and take BF16's time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bitplan.documents import OBJECT, Reader, load_document
+from bitplan.plan.fp8.policy import Question, decide, load_policy
+from bitplan.plan.fp8.token_ranges import BandPolicy
+from bitplan.plan.fp8.vocabulary import MODULE
+from bitplan.plan.selective.score import average_stats
+from bitplan.plan.selective.state import DOCUMENT as STATE
+from bitplan.plan.selective.state import read_history
+from bitplan.searching.errors import EvidenceFileError
+from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather.searched_model import SearchSubject
+from bitplan.searching.gather.statistics import GRADIENT, INPUTS, InputStatistics
+from bitplan.searching.groups import group_tensors
+
+_SIZES = re.compile(r"(?P<count>\d+) parameters, (?P<numbers>\d+) numbers")
+FP8 = "fp8_"
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def weigh_by_gradients(
+    evidence: SearchEvidence, subject: SearchSubject, statistics: InputStatistics, norms: Mapping[str, float]
+) -> None:
+    """Give every group the weight that the norms of its block's gradient give it."""
+    own: dict[str, float] = dict.fromkeys(norms, 0.0)
+    units = {name: _unit_of(subject.names[name], norms) for name in subject.sites}
+    for name, unit in units.items():
+        if unit is not None:
+            own[unit] += _squared_gradient(statistics, name)
+    known = {unit: (norms[unit] ** 2, own[unit]) for unit in norms if own[unit] > 0}
+    if not known:
+        raise EvidenceFileError("the gradients are of no layer that is searched; check --keep and --only")
+    theirs, ours = (math.fsum(pair[at] for pair in known.values()) for at in (0, 1))
+    weights = {unit: (seen / theirs) / (mine / ours) for unit, (seen, mine) in known.items()}
+    for name, group in evidence.groups.items():
+        found = [weights[unit] for tensor in group.tensors if (unit := units[tensor]) in weights]
+        evidence.groups[name] = replace(group, weight=math.fsum(found) / len(found) if found else 1.0)
+
+
+def read_gradients(path: str | Path, subject: SearchSubject) -> dict[str, float]:
+    """The mean norm of each unit's gradient; a state of another model is refused by the unit that differs."""
+    document = load_document(path, EvidenceFileError)
+    reader = Reader(str(path), EvidenceFileError)
+    inner = document.get("policy", document) if type(document) is dict else document
+    if type(inner) is not dict or inner.get("document") != STATE:
+        reader.stop("no state of selective precision; SelectivePrecisionPolicy.save and save_state write one")
+    layout = inner.get("layout")
+    if not OBJECT.holds(layout):
+        reader.fail("layout", OBJECT.text, layout)
+    shapes = {ours: tuple(subject.model.get_parameter(ours).shape) for ours in subject.names.values()}
+    for unit, held in layout.items():
+        _require_unit(reader, unit, str(held), shapes)
+    stats = average_stats(read_history(reader, inner.get("state"), layout))
+    if not stats:
+        reader.stop("it has no gradients yet; save it after some steps of training")
+    return {name: row.l2_norm for name, row in stats.items()}
+
+
+def _require_unit(reader: Reader, unit: str, held: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    found = [shape for name, shape in shapes.items() if len(shape) > 1 and name.startswith(f"{unit}.")]
+    here = f"{len(found)} parameters, {sum(map(math.prod, found))} numbers"
+    there = _SIZES.match(held)
+    if there is None or there[0] != here:
+        reader.stop(
+            f"gradients of another model: {unit[:80]!r} has {held[:60]} there, and {here} in the model that is searched"
+        )
+
+
+def _unit_of(name: str, units: Mapping[str, Any]) -> str | None:
+    """The unit that a parameter is of: a block, or the longest name of a layer."""
+    return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default=None)
+
+
+def _squared_gradient(statistics: InputStatistics, name: str) -> float:
+    """The expected square of the gradient by a weight: E[g^2] times E[x^2], summed over its numbers."""
+    inputs, gradient = statistics.mean(name, INPUTS), statistics.mean(name, GRADIENT)
+    return 0.0 if inputs is None or gradient is None else float(gradient.sum()) * float(inputs.diagonal().sum())
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def read_speeds(path: str | Path, subject: SearchSubject, rows: int) -> dict[str, float]:
+    """How many times BF16's speed each group has in FP8, one where it runs in BF16; another model's is refused."""
+    policy = load_policy(path)
+    if not isinstance(policy, BandPolicy):
+        raise EvidenceFileError(f"{path}: a policy of version 1 knows no shapes; make one of version 2 of the report")
+    shapes = _product_shapes(subject)
+    asked = {shape for each in shapes.values() for shape in each}
+    known = {rule.shape for rule in policy.rules if rule.gemm == MODULE}
+    if not asked & known:
+        theirs, ours = (", ".join(f"{shape[0]}x{shape[1]}" for shape in sorted(each)[:4]) for each in (known, asked))
+        raise EvidenceFileError(
+            f"{path}: a policy of another model: it has {theirs or 'nothing'}, and the model {ours}"
+        )
+    return {name: max((_speedup(policy, shape, rows) for shape in each), default=1.0) for name, each in shapes.items()}
+
+
+def time_by_policy(evidence: SearchEvidence, subject: SearchSubject, speeds: Mapping[str, float], rows: int) -> None:
+    """Times of formats fp8_*; in training all others take BF16's time."""
+    for name, group in evidence.groups.items():
+        reference = group.reference_us[rows]
+        for fmt, cost in group.formats.items():
+            if fmt.startswith(FP8) or subject.target.streamed:
+                speed = speeds[name] if fmt.startswith(FP8) else 1.0
+                group.formats[fmt] = replace(cost, us={**cost.us, rows: reference / speed})
+
+
+def _speedup(policy: BandPolicy, shape: tuple[int, int], rows: int) -> float:
+    """Of the whole layer in FP8 where it was measured to win, else one: it runs in BF16."""
+    found = [1.0]
+    for rule in policy.rules:
+        if rule.gemm == MODULE and rule.shape == shape and rule.name is not None:
+            size = rule.tp or 1
+            question = Question(
+                rule.kind, rows, rule.name, size, shape=shape, recipe=rule.recipe, gemm=MODULE, part=rule.part
+            )
+            decision = decide(policy, question)
+            found += [decision.speedup or 1.0] if decision else []
+    return max(found)
+
+
+def _product_shapes(subject: SearchSubject) -> dict[str, list[tuple[int, int]]]:
+    """The shapes under which a policy may know a group: its own, and with the layers that FP8 computes with it."""
+    groups = group_tensors(subject.sites, fused=subject.fused)
+    matrices = {
+        name: [subject.sites[tensor].shape for tensor in tensors if len(subject.sites[tensor].shape) == 2]
+        for name, tensors in groups.items()
+    }
+    joined: dict[tuple[str, int], int] = {}  # rows of all layers of a module that have so many columns
+    for name, shapes in matrices.items():
+        for rows, columns in shapes:
+            place = name.rpartition(".")[0], columns
+            joined[place] = joined.get(place, 0) + rows
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name, shapes in matrices.items():
+        own = [(sum(rows for rows, _ in shapes), shapes[0][1])] if shapes else []
+        found[name] = own + [(joined[name.rpartition(".")[0], columns], columns) for _, columns in own]
+    return found

@@ -1,0 +1,1 @@
+"""Growing trees on a CUDA GPU; imported when `device="cuda"` asks for it, for it needs torch and Triton."""

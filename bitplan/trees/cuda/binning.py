@@ -1,0 +1,120 @@
+"""Numbers to bins on the GPU, as `trees.loops.rows.bin_numbers` finds them, in the form that histograms read."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitplan.trees.binning import BinnedRows, Bins
+from bitplan.trees.cuda.kernels import BINS, GROUP_BYTES, byte_of, lay_out
+from bitplan.trees.cuda.limits import check_memory, find_device
+from bitplan.trees.gradients import Array
+
+BLOCK = 1024
+ROWS_AT_ONCE = 2**20  # numbers of these are on the card as they are
+_BINS, _BYTES, _MISSING = tl.constexpr(BINS), tl.constexpr(GROUP_BYTES), tl.constexpr(255)
+
+
+@dataclass(frozen=True)
+class CudaBins:
+    """Bins of all rows on the card, by group of features, row and place in the group (`trees.cuda.kernels`)."""
+
+    panels: Tensor
+    rows: int
+    groups: int
+    width: int  # features of a group
+
+    @property
+    def device(self) -> torch.device:
+        return self.panels.device
+
+
+def _empty_panels(rows: int, features: int, more: int) -> CudaBins:
+    groups = -(-features // GROUP_BYTES)
+    device, size = find_device(), rows * groups * GROUP_BYTES
+    check_memory(device, rows, features, size + more)
+    return CudaBins(torch.empty(size, dtype=torch.uint8, device=device), rows, groups, -(-features // groups))
+
+
+def copy_bins(data: BinnedRows) -> CudaBins:
+    """Bins that the CPU found."""
+    rows, features = data.rows, len(data.columns)
+    made = _empty_panels(rows, features, 2 * rows * GROUP_BYTES)
+    for group in range(made.groups):
+        columns = torch.from_numpy(data.columns[group * made.width : (group + 1) * made.width])
+        numbers = torch.empty((made.width, rows), dtype=torch.uint8, device=made.device)
+        numbers[: len(columns)] = columns.to(made.device)
+        if len(columns) < made.width:  # of no feature: over all bins, so that no atomics wait for each other
+            numbers[len(columns) :] = torch.arange(rows, device=made.device) & 255
+        part = made.panels[group * rows * GROUP_BYTES :]
+        lay_out[(triton.cdiv(rows, BLOCK),)](numbers, part, rows, WIDTH=made.width, BLOCK=BLOCK, num_warps=4)
+    return made
+
+
+def bin_on_card(x: Array, bins: Bins) -> CudaBins:
+    """Every number of x replaced by its bin; no feature is a category."""
+    rows, features = x.shape
+    chunk = min(rows, ROWS_AT_ONCE)
+    made = _empty_panels(rows, features, 2 * chunk * features * x.itemsize)
+    limits = np.full((features, BINS), np.inf)
+    for feature, edges in enumerate(bins.edges):
+        limits[feature, : len(edges)] = edges
+    limits_there = torch.from_numpy(limits).to(made.device)
+    for first in range(0, rows, chunk):
+        part = x[first : first + chunk]
+        numbers = torch.from_numpy(part if part.flags.writeable else part.copy()).to(made.device)
+        bin_numbers[(triton.cdiv(len(part), BLOCK), made.groups)](
+            numbers,
+            limits_there,
+            made.panels,
+            first,
+            len(part),
+            rows,
+            features,
+            numbers.stride(0),
+            numbers.stride(1),
+            WIDTH=made.width,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    return made
+
+
+@triton.jit
+def bin_numbers(
+    numbers_ptr,
+    limits_ptr,
+    bins_ptr,
+    first,
+    count,
+    rows,
+    features,
+    row_stride,
+    feature_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The first bin whose upper limit is not below the number, in eight steps; `count` rows from row `first` on."""
+    group = tl.program_id(1)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, row = at < count, first + at
+    panel = bins_ptr + (group.to(tl.int64) * rows + row) * _BYTES
+    for place in tl.static_range(WIDTH):
+        feature = group * WIDTH + place
+        if feature < features:
+            number = tl.load(numbers_ptr + at * row_stride + feature * feature_stride, mask=inside, other=0.0)
+            wide = number.to(tl.float64)
+            low = tl.zeros([BLOCK], tl.int32)
+            for power in tl.static_range(8):
+                limit = tl.load(limits_ptr + feature * _BINS + low + ((128 >> power) - 1))
+                low += tl.where(limit < wide, 128 >> power, 0)
+            bin_ = tl.where(number == number, low, _MISSING)
+        else:  # of no feature: over all bins, so that no atomics wait for each other
+            bin_ = (row & 255).to(tl.int32)
+        tl.store(panel + byte_of(place, row, WIDTH), bin_.to(tl.uint8), mask=inside)

@@ -1,0 +1,286 @@
+"""Growing one tree on the GPU: the same queue as on the CPU, waves of leaves instead of threads.
+
+The host holds the tables of nodes and decides what is expanded (`trees.loops.nodes`), as for several processes: the
+leaf at the head of the queue and those that the tree will probably need after it, in one step on the GPU. Expansions
+that the tree does not need are dropped. Row counts are exact, so the host knows where the rows of both children will
+lie before they are moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from bitplan.kernels.base.launch import PreparedLaunch
+from bitplan.trees.binning import BinnedRows, Bins
+from bitplan.trees.cuda import columns as there
+from bitplan.trees.cuda import kernels, waves
+from bitplan.trees.cuda.binning import CudaBins, copy_bins
+from bitplan.trees.cuda.gradients import CudaGradients
+from bitplan.trees.cuda.limits import check_memory, table_bytes
+from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, collect_rows
+from bitplan.trees.distributed.shards import ALONE, Shards
+from bitplan.trees.gradients import Array, GradientPrecision, Gradients
+from bitplan.trees.grow import Grown, GrowthRules, TreeGrower
+from bitplan.trees.loops import nodes as queue
+from bitplan.trees.loops import split
+from bitplan.trees.tree_tables import Growth
+
+WAVE = 32  # nodes at most
+BLOCK = 1024  # rows that are partitioned together
+ADDERS, PARTERS = 2, 6  # programs on each processor: of 512 threads and 64 registers; of PART_WARPS
+PART_WARPS = 8
+
+
+@dataclass
+class WaveSteps:
+    """The launches of a wave, in their order."""
+
+    part_rows: PreparedLaunch
+    add_rows: PreparedLaunch
+    judge_features: PreparedLaunch
+    pick_features: PreparedLaunch
+
+
+class CudaTreeGrower(TreeGrower):
+    """Grows trees on rows that stay on the GPU."""
+
+    def __init__(self, data: BinnedRows | CudaBins, bins: Bins, rules: GrowthRules, shards: Shards = ALONE) -> None:
+        super().__init__(cast(BinnedRows, data), bins, rules, shards)
+        there_already = data if isinstance(data, CudaBins) else copy_bins(data)
+        self._panels, self._device = there_already.panels, there_already.device
+        self._groups, self._width = there_already.groups, there_already.width
+        self._count, self._features, device = data.rows, len(bins.edges), self._device
+        leaves = min(rules.max_leaves, max(data.rows, 1))
+        self._wave = min(WAVE, triton.next_power_of_2(leaves))
+        self._slots = 2 * leaves + 2
+        needed = table_bytes(data.rows, self._features, self._slots)
+        check_memory(device, data.rows, self._features, needed)
+        self._sides = self._empty(2 * data.rows, torch.int64)
+        self._pool = self._empty(self._slots * self._features * 2 * kernels.BINS, torch.int64)
+        self._gains = self._empty(2 * self._wave * self._features, torch.float64)
+        self._found = self._empty(2 * self._wave * self._features * kernels.FOUND, torch.int64)
+        self._result = self._empty(2 * self._wave * there.RESULT, torch.int64)
+        self._table = self._empty((self._wave + 1) * there.COLUMNS, torch.int64)
+        pinned = device.type == "cuda"
+        self._host_table = torch.zeros((self._wave + 1, there.COLUMNS), dtype=torch.int64, pin_memory=pinned)
+        self._host_result = torch.zeros((2 * self._wave, there.RESULT), dtype=torch.int64, pin_memory=pinned)
+        self._bin_counts = torch.from_numpy(bins.counts).to(device)
+        self.steps = self._prepare()
+        chunk = kernels.TILE * kernels.TILES
+        self._sizes = BLOCK, chunk, self._groups, self.steps.add_rows.grid[0]
+
+    def _empty(self, size: int, kind: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=kind, device=self._device)
+
+    def _programs(self, of_each: int) -> int:
+        """Of a grid that fills the card."""
+        if self._device.type != "cuda":
+            return 2
+        return of_each * int(torch.cuda.get_device_properties(self._device).multi_processor_count)
+
+    def _prepare(self) -> WaveSteps:
+        features, wave = self._features, self._wave
+        common = {"WIDTH": self._width}
+        sizes = self._count, features
+        shared = {"SHARED": kernels.HAS_SHARED_ATOMICS, "TILE": kernels.TILE, "TILES": kernels.TILES}
+        return WaveSteps(
+            PreparedLaunch(
+                kernels.part_rows,
+                (self._programs(PARTERS),),
+                sizes,
+                {**common, "K": wave, "BLOCK": BLOCK},
+                num_warps=PART_WARPS,
+            ),
+            PreparedLaunch(
+                kernels.add_rows,
+                (self._programs(ADDERS),),
+                sizes,
+                {**common, "IN_GROUPS": self._groups, "K": wave, **shared},
+                num_warps=16,
+            ),
+            PreparedLaunch(
+                kernels.judge_features,
+                (wave * features,),
+                (features,),
+                {"K": wave, "HAS_L1": self._rules.l1 > 0},
+                num_warps=2,
+                enable_fp_fusion=False,
+            ),
+            PreparedLaunch(
+                kernels.pick_features,
+                (2 * wave,),
+                (features,),
+                {"K": wave, "WIDE": triton.next_power_of_2(features)},
+                num_warps=1,
+                enable_fp_fusion=False,
+            ),
+        )
+
+    # ---- a tree ------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def features(self) -> int:
+        return self._features
+
+    @property
+    def panels(self) -> tuple[Tensor, int]:
+        """Bins by group, row and place, and how many features a group has."""
+        return self._panels, self._width
+
+    def grow(self, gradients: Gradients | CudaGradients, rows: Array | range, features: Array) -> Grown:
+        """One tree from `rows` and the features it may use, the one that the CPU grows.
+
+        From gradients on the GPU the rows of its leaves stay there, too: see `launch_on_leaves`.
+        """
+        columns = np.flatnonzero(np.isin(self._bins.features, features))
+        self._scales = np.array([gradients.grad_scale, gradients.hess_scale])
+        self._begin(columns)
+        self._enter(gradients, rows)
+        self._entries = np.empty(0, np.uint64)
+        growth = self._growth = Growth(min(self._rules.max_leaves, max(len(rows), 1)), self._rules.best_first)
+        growth.set_root(len(rows), np.zeros(3, np.int64))
+        self._free = np.arange(self._slots + 1)  # the last number says how many
+        root = self._judge_root(len(rows))
+        growth.nodes[0, split.GRAD : split.ROWS + 1] = root
+        growth.open_root()
+        self._expand_leaves()
+        self._find_parts()
+        if not isinstance(gradients, CudaGradients):
+            self._collect(len(rows))
+        return self._finish(growth)
+
+    def _begin(self, columns: Array) -> None:
+        """What judging needs to know of this tree."""
+        groups = np.zeros(self._features, np.int64)
+        groups[columns] = self._by_feature[columns, split.FEATURE_GROUPS]
+        rules = self._rules
+        rest = rules.l1, rules.l2, rules.min_child_weight, rules.min_child_rows, rules.min_gain
+        self._feature_groups = torch.from_numpy(groups).to(self._device)
+        self._numbers_there = torch.tensor([*self._scales, *rest], dtype=torch.float64).to(self._device)
+
+    def _enter(self, gradients: Gradients | CudaGradients, rows: Array | range) -> None:
+        """All rows into the first side of the entries."""
+        if isinstance(gradients, CudaGradients):
+            gradients.enter(self._sides, rows)
+            return
+        grads, hess = (torch.from_numpy(codes).to(self._device) for codes in (gradients.grads, gradients.hessians))
+        is_all = isinstance(rows, range)
+        numbers = grads if is_all else torch.from_numpy(np.asarray(rows, np.int32)).to(self._device)
+        kernels.enter_rows[(triton.cdiv(max(len(rows), 1), BLOCK),)](
+            self._sides,
+            grads,
+            hess,
+            numbers,
+            len(rows),
+            NIBBLES=gradients.precision is GradientPrecision.I8,
+            ALL=is_all,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+
+    # ---- waves -------------------------------------------------------------------------------------------------------
+
+    def _judge_root(self, rows: int) -> Array:
+        """The root's best split, into the tables; its sums."""
+        table = self._host_table.numpy()
+        table[:] = 0
+        table[:-1, [there.FIRST_BLOCK, there.FIRST_SEGMENT]] = waves.FAR_AWAY
+        table[:-1, [there.SMALL_SLOT, there.LARGE_SLOT]] = -1
+        self._free[-1] -= 1
+        slot = self._free[self._free[-1]]
+        table[0, there.SMALL_STOP], table[0, there.SMALL_SLOT], table[0, there.GROUPS] = rows, slot, -1
+        table[-1, there.NODES] = 1
+        waves.set_segments(table, 1, rows, self._sizes)
+        self._run_wave()
+        growth, found = self._growth, self._host_result.numpy()[0]
+        waves.note_split(0, found, growth.nodes, growth.reals, growth.goes_left, self._by_feature)
+        growth.nodes[0, split.SLOT] = slot
+        return found[there.RESULT_NODE :]
+
+    def _expand_leaves(self) -> None:
+        """Waves until the tree is complete."""
+        growth = self._growth
+        tables = growth.nodes, growth.reals, growth.leaves, growth.splits, growth.counts, growth.ready, growth.top
+        wave = np.zeros((self._wave, 2), np.int64)
+        result, table = self._host_result.numpy(), self._host_table.numpy()
+        space = np.empty(0, np.uint64), np.empty((0, 0), np.uint8), np.empty(0, np.uint64)  # rows are moved on the card
+        done = 0
+        while True:
+            done = waves.next_wave(
+                (*tables, growth.best_first),
+                growth.goes_left,
+                wave,
+                done,
+                result,
+                table,
+                self._free,
+                self._by_feature,
+                space,
+                self._scales,
+                self._numbers,
+                self._sizes,
+            )
+            if not done:
+                return
+            self._run_wave()
+
+    def _run_wave(self) -> None:
+        """Launch the steps of a wave and wait for its result."""
+        self._table.copy_(self._host_table.view(-1), non_blocking=True)
+        self._launch_steps()
+        self._host_result.view(-1).copy_(self._result, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _launch_steps(self) -> None:
+        steps, panels = self.steps, self._panels
+        steps.part_rows(self._table, self._sides, panels, self._pool)
+        steps.add_rows(self._table, self._sides, panels.view(torch.int64), self._pool)
+        found = self._gains, self._found
+        judging = self._bin_counts, self._feature_groups, self._numbers_there
+        steps.judge_features(self._table, self._pool, *judging, *found)
+        steps.pick_features(self._table, *found, self._result)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def _find_parts(self) -> None:
+        """Where the rows of the tree's leaves lie: ranges of nodes that were not expanded, wanted or not."""
+        growth = self._growth
+        made, leaves = growth.nodes[: growth.counts[queue.MADE]], growth.counts[queue.LEAVES]
+        leaf_of = np.full(len(made), -1)
+        leaf_of[growth.leaves[:leaves, queue.NODE]] = np.arange(leaves)
+        is_expanded = made[:, split.STATE] == queue.EXPANDED
+        for node in np.flatnonzero(is_expanded):  # parents come before their children
+            if leaf_of[node] >= 0:
+                child = made[node, split.CHILD]
+                leaf_of[child : child + 2] = leaf_of[node]
+        last = np.flatnonzero(~is_expanded & (made[:, split.STOP] > made[:, split.START]))
+        ranges = made[last]
+        blocks = -(-(ranges[:, split.STOP] - ranges[:, split.START]) // BLOCK)
+        parts = np.full((triton.next_power_of_2(max(len(last), 1)), PARTS_COLUMNS), waves.FAR_AWAY, np.int64)
+        sides = ranges[:, split.DEPTH] & 1
+        of_blocks = np.cumsum(blocks) - blocks
+        parts[: len(last)] = np.column_stack([ranges[:, : split.STOP + 1], of_blocks, sides, leaf_of[last]])
+        self._parts, self._blocks = torch.from_numpy(parts).to(self._device), int(blocks.sum())
+        self.depth = int(growth.nodes[growth.leaves[:leaves, queue.NODE], split.DEPTH].max())
+
+    def launch_on_leaves(self, kernel: Any, *pointers: Tensor) -> None:
+        """Run a kernel over the rows of the last tree's leaves."""
+        parts = self._parts
+        sizes = {"PARTS": len(parts), "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
+        kernel[(self._programs(PARTERS),)](parts, self._sides, *pointers, self._count, self._blocks, **sizes)
+
+    def _collect(self, rows: int) -> None:
+        """Entries of all leaves to the host, where each node's range has its rows."""
+        self.launch_on_leaves(collect_rows)
+        self._entries = self._sides[:rows].cpu().numpy().view(np.uint64)

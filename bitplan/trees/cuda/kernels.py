@@ -1,0 +1,422 @@
+"""Triton kernels that expand a wave of leaves: partition their rows, sum histograms, find the best splits.
+
+Everything that decides is an integer until a split is judged, and then the arithmetic is that of `trees.loops.split`,
+operation by operation (launches pass `enable_fp_fusion=False`): the trees are those of the CPU, to the bit.
+
+`table` says what a wave does: a row for each of up to K nodes, then a row for all of them. Grids are fixed; programs
+take blocks of rows, or segments of a histogram, in turn.
+
+Bins of a row lie in groups of up to 16 features, 16 bytes a row. Row r begins with feature r % WIDTH of the group: the
+32 threads of a warp, a row each, then add to the cells of different features, even where a feature has few bins.
+
+A cell of a histogram is two int64: gradient << 28 plus rows, and hessian. A program adds its rows to cells in shared
+memory, two 32-bit atomics for each bin, gradient << 12 plus rows and hessian, and adds those to the cells of the
+node. Triton has no atomics in shared memory: these are PTX. Its interpreter adds to the node's cells at once.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from bitplan.kernels.base.numbers import INTERPRETED
+from bitplan.trees.cuda import columns
+
+BINS = 256
+GROUP_BYTES = 16
+CELL_SHIFT = 28  # rows of a tree are fewer than 2^28, and 2^35 / 127 is more than that
+MOST_ROWS = 2**CELL_SHIFT - 1
+TILE, TILES = 512, 7  # rows of a tile; tiles until the 12 bits of a row count are full
+# Columns of `found`, by node and feature
+PLACE, TO_LEFT, LEFT_BOTH, LEFT_HESS, ALL_BOTH, ALL_HESS, FOUND = range(7)
+# Places in `numbers`
+GRAD_SCALE, HESS_SCALE, L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN = range(7)
+
+_BINS, _BYTES, _SHIFT, _COLUMNS, _FOUND, _RESULT = (
+    tl.constexpr(each) for each in (BINS, GROUP_BYTES, CELL_SHIFT, columns.COLUMNS, FOUND, columns.RESULT)
+)
+_MISSING, _ROW, _COUNT = tl.constexpr(255), tl.constexpr(0xFFFFFFFF), tl.constexpr(MOST_ROWS)
+_START, _STOP, _SIDE = (tl.constexpr(each) for each in (columns.START, columns.STOP, columns.SIDE))
+_FEATURE, _BIN, _MISSING_LEFT = (tl.constexpr(each) for each in (columns.FEATURE, columns.BIN, columns.MISSING_LEFT))
+_FIRST_BLOCK, _FIRST_SEGMENT = tl.constexpr(columns.FIRST_BLOCK), tl.constexpr(columns.FIRST_SEGMENT)
+_SMALL_START, _SMALL_STOP, _SMALL_SIDE = (
+    tl.constexpr(each) for each in (columns.SMALL_START, columns.SMALL_STOP, columns.SMALL_SIDE)
+)
+_SMALL_SLOT, _LARGE_SLOT, _GROUPS = (
+    tl.constexpr(each) for each in (columns.SMALL_SLOT, columns.LARGE_SLOT, columns.GROUPS)
+)
+_LEFTS, _RIGHTS, _NODES, _BLOCKS = (
+    tl.constexpr(each) for each in (columns.LEFTS, columns.RIGHTS, columns.NODES, columns.BLOCKS)
+)
+_SEGMENTS, _SEGMENT_ROWS = tl.constexpr(columns.SEGMENTS), tl.constexpr(columns.SEGMENT_ROWS)
+NOISE = tl.constexpr(1e-12)  # as `trees.loops.split` has it
+SHARED_CELLS = tl.constexpr(4096)  # of 4 bytes: 16 features
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def lay_out(columns_ptr, bins_ptr, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Bins of one group of features, given by column, into 16 bytes a row."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    for place in tl.static_range(WIDTH):
+        bin_ = tl.load(columns_ptr + row + place * rows, mask=inside, other=0)
+        tl.store(bins_ptr + row * _BYTES + byte_of(place, row, WIDTH), bin_, mask=inside)
+
+
+@triton.jit
+def byte_of(place, row, WIDTH: tl.constexpr):
+    """Where a row has the bin of a feature of its group."""
+    byte = place - row.to(tl.int32) % WIDTH
+    return tl.where(byte < 0, byte + WIDTH, byte)
+
+
+@triton.jit
+def enter_rows(
+    entries_ptr, grads_ptr, hess_ptr, rows_ptr, count, NIBBLES: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Entries as on the CPU: bits 48..63 the gradient, signed, 32..47 the hessian, 0..31 the row."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    row = at if ALL else tl.load(rows_ptr + at, mask=inside, other=0).to(tl.int64)
+    if NIBBLES:
+        shift = ((row & 1) << 2).to(tl.int32)
+        grad = tl.load(grads_ptr + (row >> 1), mask=inside, other=0).to(tl.int32)
+        grad = (((grad >> shift) & 15) ^ 8) - 8
+        hess = (tl.load(hess_ptr + (row >> 1), mask=inside, other=0).to(tl.int32) >> shift) & 15
+    else:
+        grad = tl.load(grads_ptr + row, mask=inside, other=0).to(tl.int32)
+        hess = tl.load(hess_ptr + row, mask=inside, other=0).to(tl.int32)
+    entry = (grad.to(tl.int64) << 48) + (hess.to(tl.int64) << 32) + row
+    tl.store(entries_ptr + at, entry, mask=inside)
+
+
+@triton.jit
+def _node_of(table_ptr, item, column: tl.constexpr, K: tl.constexpr):
+    """The table's row of the node that a block or segment belongs to, and the node's first one."""
+    firsts = tl.load(table_ptr + tl.arange(0, K) * _COLUMNS + column)
+    node = tl.sum((firsts <= item).to(tl.int32), 0) - 1
+    of = table_ptr + node * _COLUMNS
+    return of, tl.load(of + column)
+
+
+@triton.jit
+def part_rows(
+    table_ptr,
+    entries_ptr,
+    bins_ptr,
+    pool_ptr,
+    rows,
+    features,
+    WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of each node to the other side of `entries`, those that go left first. Clears the new histograms, too.
+
+    Blocks reserve their places with atomics: in which order rows lie in a child is left to chance, and changes no sum.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    nodes = tl.load(table_ptr + K * _COLUMNS + _NODES).to(tl.int32)
+    cells = tl.arange(0, 2 * _BINS)
+    for item in range(program, nodes * features, programs):
+        slot = tl.load(table_ptr + item // features * _COLUMNS + _SMALL_SLOT)
+        if slot >= 0:
+            nothing = tl.zeros([2 * _BINS], tl.int64)
+            tl.store(pool_ptr + (slot * features + item % features) * (2 * _BINS) + cells, nothing)
+    blocks = tl.load(table_ptr + K * _COLUMNS + _BLOCKS).to(tl.int32)
+    for block in range(program, blocks, programs):
+        of, first = _node_of(table_ptr, block, _FIRST_BLOCK, K)
+        start, stop, side = tl.load(of + _START), tl.load(of + _STOP), tl.load(of + _SIDE)
+        feature, last_left = tl.load(of + _FEATURE), tl.load(of + _BIN).to(tl.int32)
+        missing_left = tl.load(of + _MISSING_LEFT).to(tl.int32)
+        within = tl.arange(0, BLOCK)
+        at = start + (block - first) * BLOCK + within
+        inside = at < stop
+        entry = tl.load(entries_ptr + side * rows + at, mask=inside, other=0)
+        row = entry & _ROW
+        place = (feature // WIDTH * rows + row) * _BYTES + byte_of((feature % WIDTH).to(tl.int32), row, WIDTH)
+        bin_ = tl.load(bins_ptr + place, mask=inside, other=0).to(tl.int32)
+        goes_left = tl.where(bin_ == _MISSING, missing_left, (bin_ <= last_left).to(tl.int32))
+        goes_left = tl.where(inside, goes_left, 0)
+        lefts = tl.sum(goes_left, 0)
+        rights = tl.sum(inside.to(tl.int32), 0) - lefts
+        before = tl.cumsum(goes_left, 0) - goes_left
+        first_left = start + tl.atomic_add(of + _LEFTS, lefts.to(tl.int64), sem="relaxed")
+        first_right = stop - rights - tl.atomic_add(of + _RIGHTS, rights.to(tl.int64), sem="relaxed")
+        to = tl.where(goes_left > 0, first_left + before, first_right + within - before)
+        tl.store(entries_ptr + (1 - side) * rows + to, entry, mask=inside)
+
+
+# ---- histograms ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _shared_cells():
+    """The address of 32 KiB of shared memory: 4096 sums of gradients and rows, then 4096 of hessians."""
+    return tl.inline_asm_elementwise(
+        "{ .shared .align 16 .b8 tree_cells[32768]; mov.u32 $0, tree_cells; }",
+        "=r",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _add_shared(address, both, hess):
+    tl.inline_asm_elementwise(
+        "{ red.shared.add.u32 [$1], $2; red.shared.add.u32 [$1+16384], $3; mov.u32 $0, 0; }",
+        "=r,r,r,r",
+        [address, both, hess],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _take_shared(address):
+    """What is there; zero from then on."""
+    return tl.inline_asm_elementwise(
+        "{ ld.shared.u32 $0, [$1]; st.shared.u32 [$1], 0; }", "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _load_bins(panels_ptr, entry, first_row, WIDTH: tl.constexpr):
+    """(eight bins, eight more, the first one's feature) of each row; bins as words of 64 bits."""
+    row = entry & _ROW
+    word = panels_ptr + (first_row + row) * 2
+    early = tl.load(word)
+    late = tl.load(word + 1) if WIDTH > 8 else early
+    return early, late, (row.to(tl.int32) % WIDTH)
+
+
+@triton.jit
+def add_rows(
+    table_ptr,
+    entries_ptr,
+    panels_ptr,
+    pool_ptr,
+    rows,
+    features,
+    WIDTH: tl.constexpr,
+    IN_GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Histograms of the smaller child of each node, segment by segment and group by group of features."""
+    segments = tl.load(table_ptr + K * _COLUMNS + _SEGMENTS).to(tl.int32)
+    length = tl.load(table_ptr + K * _COLUMNS + _SEGMENT_ROWS)
+    within = tl.arange(0, TILE)
+    if SHARED:
+        base = _shared_cells()
+        place = tl.arange(0, SHARED_CELLS)
+        address = base + place * 4
+        _take_shared(address)
+        _take_shared(address + 4 * SHARED_CELLS)
+        tl.debug_barrier()
+    for item in range(tl.program_id(0), segments * IN_GROUPS, tl.num_programs(0)):
+        segment, group = item // IN_GROUPS, item % IN_GROUPS
+        of, first = _node_of(table_ptr, segment, _FIRST_SEGMENT, K)
+        start = tl.load(of + _SMALL_START) + (segment - first) * length
+        stop = tl.minimum(start + length, tl.load(of + _SMALL_STOP))
+        source = entries_ptr + tl.load(of + _SMALL_SIDE) * rows
+        cells = pool_ptr + (tl.load(of + _SMALL_SLOT) * features + group * WIDTH) * (2 * _BINS)
+        first_row = tl.full((), group, tl.int64) * rows
+        width = features - group * WIDTH
+        if SHARED:
+            grads = tl.zeros([SHARED_CELLS], tl.int32)
+            counts = tl.zeros([SHARED_CELLS], tl.int32)
+            since = 0
+            at = start + within
+            entry = tl.load(source + at, mask=at < stop, other=0)
+            following = tl.load(source + at + TILE, mask=at + TILE < stop, other=0)
+            early, late, feature = _load_bins(panels_ptr, entry, first_row, WIDTH)
+            for tile in range(start, stop, TILE):
+                both = tl.where(tile + within < stop, ((entry >> 48) << 12).to(tl.int32) + 1, 0)
+                hess = (entry >> 32).to(tl.int32) & 0xFFFF  # 0 outside
+                now_early, now_late, now_feature = early, late, feature
+                # While these rows are added, the bins of the next are on their way, and the entries after those.
+                entry, ahead = following, tile + 2 * TILE + within
+                early, late, feature = _load_bins(panels_ptr, entry, first_row, WIDTH)
+                following = tl.load(source + ahead, mask=ahead < stop, other=0)
+                for byte in tl.static_range(WIDTH):
+                    bin_ = ((now_early if byte < 8 else now_late) >> (byte % 8 * 8)).to(tl.int32) & 255
+                    _add_shared(base + (now_feature * _BINS + bin_) * 4, both, hess)
+                    now_feature = tl.where(now_feature == WIDTH - 1, 0, now_feature + 1)
+                since += 1
+                if since == TILES:
+                    since = 0
+                    tl.debug_barrier()
+                    packed = _take_shared(address)
+                    grads += packed >> 12
+                    counts += packed & 4095
+                    tl.debug_barrier()
+            tl.debug_barrier()
+            packed = _take_shared(address)
+            grads += packed >> 12
+            counts += packed & 4095
+            hess = _take_shared(address + 4 * SHARED_CELLS)
+            tl.debug_barrier()
+            used = (counts > 0) & (place // _BINS < width)
+            both = (grads.to(tl.int64) << _SHIFT) + counts
+            tl.atomic_add(cells + place * 2, both, mask=used, sem="relaxed")
+            tl.atomic_add(cells + place * 2 + 1, hess.to(tl.uint32).to(tl.int64), mask=used, sem="relaxed")
+        else:
+            for tile in range(start, stop, TILE):
+                inside = tile + within < stop
+                entry = tl.load(source + tile + within, mask=inside, other=0)
+                early, late, feature = _load_bins(panels_ptr, entry, first_row, WIDTH)
+                both = ((entry >> 48) << _SHIFT) + 1
+                hess = (entry >> 32) & 0xFFFF
+                for byte in tl.static_range(WIDTH):
+                    bin_ = ((early if byte < 8 else late) >> (byte % 8 * 8)).to(tl.int32) & 255
+                    to = cells + (feature * _BINS + bin_) * 2
+                    used = inside & (feature < width)
+                    tl.atomic_add(to, both, mask=used, sem="relaxed")
+                    tl.atomic_add(to + 1, hess, mask=used, sem="relaxed")
+                    feature = tl.where(feature == WIDTH - 1, 0, feature + 1)
+
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _quotient(over, under):
+    """over / under of numbers that are not below zero; by zero it is infinity, and 0 / 0 is below every gain."""
+    whole = over / tl.where(under == 0.0, 1.0, under)
+    return tl.where(under == 0.0, tl.where(over > 0.0, float("inf"), float("-inf")), whole)
+
+
+@triton.jit
+def _side_gain(grad, hess, l1, l2, HAS_L1: tl.constexpr):
+    shrunk = tl.abs(grad)
+    if HAS_L1:
+        shrunk = tl.where(shrunk > l1, shrunk - l1, 0.0)
+    return _quotient(shrunk * shrunk, hess + l2)
+
+
+@triton.jit
+def _best_place(both, hess, bins, count, allowed, numbers_ptr, gain_ptr, found_ptr, HAS_L1: tl.constexpr):
+    """The best split of a node by one feature, where `trees.loops.split.judge` finds it."""
+    grad_scale, hess_scale = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
+    l1, l2, least_weight = tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
+    least_rows, min_gain = tl.load(numbers_ptr + 5).to(tl.int64), tl.load(numbers_ptr + 6)
+    all_both, all_hess = tl.sum(both, 0), tl.sum(hess, 0)
+    all_grad, all_rows = all_both >> _SHIFT, all_both & _COUNT
+    node_grad, node_hess = all_grad.to(tl.float64) * grad_scale, all_hess.to(tl.float64) * hess_scale
+    before = tl.where(node_hess + l2 > 0.0, _side_gain(node_grad, node_hess, l1, l2, HAS_L1), 0.0)
+    noise = tl.abs(before) * NOISE
+    least = tl.where(min_gain > noise, min_gain, noise)
+    is_missing = bins == _MISSING
+    missing_both = tl.sum(tl.where(is_missing, both, 0), 0)
+    missing_hess = tl.sum(tl.where(is_missing, hess, 0), 0)
+    has_missing = (missing_both & _COUNT) > 0
+    lefts, left_weights = tl.cumsum(tl.where(is_missing, 0, both), 0), tl.cumsum(tl.where(is_missing, 0, hess), 0)
+    best, best_place, best_turn = least * 0.0, 0, 0
+    for turn in tl.static_range(2):
+        if turn == 1:
+            lefts += missing_both
+            left_weights += missing_hess
+        limit = tl.where(has_missing, count - turn, count - 1)
+        rows, grad = lefts & _COUNT, lefts >> _SHIFT
+        left, right = grad.to(tl.float64) * grad_scale, (all_grad - grad).to(tl.float64) * grad_scale
+        left_hess = left_weights.to(tl.float64) * hess_scale
+        right_hess = (all_hess - left_weights).to(tl.float64) * hess_scale
+        left_all, right_all = left_hess + l2, right_hess + l2
+        if HAS_L1:
+            gain = _side_gain(left, left_hess, l1, l2, HAS_L1) + _side_gain(right, right_hess, l1, l2, HAS_L1)
+        else:
+            gain = _quotient(left * left * right_all + right * right * left_all, left_all * right_all)
+        valid = (bins < limit) & (rows >= least_rows) & (all_rows - rows >= least_rows) & (gain == gain)
+        valid = valid & (left_hess >= least_weight) & (right_hess >= least_weight)
+        valid = valid & (left_all > 0.0) & (right_all > 0.0) & allowed & (has_missing | (turn == 0))
+        gain = tl.where(valid, gain, float("-inf"))
+        place = tl.argmax(gain, 0)
+        beyond = tl.max(gain, 0) - before
+        is_better = (beyond > least) & (beyond > best)
+        best = tl.where(is_better, beyond, best)
+        best_place = tl.where(is_better, place, best_place)
+        best_turn = tl.where(is_better, turn, best_turn)
+    # the prefix sums as they are now have the missing rows
+    at_place = bins == best_place
+    left_both, left_hess = tl.sum(tl.where(at_place, lefts, 0), 0), tl.sum(tl.where(at_place, left_weights, 0), 0)
+    left_both = tl.where(best_turn == 1, left_both, left_both - missing_both)
+    left_hess = tl.where(best_turn == 1, left_hess, left_hess - missing_hess)
+    larger_left = (2 * (left_both & _COUNT) >= all_rows).to(tl.int32)
+    tl.store(gain_ptr, best)
+    tl.store(found_ptr, best_place.to(tl.int64))
+    tl.store(found_ptr + 1, tl.where(has_missing, best_turn, larger_left).to(tl.int64))
+    tl.store(found_ptr + 2, left_both)
+    tl.store(found_ptr + 3, left_hess)
+    tl.store(found_ptr + 4, all_both)
+    tl.store(found_ptr + 5, all_hess)
+
+
+@triton.jit
+def judge_features(
+    table_ptr,
+    pool_ptr,
+    counts_ptr,
+    groups_ptr,
+    numbers_ptr,
+    gains_ptr,
+    found_ptr,
+    features,
+    K: tl.constexpr,
+    HAS_L1: tl.constexpr,
+):
+    """One feature's best splits of both children of a node; the parent's cells become those of the larger child."""
+    node, feature = tl.program_id(0) // features, tl.program_id(0) % features
+    of = table_ptr + node * _COLUMNS
+    slot, rest = tl.load(of + _SMALL_SLOT), tl.load(of + _LARGE_SLOT)
+    if (node < tl.load(table_ptr + K * _COLUMNS + _NODES)) & (slot >= 0):
+        bins = tl.arange(0, _BINS)
+        count = tl.load(counts_ptr + feature).to(tl.int32)
+        allowed = (tl.load(groups_ptr + feature) & tl.load(of + _GROUPS)) != 0
+        cells = pool_ptr + (slot * features + feature) * (2 * _BINS) + 2 * bins
+        both, hess = tl.load(cells), tl.load(cells + 1)
+        out = 2 * node * features + feature
+        gain, found = gains_ptr + out, found_ptr + out * _FOUND
+        _best_place(both, hess, bins, count, allowed, numbers_ptr, gain, found, HAS_L1)
+        if rest >= 0:
+            cells = pool_ptr + (rest * features + feature) * (2 * _BINS) + 2 * bins
+            both, hess = tl.load(cells) - both, tl.load(cells + 1) - hess
+            tl.store(cells, both)
+            tl.store(cells + 1, hess)
+            gain, found = gain + features, found + features * _FOUND
+            _best_place(both, hess, bins, count, allowed, numbers_ptr, gain, found, HAS_L1)
+
+
+@triton.jit
+def pick_features(table_ptr, gains_ptr, found_ptr, result_ptr, features, K: tl.constexpr, WIDE: tl.constexpr):
+    """Of each node the best feature, of equal gains the lowest."""
+    node = tl.program_id(0)
+    if node < 2 * tl.load(table_ptr + K * _COLUMNS + _NODES):
+        feature = tl.arange(0, WIDE)
+        gains = tl.load(gains_ptr + node * features + feature, mask=feature < features, other=0.0)
+        best, chosen = tl.max(gains, 0), tl.argmax(gains, 0)
+        found = found_ptr + (node * features + chosen) * _FOUND
+        result = result_ptr + node * _RESULT
+        left, whole = tl.load(found + 2), tl.load(found + 4)
+        tl.store(result, best.to(tl.int64, bitcast=True))
+        tl.store(result + 1, chosen.to(tl.int64))
+        tl.store(result + 2, tl.load(found))
+        tl.store(result + 3, tl.load(found + 1))
+        tl.store(result + 4, left >> _SHIFT)
+        tl.store(result + 5, tl.load(found + 3))
+        tl.store(result + 6, left & _COUNT)
+        tl.store(result + 7, whole >> _SHIFT)
+        tl.store(result + 8, tl.load(found + 5))
+        tl.store(result + 9, whole & _COUNT)
+
+
+HAS_SHARED_ATOMICS = not INTERPRETED.value

@@ -1,0 +1,63 @@
+"""What `device="cuda"` needs: a card, memory on it, and settings that its kernels know."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from bitplan.kernels.base.numbers import INTERPRETED
+from bitplan.trees.cuda.kernels import BINS, MOST_ROWS
+from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.grow import GrowthRules
+
+
+def find_device() -> torch.device:
+    """The current CUDA device; under Triton's interpreter the CPU stands in for it."""
+    if INTERPRETED.value:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise TreesError(
+            f"device='cuda': torch {torch.__version__} finds no CUDA GPU; use device='cpu', or a torch built for CUDA "
+            "on a machine with a GPU"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def refuse_unsupported(precision: GradientPrecision, rules: GrowthRules, categorical: Array, processes: int) -> None:
+    """One line for what the GPU's kernels do not do."""
+    if precision is GradientPrecision.F32:
+        wrong = "gradient_precision='f32'", "set gradient_precision='i16' or 'i8'"
+    elif np.any(categorical):
+        wrong = f"categorical features (feature {int(np.argmax(categorical))} is one)", "use device='cpu'"
+    elif np.any(rules.monotone):
+        wrong = "monotone_constraints", "use device='cpu'"
+    elif processes > 1:
+        wrong = f"rows in several processes (here {processes})", "use device='cpu'"
+    else:
+        return
+    raise TreesError(f"device='cuda': {wrong[0]} are not supported there; {wrong[1]}")
+
+
+def table_bytes(rows: int, features: int, slots: int) -> int:
+    """Beside the bins: two sides of entries, histograms."""
+    return rows * 2 * 8 + slots * features * BINS * 16
+
+
+def check_memory(device: torch.device, rows: int, features: int, needed: int) -> None:
+    """Refuse a table that the card has no room for, before it is copied there."""
+    if rows > MOST_ROWS:
+        raise TreesError(f"device='cuda': a table has at most {MOST_ROWS} rows there, got {rows}; use device='cpu'")
+    free = free_bytes(device)
+    if needed > free:
+        raise TreesError(
+            f"device='cuda': {rows} rows x {features} features need {needed} bytes of GPU memory, and {free} are free; "
+            "free some, use fewer rows, or device='cpu'"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """What torch could allocate; under the interpreter there is always enough."""
+    if device.type != "cuda":
+        return 2**63
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + unused)

@@ -1,0 +1,148 @@
+"""Scores on the GPU, with the gradients that follow from them: those of the CPU, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from bitplan.trees.cuda import score_kernels as kernels
+from bitplan.trees.cuda.gradients import BLOCK, ENDS, CudaGradients
+from bitplan.trees.cuda.grower import CudaTreeGrower
+from bitplan.trees.cuda.limits import check_memory
+from bitplan.trees.gradients import Array, GradientPrecision, largest, units
+from bitplan.trees.grow import Grown, GrowthRules, newton_steps
+from bitplan.trees.objectives import Binary, Multiclass, Objective, SquaredError
+from bitplan.trees.tree import Tree
+
+LOOKERS = 528  # programs that look for the largest gradient
+# Another objective's gradients are the host's.
+_KNOWN = (SquaredError, Binary, Multiclass)
+
+
+def has_gradients(objective: Objective) -> bool:
+    """Whether the GPU computes them."""
+    return type(objective) in _KNOWN
+
+
+class CudaScores:
+    """Scores (outputs, rows), gradients and hessians of all rows, on the GPU of the grower."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        y: Array,
+        weights: Array,
+        scores: Array,
+        grower: CudaTreeGrower,
+        precision: GradientPrecision,
+        renew_leaves: bool,
+        rules: GrowthRules,
+    ) -> None:
+        self._objective, self._y, self._weights, self._grower = objective, y, weights, grower
+        self._ends, self._renews, self._rules = ENDS[precision], renew_leaves, rules
+        device = self._device = grower.device
+        count, outputs = scores.shape
+        check_memory(device, count, grower.features, count * (16 * outputs + (8 if len(weights) else 0) + 8))
+        self._scores = torch.from_numpy(np.ascontiguousarray(scores.T)).to(device)
+        self._y_there = self._there(y.astype(np.float64))
+        self._weights_there = self._there(weights.astype(np.float64)) if len(weights) else self._y_there
+        self._grads = torch.empty((outputs, count), dtype=torch.float32, device=device)
+        self._hess = torch.empty_like(self._grads)
+        self._doubtful_at = 2 * outputs  # behind the bits of the largest: their number, then the rows
+        self._seen = torch.zeros(self._doubtful_at + 1 + kernels.DOUBTFUL, dtype=torch.int64, device=device)
+        self._doubtful = self._seen[self._doubtful_at :]
+        self._tops = np.zeros((outputs, 2))
+
+    def find_gradients(self) -> None:
+        """Gradients of all outputs, and their largest; refuses what has no scale, as on the CPU."""
+        self._seen[: self._doubtful_at + 1] = 0
+        self._launch()
+        doubtful, tops = self._look()
+        if doubtful:
+            self._ask_host(doubtful)
+            self._seen[: self._doubtful_at] = 0
+            _, tops = self._look()
+        for output, top in enumerate(tops):
+            if not np.all(top < np.inf):
+                largest(self._grads[output].cpu().numpy(), self._hess[output].cpu().numpy())  # names the row
+        self._tops = tops
+
+    def _launch(self) -> None:
+        objective, count, outputs = self._objective, len(self._y), len(self._grads)
+        pointers = self._y_there, self._scores, self._weights_there, self._grads, self._hess
+        shape = {"WEIGHTED": len(self._weights) > 0, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
+        grid = (triton.cdiv(max(count, 1), BLOCK),)
+        if isinstance(objective, SquaredError):
+            kernels.squared_error[grid](*pointers, count, **shape)
+        elif isinstance(objective, Binary):
+            kernels.binary[grid](*pointers, self._doubtful, count, **shape)
+        else:
+            factor = torch.tensor([outputs / (outputs - 1.0)], dtype=torch.float64).to(self._device)
+            kernels.softmax[grid](*pointers, self._doubtful, factor, count, CLASSES=outputs, **shape)
+
+    def _look(self) -> tuple[int, Array]:
+        """How many rows are doubtful; for each output the largest gradient and hessian."""
+        outputs, count = self._grads.shape
+        programs = min(triton.cdiv(max(count, 1), BLOCK), LOOKERS) if self._device.type == "cuda" else 1
+        tops = self._grads, self._hess, self._seen, count
+        kernels.find_largest[(programs, outputs)](*tops, BLOCK=BLOCK, num_warps=4)
+        seen = self._seen[: self._doubtful_at + 1].cpu().numpy()
+        bits = seen[:-1].astype(np.int32).reshape(outputs, 2)
+        return int(seen[-1]), bits.view(np.float32).astype(np.float64)
+
+    def _ask_host(self, count: int) -> None:
+        """Let the CPU compute the gradients of doubtful rows, for its `exp` decides."""
+        listed = self._doubtful[1 : 1 + count].cpu().numpy() if count <= kernels.DOUBTFUL else np.arange(len(self._y))
+        rows = torch.from_numpy(listed).to(self._device)
+        scores = np.ascontiguousarray(self._scores[:, rows].T.cpu().numpy())
+        weights = self._weights[listed] if len(self._weights) else self._weights
+        grads = np.empty((len(self._grads), len(listed)), np.float32)
+        hess = np.empty_like(grads)
+        self._objective.gradients(self._y[listed], scores, weights, grads, hess)
+        self._grads[:, rows] = torch.from_numpy(grads).to(self._device)
+        self._hess[:, rows] = torch.from_numpy(hess).to(self._device)
+
+    def prepare(self, output: int, key: int | None) -> CudaGradients:
+        top_grad, top_hess = self._tops[output].tolist()
+        return CudaGradients(self._grads[output], self._hess[output], self._ends, (top_grad, top_hess), key)
+
+    def leaf_values(self, grown: Grown, output: int) -> Array:
+        """Newton steps, of full-precision gradients where leaves are to be renewed."""
+        if not self._renews:
+            return grown.tree.leaf_value
+        top_grad, top_hess = self._tops[output].tolist()
+        of: Array = np.array(units(top_grad, top_hess, len(self._y)), np.float64)
+        sums = torch.zeros((grown.tree.leaves, 2), dtype=torch.int64, device=self._device)
+        pointers = self._grads[output], self._hess[output], torch.from_numpy(1.0 / of).to(self._device), sums
+        self._grower.launch_on_leaves(kernels.sum_leaves, *pointers)
+        totals = sums.cpu().numpy() * of
+        return newton_steps(totals[:, 0], totals[:, 1], self._rules, np.array(grown.leaf_bounds))
+
+    def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
+        """Add the tree's values to the scores."""
+        values, scores = self._there(tree.leaf_value), self._scores[output]
+        self._grower.launch_on_leaves(kernels.add_values, values, scores)
+        if not len(unused):
+            return
+        panels, width = self._grower.panels
+        rows = self._there(unused.astype(np.int32))
+        tables = [self._there(each) for each in (grown.columns, grown.left_bins, tree.left, tree.right)]
+        kernels.walk_rows[(triton.cdiv(len(unused), BLOCK),)](
+            rows,
+            panels,
+            *(tables if tree.leaves > 1 else (rows, panels, rows, rows)),
+            values,
+            scores,
+            len(unused),
+            len(self._y),
+            self._grower.depth,
+            WIDTH=width,
+            BLOCK=BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+    def _there(self, numbers: Array) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)
