@@ -106,6 +106,11 @@ def ours(source: Path, report: ExportReport, dtype: torch.dtype) -> Logits:
     return logits
 
 
+def said(error: Exception, place: str) -> str:
+    """An error in a line, without the temporary folder."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".replace(f"{place}/", "")[:200]
+
+
 def perplexity(logits: Logits, windows: Sequence[Tensor]) -> float:
     total = count = 0.0
     for window in windows:
@@ -140,7 +145,7 @@ def run_format(source: Path, target: str, fmt: str, windows: Sequence[Tensor]) -
             report = export_model(source, output, target, {} if fmt == AS_IT_IS else fmt)
             theirs = perplexity(engine(target, output, fmt), windows)
         except (BitplanError, ValueError, RuntimeError, ImportError) as error:
-            row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            row["refused"] = said(error, place)
         else:
             own = perplexity(ours(source, report, computes(target, fmt, output)), windows)
             row |= {"bytes": report.nbytes, "engine": round(theirs, 4), "bitplan": round(own, 4)}
@@ -170,7 +175,7 @@ def run_families(targets: Sequence[str]) -> list[dict[str, Any]]:
                     report = export_model(source, output, target, formats, keep=() if target == "hf" else ("*embed*",))
                     found = engine(target, output, formats)(ids)
                 except (BitplanError, ValueError, RuntimeError, ImportError, TypeError, KeyError) as error:
-                    row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                    row["refused"] = said(error, place)
                 else:
                     save_decoded(source, plain, report)
                     wanted = engine("hf", plain, "float32")(ids)

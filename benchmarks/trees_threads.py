@@ -57,7 +57,12 @@ def made_table(rows: int, features: int, missing: float) -> tuple[Array, Array]:
 def _bitplan(precision: str, trees: int, leaves: int, threads: int) -> Callable[[Array, Array], Predict]:
     from bitplan.trees import BoostedTreesClassifier
 
-    settings = {"n_estimators": trees, "max_leaves": leaves, "gradient_precision": precision, "n_jobs": threads}
+    settings: dict[str, Any] = {
+        "n_estimators": trees,
+        "max_leaves": leaves,
+        "gradient_precision": precision,
+        "n_jobs": threads,
+    }
     return lambda x, y: BoostedTreesClassifier(**settings).fit(x, y).decision_function
 
 
@@ -211,7 +216,11 @@ def main() -> None:
     import harness  # beside this file
 
     rows, missing = run_all(given.seconds)
-    document = {"machine": harness.machine("cpu"), "versions": harness.versions(), "commit": harness.commit()}
+    document: dict[str, Any] = {
+        "machine": harness.machine("cpu"),
+        "versions": harness.versions(),
+        "commit": harness.commit(),
+    }
     document |= {"runs": rows, "ratios": ratios(rows), "left_out": missing}
     for ratio in document["ratios"]:
         print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -75,12 +76,20 @@ MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 def imported(source: str) -> tuple[str, ...]:
     """The modules of bitplan that a module imports, at the top, for its types, or inside a function."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
     return tuple(_module_of(name) for name in names if name == "bitplan" or name.startswith("bitplan."))
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements within: a tenth of the nodes, of which most are parts of expressions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from _statements(child)
 
 
 def _module_of(name: str) -> str:

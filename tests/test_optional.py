@@ -100,7 +100,8 @@ def without(hidden: tuple[str, ...], use: str, folder: Path) -> Program:
     """A process that has none of these libraries, nor anything of bitplan yet; it has ended."""
     code = (
         f"import sys; hidden = {hidden!r}\n"
-        "for name in [name for name in sys.modules if name.partition('.')[0] in (*hidden, 'bitplan')]:\n"
+        "gone = (*hidden, 'bitplan', 'transformers')  # bitplan imports more beside the last\n"
+        "for name in [name for name in sys.modules if name.partition('.')[0] in gone]:\n"
         "    del sys.modules[name]\n"
         f"sys.modules |= dict.fromkeys(hidden)\n{use}"
     )

@@ -306,7 +306,7 @@ class HostScores:
         return newton_steps(totals[:, 0], totals[:, 1], self._settings.rules, np.array(grown.leaf_bounds))
 
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
-        order = np.argsort(grown.spans[:, 1])
+        order = np.lexsort(grown.spans.T[::-1])  # as the rows lie; leaves may be empty in one of several processes
         ends, values = grown.spans[order, 1], tree.leaf_value[order]
 
         def work(piece: slice) -> None:

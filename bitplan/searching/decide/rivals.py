@@ -39,14 +39,31 @@ def rivals_of(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
     close.sort(key=lambda rival: evidence.predict(rival.choice))
     worst = CANNOT_WIN * evidence.predict(close[0].choice) if close else 0.0
     found = [rival for rival in close[:MOST_UNIFORM] if evidence.predict(rival.choice) <= worst] or above[:1]
-    for label, is_high in HEURISTICS.items():
-        rival = _nearest(evidence, nbytes, _two_formats(evidence, label, is_high))
-        if rival is not None:
-            found.append(rival)
+    found += _heuristics(evidence, nbytes)
     unique: dict[tuple[tuple[str, str], ...], RivalPlan] = {}
     for rival in found:
         unique.setdefault(tuple(sorted(rival.choice.items())), rival)
     return list(unique.values())
+
+
+def _heuristics(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
+    """One plan for each heuristic, all with one format for what they do not favour: rounding takes most of a proof.
+
+    Of these formats the one that allows the most heuristics, and with them the fewest bytes.
+    """
+    best: list[RivalPlan] = []
+    for low in evidence.formats:
+        tried = (
+            _nearest(evidence, nbytes, _two_formats(evidence, label, high, low)) for label, high in HEURISTICS.items()
+        )
+        found = [rival for rival in tried if rival is not None]
+        if (-len(found), _total(evidence, found)) < (-len(best), _total(evidence, best)):
+            best = found
+    return best
+
+
+def _total(evidence: SearchEvidence, rivals: Iterable[RivalPlan]) -> int:
+    return sum(evidence.nbytes(rival.choice) for rival in rivals)
 
 
 def _is_common(evidence: SearchEvidence, fmt: str) -> bool:
@@ -65,17 +82,16 @@ def _uniform(evidence: SearchEvidence, fmt: str) -> dict[str, str]:
 
 
 def _two_formats(
-    evidence: SearchEvidence, label: str, is_high: Callable[[SearchEvidence, str], bool]
+    evidence: SearchEvidence, label: str, is_high: Callable[[SearchEvidence, str], bool], low_format: str
 ) -> Iterable[RivalPlan]:
-    formats = [fmt for fmt in evidence.formats if _is_common(evidence, fmt)]
+    """Plans with some groups in each format of more bits, all others in this one."""
     high = {name for name in evidence.groups if is_high(evidence, name)}
-    if not high or len(high) == len(evidence.groups):
+    if not _is_common(evidence, low_format) or not high or len(high) == len(evidence.groups):
         return
-    for at, low_format in enumerate(formats):
-        for high_format in formats[at + 1 :]:
-            if _bits(high_format) < _bits(low_format) + MORE_BITS:
-                continue
-            low, more = _uniform(evidence, low_format), _uniform(evidence, high_format)
+    low = _uniform(evidence, low_format)
+    for high_format in evidence.formats:
+        if _is_common(evidence, high_format) and _bits(high_format) >= _bits(low_format) + MORE_BITS:
+            more = _uniform(evidence, high_format)
             choice = {name: more[name] if name in high else low[name] for name in evidence.groups}
             yield RivalPlan(f"{label} in {high_format}, others in {low_format}", "heuristic", choice)
 

@@ -177,9 +177,9 @@ def damage_of_rows(site: WeightSite, change: Tensor, statistics: InputStatistics
         return part if rows is None else part[rows]
 
     nats = torch.zeros(len(change), dtype=torch.float64, device=change.device)
-    inputs, gradient = statistics.mean(site.name, INPUTS), statistics.mean(site.name, GRADIENT)
+    inputs, gradient = statistics.mean(site.name, INPUTS, change.device), statistics.mean(site.name, GRADIENT)
     if inputs is not None and gradient is not None:
-        moved = ((change @ inputs.to(change.device)) * change).sum(1).clamp_min(0)
+        moved = ((change @ inputs) * change).sum(1).clamp_min(0)
         nats += chosen(gradient).double() * moved.double() / 2
     counts, lookup = statistics.sums.get(f"{site.name}.{COUNTS}"), statistics.mean(site.name, LOOKUP)
     if counts is not None and lookup is not None:

@@ -24,11 +24,11 @@ from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
-from bitplan.store.rounding.input_statistics import weight_digest
+from bitplan.store.rounding.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 
-AT_ONCE = 4096  # tokens between two saves
+AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
 GRADIENT_TOKENS = 16384  # gradients are of the first so many
-MOST_OUTPUTS = 4096  # of a layer whose outputs' gradients are taken together: as a matrix of 64 MiB
+MOST_OUTPUTS = GRADIENT_TOKENS // TOKENS_PER_OUTPUT  # of a layer whose outputs' gradients are taken together
 BATCH = 2048  # tokens in one call of a block
 SEED = 0
 _MATRICES = (f".{INPUTS}", f".{BETWEEN}")
@@ -46,7 +46,7 @@ def add_windows(
     `into` changes when all is done: an interrupted call leaves no trace.
     """
     first = into.windows
-    chosen = windows[first : first + _count(windows[first:])]
+    chosen = windows[first : first + _count(windows[first:], AT_ONCE)]
     _Passes(subject, chosen, first, into, scratch, on_step or (lambda _count: None)).run()
 
 
@@ -54,19 +54,15 @@ def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> in
     """How often `on_step` is called for the windows that are left."""
     steps, first = 0, done
     while first < len(windows):
-        steps += (len(subject.runner.blocks) + 1) * (2 if _has_gradients(sum(map(len, windows[:first]))) else 1)
-        first += _count(windows[first:])
+        steps += (len(subject.runner.blocks) + 1) * (2 if first == 0 else 1)
+        first += _count(windows[first:], AT_ONCE)
     return steps
 
 
-def _has_gradients(tokens_before: int) -> bool:
-    return tokens_before < GRADIENT_TOKENS
-
-
-def _count(windows: Sequence[Tensor]) -> int:
-    """How many of the windows come next."""
+def _count(windows: Sequence[Tensor], most: int) -> int:
+    """How many of the windows have up to so many tokens; one at least."""
     total = list(accumulate(map(len, windows)))
-    return max(1, sum(tokens <= AT_ONCE for tokens in total))
+    return max(1, sum(tokens <= most for tokens in total))
 
 
 class _Passes:
@@ -81,21 +77,23 @@ class _Passes:
     ) -> None:
         self._subject, self._runner, self._into = subject, subject.runner, into
         self._windows, self._first, self._scratch, self._on_step = windows, first, scratch, on_step
-        self._has_gradients = _has_gradients(into.tokens)
-        self._row_ordered = _in_the_order_of_the_file(subject) if self._has_gradients else set()
+        self._watched = _count(windows, GRADIENT_TOKENS) if first == 0 else 0  # windows whose gradients count
+        self._row_ordered = _in_the_order_of_the_file(subject) if self._watched else set()
         self._sums: dict[str, Tensor] = {}
         self._files: dict[str, Path] = {}
         self._shared: dict[str, str] = {}
         self._last: tuple[Tensor, str] | None = None
 
     def run(self) -> None:
-        batches = equal_lengths(self._windows, max(1, BATCH // len(self._windows[0])))
+        size = max(1, BATCH // len(self._windows[0]))
+        with_gradients = equal_lengths(self._windows[: self._watched], size)
+        batches = with_gradients + equal_lengths(self._windows[self._watched :], size)
         runner, inputs = self._runner, []
         with _frozen(runner.model):
             with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
                 states = [runner.enter(ids) for ids in batches]
             for index in range(len(runner.blocks)):
-                inputs.append(states if self._has_gradients else [])
+                inputs.append(states[: len(with_gradients)])
                 with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
                     states = [runner.run_block(index, each) for each in states]
                 self._flush()
@@ -103,31 +101,31 @@ class _Passes:
             gradients = self._leave(states)
             self._flush()
             self._on_step(1)
-            if self._has_gradients:
-                self._back(batches, inputs, gradients)
+            if self._watched:
+                self._back(with_gradients, inputs, gradients)
         tokens = sum(map(len, self._windows))
         self._into.sums.add(self._sums, self._files)
         self._into.shared |= self._shared
         self._into.tokens += tokens
-        self._into.gradient_tokens += tokens if self._has_gradients else 0
+        self._into.gradient_tokens += sum(map(len, self._windows[: self._watched]))
         self._into.windows += len(self._windows)
 
     def _leave(self, states: Sequence[TokenStates]) -> list[Tensor]:
         """Norm and head, the loss for tokens drawn from the model itself, and its gradients by the last states."""
         found, at = [], self._first
         whole = not self._runner.blocks
-        hooks = {"inputs": True, "gradients": True, "counts": whole, "lookups": whole and self._has_gradients}
         for each in states:
             gradients = []
             for row in range(len(each.ids)):  # window by window: logits of a large vocabulary are large
-                hidden = None
+                hidden, watched = None, at - self._first < self._watched
                 if each.hidden is not None:
-                    hidden = each.hidden[row : row + 1].detach().requires_grad_(self._has_gradients)
+                    hidden = each.hidden[row : row + 1].detach().requires_grad_(watched)
                 window = TokenStates(each.ids[row : row + 1], hidden)
-                with self._runner.outside(), torch.set_grad_enabled(self._has_gradients), self._hooks(None, **hooks):
+                hooks = {"inputs": True, "gradients": watched, "counts": whole, "lookups": whole and watched}
+                with self._runner.outside(), torch.set_grad_enabled(watched), self._hooks(None, **hooks):
                     logits = self._runner.leave(window)
                     self._require_finite(logits, at)
-                    if self._has_gradients:
+                    if watched:
                         self._loss(logits, at).backward()
                 at += 1
                 if hidden is not None and hidden.grad is not None:

@@ -32,6 +32,7 @@ from bitplan.store.rounding.input_statistics import (
     MOMENTS,
     OUTPUTS,
     SHARED,
+    TOKENS_PER_OUTPUT,
     WEIGHTS,
     EvidenceFile,
     write_evidence,
@@ -48,6 +49,7 @@ class SumFiles:
 
     small: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, list[tuple[Path, str]]] = field(default_factory=dict)
+    scratch: set[Path] = field(default_factory=set)  # files of parts that nobody else reads
     _last: tuple[str, Tensor] | None = None  # formats come one after the other: the same sum is asked for again
 
     def get(self, key: str) -> Tensor | None:
@@ -66,6 +68,14 @@ class SumFiles:
         assert total is not None
         return total
 
+    def release(self, key: str) -> None:
+        """A sum that was written elsewhere: files of parts go when nothing in them is wanted any more."""
+        own = self.parts.pop(key, [])
+        wanted = {path for parts in self.parts.values() for path, _ in parts}
+        for path, _ in own:
+            if path in self.scratch and path not in wanted:
+                path.unlink()
+
     def __contains__(self, key: str) -> bool:
         return key in self.small or key in self.parts
 
@@ -77,6 +87,7 @@ class SumFiles:
         for key, part in small.items():
             self.small[key] = self.small[key] + part if key in self.small else part
         self._last = None
+        self.scratch |= set(files.values())
         for key, path in files.items():
             self.parts.setdefault(key, []).append((path, key))
 
@@ -94,13 +105,22 @@ class InputStatistics:
     tokens: int = 0
     gradient_tokens: int = 0
     windows: int = 0
+    _mean: tuple[tuple[str, int, torch.device | None], Tensor] | None = field(default=None, repr=False)
 
-    def mean(self, name: str, what: str) -> Tensor | None:
-        """The mean over tokens, None where the weight has no such part."""
+    def mean(self, name: str, what: str, device: torch.device | None = None) -> Tensor | None:
+        """The mean over tokens, None where the weight has no such part; the last matrix is remembered."""
         owner = self.shared.get(name, name) if what == INPUTS else name
-        total = self.sums.get(f"{owner}.{what}")
         tokens = self.gradient_tokens if what in (GRADIENT, LOOKUP) else self.tokens
-        return None if total is None or not tokens else total / tokens
+        key = f"{owner}.{what}", tokens, device
+        if self._mean is not None and self._mean[0] == key:
+            return self._mean[1]
+        total = self.sums.get(key[0])
+        if total is None or not tokens:
+            return None
+        found = (total if device is None else total.to(device)) / tokens
+        if what == INPUTS:
+            self._mean = key, found
+        return found
 
     def owner(self, name: str) -> str:
         """The weight whose `hessian` is this one's, too."""
@@ -117,8 +137,9 @@ class InputStatistics:
         return inputs * float(gradient.mean()) + torch.diag(lookup) * (self.tokens / len(counts))
 
     def outputs(self, name: str) -> Tensor | None:
-        """[N, N], in any unit: how much the loss minds changes of outputs together; None where it was not gathered."""
-        return self.sums.get(f"{name}.{BETWEEN}")
+        """[N, N], in any unit: how much the loss minds changes of outputs together; None where that is not known."""
+        found = self.sums.get(f"{name}.{BETWEEN}")
+        return found if found is not None and self.gradient_tokens >= TOKENS_PER_OUTPUT * len(found) else None
 
     def moments(self, name: str) -> Tensor | None:
         """[K], in any unit: how much each column of what is looked up counts; None for weights of layers."""
@@ -126,6 +147,8 @@ class InputStatistics:
 
     def save(self, folder: Path, fingerprint: Mapping[str, str], digests: Mapping[str, str]) -> None:
         """evidence.safetensors, with which `quantize --evidence` rounds; and statistics.safetensors, the rest.
+
+        Parts are gone afterwards, file by file: disks need not hold them twice. Load what was saved to go on.
 
         digests   of each weight, by which `quantize` knows its model
         """
@@ -144,17 +167,18 @@ class InputStatistics:
             parts[f"{name}{OUTPUTS}"] = (len(self.sums.small[f"{name}.{GRADIENT}"]),) * 2
         shared = {f"{SHARED}{name}": owner for name, owner in sorted(self.shared.items())}
         weights = {f"{WEIGHTS}{name}": digests[name] for name in names}
+        rest = [key for key in keys if not self._is_in_evidence(key)]
+        columns_of = {key: self.columns(key.rpartition(".")[0]) for key in rest if key not in self.sums.small}
         with write_evidence(folder / EVIDENCE, parts, facts | shared | weights) as evidence:
             for key in parts:
                 name, _, what = key.rpartition(".")
-                part = {HESSIAN: self.hessian, MOMENTS: self.moments, OUTPUTS: self.outputs}[f".{what}"](name)
+                part = self._part(name, f".{what}")
                 assert part is not None
                 evidence.write(key, part.float().cpu())
-        rest = [key for key in keys if not self._is_in_evidence(key)]
+                if self._is_in_evidence(f"{name}.{INPUTS}"):
+                    self.sums.release(f"{name}.{INPUTS}")
         tensors = {key: self.sums.get(key) for key in rest if key in self.sums.small}
-        shapes: dict[str, tuple[int, ...]] = {
-            key: (self.columns(key.rpartition(".")[0]),) * 2 for key in rest if key not in tensors
-        }
+        shapes: dict[str, tuple[int, ...]] = {key: (columns_of[key],) * 2 for key in rest if key not in tensors}
         shapes |= {key: tuple(part.shape) for key, part in tensors.items() if part is not None}
         promises = [Promise(key, shapes[key], None, torch.float32) for key in rest]
         with write_tensors(folder / STATISTICS, promises, metadata=facts) as writer:
@@ -162,6 +186,11 @@ class InputStatistics:
                 part = self.sums.get(key)
                 assert part is not None
                 writer.write(key, part.float().cpu())
+
+    def _part(self, name: str, what: str) -> Tensor | None:
+        if what == OUTPUTS:  # all of it, however few tokens it is of yet
+            return self.sums.get(f"{name}.{BETWEEN}")
+        return self.hessian(name) if what == HESSIAN else self.moments(name)
 
     def columns(self, name: str) -> int:
         """The columns of a weight, from the sums of its inputs or of what it looks up."""

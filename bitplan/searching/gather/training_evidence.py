@@ -64,9 +64,9 @@ def read_gradients(path: str | Path, subject: SearchSubject) -> dict[str, float]
     inner = document.get("policy", document) if type(document) is dict else document
     if type(inner) is not dict or inner.get("document") != STATE:
         reader.stop("no state of selective precision; SelectivePrecisionPolicy.save and save_state write one")
-    layout = inner.get("layout")
-    if not OBJECT.holds(layout):
-        reader.fail("layout", OBJECT.text, layout)
+    if not OBJECT.holds(inner.get("layout")):
+        reader.fail("layout", OBJECT.text, inner.get("layout"))
+    layout: dict[str, Any] = inner["layout"]
     shapes = {ours: tuple(subject.model.get_parameter(ours).shape) for ours in subject.names.values()}
     for unit, held in layout.items():
         _require_unit(reader, unit, str(held), shapes)

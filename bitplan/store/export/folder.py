@@ -256,11 +256,7 @@ class FolderExport:
         numbers = finite(readable(self._file.read_float(source), where), self._request.nonfinite, where)
         base = self._base(fmt, source)
         if self._evidence is not None and self._evidence.has(source):
-            if base is not None:
-                raise StoreError(
-                    f"{where}: {fmt.name} has one base for the layers it is computed with, and takes no evidence"
-                )
-            return self._evidence.round(source, numbers, fmt, where=where)[0]
+            return self._evidence.round(source, numbers, fmt, base=base, where=where)[0]
         rule = self._request.scale_rule if "absmax" in fmt.rules else None
         return encode(numbers, fmt, scale_rule=rule, base=base, name=where)
 

@@ -39,33 +39,32 @@ class Codes:
         return self.codes * steps
 
 
-def damped(hessian: Tensor, damping: float) -> Tensor:
-    """H / mean of its diagonal, plus `damping` on the diagonal: float64."""
-    wide = hessian.double()
-    mean = wide.diagonal().mean()
-    return wide / mean + damping * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-
-
-def inverse_factor(hessian: Tensor) -> Tensor | None:
-    """The upper triangular U with U^T U = H^-1, by one factorisation of H from its last column to its first.
-
-    None where H is not positive definite.
+def inverse_factor(hessian: Tensor, columns: Tensor) -> Tensor | None:
+    """The upper triangular U with U^T U = H^-1, H's columns in this order, by one factorisation from the last to the
+    first; None where H is not positive definite. Of a large H few copies fit on a GPU: each goes when it is used up.
     """
-    backwards, fault = torch.linalg.cholesky_ex(hessian.flip((0, 1)))
+    backwards = columns.flip(0)
+    lower, fault = torch.linalg.cholesky_ex(hessian[backwards][:, backwards])
     if int(fault):
         return None
+    lower = lower.flip((0, 1))
     eye = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    upper: Tensor = torch.linalg.solve_triangular(backwards.flip((0, 1)), eye, upper=True)
+    upper: Tensor = torch.linalg.solve_triangular(lower, eye, upper=True)
     return upper
 
 
 def factor_of(hessian: Tensor, damping: float, columns: Tensor, name: str) -> tuple[Tensor, Tensor, float]:
-    """(damped H, its inverse's factor in the order of `columns`, the damping it took)."""
+    """(H over the mean of its diagonal, damped; its inverse's factor in the order of `columns`; the damping it took).
+
+    H is float64, and is overwritten.
+    """
+    hessian /= hessian.diagonal().mean()
+    diagonal = hessian.diagonal().clone()
     while True:
-        heavy = damped(hessian, damping)
-        factor = inverse_factor(heavy[columns][:, columns])
+        hessian.diagonal().copy_(diagonal + damping)
+        factor = inverse_factor(hessian, columns)
         if factor is not None:
-            return heavy.float(), factor.float(), damping
+            return hessian.float(), factor.float(), damping
         if damping >= MOST_DAMPING:
             raise FormatError(
                 f"{name}: the Hessian is not positive definite, even with damping {damping}; "
@@ -125,7 +124,7 @@ class InputHessian:
         if not float(self.hessian.diagonal().sum()) > 0:
             raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
         empty = layout.filled - layout.cols
-        return torch.nn.functional.pad(self.hessian.to(device, torch.float64), (0, empty, 0, empty))
+        return torch.nn.functional.pad(self.hessian.to(device, torch.float64, copy=True), (0, empty, 0, empty))
 
 
 def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:

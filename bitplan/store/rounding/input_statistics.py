@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 KIND, VERSION = "evidence", "1"
 MOMENTS, HESSIAN, OUTPUTS = ".moments", ".hessian", ".outputs"
 SHARED, WEIGHTS = "shared.", "weights."
+GRADIENT_TOKENS = "gradient_tokens"  # metadata: how many tokens the outputs' gradients are of
+TOKENS_PER_OUTPUT = 16  # of fewer, gradients between outputs are more noise than knowledge (docs/log.md)
 MOST_DIGESTED = 4096  # numbers of a weight that its digest is of
 
 
@@ -71,8 +73,13 @@ class EvidenceFile:
         return self._read(name, HESSIAN)
 
     def outputs(self, name: str) -> Tensor | None:
-        """[N, N] of the weight itself: layers that read one input have outputs of their own."""
-        return self._file.read(name + OUTPUTS) if self.has_outputs(name) else None
+        """[N, N] of the weight itself: layers that read one input have outputs of their own. None of too few tokens."""
+        if not self.has_outputs(name):
+            return None
+        tokens, count = self.metadata.get(GRADIENT_TOKENS, ""), self._file.tensors[name + OUTPUTS].shape[0]
+        if tokens.isdecimal() and int(tokens) < TOKENS_PER_OUTPUT * count:
+            return None
+        return self._file.read(name + OUTPUTS)
 
     def has_outputs(self, name: str) -> bool:
         return name + OUTPUTS in self._file.tensors

@@ -1,4 +1,4 @@
-"""Which loops round a piece: compiled ones on CPUs where numba is installed, plain torch elsewhere."""
+"""Which loops round a piece: compiled ones where numba (CPUs) or Triton (GPUs) is installed, plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -20,11 +19,14 @@ _whole: ContextVar[int] = ContextVar("numbers of the weight that pieces are of",
 
 def loops_for(matrix: Tensor) -> Any:
     """The module with `round_piece`, `cost_of_scales`, `sweep_piece` and `weighted_cost` for this matrix."""
-    return _module("round_columns_cpu" if is_compiled(matrix) else "round_columns")
+    if matrix.device.type == "cuda" and _has("triton"):
+        return importlib.import_module("bitplan.kernels.codec.triton_rounding")
+    name = "round_columns_cpu" if is_compiled(matrix) else "round_columns"
+    return importlib.import_module(f"bitplan.store.rounding.{name}")
 
 
 def is_compiled(matrix: Tensor) -> bool:
-    return matrix.device.type == "cpu" and max(matrix.numel(), _whole.get()) >= SMALLEST_FOR_CPU and _has_numba()
+    return matrix.device.type == "cpu" and max(matrix.numel(), _whole.get()) >= SMALLEST_FOR_CPU and _has("numba")
 
 
 @contextmanager
@@ -38,10 +40,5 @@ def rounding_rows_of(matrix: Tensor) -> Iterator[None]:
 
 
 @functools.cache
-def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
-
-
-@functools.cache
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"bitplan.store.rounding.{name}")
+def _has(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None

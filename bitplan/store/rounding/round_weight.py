@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -29,6 +29,7 @@ from bitplan.store.rounding.scale_search import ScaleLadder, search_scales
 
 Measure = Literal["squared error", "moments", "hessian", "hessian and outputs"]
 SWEEPS = 4
+AT_ONCE = 2**27  # numbers of a matrix that are rounded at once
 # Columns whose input was never seen count a little, so that their scales are not arbitrary.
 UNSEEN = 1e-6
 
@@ -66,6 +67,7 @@ class RoundingOptions(TypedDict, total=False):
     order: Order
     sweeps: int
     pad: Literal["zero"] | None
+    base: float | None
     device: torch.device | str | None
     name: str
 
@@ -86,6 +88,7 @@ def round_with_report(
     order: Order = "activation",
     sweeps: int = SWEEPS,
     pad: Literal["zero"] | None = None,
+    base: float | None = None,
     device: torch.device | str | None = None,
     name: str = "tensor",
 ) -> tuple[Encoded, Rounding]:
@@ -98,6 +101,7 @@ def round_with_report(
     damping   added to the Hessian's diagonal, in units of its mean: more trusts the inputs seen less
     order     "activation" rounds blocks, and columns in them, by the size of their inputs; "given" from left to right
     sweeps    how often codes and scales are gone over again after compensated rounding
+    base      for formats whose scales share a base factor: this one, as layers that are computed as one need
     device    where to compute; the result lies there
 
     Without statistics, scales are searched by plain squared error. Where `encode` is better by the measure, rows are as
@@ -106,7 +110,7 @@ def round_with_report(
     fmt = get_format(fmt)
     if device is not None:
         weight = weight.to(device)
-    plain = encode(weight, fmt, pad=pad, name=name)
+    plain = encode(weight, fmt, pad=pad, base=base, name=name)
     measure: Measure = "hessian" if hessian is not None else "moments" if moments is not None else "squared error"
     if not _can_round(fmt) or not weight.numel():
         return plain, Rounding(measure, 0.0, 0.0, 0, 0)
@@ -134,7 +138,7 @@ def round_with_report(
     before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
     before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
     worse = ~(after <= before)
-    whole = float(_errors(matrix, torch.zeros_like(matrix), cost).sum()) or 1.0
+    whole = float(_errors(matrix, None, cost).sum()) or 1.0
     report = Rounding(
         measure,
         float(before.sum()) / whole,
@@ -190,15 +194,32 @@ def _by_columns(matrix: Tensor, weights: Tensor, plain: Encoded, layout: ScaledB
 
 
 def _by_hessian(matrix: Tensor, by: OrderedFactor, plain: Encoded, layout: ScaledBlocks, sweeps: int) -> Encoded:
-    """Codes that make up for each other's errors."""
+    """Codes that make up for each other's errors; some rows of a large matrix at a time, for each takes much memory."""
     fmt, shape = plain.fmt, plain.shape
     if isinstance(fmt, GgufBlocks):
-        rows = round_groups(matrix, by.damped, by.factor, fmt, by.blocks, by.columns, sweeps)
-        return Encoded(fmt, shape, rows.reshape(plain.data.shape))
-    ladder = _ladder(plain)
-    found = compensate(matrix, by.factor, scales_of(plain, layout), layout, ladder, by.blocks, by.columns)
-    found = sweep(matrix, by.damped, found, layout, ladder, sweeps)
-    return assemble(fmt, shape, found.codes, ladder.store(found.scales), plain.base)
+        parts = [
+            round_groups(matrix[rows], by.damped, by.factor, fmt, by.blocks, by.columns, sweeps)
+            for rows, _ in _strips_at_once(layout)
+        ]
+        return Encoded(fmt, shape, torch.cat(parts).reshape(plain.data.shape))
+    ladder, scales = _ladder(plain), scales_of(plain, layout)
+    codes, found_scales = [], []
+    for rows, strips in _strips_at_once(layout):
+        some = replace(layout, rows=rows.stop - rows.start)
+        found = compensate(matrix[rows], by.factor, scales[strips], some, ladder, by.blocks, by.columns)
+        found = sweep(matrix[rows], by.damped, found, some, ladder, sweeps)
+        codes.append(found.codes)
+        found_scales.append(found.scales)
+    return assemble(fmt, shape, torch.cat(codes), ladder.store(torch.cat(found_scales)), plain.base)
+
+
+def _strips_at_once(layout: ScaledBlocks) -> list[tuple[slice, slice]]:
+    """Rows and strips of them: what is computed at once."""
+    each = max(1, AT_ONCE // max(1, layout.filled * layout.height))
+    return [
+        (slice(first * layout.height, min((first + each) * layout.height, layout.rows)), slice(first, first + each))
+        for first in range(0, layout.strips, each)
+    ]
 
 
 def _ladder(plain: Encoded) -> ScaleLadder:
@@ -207,11 +228,15 @@ def _ladder(plain: Encoded) -> ScaleLadder:
     return ScaleLadder(plain.fmt, grid, plain.base)
 
 
-def _errors(matrix: Tensor, values: Tensor, cost: Tensor) -> Tensor:
-    """[R] float64: the squared error of each row, weighted by columns [K] or by the Hessian [K, K]."""
-    error = matrix - values
-    weighted = error * cost if cost.dim() == 1 else error @ cost
-    return (error.double() * weighted.double()).sum(1)
+def _errors(matrix: Tensor, values: Tensor | None, cost: Tensor) -> Tensor:
+    """[R] float64: the squared error of each row, weighted by columns [K] or by the Hessian [K, K]; None are zeros."""
+    each, found = max(1, AT_ONCE // max(1, matrix.shape[1])), []
+    for first in range(0, len(matrix), each):
+        error = matrix[first : first + each]
+        error = error if values is None else error - values[first : first + each]
+        weighted = error * cost if cost.dim() == 1 else error @ cost
+        found.append((error.double() * weighted.double()).sum(1))
+    return torch.cat(found)
 
 
 def _filled_values(encoded: Encoded, layout: ScaledBlocks) -> Tensor:

@@ -57,7 +57,14 @@ class WeightEvidence:
             )
 
     def round(
-        self, name: str, numbers: Tensor, fmt: Format, *, pad: Literal["zero"] | None = None, where: str
+        self,
+        name: str,
+        numbers: Tensor,
+        fmt: Format,
+        *,
+        pad: Literal["zero"] | None = None,
+        base: float | None = None,
+        where: str,
     ) -> tuple[Encoded, Rounding]:
         """A weight in a format, its numbers chosen for the inputs that it met."""
         from bitplan.store.rounding.round_weight import round_with_report
@@ -70,8 +77,9 @@ class WeightEvidence:
                 "measured; search this model, or give the one that was searched"
             )
         moments, hessian = self.file.moments(named, expert), self.file.hessian(named)
+        outputs = self.file.outputs(named)
         return round_with_report(
-            numbers, fmt, moments=moments, hessian=hessian, outputs=self.file.outputs(named), pad=pad, name=where
+            numbers, fmt, moments=moments, hessian=hessian, outputs=outputs, pad=pad, base=base, name=where
         )
 
     @property

@@ -130,7 +130,7 @@ def _sum_part(me, team, sync, start, count, sizes, entries, data, kernels, scale
                 own_wide[U(3 * at + 1)] += weight
                 own_wide[U(3 * at + 2)] += rows
             own[:] = 0
-            filled = 0
+            filled = np.int64(0)
         if block >= count:
             return workers, words
         end = min(block + block_rows, count)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from sklearn.utils.validation import _check_feature_names, validate_data  # type: ignore[import-untyped]
@@ -47,6 +47,8 @@ from bitplan.trees.progress import round_bar
 from bitplan.trees.threads import threads_of
 from bitplan.version import __version__
 
+Fit = TypeVar("Fit", bound=Callable[..., Any])
+
 
 @dataclass(frozen=True)
 class FitOptions:
@@ -58,7 +60,7 @@ class FitOptions:
     init_model: Any = None
 
 
-def leaves_model_if_refused(fit: Callable[..., Any]) -> Callable[..., Any]:
+def leaves_model_if_refused(fit: Fit) -> Fit:
     """A `fit` that is refused before its first round leaves the estimator as it was."""
 
     @functools.wraps(fit)
@@ -73,7 +75,7 @@ def leaves_model_if_refused(fit: Callable[..., Any]) -> Callable[..., Any]:
                 vars(self).update(before)
             raise
 
-    return refusing
+    return cast(Fit, refusing)
 
 
 class BoostedTreesBase(FittedTrees):

@@ -12,6 +12,7 @@ import torch
 
 from bitplan.cli import run
 from bitplan.cli.demo import run as demo_run
+from bitplan.cli.demo import tiny_model
 from bitplan.cli.demo import training as demo_training
 from bitplan.cli.demo.quality import FORMATS, PLAN, REFERENCE
 from bitplan.cli.demo.run import EVIDENCE, RECORDS, prepare_folder
@@ -20,6 +21,7 @@ from bitplan.report.read_records import read_records
 from bitplan.store.files.open_files import open_tensors
 from tests.report.browser import Browser
 
+BLOCKS = 2  # of six: a third of the layers to search formats for
 GPU_RECORDS = {"fp8-policy.json", "crossover.json"}
 SECTIONS = ["search", "decisions", "quality", "training", "precision", "streaming", "errors", "benchmarks", "machine"]
 
@@ -41,6 +43,7 @@ def one_demo(folder):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(demo_run, "run_demo", run_demo)
+        patch.setattr(tiny_model, "BLOCKS", BLOCKS)
         assert run(["demo", "--fast", "-o", str(folder)]) == 0
     return json.loads(json.dumps(results[0])), printed.getvalue()
 
@@ -88,7 +91,7 @@ def test_training_learned_and_layers_moved_for_a_reason(figures):
     assert result["last_loss"] < result["first_loss"] - 0.5
     assert result["moves"]
     assert all(move["before"] != move["after"] and move["reason"].startswith("score ") for move in result["moves"])
-    assert sum(result["layers_by_precision"].values()) == result["layers"] == 24
+    assert sum(result["layers_by_precision"].values()) == result["layers"] == 4 * BLOCKS
     assert result["layers_by_precision"]["int8"] > 0
     assert result["bytes_not_sent"] > 0
 
@@ -164,6 +167,7 @@ def test_the_same_seed_gives_the_same_figures_over_old_files(figures, folder, tm
     """Of all formats two are packed and measured again; training, plan and trees are those of the first run."""
     some = ("bfloat16", "mxfp4")
     monkeypatch.setattr("bitplan.cli.demo.quality.FORMATS", some)
+    monkeypatch.setattr(tiny_model, "BLOCKS", BLOCKS)
     folder = shutil.copytree(folder, tmp_path / "again")
     before = {name: (folder / name).read_bytes() for name in ("plan.json", "model.plan.safetensors", "training.jsonl")}
     (folder / "notes.txt").write_text("mine")
@@ -185,6 +189,7 @@ def test_ctrl_c_leaves_whole_files(tmp_path, monkeypatch, capsys):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(demo_training.TrainingLog, "write", stop_at_twelve)
+    monkeypatch.setattr(tiny_model, "BLOCKS", 2)
     assert run(["demo", "--fast", "-o", str(tmp_path)]) == 130
     assert "interrupted" in capsys.readouterr().err
     left = sorted(path.name for path in tmp_path.iterdir())

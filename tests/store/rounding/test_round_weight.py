@@ -168,3 +168,12 @@ def test_outputs_without_gradients_or_rows_of_their_own_change_nothing() -> None
     )
     with pytest.raises(FormatError, match="`outputs`"):
         round_weight(WEIGHT, "q4_0_gguf", hessian=HESSIAN, outputs=torch.eye(3))
+
+
+def test_layers_that_are_computed_as_one_are_rounded_with_one_base():
+    plain = encode(WEIGHT, "nvfp4")
+    assert plain.base is not None
+    base = 2 * float(plain.base)
+    rounded, report = round_with_report(WEIGHT, "nvfp4", hessian=HESSIAN, base=base)
+    assert float(rounded.base) == base
+    assert report.after < report.before
