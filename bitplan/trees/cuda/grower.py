@@ -72,6 +72,7 @@ class CudaTreeGrower(TreeGrower):
         self._host_result = torch.zeros((2 * self._wave, there.RESULT), dtype=torch.int64, pin_memory=pinned)
         self._bin_counts = torch.from_numpy(bins.counts).to(device)
         self.steps = self._prepare()
+        self._loops: Array | None = None
         chunk = kernels.TILE * kernels.TILES
         self._sizes = BLOCK, chunk, self._groups, self.steps.add_rows.grid[0]
 
@@ -192,20 +193,15 @@ class CudaTreeGrower(TreeGrower):
 
     def _judge_root(self, rows: int) -> Array:
         """The root's best split, into the tables; its sums."""
-        table = self._host_table.numpy()
-        table[:] = 0
-        table[:-1, [there.FIRST_BLOCK, there.FIRST_SEGMENT]] = waves.FAR_AWAY
-        table[:-1, [there.SMALL_SLOT, there.LARGE_SLOT]] = -1
         self._free[-1] -= 1
-        slot = self._free[self._free[-1]]
-        table[0, there.SMALL_STOP], table[0, there.SMALL_SLOT], table[0, there.GROUPS] = rows, slot, -1
-        table[-1, there.NODES] = 1
-        waves.set_segments(table, 1, rows, self._sizes)
+        slot = int(self._free[self._free[-1]])
+        waves.root_wave(self._host_table.numpy(), rows, slot, self._sizes)
         self._run_wave()
         growth, found = self._growth, self._host_result.numpy()[0]
-        waves.note_split(0, found, growth.nodes, growth.reals, growth.goes_left, self._by_feature)
+        waves.note_root(found, growth.nodes, growth.reals, growth.goes_left, self._by_feature)
         growth.nodes[0, split.SLOT] = slot
-        return found[there.RESULT_NODE :]
+        sums: Array = found[there.RESULT_NODE :]
+        return sums
 
     def _expand_leaves(self) -> None:
         """Waves until the tree is complete."""
@@ -213,10 +209,12 @@ class CudaTreeGrower(TreeGrower):
         tables = growth.nodes, growth.reals, growth.leaves, growth.splits, growth.counts, growth.ready, growth.top
         wave = np.zeros((self._wave, 2), np.int64)
         result, table = self._host_result.numpy(), self._host_table.numpy()
-        space = np.empty(0, np.uint64), np.empty((0, 0), np.uint8), np.empty(0, np.uint64)  # rows are moved on the card
+        if self._loops is None:
+            self._loops = waves.addresses(growth, self._scales, self._numbers)
         done = 0
         while True:
             done = waves.next_wave(
+                self._loops,
                 (*tables, growth.best_first),
                 growth.goes_left,
                 wave,
@@ -225,7 +223,7 @@ class CudaTreeGrower(TreeGrower):
                 table,
                 self._free,
                 self._by_feature,
-                space,
+                waves.SPACE,
                 self._scales,
                 self._numbers,
                 self._sizes,

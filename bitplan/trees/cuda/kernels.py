@@ -353,7 +353,7 @@ def _best_place(both, hess, bins, count, allowed, numbers_ptr, gain_ptr, found_p
     left_hess = tl.where(best_turn == 1, left_hess, left_hess - missing_hess)
     larger_left = (2 * (left_both & _COUNT) >= all_rows).to(tl.int32)
     tl.store(gain_ptr, best)
-    tl.store(found_ptr, best_place.to(tl.int64))
+    tl.store(found_ptr, best_place)
     tl.store(found_ptr + 1, tl.where(has_missing, best_turn, larger_left).to(tl.int64))
     tl.store(found_ptr + 2, left_both)
     tl.store(found_ptr + 3, left_hess)

@@ -7,29 +7,72 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.kernels.base.jit import compiled
+from bitplan.kernels.base.jit import address_of, call_at, compiled, inlined
 from bitplan.trees.cuda import columns as there
+from bitplan.trees.gradients import Array
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import split
+from bitplan.trees.tree_tables import Growth
 
 NODE, SMALL = range(2)  # columns of `wave`: nodes that are expanded, and of each the child of fewer rows, or -1
 ALL_ROWS = 2**62  # no node is too large
 FAR_AWAY = 2**62
+TAKE, DIVIDE = range(2)  # places in `kernels`
+# No rows: they are moved on the card.
+SPACE = np.empty(0, np.uint64), np.empty((0, 0), np.uint8), np.empty(0, np.uint64)
+
+
+def addresses(growth: Growth, scales: Array, rules: Array) -> Array:
+    """The CPU's own loops, called by address: by name they would be compiled once more."""
+    tables = growth.nodes, growth.reals
+    order = growth.leaves, growth.splits, growth.counts, growth.ready, growth.top, growth.best_first
+    take = address_of(queue.take, *tables, *order, 0, False, 0, 0)
+    divide = address_of(queue.divide, *SPACE, growth.goes_left, *tables, 0, 0, None, scales, rules)
+    return np.array([take, divide], np.int64)
+
+
+@inlined
+def _note_split(child, found, nodes, reals, goes_left, by_feature):  # type: ignore[no-untyped-def]
+    """A row of the result into the tables."""
+    feature = found[there.RESULT_FEATURE]
+    reals[child, split.GAIN] = found.view(np.float64)[there.RESULT_GAIN]
+    nodes[child, split.FEATURE], nodes[child, split.BIN] = feature, found[there.RESULT_BIN]
+    nodes[child, split.MISSING_LEFT] = found[there.RESULT_MISSING_LEFT]
+    for i in range(3):
+        nodes[child, split.LEFT_GRAD + i] = found[there.RESULT_LEFT + i]
+    nodes[child, split.GROUPS_BELOW] = nodes[child, split.GROUPS] & by_feature[feature, split.FEATURE_GROUPS]
+    for bin_ in range(split.MISSING):
+        goes_left[child, bin_] = bin_ <= found[there.RESULT_BIN]
+    goes_left[child, split.MISSING] = found[there.RESULT_MISSING_LEFT]
+
+
+@inlined
+def _set_segments(table, count, all_rows, sizes):  # type: ignore[no-untyped-def]
+    """Cut the rows of histograms into segments, about one for each program."""
+    _block, chunk, groups, programs = sizes
+    each = (all_rows * groups + programs * chunk - 1) // (programs * chunk)
+    length = (each if each > 1 else 1) * chunk
+    first = np.int64(0)
+    for k in range(count):
+        table[k, there.FIRST_SEGMENT] = first
+        first += (table[k, there.SMALL_STOP] - table[k, there.SMALL_START] + length - 1) // length
+    table[-1, there.SEGMENTS], table[-1, there.SEGMENT_ROWS] = first, length
 
 
 @compiled
 def next_wave(  # type: ignore[no-untyped-def]
-    tables, goes_left, wave, done, result, table, free, by_feature, space, scales, rules, sizes
+    kernels, tables, goes_left, wave, done, result, table, free, by_feature, space, scales, rules, sizes
 ):
     """Note the results of the last wave's `done` nodes, then fill `table` for the next; returns how many it has.
 
+    kernels addresses, see `addresses`
     tables  those of `nodes.take`, with whether the best leaf is first
     free    slots for histograms; how many are free is the last number
     sizes   rows of a block, rows of a chunk of a histogram, groups of features, programs
     """
     nodes, reals, leaves, splits, counts, ready, top, best_first = tables
     entries, columns, spare = space
-    queued = nodes, reals, leaves, splits, counts, ready, top, best_first, ALL_ROWS
+    queued = nodes, reals, leaves, splits, counts, ready, top, best_first, np.int64(ALL_ROWS)
     for k in range(done):
         node, small = wave[k, NODE], wave[k, SMALL]
         if small < 0:
@@ -40,18 +83,16 @@ def next_wave(  # type: ignore[no-untyped-def]
             child = 2 * nodes[node, split.CHILD] + 1 - small if side else small
             found = result[2 * k + side]
             slot = table[k, there.LARGE_SLOT if side else there.SMALL_SLOT]
-            note_split(child, found, nodes, reals, goes_left, by_feature)
+            _note_split(child, found, nodes, reals, goes_left, by_feature)
             nodes[child, split.SLOT] = slot
             if not reals[child, split.GAIN] > 0.0:
                 free[free[-1]] = slot
                 free[-1] += 1
     for k in range(done):
-        queue.take(*queued, True, 1, wave[k, NODE])  # it is expanded; none is taken
+        call_at(kernels[TAKE], (*queued, True, np.int64(1), wave[k, NODE]))  # it is expanded; none is taken
     most, count = wave.shape[0], 0
     while count < most:
-        node = queue.take(
-            nodes, reals, leaves, splits, counts, ready, top, best_first, ALL_ROWS, False, 1, np.int64(-1)
-        )
+        node = call_at(kernels[TAKE], (*queued, False, np.int64(1), np.int64(-1)))
         if node < 0:
             break
         wave[count, NODE] = node
@@ -66,7 +107,8 @@ def next_wave(  # type: ignore[no-untyped-def]
             continue
         node = wave[k, NODE]
         lefts = nodes[node, split.LEFT_ROWS]
-        small = queue.divide(entries, columns, spare, goes_left, nodes, reals, node, lefts, None, scales, rules)
+        parts = goes_left, nodes, reals, node, lefts, None, scales, rules
+        small = call_at(kernels[DIVIDE], (entries, columns, spare, *parts))
         wave[k, SMALL] = small
         here[there.START], here[there.STOP] = nodes[node, split.START], nodes[node, split.STOP]
         here[there.SIDE], here[there.SMALL_SIDE] = nodes[node, split.DEPTH] & 1, 1 - (nodes[node, split.DEPTH] & 1)
@@ -80,33 +122,23 @@ def next_wave(  # type: ignore[no-untyped-def]
             here[there.SMALL_START], here[there.SMALL_STOP] = nodes[small, split.START], nodes[small, split.STOP]
             all_rows += here[there.SMALL_STOP] - here[there.SMALL_START]
     table[most, there.NODES], table[most, there.BLOCKS] = count, blocks
-    set_segments(table, count, all_rows, sizes)
+    _set_segments(table, count, all_rows, sizes)
     return count
 
 
 @compiled
-def note_split(child, found, nodes, reals, goes_left, by_feature):  # type: ignore[no-untyped-def]
-    """A row of the result into the tables."""
-    feature = found[there.RESULT_FEATURE]
-    reals[child, split.GAIN] = found.view(np.float64)[there.RESULT_GAIN]
-    nodes[child, split.FEATURE], nodes[child, split.BIN] = feature, found[there.RESULT_BIN]
-    nodes[child, split.MISSING_LEFT] = found[there.RESULT_MISSING_LEFT]
-    for i in range(3):
-        nodes[child, split.LEFT_GRAD + i] = found[there.RESULT_LEFT + i]
-    nodes[child, split.GROUPS_BELOW] = nodes[child, split.GROUPS] & by_feature[feature, split.FEATURE_GROUPS]
-    for bin_ in range(split.MISSING):
-        goes_left[child, bin_] = bin_ <= found[there.RESULT_BIN]
-    goes_left[child, split.MISSING] = found[there.RESULT_MISSING_LEFT]
+def root_wave(table, rows, slot, sizes):  # type: ignore[no-untyped-def]
+    """Fill `table` for the histogram of all rows."""
+    table[:] = 0
+    for k in range(table.shape[0] - 1):
+        table[k, there.SMALL_SLOT], table[k, there.LARGE_SLOT] = -1, -1
+        table[k, there.FIRST_BLOCK], table[k, there.FIRST_SEGMENT] = FAR_AWAY, FAR_AWAY
+    table[0, there.SMALL_STOP], table[0, there.SMALL_SLOT], table[0, there.GROUPS] = rows, slot, -1
+    table[-1, there.NODES] = 1
+    _set_segments(table, 1, rows, sizes)
 
 
 @compiled
-def set_segments(table, count, all_rows, sizes):  # type: ignore[no-untyped-def]
-    """Cut the rows of histograms into segments, about one for each program."""
-    _block, chunk, groups, programs = sizes
-    each = (all_rows * groups + programs * chunk - 1) // (programs * chunk)
-    length = (each if each > 1 else 1) * chunk
-    first = np.int64(0)
-    for k in range(count):
-        table[k, there.FIRST_SEGMENT] = first
-        first += (table[k, there.SMALL_STOP] - table[k, there.SMALL_START] + length - 1) // length
-    table[-1, there.SEGMENTS], table[-1, there.SEGMENT_ROWS] = first, length
+def note_root(found, nodes, reals, goes_left, by_feature):  # type: ignore[no-untyped-def]
+    """Its best split, into the tables."""
+    _note_split(0, found, nodes, reals, goes_left, by_feature)

@@ -43,7 +43,7 @@ LONG = [
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        (BoostedTreesClassifier, {"gradient_precision": "i16", "max_leaves": 6}),
+        (BoostedTreesClassifier, {"gradient_precision": "i16", "max_leaves": 5}),
         (BoostedTreesRegressor, {"gradient_precision": "i8", "n_estimators": 2, "max_leaves": 3, "subsample": 0.7}),
         *(pytest.param(*given, marks=pytest.mark.long) for given in LONG),
     ],
