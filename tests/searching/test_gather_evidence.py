@@ -61,7 +61,7 @@ def test_outputs_are_gathered_where_rows_keep_their_place(tmp_path: Path) -> Non
     export_model(tmp_path / "llama", tmp_path / "llama.gguf", "gguf", "float32")
     with EvidenceFile(gather_evidence(tmp_path / "llama", TEXT, tmp_path, context=64)) as evidence:
         name = "model.layers.1.self_attn.q_proj.weight"
-        assert evidence.outputs(name) is None  # 16 tokens an output are needed
+        assert evidence.outputs(name) is None  # of too few tokens for its outputs
         evidence.metadata = {**evidence.metadata, "gradient_tokens": "100000"}
         outputs = evidence.outputs(name)
         assert outputs is not None

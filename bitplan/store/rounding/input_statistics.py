@@ -32,7 +32,7 @@ KIND, VERSION = "evidence", "1"
 MOMENTS, HESSIAN, OUTPUTS = ".moments", ".hessian", ".outputs"
 SHARED, WEIGHTS = "shared.", "weights."
 GRADIENT_TOKENS = "gradient_tokens"  # metadata: how many tokens the outputs' gradients are of
-TOKENS_PER_OUTPUT = 16  # of fewer, gradients between outputs are more noise than knowledge (docs/log.md)
+TOKENS_PER_OUTPUT = 24  # of fewer, gradients between outputs are more noise than knowledge (docs/log.md)
 MOST_DIGESTED = 4096  # numbers of a weight that its digest is of
 
 
