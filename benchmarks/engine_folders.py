@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="a GGUF file")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--families", action="store_true", help="tiny models of every family")
-    parser.add_argument("--windows", type=int, default=1)
+    parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--targets", nargs="*", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--formats", nargs="*", help="of real models: these alone")
     parser.add_argument("--most", type=float, default=0.005, help="the largest difference that passes")

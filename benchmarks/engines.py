@@ -30,7 +30,10 @@ from bitplan.store.export.targets import export_model
 from bitplan.store.files.open_files import open_tensors
 
 CONTEXT = 512
-FORMATS = ("float16", "q8_0_gguf", "q6_k_gguf", "q4_k_gguf", "q4_0_gguf", "q3_k_gguf")
+FORMATS = (
+    *("float16", "q8_0_gguf", "q6_k_gguf", "q5_k_gguf", "q4_k_gguf", "q4_0_gguf"),
+    *("iq4_nl_gguf", "q3_k_gguf", "q2_k_gguf"),
+)
 MIXED = {"*self_attn*": "q6_k_gguf", "*attn_*": "q6_k_gguf", "*mlp*": "q4_k_gguf", "*ffn_*": "q4_k_gguf"}
 MIXED |= {"*embed_tokens*": "q8_0_gguf", "token_embd*": "q8_0_gguf"}
 THEIR_NAMES = {"q3_k_gguf": "Q3_K_S", "q4_k_gguf": "Q4_K_S", "q5_k_gguf": "Q5_K_S"}
@@ -180,10 +183,10 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="a GGUF file to quantize again")
     parser.add_argument("--families", action="store_true", help="tiny models of every family")
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--formats", nargs="*", default=[*FORMATS, "mixed"], help="for --model")
-    parser.add_argument("--gguf-formats", nargs="*", default=["q4_k_gguf"], help="for --gguf")
+    parser.add_argument("--gguf-formats", nargs="*", default=["float32", "q8_0_gguf", "q4_k_gguf"], help="for --gguf")
     parser.add_argument("--most", type=float, default=0.005, help="the largest difference that passes")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
