@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from sklearn.utils.validation import _check_feature_names, validate_data  # type: ignore[import-untyped]
+from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
 
 from bitplan.kernels.base.jit import use_threads
 from bitplan.trees.boost import DEVICES, Booster, BoostSettings, EvalSet, Rows, boost
@@ -125,7 +125,8 @@ class BoostedTreesBase(FittedTrees):
         if shards is ALONE and self._is_plain(x):
             plain: Array = x
             return plain
-        _check_feature_names(self, x, reset=False)  # before anything is said about what a column has
+        if not isinstance(x, TablePieces):  # before anything is said about what a column has
+            validate_data(self, x, reset=False, skip_check_array=True)
         table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
         return table
 
