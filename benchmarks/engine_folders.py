@@ -233,7 +233,8 @@ def main() -> None:
                 for target in given.targets
             }
             models[source.stem] = run_model(source, given.text.read_text(encoding="utf-8"), given.windows, wanted)
-    own = {LIBRARIES[target]: importlib.metadata.version(LIBRARIES[target]) for target in given.targets}
+    packages = [LIBRARIES[target] for target in given.targets] + (["mlx"] if "mlx" in given.targets else [])
+    own = {package: importlib.metadata.version(package) for package in packages}
     document = {
         "benchmark": "engine_folders",
         "machine": machine("cpu"),
