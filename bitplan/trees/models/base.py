@@ -125,7 +125,7 @@ class BoostedTreesBase(FittedTrees):
         if shards is ALONE and self._is_plain(x):
             plain: Array = x
             return plain
-        if not isinstance(x, TablePieces):  # before anything is said about what a column has
+        if hasattr(x, "columns") and not isinstance(x, TablePieces):  # before anything is said about what a column has
             validate_data(self, x, reset=False, skip_check_array=True)
         table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
         return table
