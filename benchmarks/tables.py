@@ -390,14 +390,47 @@ def families_table() -> str:
     return "\n".join(lines)
 
 
-def search_gguf_table() -> str:
-    """Our files and llama.cpp's own, all in llama.cpp, by size."""
+def rounding_gguf_table() -> str:
+    """Uniform plans of ours and llama.cpp's own files, all in llama.cpp, by size."""
     lines = ["| the 26M llama in llama.cpp | file, MB | KL | same top token |", "|---|---|---|---|"]
-    rows = _read("search_gguf_lm26m")["rows"]
+    kinds = ("llama.cpp", "nearest", "uniform")
+    rows = {label: row for label, row in _read("search_gguf_lm26m")["rows"].items() if row["by"] in kinds}
     for label, row in sorted(rows.items(), key=lambda pair: (round(pair[1]["file_bytes"], -5), -pair[1]["kl"])):
         name = f"llama.cpp's {label}, with an imatrix" if row["by"] == "llama.cpp" else label
         kl = f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
         lines.append(f"| {name} | {row['file_bytes'] / 1e6:.2f} | {kl} | {row['same_top']:.1%} |")
+    return "\n".join(lines)
+
+
+def searched_table() -> str:
+    """Searched plans beside the best of llama.cpp's types, and of our uniform plans, in the same bytes."""
+    document = _read("search_gguf_lm26m")
+    lines = [
+        "| searched plan of the 26M llama, in llama.cpp | MB | KL | llama.cpp's best, with an imatrix | of it "
+        "| ours to nearest | of it | compensated, one format | of it | predicted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in document["comparison"]:
+        error = document["rows"][row["plan"]]["kl_error"]
+        cells = [row["plan"].removeprefix("searched, "), f"{row['mb']:.2f}", f"{row['kl']:.4f} ± {error:.4f}"]
+        for other in ("llama.cpp", "nearest", "compensated"):
+            found = row[other] is not None
+            cells += [f"{row[other]:.4f}", f"{row[f'of_{other}']:.2f}"] if found else ["", ""]
+        lines.append("| " + " | ".join([*cells, f"{row['predicted']:.4f}"]) + " |")
+    return "\n".join(lines)
+
+
+def short_searched_table() -> str:
+    """The same for the README: sizes in bits a weight alone."""
+    lines = [
+        "| the 26M llama, in llama.cpp | MB | KL, searched | llama.cpp's best in these bytes | ours, to nearest |",
+        "|---|---|---|---|---|",
+    ]
+    for row in _read("search_gguf_lm26m")["comparison"]:
+        if row["plan"].endswith(" bits"):
+            others = ["" if row[other] is None else f"{row[other]:.4f}" for other in ("llama.cpp", "nearest")]
+            cells = [f"{row['plan'].removeprefix('searched, ')} a weight", f"{row['mb']:.1f}", f"{row['kl']:.4f}"]
+            lines.append("| " + " | ".join([*cells, *others]) + " |")
     return "\n".join(lines)
 
 
@@ -434,7 +467,7 @@ def _by_target(key: str, rows: list[dict[str, Any]], cell: Callable[[dict[str, A
 
 
 PLACES = {  # page: its tables
-    "README.md": (demo_table, speed_table),
+    "README.md": (short_searched_table, demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),
     "docs/manifest.md": (fused_table, auto_table),
     "docs/packed.md": (decode_table, decode_small_table, decode_peers_table, launched_table),
@@ -450,7 +483,8 @@ PLACES = {  # page: its tables
     ),
     "docs/trees.md": (trees_table,),
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),
-    "docs/rounding.md": (search_gguf_table,),
+    "docs/rounding.md": (rounding_gguf_table,),
+    "docs/search.md": (searched_table,),
 }
 
 
