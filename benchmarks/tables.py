@@ -282,6 +282,26 @@ def fp8_training_table() -> str:
     return "\n".join(lines)
 
 
+def fp8_training_speed_table() -> str:
+    """A llama of a billion parameters on real text: speed, loss and memory of every arm."""
+    lines = [
+        "| 1B llama, 16,384 tokens a step | layers in FP8 | tokens a second | times BF16 "
+        "| held-out loss, mean (lowest to highest seed) | seeds | peak memory, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    if not (RESULTS / "fp8_training_1b_nvidia_h200.json").exists():
+        return "\n".join([*lines, "| not measured yet | | | | | | |"])
+    document = _read("fp8_training_1b_nvidia_h200")
+    for arm, spread in document["losses"]["held_out_loss"].items():
+        mine = [run for run in document["runs"] if run["arm"] == arm]
+        name = {"bf16": "BF16", "full": "all FP8", "adaptive": "adaptive FP8"}.get(arm, arm)
+        cells = [name, f"{mine[0]['fp8_layers']} of {4 * document['layers']}"]
+        cells += [f"{document['tokens_a_second'][arm]:,.0f}", f"{document['times_bf16'][arm]:.2f}x"]
+        cells += [f"{spread['mean']:.4f} ({spread['low']:.4f} to {spread['high']:.4f})", str(len(mine))]
+        lines.append("| " + " | ".join([*cells, f"{document['peak_bytes'][arm] / 2**30:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
 def _layer_rows(part: str) -> list[dict[str, Any]]:
     rows = [row for row in _read("fp8_layers_nvidia_h200")["rows"] if row["part"] == part]
     return sorted(rows, key=lambda row: (row["size"], row["timing"], row["tokens"]))
@@ -479,6 +499,7 @@ PLACES = {  # page: its tables
         fp8_layers_table,
         fp8_held_out_table,
         fp8_training_table,
+        fp8_training_speed_table,
         fp8_grouped_table,
     ),
     "docs/trees.md": (trees_table,),
