@@ -33,7 +33,7 @@ from bitplan.runtime.packed.checkpoints.fill import (
     read_values,
 )
 from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
-from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
+from bitplan.runtime.packed.checkpoints.source import remember
 from bitplan.runtime.packed.checkpoints.tensor_sources import assign
 from bitplan.runtime.packed.fused_projections import fuse_projections
 from bitplan.runtime.packed.gpt_oss import load as gpt_oss_load
@@ -120,17 +120,8 @@ def load_packed(
         target.to(place)  # buffers that a model of the user's computes itself
         if place.type == "cuda":
             fuse_projections(target)
-        remember(
-            target,
-            loaded_from(
-                file,
-                assignment.recipes,
-                folder=source if source.is_dir() else None,
-                config=config,
-                plan=plan,
-                model=target,
-            ),
-        )
+        folder = source if source.is_dir() else None
+        remember(target, file, assignment.recipes, folder=folder, config=config, plan=plan)
         adapt_to_transformers(target)
         layout = file.kind if isinstance(file, SchemeTensors) else "bitplan"
         report = _report(str(path), layout, file.files, place, values, started, peak)
@@ -211,5 +202,5 @@ def _remember_gpt_oss(model: nn.Module, source: Path) -> None:
         has_config = source.is_dir() and (source / CONFIG).is_file()
         config = read_config(source) if has_config and "model_type" in read_config(source) else None
         folder = source if source.is_dir() else None
-        remember(model, loaded_from(file, (), folder=folder, config=config, plan=None, model=model))
+        remember(model, file, (), folder=folder, config=config, plan=None)
     adapt_to_transformers(model)
