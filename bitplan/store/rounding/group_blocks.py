@@ -66,6 +66,11 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
     steps, offsets = (torch.cat([of(block) for block in each], 1) for of in (scales.steps, scales.offsets))
     values = codes * steps.repeat_interleave(layout.group, 1) + offsets.repeat_interleave(layout.group, 1)
     gradient = (matrix - values) @ hessian
+    if is_compiled(matrix):
+        from bitplan.store.rounding.sweep_groups_cpu import sweep_groups
+
+        sweep_groups(gradient, codes, hessian, scales, grid, sweeps)
+        return
     parts = torch.arange(width) // layout.group
     for _ in range(sweeps):
         for block in each:

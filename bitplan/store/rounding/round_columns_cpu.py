@@ -81,8 +81,8 @@ def _round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, 
         left[:] = piece[row]
         for j in range(width):
             step, offset = steps[row, parts[j]], offsets[row, parts[j]]
-            scaled = F32(F32(left[j] - offset) * _reciprocal(step))
-            code = _nearest(scaled, low, high, mantissa, least, is_float, table)
+            scaled = F32(F32(left[j] - offset) * reciprocal_of(step))
+            code = nearest(scaled, low, high, mantissa, least, is_float, table)
             error = F32(F32(left[j] - F32(F32(code * step) + offset)) / factor[j, j])
             codes[row, j], errors[row, j] = code, error
             rest, shares = left[j + 1 :], factor[j, j + 1 :]  # views from zero: else LLVM makes no vectors of it
@@ -96,7 +96,7 @@ def _try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float,
     left, inverses, errors = np.empty((width, count), F32), np.empty(count, F32), np.empty(count, F32)
     for row in range(piece.shape[0]):
         for c in range(count):
-            inverses[c] = _reciprocal(scales[row, c])
+            inverses[c] = reciprocal_of(scales[row, c])
             cost[row, c] = ZERO
         for j in range(width):
             for c in range(count):
@@ -104,7 +104,7 @@ def _try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float,
         for j in range(width):
             unit = factor[j, j]
             for c in range(count):
-                code = _nearest(F32(left[j, c] * inverses[c]), low, high, mantissa, least, is_float, table)
+                code = nearest(F32(left[j, c] * inverses[c]), low, high, mantissa, least, is_float, table)
                 error = F32(F32(left[j, c] - F32(code * scales[row, c])) / unit)
                 errors[c] = error
                 cost[row, c] += F32(error * error)
@@ -123,7 +123,7 @@ def _sweep_rows(gradient, codes, hessian, steps, parts, changes, low, high, mant
         for j in range(width):
             step = steps[row, parts[j]]
             best = F32(F32(codes[row, j] * step) + F32(slope[j] / hessian[j, j]))
-            code = _nearest(F32(best * _reciprocal(step)), low, high, mantissa, least, is_float, table)
+            code = nearest(F32(best * reciprocal_of(step)), low, high, mantissa, least, is_float, table)
             if step == ZERO:
                 code = codes[row, j]
             change = F32(F32(code - codes[row, j]) * step)
@@ -140,23 +140,23 @@ def _weigh_rows(piece, weights, scales, cost, low, high, mantissa, least, is_flo
     inverses = np.empty(count, F32)
     for row in range(piece.shape[0]):
         for c in range(count):
-            inverses[c] = _reciprocal(scales[row, c])
+            inverses[c] = reciprocal_of(scales[row, c])
             cost[row, c] = ZERO
         for j in range(piece.shape[1]):
             number, weight = piece[row, j], weights[j]
             for c in range(count):
-                code = _nearest(F32(number * inverses[c]), low, high, mantissa, least, is_float, table)
+                code = nearest(F32(number * inverses[c]), low, high, mantissa, least, is_float, table)
                 error = F32(number - F32(code * scales[row, c]))
                 cost[row, c] += F32(weight * F32(error * error))
 
 
 @inlined
-def _reciprocal(scale):
+def reciprocal_of(scale):
     return ZERO if scale == ZERO else F32(ONE / scale)
 
 
 @inlined
-def _nearest(scaled, low, high, mantissa, least, is_float, table):
+def nearest(scaled, low, high, mantissa, least, is_float, table):
     """The nearest number of the grid. Steps of floats are powers of two: exponents give their inverse."""
     if table is not None:
         place = 0
