@@ -51,11 +51,7 @@ def round_groups(
         codes[:, at[first:last]] = own_codes
         left[:, last:] -= errors @ factor[first:last, last:]
     _sweep(matrix, hessian, codes, scales, fmt, sweeps)
-    packed = [
-        layout.pack(scales.parts(block, stored_codes(codes[:, _columns(block, width)], fmt)))
-        for block in range(len(blocks))
-    ]
-    return torch.cat(packed, dim=1)
+    return layout.pack(scales.parts(stored_codes(codes, fmt))).reshape(len(matrix), -1)
 
 
 def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, fmt: GgufBlocks, sweeps: int) -> None:
