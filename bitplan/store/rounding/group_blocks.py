@@ -63,7 +63,7 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
     values = codes * steps.repeat_interleave(layout.group, 1) + offsets.repeat_interleave(layout.group, 1)
     gradient = (matrix - values) @ hessian
     if is_compiled(matrix):
-        from bitplan.store.rounding.sweep_groups_cpu import sweep_groups
+        from bitplan.store.rounding.round_columns_cpu import sweep_groups
 
         sweep_groups(gradient, codes, hessian, scales, grid, sweeps)
         return
