@@ -51,11 +51,7 @@ def round_groups(
         codes[:, at[first:last]] = own_codes
         left[:, last:] -= errors @ factor[first:last, last:]
     _sweep(matrix, hessian, codes, scales, fmt, sweeps)
-    packed = [
-        layout.pack(scales.parts(block, stored_codes(codes[:, _columns(block, width)], fmt)))
-        for block in range(len(blocks))
-    ]
-    return torch.cat(packed, dim=1)
+    return layout.pack(scales.parts(stored_codes(codes, fmt))).reshape(len(matrix), -1)
 
 
 def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, fmt: GgufBlocks, sweeps: int) -> None:
@@ -66,6 +62,11 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
     steps, offsets = (torch.cat([of(block) for block in each], 1) for of in (scales.steps, scales.offsets))
     values = codes * steps.repeat_interleave(layout.group, 1) + offsets.repeat_interleave(layout.group, 1)
     gradient = (matrix - values) @ hessian
+    if is_compiled(matrix):
+        from bitplan.store.rounding.round_columns_cpu import sweep_groups
+
+        sweep_groups(gradient, codes, hessian, scales, grid, sweeps)
+        return
     parts = torch.arange(width) // layout.group
     for _ in range(sweeps):
         for block in each:

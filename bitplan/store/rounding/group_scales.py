@@ -41,13 +41,14 @@ class GroupScales:
         if parts.mins is not None:
             self.mins[:, groups] = parts.mins.float()
 
-    def parts(self, block: int, codes: Tensor) -> BlockParts:
-        """A block as it is stored, with codes as stored."""
-        d, dmin, groups = self.d[:, block].half(), self.dmin[:, block].half(), self.groups(block)
+    def parts(self, codes: Tensor) -> BlockParts:
+        """All blocks as they are stored, row by row, with codes [R, filled] as stored."""
+        rows = codes.reshape(-1, self.layout.numbers)
+        d, dmin = (each.half().reshape(-1) for each in (self.d, self.dmin))
         if not self.layout.has_groups:
-            return BlockParts(codes, d, dmin if self.layout.has_min else None)
-        scales, mins = (each[:, groups].to(torch.int8).contiguous() for each in (self.scales, self.mins))
-        return BlockParts(codes, d, -dmin, scales, mins) if self.layout.has_min else BlockParts(codes, d, None, scales)
+            return BlockParts(rows, d, dmin if self.layout.has_min else None)
+        scales, mins = (each.to(torch.int8).reshape(len(rows), -1) for each in (self.scales, self.mins))
+        return BlockParts(rows, d, -dmin, scales, mins) if self.layout.has_min else BlockParts(rows, d, None, scales)
 
     def groups(self, block: int) -> slice:
         return slice(block * self.layout.group_count, (block + 1) * self.layout.group_count)
