@@ -211,7 +211,7 @@ def _as_stored(wanted, base, SCALE: tl.constexpr):
     return scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces", "across", "count"])
 def _round_batch(
     left_ptr,
     factor_ptr,
@@ -291,7 +291,7 @@ def _round_batch(
     tl.store(errors_ptr + row * SPAN + span, errors)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces", "across"])
 def _sweep_batch(
     gradient_ptr,
     codes_ptr,

@@ -1,6 +1,6 @@
 """The search for scales of GGUF's blocks on GPUs: the twin of `bitplan.formats.gguf.search`, with the same bits.
 
-A program takes some blocks of a row, and tries everything while their numbers stay in registers: in plain torch a block
+A program takes a block, and tries everything while its numbers stay in registers: in plain torch a block
 takes two thousand launches. Sums are taken by halves, as the definition takes them.
 """
 
@@ -19,7 +19,6 @@ from bitplan.formats.gguf.layouts import BlockParts, Layout
 from bitplan.formats.gguf.search import FIT_STEPS, FLOAT16_MAX, REFINEMENTS, starts
 from bitplan.kernels.base.numbers import MAGIC, device_of, flush_small, reciprocal
 
-SINGLE_BLOCKS = 8  # blocks of one group that a program takes
 STEPS = (1.0, 0.985, 1.015, 0.97, 1.03)  # multiples that are tried of the step of integers
 _FITS, _REFINEMENTS = tl.constexpr(FIT_STEPS), tl.constexpr(REFINEMENTS)
 _LARGEST = tl.constexpr(FLOAT16_MAX)
@@ -36,7 +35,8 @@ class TritonSearch:
         d, dmin = (matrix.new_empty(rows, blocks) for _ in range(2))
         scales, mins = (matrix.new_empty(rows, groups) for _ in range(2))
         codes = torch.empty((rows, groups * group), dtype=torch.uint8, device=x.device)
-        search_into(matrix, w.expand(groups, group).reshape(-1), layout, d, dmin, scales, mins, codes)
+        order = torch.arange(layout.numbers, dtype=torch.int32, device=x.device)
+        search_into(matrix, w.expand(groups, group).reshape(-1), layout, order, d, dmin, scales, mins, codes)
         halves, flat = (d.reshape(-1).half(), dmin.reshape(-1).half()), codes.reshape(-1, layout.numbers)
         if not layout.has_groups:
             return BlockParts(flat, halves[0], halves[1] if layout.has_min else None)
@@ -50,25 +50,24 @@ def search_into(
     matrix: Tensor,
     weights: Tensor,
     layout: Layout,
+    order: Tensor,
     d: Tensor,
     dmin: Tensor,
     scales: Tensor,
     mins: Tensor,
-    codes: Tensor | None = None,
-    order: Tensor | None = None,
+    codes: Tensor,
 ) -> None:
-    """Search the blocks of [R, C] numbers; d and dmin [R, blocks], scales and minima [R, groups] are written.
+    """Search the blocks of [R, C] numbers; d and dmin [R, blocks], scales and minima [R, groups], codes are written.
 
     weights   [C], with a mean near 1 in the blocks that were weighed together
-    order     [numbers of a block]: where in a row's block its columns lie; as they are unless given
+    order     [numbers of a block] int32: where in a block its columns lie
     """
     rows, blocks = len(matrix), matrix.shape[1] // layout.numbers
-    many = 1 if layout.has_groups else min(SINGLE_BLOCKS, triton.next_power_of_2(max(1, blocks)))
     assert matrix.stride(1) == 1
     assert d.stride() == dmin.stride()
     assert scales.stride() == mins.stride()
     with device_of(matrix):
-        _search_blocks[(rows, triton.cdiv(blocks, many))](
+        _search_blocks[(rows, blocks)](
             matrix,
             weights,
             _starting(layout, matrix.device),
@@ -78,14 +77,13 @@ def search_into(
             dmin,
             scales,
             mins,
-            matrix if codes is None else codes,
-            matrix if order is None else order,
-            blocks,
+            codes,
+            order,
             matrix.stride(0),
+            codes.stride(0),
             d.stride(0),
             scales.stride(0),
             len(starts(layout)),
-            BLOCKS=many,
             COUNT=layout.group_count,
             SIZE=layout.group,
             LOW=float(layout.low),
@@ -95,8 +93,6 @@ def search_into(
             HAS_MIN=layout.has_min,
             SCALE_LOW=float(layout.scale_low or 0),
             SCALE_HIGH=float(layout.scale_high or 0),
-            HAS_CODES=codes is not None,
-            HAS_ORDER=order is not None,
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -281,7 +277,7 @@ def _refit(
     return tl.where(better, new, d), tl.where(better, new_min, dmin)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_stride", "group_stride", "start_count"])
 def _search_blocks(
     matrix_ptr,
     weights_ptr,
@@ -294,12 +290,11 @@ def _search_blocks(
     mins_ptr,
     codes_ptr,
     order_ptr,
-    blocks,
     row_stride,
+    code_stride,
     block_stride,
     group_stride,
     start_count,
-    BLOCKS: tl.constexpr,
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
     LOW: tl.constexpr,
@@ -309,18 +304,15 @@ def _search_blocks(
     HAS_MIN: tl.constexpr,
     SCALE_LOW: tl.constexpr,
     SCALE_HIGH: tl.constexpr,
-    HAS_CODES: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = BLOCKS * COUNT
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * GROUPS
-    groups = tl.arange(0, GROUPS)
+    BLOCKS: tl.constexpr = 1
+    GROUPS: tl.constexpr = COUNT
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = block * (COUNT * SIZE)
+    groups = tl.arange(0, COUNT)
     places = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    inside = (first + groups < blocks * COUNT)[:, None] & (places >= 0)
-    at = tl.load(order_ptr + places) if HAS_ORDER else first * SIZE + places
-    x = tl.load(matrix_ptr + row * row_stride + at, mask=inside, other=0.0)
-    w = tl.load(weights_ptr + first * SIZE + places, mask=inside, other=1.0)
+    x = tl.load(matrix_ptr + row * row_stride + first + tl.load(order_ptr + places))
+    w = tl.load(weights_ptr + first + places)
     weight, x_sum = _by_halves(w, GROUPS, SIZE), _by_halves(w * x, GROUPS, SIZE)
     bottom, top = tl.min(x, 1), tl.max(x, 1)
     if HAS_MIN:
@@ -363,12 +355,12 @@ def _search_blocks(
                     HAS_MIN,
                 )  # fmt: skip
         scale, low = tl.reshape(d[:, None] * scales, [GROUPS]), -tl.reshape(dmin[:, None] * mins, [GROUPS])
-        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-        tl.store(d_ptr + row * block_stride + block, d, mask=block < blocks)
-        tl.store(dmin_ptr + row * block_stride + block, dmin, mask=block < blocks)
-        which = row * group_stride + first + groups
-        tl.store(scales_ptr + which, tl.reshape(scales, [GROUPS]), mask=first + groups < blocks * COUNT)
-        tl.store(mins_ptr + which, tl.reshape(mins, [GROUPS]), mask=first + groups < blocks * COUNT)
+        which = row * block_stride + block + tl.arange(0, BLOCKS)
+        tl.store(d_ptr + which, d)
+        tl.store(dmin_ptr + which, dmin)
+        which = row * group_stride + block * COUNT + groups
+        tl.store(scales_ptr + which, tl.reshape(scales, [GROUPS]))
+        tl.store(mins_ptr + which, tl.reshape(mins, [GROUPS]))
     else:
         scale, low = _half(best), _half(best_low)
         v = _values(x, scale, low, table_ptr, LOW, HIGH, TABLE)
@@ -384,17 +376,15 @@ def _search_blocks(
             better = error < least
             scale, low = tl.where(better, new, scale), tl.where(better, new_low, low)
             least = tl.where(better, error, least)
-        block = first + groups
-        tl.store(d_ptr + row * block_stride + block, scale, mask=block < blocks)
-        tl.store(dmin_ptr + row * block_stride + block, low, mask=block < blocks)
-    if HAS_CODES:
-        scaled = (x - low[:, None]) * reciprocal(flush_small(scale))[:, None]
-        if TABLE > 0:
-            codes = tl.zeros_like(x)
-            for below in range(TABLE - 1):
-                middle = (tl.load(table_ptr + below) + tl.load(table_ptr + below + 1)) * 0.5
-                codes += tl.where(scaled > middle, 1.0, 0.0)
-        else:
-            codes = (tl.minimum(tl.maximum(scaled, LOW), HIGH) + MAGIC) - MAGIC - LOW
-        where = row * row_stride + first * SIZE + places
-        tl.store(codes_ptr + where, codes.to(tl.int32).to(tl.uint8), mask=inside)
+        which = row * block_stride + block + groups
+        tl.store(d_ptr + which, scale)
+        tl.store(dmin_ptr + which, low)
+    scaled = (x - low[:, None]) * reciprocal(flush_small(scale))[:, None]
+    if TABLE > 0:
+        codes = tl.zeros_like(x)
+        for below in range(TABLE - 1):
+            middle = (tl.load(table_ptr + below) + tl.load(table_ptr + below + 1)) * 0.5
+            codes += tl.where(scaled > middle, 1.0, 0.0)
+    else:
+        codes = (tl.minimum(tl.maximum(scaled, LOW), HIGH) + MAGIC) - MAGIC - LOW
+    tl.store(codes_ptr + row * code_stride + first + places, codes.to(tl.int32).to(tl.uint8))

@@ -91,7 +91,7 @@ def _moved_half(now, rise, curve, AT_MOST_ZERO: tl.constexpr):
     return tl.where(move != 0.0, wanted, now), move
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def _sweep_groups(
     gradient_ptr,
     codes_ptr,

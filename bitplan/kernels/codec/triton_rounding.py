@@ -178,7 +178,7 @@ def nearest(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_stride", "offset_stride"])
 def _round_rows(
     piece_ptr,
     factor_ptr,

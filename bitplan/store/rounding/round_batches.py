@@ -81,6 +81,7 @@ def compensate_groups(
     parts = (at % width // layout.group).int()
     places = unordered((torch.arange(len(at), device=at.device) % width).int()[None], at)[0]  # in the order of a block
     weights = block_weights(unordered(factor.diagonal().square().reciprocal()[None], at)[0], width)
+    unused = torch.empty((len(matrix), width), dtype=torch.uint8, device=matrix.device)
     for place, block in enumerate(blocks):
         first, last = place * width, (place + 1) * width
         own, groups = slice(block * width, (block + 1) * width), scales.groups(block)
@@ -89,11 +90,12 @@ def compensate_groups(
             left[:, first:last],
             weights[own],
             layout,
+            places[own],
             d,
             dmin,
             scales.scales[:, groups],
             scales.mins[:, groups],
-            order=places[own],
+            unused,
         )
         if layout.has_groups:  # taken away where it has integers, added where it has none
             dmin.neg_()
