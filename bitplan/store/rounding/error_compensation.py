@@ -127,7 +127,8 @@ class InputHessian:
         if not float(self.hessian.diagonal().sum()) > 0:
             raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
         empty = layout.filled - layout.cols
-        return torch.nn.functional.pad(self.hessian.to(device, torch.float64), (0, empty, 0, empty))
+        # Moved first: a copy from memory to a GPU changes the type on the CPU.
+        return torch.nn.functional.pad(self.hessian.to(device).double(), (0, empty, 0, empty))
 
 
 def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
