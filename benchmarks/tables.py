@@ -282,6 +282,26 @@ def fp8_training_table() -> str:
     return "\n".join(lines)
 
 
+def fp8_training_speed_table() -> str:
+    """A llama of a billion parameters on real text: speed, loss and memory of every arm."""
+    lines = [
+        "| 1B llama, 16,384 tokens a step | layers in FP8 | tokens a second | times BF16 "
+        "| held-out loss, mean (lowest to highest seed) | seeds | peak memory, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    if not (RESULTS / "fp8_training_1b_nvidia_h200.json").exists():
+        return "\n".join([*lines, "| not measured yet | | | | | | |"])
+    document = _read("fp8_training_1b_nvidia_h200")
+    for arm, spread in document["losses"]["held_out_loss"].items():
+        mine = [run for run in document["runs"] if run["arm"] == arm]
+        name = {"bf16": "BF16", "full": "all FP8", "adaptive": "adaptive FP8"}.get(arm, arm)
+        cells = [name, f"{mine[0]['fp8_layers']} of {4 * document['layers']}"]
+        cells += [f"{document['tokens_a_second'][arm]:,.0f}", f"{document['times_bf16'][arm]:.2f}x"]
+        cells += [f"{spread['mean']:.4f} ({spread['low']:.4f} to {spread['high']:.4f})", str(len(mine))]
+        lines.append("| " + " | ".join([*cells, f"{document['peak_bytes'][arm] / 2**30:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
 def _layer_rows(part: str) -> list[dict[str, Any]]:
     rows = [row for row in _read("fp8_layers_nvidia_h200")["rows"] if row["part"] == part]
     return sorted(rows, key=lambda row: (row["size"], row["timing"], row["tokens"]))
@@ -390,14 +410,47 @@ def families_table() -> str:
     return "\n".join(lines)
 
 
-def search_gguf_table() -> str:
-    """Our files and llama.cpp's own, all in llama.cpp, by size."""
+def rounding_gguf_table() -> str:
+    """Uniform plans of ours and llama.cpp's own files, all in llama.cpp, by size."""
     lines = ["| the 26M llama in llama.cpp | file, MB | KL | same top token |", "|---|---|---|---|"]
-    rows = _read("search_gguf_lm26m")["rows"]
+    kinds = ("llama.cpp", "nearest", "uniform")
+    rows = {label: row for label, row in _read("search_gguf_lm26m")["rows"].items() if row["by"] in kinds}
     for label, row in sorted(rows.items(), key=lambda pair: (round(pair[1]["file_bytes"], -5), -pair[1]["kl"])):
         name = f"llama.cpp's {label}, with an imatrix" if row["by"] == "llama.cpp" else label
         kl = f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
         lines.append(f"| {name} | {row['file_bytes'] / 1e6:.2f} | {kl} | {row['same_top']:.1%} |")
+    return "\n".join(lines)
+
+
+def searched_table() -> str:
+    """Searched plans beside the best of llama.cpp's types, and of our uniform plans, in the same bytes."""
+    document = _read("search_gguf_lm26m")
+    lines = [
+        "| searched plan of the 26M llama, in llama.cpp | MB | KL | llama.cpp's best, with an imatrix | of it "
+        "| ours to nearest | of it | compensated, one format | of it | predicted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in document["comparison"]:
+        error = document["rows"][row["plan"]]["kl_error"]
+        cells = [row["plan"].removeprefix("searched, "), f"{row['mb']:.2f}", f"{row['kl']:.4f} ± {error:.4f}"]
+        for other in ("llama.cpp", "nearest", "compensated"):
+            found = row[other] is not None
+            cells += [f"{row[other]:.4f}", f"{row[f'of_{other}']:.2f}"] if found else ["", ""]
+        lines.append("| " + " | ".join([*cells, f"{row['predicted']:.4f}"]) + " |")
+    return "\n".join(lines)
+
+
+def short_searched_table() -> str:
+    """The same for the README: sizes in bits a weight alone."""
+    lines = [
+        "| the 26M llama, in llama.cpp | MB | KL, searched | llama.cpp's best in these bytes | ours, to nearest |",
+        "|---|---|---|---|---|",
+    ]
+    for row in _read("search_gguf_lm26m")["comparison"]:
+        if row["plan"].endswith(" bits"):
+            others = ["" if row[other] is None else f"{row[other]:.4f}" for other in ("llama.cpp", "nearest")]
+            cells = [f"{row['plan'].removeprefix('searched, ')} a weight", f"{row['mb']:.1f}", f"{row['kl']:.4f}"]
+            lines.append("| " + " | ".join([*cells, *others]) + " |")
     return "\n".join(lines)
 
 
@@ -434,7 +487,7 @@ def _by_target(key: str, rows: list[dict[str, Any]], cell: Callable[[dict[str, A
 
 
 PLACES = {  # page: its tables
-    "README.md": (demo_table, speed_table),
+    "README.md": (short_searched_table, demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),
     "docs/manifest.md": (fused_table, auto_table),
     "docs/packed.md": (decode_table, decode_small_table, decode_peers_table, launched_table),
@@ -446,11 +499,13 @@ PLACES = {  # page: its tables
         fp8_layers_table,
         fp8_held_out_table,
         fp8_training_table,
+        fp8_training_speed_table,
         fp8_grouped_table,
     ),
     "docs/trees.md": (trees_table,),
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),
-    "docs/rounding.md": (search_gguf_table,),
+    "docs/rounding.md": (rounding_gguf_table,),
+    "docs/search.md": (searched_table,),
 }
 
 

@@ -18,6 +18,7 @@ from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.optional import require
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
 from bitplan.plan.names import guess_role, listed
+from bitplan.records import on_failure
 from bitplan.store.checks.deep_check import deep_check
 from bitplan.store.devices import known_device
 from bitplan.store.files.open_files import open_tensors
@@ -46,15 +47,12 @@ def read_packed(
         tags = {name: _tag(rules, name) for name in file.specs}
         for name, tag in tags.items():
             _refuse_expansion(file, name, tag)
-        try:
+        with on_failure(tensors.clear):  # the traceback keeps this frame, and would keep the memory
             for name, tag in tags.items():
                 if tag is None or tag.part != "scales":  # scales are read with their codes
                     item = _read_item(file, name, tag, rules)
                     check_numbers(file, name, item)
                     tensors[name] = item.to(place)
-        except BaseException:  # the traceback keeps this frame, and would keep the memory
-            tensors.clear()
-            raise
         return tensors | {alias: tensors[name] for alias, name in file.tied.items()}
 
 
