@@ -18,6 +18,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.store.rounding.layout import ScaledBlocks
 from bitplan.store.rounding.pick_loops import loops_for
+from bitplan.store.rounding.round_batches import compensate_batches, sweep_batches, takes_batches
 from bitplan.store.rounding.scale_search import ScaleLadder, block_slices, candidates_of, least_of, search_scales
 
 Order = Literal["activation", "given"]
@@ -65,7 +66,8 @@ def factor_of(hessian: Tensor, damping: float, columns: Tensor, name: str) -> tu
         heavy.diagonal().copy_(diagonal + damping)
         factor = inverse_factor(heavy, columns)
         if factor is not None:
-            return heavy.float(), factor.float(), damping
+            factor = factor.float()
+            return heavy.float(), factor.contiguous() if factor.is_cuda else factor, damping
         if damping >= MOST_DAMPING:
             raise FormatError(
                 f"{name}: the Hessian is not positive definite, even with damping {damping}; "
@@ -125,7 +127,8 @@ class InputHessian:
         if not float(self.hessian.diagonal().sum()) > 0:
             raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
         empty = layout.filled - layout.cols
-        return torch.nn.functional.pad(self.hessian.to(device, torch.float64), (0, empty, 0, empty))
+        # Moved first: a copy from memory to a GPU changes the type on the CPU.
+        return torch.nn.functional.pad(self.hessian.to(device).double(), (0, empty, 0, empty))
 
 
 def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
@@ -145,6 +148,8 @@ def compensate(
     at: Tensor,
 ) -> Codes:
     """Round [R, filled] numbers; `at` are their columns in order, `factor` is in that order."""
+    if takes_batches(matrix, layout, ladder):
+        return Codes(*compensate_batches(matrix, factor, plain, layout, ladder, blocks, at))
     left, loops = matrix[:, at].contiguous(), loops_for(matrix)
     codes, scales = torch.empty_like(left), plain.clone()
     tries = layout.width <= BATCH
@@ -164,7 +169,7 @@ def compensate(
                 cost = layout.sum_of_strips(loops.cost_of_scales(piece, own, layout.to_rows(tried), ladder.grid))
                 scales[:, block] = tried.gather(1, least_of(cost)[1]).squeeze(1)
             steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
-            parts = torch.zeros(last - first, dtype=torch.int64)
+            parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
             codes[:, first:last], own_errors = loops.round_piece(piece, own, steps, none, parts, ladder.grid)
             errors[:, first - start : last - start] = own_errors
             left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
@@ -189,7 +194,11 @@ def sweep(
     codes, scales, loops = found.codes.clone(), found.scales.clone(), loops_for(matrix)
     narrow = layout.width <= BATCH
     gradient = (matrix - found.values(layout)) @ hessian
+    is_batched = takes_batches(matrix, layout, ladder)
     for _ in range(sweeps):
+        if is_batched:
+            sweep_batches(gradient, hessian, codes, scales, layout, ladder)
+            continue
         if not narrow:
             for block, at in enumerate(block_slices(layout)):
                 move = _better_scales(codes[:, at], gradient[:, at], hessian[at, at], scales[:, block], layout, ladder)
@@ -209,7 +218,7 @@ def sweep(
                     changes[:, here] = layout.to_rows(move).unsqueeze(-1) * codes[:, first:last]
                     near[:, here] -= changes[:, here] @ own
                 steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
-                parts = torch.zeros(last - first, dtype=torch.int64)
+                parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
                 better, changed = loops.sweep_piece(near[:, here], codes[:, first:last], own, steps, parts, ladder.grid)
                 codes[:, first:last] = better
                 changes[:, here] += changed

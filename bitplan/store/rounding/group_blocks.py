@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from bitplan.formats.gguf.blocks import GgufBlocks
-from bitplan.formats.gguf.search import GroupSums, TorchSums, search_blocks
+from bitplan.formats.gguf.search import BlockSearch, SearchBySums, TorchSums, search_blocks
 from bitplan.store.rounding.code_grids import Grid
 from bitplan.store.rounding.group_scales import GroupScales
-from bitplan.store.rounding.pick_loops import is_compiled, loops_for
+from bitplan.store.rounding.pick_loops import in_batches, is_compiled, loops_for
+from bitplan.store.rounding.round_batches import compensate_groups, sweep_group_batches
 
 
 def grid_of_groups(fmt: GgufBlocks) -> Grid:
@@ -35,23 +36,34 @@ def round_groups(
     matrix: Tensor, hessian: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, sweeps: int
 ) -> Tensor:
     """Round [R, filled] numbers -> [R, bytes per row]; `at` are their columns in order, `factor` is in that order."""
-    layout, loops, grid = fmt.layout, loops_for(matrix), grid_of_groups(fmt)
+    scales = GroupScales.empty(matrix, fmt.layout)
+    if in_batches(matrix):
+        codes = compensate_groups(matrix, factor, fmt.layout, grid_of_groups(fmt), blocks, at, scales)
+    else:
+        codes = _compensate(matrix, factor, fmt, blocks, at, scales)
+    _sweep(matrix, hessian, codes, scales, fmt, sweeps)
+    packed = fmt.layout.pack(scales.parts(stored_codes(codes, fmt)))
+    return packed.reshape(len(matrix), -1)
+
+
+def _compensate(
+    matrix: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, scales: GroupScales
+) -> Tensor:
+    layout, loops, grid, search = fmt.layout, loops_for(matrix), grid_of_groups(fmt), _search(matrix)
     left, codes, width = matrix[:, at].contiguous(), torch.empty_like(matrix), layout.numbers
-    scales = GroupScales.empty(matrix, layout)
     for place, block in enumerate(blocks):
         first, last = place * width, (place + 1) * width
         inside, own = at[first:last] - block * width, factor[first:last, first:last]
         piece, weights = torch.empty_like(left[:, first:last]), torch.empty_like(matrix[0, :width])
         piece[:, inside] = left[:, first:last]
         weights[inside] = own.diagonal().square().reciprocal()
-        scales.put(block, search_blocks(piece, weights, layout, _sums(matrix)))
+        scales.put(block, search_blocks(piece, weights, layout, search))
         own_codes, errors = loops.round_piece(
-            left[:, first:last], own, scales.steps(block), scales.offsets(block), (inside // layout.group).cpu(), grid
+            left[:, first:last], own, scales.steps(block), scales.offsets(block), inside // layout.group, grid
         )
         codes[:, at[first:last]] = own_codes
         left[:, last:] -= errors @ factor[first:last, last:]
-    _sweep(matrix, hessian, codes, scales, fmt, sweeps)
-    return layout.pack(scales.parts(stored_codes(codes, fmt))).reshape(len(matrix), -1)
+    return codes
 
 
 def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, fmt: GgufBlocks, sweeps: int) -> None:
@@ -59,9 +71,7 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
     layout, loops, grid = fmt.layout, loops_for(matrix), grid_of_groups(fmt)
     width = layout.numbers
     each = range(matrix.shape[1] // width)
-    steps, offsets = (torch.cat([of(block) for block in each], 1) for of in (scales.steps, scales.offsets))
-    values = codes * steps.repeat_interleave(layout.group, 1) + offsets.repeat_interleave(layout.group, 1)
-    gradient = (matrix - values) @ hessian
+    gradient = (matrix - scales.values(codes)) @ hessian
     if is_compiled(matrix):
         from bitplan.store.rounding.round_columns_cpu import sweep_groups
 
@@ -69,6 +79,9 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
         return
     parts = torch.arange(width) // layout.group
     for _ in range(sweeps):
+        if in_batches(matrix):
+            sweep_group_batches(gradient, hessian, codes, scales, grid)
+            continue
         for block in each:
             cols = _columns(block, width)
             own, here = hessian[cols, cols], gradient[:, cols]
@@ -81,9 +94,9 @@ def _columns(block: int, width: int) -> slice:
     return slice(block * width, (block + 1) * width)
 
 
-def _sums(matrix: Tensor) -> GroupSums:
+def _search(matrix: Tensor) -> BlockSearch:
     if not is_compiled(matrix):
-        return TorchSums()
+        return SearchBySums(TorchSums())
     from bitplan.kernels.codec.gguf_search import NumbaSums
 
-    return NumbaSums()
+    return SearchBySums(NumbaSums())
