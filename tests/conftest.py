@@ -97,7 +97,9 @@ def pytest_collection_finish() -> None:
     for logger in logging.Logger.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
-    if hasattr(catching_logs, "attached_loggers"):  # of pytest 9, which else visits thousands of loggers, six times a test
+    if hasattr(
+        catching_logs, "attached_loggers"
+    ):  # of pytest 9, which else visits thousands of loggers, six times a test
         catching_logs.__enter__ = catch_what_reaches_the_root
 
 
