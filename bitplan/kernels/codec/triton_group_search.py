@@ -343,7 +343,9 @@ def _search_blocks(
         d, scales = _integers(numbers, curve, steps_ptr, BLOCKS, COUNT, SCALE_LOW, SCALE_HIGH)
         dmin, mins = tl.zeros_like(d), tl.zeros_like(scales)
         if HAS_MIN:
-            dmin, mins = _integers(-lows, tl.reshape(weight, [BLOCKS, COUNT]), steps_ptr, BLOCKS, COUNT, 0.0, SCALE_HIGH)
+            dmin, mins = _integers(
+                -lows, tl.reshape(weight, [BLOCKS, COUNT]), steps_ptr, BLOCKS, COUNT, 0.0, SCALE_HIGH
+            )
         for refinement in range(_REFINEMENTS + 1):
             scales, mins = _neighbours(
                 x, w, d, dmin, scales, mins, table_ptr, BLOCKS, COUNT, SIZE, LOW, HIGH, TABLE, HAS_MIN, SCALE_LOW,
