@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.formats.gguf.layouts import Layout
 from bitplan.formats.gguf.search import BlockSearch, SearchBySums, TorchSums, search_blocks
 from bitplan.store.rounding.code_grids import Grid
 from bitplan.store.rounding.group_scales import GroupScales
+from bitplan.store.rounding.layout import unordered
 from bitplan.store.rounding.pick_loops import in_batches, is_compiled, loops_for
-from bitplan.store.rounding.round_batches import compensate_groups, sweep_group_batches
 
 
 def grid_of_groups(fmt: GgufBlocks) -> Grid:
@@ -38,7 +39,7 @@ def round_groups(
     """Round [R, filled] numbers -> [R, bytes per row]; `at` are their columns in order, `factor` is in that order."""
     scales = GroupScales.empty(matrix, fmt.layout)
     if in_batches(matrix):
-        codes = compensate_groups(matrix, factor, fmt.layout, grid_of_groups(fmt), blocks, at, scales)
+        codes = _compensate_batches(matrix, factor, fmt.layout, grid_of_groups(fmt), blocks, at, scales)
     else:
         codes = _compensate(matrix, factor, fmt, blocks, at, scales)
     _sweep(matrix, hessian, codes, scales, fmt, sweeps)
@@ -80,7 +81,7 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
     parts = torch.arange(width) // layout.group
     for _ in range(sweeps):
         if in_batches(matrix):
-            sweep_group_batches(gradient, hessian, codes, scales, grid)
+            _sweep_batches(gradient, hessian, codes, scales, grid)
             continue
         for block in each:
             cols = _columns(block, width)
@@ -88,6 +89,78 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
             moved, slope = scales.improve(block, codes[:, cols], here, own)
             codes[:, cols], changes = loops.sweep_piece(slope, codes[:, cols], own, scales.steps(block), parts, grid)
             gradient -= (moved + changes) @ hessian[cols]
+
+
+def _compensate_batches(
+    matrix: Tensor, factor: Tensor, layout: Layout, grid: Grid, blocks: list[int], at: Tensor, scales: GroupScales
+) -> Tensor:
+    """On GPUs: as `_compensate`, three launches for a block; nothing waits."""
+    from bitplan.kernels.codec.triton_group_search import search_into
+    from bitplan.kernels.codec.triton_rounding import round_piece
+
+    width = layout.numbers
+    factor = factor.contiguous()
+    left, codes = matrix[:, at].contiguous(), torch.empty_like(matrix)
+    parts = (at % width // layout.group).int()
+    places = unordered((torch.arange(len(at), device=at.device) % width).int()[None], at)[0]  # in the order of a block
+    weights = _block_weights(unordered(factor.diagonal().square().reciprocal()[None], at)[0], width)
+    unused = torch.empty((len(matrix), width), dtype=torch.uint8, device=matrix.device)
+    for place, block in enumerate(blocks):
+        first, last = place * width, (place + 1) * width
+        own, groups = slice(block * width, (block + 1) * width), scales.groups(block)
+        d, dmin = scales.d[:, block : block + 1], scales.dmin[:, block : block + 1]
+        search_into(
+            left[:, first:last],
+            weights[own],
+            layout,
+            places[own],
+            d,
+            dmin,
+            scales.scales[:, groups],
+            scales.mins[:, groups],
+            unused,
+        )
+        if layout.has_groups:  # taken away where it has integers, added where it has none
+            dmin.neg_()
+        codes[:, first:last], errors = round_piece(
+            left[:, first:last],
+            factor[first:last, first:last],
+            scales.steps(block),
+            scales.offsets(block),
+            parts[first:last],
+            grid,
+        )
+        left[:, last:].addmm_(errors, factor[first:last, last:], alpha=-1)
+    return unordered(codes, at)
+
+
+def _sweep_batches(gradient: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, grid: Grid) -> None:
+    """One of the sweeps on GPUs: codes, scales and gradient change where they are."""
+    from bitplan.kernels.codec.triton_group_sweep import sweep_groups
+
+    layout = scales.layout
+    changes = gradient.new_empty(len(gradient), layout.numbers)
+    for first in range(0, gradient.shape[1], layout.numbers):
+        sweep_groups(
+            gradient,
+            codes,
+            hessian,
+            first,
+            layout,
+            grid,
+            scales.d,
+            scales.dmin,
+            scales.scales,
+            scales.mins,
+            changes,
+        )
+        gradient.addmm_(changes, hessian[first : first + layout.numbers], alpha=-1)
+
+
+def _block_weights(weights: Tensor, width: int) -> Tensor:
+    """Weights of columns as the search of each block takes them: with a mean near 1, none too small."""
+    given = weights.double().reshape(-1, width)
+    return (given / given.mean(1, keepdim=True).clamp(min=1e-300)).clamp(1e-6, 1e6).float().reshape(-1)
 
 
 def _columns(block: int, width: int) -> slice:
