@@ -66,28 +66,23 @@ def plan_pairs(
     wanted: tuple[bool, bool],
     guessed: bool,
     launch: CastLaunch,
-) -> tuple[PreparedLaunch | None, PreparedLaunch, PreparedLaunch | None]:
-    """(maxima, cast, check of guesses), as `general_cast` launches them."""
+) -> tuple[PreparedLaunch, ...]:
+    """Maxima if the scales need them, the cast, and the check of guesses if there are any."""
     tiles = sizes.tiles_down(launch.rows) * triton.cdiv(sizes.cols, launch.cols)
-    shape = (sizes.matrix_rows // 16, sizes.cols // 16)
-    numbers = (sizes.experts, shape[0], sizes.stride // 16, shape[1])
+    numbers = (sizes.experts, sizes.matrix_rows // 16, sizes.stride // 16, sizes.cols // 16)
     place = {"TOKENS": not sizes.matrix_rows, "BR": launch.rows, "BC": launch.cols}
     to = {"TO_ROWS": wanted[0], "TO_COLS": wanted[1], "V": launch.vector}
     options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
-    cast = PreparedLaunch(
-        _cast_tiles,
-        (tiles,),
-        (*numbers, sizes.tokens, eps, least_scale(eps, fp8)),
-        place | to | {"FP8": fp8, "SCALING": scaling, "GUESSED": guessed},
-        **options,
-    )
+    sums = (*numbers, sizes.tokens, eps, least_scale(eps, fp8))
+    constants = place | to | {"FP8": fp8, "SCALING": scaling, "GUESSED": guessed}
+    cast = PreparedLaunch(_cast_tiles, (tiles,), sums, constants | {"MAXIMA": False}, **options)
     if guessed:
         checkers = (min(tiles, CHECKING_WARPS // launch.warps),)
         room = {"FP8": fp8, "EXPERTS": max(2, triton.next_power_of_2(sizes.experts))}
-        return None, cast, PreparedLaunch(_check_tiles, checkers, (*numbers, eps), place | to | room, **options)
+        return cast, PreparedLaunch(_check_tiles, checkers, (*numbers, eps), place | to | room, **options)
     if scaling not in ("tensor", "row"):
-        return None, cast, None
-    return PreparedLaunch(_amax_tiles, (tiles,), shape, place | to | {"SCALING": scaling}, **options), cast, None
+        return (cast,)
+    return PreparedLaunch(_cast_tiles, (tiles,), sums, constants | {"MAXIMA": True}, **options), cast
 
 
 # ---- place of a tile -------------------------------------------------------------------------------------------------
@@ -195,32 +190,13 @@ def _inverse_from(amax_ptr, scale_ptr, at, ok, is_writer, least, FP8: tl.constex
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=_SIZES)
-def _amax_tiles(
-    x_ptr,
-    amax_ptr,  # of experts, or of rows
-    amax_t_ptr,  # of each expert's columns
-    ends_ptr,
-    padded_ends_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
-    group16,
-    cols16,
-    TOKENS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    TO_ROWS: tl.constexpr,
-    TO_COLS: tl.constexpr,
-    V: tl.constexpr,
-    SCALING: tl.constexpr,
-):
-    expert, down, across = _place_of_tile(
-        tl.program_id(0), tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
-    )
-    if expert < 0:
-        return
-    start, rows, _, _ = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
-    x_4QW = load_tile(x_ptr + start.to(tl.int64) * (cols16 * 16), down, across, rows, cols16, BR, BC)
+@triton.jit
+def _find_maxima(
+    amax_ptr, amax_t_ptr, expert, down, across, span, cols16, x_4QW, SCALING: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr, TO_ROWS: tl.constexpr, TO_COLS: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Of the expert, or of its rows (`amax_ptr`) and columns (`amax_t_ptr`)."""
+    start, rows, _, _ = span
     if SCALING == "tensor":
         tl.atomic_max(amax_ptr + expert, amax_of_tile(x_4QW))
     else:
@@ -270,18 +246,19 @@ def _cast_tiles(
     FP8: tl.constexpr,
     SCALING: tl.constexpr,
     GUESSED: tl.constexpr,
+    MAXIMA: tl.constexpr,  # only find the maxima
 ):
-    if TOKENS and TO_COLS and SCALING != "1x128":
+    if TOKENS and TO_COLS and SCALING != "1x128" and not MAXIMA:
         _scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16)
     tile = tl.program_id(0)
-    if SCALING == "row" or (SCALING == "tensor" and not GUESSED):
+    if (SCALING == "row" or (SCALING == "tensor" and not GUESSED)) and not MAXIMA:
         tile = tl.num_programs(0) - 1 - tile  # from the end: the tiles that the maximum read last are still in L2
     expert, down, across = _place_of_tile(
         tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
     )
     if expert < 0:
         return
-    if SCALING == "tensor":
+    if SCALING == "tensor" and not MAXIMA:
         if GUESSED:
             scale = tl.load(state_ptr + GUESS * experts + expert).to(tl.float32, bitcast=True)
         else:
@@ -290,7 +267,11 @@ def _cast_tiles(
     start, rows, first, rows16 = span
     begin = start.to(tl.int64) * (cols16 * 16)
     x_4QW = load_tile(x_ptr + begin, down, across, rows, cols16, BR, BC)
-    if SCALING == "tensor":
+    if MAXIMA:
+        _find_maxima(
+            state_ptr, amax_t_ptr, expert, down, across, span, cols16, x_4QW, SCALING, BR, BC, TO_ROWS, TO_COLS, V
+        )
+    elif SCALING == "tensor":
         _store_by_expert_scale(
             out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, expert, down, across, span, stride16, cols16, x_4QW, scale,
             TOKENS, BR, BC, TO_ROWS, TO_COLS, V, FP8,

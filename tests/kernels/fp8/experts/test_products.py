@@ -318,13 +318,13 @@ build(cast._lay_out, dict(counts_ptr="*i64", out_ptr="*i32", misrouted_ptr="*i32
       dict(EXPERTS=128, PAD=16, TILE=128, CHUNK=64))
 for scaling, group in [("row", 0), ("tensor", 0), ("1x128", 0), ("128x128", 256)]:
     fixed = dict(C=512, GROUP=group, SOURCE="bf16", SCALING=scaling, BR=128, BC=128, TO_ROWS=True, TO_COLS=True)
-    if scaling in ("row", "tensor"):
-        build(cast._amax_tiles, dict(x_ptr="*i16", amax_ptr="*i32", amax_t_ptr="*i32") | cast_tables, fixed)
     pointers = dict(x_ptr="*i16", amax_ptr="*i32", out_ptr="*u8", scale_ptr="*fp32")
     pointers |= dict(out_t_ptr="*u8", scale_t_ptr="*fp32") | cast_tables | dict(amax_t_ptr="*i32")
-    ptx = build(cast._cast_tiles, pointers | dict(tokens="i32", cols_stride="i32", eps="fp32"),
-                fixed | dict(FP8="e5m2" if scaling == "row" else "e4m3"))
-    assert "cvt.rn.satfinite.e" in ptx
+    fixed |= dict(FP8="e5m2" if scaling == "row" else "e4m3")
+    for maxima in (True, False) if scaling in ("row", "tensor") else (False,):
+        ptx = build(cast._cast_tiles, pointers | dict(tokens="i32", cols_stride="i32", eps="fp32"),
+                    fixed | dict(MAXIMA=maxima))
+        assert ("cvt.rn.satfinite.e" in ptx) != maxima
 kinds = {"e4m3": "fp8e4nv", "e5m2": "fp8e5"}
 for scales, fast, a, tma in [("block", True, "e5m2", True), ("vector", True, "e4m3", True),
                              ("vector", False, "e5m2", False), ("block", True, "e4m3", False)]:
