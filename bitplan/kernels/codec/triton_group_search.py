@@ -277,7 +277,10 @@ def _refit(
     return tl.where(better, new, d), tl.where(better, new_min, dmin)
 
 
-@triton.jit(do_not_specialize=["block_stride", "group_stride", "start_count"])
+@triton.jit(
+    do_not_specialize=["block_stride", "group_stride", "start_count"],  # compiled once for all shapes
+    do_not_specialize_on_alignment=["d_ptr", "dmin_ptr", "scales_ptr", "mins_ptr"],
+)
 def _search_blocks(
     matrix_ptr,
     weights_ptr,

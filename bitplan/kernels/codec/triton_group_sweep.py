@@ -34,7 +34,11 @@ def sweep_groups(
     mins: Tensor,
     changes: Tensor,
 ) -> None:
-    """Better scales and codes of the block of GGUF's at column `first` of [R, K] numbers, where they are; as `GroupScales` has them."""
+    """Better scales and codes of the block of GGUF's at column `first` of [R, K] numbers, where they are.
+
+    gradient   [R, K]: (weight - value) @ hessian, as it is before; scales are as `GroupScales` has them
+    changes    [R, numbers of a block]: written, how the values changed
+    """
     rows, cols = gradient.shape
     with device_of(gradient):
         _sweep_groups[(triton.cdiv(rows, ROWS),)](
