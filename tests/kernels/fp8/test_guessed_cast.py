@@ -89,8 +89,8 @@ def test_what_is_not_finite_is_seen_at_once_and_gone_at_once(bad, cols, device) 
 
 def test_with_room_the_last_scale_holds_while_it_is_at_most_that_much_too_large(device) -> None:
     state, last = new_state(device, room=3), torch.zeros(())
-    #                  first  below  below  too far  above  NaN        after NaN the most that the room allows
-    for size, wrong in ((1.0, 1), (0.5, 1), (0.125, 1), (2**-6, 2), (4.0, 3), (torch.nan, 4), (1.0, 5), (2.0, 5)):
+    #                   the first, below it, too far below, above, NaN, after NaN the most that the room allows
+    for size, wrong in ((1.0, 1), (0.125, 1), (2**-6, 2), (4.0, 3), (torch.nan, 4), (1.0, 5)):
         x = sample(0, 48, 16, size=size)
         made = cast_by_guess(x.to(device), state, "e4m3", 0.0, 16, rows=True, cols=False, launch=SMALL).rows
         definition = cast_reference(x, "tensor").scale
