@@ -324,7 +324,7 @@ class Trainer:
     def _steps(self, seed: int, seen: Tensor) -> tuple[list[float], list[float]]:
         """(loss, milliseconds) of each step."""
         model, options = self.model, self.options
-        parameters = list(model.parameters())
+        parameters: list[Tensor] = list(model.parameters())
         # Masters in float32: bfloat16 weights would round most updates away, in every arm.
         masters = [parameter.detach().float().clone() for parameter in parameters]
         optimizer = torch.optim.AdamW(masters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

@@ -12,10 +12,11 @@ other, with the expert's rows, padded in the transposed layout to the expert's s
     blockwise    one launch and one read: the tile is the block. An expert's tokens have a scale for each row and each
                  column of a tile, its matrix one for the whole tile, as the dense casts have
 
-Guesses work as in `fp8.guessed_cast`; a state has a column for each expert. Results never depend on a guess, and a
-state is used by one cast at a time. An expert without tokens is not cast: its guess stays, and nothing is counted.
+Guesses work as in `fp8.guessed_cast`; a state has a column for each expert. Without room results never depend on a
+guess. A state is used by one cast at a time. An expert without tokens is not cast: its guess stays, and nothing is
+counted.
 
-Codes and scales equal the definition in `bitplan.kernels.fp8.experts.products` bit for bit.
+Codes and scales equal the definition in `bitplan.kernels.fp8.experts.products` bit for bit, but for casts with room.
 
 Legend: E experts, R rows, C columns of a tile; x_4QW as in `kernels.fp8.fast_tile`.
 """
@@ -44,7 +45,7 @@ from bitplan.kernels.fp8.fast_tile import (
     store_tile,
     store_transposed_tile,
 )
-from bitplan.kernels.fp8.guessed_cast import CASTS, CHECKING_WARPS, GUESS, LARGEST, SEEN, WRONG
+from bitplan.kernels.fp8.guessed_cast import CASTS, CHECKING_WARPS, GUESS, LARGEST, ROOM, SEEN, WRONG, scale_near
 from bitplan.kernels.fp8.triton_cast import PAIR_LAUNCHES, CastLaunch
 from bitplan.kernels.fp8.triton_fp8_rounding import power_of_two_of_bits, quick_inverse, quick_scale
 
@@ -324,22 +325,24 @@ def _cast_tiles(
 
 @triton.jit
 def _settle(state_ptr, is_cast_E, e_E, experts, eps, FP8: tl.constexpr):
-    """(bits of the right scales, which guesses were wrong); leaves the state for the next cast."""
+    """(bits of the scales to cast by, which guesses were wrong); leaves the state for the next cast."""
     here_E = e_E < experts
     guess_E = tl.load(state_ptr + GUESS * experts + e_E, mask=here_E, other=0)
     largest_E = tl.load(state_ptr + LARGEST * experts + e_E, mask=here_E, other=0)
     right_E = power_of_two_of_bits(largest_E, eps, FP8).to(tl.int32, bitcast=True)
-    wrong_E = is_cast_E & (right_E != guess_E)
+    room_E = tl.load(state_ptr + ROOM * experts + e_E, mask=here_E, other=0)
+    bits_E = scale_near(guess_E, right_E, room_E)
+    wrong_E = is_cast_E & (bits_E != guess_E)
     # A program counts itself after all its threads have read; the last one clears the state for the next cast.
     tl.debug_barrier()
     if tl.atomic_add(state_ptr + SEEN * experts, 1) == tl.num_programs(0) - 1:
         casts_ptr, wrong_ptr = state_ptr + CASTS * experts + e_E, state_ptr + WRONG * experts + e_E
-        tl.store(state_ptr + GUESS * experts + e_E, right_E, mask=is_cast_E)
+        tl.store(state_ptr + GUESS * experts + e_E, bits_E, mask=is_cast_E)
         tl.store(state_ptr + LARGEST * experts + e_E, tl.zeros_like(right_E), mask=is_cast_E)
         tl.store(casts_ptr, tl.load(casts_ptr, mask=is_cast_E, other=0) + 1, mask=is_cast_E)
         tl.store(wrong_ptr, tl.load(wrong_ptr, mask=wrong_E, other=0) + 1, mask=wrong_E)
         tl.store(state_ptr + SEEN * experts, 0)
-    return right_E, wrong_E
+    return bits_E, wrong_E
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -373,7 +376,7 @@ def _check_tiles(
         height_E = padded_end_E - before_E
     else:
         height_E = tl.where(e_E < experts, group16 * 16, 0)
-    right_E, wrong_E = _settle(state_ptr, height_E > 0, e_E, experts, eps, FP8)
+    bits_E, wrong_E = _settle(state_ptr, height_E > 0, e_E, experts, eps, FP8)
 
     # The tiles of experts whose guess was wrong are dealt out, one after the other, to all programs.
     wide = (cols16 * 16 + BC - 1) // BC
@@ -384,7 +387,7 @@ def _check_tiles(
             done_E = end_E <= tile
             expert = tl.sum(done_E.to(tl.int32), 0)
             inside = tile - tl.max(tl.where(done_E, end_E, 0), 0)
-            scale = tl.max(tl.where(e_E == expert, right_E, 0), 0).to(tl.float32, bitcast=True)
+            scale = tl.max(tl.where(e_E == expert, bits_E, 0), 0).to(tl.float32, bitcast=True)
             down, across = inside // wide, inside % wide
             span = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
             x_4QW = load_tile(x_ptr + span[0].to(tl.int64) * (cols16 * 16), down, across, span[1], cols16, BR, BC)

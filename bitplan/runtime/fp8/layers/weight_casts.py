@@ -152,7 +152,7 @@ def derived_layouts(
     """Layouts that `make(rows, cols)` makes of a weight; kept under `how`, which names no recipe.
 
     A forward asks for rows, and for the cols that its backward will ask for alone. In a captured CUDA graph each
-    forward casts anew, since replays cannot check whether the weight changed; its backward takes what that forward left.
+    forward casts anew, since replays cannot check whether the weight changed; its backward takes what that one left.
     """
     kept, capturing = _find(weight) if reuse else None, _is_capturing(weight)
     is_held = kept is not None and kept.held
