@@ -6,7 +6,8 @@ Statistics, and llama.cpp's importance matrix, come from the first part of the t
 solved for sizes in bits a weight, and for the bytes of llama-quantize's types. Beside them uniform plans, to nearest
 and compensated, a plan with the first and last layers in more bits, and random ones: how well is their damage
 predicted? Weights are rounded once to each format, in processes of one thread each, and so are files made and judged.
-Rows are kept in the result file: the same command goes on. The table comes last.
+Rows are kept in the result file: the same command goes on. The table comes last. A GGUF model is written as a folder
+first: bitplan export model.gguf FOLDER --to hf.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from bitplan.searching.decide.explain import explain_plan
 from bitplan.searching.decide.rivals import rivals_of
 from bitplan.searching.decide.solve import solve
 from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather.damage import formats_that_hold
 from bitplan.searching.gather_evidence import gather_evidence
 from bitplan.searching.prepare import prepare
 from bitplan.searching.runtime_formats import target_of
@@ -65,7 +67,6 @@ THEIRS = (
 MATCHED = ("Q3_K_M", "IQ4_NL", "Q4_K_M", "Q5_K_M", "Q6_K")  # Q4_0 has IQ4_NL's bytes
 FORMATS = ("q2_k_gguf", "q3_k_gguf", "iq4_nl_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf")
 UNIFORM = ("q3_k_gguf", "q4_k_gguf", "q4_0_gguf", "iq4_nl_gguf", "q5_k_gguf", "q6_k_gguf")
-EMBEDDING = "q6_k_gguf"  # llama.cpp has it so in most of its types
 HEURISTIC = "first and last layers"
 CALIBRATION_SHARE = 0.6
 
@@ -93,11 +94,11 @@ class Ours:
     def evidence(self) -> Path:
         return self.work / "inputs.safetensors"
 
-    def weights(self) -> dict[str, int]:
-        """Matrices and their numbers, the largest first."""
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Matrices and their shapes, the largest first."""
         with open_tensors(self.model) as file:
-            sizes = {name: math.prod(spec.shape) for name, spec in file.specs.items() if len(spec.shape) == 2}
-        return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+            shapes = {name: spec.shape for name, spec in file.specs.items() if len(spec.shape) == 2}
+        return dict(sorted(shapes.items(), key=lambda item: -math.prod(item[1])))
 
     def kept(self, name: str, fmt: str) -> Path:
         return self.work / "rounded" / f"{name}.{fmt}.safetensors"
@@ -195,7 +196,8 @@ class Run:
 
     def round_all(self, formats: Iterable[str]) -> list[Any]:
         (self.ours.work / "rounded").mkdir(exist_ok=True)
-        tasks = [(name, fmt) for name in self.ours.weights() for fmt in formats]
+        every = list(formats)
+        tasks = [(name, fmt) for name, shape in self.ours.weights().items() for fmt in formats_that_hold(shape, every)]
         wanted = [task for task in tasks if not self.ours.kept(*task).exists()]
         return [self.pool.submit(round_in_process, self.ours, *task) for task in wanted]
 
@@ -223,7 +225,7 @@ class Run:
 def uniform_rows(options: argparse.Namespace) -> list[Row]:
     rows = []
     for fmt in options.uniform:
-        for embedding in dict.fromkeys((fmt, EMBEDDING)):
+        for embedding in dict.fromkeys((fmt, options.embedding)):
             plan = uniform_plan(options.model, fmt, embedding)
             label = fmt if embedding == fmt else f"{fmt}, embedding {embedding}"
             facts = {"bits": 8 * plan.nbytes / sum(entry.numbers for entry in plan.entries.values())}
@@ -240,7 +242,7 @@ def searched_rows(evidence: SearchEvidence, bits: Iterable[float], theirs: Mappi
         return Row(label, by, explain_plan(evidence, choice).to_document(), facts={**size, "choice": dict(choice)})
 
     rows = []
-    for kind in MATCHED:
+    for kind in (each for each in MATCHED if each in theirs):
         goal = Goal(nbytes=_room(evidence, theirs[kind]["tensor_bytes"]))
         rows.append(row(f"searched, {kind}'s bytes", "searched", solve(evidence, goal).choice))
     for each in bits:
@@ -363,12 +365,12 @@ def main() -> None:
                 ours.evidence
             )
         lap("statistics")
-        rounding = run.round_all(dict.fromkeys((*options.formats, *options.uniform, EMBEDDING)))
+        rounding = run.round_all(dict.fromkeys((*options.formats, *options.uniform, options.embedding)))
         evidence = run.search(text, cut)
         lap("search")
         found["rounding_seconds"] = sum(each.result() for each in rounding) or found.get("rounding_seconds", 0)
         lap("rounding")
-        run.judge_all([Row(kind, "llama.cpp", kind=kind) for kind in THEIRS])
+        run.judge_all([Row(kind, "llama.cpp", kind=kind) for kind in options.theirs])
         run.judge_all([*searched_rows(evidence, options.bits, found["rows"]), *uniform_rows(options)])
         lap("plans")
         run.judge_all(random_rows(evidence, options.plans))
@@ -390,6 +392,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bits", type=float, nargs="*", default=BITS)
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), help="candidates of the search")
     parser.add_argument("--uniform", nargs="*", default=list(UNIFORM), help="formats of uniform plans")
+    parser.add_argument("--embedding", default="q6_k_gguf", help="uniform plans also with the embedding in this one")
+    parser.add_argument("--theirs", nargs="*", default=list(THEIRS), help="types of llama-quantize")
     parser.add_argument("--windows", type=int, default=24, help="windows for the search")
     parser.add_argument("--rounding-windows", type=int, default=400, help="for rounding, and the importance matrix")
     parser.add_argument("--chunks", type=int, default=20)

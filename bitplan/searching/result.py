@@ -10,7 +10,7 @@ from typing import Any
 from bitplan.measure.quality.perplexity import Quality
 from bitplan.plan.plan import Plan
 from bitplan.records import write_json
-from bitplan.searching.decide.rivals import uniform_plans
+from bitplan.searching.decide.rivals import RivalPlan, uniform_plans
 from bitplan.searching.decide.solve import Solution
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.plan_meter import MeasuredPlan, paired_difference, summary_of
@@ -37,6 +37,7 @@ class SearchResult:
     reference: Quality
     noise_floor: Quality
     corrections: int
+    unmeasured: list[RivalPlan] = field(default_factory=list)  # rivals that are predicted to lose
     times: BlockTimes | None = None  # with a speed goal: a whole block by the plan
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # of each phase: wall, cpu
 
@@ -74,16 +75,9 @@ class SearchResult:
             "lost": self.lost,
             "against_best_rival": None if best is None else _against(self.winner, best),
             "measured": [each.to_dict(evidence) for each in self.rivals],
+            "unmeasured": [_predicted(evidence, each) for each in self.unmeasured],
             "front": [{k: v for k, v in each.to_dict(evidence).items() if k != "choice"} for each in self.front],
-            "uniform": [
-                {
-                    "label": each.label,
-                    "bytes": evidence.nbytes(each.choice),
-                    "bits": evidence.bits(evidence.nbytes(each.choice)),
-                    "nats": evidence.predict(each.choice),
-                }
-                for each in uniform_plans(evidence)
-            ],
+            "uniform": [_predicted(evidence, each) for each in uniform_plans(evidence)],
             "heat": _heat(evidence, self.winner.choice),
             "seconds": self.seconds,
         }
@@ -92,6 +86,16 @@ class SearchResult:
         """plan.json and front.json; the evidence is there already."""
         self.plan.save(folder / PLAN)
         write_json(folder / FRONT, self.to_document())
+
+
+def _predicted(evidence: SearchEvidence, rival: RivalPlan) -> dict[str, Any]:
+    nbytes = evidence.nbytes(rival.choice)
+    return {
+        "label": rival.label,
+        "bytes": nbytes,
+        "bits": evidence.bits(nbytes),
+        "nats": evidence.predict(rival.choice),
+    }
 
 
 def _against(winner: MeasuredPlan, rival: MeasuredPlan) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bitplan.measure.quality.perplexity import Quality
 from bitplan.searching.decide.explain import explain_plan
-from bitplan.searching.decide.rivals import RivalPlan, rivals_of
+from bitplan.searching.decide.rivals import RivalPlan, may_win, rivals_of
 from bitplan.searching.decide.solve import Solution, front, size_out_of_reach, solve, within
 from bitplan.searching.errors import GoalError, SearchError
 from bitplan.searching.evidence import SearchEvidence
@@ -49,6 +49,7 @@ def search(
     windows: int = WINDOWS,
     gradients: str | Path | None = None,
     fp8_policy: str | Path | None = None,
+    all_rivals: bool = False,
     out: str | Path | None = None,
     stage: Stage = no_stage,
 ) -> SearchResult:
@@ -62,6 +63,7 @@ def search(
     windows    how many windows of text the statistics are of
     gradients  for training: a saved state of selective precision; groups count by the gradients it saw
     fp8_policy   with a speed goal: a policy file, by whose times formats fp8_* count
+    all_rivals   measure heuristics that are predicted to lose as well
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
     stage      shows progress: called with a name and a number of steps, gives a context of what to call for each
     """
@@ -80,7 +82,10 @@ def search(
     )
     subject.aim_at(runtime)
     folder = None if out is None else Path(out)
-    return Searcher(subject, cut, names, folder, stage, gradients=gradients, fp8_policy=fp8_policy).find(wanted)
+    searcher = Searcher(
+        subject, cut, names, folder, stage, gradients=gradients, fp8_policy=fp8_policy, all_rivals=all_rivals
+    )
+    return searcher.find(wanted)
 
 
 @dataclass
@@ -95,6 +100,7 @@ class Searcher:
     _collected: tuple[SearchEvidence, PlanMeter] | None = None
     gradients: str | Path | None = None
     fp8_policy: str | Path | None = None
+    all_rivals: bool = False
 
     def __post_init__(self) -> None:
         self.clock = PhaseClock(self.stage)
@@ -114,10 +120,10 @@ class Searcher:
 
     def _find(self, goal: Goal) -> SearchResult:
         evidence, meter = self.collect(goal)
-        solution, corrections = solve_and_correct(evidence, goal, meter, self.stage)
+        solution, corrections, error = solve_and_correct(evidence, goal, meter, self.stage)
         solution, times = self._confirm_speed(evidence, goal, solution)
         self._save_corrected(evidence)
-        return replace(self._prove(evidence, goal, solution, corrections), times=times)
+        return replace(self._prove(evidence, goal, solution, corrections, error), times=times)
 
     def collect(self, goal: Goal) -> tuple[SearchEvidence, PlanMeter]:
         """The evidence, gathered at the first goal, and what measures on the windows for checks."""
@@ -166,10 +172,13 @@ class Searcher:
             reference = self.judge.reference(lambda count: advance(count, "the model itself"))
             return reference, self.judge.noise_floor(lambda count: advance(count, "noise floor"))
 
-    def _prove(self, evidence: SearchEvidence, goal: Goal, solution: Solution, corrections: int) -> SearchResult:
-        """Measure the plan and its rivals on held-out text; hand over the best that is within the goal."""
+    def _prove(
+        self, evidence: SearchEvidence, goal: Goal, solution: Solution, corrections: int, error: float
+    ) -> SearchResult:
+        """Measure the plan, and rivals that may be better, on held-out text; hand over the best within the goal."""
         reference, floor = self._reference
-        rivals = rivals_of(evidence, solution.nbytes)
+        every = rivals_of(evidence, solution.nbytes)
+        rivals = [each for each in every if self.all_rivals or may_win(evidence, each, solution.choice, error)]
         self.judge.prepare(evidence, [solution.choice, *(rival.choice for rival in rivals)], self.stage)
         with self.stage("proving", len(self.text.proof) * (1 + len(rivals))) as advance:
 
@@ -196,6 +205,7 @@ class Searcher:
             reference,
             floor,
             corrections,
+            [each for each in every if each not in rivals],
         )
 
     def _confirm_speed(
@@ -264,12 +274,14 @@ def _is_better(goal: Goal) -> Callable[[MeasuredPlan], tuple[float, float]]:
 
 def solve_and_correct(
     evidence: SearchEvidence, goal: Goal, meter: PlanMeter, stage: Stage = no_stage
-) -> tuple[Solution, int]:
+) -> tuple[Solution, int, float]:
     """Solve; where the plan's measured KL is not what was predicted, measure more groups alone and solve again.
 
-    The text for this is that of the checks. Of all plans that were solved the best by measurement is given.
+    The text for this is that of the checks. Of all plans that were solved the best by measurement is given; and how
+    many times corrections were made, and by which factor a prediction was off at most.
     """
     tried: list[tuple[float, Solution]] = []
+    error = 1.0
     with stage("correcting", MOST_CORRECTIONS + 1) as advance:
         for done in range(MOST_CORRECTIONS + 1):
             solution = solve(evidence, goal)
@@ -279,6 +291,8 @@ def solve_and_correct(
             tried.append((measured, solution))
             advance(1, "the plan")
             predicted = evidence.predict(solution.choice)
+            if measured > 0 and predicted > 0:
+                error = max(error, measured / predicted, predicted / measured)
             if done == MOST_CORRECTIONS or abs(measured - predicted) <= AGREES * predicted:
                 break
             _check_largest(evidence, solution, meter)
@@ -287,11 +301,11 @@ def solve_and_correct(
     if goal.asks_for_fewest_bytes:
         reached = [solution for measured, solution in tried if measured <= (goal.max_kl or 0.0)]
         best = min(reached, key=lambda solution: solution.nbytes) if reached else tried[-1][1]
-        return replace(best, nats=evidence.predict(best.choice)), len(tried) - 1
+        return replace(best, nats=evidence.predict(best.choice)), len(tried) - 1, error
     best = min(tried, key=lambda pair: pair[0])[1]
     harm, bound = evidence.harm(best.choice), solve(evidence, goal).bound  # by the evidence as it is now
     gap = max(0.0, 1 - bound / harm) if harm > 0 else 0.0
-    return replace(best, nats=evidence.predict(best.choice), bound=bound, gap=gap), len(tried) - 1
+    return replace(best, nats=evidence.predict(best.choice), bound=bound, gap=gap), len(tried) - 1, error
 
 
 def _check_largest(evidence: SearchEvidence, solution: Solution, meter: PlanMeter) -> None:

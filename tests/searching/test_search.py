@@ -90,7 +90,8 @@ def test_a_search_writes_a_plan_within_its_goal(found):
 def test_the_plan_is_no_worse_than_uniform_plans_of_its_size_or_more_within_the_goal(found):
     _, _, result = found
     limit = result.goal.most_bytes(result.evidence.numbers)
-    assert any(rival.kind == "heuristic" for rival in result.rivals)
+    assert any(rival.kind == "heuristic" for rival in [*result.rivals, *result.unmeasured])
+    assert any(rival.kind == "uniform" for rival in result.rivals)
     assert all(result.winner.kl.mean <= rival.kl.mean for rival in result.rivals if rival.nbytes <= limit)
 
 

@@ -10,7 +10,7 @@ import pytest
 from bitplan.searching import FormatCost, Goal, GoalError, SearchEvidence, TensorGroup, solve
 from bitplan.searching.decide.compare_plans import compare_plans
 from bitplan.searching.decide.explain import explain_plan
-from bitplan.searching.decide.rivals import rivals_of
+from bitplan.searching.decide.rivals import may_win, rivals_of
 from bitplan.searching.decide.solve import front
 from bitplan.searching.goal import parse_bytes
 
@@ -125,6 +125,18 @@ def test_rivals_have_no_fewer_bytes():
     rivals = rivals_of(evidence, solution.nbytes)
     assert {rival.kind for rival in rivals} == {"uniform", "heuristic"}
     assert all(evidence.nbytes(rival.choice) >= solution.nbytes for rival in rivals)
+
+
+def test_heuristics_are_measured_where_predictions_leave_them_a_chance():
+    evidence = made_evidence()
+    plan = solve(evidence, Goal(bits=4.4))
+    rivals = rivals_of(evidence, plan.nbytes)
+    harm = {rival.label: evidence.predict(rival.choice) / plan.nats for rival in rivals if rival.kind == "heuristic"}
+    assert harm
+    for error in (1.0, 2.0, 1.01 * max(harm.values())):
+        measured = {rival.label for rival in rivals if may_win(evidence, rival, plan.choice, error)}
+        assert {rival.label for rival in rivals if rival.kind == "uniform"} <= measured
+        assert measured & harm.keys() == {label for label, times in harm.items() if times <= max(1.2, error)}
 
 
 def test_sizes_are_read_with_their_units():

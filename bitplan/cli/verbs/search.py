@@ -46,6 +46,9 @@ def search(
     fp8_policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --faster: times of FP8 layers, by a policy.")
     ] = None,
+    all_rivals: Annotated[
+        bool, typer.Option("--all-rivals", help="Measure plans without a search that are predicted to lose, too.")
+    ] = False,
     out: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go.")] = Path("search"),
     force: Force = False,
     as_json: Json = False,
@@ -91,6 +94,7 @@ def search(
             windows=windows,
             gradients=gradients,
             fp8_policy=fp8_policy,
+            all_rivals=all_rivals,
             out=out,
             stage=progress,
         )
@@ -138,8 +142,20 @@ def _show(result: SearchResult) -> None:
             "perplexity": f"{each.quality.perplexity:.3f}",
         }
         for each in result.rivals
+    ] + [
+        {
+            "plan": each.label,
+            "size": human_bytes(evidence.nbytes(each.choice)),
+            "bits/weight": f"{evidence.bits(evidence.nbytes(each.choice)):.3f}",
+            "predicted KL": f"{evidence.predict(each.choice):.5f}",
+            "KL": "not measured",
+            "perplexity": "",
+        }
+        for each in result.unmeasured
     ]
     table(f"{evidence.model}: {result.goal}; measured on {result.reference.tokens} tokens that were held out", rows)
+    if result.unmeasured:
+        say("plans that are predicted to lose were not measured; --all-rivals measures them")
     if floor is not None:
         say(f"perplexity of the model: {result.reference.perplexity:.3f}; noise floor of KL: {floor.kl.mean:.2g}")
     gap = result.solution.gap

@@ -382,8 +382,22 @@ def _tables(found: RecordFields) -> Markup:
         (Column("Perplexity", numeric=True), [figure(each.number("perplexity", None), _four_digits) for each in rows]),
     )
     return join(
-        [heading("Measured on text that was held out"), measured, fold("Every group, by layer", _groups(found))]
+        [
+            heading("Measured on text that was held out"),
+            measured,
+            _unmeasured(found),
+            fold("Every group, by layer", _groups(found)),
+        ]
     )
+
+
+def _unmeasured(found: RecordFields) -> Markup:
+    """Plans without a search that were left to the prediction, by name."""
+    left = [
+        f"{each.text('label')} ({significant(each.number('nats'))} nats, {nbytes(each.number('bytes'))})"
+        for each in (found.each("unmeasured") if "unmeasured" in found else ())
+    ]
+    return tag("p", f"Not measured, for they are predicted to lose: {'; '.join(left)}.") if left else join([])
 
 
 def _groups(found: RecordFields) -> Markup:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from bitplan.plan.selective.transfer_limits import RuntimeLimitHints
+from bitplan.records import on_failure
 from bitplan.runtime.streaming.blocks.layout import BlockLayout
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.telemetry import StepRecorder
@@ -122,13 +123,10 @@ class WeightLoader:
 
     def _resize_residents(self) -> None:
         """Give resident blocks whose size changed new memory; it fits, since each was counted as the largest block."""
-        try:
+        with on_failure(self.free):  # a buffer is missing: the next call allocates all
             for block, nbytes in list(self.ring.resident_bytes.items()):
                 if self.layouts[block].nbytes != nbytes:
                     self.ring.resize_resident(block, self.layouts[block].nbytes)
-        except BaseException:
-            self.free()  # a buffer is missing: the next call allocates all
-            raise
 
     def _share(
         self, layouts: Sequence[BlockLayout], slots: Slots, size: int, scratch: int, budget: int | None

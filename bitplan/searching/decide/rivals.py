@@ -46,6 +46,14 @@ def rivals_of(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
     return list(unique.values())
 
 
+def may_win(evidence: SearchEvidence, rival: RivalPlan, plan: Mapping[str, str], error: float) -> bool:
+    """Whether a rival is worth measuring: the best uniform plans always are, heuristics where predictions that are
+    off by a factor of `error` leave them a chance.
+    """
+    most = max(CANNOT_WIN, error) * evidence.predict(plan)
+    return rival.kind == "uniform" or evidence.predict(rival.choice) <= most
+
+
 def _heuristics(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
     """One plan for each heuristic, all with one format for what they do not favour: rounding takes most of a proof.
 

@@ -41,13 +41,23 @@ class GroupScales:
         if parts.mins is not None:
             self.mins[:, groups] = parts.mins.float()
 
-    def parts(self, block: int, codes: Tensor) -> BlockParts:
-        """A block as it is stored, with codes as stored."""
-        d, dmin, groups = self.d[:, block].half(), self.dmin[:, block].half(), self.groups(block)
-        if not self.layout.has_groups:
-            return BlockParts(codes, d, dmin if self.layout.has_min else None)
-        scales, mins = (each[:, groups].to(torch.int8).contiguous() for each in (self.scales, self.mins))
-        return BlockParts(codes, d, -dmin, scales, mins) if self.layout.has_min else BlockParts(codes, d, None, scales)
+    def parts(self, codes: Tensor) -> BlockParts:
+        """All blocks as they are stored, row by row, with codes [R, filled] as stored."""
+        layout = self.layout
+        codes, d, dmin = codes.reshape(-1, layout.numbers), self.d.reshape(-1).half(), self.dmin.reshape(-1).half()
+        if not layout.has_groups:
+            return BlockParts(codes, d, dmin if layout.has_min else None)
+        scales, mins = (each.reshape(-1, layout.group_count).to(torch.int8) for each in (self.scales, self.mins))
+        return BlockParts(codes, d, -dmin, scales, mins) if layout.has_min else BlockParts(codes, d, None, scales)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """[R, filled] numbers that codes stand for."""
+        blocks = self.d.shape[1]
+        steps, offsets = (
+            (unit.unsqueeze(-1) * each.reshape(len(each), blocks, -1)).reshape(len(each), -1)
+            for unit, each in ((self.d, self.scales), (self.dmin, self.mins))
+        )
+        return codes * steps.repeat_interleave(self.layout.group, 1) + offsets.repeat_interleave(self.layout.group, 1)
 
     def groups(self, block: int) -> slice:
         return slice(block * self.layout.group_count, (block + 1) * self.layout.group_count)

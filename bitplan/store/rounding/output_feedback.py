@@ -24,7 +24,7 @@ from bitplan.store.rounding.pick_loops import is_compiled, rounding_rows_of
 # Rounds a matrix [rows, filled], given its rows as `encode` has them.
 RoundRows = Callable[[Tensor, Encoded, ScaledBlocks], Encoded]
 DAMPING = 0.05
-BATCHES, BATCHES_UNCOMPILED = 32, 8  # without compiled loops every batch takes as long as the whole weight
+BATCHES, BATCHES_UNCOMPILED = 24, 8  # without compiled loops every batch takes as long as the whole weight
 FEWEST_ROWS = 16
 
 

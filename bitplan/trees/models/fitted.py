@@ -30,6 +30,7 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
     file_kind: str  # what a file calls the estimator
     booster_: Booster
     n_features_in_: int
+    classes_: Array  # a classifier's
     categories_: dict[int, list[Any]]  # by the place of a feature: what its numbers stand for
     importance_type: str
     n_jobs: int | None

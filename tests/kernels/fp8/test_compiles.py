@@ -165,21 +165,22 @@ def guesses():
 def expert_casts(*scalings):
     made = dict(x_ptr="*i16", state_ptr="*i32", out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
     tables = pointers("ends_ptr padded_ends_ptr tile_expert_ptr tile_row_ptr", "*i32")
-    made |= tables | pointers("amax_ptr amax_t_ptr", "*i32")
+    made |= tables | pointers("amax_t_ptr", "*i32")
     made |= pointers("experts group16 stride16 cols16 tokens", "i32") | pointers("eps least", "fp32")
     for tokens, scaling in some((True, scalings[0]), (False, scalings[-1])):
         launch = (experts.TOKENS_LAUNCHES if tokens else experts.MATRICES_LAUNCHES)[scaling]
         for rows, cols in some((True, True), (True, False), (False, True)):
             constants = dict(TOKENS=tokens, BR=launch.rows, BC=launch.cols, TO_ROWS=rows, TO_COLS=cols)
-            constants |= dict(V=launch.vector, FP8="e4m3", SCALING=scaling, GUESSED=False, EXPERTS=128)
+            constants |= dict(V=launch.vector, FP8="e4m3", SCALING=scaling, GUESSED=False, MAXIMA=False, EXPERTS=128)
             constants |= dict.fromkeys({} if tokens else tables)
             constants |= dict.fromkeys([] if rows else ["out_ptr", "scale_ptr"])
             constants |= dict.fromkeys([] if cols else ["out_t_ptr", "scale_t_ptr"])
             constants |= dict.fromkeys([] if scaling == "row" and cols else ["amax_t_ptr"])
             if scaling != "tensor" and not (scaling == "row" and rows):
-                constants |= dict.fromkeys(["state_ptr", "amax_ptr"])
+                constants["state_ptr"] = None
             if scaling in ("tensor", "row"):
-                largest = compile(experts._amax_tiles, *of(experts._amax_tiles, made, constants), launch.warps)
+                maxima = of(experts._cast_tiles, made, constants | dict(MAXIMA=True))
+                largest = compile(experts._cast_tiles, *maxima, launch.warps)
                 assert largest.asm["ptx"].count("ld.global.v4.b32") >= 8 and machine_code(largest)[1] == 0
             ways = [(experts._cast_tiles, False)]
             if scaling == "tensor":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats import decode, encode, get_format
+from bitplan.store.rounding import pick_loops
 from bitplan.store.rounding.round_weight import round_weight, round_with_report
 
 FORMATS = (
@@ -113,6 +114,17 @@ def test_scales_and_minima_of_groups_follow_the_codes() -> None:
         errors = [round_with_report(weight, fmt, hessian=hessian, sweeps=sweeps)[1] for sweeps in (0, 2)]
         assert errors[1].measure == "hessian"
         assert errors[1].after < 0.97 * errors[0].after < errors[0].before
+
+
+@pytest.mark.parametrize("fmt", ["q4_k_gguf", "iq4_nl_gguf"])
+def test_compiled_sweeps_are_as_good_as_their_definition(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit they are not: sums run in another order."""
+    pytest.importorskip("numba")
+    errors = []
+    for smallest in (2**16, 0):
+        monkeypatch.setattr(pick_loops, "SMALLEST_FOR_CPU", smallest)
+        errors.append(round_with_report(WEIGHT, fmt, hessian=HESSIAN)[1].after)
+    assert errors[0] == pytest.approx(errors[1], rel=0.005)
 
 
 def test_only_q4_0_has_negative_scales() -> None:
