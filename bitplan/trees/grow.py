@@ -111,8 +111,9 @@ class TreeGrower:
             self._thresholds[feature, : len(edges)] = edges
 
     @cached_property
-    def _parts(self) -> Array:
-        return kernels.judging_parts(bool(np.any(self._bins.is_category)), self._is_bounded)
+    def _judging_parts(self) -> Array:
+        parts: Array = kernels.judging_parts(bool(np.any(self._bins.is_category)), self._is_bounded)
+        return parts
 
     @property
     def columns(self) -> Array:
@@ -131,7 +132,7 @@ class TreeGrower:
         is_category = self._bins.is_category[features]
         packs, numbers = self._can_pack() and not np.all(is_category), (self._by_feature, self._scales, self._numbers)
         self._packed = (features[~is_category], *numbers) if packs else None
-        self._judging = features, *numbers, self._bins.is_category, self._monotone, self._parts
+        self._judging = features, *numbers, self._bins.is_category, self._monotone, self._judging_parts
         # After `judge_packed` only categories are left.
         self._after_packed = (features[is_category], *self._judging[1:]) if np.any(is_category) else None
         self._builder = HistogramBuilder(self._data, gradients, features)
@@ -171,7 +172,7 @@ class TreeGrower:
                 self._numbers,
                 self._bins.is_category,
                 self._monotone,
-                self._parts,
+                self._judging_parts,
                 packs,
             ),
         )
