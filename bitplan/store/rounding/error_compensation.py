@@ -80,14 +80,16 @@ def columns_in_order(hessian: Tensor, layout: ScaledBlocks, order: Order) -> tup
 
     A column never leaves its block, so the bytes need no permutation.
     """
-    slices = block_slices(layout)
+    firsts = torch.arange(0, layout.filled, layout.width, device=hessian.device)
     if order == "given":
-        return list(range(len(slices))), torch.arange(layout.filled, device=hessian.device)
-    weight = hessian.diagonal().double()
-    means = torch.stack([weight[at].mean() for at in slices])
-    blocks = means.argsort(descending=True, stable=True).tolist()
-    inside = [weight[slices[block]].argsort(descending=True, stable=True) + slices[block].start for block in blocks]
-    return blocks, torch.cat(inside)
+        return list(range(len(firsts))), torch.arange(layout.filled, device=hessian.device)
+    weight, missing = hessian.diagonal().double(), -layout.filled % layout.width  # of the last block, where it is cut
+    sums = torch.nn.functional.pad(weight, (0, missing)).reshape(-1, layout.width).sum(1)
+    blocks = (sums / (layout.filled - firsts).clamp(max=layout.width)).argsort(descending=True, stable=True)
+    last = torch.nn.functional.pad(weight, (0, missing), value=-torch.inf).reshape(-1, layout.width)
+    inside = last.argsort(dim=1, descending=True, stable=True) + firsts.unsqueeze(1)
+    columns = inside[blocks].reshape(-1)
+    return blocks.tolist(), columns[columns < layout.filled] if missing else columns
 
 
 @dataclass(frozen=True)
