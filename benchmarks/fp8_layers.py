@@ -11,7 +11,7 @@ shapes     layers of sizes that the policy does not know, at 512, 3072 and 16384
 
 Arms: BF16; "full", all FP8; "adaptive", what the policy says; "confirmed", the same with apply_fp8(confirm=True), which
 times one block first, compiled and run as the row is. At the first size of "measured" also "restless": full with output
-gradients that change by a factor of four from step to step, so that every guess of their scales is wrong.
+gradients that change by a factor of 64 from step to step, so that every guess of their scales is wrong.
 
 Every arm is compiled, and a step casts all weights anew, as after an optimizer's step. Rows are timed by --timing: a
 CUDA graph of the whole step, or eager; with both, that first size also has rows compiled by mode="reduce-overhead",
@@ -220,7 +220,7 @@ def _step(
         if mode is not None:
             torch.compiler.cudagraph_mark_step_begin()
         if restless:
-            factor.neg_().add_(5)  # 1, 4, 1, 4, ..., in a CUDA graph too
+            factor.neg_().add_(65)  # 1, 64, 1, 64, ..., in a CUDA graph too
         torch.autograd.grad(model(x), wanted, gradient * factor if restless else gradient)
 
     return step

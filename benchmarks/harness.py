@@ -28,7 +28,10 @@ from bitplan.version import __version__
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LONG_LINE = 200  # what is shorter than this stays on one line
-PACKAGES = ("torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", "scikit-learn", "transformers")
+PACKAGES = (
+    "torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", "xgboost", "xgboost-cpu", "scikit-learn",
+    "transformers",
+)  # fmt: skip
 
 
 def machine(device: str) -> dict[str, Any]:

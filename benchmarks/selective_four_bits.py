@@ -53,6 +53,7 @@ from selective_precision import (
     add_adapters,
     byte_llama,
     matrices,
+    spread_of,
     train,
     update_interval,
     validate,
@@ -391,22 +392,15 @@ def summarize(rows: list[Row]) -> list[Row]:
             common = sorted(set(mine) & set(bf16))
             if not common or not int8:
                 continue
-            losses = [mine[seed]["validation_loss"] for seed in common]
-            apart = [mine[seed]["validation_loss"] - bf16[seed] for seed in common]
+            losses = spread_of([mine[seed] for seed in common], bf16)
             sent = statistics.mean(mine[seed]["bytes_h2d_per_step"] for seed in common)
             result.append(
                 {
                     "task": task,
                     "arm": arm,
-                    "seeds": len(common),
-                    "loss_mean": statistics.mean(losses),
-                    "loss_min": min(losses),
-                    "loss_max": max(losses),
-                    "above_bf16_mean": statistics.mean(apart),
-                    "above_bf16_min": min(apart),
-                    "above_bf16_max": max(apart),
+                    **losses,
                     "bf16_max": max(bf16.values()),
-                    "is_within_bf16": statistics.mean(losses) <= max(bf16.values()),
+                    "is_within_bf16": losses["loss_mean"] <= max(bf16.values()),
                     "bytes_h2d_per_step": sent,
                     "int8_over_this": statistics.mean(int8) / sent,
                     "layers_by_format": mine[common[0]]["layers_by_format"],

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -436,19 +436,11 @@ def summarize(rows: list[Row]) -> list[Row]:
         }
         for arm in dict.fromkeys(row["arm"] for row in rows):
             mine = [row for row in rows if row["task"] == task and row["arm"] == arm]
-            losses = [row["validation_loss"] for row in mine]
-            apart = [row["validation_loss"] - reference[row["seed"]] for row in mine]
             result.append(
                 {
                     "task": task,
                     "arm": arm,
-                    "seeds": len(mine),
-                    "loss_mean": statistics.mean(losses),
-                    "loss_min": min(losses),
-                    "loss_max": max(losses),
-                    "above_bf16_mean": statistics.mean(apart),
-                    "above_bf16_min": min(apart),
-                    "above_bf16_max": max(apart),
+                    **spread_of(mine, reference),
                     "loss_bf16_mean": statistics.mean(row["validation_loss_bf16"] for row in mine),
                     "bytes_h2d_per_step": statistics.mean(row["bytes_h2d_per_step"] for row in mine),
                     "step_ms": statistics.median(row["step_ms"] for row in mine),
@@ -456,6 +448,21 @@ def summarize(rows: list[Row]) -> list[Row]:
                 }
             )
     return result
+
+
+def spread_of(rows: Sequence[Row], bf16: Mapping[int, float]) -> Row:
+    """The losses of an arm: how many seeds, mean and spread, and the same against bf16's of the same seeds."""
+    losses = [row["validation_loss"] for row in rows]
+    apart = [row["validation_loss"] - bf16[row["seed"]] for row in rows]
+    return {
+        "seeds": len(rows),
+        "loss_mean": statistics.mean(losses),
+        "loss_min": min(losses),
+        "loss_max": max(losses),
+        "above_bf16_mean": statistics.mean(apart),
+        "above_bf16_min": min(apart),
+        "above_bf16_max": max(apart),
+    }
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------

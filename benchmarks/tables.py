@@ -282,6 +282,26 @@ def fp8_training_table() -> str:
     return "\n".join(lines)
 
 
+def fp8_training_speed_table() -> str:
+    """A llama of a billion parameters on real text: speed, loss and memory of every arm."""
+    lines = [
+        "| 1B llama, 16,384 tokens a step | layers in FP8 | tokens a second | times BF16 "
+        "| held-out loss, mean (lowest to highest seed) | seeds | peak memory, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    if not (RESULTS / "fp8_training_1b_nvidia_h200.json").exists():
+        return "\n".join([*lines, "| not measured yet | | | | | | |"])
+    document = _read("fp8_training_1b_nvidia_h200")
+    for arm, spread in document["losses"]["held_out_loss"].items():
+        mine = [run for run in document["runs"] if run["arm"] == arm]
+        name = {"bf16": "BF16", "full": "all FP8", "adaptive": "adaptive FP8"}.get(arm, arm)
+        cells = [name, f"{mine[0]['fp8_layers']} of {4 * document['layers']}"]
+        cells += [f"{document['tokens_a_second'][arm]:,.0f}", f"{document['times_bf16'][arm]:.2f}x"]
+        cells += [f"{spread['mean']:.4f} ({spread['low']:.4f} to {spread['high']:.4f})", str(len(mine))]
+        lines.append("| " + " | ".join([*cells, f"{document['peak_bytes'][arm] / 2**30:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
 def _layer_rows(part: str) -> list[dict[str, Any]]:
     rows = [row for row in _read("fp8_layers_nvidia_h200")["rows"] if row["part"] == part]
     return sorted(rows, key=lambda row: (row["size"], row["timing"], row["tokens"]))
@@ -331,6 +351,69 @@ def trees_table() -> str:
         cells = [table, contender.replace("_", " "), f"{mean['train_s']:.1f}", f"{mean['auc']:.4f}"]
         lines.append("| " + " | ".join([*cells, f"{mean['predict_us_per_row']:.1f}", *memory]) + " |")
     return "\n".join(lines)
+
+
+def trees_threads_table() -> str:
+    """Training by threads: ours in i16 beside the fastest other."""
+    document = _read("trees_threads_xeon_h200_host")
+    lines = [
+        "| table, trees | threads | i16, s | fastest other, s | | of its time |",
+        "|---|---|---|---|---|---|",
+    ]
+    for ratio in document["ratios"]:
+        key = {name: ratio[name] for name in ("rows", "features", "leaves", "threads", "trees")}
+        times = {run["contender"]: run["train_s"] for run in document["runs"] if key.items() <= run.items()}
+        best = ratio["best_other"]
+        cells = [_trees_table(ratio), str(ratio["threads"]), f"{times['bitplan_i16']:.2f}", f"{times[best]:.2f}"]
+        lines.append("| " + " | ".join([*cells, _trainer(best), f"{ratio['ratio']:.2f}"]) + " |")
+    return "\n".join(lines)
+
+
+def trees_predict_table() -> str:
+    """Prediction at 16 threads: ours beside the fastest other, for each number of rows."""
+    runs = [run for run in _read("trees_threads_xeon_h200_host")["runs"] if "predict_1_ms" in run]
+    lines = [
+        "| table, trees | rows predicted | i16's model, ms | fastest other, ms | | of its time |",
+        "|---|---|---|---|---|---|",
+    ]
+    for table in dict.fromkeys(_trees_table(run) for run in runs):
+        mine = {run["contender"]: run for run in runs if _trees_table(run) == table}
+        others = [run for name, run in mine.items() if not name.startswith("bitplan")]
+        for rows in (1, 1000, 100_000):
+            key = f"predict_{rows}_ms"
+            ours, best = mine["bitplan_i16"][key], min(others, key=lambda run: float(run[key]))
+            cells = [table, f"{rows:,}", f"{ours:.3g}", f"{best[key]:.3g}", _trainer(best["contender"])]
+            lines.append("| " + " | ".join([*cells, f"{ours / best[key]:.2f}"]) + " |")
+    return "\n".join(lines)
+
+
+def trees_gpu_table() -> str:
+    """Trees grown on a GPU, beside LightGBM on the cores of its host."""
+    lines = [
+        "| rows | i16 | i8 | until the first tree | a tree | its kernels | floor | GPU memory "
+        "| LightGBM, quantized, 16 threads |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in _read("trees_gpu_nvidia_h200")["rows"]:
+        ours, phases = row["i16"], row["phases"]
+        cells = [f"{row['rows'] // 10**6}M", f"{ours['fit_s']:.2f} s", f"{row['i8']['fit_s']:.2f} s"]
+        cells += [f"{ours['before_first_tree_s']:.2f} s", f"{ours['tree_ms']:.1f} ms"]
+        trees_ms = phases["all_kernels_ms"] - phases["kernels"]["bin_numbers"]["ms"]  # binned once, not for each tree
+        cells += [f"{trees_ms:.1f} ms", f"{phases['floor_ms']:.2f} ms", f"{ours['peak_gib']:.1f} GiB"]
+        other = f"{row['lightgbm_s']:.1f} s ({row['times_as_fast']:.1f} times)" if "lightgbm_s" in row else "not run"
+        lines.append("| " + " | ".join([*cells, other]) + " |")
+    return "\n".join(lines)
+
+
+def _trees_table(run: dict[str, Any]) -> str:
+    rows = f"{run['rows'] // 10**6}M" if run["rows"] >= 10**6 else f"{run['rows'] // 1000}k"
+    return f"{rows} x {run['features']}, {run['trees']} of {run['leaves']} leaves"
+
+
+def _trainer(contender: str) -> str:
+    kind, _, variant = contender.partition("_")
+    names = {"lightgbm": "LightGBM", "xgboost": "XGBoost", "sklearn": "scikit-learn"}
+    return " ".join([names[kind], variant.replace("_", ", by ").replace("f32", "F32")]).strip()
 
 
 def _with_error(figure: dict[str, float], sign: str) -> str:
@@ -479,9 +562,10 @@ PLACES = {  # page: its tables
         fp8_layers_table,
         fp8_held_out_table,
         fp8_training_table,
+        fp8_training_speed_table,
         fp8_grouped_table,
     ),
-    "docs/trees.md": (trees_table,),
+    "docs/trees.md": (trees_table, trees_threads_table, trees_predict_table, trees_gpu_table),
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),
     "docs/rounding.md": (rounding_gguf_table,),
     "docs/search.md": (searched_table,),

@@ -217,6 +217,7 @@ def main() -> None:
 
     rows, missing = run_all(given.seconds)
     document: dict[str, Any] = {
+        "benchmark": "trees_threads",
         "machine": harness.machine("cpu"),
         "versions": harness.versions(),
         "commit": harness.commit(),

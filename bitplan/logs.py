@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.errors import BitplanError, StoreError
-from bitplan.records import Closing, check_output
+from bitplan.records import Closing, check_output, on_failure
 
 _log = logging.getLogger("bitplan")
 
@@ -87,7 +87,7 @@ class JsonLog(Closing):
                 f"{self.path}: the {self._what} cannot be written: {fault.strerror or fault}; "
                 "give a file in a folder that exists"
             ) from None
-        try:
+        with on_failure(self._close_file):
             start, wanted = os.pread(self._file, 4 * len(self._begins), 0), _without_numbers(self._begins)
             found = _without_numbers(start)
             if found[: len(wanted)] != wanted[: len(found)]:
@@ -97,9 +97,6 @@ class JsonLog(Closing):
             _cut_torn_line(self._file)
             if self._head is not None and not os.fstat(self._file).st_size:
                 self._write(json_line(self._head).encode())
-        except BaseException:
-            self._close_file()
-            raise
 
     def _write(self, lines: bytes) -> None:
         """Write whole lines or none."""

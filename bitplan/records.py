@@ -18,7 +18,7 @@ import shutil
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -55,6 +55,16 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def on_failure(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` if the block fails in any way: what it opened is closed, what it read is freed."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 # ---- checks of paths -------------------------------------------------------------------------------------------------

@@ -14,18 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import typer.main
+from _pytest.logging import catching_logs
 
 from tests.crosses import pytest_generate_tests  # noqa: F401
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as a pipe has them, whoever runs this
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's background; tests of Ctrl-C need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # the suite itself runs in several workers
-typer.main.get_command = functools.cache(typer.main.get_command)  # a tenth of a second, for each command a test runs
-if not torch.cuda.is_available():  # Triton reads this when it is first imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 # Files of more than five seconds, in the order in which they begin: else one worker is at its last file while the other
@@ -49,12 +44,38 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("xdist"):
         from tests.forked_workers import fork_workers
 
-        fork_workers(config)
+        if fork_workers(config):
+            return  # they run the tests: this process needs no torch
+    import torch
+    import typer.main
+
+    torch.set_num_threads(1)  # the suite itself runs in several workers
+    if not hasattr(typer.main.get_command, "cache_info"):  # a tenth of a second, for each command a test runs
+        typer.main.get_command = functools.cache(typer.main.get_command)
+    if not torch.cuda.is_available():  # Triton reads this when it is first imported
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Workers send no reports of a setup or teardown that passed: nobody reads them, and they are two of three."""
+    if session.config.getoption("durations", None) is not None:
+        return
+    for plugin in session.config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "WorkerInteractor":
+            plugin.sendevent = functools.partial(send_what_is_read, plugin.sendevent)
+
+
+def send_what_is_read(send: Callable[..., None], name: str, **about: Any) -> None:
+    report = about.get("data", {})
+    if name != "testreport" or report["when"] == "call" or report["outcome"] != "passed":
+        send(name, **about)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {file: number for number, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+    import torch
+
     if torch.cuda.is_available():
         return
     for_a_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -64,6 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header() -> str | None:
+    import torch
+
     return None if torch.cuda.is_available() else "without the tests marked gpu: torch sees no CUDA GPU"
 
 
@@ -71,9 +94,36 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: `gc.collect()`, which some tests call, need not look through it each time."""
     gc.collect()
     gc.freeze()
-    for logger in logging.Logger.manager.loggerDict.values():  # else pytest visits each of torch's, six times a test
+    for logger in logging.Logger.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
+    if hasattr(catching_logs, "attached_loggers"):  # of pytest 9: it visits thousands, six times a test
+        catching_logs.__enter__ = catch_what_reaches_the_root
+
+
+def catch_what_reaches_the_root(self: Any) -> Any:
+    """As pytest does it, without a look for loggers whose messages do not: there are none."""
+    root = logging.getLogger()
+    if self.level is not None:
+        self.handler.setLevel(self.level)
+        self.orig_level = root.level
+        root.setLevel(min(root.level, self.level))
+    root.addHandler(self.handler)
+    self.attached_loggers.append(root)
+    return self.handler
+
+
+_file_of_the_last_test = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """So does what earlier files left in memory: imports inside functions, compiled code."""
+    global _file_of_the_last_test
+    if _file_of_the_last_test != item.nodeid.partition("::")[0]:
+        _file_of_the_last_test = item.nodeid.partition("::")[0]
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -19,7 +19,6 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
-import torch
 from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO
 
@@ -27,13 +26,14 @@ from bitplan.measure.machine import has_gpu_driver
 from tests.processes import SERVER
 
 
-def fork_workers(config: pytest.Config) -> None:
-    """Have pytest-xdist fork its workers, if there are to be any and this is not one of them."""
+def fork_workers(config: pytest.Config) -> bool:
+    """Have pytest-xdist fork its workers, if there are to be any and this is not one of them; whether it will."""
     count = len(getattr(config.option, "tx", None) or [])
     if not count or hasattr(config, "workerinput") or getattr(config.option, "cov_source", None):
-        return
+        return False
     if has_gpu_driver() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        return  # CUDA does not survive a fork
+        return False  # CUDA does not survive a fork
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton reads when it is first imported
     pipes = [(SERVER.Pipe(duplex=False), SERVER.Pipe(duplex=False)) for _ in range(count)]
     theirs = [(requests[0], answers[1]) for requests, answers in pipes]
     process = SERVER.Process(target=_read_and_fork, args=(config.args, theirs))
@@ -49,6 +49,7 @@ def fork_workers(config: pytest.Config) -> None:
         return _ForkedWorker(process, *ours.pop(0), model) if ours else real(arguments, model)
 
     gateway_io.Popen2IOMaster = next_worker
+    return True
 
 
 class _ForkedWorker(Popen2IO):
@@ -84,7 +85,7 @@ def _read_and_fork(files: list[str], pipes: list[tuple[Connection, Connection]])
         forkserver._forkserver.ensure_running = lambda: None  # workers use the server that this process comes from
     gc.disable()  # imports leave little behind that a collection would find
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        pytest.main(["--collect-only", "-p", "no:randomly", "--capture=no", *files])
+        pytest.main(["--collect-only", "-p", "no:randomly", "--capture=no", *files], plugins=[_ImportsAlone()])
     gc.freeze()  # what is in memory by now is shared by the workers, unless their collectors write to it
     gc.enable()
     while pipes:
@@ -104,8 +105,21 @@ def _read_and_fork(files: list[str], pipes: list[tuple[Connection, Connection]])
             return
 
 
+class _ImportsAlone:
+    """Test files are imported, and their tests left to the workers.
+
+    Those of hypothesis are collected, for it then reads the constants of all modules.
+    """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, obj: object) -> list[pytest.Item] | None:
+        return None if getattr(obj, "is_hypothesis_test", False) is True else []
+
+
 def _serve(requests: Connection, answers: Connection) -> None:
     """Do as the program does with which execnet starts a worker, and end the process."""
+    import torch
+
     answers.send(os.getpid())
     os.dup2(requests.fileno(), 0)
     os.dup2(answers.fileno(), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,17 @@ from bitplan.errors import BitplanError, FileFormatError
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 
+# Of a class alone: to parse the whole module takes longer.
+HEAD = re.compile(r"^class [^_\W].*?:(?=\s*(?:#.*)?$)", re.MULTILINE | re.DOTALL)
+
 
 def public_classes() -> Iterator[ast.ClassDef]:
     """Those at the top of a module whose name has no underscore: no other module sees the rest."""
     for path in Path(bitplan.__file__).parent.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                yield node
+        for head in HEAD.findall(path.read_text()):
+            (node,) = ast.parse(f"{head} pass").body
+            assert isinstance(node, ast.ClassDef)
+            yield node
 
 
 CLASSES = list(public_classes())
@@ -41,6 +46,7 @@ def is_ours(name: str) -> bool:
 
 
 def test_a_class_name_means_one_thing() -> None:
+    assert len(CLASSES) > 300
     assert [name for name, count in Counter(node.name for node in CLASSES).items() if count > 1] == []
 
 

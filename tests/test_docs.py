@@ -149,6 +149,11 @@ def test_pages_quote_the_results_and_nothing_else():
             )
 
 
+def test_pictures_are_drawn_from_the_results():
+    for place, draw in runpy.run_path(str(ROOT / "benchmarks" / "pictures.py"))["PICTURES"].items():
+        assert (ROOT / place).read_text() == draw(), f"{place}: python benchmarks/pictures.py --write"
+
+
 def test_the_layer_table_is_the_one_that_is_held():
     may_import = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))["MAY_IMPORT"]
     message = {0: "nothing", len(may_import) - 1: "everything"}

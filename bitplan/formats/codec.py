@@ -18,7 +18,7 @@ from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.gguf.layouts import SMALLER_BLOCKS
-from bitplan.formats.gguf.search import GroupSums
+from bitplan.formats.gguf.search import BlockSearch
 from bitplan.formats.registry import get_format
 from bitplan.formats.scales.choose import choose_affine, choose_scales
 from bitplan.formats.scales.rules import SCALE_RULES, ScaleRule
@@ -124,9 +124,9 @@ def encode_opaque(
     matrix: Tensor,
     importance: Tensor | None,
     name: str,
-    math: GroupSums | None = None,
+    search: BlockSearch | None = None,
 ) -> Encoded:
-    """Encode to GGUF's blocks, tile by tile; `math` may be the compiled version."""
+    """Encode to GGUF's blocks, tile by tile; `search` may be a compiled version."""
     fmt.check_range(matrix, name)
     rows, cols = matrix.shape
     data = torch.empty((rows, fmt.data_cols(cols)), dtype=fmt.storage, device=matrix.device)
@@ -134,7 +134,7 @@ def encode_opaque(
         importance = functional.pad(importance.detach().reshape(-1), (0, fmt.padded_cols(cols) - cols))
     for rows_at, _ in tiles(fmt, rows, cols):
         piece = functional.pad(matrix[rows_at].to(fmt.work), (0, fmt.padded_cols(cols) - cols))
-        data[rows_at] = fmt.encode_rows(piece, importance, math)
+        data[rows_at] = fmt.encode_rows(piece, importance, search)
     return Encoded(fmt, shape, data.reshape(fmt.part_shapes(shape)["data"][1]))
 
 

@@ -21,8 +21,8 @@ For "tensor" and "1x32" the scale is the smallest power of two at or above amax 
 NaN): rounded up, because rounded down as OCP Microscaling has it the largest numbers saturate, and a product of uniform
 weights then errs by 5.7% instead of 3.5%. The codes are floats, so a power of two costs them no precision, only up to
 one of the 18 octaves that E4M3 reaches over. In return, the scale of a whole tensor hardly ever changes from one step
-to the next, so a cast can use the last scale and check it in the same read (`bitplan.kernels.fp8.guessed_cast`). NaN
-codes are 0x7F.
+to the next, so a cast can use the last scale and check it in the same read (`bitplan.kernels.fp8.guessed_cast`, where
+gradients on a GPU may keep a scale that is up to 8 times larger). NaN codes are 0x7F.
 """
 
 from __future__ import annotations

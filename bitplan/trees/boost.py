@@ -87,11 +87,15 @@ class Booster:
 
     def scores(self, x: Array | TablePieces) -> Array:
         """Raw scores (rows, outputs)."""
-        scores = np.empty((len(x), self.outputs))
+        return self.scores_checked(x)[0]
+
+    def scores_checked(self, x: Array | TablePieces) -> tuple[Array, bool]:
+        """The same, and whether a number of x is infinite, if there are trees."""
+        scores, has_infinity = np.empty((len(x), self.outputs)), False
         scores[:] = self.start
         for first, block in blocks_of(x) if self.trees else ():
-            self.forest().add_to(scores[first : first + len(block)], block)
-        return scores
+            has_infinity |= self.forest().add_to(scores[first : first + len(block)], block)
+        return scores, has_infinity
 
     def forest(self) -> Forest:
         """The trees laid out for prediction, kept until their number changes."""

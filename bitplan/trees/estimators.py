@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -14,53 +15,16 @@ from bitplan.trees.boost import Rows
 from bitplan.trees.checks import number, one_of, targets_of, weights_of
 from bitplan.trees.distributed.agreement import merge_classes
 from bitplan.trees.distributed.shards import ALONE, Shards
-from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.inputs.weights import class_weights
 from bitplan.trees.losses.regression import OBJECTIVES
 from bitplan.trees.models.base import BoostedTreesBase, FitOptions, leaves_model_if_refused
+from bitplan.trees.models.continuing import Initial
 from bitplan.trees.objectives import Binary, Custom, Multiclass, Objective
 
 
-class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore[misc]
-    """Boosted trees for two or more classes."""
-
-    file_kind = "classifier"
-    classes_: Array
-
-    def __init__(
-        self,
-        *,
-        n_estimators: int = 100,
-        learning_rate: float = 0.1,
-        max_leaves: int = 31,
-        max_depth: int | None = None,
-        growth: str = "leaf",
-        max_bins: int = 255,
-        l1: float = 0.0,
-        l2: float = 0.0,
-        min_child_weight: float = 1e-3,
-        min_child_samples: int = 20,
-        min_split_gain: float = 0.0,
-        subsample: float = 1.0,
-        colsample: float = 1.0,
-        monotone_constraints: Any = None,
-        interaction_constraints: Any = None,
-        categorical_features: Any = None,
-        gradient_precision: GradientPrecision | str = "f32",
-        stochastic_rounding: bool | None = None,
-        renew_leaves: bool | None = None,
-        early_stopping_rounds: int | None = None,
-        validation_fraction: float = 0.1,
-        class_weight: Any = None,
-        scale_pos_weight: float | None = None,
-        importance_type: str = "gain",
-        warm_start: bool = False,
-        random_state: Any = 0,
-        n_jobs: int | None = None,
-        device: str = "cpu",
-        verbose: bool = False,
-    ) -> None:
-        self._set(locals())
+class _FitToTargets(BoostedTreesBase):
+    """`fit` of classifier and regressor, in one process or several."""
 
     def fit(
         self,
@@ -85,25 +49,44 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
     ) -> Self:
         options = options or FitOptions()
         initial = self._initial(options)
-        x, labels = self._read_both(X, y, initial, shards)
+        x, targets = self._read_both(X, y, initial, shards)
+        x = self._agree(x, targets, sample_weight, eval_set, initial, shards)
+        rows = self._rows(x, targets, sample_weight, shards)
+        objective = self._objective()
+        watched = self._eval_sets(objective, eval_set, options, shards)
+        self._boost(rows, objective, watched, options, initial, shards)
+        return self
+
+    def _rows(self, x: Array, targets: Array, sample_weight: Any, shards: Shards) -> Rows:
+        """The rows with their targets and weights as the objective takes them."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BoostedTreesClassifier(ClassifierMixin, _FitToTargets):  # type: ignore[misc]
+    """Boosted trees for two or more classes."""
+
+    file_kind = "classifier"
+    class_weight: Any = None
+    scale_pos_weight: float | None = None
+
+    def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
+        table, labels = super()._read_both(x, y, initial, shards)
         if len(labels):
             check_classification_targets(labels)
-        x = self._agree(x, labels, sample_weight, eval_set, initial, shards)
+        return table, labels
+
+    def _rows(self, x: Array, labels: Array, sample_weight: Any, shards: Shards) -> Rows:
         self.classes_ = merge_classes(np.unique(labels), shards)
         if len(self.classes_) < 2:
             raise TreesError(
                 f"y: a classifier needs at least two classes, and these {len(labels)} labels have only one class, "
                 f"{self.classes_[0]!r}; check how the labels were selected"
             )
-        objective = self._objective()
         places = np.searchsorted(self.classes_, labels)
         weights = weights_of(sample_weight, x, shards)
         weights = class_weights(self.class_weight, self.scale_pos_weight, self.classes_, places, weights, shards)
-        rows = Rows(x, places.astype(np.float32), weights)  # exact: a class is a small number
-        del places
-        watched = self._eval_sets(objective, eval_set, options, shards)
-        self._boost(rows, objective, watched, options, initial, shards)
-        return self
+        return Rows(x, places.astype(np.float32), weights)  # exact: a class is a small number
 
     def _targets(self, y: Array) -> Array:
         unknown = ~np.isin(y, self.classes_)
@@ -151,7 +134,8 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
         return labels
 
 
-class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[misc]
+@dataclass(kw_only=True, eq=False, repr=False)
+class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc]
     """Boosted trees for numbers.
 
     objective      squared_error, absolute_error, poisson, quantile, huber, gamma, tweedie, or a function of (y, scores)
@@ -160,73 +144,12 @@ class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[m
     """
 
     file_kind = "regressor"
+    objective: Any = "squared_error"
+    alpha: float = 0.9
+    tweedie_power: float = 1.5
 
-    def __init__(
-        self,
-        *,
-        objective: Any = "squared_error",
-        alpha: float = 0.9,
-        tweedie_power: float = 1.5,
-        n_estimators: int = 100,
-        learning_rate: float = 0.1,
-        max_leaves: int = 31,
-        max_depth: int | None = None,
-        growth: str = "leaf",
-        max_bins: int = 255,
-        l1: float = 0.0,
-        l2: float = 0.0,
-        min_child_weight: float = 1e-3,
-        min_child_samples: int = 20,
-        min_split_gain: float = 0.0,
-        subsample: float = 1.0,
-        colsample: float = 1.0,
-        monotone_constraints: Any = None,
-        interaction_constraints: Any = None,
-        categorical_features: Any = None,
-        gradient_precision: GradientPrecision | str = "f32",
-        stochastic_rounding: bool | None = None,
-        renew_leaves: bool | None = None,
-        early_stopping_rounds: int | None = None,
-        validation_fraction: float = 0.1,
-        importance_type: str = "gain",
-        warm_start: bool = False,
-        random_state: Any = 0,
-        n_jobs: int | None = None,
-        device: str = "cpu",
-        verbose: bool = False,
-    ) -> None:
-        self._set(locals())
-
-    def fit(
-        self,
-        X: Any,
-        y: Any,
-        sample_weight: Any = None,
-        eval_set: Any = None,
-        *,
-        eval_sample_weight: Any = None,
-        eval_metric: Any = None,
-        callbacks: Any = None,
-        init_model: Any = None,
-    ) -> Self:
-        """Fit; with `early_stopping_rounds`, `eval_set` ((X, y), or the last of a list) is watched, or else a share of
-        the rows. `init_model` is a model to train further, ours or LightGBM's."""
-        options = FitOptions(eval_sample_weight, eval_metric, callbacks, init_model)
-        return self._fit(X, y, sample_weight, eval_set, ALONE, options)
-
-    @leaves_model_if_refused
-    def _fit(
-        self, X: Any, y: Any, sample_weight: Any, eval_set: Any, shards: Shards, options: FitOptions | None = None
-    ) -> Self:
-        options = options or FitOptions()
-        initial = self._initial(options)
-        x, targets = self._read_both(X, y, initial, shards)
-        x = self._agree(x, targets, sample_weight, eval_set, initial, shards)
-        objective = self._objective()
-        rows = Rows(x, targets_of(targets), weights_of(sample_weight, x, shards))
-        watched = self._eval_sets(objective, eval_set, options, shards)
-        self._boost(rows, objective, watched, options, initial, shards)
-        return self
+    def _rows(self, x: Array, targets: Array, sample_weight: Any, shards: Shards) -> Rows:
+        return Rows(x, targets_of(targets), weights_of(sample_weight, x, shards))
 
     def _targets(self, y: Array) -> Array:
         return targets_of(y)

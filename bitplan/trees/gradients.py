@@ -58,9 +58,6 @@ class Gradients(Protocol):
     def grad_scale(self) -> float: ...  # an integer sum of gradients times this is the sum
     @property
     def hess_scale(self) -> float: ...
-    def grad(self, row: int) -> float: ...
-    def hess(self, row: int) -> float: ...
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +74,6 @@ class GradientsF32:
     def from_floats(cls, grads: Array, hess: Array, span: Span | None = None) -> GradientsF32:
         span = span or Span(ALONE, 0, len(grads))
         return cls(grads, hess, *units(*largest(grads, hess, span.shards), span.total))
-
-    def grad(self, row: int) -> float:
-        return float(self.grads[row])
-
-    def hess(self, row: int) -> float:
-        return float(self.hessians[row])
-
-    def __len__(self) -> int:
-        return len(self.grads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +92,6 @@ class GradientsI16:
         codes = np.empty(len(grads), np.int8), np.empty(len(grads), np.uint8)
         scales = _quantize(trees_gradients.quantize_i16, grads, hess, (127, 255), key, codes, 1, span)
         return cls(*codes, *scales)
-
-    def grad(self, row: int) -> float:
-        return int(self.grads[row]) * self.grad_scale
-
-    def hess(self, row: int) -> float:
-        return int(self.hessians[row]) * self.hess_scale
-
-    def __len__(self) -> int:
-        return len(self.grads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +112,6 @@ class GradientsI8:
         codes = np.empty(size, np.uint8), np.empty(size, np.uint8)
         scales = _quantize(trees_gradients.quantize_i8, grads, hess, (7, 15), key, codes, 2, span)
         return cls(*codes, *scales, len(grads))
-
-    def grad(self, row: int) -> float:
-        code = int(self.grads[row // 2]) >> 4 * (row % 2) & 15
-        return ((code ^ 8) - 8) * self.grad_scale
-
-    def hess(self, row: int) -> float:
-        return (int(self.hessians[row // 2]) >> 4 * (row % 2) & 15) * self.hess_scale
-
-    def __len__(self) -> int:
-        return self.rows
 
 
 def prepare(

@@ -14,6 +14,7 @@ summed in one step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -98,11 +99,8 @@ class TreeGrower:
 
     def __init__(self, data: BinnedRows, bins: Bins, rules: GrowthRules, shards: Shards = ALONE) -> None:
         self._data, self._bins, self._rules, self._shards = data, bins, rules, shards
-        monotone = rules.monotone[bins.features]
-        # None where there are none: then numba leaves out what is for them.
-        self._monotone = monotone if np.any(monotone) else None
-        self._bounding = monotone if rules.l1 or np.any(monotone) else None
-        self._is_category = bins.is_category if np.any(bins.is_category) else None
+        self._monotone = rules.monotone[bins.features].astype(np.int64)
+        self._is_bounded = bool(rules.l1 or np.any(self._monotone))
         self._numbers = rules.numbers
         self._team: TeamSpace | None = None
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
@@ -111,6 +109,11 @@ class TreeGrower:
         self._thresholds = np.full((len(bins.edges), 256), FAR)
         for feature, edges in enumerate(bins.edges):
             self._thresholds[feature, : len(edges)] = edges
+
+    @cached_property
+    def _judging_parts(self) -> Array:
+        parts: Array = kernels.judging_parts(bool(np.any(self._bins.is_category)), self._is_bounded)
+        return parts
 
     @property
     def columns(self) -> Array:
@@ -129,7 +132,7 @@ class TreeGrower:
         is_category = self._bins.is_category[features]
         packs, numbers = self._can_pack() and not np.all(is_category), (self._by_feature, self._scales, self._numbers)
         self._packed = (features[~is_category], *numbers) if packs else None
-        self._judging = features, *numbers, self._is_category, self._bounding
+        self._judging = features, *numbers, self._bins.is_category, self._monotone, self._judging_parts
         # After `judge_packed` only categories are left.
         self._after_packed = (features[is_category], *self._judging[1:]) if np.any(is_category) else None
         self._builder = HistogramBuilder(self._data, gradients, features)
@@ -163,8 +166,15 @@ class TreeGrower:
             (self._entries, self._spare, self._data.columns),
             gradients,
             (numeric, categories, features),
-            (self._by_feature, self._scales, self._numbers, self._is_category, self._bounding, packs),
-            self._monotone,
+            (
+                self._by_feature,
+                self._scales,
+                self._numbers,
+                self._bins.is_category,
+                self._monotone,
+                self._judging_parts,
+                packs,
+            ),
         )
         return self._finish(growth)
 
@@ -222,7 +232,7 @@ class TreeGrower:
     def _can_pack(self) -> bool:
         """Whether one-word cells may be judged as they are: nothing is bounded, and float32 holds what it must."""
         grad_scale, hess_scale = self._scales
-        if self._bounding is not None or not (grad_scale > 0 and hess_scale > 0):
+        if self._is_bounded or not (grad_scale > 0 and hess_scale > 0):
             return False
         with np.errstate(all="ignore"):
             extra, unit = self._rules.l2 / hess_scale, hess_scale / (grad_scale * grad_scale)

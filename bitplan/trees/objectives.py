@@ -93,18 +93,25 @@ class AbsoluteError(OneScore):
         return find_medians(y - scores[:, 0], weights, leaves, shards)
 
 
-class Poisson(OneScore):
+class LogMean(OneScore):
+    """Raw scores are logarithms of means."""
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        return np.array([math.log(average(y, weights, shards))])
+
+    def mean(self, scores: Array) -> Array:
+        return np.exp(scores[:, 0])
+
+
+class Poisson(LogMean):
     name = "poisson"
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         refuse_targets_outside(y, "the Poisson objective expects counts of at least 0 and one above 0", shards)
-        return np.array([math.log(average(y, weights, shards))])
+        return super().start(y, weights, shards)
 
     def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
         trees_gradients.poisson(y, scores, weights, grads, hess, POISSON_CAUTION)
-
-    def mean(self, scores: Array) -> Array:
-        return np.exp(scores[:, 0])
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         return average(np.exp(scores[:, 0]) - y * scores[:, 0], weights, shards)

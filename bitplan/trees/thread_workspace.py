@@ -50,7 +50,6 @@ class TeamSpace:
         gradients: Gradients,
         features: tuple[Array, Array, Array],
         options: tuple[Any, ...],
-        monotone: Array | None,
     ) -> None:
         """Grow the tree whose root is in `growth`."""
         precise, team = gradients.precision is GradientPrecision.F32, self.size
@@ -80,7 +79,7 @@ class TeamSpace:
         packs = options[-1]
         needed = precise, packs, not packs or len(features[1]) > 0 or count > most
         if needed not in self._addresses:
-            given = needed[2], gradients, rows, tables, order, growth.best_first, features, options, monotone
+            given = needed[2], gradients, rows, tables, order, growth.best_first, features, options
             self._addresses[needed] = self._kernels(*given)
         kernels = self._addresses[needed]
         self._sync[:] = 0
@@ -88,7 +87,7 @@ class TeamSpace:
         def run(me: int) -> None:
             try:
                 loops.grow_tree(
-                    me, team, self._sync, sizes, kernels, tables, order, growth.best_first, rows, data, monotone,
+                    me, team, self._sync, sizes, kernels, tables, order, growth.best_first, rows, data,
                     self._pool, free, self._parts, features, options, self._own,
                 )  # fmt: skip
             except BaseException:
@@ -117,18 +116,17 @@ class TeamSpace:
         best_first: bool,
         features: tuple[Array, Array, Array],
         options: tuple[Any, ...],
-        monotone: Array | None,
     ) -> Array:
         """Addresses of the loops that this tree needs; 0 for those it does not."""
         (entries, spare, columns), (nodes, reals, goes_left), cells = rows, tables, self._pool
-        bins, scales, numbers, is_category, bounding, packs = options
+        bins, scales, numbers, is_category, monotone, judging, packs = options
         at, dividing = (0, 0, nodes, reals, goes_left), (entries, columns, spare, goes_left, nodes, reals)
         space, by_bin = self._own[3][0], self._own[4][0]
         packed = general = 0
         if packs:
             packed = address_of(split.judge_packed, cells, cells, False, *at, features[0], bins, scales, numbers, space)
         if judges_all:
-            more = features[2], bins, scales, numbers, is_category, bounding, space, by_bin
+            more = features[2], bins, scales, numbers, is_category, monotone, judging, space, by_bin
             general = address_of(split.judge, cells, 0, cells, 0, False, *at, *more)
         precise = gradients.precision is GradientPrecision.F32
         adders = histogram_loops.add_floats if precise else histogram_loops.add_quantized

@@ -14,6 +14,7 @@ from bitplan.trees.gradients import (
     TreesError,
     prepare,
 )
+from tests.trees.naive import decoded_gradients
 
 ENDS = {GradientPrecision.I16: (127, 255), GradientPrecision.I8: (7, 15)}
 F32_MAX = float(np.finfo(np.float32).max)
@@ -31,19 +32,17 @@ def sample(rows=1001, seed=0):
 def test_float32_is_the_default_and_exact():
     grads, hess = sample()
     held = prepare(grads, hess, GradientPrecision.F32, None)
-    assert [held.grad(i) for i in range(9)] == grads[:9].tolist()
-    assert held.hess(3) == hess[3]
-    assert len(held) == 1001
+    assert held.grads.tolist() == grads.tolist()
+    assert held.hessians.tolist() == hess.tolist()
 
 
 @pytest.mark.parametrize("kind", [GradientsI16, GradientsI8])
 def test_nearest_is_within_half_a_step(kind):
     grads, hess = sample()
     held = kind.quantize(grads, hess)
-    assert len(held) == 1001
-    result = np.array([[held.grad(i), held.hess(i)] for i in range(1001)])
-    assert np.abs(result[:, 0] - grads).max() <= 0.5001 * held.grad_scale
-    assert np.abs(result[:, 1] - hess).max() <= 0.5001 * held.hess_scale
+    result = decoded_gradients(held)
+    assert np.abs(result[0] - grads).max() <= 0.5001 * held.grad_scale
+    assert np.abs(result[1] - hess).max() <= 0.5001 * held.hess_scale
 
 
 def test_bytes_a_row():
@@ -77,9 +76,8 @@ def test_edges_survive(precision, key, grads, hess):
     """Numbers at the ends of the range are hit exactly, whatever the rounding."""
     held = prepare(floats(*grads), floats(*hess), precision, key)
     top = max(map(abs, floats(*grads).tolist())), max(floats(*hess).tolist())
-    for row in range(3):
-        np.testing.assert_allclose(held.grad(row), floats(*grads)[row], rtol=1e-6, atol=top[0] * 1e-9)
-        np.testing.assert_allclose(held.hess(row), floats(*hess)[row], rtol=1e-6, atol=top[1] * 1e-9)
+    for found, wanted, largest in zip(decoded_gradients(held), (grads, hess), top, strict=True):
+        np.testing.assert_allclose(found, floats(*wanted), rtol=1e-6, atol=largest * 1e-9)
 
 
 @pytest.mark.parametrize("precision", GradientPrecision)
@@ -95,10 +93,10 @@ def test_stochastic_rounding_is_fair(kind):
     grads, hess = np.full(rows, 0.013, np.float32), np.full(rows, 0.27, np.float32)
     grads[0] = hess[0] = 1
     held = kind.quantize(grads, hess, key=11)
-    mean = [np.mean([held.grad(i) for i in range(1, 20_000)]), np.mean([held.hess(i) for i in range(1, 20_000)])]
+    mean = [np.mean(each[1:20_000]) for each in decoded_gradients(held)]
     np.testing.assert_allclose(mean, [0.013, 0.27], rtol=0.04)
     nearest = kind.quantize(grads, hess)
-    assert len({nearest.grad(i) for i in range(1, 100)}) == 1
+    assert len(set(decoded_gradients(nearest)[0][1:100])) == 1
 
 
 @pytest.mark.parametrize("kind", [GradientsI16, GradientsI8])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bitplan.kernels.base.jit import on_threads, thread_count, use_threads
-from bitplan.trees import BoostedTreesClassifier, TreesError, thread_workspace
+from bitplan.trees import BoostedTreesClassifier, TreesError, thread_workspace, threads
 from bitplan.trees.threads import LIMITS, allowed_cores, threads_of
 from tests.processes import Program
 from tests.trees.samples import table
@@ -19,7 +19,7 @@ from tests.trees.samples import table
 
 @pytest.fixture
 def four_cores(monkeypatch):
-    monkeypatch.setattr(joblib, "cpu_count", lambda: 4)
+    monkeypatch.setattr(threads, "_joblib_cores", lambda *_: 4)
     for name in LIMITS:
         monkeypatch.delenv(name, raising=False)
 
@@ -83,7 +83,7 @@ def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
     model = BoostedTreesClassifier(n_estimators=1, n_jobs=3).fit(x, y > 0)
     assert set(used) == {3}
     used.clear()
-    monkeypatch.setattr("bitplan.trees.models.fitted.ROWS_AT_ONCE", 64)  # else 200 rows are for one thread
+    monkeypatch.setattr("bitplan.trees.tree.HAND_OUT_NS", 1)  # else 200 rows are for one thread
     model.set_params(n_jobs=2).predict_proba(x)
     assert set(used) == {2}
     assert thread_count() == torch.get_num_threads()

@@ -8,7 +8,7 @@ from bitplan.errors import FormatError
 from bitplan.formats.elements import signed_integer, unsigned_integer
 from bitplan.formats.format import Block, Format
 from bitplan.formats.gguf.layouts import LAYOUTS, Layout
-from bitplan.formats.gguf.search import FLOAT16_MAX, GroupSums, TorchSums, search_blocks
+from bitplan.formats.gguf.search import FLOAT16_MAX, BlockSearch, SearchBySums, TorchSums, search_blocks
 from bitplan.formats.scales.rules import ScaleRule
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ class GgufBlocks(Format):
     def data_cols(self, cols: int) -> int:
         return self.padded_cols(cols) // self.layout.numbers * self.layout.block_bytes
 
-    def encode_rows(self, rows: Tensor, importance: Tensor | None, math: GroupSums | None = None) -> Tensor:
-        """[R, C] float32 numbers, whole blocks -> [R, bytes per row]; `math` may be the compiled version."""
-        blocks = search_blocks(rows, importance, self.layout, math or TorchSums())
+    def encode_rows(self, rows: Tensor, importance: Tensor | None, search: BlockSearch | None = None) -> Tensor:
+        """[R, C] float32 numbers, whole blocks -> [R, bytes per row]; `search` may be a compiled version."""
+        blocks = search_blocks(rows, importance, self.layout, search or SearchBySums(TorchSums()))
         return self.layout.pack(blocks).reshape(rows.shape[0], -1)
 
     def decode_rows(self, raw: Tensor) -> Tensor:

@@ -184,20 +184,37 @@ def fitted(x: Tensor, w: Tensor, found: Sums, scale: Tensor, low: Tensor, layout
 # ---- whole blocks --------------------------------------------------------------------------------------------------
 
 
-def search_blocks(matrix: Tensor, importance: Tensor | None, layout: Layout, math: GroupSums) -> BlockParts:
+class BlockSearch(Protocol):
+    """The whole search: by sums, or in one launch on a GPU."""
+
+    def parts(self, x: Tensor, w: Tensor, layout: Layout) -> BlockParts:
+        """x [R, P, g] and w [P, g], or [1, g] -> blocks, row by row, with codes."""
+
+
+class SearchBySums:
+    """The definition: `math` has the slow parts."""
+
+    def __init__(self, math: GroupSums) -> None:
+        self.math = math
+
+    def parts(self, x: Tensor, w: Tensor, layout: Layout) -> BlockParts:
+        math = self.math
+        scale, low = math.best_scales(x, w, layout)
+        if layout.has_groups:
+            parts = _Blocks(x, w, layout, math).parts(scale, low)
+        else:
+            parts = _single(x, w, scale, low, layout, math)
+        stored, added = layout.group_scales(parts)
+        shape = x.shape[:2]
+        added = stored.new_zeros(shape) if added is None else added.reshape(shape)
+        codes = math.codes(x, stored.reshape(shape), added, layout)
+        return parts._replace(codes=codes.reshape(-1, layout.numbers))
+
+
+def search_blocks(matrix: Tensor, importance: Tensor | None, layout: Layout, search: BlockSearch) -> BlockParts:
     """[R, C] float32 numbers, rows of whole blocks, and a weight for each column -> blocks, row by row."""
     x = matrix.reshape(matrix.shape[0], -1, layout.group)
-    w = _weights(matrix, importance, layout)
-    scale, low = math.best_scales(x, w, layout)
-    if layout.has_groups:
-        parts = _Blocks(x, w, layout, math).parts(scale, low)
-    else:
-        parts = _single(x, w, scale, low, layout, math)
-    stored, added = layout.group_scales(parts)
-    shape = x.shape[:2]
-    added = stored.new_zeros(shape) if added is None else added.reshape(shape)
-    codes = math.codes(x, stored.reshape(shape), added, layout)
-    return parts._replace(codes=codes.reshape(-1, layout.numbers))
+    return search.parts(x, _weights(matrix, importance, layout), layout)
 
 
 def _weights(matrix: Tensor, importance: Tensor | None, layout: Layout) -> Tensor:

@@ -78,12 +78,12 @@ def _encode_blocks(
     name: str = "tensor",
     **_: Any,
 ) -> Encoded:
-    """The definition's algorithm, with compiled sums."""
+    """The definition's algorithm, compiled."""
     shape = tuple(x.shape)
     if importance is not None:
         check_importance(fmt, importance, "mse", shape, name)
     matrix = finite(x.detach(), nonfinite, name).reshape(fmt.matrix_shape(shape))
-    return encode_opaque(fmt, shape, matrix, importance, name, _twins("cpu").GROUP_SUMS)
+    return encode_opaque(fmt, shape, matrix, importance, name, _twins(x.device.type).BLOCK_SEARCH)
 
 
 def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -132,14 +132,9 @@ def _explain(table: str, fmt: Format, device: torch.device, shape: tuple[int, ..
         return Picked("torch", f"small: {count} numbers")
     if not _is_installed(library):
         return Picked("torch", f"{library} is not installed")
-    if fmt.name not in getattr(_twins(device.type), table) and not (table == "ENCODERS" and _has_sums(fmt, device)):
+    if fmt.name not in getattr(_twins(device.type), table) and not (table == "ENCODERS" and fmt.is_opaque):
         return Picked("torch", f"{fmt.name} has no {library} twin")
     return Picked(library, f"{fmt.name}, whole blocks, default scale rule, {count} numbers on {device.type}")
-
-
-def _has_sums(fmt: Format, device: torch.device) -> bool:
-    """Whether the search of a format's scales has compiled sums."""
-    return fmt.is_opaque and device.type == "cpu"
 
 
 @functools.cache

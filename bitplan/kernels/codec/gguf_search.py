@@ -29,58 +29,37 @@ class NumbaSums:
 
     def best_scales(self, x: Tensor, w: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         scale, low = torch.empty(x.shape[:2]), torch.empty(x.shape[:2])
-        x_NG, w_PG, scale_N, low_N = _groups(x), w.contiguous().numpy(), scale.numpy().ravel(), low.numpy().ravel()
         starting = np.array([_start(each.width, each.clip, layout) for each in starts(layout)], dtype=F32)
-
-        def work(run: slice) -> None:
-            best_scales(
-                x_NG,
-                w_PG,
-                starting,
-                *_limits(layout),
-                layout.has_min,
-                layout.has_groups,
-                run.start,
-                run.stop,
-                scale_N,
-                low_N,
-            )
-
-        on_threads(work, _runs(len(x_NG)))
+        settings = (starting, *_limits(layout), layout.has_min, layout.has_groups)
+        _on_groups(best_scales, _groups(x), w.contiguous().numpy(), *settings, out=(_flat(scale), _flat(low)))
         return scale, low
 
     def sums(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Sums:
         found = torch.empty((4, *x.shape[:2]))
-        x_NG, w_PG, out = _groups(x), w.contiguous().numpy(), found.numpy().reshape(4, -1)
-        scale_N, low_N = scale.contiguous().numpy().ravel(), low.contiguous().numpy().ravel()
-
-        def work(run: slice) -> None:
-            sums(x_NG, w_PG, scale_N, low_N, *_limits(layout), run.start, run.stop, out)
-
-        on_threads(work, _runs(len(x_NG)))
+        by = (w.contiguous().numpy(), _flat(scale), _flat(low), *_limits(layout))
+        _on_groups(sums, _groups(x), *by, out=(found.numpy().reshape(4, -1),))
         return Sums(*found)
 
     def errors(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
         found = torch.empty(x.shape[:2])
-        x_NG, w_PG, out = _groups(x), w.contiguous().numpy(), found.numpy().ravel()
-        scale_N, low_N = scale.contiguous().numpy().ravel(), low.contiguous().numpy().ravel()
-
-        def work(run: slice) -> None:
-            errors(x_NG, w_PG, scale_N, low_N, *_limits(layout), run.start, run.stop, out)
-
-        on_threads(work, _runs(len(x_NG)))
+        by = (w.contiguous().numpy(), _flat(scale), _flat(low), *_limits(layout))
+        _on_groups(errors, _groups(x), *by, out=(_flat(found),))
         return found
 
     def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
         found = torch.empty(x.shape, dtype=torch.uint8)
-        x_NG, out = _groups(x), found.numpy().reshape(-1, x.shape[-1])
-        scale_N, low_N = scale.contiguous().numpy().ravel(), low.contiguous().numpy().ravel()
-
-        def work(run: slice) -> None:
-            codes(x_NG, scale_N, low_N, *_limits(layout), run.start, run.stop, out)
-
-        on_threads(work, _runs(len(x_NG)))
+        _on_groups(codes, _groups(x), _flat(scale), _flat(low), *_limits(layout), out=(_groups(found),))
         return found
+
+
+def _on_groups(kernel: Any, x_NG: Array, *by: Any, out: tuple[Array, ...]) -> None:
+    """Run a kernel over all groups, on threads; it fills `out`."""
+    on_threads(lambda run: kernel(x_NG, *by, run.start, run.stop, *out), _runs(len(x_NG)))
+
+
+def _flat(numbers: Tensor) -> Array:
+    """A view where they are contiguous, as all outputs are."""
+    return numbers.contiguous().numpy().ravel()
 
 
 def _groups(x: Tensor) -> Array:

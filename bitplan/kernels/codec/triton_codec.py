@@ -2,6 +2,7 @@
 
     data_RD, scales_grid = ENCODERS[name](matrix_RC, fmt, launch=None)   absmax rule; matrix contiguous, whole blocks
     values = DECODERS[name](encoded, dtype, launch=None)                 bfloat16, float16 or float32
+    blocks = BLOCK_SEARCH.parts(x_RPG, weights_PG, layout)               GGUF's blocks, whose scales are searched
 
 Nothing here waits for the GPU. A NaN or an infinity in the matrix shows as a scale that is not finite (E8M0: 255), and
 so does a scale that overflows float16, which the reference refuses too: a caller that finds one gives the matrix to the
@@ -27,10 +28,12 @@ from torch import Tensor
 
 from bitplan.kernels.base.numbers import Launch
 from bitplan.kernels.codec import triton_decode, triton_encode
+from bitplan.kernels.codec.triton_group_search import TritonSearch
 
 Encoder = Callable[..., tuple[Tensor, Tensor]]
 Decoder = Callable[..., Tensor]
 
+BLOCK_SEARCH = TritonSearch()  # for GGUF's blocks, whose scales are searched
 ENCODERS: dict[str, Encoder] = {
     "int8_row": triton_encode.encode_rows,
     "fp8_e4m3_row": triton_encode.encode_rows,

@@ -8,6 +8,7 @@ over all columns of which all others are zero.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ COLUMNS = 64  # of a row that `weighted_cost` reads at once
 def round_piece(
     piece: Tensor, factor: Tensor, steps: Tensor, offsets: Tensor, parts: Tensor, grid: Any
 ) -> tuple[Tensor, Tensor]:
-    """As `round_columns.round_piece`."""
-    piece, factor, steps, offsets = _contiguous(piece, factor, steps, offsets)
-    codes, errors, parts = torch.empty_like(piece), torch.empty_like(piece), parts.to(piece.device, torch.int32)
+    """As `round_columns.round_piece`; rows of all may lie apart."""
+    codes, errors = (torch.empty(piece.shape, device=piece.device) for _ in range(2))
+    parts = parts.to(piece.device, torch.int32)
     rows, width = piece.shape
+    piece, factor, steps, offsets = (
+        each if each.stride(1) == 1 else each.contiguous() for each in (piece, factor, steps, offsets)
+    )
     with device_of(piece):
         _round_rows[(rows,)](
             piece,
@@ -37,10 +41,12 @@ def round_piece(
             parts,
             codes,
             errors,
-            _table(grid, piece),
+            table_of(grid, piece),
             width,
-            steps.shape[1],
-            offsets.shape[1],
+            piece.stride(0),
+            factor.stride(0),
+            steps.stride(0),
+            offsets.stride(0),
             WIDE=triton.next_power_of_2(width),
             **_launch(grid, width),
         )
@@ -59,7 +65,7 @@ def cost_of_scales(piece: Tensor, factor: Tensor, scales: Tensor, grid: Any) -> 
             factor,
             scales,
             cost,
-            _table(grid, piece),
+            table_of(grid, piece),
             width,
             count,
             WIDE=wide,
@@ -85,7 +91,7 @@ def sweep_piece(
             parts,
             better,
             changes,
-            _table(grid, gradient),
+            table_of(grid, gradient),
             width,
             steps.shape[1],
             WIDE=triton.next_power_of_2(width),
@@ -106,7 +112,7 @@ def weighted_cost(piece: Tensor, weights: Tensor, scales: Tensor, grid: Any) -> 
             weights,
             scales,
             cost,
-            _table(grid, piece),
+            table_of(grid, piece),
             width,
             count,
             WIDE=COLUMNS,
@@ -120,20 +126,30 @@ def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(each.float().contiguous() for each in tensors)
 
 
-def _table(grid: Any, like: Tensor) -> Tensor:
-    """The grid's numbers, or one that is not read."""
-    return like.new_tensor(grid.table or (0.0,))
+def table_of(grid: Any, like: Tensor) -> Tensor:
+    """The grid's numbers, or some that are not read."""
+    return like if grid.table is None else _on_device(grid.table, like.device)
+
+
+@functools.cache
+def _on_device(table: tuple[float, ...], device: torch.device) -> Tensor:
+    """Made once: a tensor made of Python numbers waits for the GPU."""
+    return torch.tensor(table, dtype=torch.float32, device=device)
+
+
+def code_limits(grid: Any) -> dict[str, Any]:
+    """The constants of `nearest`."""
+    kind = "table" if grid.table is not None else "float" if grid.is_float else "integer"
+    limits = {"LOW": grid.low, "HIGH": grid.high, "MANTISSA": grid.mantissa, "LEAST": grid.least}
+    return {"KIND": kind, **limits, "TABLE": len(grid.table or ())}
 
 
 def _launch(grid: Any, numbers: int) -> dict[str, Any]:
-    kind = "table" if grid.table is not None else "float" if grid.is_float else "integer"
-    limits = {"LOW": grid.low, "HIGH": grid.high, "MANTISSA": grid.mantissa, "LEAST": grid.least}
-    size = len(grid.table or ())
-    return {"KIND": kind, **limits, "TABLE": size, "num_warps": 4 if numbers > 512 else 1, "enable_fp_fusion": False}
+    return {**code_limits(grid), "num_warps": 4 if numbers > 512 else 1, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _nearest(
+def nearest(
     scaled,
     table_ptr,
     KIND: tl.constexpr,
@@ -162,7 +178,7 @@ def _nearest(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_stride", "offset_stride"])
 def _round_rows(
     piece_ptr,
     factor_ptr,
@@ -173,8 +189,10 @@ def _round_rows(
     errors_ptr,
     table_ptr,
     width,
-    step_count,
-    offset_count,
+    piece_stride,
+    factor_stride,
+    step_stride,
+    offset_stride,
     WIDE: tl.constexpr,
     KIND: tl.constexpr,
     LOW: tl.constexpr,
@@ -186,17 +204,17 @@ def _round_rows(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, WIDE)
     inside = cols < width
-    left = tl.load(piece_ptr + row * width + cols, mask=inside, other=0.0)
+    left = tl.load(piece_ptr + row * piece_stride + cols, mask=inside, other=0.0)
     codes, errors = tl.zeros_like(left), tl.zeros_like(left)
     for j in range(width):
         is_column = cols == j
         part = tl.load(parts_ptr + j)
-        step = tl.load(steps_ptr + row * step_count + part)
-        offset = tl.load(offsets_ptr + row * offset_count + part)
+        step = tl.load(steps_ptr + row * step_stride + part)
+        offset = tl.load(offsets_ptr + row * offset_stride + part)
         number = tl.sum(tl.where(is_column, left, 0.0), 0)
-        code = _nearest((number - offset) * reciprocal(step), table_ptr, KIND, LOW, HIGH, MANTISSA, LEAST, TABLE)
-        error = tl.div_rn(number - (code * step + offset), tl.load(factor_ptr + j * width + j))
-        shares = tl.load(factor_ptr + j * width + cols, mask=inside, other=0.0)
+        code = nearest((number - offset) * reciprocal(step), table_ptr, KIND, LOW, HIGH, MANTISSA, LEAST, TABLE)
+        error = tl.div_rn(number - (code * step + offset), tl.load(factor_ptr + j * factor_stride + j))
+        shares = tl.load(factor_ptr + j * factor_stride + cols, mask=inside, other=0.0)
         left = tl.where(cols > j, left - error * shares, left)
         codes, errors = tl.where(is_column, code, codes), tl.where(is_column, error, errors)
     tl.store(codes_ptr + row * width + cols, codes, mask=inside)
@@ -229,7 +247,7 @@ def _try_rows(
     left = tl.zeros([MANY, WIDE], tl.float32) + tl.load(piece_ptr + row * width + cols, mask=inside, other=0.0)[None, :]
     for j in range(width):
         number = tl.sum(tl.where((cols == j)[None, :], left, 0.0), 1)
-        code = _nearest(number * inverses, table_ptr, KIND, LOW, HIGH, MANTISSA, LEAST, TABLE)
+        code = nearest(number * inverses, table_ptr, KIND, LOW, HIGH, MANTISSA, LEAST, TABLE)
         unit = tl.load(factor_ptr + j * width + j)
         error = tl.div_rn(number - code * scales, tl.where(tries >= 0, unit, unit))
         cost += error * error
@@ -270,7 +288,7 @@ def _sweep_rows(
         before = tl.sum(tl.where(is_column, codes, 0.0), 0)
         here = tl.sum(tl.where(is_column, slope, 0.0), 0)
         best = before * step + tl.div_rn(here, tl.load(hessian_ptr + j * width + j))
-        code = _nearest(best * reciprocal(step), table_ptr, KIND, LOW, HIGH, MANTISSA, LEAST, TABLE)
+        code = nearest(best * reciprocal(step), table_ptr, KIND, LOW, HIGH, MANTISSA, LEAST, TABLE)
         code = tl.where(step == 0.0, before, code)
         change = (code - before) * step
         slope -= change * tl.load(hessian_ptr + j * width + cols, mask=inside, other=0.0)
@@ -306,7 +324,7 @@ def _weigh_rows(
         numbers = tl.load(piece_ptr + row * width + cols, mask=cols < width, other=0.0)
         weights = tl.load(weights_ptr + cols, mask=cols < width, other=0.0)
         scaled = numbers[None, :] * inverses[:, None]
-        codes = _nearest(scaled, table_ptr, KIND, LOW, HIGH, MANTISSA, LEAST, TABLE)
+        codes = nearest(scaled, table_ptr, KIND, LOW, HIGH, MANTISSA, LEAST, TABLE)
         errors = numbers[None, :] - codes * scales[:, None]
         cost += tl.sum(weights[None, :] * (errors * errors), 1)
     tl.store(cost_ptr + row * count + tries, cost, mask=tries < count)

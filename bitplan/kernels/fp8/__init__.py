@@ -1,1 +1,11 @@
-"""FP8 casts and products of one matrix."""
+"""FP8 casts and products of one matrix; `experts` has those of many at once.
+
+Which module does which step:
+
+    cast               casts by any recipe of `formats.fp8_recipes`: picks a kernel, or the definition
+    triton_cast        its kernels on a GPU: `fast_tile` for bfloat16, `general_tile` for everything
+    guessed_cast       tensorwise casts in one read, by a guessed scale that is then checked
+    amax               the largest magnitudes, from which scales are computed
+    product            products of scaled operands; `triton_product` for those by blocks
+    norm, triton_norm  a norm in front of a cast
+"""

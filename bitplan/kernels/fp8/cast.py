@@ -48,7 +48,7 @@ def cast_layouts(
 ) -> CastPair:
     """Cast a matrix by a recipe, in the layouts asked for.
 
-    `guess`: a state of `guessed_cast`, which saves a tensorwise cast on the GPU its second read and changes no bit.
+    `guess`: a state of `guessed_cast`, which saves a tensorwise cast on the GPU its second read.
     """
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
         x = x_RC if x_RC.is_contiguous() else x_RC.contiguous()

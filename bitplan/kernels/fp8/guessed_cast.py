@@ -5,11 +5,19 @@ a number of bfloat16 in all, where 4 would do. But such a scale is a power of tw
 scale of the same weight, or of the same layer's activations, is nearly always still right:
 
     cast     codes by the guess, in every layout asked for; the largest magnitude on the side, by an atomic maximum
-    check    compares the guess with the scale of the largest magnitude. If they are equal, nothing is left to do: a few
-             microseconds. If not, the same launch casts again by the right scale
+    check    compares the guess with the scale of the largest magnitude. If it will do, nothing is left to do: a few
+             microseconds. If not, the same launch casts again by a scale that will
 
-So the result never depends on the guess: codes and scale equal the definition bit for bit, and nothing waits for the
-host. A wrong guess costs 4 bytes a number more. The state counts casts and wrong guesses (`counts_of`).
+A state has room: how many octaves a scale may be larger than the definition's. Without room the result never depends on
+the guess: codes and scale equal the definition bit for bit. With room the scale is the last one, moved no further than
+into [definition, 2^room x definition]:
+
+    scale = min(max(last, definition), 2^room * definition)         the first: the definition
+
+so a matrix whose largest number jumps about, such as a gradient, is seldom cast again. Nothing saturates; codes lose
+`room` of the octaves that they reach down to, and nothing above those. Either way the scale returned is the one that
+the codes were written by, and nothing waits for the host. A wrong guess costs 4 bytes a number more. The state counts
+casts and wrong guesses (`counts_of`).
 
 The state lives on the device and is used by one cast at a time: casts that share one must be ordered by a stream.
 
@@ -32,18 +40,25 @@ from bitplan.kernels.base.numbers import float_name, magnitude_bits
 from bitplan.kernels.fp8.fast_tile import amax_of_tile, fits_pairs, load_tile, place_of, store_by_one_scale
 from bitplan.kernels.fp8.general_tile import read_numbers, write_codes
 from bitplan.kernels.fp8.triton_cast import CastLaunch, launch_of
-from bitplan.kernels.fp8.triton_fp8_rounding import fp8_code, inverse_of, power_of_two_of_bits, quick_inverse
+from bitplan.kernels.fp8.triton_fp8_rounding import (
+    INFINITY_BITS,
+    fp8_code,
+    inverse_of,
+    power_of_two_of_bits,
+    quick_inverse,
+)
 
 # Places in a state of int32: the bits of the guessed scale and of the scale of the running cast, the largest magnitude
-# so far, programs that have read it, casts, wrong guesses.
-GUESS, USED, LARGEST, SEEN, CASTS, WRONG = (tl.constexpr(place) for place in range(6))
-STATE_SIZE = 6
+# so far, programs that have read it, the room in steps of a scale's exponent, casts, wrong guesses.
+GUESS, USED, LARGEST, SEEN, ROOM, CASTS, WRONG = (tl.constexpr(place) for place in range(7))
+STATE_SIZE = 7
+EXPONENT_STEP = 1 << 23  # between the bits of a power of two and the next
 CHECKING_WARPS = 2112  # of the check: enough to cast at full speed, few enough to end at once
 
 
-def new_state(device: torch.device, experts: int = 1) -> Tensor:
+def new_state(device: torch.device, experts: int = 1, room: int = 0) -> Tensor:
     state = empty_state(device, experts)
-    clear_state(state)
+    clear_state(state, room)
     return state
 
 
@@ -52,10 +67,11 @@ def empty_state(device: torch.device, experts: int) -> Tensor:
     return torch.empty((STATE_SIZE, experts), dtype=torch.int32, device=device)
 
 
-def clear_state(state: Tensor) -> None:
-    """Reset to wrong guesses: 1.5 is no power of two."""
+def clear_state(state: Tensor, room: int) -> None:
+    """Reset to the smallest scale, which is wrong for all but zeros and becomes the definition's."""
     state.zero_()
-    state[:1].view(torch.float32).fill_(1.5)
+    state[GUESS.value].fill_(EXPONENT_STEP)
+    state[ROOM.value].fill_(room * EXPONENT_STEP)
 
 
 def counts_of(state: Tensor) -> tuple[int, int]:
@@ -116,21 +132,29 @@ class GuessPlan:
 
 
 @triton.jit
+def scale_near(guess, right, room):
+    """Bits of the scale to cast by: the guess, moved no further than into [right, right and the room above it]."""
+    highest = tl.where(right < INFINITY_BITS, right + room, right)  # a scale that is NaN has no room
+    return tl.minimum(tl.maximum(guess, right), highest)
+
+
+@triton.jit
 def _settle(state_ptr, scale_ptr, eps, FP8: tl.constexpr):
-    """(the right scale, whether the guess was wrong); writes the scale, and prepares the state for the next cast."""
+    """(the scale, whether the guess was wrong); writes the scale, and prepares the state for the next cast."""
     used = tl.load(state_ptr + USED)
-    scale = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8)
-    right = scale.to(tl.int32, bitcast=True)
+    right = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8).to(tl.int32, bitcast=True)
+    bits = scale_near(used, right, tl.load(state_ptr + ROOM))
+    scale = bits.to(tl.float32, bitcast=True)
     # A program counts itself after all its threads have read; the last one clears the state for the next cast.
     tl.debug_barrier()
     if tl.atomic_add(state_ptr + SEEN, 1) == tl.num_programs(0) - 1:
         tl.store(scale_ptr, scale)
-        tl.store(state_ptr + GUESS, right)
+        tl.store(state_ptr + GUESS, bits)
         tl.store(state_ptr + LARGEST, 0)
         tl.store(state_ptr + SEEN, 0)
         tl.store(state_ptr + CASTS, tl.load(state_ptr + CASTS) + 1)
-        tl.store(state_ptr + WRONG, tl.load(state_ptr + WRONG) + (right != used).to(tl.int32))
-    return scale, right != used
+        tl.store(state_ptr + WRONG, tl.load(state_ptr + WRONG) + (bits != used).to(tl.int32))
+    return scale, bits != used
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

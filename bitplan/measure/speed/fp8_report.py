@@ -20,6 +20,7 @@ from bitplan.logs import JsonLog
 from bitplan.measure.speed.crossover_files import gpu_fingerprint
 from bitplan.plan.fp8.report import Fingerprint, Report, Row, describe_row, report_of, split_report
 from bitplan.plan.fp8.vocabulary import BenchReportError
+from bitplan.records import on_failure
 from bitplan.version import __version__
 
 _FIRST_BYTES = b'{"document": "bitplan-fp8-report"'
@@ -41,11 +42,8 @@ class ReportLog(JsonLog):
         head = empty.head()
         report_of(head, [], where=str(path))  # checks that the head can be read back, before the work
         super().__init__(path, _FIRST_BYTES, what="report of the layer benchmark", head=head, error=BenchReportError)
-        try:
+        with on_failure(self.close):
             self.rows, self.finished = self._resume(head)
-        except BaseException:
-            self.close()
-            raise
         self.done = {row.key for row in self.rows}
 
     def append(self, row: Row) -> None:

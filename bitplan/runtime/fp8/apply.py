@@ -15,7 +15,8 @@ FP8, or if it cannot be replaced; the summary says why. A policy of another GPU 
     estimate        a count or shape that was not measured is estimated (`plan.fp8.estimate`); False leaves it BF16
     recipe          a recipe's name; None takes the best that the policy knows for each layer
     confirm         times the first block of each make in turns, in BF16, as planned and all in FP8, and takes what is
-                    shown to be fastest; BF16 otherwise. `example` is the model's input for that.
+                    shown to be fastest; BF16 otherwise. `example` is the model's input for that; language models, and
+                    blocks that take one argument, need none.
                     `confirm_compiled` compiles the blocks first (True, or a mode of torch.compile such as
                     "reduce-overhead"), `confirm_timing="graph"` times them as CUDA graphs: confirm as you will run
     emulate         also on a CPU, whose FP8 is emulated: for tests
@@ -55,7 +56,7 @@ from bitplan.plan.fp8.vocabulary import (
     shape_obstacle,
 )
 from bitplan.plan.names import listed
-from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, default_example, seen_inputs
+from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, inputs_without_example, seen_inputs
 from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_site, has_fp8, put_built
 from bitplan.runtime.fp8.find_linears import Site, block_of, find_sites
 from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8Recipe, fp8_obstacle
@@ -324,8 +325,10 @@ def _confirm_one(
     trial: _Trial,
 ) -> Confirmed:
     plan = next(plans[each.site.part] for each, everything in members if everything.choice)
-    example = trial.example if trial.example is not None else default_example(model, plan.tokens or 1)
-    inputs = seen_inputs(model, path, example)
+    if trial.example is not None:
+        inputs = seen_inputs(model, path, trial.example)
+    else:
+        inputs = inputs_without_example(model, path, members[0][0].site.shape[1], plan.tokens or 1)
     plain = model.get_submodule(path)
 
     def built(chosen: list[_Decided]) -> nn.Module | None:

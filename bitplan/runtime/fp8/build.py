@@ -29,7 +29,6 @@ from bitplan.runtime.fp8.fused_projections import (
     Renamed,
     join_rows,
     keep_names,
-    put,
 )
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
@@ -75,7 +74,8 @@ def build_site(
 
 def put_built(model: nn.Module, built: Built) -> None:
     """Put a layer into the model."""
-    put(model, built.modules)
+    for path, module in built.modules.items():
+        model.set_submodule(path, module)
     for path, renamed in built.renamed.items():
         keep_names(model.get_submodule(path), renamed)
 

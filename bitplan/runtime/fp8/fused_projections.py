@@ -17,7 +17,7 @@ after that, not before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,10 +149,3 @@ def keep_names(module: nn.Module, renamed: Sequence[Renamed]) -> None:
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
     """Weights or biases of several projections as one."""
     return torch.cat([each.detach() for each in tensors]) if len(tensors) > 1 else tensors[0].detach()
-
-
-def put(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
-    """Set modules by their paths."""
-    for path, module in replacements.items():
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, module)

@@ -22,6 +22,7 @@ which rounds inputs to 8-bit integers, and `strategy="decode"` does not.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from bitplan.errors import BitplanError, did_you_mean
 from bitplan.formats import Encoded
@@ -54,6 +55,13 @@ def check_packed(weight: object, where: str) -> None:
             f"{where}: the weight must be an Encoded or a PackedWeight, got a {type(weight).__name__}; "
             "pack it first with bitplan.encode(weight, format)"
         )
+
+
+def input_type(x: Tensor) -> torch.dtype:
+    """The type in which a layer takes this input: autocast's where it is on, but for float64."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -41,6 +41,7 @@ from bitplan.runtime.packed.product_strategy import (
     check_packed,
     check_strategy,
     compute_dtype,
+    input_type,
 )
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
@@ -136,9 +137,28 @@ class QuantExperts(nn.Module):
         Ids outside the range of experts are an error in all strategies but "fused", which never waits for the GPU and
         so does not check ids.
         """
-        if torch.compiler.is_compiling():
-            return self._in_graph(hidden, expert_ids, expert_weights)
-        return self._forward(hidden, expert_ids, expert_weights)
+        self._check_inputs(hidden, expert_ids, expert_weights)
+        device, dtype = hidden.device, input_type(hidden)
+        in_graph = torch.compiler.is_compiling()
+        if in_graph:  # made of operators; how they run is chosen when the graph is traced
+            ways = self.settle(dtype)
+            is_fused = self.graphs[0].arranged is not None
+        else:
+            self.last_pick = picked = self.explain(expert_ids.numel(), dtype)
+            is_fused = picked.strategy == "fused"
+        wide = dtype if is_fused else compute_dtype(device, dtype)
+        with torch.autocast(device.type, enabled=False):  # it would cast the products' outputs
+            x = hidden.to(wide)
+            if in_graph:
+                ids = expert_ids.long()
+                up = self._operator(0, x, self.gate_up_bias, ids, ways)
+                pairs = self._operator(1, self._activate(up), self.down_bias, ids, ways)
+            else:
+                routes = Routes(expert_ids, self.experts, self.name)
+                pairs = self._run_fused(x, routes) if is_fused else self._run_loop(x, routes, picked.strategy)
+            pairs = pairs.unflatten(0, expert_ids.shape) * expert_weights.to(wide).unsqueeze(-1)
+            out: Tensor = pairs.sum(1).to(dtype)
+        return out
 
     def explain(self, rows: int, dtype: torch.dtype | None = None) -> Pick:
         """How a forward of `rows` rows (tokens x experts per token) would run, and why.
@@ -166,37 +186,6 @@ class QuantExperts(nn.Module):
         return Pick("fused", f"{load}, at most {most}") if each <= most else Pick("decode", f"{load}, above {most}")
 
     # ---- the two ways ------------------------------------------------------------------------------------------------
-
-    def _forward(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        self._check_inputs(hidden, expert_ids, expert_weights)
-        device, dtype = hidden.device, hidden.dtype
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device.type)
-        self.last_pick = picked = self.explain(expert_ids.numel(), dtype)
-        is_fused = picked.strategy == "fused"
-        wide = dtype if is_fused else compute_dtype(device, dtype)
-        with torch.autocast(device.type, enabled=False):  # it would cast the products' outputs
-            x, routes = hidden.to(wide), Routes(expert_ids, self.experts, self.name)
-            pairs = self._run_fused(x, routes) if is_fused else self._run_loop(x, routes, picked.strategy)
-            pairs = pairs.unflatten(0, expert_ids.shape) * expert_weights.to(wide).unsqueeze(-1)
-            out: Tensor = pairs.sum(1).to(dtype)
-        return out
-
-    def _in_graph(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """The forward in a compiled graph, made of operators; how they run is chosen when the graph is traced."""
-        self._check_inputs(hidden, expert_ids, expert_weights)
-        device, dtype = hidden.device, hidden.dtype
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device.type)
-        ways = self.settle(dtype)
-        wide = dtype if self.graphs[0].arranged is not None else compute_dtype(device, dtype)
-        with torch.autocast(device.type, enabled=False):
-            ids = expert_ids.long()
-            up = self._operator(0, hidden.to(wide), self.gate_up_bias, ids, ways)
-            pairs = self._operator(1, self._activate(up), self.down_bias, ids, ways)
-            pairs = pairs.unflatten(0, expert_ids.shape) * expert_weights.to(wide).unsqueeze(-1)
-            out: Tensor = pairs.sum(1).to(dtype)
-        return out
 
     def _operator(self, which: int, x: Tensor, bias: Tensor | None, ids: Tensor, ways: str) -> Tensor:
         weight, graph, tokens = (self.gate_up, self.down)[which], self.graphs[which], (0, 0)

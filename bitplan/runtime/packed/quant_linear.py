@@ -43,6 +43,7 @@ from bitplan.runtime.packed.product_strategy import (
     check_strategy,
     choose,
     compute_dtype,
+    input_type,
     is_capturing,
 )
 from bitplan.runtime.packed.tile_cache import TileCache
@@ -163,7 +164,7 @@ class QuantLinear(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
-        dtype = self._input_type(x)
+        dtype = input_type(x)
         flat = _flat(x.to(dtype))
         self.last_pick = picked = self._pick(flat.shape[0], dtype)
         matrix = self._matrix(picked, dtype)
@@ -179,7 +180,7 @@ class QuantLinear(nn.Module):
         from torch.fx.experimental.symbolic_shapes import has_static_value
 
         self._check_input(x)
-        dtype = self._input_type(x)
+        dtype = input_type(x)
         flat = _flat(x.to(dtype))
         rows = flat.shape[0]
         ways = self.settle(rows if has_static_value(rows) else None, dtype)
@@ -262,11 +263,6 @@ class QuantLinear(nn.Module):
             matrix.cache,
         )
         return y
-
-    def _input_type(self, x: Tensor) -> torch.dtype:
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            return torch.get_autocast_dtype(x.device.type)
-        return x.dtype
 
     def _matrix(self, picked: Pick, dtype: torch.dtype) -> Matrix:
         """The weight, with what this pick's kernel reads beside it."""

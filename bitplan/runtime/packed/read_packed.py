@@ -18,7 +18,8 @@ from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.optional import require
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
 from bitplan.plan.names import guess_role, listed
-from bitplan.store.checks.deep_check import deep_check
+from bitplan.records import on_failure
+from bitplan.store.checks.deep_check import deep_check, tag_of
 from bitplan.store.devices import known_device
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.packed_rows import base_name, packed_pair, scales_name
@@ -43,18 +44,15 @@ def read_packed(
     with open_tensors(path) as file:
         if rules is not None:
             require_clean(rules, list_headers(file), checkpoint=str(path))
-        tags = {name: _tag(rules, name) for name in file.specs}
+        tags = {name: tag_of(rules, name) for name in file.specs}
         for name, tag in tags.items():
             _refuse_expansion(file, name, tag)
-        try:
+        with on_failure(tensors.clear):  # the traceback keeps this frame, and would keep the memory
             for name, tag in tags.items():
                 if tag is None or tag.part != "scales":  # scales are read with their codes
                     item = _read_item(file, name, tag, rules)
                     check_numbers(file, name, item)
                     tensors[name] = item.to(place)
-        except BaseException:  # the traceback keeps this frame, and would keep the memory
-            tensors.clear()
-            raise
         return tensors | {alias: tensors[name] for alias, name in file.tied.items()}
 
 
@@ -97,11 +95,6 @@ def refuse_bad_numbers(file: TensorFile, rules: Manifest | None = None) -> None:
         first = findings[0]
         more = f" (and {counted(len(findings) - 1, 'more finding')})" if len(findings) > 1 else ""
         raise FileFormatError(f"{file.path}: {first.where}: {first.message}{more}")
-
-
-def _tag(rules: Manifest | None, name: str) -> Tag | None:
-    match = None if rules is None else rules.match(name)
-    return None if rules is None or match is None else rules.tag(match.rule.format)
 
 
 def _refuse_expansion(file: TensorFile, name: str, tag: Tag | None) -> None:

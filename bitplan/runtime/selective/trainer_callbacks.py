@@ -26,6 +26,7 @@ from typing import Any
 
 from bitplan.optional import require
 from bitplan.plan.selective.config import SelectiveError
+from bitplan.records import on_failure
 from bitplan.runtime.selective.run_calibration import Forward
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.stream_blocks import BlockStream
@@ -276,8 +277,5 @@ def _restore(
         return
     before = policy.state_dict()
     load_policy()
-    try:
+    with on_failure(lambda: policy.load_state_dict(before)):
         load_weights()
-    except BaseException:
-        policy.load_state_dict(before)
-        raise

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from bitplan.errors import FormatError
 from bitplan.plan.selective.transfer_limits import Pressure, RuntimeLimitHints
+from bitplan.records import on_failure
 from bitplan.runtime.streaming.block_calls import BlockCalls
 from bitplan.runtime.streaming.blocks.find import StreamedBlock, Train, find_blocks, move_resident
 from bitplan.runtime.streaming.blocks.formats import BlockFormats, Formats, resolve_formats
@@ -128,13 +129,10 @@ class BlockStream:
                 device, len(blocks), self._loader.place, self._loader.room, options.timeout_s
             )
         self._upkeep = BlockUpkeep(blocks, specs, formats, self._host, self._loader, self.training, options)
-        try:
+        with on_failure(self._free):
             move_resident(model, blocks, device.torch_device)
             self._finite = FiniteCheck(device, names) if options.check_finite else None
             self._upkeep.write(formats, blocks)
-        except BaseException:
-            self._free()
-            raise
         self._calls = BlockCalls(self._loader, self.training, self._finite, options.train, self._before_outside)
         for index, block in enumerate(blocks):
             self._calls.wrap(index, block)

@@ -120,7 +120,9 @@ def collect_evidence(
         with stage("rounding", total) as advance, rounded.one_torch_thread():
             for name, absent in missing.items():
                 group = evidence.groups.get(name) or TensorGroup(_tensors(subject, name))
-                for fmt in by_width(next(iter(group.tensors.values()))[0], absent):
+                in_order = by_width(next(iter(group.tensors.values()))[0], absent)
+                rounded.compare_rounding(group.tensors, in_order)
+                for fmt in in_order:
                     group.formats[fmt] = _cost(rounded, group, fmt)
                     advance(1, f"{name} in {fmt}")
                 if absent:

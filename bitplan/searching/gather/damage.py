@@ -120,7 +120,13 @@ class RoundedWeights:
         """Weights and formats that are not rounded yet, in the order in which least is computed twice."""
         absent = [pair for pair in dict.fromkeys(pairs) if pair not in self._files]
         place = {name: at for at, name in enumerate(self.subject.sites)}
-        return sorted(absent, key=lambda pair: (place[pair[0]], _width(self.subject.sites[pair[0]].shape, pair[1])))
+
+        def order(pair: tuple[str, str]) -> tuple[int, int, int]:
+            name, fmt = pair
+            inputs = self.statistics.owner(name)
+            return place.get(inputs, place[name]), _width(self.subject.sites[name].shape, fmt), place[name]
+
+        return sorted(absent, key=order)
 
     def _weight(self, name: str) -> Tensor:
         """A weight; the last few are remembered, for the formats of a group come one after the other."""
@@ -148,6 +154,15 @@ class RoundedWeights:
         sampled, before = self._plain_damage(site, fmt), float(quick[rows].sum())
         whole = float(quick.sum()) * sampled / before if before > 0 else sampled * len(weight) / len(rows)
         return whole * self._gain(_projection(name), fmt)
+
+    def compare_rounding(self, names: Iterable[str], formats: Iterable[str]) -> None:
+        """Find what compensated rounding gains for these weights before any is predicted: it is of another layer, whose
+        statistics are then read once.
+        """
+        for projection in dict.fromkeys(map(_projection, names)):
+            for fmt in formats:
+                if not get_format(fmt).is_cast:
+                    self._gain(projection, fmt)
 
     def _gain(self, projection: str, fmt: str) -> float:
         """What is left of the damage of plain rounding after compensated rounding, on some rows of a layer."""
@@ -203,7 +218,7 @@ class RoundedWeights:
             hessian = self.statistics.hessian(name)
             if hessian is None:
                 return None
-            self._hessian = owner, InputHessian(hessian)
+            self._hessian = owner, InputHessian(hessian.to(self.subject.device))
         return self._hessian[1]
 
 

@@ -143,7 +143,8 @@ class InputStatistics:
 
     def moments(self, name: str) -> Tensor | None:
         """[K], in any unit: how much each column of what is looked up counts; None for weights of layers."""
-        return None if self.hessian(name) is not None else self.sums.get(f"{name}.{LOOKUP}")
+        is_input = f"{self.shared.get(name, name)}.{INPUTS}" in self.sums
+        return None if is_input else self.sums.get(f"{name}.{LOOKUP}")
 
     def save(self, folder: Path, fingerprint: Mapping[str, str], digests: Mapping[str, str]) -> None:
         """evidence.safetensors, with which `quantize --evidence` rounds; and statistics.safetensors, the rest.

@@ -218,7 +218,7 @@ def deep_check(manifest: Manifest | None, file: TensorFile, *, on_bytes: OnBytes
 
 
 def _check_tensor(manifest: Manifest | None, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
-    tag = _tag(manifest, spec.name)
+    tag = tag_of(manifest, spec.name)
     if spec.format.startswith("gguf:"):
         return _check_gguf(file, spec, done)
     fmt = get_format(spec.format) if spec.encoded else None
@@ -305,7 +305,8 @@ def _not_finite(name: str, bad: int, of_what: str) -> list[Finding]:
 # ---- names, by the manifest ------------------------------------------------------------------------------------------
 
 
-def _tag(manifest: Manifest | None, name: str) -> Tag | None:
+def tag_of(manifest: Manifest | None, name: str) -> Tag | None:
+    """What a manifest says a tensor holds; None where no rule names it."""
     match = None if manifest is None else manifest.match(name)
     return None if manifest is None or match is None else manifest.tag(match.rule.format)
 

@@ -28,6 +28,7 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.names import guess_role
+from bitplan.records import on_failure
 from bitplan.store.export.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
 from bitplan.store.export.targets import ExportRequest
 from bitplan.store.files.tensor_file import Promise, TensorFile
@@ -84,14 +85,11 @@ STAYS = "only linear layers are packed in compressed-tensors"
 def prepare(request: ExportRequest) -> FolderExport:
     """Everything that can be refused is, before a weight is read."""
     source = open_folder(request, TARGET, SUBSTITUTES)
-    try:
+    with on_failure(source.file.close):
         layers = [_layer(source, name) for name in source.file.specs]
         joined = _joined_groups(source.file, layers)
         if not any(layer.is_packed for layer in layers):
             raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
-    except BaseException:
-        source.file.close()
-        raise
     config = {**source.config, "quantization_config": quantization_config(layers)}
     return FolderExport(request, TARGET, source, layers, config, _pack, joined)
 
@@ -101,9 +99,7 @@ def _layer(source: FolderSource, name: str) -> OutputLayer:
     fmt, reason = source.format_of(name)
     linear = is_linear(name, spec.shape) and guess_role(name) != "embed"
     if fmt is None or fmt.is_cast or not linear:
-        if fmt is not None and not fmt.is_cast:
-            return source.unpacked(name, None, STAYS)
-        return source.unpacked(name, fmt, reason)
+        return source.unpacked(name, fmt, reason if fmt is None or fmt.is_cast else STAYS)
     if fmt.name not in SCHEMES:
         raise StoreError(
             f"{source.file.path}: compressed-tensors has no {fmt.name} ({name!r}); take one of {', '.join(SCHEMES)}"

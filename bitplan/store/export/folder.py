@@ -23,6 +23,7 @@ from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.names import guess_role
+from bitplan.records import on_failure
 from bitplan.store.export.gguf_source import GGUFModel
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
 from bitplan.store.files.headers import check_model_source, is_gguf, plan_for_file
@@ -116,7 +117,7 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
     if request.source.is_file() and not is_gguf(request.source):
         raise StoreError(f"{request.source}: {target} is made of a model's folder or a GGUF file; give {folder}")
     file = GGUFModel(request.source) if is_gguf(request.source) else open_tensors(request.source)
-    try:
+    with on_failure(file.close):
         if isinstance(file, GGUFModel):
             folder = file.folder
         config = read_config(folder)
@@ -131,9 +132,6 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
         plan = plan_for_file(
             file, request.formats, keep=request.keep, only=request.only, substitutes=substitutes, how_to_fill=None
         )
-    except BaseException:
-        file.close()
-        raise
     return FolderSource(file, folder, unquantized_config(config), plan)
 
 

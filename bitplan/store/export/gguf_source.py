@@ -19,7 +19,7 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.optional import require
-from bitplan.records import write_json
+from bitplan.records import on_failure, write_json
 from bitplan.store.export.gguf import GGUFNames, heads_of, is_plus_one, row_order
 from bitplan.store.export.gguf_config import config_of
 from bitplan.store.export.gguf_metadata import ModelConfig
@@ -60,12 +60,9 @@ class GGUFModel(TensorFile):
         self.path = path
         self._kept = tempfile.TemporaryDirectory()
         self.folder = Path(self._kept.name)
-        try:
+        with on_failure(self._kept.cleanup):
             self._file = open_tensors(path)
-        except BaseException:
-            self._kept.cleanup()
-            raise
-        try:
+        with on_failure(self.close):
             if _ROTATIONS in self._file.specs:
                 raise StoreError(
                     f"{path}: holds llama 3's rotations as numbers ({_ROTATIONS}), from which no config.json can be "
@@ -75,9 +72,6 @@ class GGUFModel(TensorFile):
             _check_tokenizer(self._file)
             _write_tokenizer(path, self.folder)
             self._origins = dict(_origins(self._file, ModelConfig(self.folder)))
-        except BaseException:
-            self.close()
-            raise
         self.specs = {name: self._spec(name) for name in self._origins}
 
     def _spec(self, name: str) -> TensorSpec:

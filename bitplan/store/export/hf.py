@@ -11,6 +11,7 @@ from typing import Any
 
 from bitplan.errors import StoreError
 from bitplan.formats import Format, get_format
+from bitplan.records import on_failure
 from bitplan.store.export.folder import PLAIN, FolderExport, FolderSource, OutputLayer, is_quantized, open_folder
 from bitplan.store.export.targets import ExportRequest
 from bitplan.store.files.tensor_file import Promise
@@ -26,12 +27,9 @@ def prepare(request: ExportRequest) -> FolderExport:
             "`bitplan quantize` packs one"
         )
     source = open_folder(request, TARGET)
-    try:
+    with on_failure(source.file.close):
         wide = _wide(request, source)
         layers = [_layer(source, name, wide) for name in source.file.specs]
-    except BaseException:
-        source.file.close()
-        raise
     return FolderExport(
         request, TARGET, source, layers, _config(source.config, wide), lambda encoded, _: [encoded.data]
     )

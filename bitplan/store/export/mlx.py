@@ -27,6 +27,7 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.plan.format_choices import Substitutes
+from bitplan.records import on_failure
 from bitplan.store.export.folder import (
     FolderExport,
     FolderSource,
@@ -86,7 +87,7 @@ def prepare(request: ExportRequest) -> FolderExport:
     """Everything that can be refused is, before a weight is read."""
     substitutes = _FLOAT16_SUBSTITUTES if str(request.formats).endswith("_gguf") else SUBSTITUTES
     source = open_folder(request, TARGET, substitutes)
-    try:
+    with on_failure(source.file.close):
         if source.config.get("model_type") == "gpt_oss":
             raise StoreError(
                 f"{request.source}: mlx_lm reads gpt-oss in Hugging Face's layout with MXFP4 experts as it is; "
@@ -95,9 +96,6 @@ def prepare(request: ExportRequest) -> FolderExport:
         layers = [_layer(source, new, names) for new, names in _outputs(source).items()]
         if not any(layer.is_packed for layer in layers):
             raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
-    except BaseException:
-        source.file.close()
-        raise
     config = {**older_keys(source.config), **source.config, "quantization": quantization(layers)}
     return FolderExport(request, TARGET, source, layers, config, _pack)
 

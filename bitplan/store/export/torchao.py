@@ -26,6 +26,7 @@ from bitplan.formats import Encoded, Format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.names import guess_role
+from bitplan.records import on_failure
 from bitplan.store.export.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
 from bitplan.store.export.targets import EXPERT, ExportRequest
 from bitplan.store.files.tensor_file import Promise
@@ -48,13 +49,10 @@ EXPERTS = "transformers joins the experts of a layer, and reads no tensors of to
 def prepare(request: ExportRequest) -> FolderExport:
     """Everything that can be refused is, before a weight is read."""
     source = open_folder(request, TARGET, SUBSTITUTES)
-    try:
+    with on_failure(source.file.close):
         layers = [_layer(source, name) for name in source.file.specs]
         if not any(layer.is_packed for layer in layers):
             raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
-    except BaseException:
-        source.file.close()
-        raise
     said = {
         "quant_method": TARGET,
         "quant_type": {"default": fqn_to_config(layers)},

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bitplan.documents import NAME, OBJECT, SIZE, Kind, Reader, list_of
 from bitplan.errors import BitplanError, FileFormatError, StoreError
 from bitplan.formats import Format, get_format
-from bitplan.records import parse_json
+from bitplan.records import on_failure, parse_json
 from bitplan.store.files.safetensors import Checkpoint, SafetensorsFile, open_checkpoint, write_safetensors
 from bitplan.store.files.tensor_bytes import PayloadWriter
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
@@ -39,7 +39,7 @@ class NativeTensors(TensorFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._checkpoint: Checkpoint = open_checkpoint(path)
-        try:
+        with on_failure(self.close):
             self.formats: dict[str, tuple[Format, tuple[int, ...]]] = {}
             self.tied = {}
             for file in self._checkpoint.files:
@@ -50,9 +50,6 @@ class NativeTensors(TensorFile):
             self.specs = self._list()
             said = [set(self.metadata_of(shard).items()) for shard in self.shards]
             self.metadata = dict(sorted(set.intersection(*said)))  # keys with the same value in all shards
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def files(self) -> list[Path]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
-from bitplan.records import Closing, check_input
+from bitplan.records import Closing, check_input, on_failure
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +38,9 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
         check_input(self.path)
         self._file = self.path.open("rb")
         self._lock = threading.Lock()
-        try:
+        with on_failure(self.close):
             self._size = os.fstat(self._file.fileno()).st_size
             self._read_header()
-        except BaseException:
-            self.close()
-            raise
 
     @abstractmethod
     def _read_header(self) -> None: ...

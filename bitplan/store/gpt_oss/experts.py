@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from bitplan.errors import FormatError
 from bitplan.formats import Encoded, get_format, repack
 from bitplan.store.gpt_oss.layouts import LayoutTensor
 
 MXFP4, MXFP4_GGUF = get_format("mxfp4"), get_format("mxfp4_gguf")
 GATE_UP, DOWN = ("gate", "up"), ("down",)
+GGUF_BLOCK_BYTES = 17  # the scale, then 32 nibbles
 Matrix = Encoded | Tensor
 
 
@@ -29,8 +31,8 @@ def group_experts(slots: Sequence[LayoutTensor]) -> dict[tuple[int, tuple[str, .
     return groups
 
 
-def join_expert(slots: Sequence[LayoutTensor], read: Callable[[LayoutTensor], Tensor]) -> Matrix:
-    """One expert's matrix; `read` gives this expert's part of each tensor (uint8 if it is packed)."""
+def join_expert(slots: Sequence[LayoutTensor], read: Callable[[LayoutTensor], Tensor], index: int) -> Matrix:
+    """The matrix of expert `index`; `read` gives this expert's part of each tensor (uint8 if it is packed)."""
     kinds = {slot.kind: slot for slot in slots}
     if "blocks" in kinds:
         blocks, scales = read(kinds["blocks"]), read(kinds["scales"])
@@ -38,7 +40,7 @@ def join_expert(slots: Sequence[LayoutTensor], read: Callable[[LayoutTensor], Te
         return Encoded(MXFP4, (rows, across * 32), blocks.reshape(rows, across * 16), scales)
     if "transposed" in kinds:
         return read(kinds["transposed"]).T.contiguous()
-    parts = {slot.parts[0]: _from_gguf(read(slot), slot.shape[-1]) for slot in slots}
+    parts = {slot.parts[0]: _from_gguf(slot, read(slot), index) for slot in slots}
     return parts["down"] if "down" in parts else _weave(parts["gate"], parts["up"])
 
 
@@ -58,11 +60,16 @@ def split_expert(slots: Sequence[LayoutTensor], matrix: Matrix) -> Iterator[tupl
             yield slot.name, part
 
 
-def _from_gguf(raw: Tensor, inputs: int) -> Matrix:
+def _from_gguf(slot: LayoutTensor, raw: Tensor, index: int) -> Matrix:
+    """Rows of GGUF blocks, each a scale and 16 bytes, with the nibbles as gpt-oss has them; floats as they are."""
     if raw.dtype != torch.uint8:
         return raw
-    packed = Encoded.from_bytes(MXFP4_GGUF, (raw.shape[0], inputs), raw.contiguous().numpy().data.cast("B"))
-    return repack(packed, MXFP4)
+    blocks = raw.unflatten(-1, (-1, GGUF_BLOCK_BYTES))
+    packed = Encoded(MXFP4_GGUF, slot.shape[1:], blocks[..., 1:].flatten(-2), blocks[..., 0])
+    try:
+        return repack(packed, MXFP4)
+    except FormatError as error:
+        raise FormatError(f"{slot.name!r}, expert {index}: {error}") from None
 
 
 def _weave(even: Matrix, odd: Matrix) -> Matrix:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bitplan.records import Closing
+from bitplan.records import Closing, on_failure
 from bitplan.store.files.gguf import GGUFFile
 from bitplan.store.files.gguf_split_read import open_gguf
 from bitplan.store.files.gguf_values import GGUFValue
@@ -58,6 +58,18 @@ class GptOssSource(Protocol):
         """The bytes of one of the source's own tensors, some rows at a time."""
 
 
+def plain_rows(source: GptOssSource, slot: LayoutTensor) -> Iterator[Tensor]:
+    """The rows of a tensor of any layout that is not an expert's matrix, some at a time, in the source's types."""
+    if (twin := source.twin(slot)) is not None:
+        yield from source.raw(twin)
+    elif slot.kind == "woven":  # biases: small enough to be held whole
+        parts = [torch.cat(list(source.rows(part, slot.layer))) for part in slot.parts]
+        yield torch.stack(parts, dim=-1).flatten(-2)
+    else:
+        for part in slot.parts:
+            yield from source.rows(part, slot.layer)
+
+
 class GptOssFile(Closing):
     """A checkpoint in OpenAI's, Hugging Face's or GGUF's layout, completely checked; see `GptOssSource`."""
 
@@ -65,7 +77,7 @@ class GptOssFile(Closing):
         self.path = Path(path)
         self.where = str(path)
         self._file = _open(self.path)
-        try:
+        with on_failure(self.close):
             self.tensors = read_headers(self._file)
             checked = check_gpt_oss(self.where, self._file, self.tensors)
             self.layout, self.shape, self.slots = checked.layout, checked.shape, checked.slots
@@ -73,9 +85,6 @@ class GptOssFile(Closing):
             self.is_widened = self.layout == "gguf"
             self.config: dict[str, Any] | None = None  # in Hugging Face's spelling
             self.settings = self._read_settings()
-        except BaseException:
-            self.close()
-            raise
         self._places = {(part, slot.layer): slot for slot in self.slots for part in slot.parts if not slot.is_expert}
         self._twins = {(slot.kind, slot.parts, slot.layer): slot for slot in self.slots}
         self._groups = group_experts(self.slots)
@@ -110,8 +119,11 @@ class GptOssFile(Closing):
         first, count = _span(slot, part, self.shape)
         yield from self._chunks(slot, first, first + count)
 
-    def expert(self, layer: int, parts: tuple[str, ...], index: int) -> Matrix:
-        return join_expert(self._groups[layer, parts], lambda slot: self._read(slot, index, index + 1)[0])
+    def expert(self, layer: int, parts: tuple[str, ...], index: int, device: torch.device | str = "cpu") -> Matrix:
+        def read(slot: LayoutTensor) -> Tensor:
+            return self._read(slot, index, index + 1)[0].to(device)
+
+        return join_expert(self._groups[layer, parts], read, index)
 
     def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
         return self._groups[layer, parts][0].name

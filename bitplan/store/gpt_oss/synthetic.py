@@ -32,39 +32,23 @@ def make_checkpoint(
     *,
     naming: Layout = "openai",
     size: str = "tiny",
-    layers: int | None = None,
-    experts: int | None = None,
-    hidden: int | None = None,
-    intermediate: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    vocab: int | None = None,
     expert_format: ExpertFormat = "mxfp4",
     seed: int = 0,
     device: str | torch.device = "cpu",
     force: bool = False,
     on_bytes: OnBytes = lambda _count, _name: None,
+    **sizes: int | None,
 ) -> ConvertReport:
     """Write a checkpoint with the tensors of gpt-oss and random numbers, and its config.
 
     path           as `convert_gpt_oss` takes it: a .safetensors or .gguf file, or a folder to be made
     naming         openai, hf or gguf
-    size           a preset (tiny, 20b, 120b); the sizes after it replace its own
+    size           a preset (tiny, 20b, 120b)
     expert_format  bfloat16 makes a checkpoint like that of a fine-tuned model (hf and gguf)
     device         where numbers are drawn and encoded; "cuda" for the large ones
+    sizes          those of a `GptOssShape`, such as layers=4, in place of the preset's own
     """
-    shape = make_shape(
-        size,
-        layers=layers,
-        experts=experts,
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=vocab,
-    )
+    shape = make_shape(size, **sizes)
     source = DrawnCheckpoint(shape, packed=expert_format == "mxfp4", seed=seed, device=device)
     with open_destination(path, naming, force=force) as weights:
         report = save_gpt_oss(source, weights, naming, experts=expert_format, force=force, on_bytes=on_bytes)

@@ -35,7 +35,7 @@ from bitplan.store.files.safetensors import write_safetensors
 from bitplan.store.files.tensor_bytes import PayloadWriter
 from bitplan.store.gpt_oss.experts import MXFP4, Matrix, group_experts, split_expert
 from bitplan.store.gpt_oss.layouts import GGUF_WIDE, Layout, LayoutTensor, list_slots
-from bitplan.store.gpt_oss.source import GptOssSource
+from bitplan.store.gpt_oss.source import GptOssSource, plain_rows
 
 Action = Literal["copied", "rearranged", "widened", "narrowed", "encoded", "expanded", "rounded", "drawn"]
 OnBytes = Callable[[int, str], None]
@@ -84,7 +84,7 @@ def write_gpt_oss(
         for slot in slots:
             if not slot.is_expert:
                 actions[slot.name] = _plain_action(source, slot, dtypes[slot.name])
-                for rows in _plain_rows(source, slot):
+                for rows in plain_rows(source, slot):
                     put(slot.name, _exactly(rows, dtypes[slot.name]))
         for (layer, parts), group in group_experts(slots).items():
             action = _expert_action(source, group, experts)
@@ -146,17 +146,6 @@ def _open_writer(
 
 
 # ---- all but the experts ---------------------------------------------------------------------------------------------
-
-
-def _plain_rows(source: GptOssSource, slot: LayoutTensor) -> Iterator[Tensor]:
-    if (twin := source.twin(slot)) is not None:
-        yield from source.raw(twin)
-    elif slot.kind == "woven":  # biases: small enough to be held whole
-        parts = [torch.cat(list(source.rows(part, slot.layer))) for part in slot.parts]
-        yield torch.stack(parts, dim=-1).flatten(-2)
-    else:
-        for part in slot.parts:
-            yield from source.rows(part, slot.layer)
 
 
 def _plain_action(source: GptOssSource, slot: LayoutTensor, dtype: torch.dtype | None) -> Action:

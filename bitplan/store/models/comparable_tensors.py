@@ -35,7 +35,7 @@ from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.gpt_oss.config import ARCHITECTURE
 from bitplan.store.gpt_oss.experts import DOWN, GATE_UP
 from bitplan.store.gpt_oss.layouts import LayoutTensor, list_slots
-from bitplan.store.gpt_oss.source import GptOssFile
+from bitplan.store.gpt_oss.source import GptOssFile, plain_rows
 
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")
 _FAMILIES = {family.architecture: family for family in FAMILIES.values()}
@@ -190,7 +190,7 @@ def _of_slot(file: GptOssFile, slot: LayoutTensor) -> Values:
         fmt = "mxfp4" if file.experts is None else dtype_name(file.experts)
         return Values(slot.shape, fmt, False, lambda: _experts(file, slot))
     fmt = dtype_name(file.dtype(slot.parts[0], slot.layer))
-    return Values(slot.shape, fmt, False, lambda: iter((_rows(file, slot),)))
+    return Values(slot.shape, fmt, False, lambda: iter((torch.cat(list(plain_rows(file, slot))),)))
 
 
 def _experts(file: GptOssFile, slot: LayoutTensor) -> Iterator[Tensor]:
@@ -198,8 +198,3 @@ def _experts(file: GptOssFile, slot: LayoutTensor) -> Iterator[Tensor]:
     for index in range(file.shape.experts):
         matrix = file.expert(slot.layer, DOWN if slot.parts == DOWN else GATE_UP, index)
         yield (decode(matrix) if isinstance(matrix, Encoded) else matrix).T
-
-
-def _rows(file: GptOssFile, slot: LayoutTensor) -> Tensor:
-    parts = [torch.cat(list(file.rows(part, slot.layer))) for part in slot.parts]
-    return torch.stack(parts, dim=-1).flatten(-2) if slot.kind == "woven" else torch.cat(parts)

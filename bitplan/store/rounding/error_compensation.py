@@ -10,14 +10,14 @@ over all columns again: each code and each scale moves to its best place while a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
-from bitplan.store.rounding.layout import ScaledBlocks
-from bitplan.store.rounding.pick_loops import loops_for
+from bitplan.store.rounding.layout import ScaledBlocks, unordered
+from bitplan.store.rounding.pick_loops import in_batches, loops_for
 from bitplan.store.rounding.scale_search import ScaleLadder, block_slices, candidates_of, least_of, search_scales
 
 Order = Literal["activation", "given"]
@@ -65,7 +65,8 @@ def factor_of(hessian: Tensor, damping: float, columns: Tensor, name: str) -> tu
         heavy.diagonal().copy_(diagonal + damping)
         factor = inverse_factor(heavy, columns)
         if factor is not None:
-            return heavy.float(), factor.float(), damping
+            factor = factor.float()
+            return heavy.float(), factor.contiguous() if factor.is_cuda else factor, damping
         if damping >= MOST_DAMPING:
             raise FormatError(
                 f"{name}: the Hessian is not positive definite, even with damping {damping}; "
@@ -125,7 +126,8 @@ class InputHessian:
         if not float(self.hessian.diagonal().sum()) > 0:
             raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
         empty = layout.filled - layout.cols
-        return torch.nn.functional.pad(self.hessian.to(device, torch.float64), (0, empty, 0, empty))
+        # Moved first: a copy from memory to a GPU changes the type on the CPU.
+        return torch.nn.functional.pad(self.hessian.to(device).double(), (0, empty, 0, empty))
 
 
 def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
@@ -145,6 +147,8 @@ def compensate(
     at: Tensor,
 ) -> Codes:
     """Round [R, filled] numbers; `at` are their columns in order, `factor` is in that order."""
+    if _takes_batches(matrix, layout, ladder):
+        return Codes(*_compensate_batches(matrix, factor, plain, layout, ladder, blocks, at))
     left, loops = matrix[:, at].contiguous(), loops_for(matrix)
     codes, scales = torch.empty_like(left), plain.clone()
     tries = layout.width <= BATCH
@@ -164,7 +168,7 @@ def compensate(
                 cost = layout.sum_of_strips(loops.cost_of_scales(piece, own, layout.to_rows(tried), ladder.grid))
                 scales[:, block] = tried.gather(1, least_of(cost)[1]).squeeze(1)
             steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
-            parts = torch.zeros(last - first, dtype=torch.int64)
+            parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
             codes[:, first:last], own_errors = loops.round_piece(piece, own, steps, none, parts, ladder.grid)
             errors[:, first - start : last - start] = own_errors
             left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
@@ -189,6 +193,12 @@ def sweep(
     codes, scales, loops = found.codes.clone(), found.scales.clone(), loops_for(matrix)
     narrow = layout.width <= BATCH
     gradient = (matrix - found.values(layout)) @ hessian
+    if _takes_batches(matrix, layout, ladder):
+        from bitplan.kernels.codec.triton_batches import sweep_batches
+
+        for done in range(sweeps):
+            sweep_batches(gradient, codes, scales, hessian, _block_scales(layout, ladder), is_last=done + 1 == sweeps)
+        return Codes(codes, scales)
     for _ in range(sweeps):
         if not narrow:
             for block, at in enumerate(block_slices(layout)):
@@ -209,7 +219,7 @@ def sweep(
                     changes[:, here] = layout.to_rows(move).unsqueeze(-1) * codes[:, first:last]
                     near[:, here] -= changes[:, here] @ own
                 steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
-                parts = torch.zeros(last - first, dtype=torch.int64)
+                parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
                 better, changed = loops.sweep_piece(near[:, here], codes[:, first:last], own, steps, parts, ladder.grid)
                 codes[:, first:last] = better
                 changes[:, here] += changed
@@ -228,3 +238,47 @@ def _better_scales(
     usable = wanted.isfinite() if ladder.is_signed else wanted.isfinite() & (wanted >= 0)
     move = torch.where(usable, wanted - scales, 0.0)
     return torch.where(2 * move * slope > move.square() * curve, move, 0.0)
+
+
+# ---- on GPUs: a batch of columns in one launch, and its errors to all others in one product; nothing waits -----------
+
+
+def _takes_batches(matrix: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> bool:
+    """Whether the kernels know the format: a scale for a few columns of one row."""
+    if not in_batches(matrix) or layout.height > 1 or ladder.grid.table is not None:
+        return False
+    from bitplan.kernels.codec.triton_batches import is_width_known, storage_of
+
+    return is_width_known(layout.width) and storage_of(ladder.fmt) is not None
+
+
+def _block_scales(layout: ScaledBlocks, ladder: ScaleLadder) -> Any:
+    from bitplan.kernels.codec.triton_batches import BlockScales, storage_of
+
+    storage = storage_of(ladder.fmt)
+    assert storage is not None
+    return BlockScales(storage, layout.width, ladder.grid, ladder.multiples, ladder.is_signed, ladder.base)
+
+
+def _compensate_batches(
+    matrix: Tensor,
+    factor: Tensor,
+    plain: Tensor,
+    layout: ScaledBlocks,
+    ladder: ScaleLadder,
+    blocks: list[int],
+    at: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales, as `compensate` gives them."""
+    from bitplan.kernels.codec import triton_batches
+
+    scaled = _block_scales(layout, ladder)
+    factor = factor.contiguous()
+    left, order = matrix[:, at].contiguous(), torch.tensor(blocks, dtype=torch.int32, device=matrix.device)
+    codes, scales, plain = torch.empty_like(left), plain.clone(), plain.contiguous()
+    errors = matrix.new_empty(len(matrix), scaled.span)
+    for start in range(0, layout.filled, scaled.span):
+        stop = min(start + scaled.span, layout.filled)
+        triton_batches.round_batch(left, factor, plain, order, start, scaled, codes, scales, errors)
+        left[:, stop:].addmm_(errors[:, : stop - start], factor[start:stop, stop:], alpha=-1)
+    return unordered(codes, at), scales

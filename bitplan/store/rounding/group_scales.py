@@ -43,12 +43,21 @@ class GroupScales:
 
     def parts(self, codes: Tensor) -> BlockParts:
         """All blocks as they are stored, row by row, with codes [R, filled] as stored."""
-        rows = codes.reshape(-1, self.layout.numbers)
-        d, dmin = (each.half().reshape(-1) for each in (self.d, self.dmin))
-        if not self.layout.has_groups:
-            return BlockParts(rows, d, dmin if self.layout.has_min else None)
-        scales, mins = (each.to(torch.int8).reshape(len(rows), -1) for each in (self.scales, self.mins))
-        return BlockParts(rows, d, -dmin, scales, mins) if self.layout.has_min else BlockParts(rows, d, None, scales)
+        layout = self.layout
+        codes, d, dmin = codes.reshape(-1, layout.numbers), self.d.reshape(-1).half(), self.dmin.reshape(-1).half()
+        if not layout.has_groups:
+            return BlockParts(codes, d, dmin if layout.has_min else None)
+        scales, mins = (each.reshape(-1, layout.group_count).to(torch.int8) for each in (self.scales, self.mins))
+        return BlockParts(codes, d, -dmin, scales, mins) if layout.has_min else BlockParts(codes, d, None, scales)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """[R, filled] numbers that codes stand for."""
+        blocks = self.d.shape[1]
+        steps, offsets = (
+            (unit.unsqueeze(-1) * each.reshape(len(each), blocks, -1)).reshape(len(each), -1)
+            for unit, each in ((self.d, self.scales), (self.dmin, self.mins))
+        )
+        return codes * steps.repeat_interleave(self.layout.group, 1) + offsets.repeat_interleave(self.layout.group, 1)
 
     def groups(self, block: int) -> slice:
         return slice(block * self.layout.group_count, (block + 1) * self.layout.group_count)

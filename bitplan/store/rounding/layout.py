@@ -117,3 +117,10 @@ def join_rows(pieces: Sequence[Encoded], like: Encoded, order: Tensor) -> Encode
             whole[order] = joined
             parts[part] = whole.reshape(like.parts[part].shape)
     return Encoded(like.fmt, like.shape, parts["data"], parts.get("scales"), like.base)
+
+
+def unordered(ordered: Tensor, at: Tensor) -> Tensor:
+    """Columns back to where they were."""
+    found = torch.empty_like(ordered)
+    found[:, at] = ordered
+    return found

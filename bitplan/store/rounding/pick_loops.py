@@ -19,10 +19,15 @@ _whole: ContextVar[int] = ContextVar("numbers of the weight that pieces are of",
 
 def loops_for(matrix: Tensor) -> Any:
     """The module with `round_piece`, `cost_of_scales`, `sweep_piece` and `weighted_cost` for this matrix."""
-    if matrix.device.type == "cuda" and _has("triton"):
+    if in_batches(matrix):
         return importlib.import_module("bitplan.kernels.codec.triton_rounding")
     name = "round_columns_cpu" if is_compiled(matrix) else "round_columns"
     return importlib.import_module(f"bitplan.store.rounding.{name}")
+
+
+def in_batches(matrix: Tensor) -> bool:
+    """Whether many columns are rounded in one launch: on GPUs."""
+    return matrix.device.type == "cuda" and _has("triton")
 
 
 def is_compiled(matrix: Tensor) -> bool:

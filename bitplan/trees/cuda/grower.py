@@ -210,7 +210,7 @@ class CudaTreeGrower(TreeGrower):
         wave = np.zeros((self._wave, 2), np.int64)
         result, table = self._host_result.numpy(), self._host_table.numpy()
         if self._loops is None:
-            self._loops = waves.addresses(growth, self._scales, self._numbers)
+            self._loops = waves.addresses(growth, self._monotone, self._scales, self._numbers)
         done = 0
         while True:
             done = waves.next_wave(
@@ -223,7 +223,8 @@ class CudaTreeGrower(TreeGrower):
                 table,
                 self._free,
                 self._by_feature,
-                waves.SPACE,
+                self._monotone,
+                waves.NO_ROWS,
                 self._scales,
                 self._numbers,
                 self._sizes,

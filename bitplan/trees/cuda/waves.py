@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from bitplan.kernels.base.jit import address_of, call_at, compiled, inlined
+from bitplan.kernels.base.vectors import same_bits
 from bitplan.trees.cuda import columns as there
 from bitplan.trees.gradients import Array
 from bitplan.trees.loops import nodes as queue
@@ -19,15 +20,15 @@ ALL_ROWS = 2**62  # no node is too large
 FAR_AWAY = 2**62
 TAKE, DIVIDE = range(2)  # places in `kernels`
 # No rows: they are moved on the card.
-SPACE = np.empty(0, np.uint64), np.empty((0, 0), np.uint8), np.empty(0, np.uint64)
+NO_ROWS = np.empty(0, np.uint64), np.empty((0, 0), np.uint8), np.empty(0, np.uint64)
 
 
-def addresses(growth: Growth, scales: Array, rules: Array) -> Array:
+def addresses(growth: Growth, monotone: Array, scales: Array, rules: Array) -> Array:
     """The CPU's own loops, called by address: by name they would be compiled once more."""
     tables = growth.nodes, growth.reals
     order = growth.leaves, growth.splits, growth.counts, growth.ready, growth.top, growth.best_first
     take = address_of(queue.take, *tables, *order, 0, False, 0, 0)
-    divide = address_of(queue.divide, *SPACE, growth.goes_left, *tables, 0, 0, None, scales, rules)
+    divide = address_of(queue.divide, *NO_ROWS, growth.goes_left, *tables, 0, 0, monotone, scales, rules)
     return np.array([take, divide], np.int64)
 
 
@@ -35,7 +36,7 @@ def addresses(growth: Growth, scales: Array, rules: Array) -> Array:
 def _note_split(child, found, nodes, reals, goes_left, by_feature):  # type: ignore[no-untyped-def]
     """A row of the result into the tables."""
     feature = found[there.RESULT_FEATURE]
-    reals[child, split.GAIN] = found.view(np.float64)[there.RESULT_GAIN]
+    reals[child, split.GAIN] = same_bits(found[there.RESULT_GAIN], np.float64)
     nodes[child, split.FEATURE], nodes[child, split.BIN] = feature, found[there.RESULT_BIN]
     nodes[child, split.MISSING_LEFT] = found[there.RESULT_MISSING_LEFT]
     for i in range(3):
@@ -61,7 +62,7 @@ def _set_segments(table, count, all_rows, sizes):  # type: ignore[no-untyped-def
 
 @compiled
 def next_wave(  # type: ignore[no-untyped-def]
-    kernels, tables, goes_left, wave, done, result, table, free, by_feature, space, scales, rules, sizes
+    kernels, tables, goes_left, wave, done, result, table, free, by_feature, monotone, space, scales, rules, sizes
 ):
     """Note the results of the last wave's `done` nodes, then fill `table` for the next; returns how many it has.
 
@@ -107,7 +108,7 @@ def next_wave(  # type: ignore[no-untyped-def]
             continue
         node = wave[k, NODE]
         lefts = nodes[node, split.LEFT_ROWS]
-        parts = goes_left, nodes, reals, node, lefts, None, scales, rules
+        parts = goes_left, nodes, reals, node, lefts, monotone, scales, rules
         small = call_at(kernels[DIVIDE], (entries, columns, spare, *parts))
         wave[k, SMALL] = small
         here[there.START], here[there.STOP] = nodes[node, split.START], nodes[node, split.STOP]

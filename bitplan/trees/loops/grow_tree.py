@@ -211,7 +211,7 @@ def _judge_part(me, team, cells, words, rest, rest_words, small, large, tables, 
     nodes, reals = tables[0], tables[1]
     own_nodes, own_reals, own_left, space, by_bin = own
     numeric, categories, every = features
-    bins, scales, rules, is_category, bounding, packs = options
+    bins, scales, rules, is_category, monotone, judging, packs = options
     for side in range(2):
         node = large if side else small
         if node >= 0:
@@ -229,7 +229,7 @@ def _judge_part(me, team, cells, words, rest, rest_words, small, large, tables, 
         part = every[every.size * me // team : every.size * (me + 1) // team]
     if part.size:
         where = 2 * me, second, own_nodes, own_reals, own_left
-        more = part, bins, scales, rules, is_category, bounding, space[me], by_bin[me]
+        more = part, bins, scales, rules, is_category, monotone, judging, space[me], by_bin[me]
         call_at(kernels[JUDGE], (cells, words, rest, rest_words, False, *where, *more))
 
 
@@ -258,12 +258,12 @@ def _merge_parts(team, node, side, tables, own):  # type: ignore[no-untyped-def]
 
 
 @called
-def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, options, space, by_bin, monotone, pairs):  # type: ignore[no-untyped-def]
+def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, options, space, by_bin, pairs):  # type: ignore[no-untyped-def]
     """Expand a node whose cells are narrow; returns which of its two slots are free now: 1 the new one, 2 its own."""
     entries, spare, columns = work
     nodes, reals, goes_left = tables
     numeric, categories, every = features
-    bins, scales, rules, is_category, bounding, packs = options
+    bins, scales, rules, is_category, monotone, judging, packs = options
     left_size = np.int64(-1)
     more = nodes, reals, node, left_size, monotone, scales, rules
     small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *more))
@@ -282,7 +282,7 @@ def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, opti
         subtract, left_over = False, categories
     if left_over.size:
         at = small, large, nodes, reals, goes_left
-        general = left_over, bins, scales, rules, is_category, bounding, space, by_bin
+        general = left_over, bins, scales, rules, is_category, monotone, judging, space, by_bin
         splits = call_at(kernels[JUDGE], (cells, words, rest, words, subtract, *at, *general))
     nodes[small, SLOT], nodes[large, SLOT] = slot, parent
     return 3 ^ splits
@@ -300,7 +300,6 @@ def grow_tree(  # type: ignore[no-untyped-def]
     best_first,
     work,
     data,
-    monotone,
     pool,
     free,
     parts,
@@ -318,7 +317,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
     leaves, splits, counts, ready, top = order
     entries, spare, columns = work
     narrow_parts, wide_parts, pairs = parts
-    scales, rules = options[1], options[2]
+    scales, rules, monotone = options[1], options[2], options[4]
     chosen, is_root = np.int64(0), True
     while True:
         small, large = np.int64(0), np.int64(-1)
@@ -409,7 +408,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
                 break
             unused = _expand(
                 node, slot, work, data, kernels, tables, sizes, pool, features, options, own[3][me], own[4][me],
-                monotone, parts[2][me],
+                parts[2][me],
             )  # fmt: skip
         meet(sync, MEETING, team)
         if me == 0:

@@ -167,7 +167,7 @@ def divide(  # type: ignore[no-untyped-def]
     """Partition the rows of a node, unless `left_size` says how many went left; then rows, sums and bounds of its
     children. Returns the child of fewer rows, or -1 if neither can be split.
 
-    `monotone` is None where no feature is. Children of a monotone split may not cross the middle between them, however
+    `monotone` is by feature. Children of a monotone split may not cross the middle between them, however
     they are split again.
     """
     start, stop, left = nodes[node, START], nodes[node, STOP], nodes[node, CHILD]
@@ -185,7 +185,7 @@ def divide(  # type: ignore[no-untyped-def]
             part = nodes[node, LEFT_GRAD + i]
             nodes[child, GRAD + i] = nodes[node, GRAD + i] - part if side else part
         reals[child, LOW], reals[child, HIGH] = reals[node, LOW], reals[node, HIGH]
-    if monotone is not None and monotone[feature] != 0:
+    if monotone[feature] != 0:
         between = 0.0
         for child in range(left, left + 2):
             grad, hess = np.float64(nodes[child, GRAD]) * scales[0], np.float64(nodes[child, HESS]) * scales[1]

@@ -10,10 +10,11 @@ be better are judged in full: a test that errs by less than it lets through, so 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from bitplan.kernels.base.jit import called, compiled, inlined
+from bitplan.kernels.base.jit import address_of, call_at, compiled, inlined, run_at
 from bitplan.kernels.base.vectors import largest, load, multiply_add, narrow, to_float, view
 from bitplan.trees.loops.histogram import BINS, unpack_cell
 
@@ -30,6 +31,8 @@ NODE_COLUMNS = 17
 BIN_COUNT, FEATURE_GROUPS = range(2)  # columns of `bins`
 # Columns of `reals`: a gain of zero says that the node stays a leaf; bounds of its value; see `nodes.take`.
 GAIN, LOW, HIGH, WORTH = range(4)
+# Places in `parts`, addresses of what `judge` calls; 0 for what this fit does not need: it is not compiled.
+SUM_CATEGORIES, GAIN_BOUNDED, SCAN_BOUNDED = range(3)
 NOISE = 1e-12  # of the parent's own gain: what is below is rounding
 LANES = 4  # divides BINS
 # The quick test lets through what is less than 1e-6 below the bar. It errs by less: hessians are exact, a gradient's
@@ -83,11 +86,22 @@ def _first_packed_from(prefixes, more, count, least):  # type: ignore[no-untyped
     return low
 
 
-@called
-def _scan_bounded(  # type: ignore[no-untyped-def]
+@compiled
+def gain_bounded(node, reals, scales, rules, gains):  # type: ignore[no-untyped-def]
+    """The gain of a node that is not split, with L1 or bounds, into gains[0]."""
+    grad, hess = np.float64(node[GRAD]) * scales[0], np.float64(node[HESS]) * scales[1]
+    if rules[IS_MONOTONE] == 0.0:
+        gains[0] = _gain(grad, hess, rules[L1], rules[L2]) if hess + rules[L2] > 0.0 else 0.0
+    else:
+        value = leaf_value(grad, hess, rules[L1], rules[L2], reals[LOW], reals[HIGH])
+        gains[0] = _gain_of_value(grad, hess, rules[L1], rules[L2], value)
+
+
+@compiled
+def scan_bounded(  # type: ignore[no-untyped-def]
     grads, hess, rows, count, node, reals, scales, rules, l2, gains, direction
 ):
-    """(place, gain) of the best of `count` prefixes, with L1 or bounds; place -1: none is allowed."""
+    """The place of the best of `count` prefixes, with L1 or bounds; -1: none is allowed. Gains are in `gains`."""
     total_grad, total_hess, total_rows = node[GRAD], node[HESS], node[ROWS]
     grad_scale, hess_scale = scales[0], scales[1]
     for i in range(count):
@@ -103,19 +117,23 @@ def _scan_bounded(  # type: ignore[no-untyped-def]
             if (right_value - left_value) * direction < 0.0:  # 0 for categories
                 gains[i] = -np.inf
     least_rows, least_hess = np.int64(rules[MIN_ROWS]), rules[MIN_WEIGHT]
-    place, best = -1, -np.inf
+    place, best = np.int64(-1), -np.inf
     for i in range(count):
         if gains[i] > best and rows[i] >= least_rows and total_rows - rows[i] >= least_rows:
             left_hess, right_hess = np.float64(hess[i]) * hess_scale, np.float64(total_hess - hess[i]) * hess_scale
             heavy = left_hess >= least_hess and right_hess >= least_hess
             if heavy and left_hess + l2 > 0.0 and right_hess + l2 > 0.0:
-                place, best = i, gains[i]
-    return place, best
+                place, best = np.int64(i), gains[i]
+    return place
 
 
-@inlined
-def _order_categories(cells, words, base, bins, scales, rules, ratio, order):  # type: ignore[no-untyped-def]
-    """Categories that have rows, by the ratio of their gradients to their hessians; returns how many there are."""
+@compiled
+def sum_categories(  # type: ignore[no-untyped-def]
+    cells, words, base, bins, scales, rules, ratio, order, from_end, grads, hess, rows
+):
+    """Prefix sums over the categories that have rows, by the ratio of their gradients to their hessians, from the
+    lowest or `from_end`; returns how many there are.
+    """
     used = np.int64(0)
     for b in range(bins):
         grad, weight, count = unpack_cell(cells, words, base + b)
@@ -128,7 +146,29 @@ def _order_categories(cells, words, base, bins, scales, rules, ratio, order):  #
                 at -= 1
             order[at] = b
             used += 1
+    grad, weight, count = np.int64(0), np.int64(0), np.int64(0)
+    for i in range(used):
+        more_grad, more_weight, more_rows = unpack_cell(
+            cells, words, base + order[used - 1 - i if from_end else np.int64(i)]
+        )
+        grad, weight, count = grad + more_grad, weight + more_weight, count + more_rows
+        grads[U(i)], hess[U(i)], rows[U(i)] = grad, weight, count
     return used
+
+
+def judging_parts(has_categories: bool, is_bounded: bool) -> Any:
+    """`parts` of `judge`."""
+    integers, reals = np.empty(0, np.int64), np.empty(0)
+    parts = np.zeros(3, np.int64)
+    if has_categories:
+        sums = integers, integers, integers
+        given = integers, 0, 0, 0, reals, reals, reals, integers, False
+        parts[SUM_CATEGORIES] = address_of(sum_categories, *given, *sums)
+    if is_bounded:
+        node = integers, reals, reals, reals
+        parts[GAIN_BOUNDED] = address_of(gain_bounded, *node, reals)
+        parts[SCAN_BOUNDED] = address_of(scan_bounded, integers, integers, integers, 0, *node, 0.0, reals, 0)
+    return parts
 
 
 @compiled
@@ -248,13 +288,13 @@ def judge(  # type: ignore[no-untyped-def]
     rules,
     is_category,
     monotone,
+    parts,
     sums_by_bin,
     by_bin,
 ):
     """The same for cells of any form, if it is better than what the tables have.
 
-    The bin of a set of categories is -1. `is_category` is None or by feature; `monotone` is None, unless there is L1 or
-    a feature is monotone: what None excludes is not compiled.
+    The bin of a set of categories is -1. `is_category` and `monotone` are by feature; see `judging_parts`.
     """
     if subtract:
         for at in range(rest.size):
@@ -262,6 +302,7 @@ def judge(  # type: ignore[no-untyped-def]
     grads, hess, rows, order, gains = sums_by_bin[0], sums_by_bin[1], sums_by_bin[2], sums_by_bin[3], by_bin[0]
     grad_scale, hess_scale, splits = scales[0], scales[1], np.int64(0)
     least_rows, least_weight = np.int64(rules[MIN_ROWS]), rules[MIN_WEIGHT]
+    is_bounded = parts[SCAN_BOUNDED] != 0
     for side in range(2 if large >= 0 else 1):
         if side:
             small, cells, words = large, rest, rest_words
@@ -271,14 +312,11 @@ def judge(  # type: ignore[no-untyped-def]
         total_grad, total_hess, total_rows = node[GRAD], node[HESS], node[ROWS]
         all_grad, all_hess = np.float64(total_grad), np.float64(total_hess)
         node_grad, node_hess = all_grad * grad_scale, all_hess * hess_scale
-        before = 0.0
-        if monotone is None:
-            before = node_grad * node_grad / (node_hess + rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
-        elif rules[IS_MONOTONE] == 0.0:
-            before = _gain(node_grad, node_hess, rules[L1], rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
+        if is_bounded:
+            run_at(parts[GAIN_BOUNDED], (node, reals, scales, rules, gains))
+            before = gains[0]
         else:
-            value = leaf_value(node_grad, node_hess, rules[L1], rules[L2], reals[LOW], reals[HIGH])
-            before = _gain_of_value(node_grad, node_hess, rules[L1], rules[L2], value)
+            before = node_grad * node_grad / (node_hess + rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
         best_gain, best_feature, best_bin, best_left = reals[GAIN], node[FEATURE], node[BIN], node[MISSING_LEFT]
         least = rules[MIN_GAIN] if rules[MIN_GAIN] > NOISE * abs(before) else NOISE * abs(before)
         # The quick test is done in units of the integers: gradients by their scale, hessians by theirs.
@@ -293,24 +331,24 @@ def judge(  # type: ignore[no-untyped-def]
             base, count = feature * BINS, bins[feature, BIN_COUNT]
             if node[GROUPS] & bins[feature, FEATURE_GROUPS] == 0:
                 continue
-            l2, categories = rules[L2], False
+            l2, categories = rules[L2], is_category[feature]
             missing_grad, missing_hess, missing_rows = unpack_cell(cells, words, base + MISSING)
             turns = 2 if missing_rows > 0 else 1
-            if is_category is not None and is_category[feature]:
-                categories, l2, turns = (
-                    True,
-                    l2 + rules[CATEGORY_L2],
-                    2,
-                )  # from either end: missing and new ones go right
-                count = _order_categories(cells, words, base, count, scales, rules, by_bin[1], order)
+            if categories:  # from either end: missing and new ones go right
+                l2, turns = l2 + rules[CATEGORY_L2], 2
             for turn in range(turns):
-                if turn == 0 or categories:
+                if categories:
+                    count = call_at(
+                        parts[SUM_CATEGORIES],
+                        (
+                            cells, words, base, bins[feature, BIN_COUNT], scales, rules, by_bin[1], order, turn > 0,
+                            grads, hess, rows,
+                        ),
+                    )  # fmt: skip
+                elif turn == 0:
                     grad, weight, row_count = np.int64(0), np.int64(0), np.int64(0)
                     for i in range(count):
-                        b = i
-                        if is_category is not None and categories:
-                            b = order[i] if turn == 0 else order[count - 1 - i]
-                        more_grad, more_weight, more_rows = unpack_cell(cells, words, base + b)
+                        more_grad, more_weight, more_rows = unpack_cell(cells, words, base + i)
                         grad, weight, row_count = grad + more_grad, weight + more_weight, row_count + more_rows
                         grads[U(i)], hess[U(i)], rows[U(i)] = grad, weight, row_count
                 limits = count if categories else count - turn if missing_rows > 0 else count - 1
@@ -320,8 +358,15 @@ def judge(  # type: ignore[no-untyped-def]
                         hess[U(i)] += missing_hess
                         rows[U(i)] += missing_rows
                 bar = before + (best_gain if best_gain > least else least)
-                if monotone is None:
-                    place, gain = np.int64(-1), -np.inf
+                place, gain = np.int64(-1), -np.inf
+                if is_bounded:
+                    place = call_at(
+                        parts[SCAN_BOUNDED],
+                        (grads, hess, rows, limits, node, reals, scales, rules, l2, gains, monotone[feature]),
+                    )
+                    if place >= 0:
+                        gain = gains[place]
+                else:
                     least_bar, extra = -bar * CAUTION * unit, l2 / hess_scale
                     # Prefixes only grow: where a side has too few rows is known, in small nodes for much of a feature.
                     stop = _first_from(rows, limits, total_rows - least_rows + 1)
@@ -355,17 +400,13 @@ def judge(  # type: ignore[no-untyped-def]
                                     place, gain = np.int64(i), candidate
                                     lower = -candidate * CAUTION * unit
                                     least_bar = lower if lower < least_bar else least_bar
-                else:
-                    place, gain = _scan_bounded(
-                        grads, hess, rows, limits, node, reals, scales, rules, l2, gains, monotone[feature]
-                    )
                 gain -= before
                 if place >= 0 and gain > least and (gain > best_gain or (gain == best_gain and feature < best_feature)):
                     best_gain, best_feature = gain, feature
                     node[LEFT_GRAD], node[LEFT_HESS], node[LEFT_ROWS] = grads[place], hess[place], rows[place]
                     best_left = turn if missing_rows > 0 else np.int64(2 * rows[place] >= total_rows)
                     best_bin = np.int64(place)
-                    if is_category is not None and categories:
+                    if categories:
                         best_bin, best_left = np.int64(-1), np.int64(0)
                         for b in range(BINS):
                             goes_left[b] = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +12,7 @@ from bitplan.trees.loops import gradients as trees_gradients
 from bitplan.trees.objectives import (
     AbsoluteError,
     Leaves,
+    LogMean,
     Objective,
     OneScore,
     Poisson,
@@ -63,17 +63,7 @@ class Huber(OneScore):
         return average(np.where(error <= self._limit, 0.5 * error * error, far), weights, shards)
 
 
-class _LogMean(OneScore):
-    """Raw scores are logarithms of means."""
-
-    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
-        return np.array([math.log(average(y, weights, shards))])
-
-    def mean(self, scores: Array) -> Array:
-        return np.exp(scores[:, 0])
-
-
-class Gamma(_LogMean):
+class Gamma(LogMean):
     """Positive amounts, whose spread grows with their mean."""
 
     name = "gamma"
@@ -87,7 +77,7 @@ class Gamma(_LogMean):
         return average(y * np.exp(-scores[:, 0]) + scores[:, 0], weights, shards)
 
 
-class Tweedie(_LogMean):
+class Tweedie(LogMean):
     """Amounts of which many are zero; `power` from 1 (counts) to 2 (gamma)."""
 
     name = "tweedie"

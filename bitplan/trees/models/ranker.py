@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -12,12 +13,13 @@ from bitplan.trees.checks import naming_set, targets_of, weights_of, whole_numbe
 from bitplan.trees.distributed.shards import ALONE
 from bitplan.trees.evaluation.metrics import custom_metrics
 from bitplan.trees.evaluation.sets import eval_pairs
-from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.losses.ranking import LambdaRank, Queries, ndcg_metrics, places_of, relevance_of
 from bitplan.trees.models.base import BoostedTreesBase, FitOptions, leaves_model_if_refused
 from bitplan.trees.objectives import Objective
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BoostedTreesRanker(BoostedTreesBase):
     """Boosted trees by LambdaRank: rows of higher relevance get higher numbers within their query.
 
@@ -26,41 +28,8 @@ class BoostedTreesRanker(BoostedTreesBase):
     """
 
     file_kind = "ranker"
-
-    def __init__(
-        self,
-        *,
-        truncation_level: int = 30,
-        eval_at: Any = 5,
-        n_estimators: int = 100,
-        learning_rate: float = 0.1,
-        max_leaves: int = 31,
-        max_depth: int | None = None,
-        growth: str = "leaf",
-        max_bins: int = 255,
-        l1: float = 0.0,
-        l2: float = 0.0,
-        min_child_weight: float = 1e-3,
-        min_child_samples: int = 20,
-        min_split_gain: float = 0.0,
-        subsample: float = 1.0,
-        colsample: float = 1.0,
-        monotone_constraints: Any = None,
-        interaction_constraints: Any = None,
-        categorical_features: Any = None,
-        gradient_precision: GradientPrecision | str = "f32",
-        stochastic_rounding: bool | None = None,
-        renew_leaves: bool | None = None,
-        early_stopping_rounds: int | None = None,
-        validation_fraction: float = 0.1,
-        importance_type: str = "gain",
-        warm_start: bool = False,
-        random_state: Any = 0,
-        n_jobs: int | None = None,
-        device: str = "cpu",
-        verbose: bool = False,
-    ) -> None:
-        self._set(locals())
+    truncation_level: int = 30
+    eval_at: Any = 5
 
     @leaves_model_if_refused
     def fit(

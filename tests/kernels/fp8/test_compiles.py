@@ -91,7 +91,7 @@ def build_tiles(scaling, fp8="e4m3", norm="none", source="bf16"):
     constants = dict(SOURCE=source, FP8=fp8, SCALING=scaling, NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer")
     constants |= dict(TO_ROWS=True, TO_COLS=True, TO_PLAIN=norm != "none", PIECES=512, BR=128)
     constants["BC"] = 64 if scaling in ("tensor", "row") else 128
-    made = compile(tiles._cast_tiles, arguments, constants, 4, enable_fp_fusion=False)
+    made = compile(tiles.cast_numbers, arguments, constants, 4, enable_fp_fusion=False)
     ptx = made.asm["ptx"]
     assert f"cvt.rn.satfinite.{fp8}x2.f32" in ptx, name
     assert "ld.global.v4" in ptx and ptx.count("st.global.v4.b32") >= 2, name
@@ -141,7 +141,7 @@ def pair_casts():
             fp8 = "e5m2" if scaling == "row" and rows and cols else "e4m3"
             constants = dict(FP8=fp8, SCALING=scaling, TO_ROWS=rows, TO_COLS=cols, PIECES=512)
             constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector)
-            check_pairs(pairs._cast_pairs, arguments, constants, launch.warps, (scaling, rows, cols), rows, cols)
+            check_pairs(pairs.cast_pairs, arguments, constants, launch.warps, (scaling, rows, cols), rows, cols)
 
 
 def guesses():
@@ -165,21 +165,22 @@ def guesses():
 def expert_casts(*scalings):
     made = dict(x_ptr="*i16", state_ptr="*i32", out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
     tables = pointers("ends_ptr padded_ends_ptr tile_expert_ptr tile_row_ptr", "*i32")
-    made |= tables | pointers("amax_ptr amax_t_ptr", "*i32")
+    made |= tables | pointers("amax_t_ptr", "*i32")
     made |= pointers("experts group16 stride16 cols16 tokens", "i32") | pointers("eps least", "fp32")
     for tokens, scaling in some((True, scalings[0]), (False, scalings[-1])):
         launch = (experts.TOKENS_LAUNCHES if tokens else experts.MATRICES_LAUNCHES)[scaling]
         for rows, cols in some((True, True), (True, False), (False, True)):
             constants = dict(TOKENS=tokens, BR=launch.rows, BC=launch.cols, TO_ROWS=rows, TO_COLS=cols)
-            constants |= dict(V=launch.vector, FP8="e4m3", SCALING=scaling, GUESSED=False, EXPERTS=128)
+            constants |= dict(V=launch.vector, FP8="e4m3", SCALING=scaling, GUESSED=False, MAXIMA=False, EXPERTS=128)
             constants |= dict.fromkeys({} if tokens else tables)
             constants |= dict.fromkeys([] if rows else ["out_ptr", "scale_ptr"])
             constants |= dict.fromkeys([] if cols else ["out_t_ptr", "scale_t_ptr"])
             constants |= dict.fromkeys([] if scaling == "row" and cols else ["amax_t_ptr"])
             if scaling != "tensor" and not (scaling == "row" and rows):
-                constants |= dict.fromkeys(["state_ptr", "amax_ptr"])
+                constants["state_ptr"] = None
             if scaling in ("tensor", "row"):
-                largest = compile(experts._amax_tiles, *of(experts._amax_tiles, made, constants), launch.warps)
+                maxima = of(experts._cast_tiles, made, constants | dict(MAXIMA=True))
+                largest = compile(experts._cast_tiles, *maxima, launch.warps)
                 assert largest.asm["ptx"].count("ld.global.v4.b32") >= 8 and machine_code(largest)[1] == 0
             ways = [(experts._cast_tiles, False)]
             if scaling == "tensor":

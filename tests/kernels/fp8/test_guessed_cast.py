@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bitplan.formats.fp8 import cast_reference, pad_rows
+from bitplan.formats.fp8 import cast_reference, pad_rows, round_to_fp8
 from bitplan.kernels.fp8.fast_tile import is_aligned
 from bitplan.kernels.fp8.guessed_cast import GuessPlan, counts_of, new_state
 from bitplan.kernels.fp8.triton_cast import CastLaunch
@@ -85,6 +85,21 @@ def test_what_is_not_finite_is_seen_at_once_and_gone_at_once(bad, cols, device) 
     for each in (broken, broken, x, x):
         check(each, state, 32)
     assert counts_of(state) == (5, 3)  # the first, into NaN, and out of it
+
+
+def test_with_room_the_last_scale_holds_while_it_is_at_most_that_much_too_large(device) -> None:
+    state, last = new_state(device, room=3), torch.zeros(())
+    #                   the first, below it, too far below, above, NaN, after NaN the most that the room allows
+    for size, wrong in ((1.0, 1), (0.125, 1), (2**-6, 2), (4.0, 3), (torch.nan, 4), (1.0, 5)):
+        x = sample(0, 48, 16, size=size)
+        made = cast_by_guess(x.to(device), state, "e4m3", 0.0, 16, rows=True, cols=False, launch=SMALL).rows
+        definition = cast_reference(x, "tensor").scale
+        scale = torch.minimum(torch.maximum(last.nan_to_num(3e38), definition), 8 * definition)
+        assert torch.equal(made.scale.cpu().nan_to_num(-1), scale.nan_to_num(-1))
+        codes = round_to_fp8(x.float() * (1.0 / scale), "e4m3")
+        assert torch.equal(made.codes.view(torch.uint8).cpu(), codes.view(torch.uint8))
+        assert counts_of(state)[1] == wrong, size
+        last = scale
 
 
 @pytest.mark.parametrize("asked", [{"rows": False}, {"cols": False}])

@@ -482,10 +482,7 @@ def test_confirm_on_a_real_clock_and_a_plain_model():
             return x + self.fc2(self.fc1(x).relu())
 
     model = nn.Sequential(Block(), Block())
-    with pytest.raises(Fp8Error, match="give example="):
-        apply_fp8(model, None, tokens=64, recipe="tensorwise", emulate=True, confirm=True)
-    example = torch.randn(64, 128)
-    applied = apply_fp8(model, None, tokens=64, recipe="tensorwise", emulate=True, confirm=True, example=example)
+    applied = apply_fp8(model, None, tokens=64, recipe="tensorwise", emulate=True, confirm=True)
     assert applied.confirmed[0].answer in ("win", "lose", "undecided")
     assert applied.fp8_layers == (4 if applied.confirmed[0].answer == "win" else 0)
 

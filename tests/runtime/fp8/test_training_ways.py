@@ -113,3 +113,34 @@ def test_lightning_trains_and_its_checkpoint_comes_back(tmp_path):
     plain = llama(num_hidden_layers=1)
     plain.load_state_dict({name.removeprefix("model."): one for name, one in state.items()})
     assert torch.equal(in_fp8(plain)[0].eval()(input_ids=IDS).logits, module.model.eval()(input_ids=IDS).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.parametrize("way", ["adapters", "checkpointed"])
+def test_compiles_as_one_graph_forward_and_backward(way):
+    plain = llama(num_hidden_layers=1)
+    if way == "adapters":
+        peft = pytest.importorskip("peft")
+        wanted = peft.LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], r=2, init_lora_weights=False)
+        plain = peft.get_peft_model(plain, wanted).base_model.model
+    model, applied = in_fp8(plain)
+    assert applied.fp8_layers == 4
+    layer = model.model.layers[0]
+    x = torch.randn(1, 64, 128, requires_grad=True)
+    position = model.model.rotary_emb(x, torch.arange(64)[None])
+
+    def run(one):
+        if way == "checkpointed":
+            return checkpoint(layer, one, position_embeddings=position, use_reentrant=False)
+        return layer(one, position_embeddings=position)
+
+    run(x).square().mean().backward()
+    expected = gradients(layer)
+    layer.zero_grad()
+    # Fused projections keep their parts from call to call, which dynamo refuses within a checkpoint unless it is told.
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        torch.compile(run, backend="aot_eager", fullgraph=True)(x).square().mean().backward()
+    result = gradients(layer)
+    assert result.keys() == expected.keys()
+    for name, one in result.items():
+        assert torch.allclose(one, expected[name], rtol=1e-4, atol=1e-6), name

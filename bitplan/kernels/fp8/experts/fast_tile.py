@@ -12,10 +12,11 @@ other, with the expert's rows, padded in the transposed layout to the expert's s
     blockwise    one launch and one read: the tile is the block. An expert's tokens have a scale for each row and each
                  column of a tile, its matrix one for the whole tile, as the dense casts have
 
-Guesses work as in `fp8.guessed_cast`; a state has a column for each expert. Results never depend on a guess, and a
-state is used by one cast at a time. An expert without tokens is not cast: its guess stays, and nothing is counted.
+Guesses work as in `fp8.guessed_cast`; a state has a column for each expert. Without room results never depend on a
+guess. A state is used by one cast at a time. An expert without tokens is not cast: its guess stays, and nothing is
+counted.
 
-Codes and scales equal the definition in `bitplan.kernels.fp8.experts.products` bit for bit.
+Codes and scales equal the definition in `bitplan.kernels.fp8.experts.products` bit for bit, but for casts with room.
 
 Legend: E experts, R rows, C columns of a tile; x_4QW as in `kernels.fp8.fast_tile`.
 """
@@ -44,7 +45,7 @@ from bitplan.kernels.fp8.fast_tile import (
     store_tile,
     store_transposed_tile,
 )
-from bitplan.kernels.fp8.guessed_cast import CASTS, CHECKING_WARPS, GUESS, LARGEST, SEEN, WRONG
+from bitplan.kernels.fp8.guessed_cast import CASTS, CHECKING_WARPS, GUESS, LARGEST, ROOM, SEEN, WRONG, scale_near
 from bitplan.kernels.fp8.triton_cast import PAIR_LAUNCHES, CastLaunch
 from bitplan.kernels.fp8.triton_fp8_rounding import power_of_two_of_bits, quick_inverse, quick_scale
 
@@ -65,28 +66,23 @@ def plan_pairs(
     wanted: tuple[bool, bool],
     guessed: bool,
     launch: CastLaunch,
-) -> tuple[PreparedLaunch | None, PreparedLaunch, PreparedLaunch | None]:
-    """(maxima, cast, check of guesses), as `general_cast` launches them."""
+) -> tuple[PreparedLaunch, ...]:
+    """Maxima if the scales need them, the cast, and the check of guesses if there are any."""
     tiles = sizes.tiles_down(launch.rows) * triton.cdiv(sizes.cols, launch.cols)
-    shape = (sizes.matrix_rows // 16, sizes.cols // 16)
-    numbers = (sizes.experts, shape[0], sizes.stride // 16, shape[1])
+    numbers = (sizes.experts, sizes.matrix_rows // 16, sizes.stride // 16, sizes.cols // 16)
     place = {"TOKENS": not sizes.matrix_rows, "BR": launch.rows, "BC": launch.cols}
     to = {"TO_ROWS": wanted[0], "TO_COLS": wanted[1], "V": launch.vector}
     options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
-    cast = PreparedLaunch(
-        _cast_tiles,
-        (tiles,),
-        (*numbers, sizes.tokens, eps, least_scale(eps, fp8)),
-        place | to | {"FP8": fp8, "SCALING": scaling, "GUESSED": guessed},
-        **options,
-    )
+    sums = (*numbers, sizes.tokens, eps, least_scale(eps, fp8))
+    constants = place | to | {"FP8": fp8, "SCALING": scaling, "GUESSED": guessed}
+    cast = PreparedLaunch(_cast_tiles, (tiles,), sums, constants | {"MAXIMA": False}, **options)
     if guessed:
         checkers = (min(tiles, CHECKING_WARPS // launch.warps),)
         room = {"FP8": fp8, "EXPERTS": max(2, triton.next_power_of_2(sizes.experts))}
-        return None, cast, PreparedLaunch(_check_tiles, checkers, (*numbers, eps), place | to | room, **options)
+        return cast, PreparedLaunch(_check_tiles, checkers, (*numbers, eps), place | to | room, **options)
     if scaling not in ("tensor", "row"):
-        return None, cast, None
-    return PreparedLaunch(_amax_tiles, (tiles,), shape, place | to | {"SCALING": scaling}, **options), cast, None
+        return (cast,)
+    return PreparedLaunch(_cast_tiles, (tiles,), sums, constants | {"MAXIMA": True}, **options), cast
 
 
 # ---- place of a tile -------------------------------------------------------------------------------------------------
@@ -194,32 +190,13 @@ def _inverse_from(amax_ptr, scale_ptr, at, ok, is_writer, least, FP8: tl.constex
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=_SIZES)
-def _amax_tiles(
-    x_ptr,
-    amax_ptr,  # of experts, or of rows
-    amax_t_ptr,  # of each expert's columns
-    ends_ptr,
-    padded_ends_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
-    group16,
-    cols16,
-    TOKENS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    TO_ROWS: tl.constexpr,
-    TO_COLS: tl.constexpr,
-    V: tl.constexpr,
-    SCALING: tl.constexpr,
-):
-    expert, down, across = _place_of_tile(
-        tl.program_id(0), tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
-    )
-    if expert < 0:
-        return
-    start, rows, _, _ = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
-    x_4QW = load_tile(x_ptr + start.to(tl.int64) * (cols16 * 16), down, across, rows, cols16, BR, BC)
+@triton.jit
+def _find_maxima(
+    amax_ptr, amax_t_ptr, expert, down, across, span, cols16, x_4QW, SCALING: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr, TO_ROWS: tl.constexpr, TO_COLS: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Of the expert, or of its rows (`amax_ptr`) and columns (`amax_t_ptr`)."""
+    start, rows, _, _ = span
     if SCALING == "tensor":
         tl.atomic_max(amax_ptr + expert, amax_of_tile(x_4QW))
     else:
@@ -269,18 +246,19 @@ def _cast_tiles(
     FP8: tl.constexpr,
     SCALING: tl.constexpr,
     GUESSED: tl.constexpr,
+    MAXIMA: tl.constexpr,  # only find the maxima
 ):
-    if TOKENS and TO_COLS and SCALING != "1x128":
+    if TOKENS and TO_COLS and SCALING != "1x128" and not MAXIMA:
         _scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16)
     tile = tl.program_id(0)
-    if SCALING == "row" or (SCALING == "tensor" and not GUESSED):
+    if (SCALING == "row" or (SCALING == "tensor" and not GUESSED)) and not MAXIMA:
         tile = tl.num_programs(0) - 1 - tile  # from the end: the tiles that the maximum read last are still in L2
     expert, down, across = _place_of_tile(
         tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
     )
     if expert < 0:
         return
-    if SCALING == "tensor":
+    if SCALING == "tensor" and not MAXIMA:
         if GUESSED:
             scale = tl.load(state_ptr + GUESS * experts + expert).to(tl.float32, bitcast=True)
         else:
@@ -289,7 +267,11 @@ def _cast_tiles(
     start, rows, first, rows16 = span
     begin = start.to(tl.int64) * (cols16 * 16)
     x_4QW = load_tile(x_ptr + begin, down, across, rows, cols16, BR, BC)
-    if SCALING == "tensor":
+    if MAXIMA:
+        _find_maxima(
+            state_ptr, amax_t_ptr, expert, down, across, span, cols16, x_4QW, SCALING, BR, BC, TO_ROWS, TO_COLS, V
+        )
+    elif SCALING == "tensor":
         _store_by_expert_scale(
             out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, expert, down, across, span, stride16, cols16, x_4QW, scale,
             TOKENS, BR, BC, TO_ROWS, TO_COLS, V, FP8,
@@ -343,22 +325,24 @@ def _cast_tiles(
 
 @triton.jit
 def _settle(state_ptr, is_cast_E, e_E, experts, eps, FP8: tl.constexpr):
-    """(bits of the right scales, which guesses were wrong); leaves the state for the next cast."""
+    """(bits of the scales to cast by, which guesses were wrong); leaves the state for the next cast."""
     here_E = e_E < experts
     guess_E = tl.load(state_ptr + GUESS * experts + e_E, mask=here_E, other=0)
     largest_E = tl.load(state_ptr + LARGEST * experts + e_E, mask=here_E, other=0)
     right_E = power_of_two_of_bits(largest_E, eps, FP8).to(tl.int32, bitcast=True)
-    wrong_E = is_cast_E & (right_E != guess_E)
+    room_E = tl.load(state_ptr + ROOM * experts + e_E, mask=here_E, other=0)
+    bits_E = scale_near(guess_E, right_E, room_E)
+    wrong_E = is_cast_E & (bits_E != guess_E)
     # A program counts itself after all its threads have read; the last one clears the state for the next cast.
     tl.debug_barrier()
     if tl.atomic_add(state_ptr + SEEN * experts, 1) == tl.num_programs(0) - 1:
         casts_ptr, wrong_ptr = state_ptr + CASTS * experts + e_E, state_ptr + WRONG * experts + e_E
-        tl.store(state_ptr + GUESS * experts + e_E, right_E, mask=is_cast_E)
+        tl.store(state_ptr + GUESS * experts + e_E, bits_E, mask=is_cast_E)
         tl.store(state_ptr + LARGEST * experts + e_E, tl.zeros_like(right_E), mask=is_cast_E)
         tl.store(casts_ptr, tl.load(casts_ptr, mask=is_cast_E, other=0) + 1, mask=is_cast_E)
         tl.store(wrong_ptr, tl.load(wrong_ptr, mask=wrong_E, other=0) + 1, mask=wrong_E)
         tl.store(state_ptr + SEEN * experts, 0)
-    return right_E, wrong_E
+    return bits_E, wrong_E
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -392,7 +376,7 @@ def _check_tiles(
         height_E = padded_end_E - before_E
     else:
         height_E = tl.where(e_E < experts, group16 * 16, 0)
-    right_E, wrong_E = _settle(state_ptr, height_E > 0, e_E, experts, eps, FP8)
+    bits_E, wrong_E = _settle(state_ptr, height_E > 0, e_E, experts, eps, FP8)
 
     # The tiles of experts whose guess was wrong are dealt out, one after the other, to all programs.
     wide = (cols16 * 16 + BC - 1) // BC
@@ -403,7 +387,7 @@ def _check_tiles(
             done_E = end_E <= tile
             expert = tl.sum(done_E.to(tl.int32), 0)
             inside = tile - tl.max(tl.where(done_E, end_E, 0), 0)
-            scale = tl.max(tl.where(e_E == expert, right_E, 0), 0).to(tl.float32, bitcast=True)
+            scale = tl.max(tl.where(e_E == expert, bits_E, 0), 0).to(tl.float32, bitcast=True)
             down, across = inside // wide, inside % wide
             span = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
             x_4QW = load_tile(x_ptr + span[0].to(tl.int64) * (cols16 * 16), down, across, span[1], cols16, BR, BC)

@@ -22,7 +22,6 @@ Legend: T rows of tokens (or of all experts' matrices), C columns, E experts, R 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -152,27 +151,25 @@ def _cast(
         raise FormatError(f"guesses of {sizes.experts} experts have shape {expected}, got {tuple(guess.shape)}")
     if paired:
         launch = (MATRICES_LAUNCHES if sizes.matrix_rows else TOKENS_LAUNCHES)[scaling]
-        find_maxima, cast, check = plan_pairs(sizes, scaling, fp8, float(eps), wanted, guess is not None, launch)
+        launches = plan_pairs(sizes, scaling, fp8, float(eps), wanted, guess is not None, launch)
     else:
-        find_maxima, cast, check = *_plan_numbers(x.dtype, sizes, scaling, fp8, eps, wanted), None
-    amax = amax_t = None
-    if find_maxima is not None:
+        launches = _plan_numbers(x.dtype, sizes, scaling, fp8, eps, wanted)
+    amax, amax_t = guess, None
+    if guess is None and scaling in ("tensor", "row"):
         of_rows = sizes.experts if scaling == "tensor" else -(-x.shape[0] // 4) * 4 * wanted[0]
         of_cols = sizes.experts * sizes.cols * (scaling == "row" and wanted[1])
         maxima = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=x.device)
         # Both begin at a multiple of 16 bytes.
         amax, amax_t = maxima if of_rows else None, maxima[of_rows:] if of_cols else None
-        find_maxima(x, amax, amax_t, *tables)
     codes_and_scales = (*(made[0] or (None, None)), *(made[1] or (None, None)))
-    pointers = (x, amax if guess is None else guess, *codes_and_scales, *tables, amax_t)
-    launch_in_turn((cast,) if check is None else (cast, check), pointers)
+    launch_in_turn(launches, (x, amax, *codes_and_scales, *tables, amax_t))
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan_numbers(
     source: torch.dtype, sizes: GroupSizes, scaling: str, fp8: str, eps: float, wanted: tuple[bool, bool]
-) -> tuple[PreparedLaunch | None, PreparedLaunch]:
-    """(maxima, cast), one number at a time."""
+) -> tuple[PreparedLaunch, ...]:
+    """Maxima if the scales need them, and the cast, one number at a time."""
     grid = (sizes.tiles_down(TILE_ROWS), triton.cdiv(sizes.cols, BLOCK))
     fixed = {
         "C": sizes.cols,
@@ -183,12 +180,12 @@ def _plan_numbers(
         "BC": BLOCK,
         "TO_ROWS": wanted[0],
         "TO_COLS": wanted[1],
+        "FP8": fp8,
     }
-    options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
-    needs_maxima = scaling in ("tensor", "row")
-    return (
-        PreparedLaunch(_amax_tiles, grid, (), fixed, **options) if needs_maxima else None,
-        PreparedLaunch(_cast_tiles, grid, (sizes.tokens, sizes.stride, eps), fixed | {"FP8": fp8}, **options),
+    numbers = (sizes.tokens, sizes.stride, eps)
+    return tuple(
+        PreparedLaunch(_cast_tiles, grid, numbers, fixed | {"MAXIMA": maxima}, num_warps=WARPS, enable_fp_fusion=False)
+        for maxima in ((True, False) if scaling in ("tensor", "row") else (False,))
     )
 
 
@@ -259,39 +256,6 @@ def _place_of_tile(tile, tile_expert_ptr, tile_row_ptr, ends_ptr, GROUP: tl.cons
     return expert, row, start, end
 
 
-@triton.jit
-def _amax_tiles(
-    x_ptr,
-    amax_ptr,  # of experts, or of rows
-    amax_t_ptr,  # of each expert's columns
-    ends_ptr,
-    padded_ends_ptr,  # noqa: ARG001  tables come together
-    tile_expert_ptr,
-    tile_row_ptr,
-    C: tl.constexpr,
-    GROUP: tl.constexpr,
-    SOURCE: tl.constexpr,
-    SCALING: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    TO_ROWS: tl.constexpr,
-    TO_COLS: tl.constexpr,
-):
-    expert, row, _, end = _place_of_tile(tl.program_id(0), tile_expert_ptr, tile_row_ptr, ends_ptr, GROUP, BR)
-    if expert < 0:
-        return
-    r_R, c_C = row + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
-    ok_R, ok_C = r_R < end, c_C < C
-    size_RC = magnitude_bits(read_numbers(x_ptr, r_R, c_C, end, C, SOURCE))
-    if SCALING == "tensor":
-        tl.atomic_max(amax_ptr + expert, tl.max(tl.max(size_RC, axis=1), axis=0))
-    else:
-        if TO_ROWS:
-            tl.atomic_max(amax_ptr + r_R, tl.max(size_RC, axis=1), mask=ok_R)
-        if TO_COLS:
-            tl.atomic_max(amax_t_ptr + expert * C + c_C, tl.max(size_RC, axis=0), mask=ok_C)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _cast_tiles(
     x_ptr,
@@ -317,6 +281,7 @@ def _cast_tiles(
     TO_ROWS: tl.constexpr,
     TO_COLS: tl.constexpr,
     FP8: tl.constexpr,
+    MAXIMA: tl.constexpr,  # only find those of experts, or of rows and of each expert's columns
 ):
     expert, row, start, end = _place_of_tile(tl.program_id(0), tile_expert_ptr, tile_row_ptr, ends_ptr, GROUP, BR)
     if expert < 0:
@@ -327,6 +292,16 @@ def _cast_tiles(
     at_RC = r_R[:, None].to(tl.int64) * C + c_C[None, :]
     ok_RC = ok_R[:, None] & ok_C[None, :]
     x_RC = read_numbers(x_ptr, r_R, c_C, end, C, SOURCE)
+    if MAXIMA:
+        size_RC = magnitude_bits(x_RC)
+        if SCALING == "tensor":
+            tl.atomic_max(amax_ptr + expert, tl.max(tl.max(size_RC, axis=1), axis=0))
+        else:
+            if TO_ROWS:
+                tl.atomic_max(amax_ptr + r_R, tl.max(size_RC, axis=1), mask=ok_R)
+            if TO_COLS:
+                tl.atomic_max(amax_t_ptr + expert * C + c_C, tl.max(size_RC, axis=0), mask=ok_C)
+        return
 
     # In the transposed layout missing rows are zeros, which fill up the expert's stretch.
     if GROUP > 0:

@@ -205,7 +205,7 @@ def cast_tokens(
     """Tokens in the layouts asked for: [T, K] in the same order, and [K, P] padded per expert.
 
     `guess`: a state of `fp8.guessed_cast` for these experts, which saves a tensorwise cast of bfloat16 on the GPU its
-    second read and changes no bit; any other cast leaves it alone.
+    second read; any other cast leaves it alone.
     """
     kind = scale_kind(recipe)
     _check_width(x_TK.shape[1], recipe)

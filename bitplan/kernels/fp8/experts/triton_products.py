@@ -68,40 +68,13 @@ def rows_product(
 ) -> None:
     """Fill out [T, N]."""
     launch = launch or DEFAULT_LAUNCHES[a_TK.kind]
-    (rows, inputs), (experts, outputs, _) = a_TK.codes.shape, b_ENK.codes.shape
+    experts, outputs, inputs = b_ENK.codes.shape
     halves = TILE_ROWS // launch.rows
     tiles = layout.tiles * halves
-    grid = (tiles * triton.cdiv(outputs, launch.cols),)
-    with device_of(out):
-        _rows_product[grid](
-            _operand(a_TK.codes, launch.rows, launch.tma),
-            _operand(b_ENK.codes.view(experts * outputs, inputs), launch.cols, launch.tma),
-            a_TK.scale,
-            b_ENK.scale,
-            a_TK.scale if bias is None else bias.float(),
-            as_bits(out),
-            layout.tile_expert,
-            layout.tile_row,
-            layout.ends,
-            rows,
-            tiles,
-            N=outputs,
-            K=inputs,
-            SCALES=a_TK.kind,
-            A=FP8_NAMES[a_TK.codes.dtype],
-            B=FP8_NAMES[b_ENK.codes.dtype],
-            OUT=float_name(out.dtype),
-            FAST=fast_accum,
-            BIAS=bias is not None,
-            BM=launch.rows,
-            BN=launch.cols,
-            BK=STEP,
-            HALVES=halves,
-            TOGETHER=launch.together,
-            TMA=launch.tma,
-            num_warps=launch.warps,
-            num_stages=launch.stages,
-        )
+    codes = a_TK.codes, b_ENK.codes.view(experts * outputs, inputs)
+    tables = layout.tile_expert, layout.tile_row, layout.ends
+    numbers = a_TK.codes.shape[0], tiles, inputs
+    _run(a_TK, b_ENK, codes, bias, out, tables, numbers, (0, outputs, inputs, halves), fast_accum, launch, tiles)
 
 
 def sums_product(
@@ -116,27 +89,50 @@ def sums_product(
     """Fill out [E, N, K]; the layout is padded to STEP."""
     launch = launch or DEFAULT_LAUNCHES[a_NP.kind]
     experts, outputs, inputs = out.shape
-    grid = (experts * triton.cdiv(outputs, launch.rows) * triton.cdiv(inputs, launch.cols),)
+    codes, tables = (a_NP.codes, b_KP.codes), (layout.by_size, layout.by_size, layout.padded_ends)
+    numbers = 0, 0, layout.padded_rows
+    tiles = experts * triton.cdiv(outputs, launch.rows)
+    _run(a_NP, b_KP, codes, None, out, tables, numbers, (outputs, inputs, 0, 1), fast_accum, launch, tiles)
+
+
+def _run(
+    a: GroupedFp8,
+    b: GroupedFp8,
+    codes: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    out: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor],
+    numbers: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
+    fast_accum: bool,
+    launch: GroupedLaunch,
+    tiles: int,
+) -> None:
+    """Launch `tiles` rows of tiles; `numbers` and `sizes` are `_tile_product`'s, in its order."""
+    height, width, length, halves = sizes
     with device_of(out):
-        _sums_product[grid](
-            _operand(a_NP.codes, launch.rows, launch.tma),
-            _operand(b_KP.codes, launch.cols, launch.tma),
-            a_NP.scale,
-            b_KP.scale,
+        _tile_product[(tiles * triton.cdiv(width, launch.cols),)](
+            _operand(codes[0], launch.rows, launch.tma),
+            _operand(codes[1], launch.cols, launch.tma),
+            a.scale,
+            b.scale,
+            a.scale if bias is None else bias.float(),
             as_bits(out),
-            layout.padded_ends,
-            layout.by_size,
-            layout.padded_rows,
-            N=outputs,
-            K=inputs,
-            SCALES=a_NP.kind,
-            A=FP8_NAMES[a_NP.codes.dtype],
-            B=FP8_NAMES[b_KP.codes.dtype],
+            *tables,
+            *numbers,
+            HEIGHT=height,
+            WIDTH=width,
+            LENGTH=length,
+            SCALES=a.kind,
+            A=FP8_NAMES[a.codes.dtype],
+            B=FP8_NAMES[b.codes.dtype],
             OUT=float_name(out.dtype),
             FAST=fast_accum,
-            BN=launch.rows,
-            BK=launch.cols,
-            BP=STEP,
+            BIAS=bias is not None,
+            BM=launch.rows,
+            BN=launch.cols,
+            BK=STEP,
+            HALVES=halves,
             TOGETHER=launch.together,
             TMA=launch.tma,
             num_warps=launch.warps,
@@ -158,20 +154,22 @@ def _operand(codes: Tensor, rows: int, tma: bool) -> Any:
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
-def _rows_product(
+def _tile_product(
     a_ptr,
     b_ptr,
     a_scales_ptr,
     b_scales_ptr,
     bias_ptr,
     out_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
+    expert_ptr,  # of each tile; of sums, the experts by size
+    row_ptr,  # first row of each tile
     ends_ptr,
     rows,
     tiles,
-    N: tl.constexpr,
-    K: tl.constexpr,
+    stride,  # numbers from one row of an operand to the next
+    HEIGHT: tl.constexpr,  # rows of an expert's result; 0: rows of tokens, in tiles by the tables
+    WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,  # of the contraction; of sums it is an expert's stretch
     SCALES: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -185,111 +183,70 @@ def _rows_product(
     TOGETHER: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    COLS: tl.constexpr = (N + BN - 1) // BN
-    tile, block = _tile_of_program(tl.program_id(0), tiles, COLS, TOGETHER)
-    expert = tl.load(tile_expert_ptr + tile // HALVES)
-    if expert < 0:  # the grid has room for the worst routing
-        return
-    end = tl.load(ends_ptr + expert)
-    row = tl.load(tile_row_ptr + tile // HALVES) + tile % HALVES * BM
-    if row >= end:
-        return
+    SUMS: tl.constexpr = HEIGHT > 0
+    COLS: tl.constexpr = (WIDTH + BN - 1) // BN
+    STEPS: tl.constexpr = (LENGTH + BK - 1) // BK
+    if SUMS:
+        ROWS: tl.constexpr = (HEIGHT + BM - 1) // BM
+        # The expert with the most rows takes longest: it starts first.
+        expert = tl.load(expert_ptr + tl.program_id(0) // (ROWS * COLS))
+        tile, block = _tile_of_program(tl.program_id(0) % (ROWS * COLS), ROWS, COLS, TOGETHER)
+        row, b_row, end, pitch = tile * BM, block * BN, HEIGHT, stride
+        first = tl.multiple_of(tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), BK)
+        last = tl.load(ends_ptr + expert)
+    else:
+        tile, block = _tile_of_program(tl.program_id(0), tiles, COLS, TOGETHER)
+        expert = tl.load(expert_ptr + tile // HALVES)
+        if expert < 0:  # the grid has room for the worst routing
+            return
+        end = tl.load(ends_ptr + expert)
+        row = tl.load(row_ptr + tile // HALVES) + tile % HALVES * BM
+        if row >= end:
+            return
+        b_row, pitch, first, last = expert * WIDTH + block * BN, LENGTH, 0, STEPS * BK
     m_M, n_N, k_K = row + tl.arange(0, BM), block * BN + tl.arange(0, BN), tl.arange(0, BK)
-    ok_M, ok_N = m_M < end, n_N < N
-    at_MK = m_M[:, None].to(tl.int64) * K + k_K[None, :]
-    at_NK = (expert * N + n_N)[:, None].to(tl.int64) * K + k_K[None, :]
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    b_scales_ptr += expert * (N // BK * STEPS if SCALES == "block" else N)
+    ok_M, ok_N = m_M < end, n_N < WIDTH
+    at_MK = m_M[:, None].to(tl.int64) * pitch + k_K[None, :]
+    at_NK = (b_row + tl.arange(0, BN))[:, None].to(tl.int64) * pitch + k_K[None, :]
 
     acc_MN = tl.zeros([BM, BN], tl.float32)
-    for step in range(STEPS):
+    for at in range(first, last, BK):
         if TMA:
-            a_MK = a_ptr.load([row, step * BK])
-            b_NK = b_ptr.load([expert * N + block * BN, step * BK])
-        elif K % BK == 0:
-            a_MK = tl.load(a_ptr + at_MK + step * BK, mask=ok_M[:, None], other=0.0)
-            b_NK = tl.load(b_ptr + at_NK + step * BK, mask=ok_N[:, None], other=0.0)
+            a_MK, b_NK = a_ptr.load([row, at]), b_ptr.load([b_row, at])
+        elif LENGTH % BK == 0:
+            a_MK = tl.load(a_ptr + at_MK + at, mask=ok_M[:, None], other=0.0)
+            b_NK = tl.load(b_ptr + at_NK + at, mask=ok_N[:, None], other=0.0)
         else:
-            ok_K = step * BK + k_K < K
-            a_MK = tl.load(a_ptr + at_MK + step * BK, mask=ok_M[:, None] & ok_K[None, :], other=0.0)
-            b_NK = tl.load(b_ptr + at_NK + step * BK, mask=ok_N[:, None] & ok_K[None, :], other=0.0)
+            ok_K = at + k_K < LENGTH
+            a_MK = tl.load(a_ptr + at_MK + at, mask=ok_M[:, None] & ok_K[None, :], other=0.0)
+            b_NK = tl.load(b_ptr + at_NK + at, mask=ok_N[:, None] & ok_K[None, :], other=0.0)
         if SCALES == "block":
             part_MN = tl.dot(operand_values(a_MK, A), tl.trans(operand_values(b_NK, B)), input_precision="ieee")
-            scale_M = tl.load(a_scales_ptr + step * rows.to(tl.int64) + m_M, mask=ok_M, other=0.0)
-            if BN == BK:
-                scale_M *= tl.load(b_scales_ptr + block * STEPS + step)
-                acc_MN += part_MN * scale_M[:, None]
-            else:
-                scale_N = tl.load(b_scales_ptr + n_N // BK * STEPS + step, mask=ok_N, other=0.0)
+            step = at // BK
+            if SUMS:
+                scale_M = tl.load(a_scales_ptr + step * HEIGHT + m_M, mask=ok_M, other=0.0)
+                scale_N = tl.load(b_scales_ptr + step * WIDTH + n_N, mask=ok_N, other=0.0)
                 acc_MN += part_MN * (scale_M[:, None] * scale_N[None, :])
+            else:
+                scale_M = tl.load(a_scales_ptr + step * rows.to(tl.int64) + m_M, mask=ok_M, other=0.0)
+                of_expert_ptr = b_scales_ptr + expert * (WIDTH // BK * STEPS)
+                if BN == BK:
+                    scale_M *= tl.load(of_expert_ptr + block * STEPS + step)
+                    acc_MN += part_MN * scale_M[:, None]
+                else:
+                    scale_N = tl.load(of_expert_ptr + n_N // BK * STEPS + step, mask=ok_N, other=0.0)
+                    acc_MN += part_MN * (scale_M[:, None] * scale_N[None, :])
         else:
             acc_MN = _add_product(operand_values(a_MK, A), tl.trans(operand_values(b_NK, B)), acc_MN, FAST)
     if SCALES == "vector":
-        scale_M = tl.load(a_scales_ptr + m_M, mask=ok_M, other=0.0)
-        scale_N = tl.load(b_scales_ptr + n_N, mask=ok_N, other=0.0)
+        scale_M = tl.load(a_scales_ptr + (expert * HEIGHT if SUMS else 0) + m_M, mask=ok_M, other=0.0)
+        scale_N = tl.load(b_scales_ptr + expert * WIDTH + n_N, mask=ok_N, other=0.0)
         acc_MN = acc_MN * scale_M[:, None] * scale_N[None, :]
     if BIAS:
-        acc_MN += tl.load(bias_ptr + expert * N + n_N, mask=ok_N, other=0.0)[None, :]
-    at_MN = m_M[:, None].to(tl.int64) * N + n_N[None, :]
+        acc_MN += tl.load(bias_ptr + expert * WIDTH + n_N, mask=ok_N, other=0.0)[None, :]
+    out_row = expert.to(tl.int64) * HEIGHT  # 0 where rows are those of tokens
+    at_MN = (out_row + m_M)[:, None].to(tl.int64) * WIDTH + n_N[None, :]
     tl.store(out_ptr + at_MN, narrow(acc_MN, OUT), mask=ok_M[:, None] & ok_N[None, :])
-
-
-@triton.jit
-def _sums_product(
-    a_ptr,
-    b_ptr,
-    a_scales_ptr,
-    b_scales_ptr,
-    out_ptr,
-    padded_ends_ptr,
-    by_size_ptr,
-    padded,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    SCALES: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    OUT: tl.constexpr,
-    FAST: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BP: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    ROWS: tl.constexpr = (N + BN - 1) // BN
-    COLS: tl.constexpr = (K + BK - 1) // BK
-    # The expert with the most rows takes longest: it starts first.
-    expert = tl.load(by_size_ptr + tl.program_id(0) // (ROWS * COLS))
-    tile, block = _tile_of_program(tl.program_id(0) % (ROWS * COLS), ROWS, COLS, TOGETHER)
-    start = tl.multiple_of(tl.load(padded_ends_ptr + expert - 1, mask=expert > 0, other=0), BP)
-    end = tl.load(padded_ends_ptr + expert)
-    n_N, k_K, p_P = tile * BN + tl.arange(0, BN), block * BK + tl.arange(0, BK), tl.arange(0, BP)
-    ok_N, ok_K = n_N < N, k_K < K
-    at_NP = n_N[:, None].to(tl.int64) * padded + p_P[None, :]
-    at_KP = k_K[:, None].to(tl.int64) * padded + p_P[None, :]
-
-    acc_NK = tl.zeros([BN, BK], tl.float32)
-    for at in range(start, end, BP):
-        if TMA:
-            a_NP = a_ptr.load([tile * BN, at])
-            b_KP = b_ptr.load([block * BK, at])
-        else:
-            a_NP = tl.load(a_ptr + at_NP + at, mask=ok_N[:, None], other=0.0)
-            b_KP = tl.load(b_ptr + at_KP + at, mask=ok_K[:, None], other=0.0)
-        if SCALES == "block":
-            part_NK = tl.dot(operand_values(a_NP, A), tl.trans(operand_values(b_KP, B)), input_precision="ieee")
-            scale_N = tl.load(a_scales_ptr + (at // BP) * N + n_N, mask=ok_N, other=0.0)
-            scale_K = tl.load(b_scales_ptr + (at // BP) * K + k_K, mask=ok_K, other=0.0)
-            acc_NK += part_NK * (scale_N[:, None] * scale_K[None, :])
-        else:
-            acc_NK = _add_product(operand_values(a_NP, A), tl.trans(operand_values(b_KP, B)), acc_NK, FAST)
-    if SCALES == "vector":
-        scale_N = tl.load(a_scales_ptr + expert * N + n_N, mask=ok_N, other=0.0)
-        scale_K = tl.load(b_scales_ptr + expert * K + k_K, mask=ok_K, other=0.0)
-        acc_NK = acc_NK * scale_N[:, None] * scale_K[None, :]
-    at_NK = (expert.to(tl.int64) * N + n_N)[:, None] * K + k_K[None, :]
-    tl.store(out_ptr + at_NK, narrow(acc_NK, OUT), mask=ok_N[:, None] & ok_K[None, :])
 
 
 @triton.jit

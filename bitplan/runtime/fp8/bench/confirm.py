@@ -2,7 +2,8 @@
 
 Layers were measured one by one; in a block they share caches, launches and the compiler's attention. So the first block
 of each make is copied, the copy gets the plan, and both are run forward and backward on the inputs that the model
-itself gives that block: the model is run once on an example, up to that block. If the interval of the speedup ends
+itself gives that block: the model is run once on an example, up to that block. Without an example the model's own
+sizes tell them, where they can be told. If the interval of the speedup ends
 below the threshold or contains it, all blocks of that make stay in BF16: the plan was not shown to be faster.
 
 A layer that loses alone, waiting for the host, may gain inside a block that keeps the GPU busy. So where a plan leaves
@@ -12,6 +13,7 @@ faster than BF16 and than the plan.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,12 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.documents import short
 from bitplan.measure.speed.paired_timing import (
     OK,
     OOM,
     Call,
     Stopwatch,
     Timed,
+    is_out_of_memory,
     release_workspaces,
     stopwatch_of,
     time_in_turns,
@@ -65,20 +69,62 @@ def seen_inputs(model: nn.Module, path: str, example: Example) -> tuple[tuple[An
     raise Fp8Error(f"the model never ran {path} on the example; give an example that reaches it")
 
 
-def default_example(model: nn.Module, tokens: int) -> Example:
-    """Random tokens for a language model that says how large its vocabulary is."""
+def inputs_without_example(
+    model: nn.Module, path: str, width: int, tokens: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of the block at `path` for so many tokens, as far as the model tells them by itself.
+
+    A language model is run on random tokens: it says its vocab_size, or has embeddings and takes one argument. A block
+    that takes one argument gets random numbers [sequences, length, width].
+    """
+    example = _random_tokens(model, tokens)
+    if example is not None:
+        return seen_inputs(model, path, example)
+    block = model.get_submodule(path)
+    if len(_required_arguments(block)) != 1:
+        raise Fp8Error(
+            f"confirm cannot tell the inputs of {path or 'the model'}: the model does not say its vocab_size, and the "
+            f"block takes {', '.join(_required_arguments(block)) or 'no argument'}; give example=: a tensor, a tuple "
+            "of arguments or a dict of keyword arguments of the model"
+        )
+    weight = next(block.parameters())
+    x = torch.randn(*example_shape(tokens, EXAMPLE_LENGTH), width, device=weight.device, dtype=weight.dtype)
+    try:
+        with torch.no_grad():
+            block(x)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if is_out_of_memory(error):
+            raise
+        reason = short(" ".join(str(error).split()), 200)
+        raise Fp8Error(
+            f"confirm cannot tell the inputs of {path or 'the model'}: it fails on numbers of shape {tuple(x.shape)}: "
+            f"{reason}; give example=, an input of the model"
+        ) from error
+    return (x,), {}
+
+
+def _random_tokens(model: nn.Module, tokens: int) -> Example | None:
+    """Random tokens for a language model; None for a model that does not show that it is one."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
-    vocabulary = getattr(config, "vocab_size", None)
-    if type(vocabulary) is not int:
-        raise Fp8Error(
-            "confirm needs an example to run the model on, and this model does not say its vocab_size; give "
-            "example=: a tensor, a tuple of arguments or a dict of keyword arguments"
-        )
-    longest = getattr(config, "max_position_embeddings", None)
-    shape = example_shape(tokens, longest if type(longest) is int else EXAMPLE_LENGTH)
-    ids = torch.randint(0, vocabulary, shape, device=next(model.parameters()).device)
-    return {"input_ids": ids, "use_cache": False}
+    vocabulary, longest = (getattr(config, key, None) for key in ("vocab_size", "max_position_embeddings"))
+    device = next(model.parameters()).device
+    if type(vocabulary) is int:
+        shape = example_shape(tokens, longest if type(longest) is int else EXAMPLE_LENGTH)
+        return {"input_ids": torch.randint(0, vocabulary, shape, device=device), "use_cache": False}
+    sizes = sorted(each.num_embeddings for each in model.modules() if type(each) is nn.Embedding)
+    if not sizes or len(_required_arguments(model)) != 1:
+        return None
+    # The smaller of two embeddings may be of positions: no number is too large for either, no sequence too long.
+    shape = example_shape(tokens, sizes[0] if len(sizes) > 1 else EXAMPLE_LENGTH)
+    return torch.randint(0, sizes[0], shape, device=device)
+
+
+def _required_arguments(module: nn.Module) -> list[str]:
+    """The arguments that a module cannot be called without."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [each.name for each in parameters if each.default is inspect.Parameter.empty and each.kind in positional]
 
 
 def example_shape(tokens: int, longest: int) -> tuple[int, int]:

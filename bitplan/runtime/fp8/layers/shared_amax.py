@@ -47,17 +47,23 @@ class SharedAmax(WeightSource):
     def rows(self, weight: Tensor, recipe: str, eps: float, *, with_cols: bool) -> ScaledFp8:
         if not self._shares(recipe, WEIGHT):
             return super().rows(weight, recipe, eps, with_cols=with_cols)
-        return self._weight(weight, recipe, eps)[0]
+        return self._weight(weight, recipe, eps, rows=True, cols=with_cols and self.reuse)[0]
 
     def cols(self, weight: Tensor, recipe: str, eps: float) -> ScaledFp8:
         if not self._shares(recipe, WEIGHT):
             return super().cols(weight, recipe, eps)
-        return self._weight(weight, recipe, eps)[1]
+        return self._weight(weight, recipe, eps, rows=False, cols=True)[1]
 
     def _shares(self, recipe: str, role: str) -> bool:
         return role in self.divided and RECIPES[recipe].has_one_scale
 
-    def _weight(self, weight: Tensor, recipe: str, eps: float) -> tuple[ScaledFp8, ScaledFp8]:
-        """Both layouts, kept while the weight does not change: all processes change it in the same step."""
-        make = lambda *_: shared_amax_cast(weight, "e4m3", eps, self.largest, is_weight=True)
-        return derived_layouts(weight, ("shared amax " + recipe, eps), make, rows=True, cols=True, reuse=self.reuse)
+    def _weight(
+        self, weight: Tensor, recipe: str, eps: float, *, rows: bool, cols: bool
+    ) -> tuple[ScaledFp8, ScaledFp8]:
+        """The layouts asked for, kept while the weight does not change: all processes change it in the same step."""
+
+        def make(rows: bool, cols: bool) -> CastPair:
+            return shared_amax_cast(weight, "e4m3", eps, self.largest, is_weight=True, rows=rows, cols=cols)
+
+        how = ("shared amax " + recipe, eps)
+        return derived_layouts(weight, how, make, rows=rows, cols=cols, reuse=self.reuse)

@@ -151,17 +151,22 @@ def derived_layouts(
 ) -> tuple[Any, Any]:
     """Layouts that `make(rows, cols)` makes of a weight; kept under `how`, which names no recipe.
 
-    While a CUDA graph is captured, nothing is kept or reused: its replays cannot check whether the weight changed.
+    A forward asks for rows, and for the cols that its backward will ask for alone. In a captured CUDA graph each
+    forward casts anew, since replays cannot check whether the weight changed; its backward takes what that one left.
     """
-    reuse = reuse and not _is_capturing(weight)
-    kept = _find(weight) if reuse else None
+    kept, capturing = _find(weight) if reuse else None, _is_capturing(weight)
+    is_held = kept is not None and kept.held
+    if kept is not None and (kept.captured != capturing or (capturing and rows)):
+        kept = None
     old = (kept.rows.get(how), kept.cols.get(how)) if kept is not None else (None, None)
     missing = (rows and old[0] is None, cols and old[1] is None)
     if not any(missing):
+        if capturing:  # for this graph and micro-batch only
+            del _kept[_place(weight)]
         return old
     made = make(*missing)
-    if reuse:
-        _keep(weight, how, CastPair(*made), captured=False)
+    if reuse and (not capturing or (rows and cols and not is_held)):
+        _keep(weight, how, CastPair(*made), captured=capturing)
     return made[0] or old[0], made[1] or old[1]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded, get_format
 from bitplan.plan.names import listed
+from bitplan.records import on_failure
 from bitplan.runtime.packed.checkpoints.tensor_sources import Assignment, TensorRecipe, convert_plain, shortened
 from bitplan.runtime.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed
 from bitplan.runtime.packed.read_packed import check_held, check_numbers
@@ -79,7 +80,7 @@ def read_values(
     """
     values: dict[str, Value] = {}
     own = model.state_dict()
-    try:
+    with on_failure(values.clear):  # the traceback keeps this frame, and would keep the memory
         for recipe in assignment.recipes:
             if recipe.format_in(file) is not None:
                 values[recipe.targets[0]] = PackedWeight(_read_packed(recipe, file, device))
@@ -93,9 +94,6 @@ def read_values(
                 _check_held(file, name, tensor, dtypes[name], may_round)
                 values[name] = tensor.to(device=device, dtype=dtypes[name])
         return values | {target: values[source] for target, source in assignment.ties.items()}
-    except BaseException:  # the traceback keeps this frame, and would keep the memory
-        values.clear()
-        raise
 
 
 def _read_packed(recipe: TensorRecipe, file: TensorFile, device: torch.device) -> Encoded:

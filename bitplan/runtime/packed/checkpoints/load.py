@@ -12,6 +12,7 @@ then every tensor is read into memory of its own; and only then is a model chang
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +21,10 @@ from torch import nn
 
 from bitplan.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.plan.plan import Plan
+from bitplan.records import on_failure
 from bitplan.runtime.packed.checkpoints.build import empty_model, plain_types
 from bitplan.runtime.packed.checkpoints.fill import (
+    Value,
     check_layers,
     make_layers,
     make_parameters,
@@ -30,12 +33,15 @@ from bitplan.runtime.packed.checkpoints.fill import (
     read_values,
 )
 from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
-from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
+from bitplan.runtime.packed.checkpoints.source import remember
 from bitplan.runtime.packed.checkpoints.tensor_sources import assign
 from bitplan.runtime.packed.fused_projections import fuse_projections
-from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, load_gpt_oss
+from bitplan.runtime.packed.gpt_oss import load as gpt_oss_load
+from bitplan.runtime.packed.gpt_oss import model as gpt_oss
+from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, make_experts, open_checked
 from bitplan.runtime.packed.layer_replacement import format_fault
 from bitplan.runtime.packed.product_strategy import INPUTS, check_strategy
+from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.read_packed import (
     CHECKS,
     Loaded,
@@ -52,6 +58,7 @@ from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.schemes.tensors import SchemeTensors, scheme_of
+from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.packed_folder import CONFIG, check_plan, read_config, read_packed_plan
 
 
@@ -76,18 +83,19 @@ def load_packed(
     strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
     manifest  for a gpt-oss checkpoint: what the checkpoint must hold
     """
-    place = device_of(device)
+    started, place = time.perf_counter(), device_of(device)
     check_strategy(strategy, str(path))
     _check_arguments(path, model, dtype, check)
     source = Path(path)
     if model is None:
         require_transformers(str(path))
     if is_gpt_oss(source):
-        options: dict[str, Any] = {"strategy": strategy, "cache": cache, "manifest": manifest}
-        loaded = load_gpt_oss(source, model=model, device=place, dtype=dtype, check=check, **options)
-        _remember_gpt_oss(loaded.model, source)
-        return loaded
-    started = time.perf_counter()
+        require_transformers(str(path))
+        with open_checked(source, manifest, deep=check == "deep") as checkpoint:
+            target, values, peak = _load_gpt_oss(checkpoint, model, place, dtype, strategy=strategy, cache=cache)
+            report = _report(str(path), checkpoint.layout, checkpoint.files, place, values, started, peak)
+        _remember_gpt_oss(target, source)
+        return Loaded(target, report)
     is_bare = model is not None and not (source / CONFIG).is_file()  # the source holds weights alone
     config, plan = (None, None) if is_bare else _read_folder(source)
     with open_tensors(source) as file:
@@ -112,33 +120,56 @@ def load_packed(
         target.to(place)  # buffers that a model of the user's computes itself
         if place.type == "cuda":
             fuse_projections(target)
-        remember(
-            target,
-            loaded_from(
-                file,
-                assignment.recipes,
-                folder=source if source.is_dir() else None,
-                config=config,
-                plan=plan,
-                model=target,
-            ),
-        )
+        folder = source if source.is_dir() else None
+        remember(target, file, assignment.recipes, folder=folder, config=config, plan=plan)
         adapt_to_transformers(target)
-        distinct = list({id(value): value for value in values.values()}.values())
-        packed = [value for value in distinct if isinstance(value, PackedWeight)]
-        report = LoadReport(
-            path=str(path),
-            layout=file.kind if isinstance(file, SchemeTensors) else "bitplan",
-            device=str(place),
-            file_bytes=sum(own.stat().st_size for own in file.files),
-            device_bytes=sum(value.nbytes for value in distinct),
-            packed_bytes=sum(value.nbytes for value in packed),
-            packed_tensors=len(packed),
-            plain_tensors=len(distinct) - len(packed),
-            seconds=time.perf_counter() - started,
-            peak_bytes=peak.read(),
-        )
+        layout = file.kind if isinstance(file, SchemeTensors) else "bitplan"
+        report = _report(str(path), layout, file.files, place, values, started, peak)
     return Loaded(target, report)
+
+
+def _load_gpt_oss(
+    file: GptOssFile, model: nn.Module | None, place: torch.device, dtype: torch.dtype | None, **options: Any
+) -> tuple[nn.Module, Mapping[str, Value], PeakMemory]:
+    computes = dtype or file.dtype("embed", None)
+    target = model if model is not None else gpt_oss.empty_model(file, computes)
+    gpt_oss.check_fits(target, gpt_oss.model_shapes(file), file.where)
+    check_room(file.where, gpt_oss_load.needed_bytes(file, computes), place)
+    peak = PeakMemory(place)
+    values = gpt_oss_load.read_values(file, place, computes, may_round=dtype is not None)
+    parameters, experts = make_parameters(target, values), dict[str, QuantExperts]()
+    with on_failure(lambda: [held.clear() for held in (values, parameters, experts)]):
+        experts |= make_experts(target, file.shape.layers, values, parameters, **options)
+        next(iter(experts.values())).explain(1, computes)  # refuse a strategy that cannot run now
+    place_all(target, values, parameters, experts)
+    gpt_oss.fill_computed(target, place)
+    check_filled(target, file.where)
+    return target, values, peak
+
+
+def _report(
+    path: str,
+    layout: str,
+    files: Sequence[Path],
+    place: torch.device,
+    values: Mapping[str, Value],
+    started: float,
+    peak: PeakMemory,
+) -> LoadReport:
+    distinct = list({id(value): value for value in values.values()}.values())
+    packed = [value for value in distinct if isinstance(value, PackedWeight)]
+    return LoadReport(
+        path=path,
+        layout=layout,
+        device=str(place),
+        file_bytes=sum(own.stat().st_size for own in files),
+        device_bytes=sum(value.nbytes for value in distinct),
+        packed_bytes=sum(value.nbytes for value in packed),
+        packed_tensors=len(packed),
+        plain_tensors=len(distinct) - len(packed),
+        seconds=time.perf_counter() - started,
+        peak_bytes=peak.read(),
+    )
 
 
 def _check_arguments(path: object, model: object, dtype: object, check: object) -> None:
@@ -171,5 +202,5 @@ def _remember_gpt_oss(model: nn.Module, source: Path) -> None:
         has_config = source.is_dir() and (source / CONFIG).is_file()
         config = read_config(source) if has_config and "model_type" in read_config(source) else None
         folder = source if source.is_dir() else None
-        remember(model, loaded_from(file, (), folder=folder, config=config, plan=None, model=model))
+        remember(model, file, (), folder=folder, config=config, plan=None)
     adapt_to_transformers(model)

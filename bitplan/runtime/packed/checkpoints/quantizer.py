@@ -31,7 +31,7 @@ from bitplan.runtime.packed.checkpoints.fill import (
     read_values,
 )
 from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
-from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
+from bitplan.runtime.packed.checkpoints.source import remember
 from bitplan.runtime.packed.checkpoints.tensor_sources import Assignment, assign
 from bitplan.runtime.packed.fused_projections import fuse_projections
 from bitplan.runtime.packed.read_packed import check_filled, check_norms, check_room, device_of
@@ -151,12 +151,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             check_filled(model, str(self._folder))
             if self._device.type == "cuda":
                 fuse_projections(model)
-            remember(
-                model,
-                loaded_from(
-                    file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan, model=model
-                ),
-            )
+            remember(model, file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan)
         adapt_to_transformers(model)
         self._layers.clear()
         return model

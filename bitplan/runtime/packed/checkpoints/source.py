@@ -45,25 +45,21 @@ def _nothing() -> None:
     return None
 
 
-def remember(model: nn.Module, source: LoadedFrom) -> None:
-    setattr(model, _ATTRIBUTE, source)
-
-
 def remembered(model: nn.Module) -> LoadedFrom | None:
     found: LoadedFrom | None = getattr(model, _ATTRIBUTE, None)
     return found
 
 
-def loaded_from(
+def remember(
+    model: nn.Module,
     file: TensorFile,
     recipes: tuple[TensorRecipe, ...],
     *,
     folder: Path | None,
     config: Mapping[str, Any] | None,
     plan: Plan | None,
-    model: nn.Module,
-) -> LoadedFrom:
-    """What a model remembers of this open file."""
+) -> None:
+    """Note in a model what it must know of this open file."""
     shards: dict[str, tuple[str, ...]] = {}
     metadata: dict[str, Mapping[str, str]] = {}
     if isinstance(file, NativeTensors):
@@ -71,7 +67,7 @@ def loaded_from(
             place = file.shard_name(shard).as_posix()
             shards[place] = tuple(name for name in file.specs if file.shard_of(name) == shard)
             metadata[place] = file.metadata_of(shard)
-    return LoadedFrom(
+    source = LoadedFrom(
         folder=folder,
         config=config,
         config_then=config_of(model),
@@ -82,6 +78,7 @@ def loaded_from(
         metadata=metadata,
         tied=dict(file.tied),
     )
+    setattr(model, _ATTRIBUTE, source)
 
 
 def config_of(model: nn.Module) -> dict[str, Any] | None:

@@ -1,64 +1,32 @@
-"""Loads a gpt-oss checkpoint as a model that runs on packed experts: headers are checked before any tensor is read.
-
-    model, report = load_packed("gpt-oss-20b", device="cuda")    # transformers' model, its experts packed
-
-The order makes loading all or nothing: headers against the manifest, the checkpoint as a whole, the model and the room
-on the device are checked; then every tensor is read into memory of its own; and only then is a model changed. An error
-on the way is one line that names file and tensor, and frees the memory of what was read.
-"""
+"""Reads a gpt-oss checkpoint for `load_packed`: its headers are checked, its tensors read, its experts stay packed."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bitplan.errors import FileFormatError
-from bitplan.formats import Encoded
 from bitplan.plan import Header, require_clean
-from bitplan.records import read_json
-from bitplan.runtime.packed.gpt_oss.model import (
-    GptOssPackedExperts,
-    check_fits,
-    check_packed_experts,
-    empty_model,
-    experts_of,
-    fill_model,
-    load_experts,
-    load_plain,
-    model_shapes,
-    plain_slots,
-)
+from bitplan.records import on_failure, read_json
+from bitplan.runtime.packed.gpt_oss.model import GptOssPackedExperts, load_experts, load_plain, plain_slots
 from bitplan.runtime.packed.quant_experts import QuantExperts
-from bitplan.runtime.packed.read_packed import (
-    Loaded,
-    LoadReport,
-    ManifestLike,
-    PeakMemory,
-    as_manifest,
-    check_filled,
-    check_room,
-    device_of,
-    list_headers,
-    refuse_bad_numbers,
-    require_transformers,
-)
-from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed.read_packed import ManifestLike, as_manifest, list_headers, refuse_bad_numbers
+from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.files.gguf_tensors import GGUFTensors
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss.config import ARCHITECTURE
 from bitplan.store.gpt_oss.experts import DOWN, GATE_UP
-from bitplan.store.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
+from bitplan.store.gpt_oss.layouts import GGUF_WIDE, list_slots
 from bitplan.store.packed_folder import QUANT_METHOD
 
 CONFIG = "config.json"
-_BIASES = ("gate_up_proj_bias", "down_proj_bias")
+EXPERTS = ("gate_up_proj", "down_proj")
 PACKED_EXPERTS = (".mlp1_weight.blocks", ".experts.gate_up_proj_blocks")
 FLOAT_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # Hugging Face's names of plain experts
 
@@ -80,98 +48,53 @@ def is_gpt_oss(path: Path) -> bool:
         return any(name.endswith(PACKED_EXPERTS + FLOAT_EXPERTS) for name in file.specs)
 
 
-def load_gpt_oss(
-    path: str | Path,
-    *,
-    manifest: ManifestLike = "gpt-oss",
-    device: torch.device | str = "cpu",
-    model: nn.Module | None = None,
-    strategy: str = "auto",
-    cache: TileCache | None = None,
-    dtype: torch.dtype | None = None,
-    check: Literal["headers", "deep"] = "headers",
-) -> Loaded:
-    """`load_packed` of a gpt-oss checkpoint in OpenAI's, Hugging Face's or GGUF's layout; its experts stay in MXFP4.
-
-    manifest  what the file must hold: a shipped manifest, a file, or a Manifest
-    model     a GptOssForCausalLM to fill, on meta or not; None builds one from config.json, or from the file's sizes
-    strategy  how the experts run, with `cache` for "tile_cache"; see QuantExperts
-    dtype     type of all weights but the experts. None: the type of the stored embedding; numbers of other tensors that
-              it cannot hold are an error. To a type that you give, numbers are rounded (CPUs run float32 best)
-    check     "headers" refuses NaN in scales and norms as they are read; "deep" reads and checks every tensor first
-    """
-    started, place = time.perf_counter(), device_of(device)
-    require_transformers(str(path))
-    with _open_checked(Path(path), manifest, deep=check == "deep") as file:
-        compute_dtype = dtype or file.dtype("embed", None)
-        target = model if model is not None else empty_model(file, compute_dtype)
-        check_fits(target, model_shapes(file), file.where)
-        slots = plain_slots(file)
-        check_room(file.where, _needed_bytes(file, slots, compute_dtype), place)
-        peak = PeakMemory(place)
-        plain: dict[str, Tensor] = {}
-        packed: dict[tuple[int, tuple[str, ...]], Encoded] = {}
-        experts: dict[int, QuantExperts] = {}
-        try:
-            for layer in range(file.shape.layers):
-                for parts in (GATE_UP, DOWN):
-                    packed[layer, parts] = load_experts(file, layer, parts, place)
-            for slot in slots:
-                plain[slot.name] = load_plain(file, slot, place, compute_dtype, round_to=dtype is not None)
-            options = {"strategy": strategy, "cache": cache}
-            for layer in range(file.shape.layers):
-                experts[layer] = _experts(target, layer, plain, packed, options)
-            experts[0].explain(1, compute_dtype)  # refuse a strategy that cannot run now, not at the first token
-        except BaseException:  # the traceback keeps this frame, and would keep the memory
-            plain.clear()
-            packed.clear()
-            experts.clear()
-            raise
-        packed_bytes = sum(item.nbytes for item in packed.values())
-        plain_bytes = sum(item.nbytes for item in plain.values())
-        fill_model(target, {name: item for name, item in plain.items() if not name.endswith(_BIASES)}, experts, place)
-        check_filled(target, file.where)
-        check_packed_experts(target, file.where)
-        report = LoadReport(
-            path=str(path),
-            layout=file.layout,
-            device=str(place),
-            file_bytes=sum(own.stat().st_size for own in file.files),
-            device_bytes=packed_bytes + plain_bytes,
-            packed_bytes=packed_bytes,
-            packed_tensors=len(packed),
-            plain_tensors=len(plain),
-            seconds=time.perf_counter() - started,
-            peak_bytes=peak.read(),
-        )
-    return Loaded(target, report)
+def read_values(
+    file: GptOssFile, device: torch.device, dtype: torch.dtype, *, may_round: bool
+) -> dict[str, Tensor | PackedWeight]:
+    """Every tensor of the model by Hugging Face's name, on the device: the experts packed, all others in `dtype`."""
+    values: dict[str, Tensor | PackedWeight] = {}
+    with on_failure(values.clear):  # the traceback keeps this frame, and would keep the memory
+        for layer in range(file.shape.layers):
+            for parts, local in zip((GATE_UP, DOWN), EXPERTS, strict=True):
+                values[f"{_owner(layer)}.{local}"] = PackedWeight(load_experts(file, layer, parts, device))
+        for slot in plain_slots(file):
+            values[slot.name] = load_plain(file, slot, device, dtype, round_to=may_round)
+        return values
 
 
-def _experts(
+def make_experts(
     model: nn.Module,
-    layer: int,
-    plain: Mapping[str, Tensor],
-    packed: Mapping[tuple[int, tuple[str, ...]], Encoded],
-    options: Mapping[str, Any],
-) -> QuantExperts:
-    replaced: Any = experts_of(model, layer)
-    gate_up_bias, down_bias = (plain[f"model.layers.{layer}.mlp.experts.{name}"] for name in _BIASES)
-    return GptOssPackedExperts(
-        packed[layer, GATE_UP],
-        packed[layer, DOWN],
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        alpha=float(replaced.alpha),
-        limit=float(replaced.limit),
-        name=f"model.layers.{layer}.mlp.experts",
-        **options,
-    )
+    layers: int,
+    values: Mapping[str, Tensor | PackedWeight],
+    parameters: Mapping[str, nn.Parameter],
+    **options: Any,
+) -> dict[str, QuantExperts]:
+    """The packed experts of every layer, by the name of what they replace."""
+    made: dict[str, QuantExperts] = {}
+    for owner in map(_owner, range(layers)):
+        replaced: Any = model.get_submodule(owner)
+        weights: Any = [values[f"{owner}.{local}"] for local in EXPERTS]
+        gate_up_bias, down_bias = (parameters[f"{owner}.{local}_bias"] for local in EXPERTS)
+        made[owner] = GptOssPackedExperts(
+            *weights,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            alpha=float(replaced.alpha),
+            limit=float(replaced.limit),
+            name=owner,
+            **options,
+        )
+    return made
+
+
+def _owner(layer: int) -> str:
+    return f"model.layers.{layer}.mlp.experts"
 
 
 # ---- before anything is read -----------------------------------------------------------------------------------------
 
 
-def _open_checked(path: Path, manifest: ManifestLike, *, deep: bool) -> GptOssFile:
+def open_checked(path: Path, manifest: ManifestLike, *, deep: bool) -> GptOssFile:
     """The open file, after its headers were checked against the manifest."""
     rules = as_manifest(manifest)
     with open_tensors(path) as headers:
@@ -182,14 +105,11 @@ def _open_checked(path: Path, manifest: ManifestLike, *, deep: bool) -> GptOssFi
         if deep:
             refuse_bad_numbers(headers, rules)
     file = GptOssFile(path)
-    try:
+    with on_failure(file.close):
         if file.experts is not None:
             raise _floats(path, file.expert_name(0, GATE_UP), file.experts)
         if is_gguf:
             require_clean(rules, _translated(file), checkpoint=str(path))
-    except BaseException:
-        file.close()
-        raise
     return file
 
 
@@ -222,6 +142,7 @@ def _translated(file: GptOssFile) -> dict[str, Header]:
     return headers
 
 
-def _needed_bytes(file: GptOssFile, slots: list[LayoutTensor], dtype: torch.dtype) -> int:
-    plain = sum(torch.Size(slot.shape).numel() * dtype.itemsize for slot in slots)
+def needed_bytes(file: GptOssFile, dtype: torch.dtype) -> int:
+    """The bytes that the model will take: experts as they are, all others in `dtype`."""
+    plain = sum(torch.Size(slot.shape).numel() * dtype.itemsize for slot in plain_slots(file))
     return plain + sum(file.tensors[slot.name].nbytes for slot in file.slots if slot.is_expert)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from bitplan.records import on_failure
 from bitplan.runtime.streaming.transfer.copies import Transfer, Worker
 from bitplan.runtime.streaming.transfer.devices import Copied, Mark, StreamDevice
 from bitplan.runtime.streaming.transfer.host_memory import HostBlocks, exact_buffer
@@ -43,7 +44,7 @@ class SlotRing:
         self.device, self.slot_bytes = device, slot_bytes
         self.scratch_bytes, self.resident_bytes = scratch_bytes, dict(resident)
         self._buffers: list[Tensor] = []
-        try:
+        with on_failure(self.close):
             self.scratch = self._buffer(scratch_bytes, "the scratch for decoded weights")
             self.slots = [
                 RingSlot(self._buffer(slot_bytes, f"slot {index} of {ring}"), device.mark()) for index in range(ring)
@@ -52,9 +53,6 @@ class SlotRing:
                 block: RingSlot(self._buffer(nbytes, f"resident block {block}"), device.mark())
                 for block, nbytes in resident.items()
             }
-        except BaseException:
-            self.close()
-            raise
         self._by_storage = {
             slot.buffer.untyped_storage().data_ptr(): slot for slot in [*self.slots, *self.resident.values()]
         }

@@ -15,11 +15,13 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bitplan.store.files.schemes.integers import IntegerGroups, decode_integers, unpack_words
+from bitplan.store.files.schemes.integers import IntegerGroups, decode_integers, integer_weight, unpack_words
 from bitplan.store.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from bitplan.formats import Format
 
 SUFFIX = ".qweight"
 BITS, PER_WORD = 4, 8
@@ -35,16 +37,8 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
         if name.endswith(SUFFIX):
             owner = name.removesuffix(SUFFIX)
             layout = _layout(folder, owner)
-            yield SchemeWeight(
-                f"{owner}.weight",
-                (layout.rows, layout.cols),
-                (f"{owner}.qweight", f"{owner}.qzeros", f"{owner}.scales"),
-                layout.label,
-                None,
-                layout.scale_type,
-                layout.format()[1],
-                functools.partial(_read, folder, owner, layout),
-            )
+            parts = [f"{owner}.{part}" for part in ("qweight", "qzeros", "scales")]
+            yield integer_weight(folder, f"{owner}.weight", layout, parts, functools.partial(_read, folder, owner))
 
 
 def _layout(folder: QuantizedFolder, owner: str) -> IntegerGroups:
@@ -58,7 +52,7 @@ def _layout(folder: QuantizedFolder, owner: str) -> IntegerGroups:
     return IntegerGroups(rows, cols, BITS, cols // groups, scales.dtype_name, symmetric=False)
 
 
-def _read(folder: QuantizedFolder, owner: str, layout: IntegerGroups) -> Tensor:
+def _read(folder: QuantizedFolder, owner: str, layout: IntegerGroups, _format: Format | None) -> Tensor:
     codes = _in_order(folder.read(f"{owner}.qweight"), layout.rows)
     zeros = _in_order(folder.read(f"{owner}.qzeros"), layout.rows)
     return decode_integers(layout, codes.T, folder.read(f"{owner}.scales").T, zeros.T)

@@ -18,7 +18,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from bitplan.store.files.schemes.floats import FP8, TILE, fp4_weight, fp8_weight
-from bitplan.store.files.schemes.integers import IntegerGroups, decode_integers, keep_packed, unpack_words
+from bitplan.store.files.schemes.integers import (
+    IntegerGroups,
+    decode_integers,
+    integer_weight,
+    keep_packed,
+    unpack_words,
+)
 from bitplan.store.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight, is_tile
 
 if TYPE_CHECKING:
@@ -136,15 +142,9 @@ def _in_order(folder: QuantizedFolder, owner: str, cols: int) -> bool:
 def _integers(
     folder: QuantizedFolder, owner: str, codes: str, layout: IntegerGroups, beside: tuple[str, ...]
 ) -> SchemeWeight:
-    fmt, reason = layout.format()
-    parts = [codes, *(f"{owner}.weight_{part}" for part in ("scale", "shape", "zero_point", "g_idx"))]
-    found = tuple(part for part in parts if part in folder.checkpoint.tensors)
-    read = functools.partial(_read, folder, owner, codes, layout, fmt)
-    shape = (layout.rows, layout.cols)
-    name = fmt.name if fmt else None
-    return SchemeWeight(
-        f"{owner}.weight", shape, (*found, *beside), layout.label, name, layout.scale_type, reason, read
-    )
+    parts = [codes, *(f"{owner}.weight_{part}" for part in ("scale", "shape", "zero_point", "g_idx")), *beside]
+    read = functools.partial(_read, folder, owner, codes)
+    return integer_weight(folder, f"{owner}.weight", layout, parts, read)
 
 
 def _read(

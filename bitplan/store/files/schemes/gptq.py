@@ -14,7 +14,13 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bitplan.store.files.schemes.integers import IntegerGroups, decode_integers, keep_packed, unpack_words
+from bitplan.store.files.schemes.integers import (
+    IntegerGroups,
+    decode_integers,
+    integer_weight,
+    keep_packed,
+    unpack_words,
+)
 from bitplan.store.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
 
 if TYPE_CHECKING:
@@ -38,19 +44,9 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
         if name.endswith(SUFFIX):
             owner = name.removesuffix(SUFFIX)
             layout = _layout(folder, owner, bits, ordered, symmetric, may_vary)
-            fmt, reason = layout.format()
-            read = functools.partial(_read, folder, owner, layout, fmt, 1 if kind == "gptq" else 0)
             parts = [f"{owner}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
-            yield SchemeWeight(
-                f"{owner}.weight",
-                (layout.rows, layout.cols),
-                tuple(part for part in parts if part in folder.checkpoint.tensors),
-                layout.label,
-                fmt.name if fmt else None,
-                layout.scale_type,
-                reason,
-                read,
-            )
+            read = functools.partial(_read, folder, owner, 1 if kind == "gptq" else 0)
+            yield integer_weight(folder, f"{owner}.weight", layout, parts, read)
 
 
 def _layout(
@@ -82,7 +78,7 @@ def _layout(
 
 
 def _read(
-    folder: QuantizedFolder, owner: str, layout: IntegerGroups, fmt: Format | None, less: int
+    folder: QuantizedFolder, owner: str, less: int, layout: IntegerGroups, fmt: Format | None
 ) -> Tensor | Encoded:
     scales = folder.read(f"{owner}.scales").T
     zeros = unpack_words(folder.read(f"{owner}.qzeros"), layout.bits, layout.rows).T

@@ -7,13 +7,15 @@ times. Else numbers are decoded as in these libraries: exact product, rounded on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bitplan.formats import Format, list_formats
 from bitplan.formats.elements import IntegerElement
 from bitplan.formats.scales.rules import ScaleStorage
+from bitplan.store.files.schemes.scheme import QuantizedFolder, SchemeWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +73,21 @@ class IntegerGroups:
             return False
         exact = fmt.scales.dtype_name in (self.scale_type, "float32")
         return exact and self.cols % self.group == 0 and self.group % self._block(fmt) == 0
+
+
+def integer_weight(
+    folder: QuantizedFolder,
+    name: str,
+    layout: IntegerGroups,
+    parts: Iterable[str],
+    read: Callable[[IntegerGroups, Format | None], Tensor | Encoded],
+) -> SchemeWeight:
+    """The weight of a layout, in those of `parts` that are there; `read` is given its format, None to decode."""
+    fmt, reason = layout.format()
+    there = tuple(part for part in parts if part in folder.checkpoint.tensors)
+    kept, shape = fmt.name if fmt else None, (layout.rows, layout.cols)
+    made = functools.partial(read, layout, fmt)
+    return SchemeWeight(name, shape, there, layout.label, kept, layout.scale_type, reason, made)
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:

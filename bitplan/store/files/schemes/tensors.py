@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bitplan.documents import OBJECT, Reader, or_null
 from bitplan.errors import FileFormatError
 from bitplan.formats import get_format
-from bitplan.records import read_json
+from bitplan.records import on_failure, read_json
 from bitplan.store.files.safetensors import INDEX_SUFFIX, Checkpoint, open_checkpoint
 from bitplan.store.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
@@ -81,7 +81,7 @@ class SchemeTensors(TensorFile):
             raise FileFormatError(f"{path}: its {CONFIG} names no quantization that bitplan reads")
         self.kind: str = said["quant_method"]
         self._checkpoint: Checkpoint = open_checkpoint(path)
-        try:
+        with on_failure(self.close):
             folder = QuantizedFolder(path, said, self._checkpoint, _model_type(path))
             reader = importlib.import_module(f"{__package__}.{SCHEMES[self.kind]}")
             self._weights: dict[str, SchemeWeight] = {}
@@ -94,9 +94,6 @@ class SchemeTensors(TensorFile):
             self._list()
             self.metadata = {"format": "pt"}
             self._say()
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def files(self) -> list[Path]:

@@ -22,7 +22,7 @@ from bitplan.documents import show
 from bitplan.errors import FileFormatError
 from bitplan.records import parse_json
 from bitplan.store.files.schemes.floats import TILE, fp4_weight, fp8_weight
-from bitplan.store.files.schemes.integers import IntegerGroups, decode_integers, keep_packed
+from bitplan.store.files.schemes.integers import IntegerGroups, decode_integers, integer_weight, keep_packed
 from bitplan.store.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight, is_tile
 
 if TYPE_CHECKING:
@@ -103,11 +103,8 @@ def _integers(
     # Zero points of symmetric weights are stored too; whether all are zero is checked when they are read.
     has_zero = zero is not None and any(folder.checkpoint.read_bytes(zero.name))
     layout = IntegerGroups(rows, cols, bits, group, scales.dtype_name, not has_zero)
-    fmt, reason = layout.format()
     parts = [f"{prefix}qdata", scales.name, *([] if zero is None else [zero.name]), *beside]
-    read = functools.partial(_read, folder, name, prefix, layout, fmt)
-    kept = fmt.name if fmt else None
-    return SchemeWeight(name, (rows, cols), tuple(parts), layout.label, kept, layout.scale_type, reason, read)
+    return integer_weight(folder, name, layout, parts, functools.partial(_read, folder, name, prefix))
 
 
 def _width(dtype_name: str) -> int:

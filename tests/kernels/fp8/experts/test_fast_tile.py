@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from bitplan.errors import FormatError
+from bitplan.formats.fp8 import round_to_fp8
 from bitplan.kernels.fp8.experts.fast_tile import MATRICES_LAUNCHES, plan_pairs
 from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout, GroupSizes
 from bitplan.kernels.fp8.experts.products import cast_experts, cast_tokens, lay_out
@@ -165,7 +166,7 @@ def test_no_tokens_at_all(device) -> None:
 
 
 def test_guesses_of_other_experts_are_refused(device) -> None:
-    with pytest.raises(FormatError, match=r"guesses of 2 experts have shape \(6, 2\), got \(6, 3\)"):
+    with pytest.raises(FormatError, match=r"guesses of 2 experts have shape \(7, 2\), got \(7, 3\)"):
         check_tokens(sample(3, 48), [1, 2], new_state(device, 3), device)
 
 
@@ -206,8 +207,7 @@ def test_the_check_casts_only_experts_again_whose_guess_was_wrong(device) -> Non
     codes = torch.empty((3, 48, 80), dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty((3, 48), device=device)
     sizes = GroupSizes(3, 80, 48, matrix_rows=48)
-    _, cast, check = plan_pairs(sizes, "tensor", "e4m3", 0.0, (True, False), True, MATRICES_LAUNCHES["tensor"])
-    assert check is not None
+    cast, check = plan_pairs(sizes, "tensor", "e4m3", 0.0, (True, False), True, MATRICES_LAUNCHES["tensor"])
     pointers = (flat, state, codes, scale, *(None,) * 7)
     cast(*pointers)
     codes.view(torch.uint8).fill_(0x55)
@@ -217,6 +217,19 @@ def test_the_check_casts_only_experts_again_whose_guess_was_wrong(device) -> Non
     assert (result[[0, 2]] == 0x55).all()
     assert torch.equal(result[1], expected.codes.view(torch.uint8)[1])
     same(scale, expected.scale)
+
+
+def test_with_room_an_experts_last_scale_holds_while_it_is_not_much_too_large(device) -> None:
+    w, state = sample(3 * 32, 48).view(3, 32, 48), new_state(device, 3, room=3)
+    first = cast_experts(w.to(device), "tensorwise", impl="triton", guess=state, cols=False)[0]
+    w *= torch.tensor([0.25, 2**-6, 2.0]).view(3, 1, 1)  # within the room, below it, above the last
+    again = cast_experts(w.to(device), "tensorwise", impl="triton", guess=state, cols=False)[0]
+    assert isinstance(first, GroupedFp8)
+    assert isinstance(again, GroupedFp8)
+    scale = first.scale.cpu() * torch.tensor([1.0, 2**-3, 2.0]).view(3, 1)
+    same(again.scale, scale)
+    same(again.codes, round_to_fp8(w.float() * (1.0 / scale[:, :, None]), "e4m3"))
+    assert state[-1].tolist() == [1, 2, 2]
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

@@ -311,32 +311,31 @@ def build(kernel, arguments, constants, warps=8, stages=3):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
-tables = dict.fromkeys(("tile_expert_ptr", "tile_row_ptr", "ends_ptr"), "*i32")
+tables = dict.fromkeys(("expert_ptr", "row_ptr", "ends_ptr"), "*i32")
 cast_tables = dict.fromkeys(("ends_ptr", "padded_ends_ptr", "tile_expert_ptr", "tile_row_ptr"), "*i32")
 numbers = dict(rows="i32", experts="i32", tiles="i32")
 build(cast._lay_out, dict(counts_ptr="*i64", out_ptr="*i32", misrouted_ptr="*i32") | numbers,
       dict(EXPERTS=128, PAD=16, TILE=128, CHUNK=64))
 for scaling, group in [("row", 0), ("tensor", 0), ("1x128", 0), ("128x128", 256)]:
     fixed = dict(C=512, GROUP=group, SOURCE="bf16", SCALING=scaling, BR=128, BC=128, TO_ROWS=True, TO_COLS=True)
-    if scaling in ("row", "tensor"):
-        build(cast._amax_tiles, dict(x_ptr="*i16", amax_ptr="*i32", amax_t_ptr="*i32") | cast_tables, fixed)
     pointers = dict(x_ptr="*i16", amax_ptr="*i32", out_ptr="*u8", scale_ptr="*fp32")
     pointers |= dict(out_t_ptr="*u8", scale_t_ptr="*fp32") | cast_tables | dict(amax_t_ptr="*i32")
-    ptx = build(cast._cast_tiles, pointers | dict(tokens="i32", cols_stride="i32", eps="fp32"),
-                fixed | dict(FP8="e5m2" if scaling == "row" else "e4m3"))
-    assert "cvt.rn.satfinite.e" in ptx
+    fixed |= dict(FP8="e5m2" if scaling == "row" else "e4m3")
+    for maxima in (True, False) if scaling in ("row", "tensor") else (False,):
+        ptx = build(cast._cast_tiles, pointers | dict(tokens="i32", cols_stride="i32", eps="fp32"),
+                    fixed | dict(MAXIMA=maxima))
+        assert ("cvt.rn.satfinite.e" in ptx) != maxima
 kinds = {"e4m3": "fp8e4nv", "e5m2": "fp8e5"}
 for scales, fast, a, tma in [("block", True, "e5m2", True), ("vector", True, "e4m3", True),
                              ("vector", False, "e5m2", False), ("block", True, "e4m3", False)]:
     operand = lambda kind: f"tensordesc<{kinds[kind]}[128, 128]>" if tma else "*" + kinds[kind]
     pointers = dict(a_ptr=operand(a), b_ptr=operand("e4m3"), a_scales_ptr="*fp32", b_scales_ptr="*fp32")
-    fixed = dict(N=512, K=1024, SCALES=scales, A=a, B="e4m3", OUT="bf16", FAST=fast, TOGETHER=8, TMA=tma)
-    rows = pointers | dict(bias_ptr="*fp32", out_ptr="*i16") | tables | dict(rows="i32", tiles="i32")
-    sums = pointers | dict(out_ptr="*i16", padded_ends_ptr="*i32", by_size_ptr="*i32", padded="i32")
-    for ptx in (
-        build(matmul._rows_product, rows, fixed | dict(BIAS=True, BM=128, BN=128, BK=128, HALVES=1)),
-        build(matmul._sums_product, sums, fixed | dict(BN=128, BK=128, BP=128)),
-    ):
+    pointers |= dict(bias_ptr="*fp32", out_ptr="*i16") | tables | dict(rows="i32", tiles="i32", stride="i32")
+    fixed = dict(SCALES=scales, A=a, B="e4m3", OUT="bf16", FAST=fast, BM=128, BN=128, BK=128, HALVES=1, TOGETHER=8)
+    fixed |= dict(TMA=tma)
+    for height, width, length in ((0, 512, 1024), (512, 1024, 0)):  # rows of tokens; sums over them
+        sizes = dict(HEIGHT=height, WIDTH=width, LENGTH=length, BIAS=not height)
+        ptx = build(matmul._tile_product, pointers, sizes | fixed)
         assert "wgmma.mma_async" in ptx, (scales, a, tma)
         assert ("cp.async.bulk.tensor" in ptx) == tma
 print("compiled")

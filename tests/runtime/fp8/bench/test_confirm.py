@@ -8,7 +8,7 @@ from torch import nn
 
 from bitplan.measure.speed.paired_timing import Timed
 from bitplan.plan.fp8.vocabulary import Fp8Error
-from bitplan.runtime.fp8.bench.confirm import default_example, judge, seen_inputs
+from bitplan.runtime.fp8.bench.confirm import inputs_without_example, judge, seen_inputs
 
 
 def ok(*samples):
@@ -67,15 +67,34 @@ def test_inputs_are_seen_and_the_rest_is_not_run():
         seen_inputs(model, "block", {"x": x, "skip": True})
 
 
-def test_an_example_for_a_language_model():
-    class Config:
-        vocab_size = 50
-        max_position_embeddings = 64
+class Config:
+    vocab_size = 50
+    max_position_embeddings = 64
 
+
+def test_a_language_model_is_run_on_tokens_of_its_own():
     model = Model()
-    with pytest.raises(Fp8Error, match="does not say its vocab_size; give example="):
-        default_example(model, 100)
     model.config = Config()
-    ids = default_example(model, 200)["input_ids"]
+    model.forward = lambda input_ids, **_: model.block(input_ids)
+    ((ids,), _) = inputs_without_example(model, "block", 4, 200)
     assert ids.shape == (4, 50)  # all of them, in as few sequences as fit
     assert int(ids.max()) < 50
+
+
+def test_embeddings_tell_the_tokens_of_a_plain_model():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
+    ((hidden,), _) = inputs_without_example(model, "1", 4, 30)
+    assert hidden.shape == (1, 30, 4)
+    model.places = nn.Embedding(6, 4)  # as many positions
+    assert inputs_without_example(model, "1", 4, 30)[0][0].shape == (5, 6, 4)
+
+
+def test_a_block_of_one_argument_needs_no_model():
+    ((x,), kwargs) = inputs_without_example(Model(), "block", 4, 100)
+    assert (x.shape, x.dtype, kwargs) == ((1, 100, 4), torch.float32, {})
+    with pytest.raises(Fp8Error, match=r"it fails on numbers of shape \(1, 100, 5\): .*; give example="):
+        inputs_without_example(Model(), "block", 5, 100)
+    model = Model()
+    model.block = nn.Bilinear(4, 4, 4)
+    with pytest.raises(Fp8Error, match="the block takes input1, input2; give example="):
+        inputs_without_example(model, "block", 4, 100)

@@ -136,6 +136,28 @@ def test_weight_casts_are_shared_until_the_weight_changes(monkeypatch) -> None:
     assert [(each["rows"], each["cols"]) for each in casts] == [(True, False), (False, True)]
 
 
+def test_in_a_captured_graph_each_layout_is_cast_once_for_each_forward(monkeypatch) -> None:
+    from bitplan.kernels.fp8.experts import products as kernels
+    from bitplan.runtime.fp8.layers import weight_casts
+
+    casts = []
+    cast = kernels.cast_experts
+    monkeypatch.setattr(kernels, "cast_experts", lambda *given, **how: casts.append(how) or cast(*given, **how))
+    layer = made(GemmChoice.all("rowwise"))
+    expected = ran(layer, [4, 4, 4, 4])
+    both = [(True, True)]
+    assert [(each["rows"], each["cols"]) for each in casts] == both
+    with monkeypatch.context() as graph:
+        graph.setattr(weight_casts, "_is_capturing", lambda _weight: True)
+        for forward in (2, 3):  # each casts anew: a replay cannot check whether the weight changed
+            result = ran(layer, [4, 4, 4, 4])
+            assert all(torch.equal(one, other) for one, other in zip(result[:3], expected[:3], strict=True))
+            assert [(each["rows"], each["cols"]) for each in casts] == forward * both
+        layer(torch.zeros(16, 128, requires_grad=True), torch.tensor([4, 4, 4, 4]))  # leaves a cast behind
+    ran(layer, [4, 4, 4, 4])
+    assert len(casts) == 5  # outside nothing of a graph is read: its memory is the graph's
+
+
 def test_a_layer_made_on_meta_works_over_a_weight_that_is_there() -> None:
     layer, given = made(GemmChoice.all("rowwise"), device="meta"), made(GemmChoice.all("rowwise"))
     layer.weight = given.weight
@@ -323,6 +345,41 @@ def test_a_graph_of_experts_keeps_its_guesses_from_replay_to_replay() -> None:
         graph.replay()
         with torch.no_grad():
             assert torch.equal(y, other(x, counts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_graph_of_a_step_casts_the_experts_once_and_follows_their_weights(recipe, monkeypatch) -> None:
+    from bitplan.kernels.fp8.experts import products as kernels
+
+    layer = made(GemmChoice.all(recipe), device="cuda", dtype=torch.bfloat16)
+    other = made(GemmChoice.all(recipe), device="cuda", dtype=torch.bfloat16, reuse_weight_cast=False)
+    x = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    counts = torch.tensor([100, 0, 199, 1], device="cuda")
+
+    def step(each: GroupedLinear) -> tuple[Tensor, ...]:
+        y = each(x, counts)
+        return (y, *torch.autograd.grad(y, [x, each.weight], torch.ones_like(y)))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(layer)
+    torch.cuda.synchronize()
+    casts = []
+    cast = kernels.cast_experts
+    graph = torch.cuda.CUDAGraph()
+    with monkeypatch.context() as counted, torch.cuda.graph(graph):
+        counted.setattr(kernels, "cast_experts", lambda *given, **how: casts.append(how) or cast(*given, **how))
+        result = step(layer)
+    assert [(each["rows"], each["cols"]) for each in casts] == [(True, True)]
+    for _ in range(3):
+        with torch.no_grad():
+            layer.weight.mul_(1.5)
+            other.weight.copy_(layer.weight)
+        graph.replay()
+        for one, expected in zip(result, step(other), strict=True):
+            assert torch.equal(one, expected)
 
 
 @pytest.mark.gpu
