@@ -25,6 +25,7 @@ from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.rounding.error_compensation import InputHessian
 from bitplan.store.rounding.layout import layout_of
+from bitplan.store.rounding.pick_loops import compiled_on_threads
 from bitplan.store.rounding.round_weight import round_weight
 
 WEIGHT = "weight"
@@ -94,6 +95,16 @@ class RoundedWeights:
                         on_done(name, fmt)
             finally:
                 pool.shutdown(cancel_futures=True)
+
+    @contextmanager
+    def one_torch_thread(self) -> Iterator[None]:
+        """For small matrices: torch's threads wait for each other longer than they work, compiled loops do not."""
+        widest, threads = max(site.shape[-1] for site in self.subject.sites.values()), torch.get_num_threads()
+        if self.subject.device.type != "cpu" or 2 * widest**2 > INPUTS_AT_ONCE:
+            yield
+            return
+        with _fewer_torch_threads(threads), compiled_on_threads(threads):
+            yield
 
     def _round_job(self, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Weights of one input, with one Hessian."""
