@@ -27,6 +27,7 @@ from bitplan.trees.tree import Forest, Tree
 
 NO_WEIGHTS = np.empty(0)
 DEVICES = ("cpu", "cuda")
+ADD_NS = 3.0  # of a row: to add its leaf's value
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,7 @@ class HostScores:
         def work(piece: slice) -> None:
             trees_rows.add_leaves(self._scores, output, grown.rows, piece.start, piece.stop, ends, values)
 
-        on_threads(work, pieces(len(grown.rows)))
+        on_threads(work, pieces(len(grown.rows), ADD_NS))
         if not len(unused):
             return
         scores = self._scores[:, output]

@@ -29,7 +29,7 @@ from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
 from bitplan.trees.loops.histogram import BINS
-from bitplan.trees.thread_workspace import TeamSpace
+from bitplan.trees.thread_workspace import TeamSpace, team_size
 from bitplan.trees.tree import Tree
 from bitplan.trees.tree_tables import Growth
 
@@ -156,8 +156,9 @@ class TreeGrower:
         precise = gradients.precision is GradientPrecision.F32
         growth = Growth(min(self._rules.max_leaves, max(rows, 1)), self._rules.best_first)
         growth.set_root(rows, np.zeros(3, np.int64))
-        if self._team is None or self._team.size != thread_count():
-            self._team = TeamSpace(self._data, thread_count())
+        size = team_size(self._data.rows, self._data.columns.shape[0], self._rules.max_leaves)
+        if self._team is None or self._team.size != size:
+            self._team = TeamSpace(self._data, size)
         is_category = self._bins.is_category[features]
         numeric, categories = (features[~is_category], features[is_category]) if self._packed else (features, features)
         packs = self._packed is not None and not precise

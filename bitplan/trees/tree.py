@@ -7,19 +7,17 @@ set. Missing values go where training found best, and with the larger child wher
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from bitplan.kernels.base.jit import on_threads, thread_count
+from bitplan.kernels.base.jit import on_threads, thread_count, worthwhile_threads
 from bitplan.trees.gradients import Array
 from bitplan.trees.loops import rows as trees_rows
 
 STEP_NS = 3  # a row's step down a tree
-HAND_OUT_NS = 20_000  # to have one more thread do a part
 PARTS_A_THREAD = 4
 SET_WORDS = 8  # at least: 256 categories
 
@@ -143,7 +141,7 @@ class Forest:
 
     def parts(self, rows: int) -> int:
         """How many threads are worth their start for the predictions of some rows."""
-        return max(math.isqrt(int(rows * self.row_ns / HAND_OUT_NS)), 1)
+        return worthwhile_threads(rows * self.row_ns)
 
     @cached_property
     def row_ns(self) -> float:

@@ -328,7 +328,7 @@ def test_rows_are_predicted_alike_alone_and_together(monkeypatch):
     together = model.decision_function(x)
     alone = np.concatenate([model.decision_function(x[row : row + 1]) for row in range(20)])
     np.testing.assert_array_equal(alone, together[:20])
-    monkeypatch.setattr("bitplan.trees.tree.HAND_OUT_NS", 1)
+    monkeypatch.setattr("bitplan.kernels.base.jit.HAND_OUT_NS", 1)
     for jobs in (1, 3):
         np.testing.assert_array_equal(model.set_params(n_jobs=jobs).decision_function(x[:299]), together[:299])
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,9 @@ from numba.core import cgutils, types
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.extending import intrinsic
 
+# What it takes to have one more thread do a part, most of it with the interpreter's lock: 5 us to hand it out, 10 to
+# call a kernel, the rest to wake the thread and to tell that it is done.
+HAND_OUT_NS = 25_000
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 # Passes of numba's compiler over what loops do not have: closures, `with`, exceptions, sums of whole arrays.
@@ -136,6 +140,11 @@ def use_threads(count: int) -> Iterator[None]:
 def thread_count() -> int:
     """The count of `use_threads`, else as many threads as torch uses."""
     return _chosen.get() or torch.get_num_threads()
+
+
+def worthwhile_threads(work_ns: float) -> int:
+    """How many threads do some work soonest, if there are as many: n of them take n hand-outs and work / n."""
+    return max(math.isqrt(int(work_ns / HAND_OUT_NS)), 1)
 
 
 def on_threads(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:
