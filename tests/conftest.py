@@ -57,8 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Workers send no reports of a setup or teardown that passed: nobody reads them, and they are two of three."""
-    if session.config.getoption("durations", None) is not None:
+    """Workers send no reports of a setup or teardown that passed: they are two of three, and few options read them."""
+    if any(session.config.getoption(name, None) is not None for name in ("durations", "xmlpath")):
         return
     for plugin in session.config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor":
