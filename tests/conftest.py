@@ -57,8 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Workers send no reports of a setup or teardown that passed: nobody reads them, and they are two of three."""
-    if session.config.getoption("durations", None) is not None:
+    """Workers send no reports of a setup or teardown that passed: they are two of three, and few options read them."""
+    if any(session.config.getoption(name, None) is not None for name in ("durations", "xmlpath")):
         return
     for plugin in session.config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor":
@@ -97,9 +97,7 @@ def pytest_collection_finish() -> None:
     for logger in logging.Logger.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
-    if hasattr(
-        catching_logs, "attached_loggers"
-    ):  # of pytest 9, which else visits thousands of loggers, six times a test
+    if hasattr(catching_logs, "attached_loggers"):  # of pytest 9: it visits thousands, six times a test
         catching_logs.__enter__ = catch_what_reaches_the_root
 
 
@@ -113,6 +111,19 @@ def catch_what_reaches_the_root(self: Any) -> Any:
     root.addHandler(self.handler)
     self.attached_loggers.append(root)
     return self.handler
+
+
+_file_of_the_last_test = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """So does what earlier files left in memory: imports inside functions, compiled code."""
+    global _file_of_the_last_test
+    if _file_of_the_last_test != item.nodeid.partition("::")[0]:
+        _file_of_the_last_test = item.nodeid.partition("::")[0]
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

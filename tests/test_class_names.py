@@ -17,9 +17,8 @@ from bitplan.errors import BitplanError, FileFormatError
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 
-HEAD = re.compile(
-    r"^class [^_\W].*?:(?=\s*(?:#.*)?$)", re.MULTILINE | re.DOTALL
-)  # to parse all of a module takes longer
+# Of a class alone: to parse the whole module takes longer.
+HEAD = re.compile(r"^class [^_\W].*?:(?=\s*(?:#.*)?$)", re.MULTILINE | re.DOTALL)
 
 
 def public_classes() -> Iterator[ast.ClassDef]:

@@ -38,7 +38,7 @@ ALL = dict(commands(typer.main.get_command(app)))
 def prepared(tmp_path_factory):
     """The files that the examples name."""
     folder = tmp_path_factory.mktemp("help")
-    save_llama(folder / "llama")
+    save_llama(folder / "llama", blocks=1)
     shutil.copy(folder / "llama" / "model.safetensors", folder / "model.safetensors")
     shutil.copy(folder / "llama" / "config.json", folder / "config.json")
     (folder / "text.txt").write_text(" ".join(["abandon hope all ye who enter here"] * 40))

@@ -13,7 +13,7 @@ from tests.processes import Program
 
 def test_damaged_files_are_read_or_refused(tmp_path):
     code = "import sys; from tests.fuzz.__main__ import main; sys.exit(main())"
-    arguments = ("--inputs", "2500", "--seed", "1", "--failures", str(tmp_path))
+    arguments = ("--inputs", "1000", "--seed", "3", "--failures", str(tmp_path))
     program = Program(code, *arguments, folder=Path(__file__).parents[2])
     assert program.wait() == 0, program.output + program.errors
     result = re.findall(r"^(.*): \d+ inputs: (\d+) read, (\d+) refused, 0 failed;", program.output, re.MULTILINE)

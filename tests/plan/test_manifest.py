@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -55,10 +56,15 @@ def gpt_oss_rules(**change):
     return {key: value for key, value in result.items() if value is not None}
 
 
-def schema_errors(document):
+@functools.cache
+def schema_validator():
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft202012Validator.check_schema(manifest_schema())
-    return [error.message for error in jsonschema.Draft202012Validator(manifest_schema()).iter_errors(document)]
+    return jsonschema.Draft202012Validator(manifest_schema())
+
+
+def schema_errors(document):
+    return [error.message for error in schema_validator().iter_errors(document)]
 
 
 def rules(*items, **change):

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from bitplan.cli import run
+from bitplan.cli.demo import plan as demo_plan
+from bitplan.cli.demo import quality as demo_quality
 from bitplan.cli.demo import run as demo_run
 from bitplan.cli.demo import tiny_model
 from bitplan.cli.demo import training as demo_training
-from bitplan.cli.demo.quality import FORMATS, PLAN, REFERENCE
+from bitplan.cli.demo.quality import PLAN, REFERENCE
 from bitplan.cli.demo.run import EVIDENCE, RECORDS, prepare_folder
 from bitplan.plan import Manifest, Plan
 from bitplan.report.read_records import read_records
@@ -22,6 +24,8 @@ from bitplan.store.files.open_files import open_tensors
 from tests.report.browser import Browser
 
 BLOCKS = 2  # of six: a third of the layers to search formats for
+CANDIDATES = ("mxfp4", "int8_row", "bfloat16")  # of five
+FORMATS = ("bfloat16", "int8_row", "mxfp4", "ternary_absmean")  # of nine
 GPU_RECORDS = {"fp8-policy.json", "crossover.json"}
 SECTIONS = ["search", "decisions", "quality", "training", "precision", "streaming", "errors", "benchmarks", "machine"]
 
@@ -44,6 +48,8 @@ def one_demo(folder):
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(demo_run, "run_demo", run_demo)
         patch.setattr(tiny_model, "BLOCKS", BLOCKS)
+        patch.setattr(demo_plan, "CANDIDATES", CANDIDATES)
+        patch.setattr(demo_quality, "FORMATS", FORMATS)
         assert run(["demo", "--fast", "-o", str(folder)]) == 0
     return json.loads(json.dumps(results[0])), printed.getvalue()
 
@@ -166,7 +172,8 @@ def test_the_page_renders_in_a_browser(folder, figures):
 def test_the_same_seed_gives_the_same_figures_over_old_files(figures, folder, tmp_path, capsys, monkeypatch):
     """Of all formats two are packed and measured again; training, plan and trees are those of the first run."""
     some = ("bfloat16", "mxfp4")
-    monkeypatch.setattr("bitplan.cli.demo.quality.FORMATS", some)
+    monkeypatch.setattr(demo_quality, "FORMATS", some)
+    monkeypatch.setattr(demo_plan, "CANDIDATES", CANDIDATES)
     monkeypatch.setattr(tiny_model, "BLOCKS", BLOCKS)
     folder = shutil.copytree(folder, tmp_path / "again")
     before = {name: (folder / name).read_bytes() for name in ("plan.json", "model.plan.safetensors", "training.jsonl")}

@@ -26,7 +26,7 @@ LLAMA = {
     "num_key_value_heads": 1,
 }
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-ONCE = ["--device", "cpu", "--sweep", "32x1", "--iters", "4", "--warmup", "1", "--timing", "eager"]
+ONCE = ["--device", "cpu", "--sweep", "32x1", "--iters", "4", "--warmup", "0", "--timing", "eager"]
 QUICK = [*ONCE, "--sweep", "32x1,48x1"]
 
 
@@ -191,7 +191,7 @@ def test_a_report_of_another_run_is_not_gone_on_with(capsys):
         "--iters",
         "4",
         "--warmup",
-        "1",
+        "0",
         "--timing",
         "eager",
         "--no-products",

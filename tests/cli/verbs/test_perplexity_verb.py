@@ -32,15 +32,15 @@ SPECIAL = ["<unk>", "<s>"]
 TOKENS = [*SPECIAL, "Ġ", *LETTERS, *map("".join, MERGES)]
 
 
-def save_llama(folder, *, seed=0, merges=MERGES):
-    """Two blocks of 64, weights large enough that formats make a difference."""
+def save_llama(folder, *, seed=0, merges=MERGES, blocks=2):
+    """Blocks of 64, weights large enough that formats make a difference."""
     torch.manual_seed(seed)
     vocabulary = {token: number for number, token in enumerate(TOKENS)}
     config = transformers.LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=blocks,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,

@@ -204,12 +204,13 @@ t.check(t.run(x[:1], weight), x[:1], weight)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not cpu_fused._on_x86(), reason="names CPUs of x86")
 @pytest.mark.parametrize(
     ("cpu", "has", "lanes", "name"),
     [
         ("haswell", "+avx,+avx2,+fma,+f16c,+sse4.2", 8, "mxfp4"),
-        pytest.param("sandybridge", "+avx,+fma,+f16c,+sse4.2", 4, "int4_g32", marks=pytest.mark.long),
+        ("sandybridge", "+avx,+fma,+f16c,+sse4.2", 4, "int4_g32"),
     ],
 )
 def test_a_cpu_without_avx512_gives_the_same_products(cpu: str, has: str, lanes: int, name: str) -> None:

@@ -202,9 +202,7 @@ def test_a_document_that_was_edited(edit, message):
     assert re.search(re.escape(message), refused(edited(edit)))
 
 
-words = st.text(
-    st.characters(exclude_categories=("Cs",)), max_size=4
-)  # by default it tries each letter in UTF-8: seconds
+words = st.text(st.characters(exclude_categories=("Cs",)), max_size=4)  # the default tries every letter: seconds
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2**64) | st.floats(allow_nan=False) | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | st.just("b.1"), inner, max_size=3),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,15 +35,16 @@ FORMATS = (
     "q6_k_gguf",
     "q5_1_gguf",
 )
-ROWS, COLS = 24, 256
+ROWS, COLS = 24, 128
 
 
-def example() -> tuple[Tensor, Tensor]:
+@functools.cache
+def example(cols: int = COLS) -> tuple[Tensor, Tensor]:
     """A weight, and inputs that are correlated and of different sizes, one of them never seen."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(ROWS, COLS, generator=generator)
-    mixing = torch.randn(COLS, COLS, generator=generator) / COLS**0.5 + 0.5 * torch.eye(COLS)
-    inputs = torch.randn(512, COLS, generator=generator) @ mixing * torch.rand(COLS, generator=generator).add(0.1)
+    weight = torch.randn(ROWS, cols, generator=generator)
+    mixing = torch.randn(cols, cols, generator=generator) / cols**0.5 + 0.5 * torch.eye(cols)
+    inputs = torch.randn(512, cols, generator=generator) @ mixing * torch.rand(cols, generator=generator).add(0.1)
     inputs[:, 7] = 0
     return weight, inputs
 
@@ -50,19 +53,20 @@ WEIGHT, INPUTS = example()
 HESSIAN, MOMENTS = INPUTS.T @ INPUTS, INPUTS.square().mean(0)
 
 
-def output_error(values: Tensor) -> float:
-    return float(((values - WEIGHT) @ INPUTS.T).double().square().sum())
-
-
-def weighted_error(values: Tensor) -> float:
-    return float(((values - WEIGHT).double().square() * MOMENTS).sum())
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_statistics_make_the_error_they_are_of_smaller(fmt: str) -> None:
-    plain = encode(WEIGHT, fmt)
-    by_moments = round_weight(WEIGHT, fmt, moments=MOMENTS)
-    compensated, report = round_with_report(WEIGHT, fmt, hessian=HESSIAN)
+    weight, inputs = example(256 if "_k_" in fmt else COLS)
+    moments = inputs.square().mean(0)
+
+    def output_error(values: Tensor) -> float:
+        return float(((values - weight) @ inputs.T).double().square().sum())
+
+    def weighted_error(values: Tensor) -> float:
+        return float(((values - weight).double().square() * moments).sum())
+
+    plain = encode(weight, fmt)
+    by_moments = round_weight(weight, fmt, moments=moments)
+    compensated, report = round_with_report(weight, fmt, hessian=inputs.T @ inputs)
     for rounded in (by_moments, compensated):
         assert {part: (t.dtype, t.shape) for part, t in rounded.parts.items()} == {
             part: (t.dtype, t.shape) for part, t in plain.parts.items()
@@ -94,18 +98,20 @@ def test_rows_that_encode_rounds_better_are_as_encode_has_them() -> None:
 
 
 def test_a_last_block_that_is_not_whole_is_filled() -> None:
-    weight, hessian = WEIGHT[:, :200], HESSIAN[:200, :200]
+    weight, hessian = WEIGHT[:, :100], HESSIAN[:100, :100]
     with pytest.raises(FormatError, match="not a multiple"):
         round_weight(weight, "int4_g32", hessian=hessian)
     rounded = round_weight(weight, "int4_g32", hessian=hessian, pad="zero")
     assert rounded.nbytes == encode(weight, "int4_g32", pad="zero").nbytes
-    assert round_weight(weight, "fp8_e4m3_b128", hessian=hessian).shape == (ROWS, 200)
+    assert round_weight(weight, "fp8_e4m3_b128", hessian=hessian).shape == (ROWS, 100)
 
 
 def test_scales_and_minima_of_groups_follow_the_codes() -> None:
     """Sweeps move them, too: in the least of sizes that K-quants have, both ways of storing a minimum, and a table."""
     for fmt in ("q2_k_gguf", "q4_1_gguf", "iq4_nl_gguf"):
-        errors = [round_with_report(WEIGHT, fmt, hessian=HESSIAN, sweeps=sweeps)[1] for sweeps in (0, 2)]
+        weight, inputs = example(256 if "_k_" in fmt else COLS)
+        hessian = inputs.T @ inputs
+        errors = [round_with_report(weight, fmt, hessian=hessian, sweeps=sweeps)[1] for sweeps in (0, 2)]
         assert errors[1].measure == "hessian"
         assert errors[1].after < 0.97 * errors[0].after < errors[0].before
 
@@ -134,7 +140,7 @@ def test_formats_with_nothing_to_choose_are_plain() -> None:
 
 
 def test_bad_statistics_are_refused() -> None:
-    with pytest.raises(FormatError, match=r"`hessian` of its inputs must have shape \(256, 256\), got \(255, 255\)"):
+    with pytest.raises(FormatError, match=r"`hessian` of its inputs must have shape \(128, 128\), got \(127, 127\)"):
         round_weight(WEIGHT, "mxfp4", hessian=HESSIAN[1:, 1:], name="w")
     with pytest.raises(FormatError, match="NaN or infinity"):
         round_weight(WEIGHT, "mxfp4", moments=MOMENTS * torch.nan)
@@ -153,16 +159,18 @@ def test_zeros_stay_zeros() -> None:
 @pytest.mark.parametrize("fmt", ["q4_k_gguf", "int4_g32", "nvfp4"])
 def test_rows_make_up_for_each_other(fmt: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(48, COLS, generator=generator)
+    _, inputs = example(cols := 256 if "_k_" in fmt else COLS)
+    hessian = inputs.T @ inputs
+    weight = torch.randn(48, cols, generator=generator)
     mixed = torch.randn(200, 8, generator=generator) @ torch.randn(8, 48, generator=generator)
     gradients = mixed + 0.3 * torch.randn(200, 48, generator=generator)
     outputs = gradients.T @ gradients
 
     def loss(values: Tensor) -> float:  # what a change of the outputs does along the gradients
-        return float((gradients @ (values - weight) @ INPUTS.T).double().square().sum())
+        return float((gradients @ (values - weight) @ inputs.T).double().square().sum())
 
-    alone = round_weight(weight, fmt, hessian=HESSIAN)
-    together, report = round_with_report(weight, fmt, hessian=HESSIAN, outputs=outputs)
+    alone = round_weight(weight, fmt, hessian=hessian)
+    together, report = round_with_report(weight, fmt, hessian=hessian, outputs=outputs)
     assert together.data.shape == alone.data.shape
     assert loss(decode(together)) < 0.8 * loss(decode(alone))
     assert report.measure == "hessian and outputs"

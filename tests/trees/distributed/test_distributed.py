@@ -26,14 +26,18 @@ SMALL = {"n_estimators": 3, "max_leaves": 12, "min_child_samples": 10}
 
 @pytest.fixture(scope="module")
 def fitted_alone():
-    """By case and precision: what one process fits to all rows."""
-    found = {}
-    for case, precision in PAIRS:
+    """A function of case and precision: what one process fits to all rows. Those of OFTEN are fitted at once."""
+
+    @functools.cache
+    def fit(case, precision):
         kind, changes, data = case()
         eval_set = (data["eval_x"], data["eval_y"]) if "eval_x" in data else None
         model = getattr(trees, kind)(**settings_of(changes, precision))
-        found[case, precision] = model.fit(data["x"], data["y"], data.get("weights"), eval_set)
-    return found
+        return model.fit(data["x"], data["y"], data.get("weights"), eval_set)
+
+    for pair in OFTEN:
+        fit(*pair)
+    return fit
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +102,14 @@ CASES = [
 
 PAIRS = [(case, precision) for case in CASES for precision in ("i16", "i8")]
 PAIRS += [(case, "f32") for case in CASES[:3]]  # fixed point too, so the same holds
-SOME = [(CASES[0], "i16"), (CASES[1], "f32"), (CASES[2], "i8"), (CASES[4], "i16")]
-APART = [(2, *pair) for pair in PAIRS] + [(count, *pair) for count in (1, 4) for pair in SOME]
-APART += [pytest.param(count, *pair, marks=pytest.mark.long) for count in (1, 4) for pair in PAIRS if pair not in SOME]
+OFTEN = [*zip(CASES, ("i16", "f32", "i8", "i16", "i8", "i16", "i8"), strict=True)]  # each case
+SOME = OFTEN[1:3]
+RUNS = {1: SOME, 2: OFTEN, 4: SOME}
+APART = [
+    pytest.param(count, *pair, marks=[] if pair in often else pytest.mark.long)
+    for count, often in RUNS.items()
+    for pair in PAIRS
+]
 
 
 def settings_of(changes, precision):
@@ -127,15 +136,14 @@ def fitted_apart(pool):
     def of(count, case, precision):
         fit_all(1, tuple(SOME))
         pair = case, precision
-        pairs = PAIRS if count == 2 else SOME if pair in SOME else [pair]
-        return fit_all(count, tuple(pairs))[pair]
+        return fit_all(count, tuple(RUNS[count]) if pair in RUNS[count] else (pair,))[pair]
 
     return of
 
 
 @pytest.mark.parametrize(("count", "case", "precision"), APART, ids=lambda part: getattr(part, "__name__", part))
 def test_trees_are_those_of_one_process(fitted_apart, fitted_alone, count, case, precision):
-    alone = fitted_alone[case, precision]
+    alone = fitted_alone(case, precision)
     assert any(tree.leaves > 2 for tree in alone.booster_.trees)
     for answer in fitted_apart(count, case, precision):
         assert answer["text"] == alone.to_lightgbm()
