@@ -100,9 +100,13 @@ class ArmProcess:
         answer: Run = json.loads(line)
         return answer
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """There are no more seeds: the process ends by itself."""
         assert self.process.stdin is not None
         self.process.stdin.close()
+
+    def close(self) -> None:
+        self.end()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -124,6 +128,8 @@ class Turns:
             self._wait_until_ready(arms)
             self._train(arms, keep)
         finally:
+            for arm in arms.values():  # all at once: each takes a second or two
+                arm.end()
             for arm in arms.values():
                 arm.close()
 

@@ -147,7 +147,7 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
             tokenizer = read_tokenizer(folder, source)
             # A file that carries its own names is read by them; one of transformers may need its own decoding.
             ours = config is not None or source.is_file() or _is_packed(file)
-            model = _model_of(file, folder, str(source)) if ours else _read_model(source, _place(folder))
+            model = _model_of(file, folder, str(source)) if ours else read_model(source, _place(folder))
     lm = CausalLM(model.eval(), tokenizer, str(path), stored)
     require_causal(lm, lm)
     return lm
@@ -194,12 +194,13 @@ def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:
             f"{source}: is split, and transformers reads GGUF from one file; merge it with llama-gguf-split"
         )
     place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    return _read("AutoTokenizer", source, "the tokenizer", place), _read_model(source, place)
+    return _read("AutoTokenizer", source, "the tokenizer", place), read_model(source, place)
 
 
-def _read_model(source: Path, place: dict[str, Any]) -> Any:
-    options = {"dtype": torch.float32, "use_safetensors": True}
-    model, info = _read("AutoModelForCausalLM", source, "the model", place | options | REPORTED)
+def read_model(source: Path, place: dict[str, Any] | None = None, dtype: torch.dtype | str = torch.float32) -> Any:
+    """The model of a folder, or of the `place` that transformers finds it at; "auto": in the type of its file."""
+    options = {"dtype": dtype, "use_safetensors": True}
+    model, info = _read("AutoModelForCausalLM", source, "the model", (place or _place(source)) | options | REPORTED)
     require_complete(info, str(source))
     return model
 

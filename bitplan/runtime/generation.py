@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import MeasureError
-from bitplan.runtime.causal_lm import CausalLM
+from bitplan.runtime.causal_lm import CausalLM, read_model, read_tokenizer
 from bitplan.runtime.packed.checkpoints.load import load_packed
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss
 from bitplan.runtime.packed.read_packed import device_of, require_transformers
-from bitplan.store.models.transformers_names import REPORTED, foreign_reason, require_complete, silence_transformers
+from bitplan.store.models.transformers_names import silence_transformers
 from bitplan.store.packed_folder import is_packed_config, read_config
 
 
@@ -39,34 +39,13 @@ def load_for_running(
     if is_packed_config(config) or is_gpt_oss(source):
         model = load_packed(source, device=place, dtype=wanted).model
     else:
-        model = _load_plain(source, place, wanted)
+        with silence_transformers():
+            model = read_model(source, dtype=wanted or "auto").to(place)
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if is_pair or not model.can_generate():  # type: ignore[operator]
         raise MeasureError(f"{folder}: {type(model).__name__} is no causal language model, and continues no text")
-    return CausalLM(model.eval(), _tokenizer(source), str(folder))
-
-
-def _load_plain(source: Path, place: torch.device, dtype: torch.dtype | None) -> Any:
-    import transformers
-
-    options = {"dtype": dtype or "auto", "local_files_only": True, "use_safetensors": True}
     with silence_transformers():
-        try:
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(str(source), **options, **REPORTED)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise MeasureError(f"{source}: transformers cannot read the model: {foreign_reason(error)}") from error
-    require_complete(info, str(source))
-    return model.to(place)
-
-
-def _tokenizer(source: Path) -> Any:
-    import transformers
-
-    with silence_transformers():
-        try:
-            return transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=True)
-        except Exception as error:  # transformers raises any kind of error on bad files
-            raise MeasureError(f"{source}: transformers cannot read the tokenizer: {foreign_reason(error)}") from error
+        return CausalLM(model.eval(), read_tokenizer(source), str(folder))
 
 
 @dataclass(frozen=True)

@@ -287,6 +287,7 @@ def solve_and_correct(
             solution = solve(evidence, goal)
             if any(solution.choice == other.choice for _, other in tried):
                 break
+            meter.prepare(evidence, [solution.choice], no_stage)
             measured = meter.kl(evidence, solution.choice, "the plan")
             tried.append((measured, solution))
             advance(1, "the plan")

@@ -150,7 +150,7 @@ def _gather(x: Array | TablePieces, chosen: Array) -> Array:
     def work(piece: slice) -> None:
         out[piece] = x[chosen[piece]]
 
-    on_threads(work, pieces(len(chosen)))
+    on_threads(work, pieces(len(chosen), x.shape[1]))  # a nanosecond a number, about
     return out
 
 

@@ -27,6 +27,7 @@ from bitplan.trees.tree import Forest, Tree
 
 NO_WEIGHTS = np.empty(0)
 DEVICES = ("cpu", "cuda")
+ADD_NS = 3.0  # of a row: to add its leaf's value
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,15 @@ class Booster:
 
     def scores(self, x: Array | TablePieces) -> Array:
         """Raw scores (rows, outputs)."""
-        scores = np.empty((len(x), self.outputs))
+        return self.scores_checked(x)[0]
+
+    def scores_checked(self, x: Array | TablePieces) -> tuple[Array, bool]:
+        """The same, and whether a number of x is infinite, if there are trees."""
+        scores, has_infinity = np.empty((len(x), self.outputs)), False
         scores[:] = self.start
         for first, block in blocks_of(x) if self.trees else ():
-            self.forest().add_to(scores[first : first + len(block)], block)
-        return scores
+            has_infinity |= self.forest().add_to(scores[first : first + len(block)], block)
+        return scores, has_infinity
 
     def forest(self) -> Forest:
         """The trees laid out for prediction, kept until their number changes."""
@@ -312,7 +317,7 @@ class HostScores:
         def work(piece: slice) -> None:
             trees_rows.add_leaves(self._scores, output, grown.rows, piece.start, piece.stop, ends, values)
 
-        on_threads(work, pieces(len(grown.rows)))
+        on_threads(work, pieces(len(grown.rows), ADD_NS))
         if not len(unused):
             return
         scores = self._scores[:, output]

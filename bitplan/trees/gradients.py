@@ -24,13 +24,14 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from bitplan.errors import BitplanError
-from bitplan.kernels.base.jit import on_threads, thread_count
+from bitplan.kernels.base.jit import on_threads, thread_count, worthwhile_threads
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.loops import gradients as trees_gradients
 
 Array = np.ndarray[Any, Any]
 PIECE = 2**16  # rows
-LEAST_PIECE = 2**13  # fewer are not worth a thread
+# Nanoseconds of a row, about.
+LARGEST_NS, QUANTIZE_NS = 1.3, 3.0
 
 
 class TreesError(BitplanError, ValueError):
@@ -130,7 +131,7 @@ def prepare(
 
 def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, float]:
     """Largest |gradient| and hessian of all processes; refuses what has no scale."""
-    at = pieces(len(grads))
+    at = pieces(len(grads), LARGEST_NS)
 
     def ends(piece: slice) -> tuple[float, float, float]:
         here, weights = grads[piece], hess[piece]
@@ -161,9 +162,9 @@ def _unit(top: float, bits: int) -> float:
     return math.ldexp(1.0, math.frexp(top)[1] - bits) if top else 1.0
 
 
-def pieces(count: int) -> list[slice]:
-    """A part of the rows for each thread: to hand out a part takes time, too. Even: I8 puts two rows into a byte."""
-    parts = max(min(thread_count(), count // LEAST_PIECE), 1)
+def pieces(count: int, row_ns: float) -> list[slice]:
+    """A part of the rows for each thread that pays, if a row takes `row_ns`. Even: I8 puts two rows into a byte."""
+    parts = min(thread_count(), worthwhile_threads(count * row_ns))
     step = max(-(-count // (2 * parts)) * 2, 1)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
@@ -198,5 +199,5 @@ def _quantize(
             codes[1][at],
         )
 
-    on_threads(work, pieces(len(grads)))
+    on_threads(work, pieces(len(grads), QUANTIZE_NS))
     return scales

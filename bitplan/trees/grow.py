@@ -29,7 +29,7 @@ from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
 from bitplan.trees.loops.histogram import BINS
-from bitplan.trees.thread_workspace import TeamSpace
+from bitplan.trees.thread_workspace import TeamSpace, team_size
 from bitplan.trees.tree import Tree
 from bitplan.trees.tree_tables import Growth
 
@@ -111,8 +111,9 @@ class TreeGrower:
             self._thresholds[feature, : len(edges)] = edges
 
     @cached_property
-    def _parts(self) -> Array:
-        return kernels.judging_parts(bool(np.any(self._bins.is_category)), self._is_bounded)
+    def _judging_parts(self) -> Array:
+        parts: Array = kernels.judging_parts(bool(np.any(self._bins.is_category)), self._is_bounded)
+        return parts
 
     @property
     def columns(self) -> Array:
@@ -131,7 +132,7 @@ class TreeGrower:
         is_category = self._bins.is_category[features]
         packs, numbers = self._can_pack() and not np.all(is_category), (self._by_feature, self._scales, self._numbers)
         self._packed = (features[~is_category], *numbers) if packs else None
-        self._judging = features, *numbers, self._bins.is_category, self._monotone, self._parts
+        self._judging = features, *numbers, self._bins.is_category, self._monotone, self._judging_parts
         # After `judge_packed` only categories are left.
         self._after_packed = (features[is_category], *self._judging[1:]) if np.any(is_category) else None
         self._builder = HistogramBuilder(self._data, gradients, features)
@@ -155,8 +156,9 @@ class TreeGrower:
         precise = gradients.precision is GradientPrecision.F32
         growth = Growth(min(self._rules.max_leaves, max(rows, 1)), self._rules.best_first)
         growth.set_root(rows, np.zeros(3, np.int64))
-        if self._team is None or self._team.size != thread_count():
-            self._team = TeamSpace(self._data, thread_count())
+        size = team_size(self._data.rows, self._data.columns.shape[0], self._rules.max_leaves)
+        if self._team is None or self._team.size != size:
+            self._team = TeamSpace(self._data, size)
         is_category = self._bins.is_category[features]
         numeric, categories = (features[~is_category], features[is_category]) if self._packed else (features, features)
         packs = self._packed is not None and not precise
@@ -171,7 +173,7 @@ class TreeGrower:
                 self._numbers,
                 self._bins.is_category,
                 self._monotone,
-                self._parts,
+                self._judging_parts,
                 packs,
             ),
         )

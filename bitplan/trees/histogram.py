@@ -18,6 +18,7 @@ from bitplan.trees.gradients import Array, GradientPrecision, Gradients, pieces
 from bitplan.trees.loops import histogram as kernels
 from bitplan.trees.loops.histogram import BINS, GROUP, PANEL
 
+ENTER_NS = 2.0  # of a row
 WIDE = 3  # words: gradient, hessian, rows
 NARROW_ROWS = kernels.NARROW_ROWS  # that narrow cells hold
 # By precision: how entries are made, the loops that add them, words of a narrow cell.
@@ -67,7 +68,7 @@ class HistogramBuilder:
             numbers = np.arange(part.start, part.stop, dtype=np.uint32) if isinstance(part, range) else part
             self._enter(numbers, grads, held.hessians, out[piece])
 
-        on_threads(work, pieces(len(rows)))
+        on_threads(work, pieces(len(rows), ENTER_NS))
         return out
 
     def build(self, entries: Array, *, threads: bool = False) -> Histogram:

@@ -19,6 +19,7 @@ from bitplan.trees.distributed.shards import ALONE, Array, Shards, average, sum_
 from bitplan.trees.gradients import TreesError, pieces
 from bitplan.trees.loops import gradients as trees_gradients
 
+GRADIENT_NS = 8.0  # of a row and an output, about
 POISSON_CAUTION = math.exp(0.7)  # LightGBM's: a hessian larger than the real one, against steps that overshoot
 Leaves = Sequence[Array]  # the rows of each
 CustomObjective = Callable[[Array, Array], tuple[Any, Any]]
@@ -48,7 +49,7 @@ class OneScore:
         def work(at: slice) -> None:
             self._run(y[at], flat[at], weights[at] if len(weights) else weights, grads[0, at], hess[0, at])
 
-        on_threads(work, pieces(len(y)))
+        on_threads(work, pieces(len(y), GRADIENT_NS))
 
     def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
         self._kernel(y, scores, weights, grads, hess)
@@ -154,7 +155,7 @@ class Multiclass:
                 y[at], scores[at], weights[at] if len(weights) else weights, grads[:, at], hess[:, at]
             )
 
-        on_threads(work, pieces(len(y)))
+        on_threads(work, pieces(len(y), GRADIENT_NS * self.outputs))
 
     def mean(self, scores: Array) -> Array:
         powers: Array = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from bitplan.kernels.base.atomics import LINE
-from bitplan.kernels.base.jit import address_of
+from bitplan.kernels.base.jit import address_of, thread_count, worthwhile_threads
 from bitplan.trees import histogram
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
@@ -20,7 +21,26 @@ from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL
 from bitplan.trees.tree_tables import Growth
 
 TEAM_ROWS = 2**16  # smaller tables are not worth a team, nor compiling its loops
-SHARED_ROWS = 2**16  # from here on all threads work on one node
+# What a tree takes, in nanoseconds: on each level of a row, for its own sake and for each feature; of a leaf's feature.
+ROW_NS, ROW_FEATURE_NS, LEAF_FEATURE_NS = 2.0, 0.4, 2000.0
+# All threads expand a node together in its time over their number, and about as long as one thread takes for 3750 rows.
+TOGETHER_ROWS = 3750
+
+
+def team_size(rows: int, features: int, leaves: int) -> int:
+    """The threads that are worth their start: at most `thread_count()`."""
+    levels = max(leaves, 2).bit_length()
+    work_ns = rows * levels * (ROW_NS + ROW_FEATURE_NS * features) + leaves * features * LEAF_FEATURE_NS
+    return min(thread_count(), worthwhile_threads(work_ns))
+
+
+def shared_rows(rows: int, team: int) -> int:
+    """From how many rows on all threads should expand a node, of a table with `rows`.
+
+    All nodes of n rows together take rows / n times TOGETHER_ROWS more, each by one thread n rows. Where there are as
+    many nodes as threads, each thread has one.
+    """
+    return max(math.isqrt(rows * TOGETHER_ROWS), rows // team)
 
 
 class TeamSpace:
@@ -62,7 +82,7 @@ class TeamSpace:
         free[0, :places] = np.arange(places)[::-1] * (self._cells * narrow)
         free[1, :wide_places] = wide_from + np.arange(wide_places)[::-1] * (self._cells * histogram.WIDE)
         growth.counts[loops.FREE :] = places, wide_places
-        shared = min(SHARED_ROWS, most + 1)
+        shared = min(shared_rows(count, team), most + 1)
         sizes = np.array([narrow, most, shared, self._cells, wide_from], np.int64)
         if self._parts is None or self._parts[0].shape[1] != self._cells * narrow:
             block = min(loops.BLOCK, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import os
 from typing import Any
@@ -25,15 +26,23 @@ def threads_of(n_jobs: Any) -> int:
     return count if count > 0 else max(allowed_cores() + 1 + count, 1)
 
 
-def threads_for(n_jobs: Any, pieces: int) -> int:
-    """The same, but for one piece of work 1: to ask for the cores takes longer than to predict a row."""
+def threads_for(n_jobs: Any, parts: int) -> int:
+    """The same, but for one part of work 1: to ask for the cores takes longer than to predict a row."""
     is_plain = n_jobs is None or (type(n_jobs) is int and n_jobs != 0)
-    return 1 if pieces <= 1 and is_plain else threads_of(n_jobs)
+    return 1 if parts <= 1 and is_plain else threads_of(n_jobs)
 
 
 def allowed_cores() -> int:
     """The cores that affinity, the container, joblib and the usual variables leave to this process."""
-    from joblib import cpu_count  # type: ignore[import-untyped]  # comes with scikit-learn
-
     given = (os.environ.get(name, "").split(",")[0].strip() for name in LIMITS)  # OpenMP's may be a list by level
-    return min([int(cpu_count()), *(int(text) for text in given if text.isdecimal() and int(text) > 0)])
+    affinity = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+    cores = _joblib_cores(affinity, os.environ.get("LOKY_MAX_CPU_COUNT"))
+    return min([cores, *(int(text) for text in given if text.isdecimal() and int(text) > 0)])
+
+
+@functools.lru_cache(maxsize=8)
+def _joblib_cores(_affinity: frozenset[int], _limit: str | None) -> int:
+    """joblib's count, remembered for as long as what may change it is the same: it reads files of the container."""
+    import joblib  # type: ignore[import-untyped]  # comes with scikit-learn
+
+    return int(joblib.cpu_count())

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from bitplan.kernels.base.jit import on_threads
+from bitplan.kernels.base.jit import on_threads, thread_count, worthwhile_threads
 from bitplan.trees.gradients import Array
 from bitplan.trees.loops import rows as trees_rows
 
-ROWS_AT_ONCE = 2**13
+STEP_NS = 3  # a row's step down a tree
+PARTS_A_THREAD = 4
 SET_WORDS = 8  # at least: 256 categories
 
 
@@ -51,8 +53,7 @@ class Steps:
     """
 
     roots: Array
-    words: Array
-    thresholds: Array  # of a set of categories: its place
+    nodes: Array  # two int64 for each: its word, and the bits of its threshold (of a set of categories: its place)
     values: Array  # of leaves
     has_sets: bool
 
@@ -82,14 +83,16 @@ class Steps:
             inner = children >= 0
             at_node[roots[tree[inner]] + children[inner]] = child[inner] + side
             at_leaf[leaf_starts[tree[~inner]] + ~children[~inner]] = child[~inner] + side
-        words, thresholds, held = np.empty(begins[-1], np.int64), np.full(begins[-1], np.inf), np.zeros(begins[-1])
+        nodes, held = np.empty((begins[-1], 2), np.int64), np.zeros(begins[-1])
+        words, thresholds = nodes[:, 0], nodes.view(np.float64)[:, 1]
+        thresholds[:] = np.inf
         is_set = category >= 0
         words[at_node] = feature.astype(np.int64) << trees_rows.FEATURE_SHIFT | child
         words[at_node] |= (~missing_left).astype(np.int64) << trees_rows.MISSING_SHIFT
         words[at_node] |= is_set * trees_rows.IS_CATEGORY
         thresholds[at_node] = np.where(is_set, category, threshold)
         words[at_leaf], held[at_leaf] = at_leaf | -(1 << 63), values
-        return cls(begins[:-1], words, thresholds, held, bool(is_set.any()))
+        return cls(begins[:-1], nodes.reshape(-1), held, bool(is_set.any()))
 
 
 @dataclass(frozen=True)
@@ -136,16 +139,33 @@ class Forest:
         }
         return cls(outputs=outputs, bits=bits, steps=Steps.of(**parts), **parts)
 
-    def add_to(self, scores: Array, x: Array) -> None:
-        """Add every tree's leaf values to the raw scores (rows, outputs)."""
+    def parts(self, rows: int) -> int:
+        """How many threads are worth their start for the predictions of some rows."""
+        return worthwhile_threads(rows * self.row_ns)
 
+    @cached_property
+    def row_ns(self) -> float:
+        """About what a row takes on one thread."""
+        return float(STEP_NS * np.log2(np.diff(self.leaf_starts)).sum() + STEP_NS)
+
+    def add_to(self, scores: Array, x: Array) -> bool:
+        """Add every tree's leaf values to the raw scores (rows, outputs); whether a number of x is infinite."""
         steps, bits = self.steps, self.bits if self.steps.has_sets else None
+        thresholds, step = steps.nodes.view(np.float64), self._rows_at_once(len(x))
 
-        def work(start: int) -> None:
-            rows = x[start : start + ROWS_AT_ONCE]
-            trees_rows.add_trees(rows, start, steps.roots, steps.words, steps.thresholds, steps.values, bits, scores)
+        def work(start: int) -> bool:
+            rows = x[start : start + step]
+            given = steps.roots, steps.nodes, thresholds, steps.values, bits
+            return bool(trees_rows.add_trees(rows, start, *given, scores))
 
-        on_threads(work, range(0, len(x), ROWS_AT_ONCE))
+        return any(on_threads(work, range(0, len(x), step)))
+
+    def _rows_at_once(self, rows: int) -> int:
+        """A part for each thread that pays; of many rows several, since some threads are slower than others."""
+        parts = self.parts(rows)
+        threads = min(parts, thread_count())
+        share = -(-rows // (threads * max(min(parts // threads, PARTS_A_THREAD), 1)))
+        return max(-(-share // trees_rows.LANES) * trees_rows.LANES, 1)
 
 
 def bit_set(numbers: Array | None) -> Array:

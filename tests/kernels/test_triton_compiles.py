@@ -1,4 +1,5 @@
-"""The fused products compile for Hopper, where they never run in CI: the interpreter sees no assembly.
+"""Fused products, and the loops of rounding, compile for Hopper, where they never run in CI: the interpreter sees no
+assembly.
 
 Triton compiles for a GPU that is not there; only its assembler must be. In a process of its own, for the rest of the
 suite has Triton interpret.
@@ -80,3 +81,45 @@ REST = [
 def test_every_format_compiles_for_hopper(variants: str, names: tuple[str, ...], tmp_path) -> None:
     printed = compile_with_triton(PROGRAM, variants, *names, folder=tmp_path)
     assert printed.split() == [word for name in names for word in ("compiled", name)]
+
+
+ROUNDING = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from bitplan.formats.gguf.layouts import LAYOUTS
+from bitplan.kernels.codec.triton_batches import _round_batch, _sweep_batch
+from bitplan.kernels.codec.triton_group_search import _search_blocks
+from bitplan.kernels.codec.triton_group_sweep import _sweep_groups
+
+
+def build(kernel, types=(), **constants):
+    types = dict(types) | {name: "constexpr" for name in constants}
+    signature = {
+        name: types.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": 1, "enable_fp_fusion": False}
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+
+
+E2M1 = dict(KIND="float", LOW=-6.0, HIGH=6.0, MANTISSA=0.5, LEAST=0.5, TABLE=0, SPAN=128)
+for scale, width in (("e4m3", 16), ("e8m0", 32), ("bf16", 32), ("u8", 32)):
+    build(_round_batch, {"blocks_ptr": "*i32"}, **E2M1, SCALE=scale, WIDTH=width, MANY=32, HIGH_EXPONENT=3)
+    build(_sweep_batch, **E2M1, SCALE=scale, WIDTH=width, SIGNED=False)
+for name in ("iq4_nl_gguf", "q3_k_gguf", "q4_k_gguf"):
+    each = LAYOUTS[name]
+    fixed = dict(LOW=float(each.low), HIGH=float(each.high), TABLE=len(each.table or ()), COUNT=each.group_count)
+    fixed |= dict(HAS_GROUPS=each.has_groups, HAS_MIN=each.has_min)
+    fixed |= dict(SCALE_LOW=float(each.scale_low or 0), SCALE_HIGH=float(each.scale_high or 0))
+    build(_search_blocks, {"codes_ptr": "*u8", "order_ptr": "*i32"}, **fixed, SIZE=each.group)
+    kind = dict(KIND="table" if each.table else "integer", MANTISSA=0.0, LEAST=1.0)
+    build(_sweep_groups, **fixed, **kind, ROWS=2, WIDE=each.numbers, GROUP=each.group)
+print("compiled")
+"""
+
+
+@pytest.mark.long
+def test_rounding_compiles_for_hopper(tmp_path) -> None:
+    assert compile_with_triton(ROUNDING, folder=tmp_path).split() == ["compiled"]

@@ -310,6 +310,29 @@ def test_precision_as_an_enum():
     np.testing.assert_array_equal(small(gradient_precision=GradientPrecision.I16).fit(x, y).predict(x), by_name)
 
 
+def test_infinity_is_refused_in_predictions_of_plain_arrays():
+    x, y = table(200)
+    model = small().fit(x, y)
+    far = x[:70].copy()
+    far[69, 2], far[3, 0] = -np.inf, np.nan
+    with pytest.raises(ValueError, match="infinity"):
+        model.predict(far)
+    assert np.isfinite(model.predict(far[:69])).all()
+
+
+def test_rows_are_predicted_alike_alone_and_together(monkeypatch):
+    """Eight rows go down a tree together, a row that is left over goes down eight trees; threads take parts."""
+    x, y = table(300)
+    x[::7, 1] = np.nan
+    model = small(BoostedTreesClassifier, n_estimators=11).fit(x, np.digitize(y, [-0.5, 0.5]))
+    together = model.decision_function(x)
+    alone = np.concatenate([model.decision_function(x[row : row + 1]) for row in range(20)])
+    np.testing.assert_array_equal(alone, together[:20])
+    monkeypatch.setattr("bitplan.kernels.base.jit.HAND_OUT_NS", 1)
+    for jobs in (1, 3):
+        np.testing.assert_array_equal(model.set_params(n_jobs=jobs).decision_function(x[:299]), together[:299])
+
+
 def test_data_is_refused_clearly():
     x, y = table(50)
     with pytest.raises(ValueError, match="infinity"):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bitplan.kernels.base import jit
 from bitplan.kernels.base.jit import use_threads
 from bitplan.trees import histogram, thread_workspace
 from bitplan.trees.gradients import GradientPrecision, prepare
@@ -19,6 +20,7 @@ from tests.trees.samples import binned, rules, table
 @pytest.fixture(autouse=True)
 def by_a_team(monkeypatch):
     monkeypatch.setattr(thread_workspace, "TEAM_ROWS", 0)
+    monkeypatch.setattr(jit, "HAND_OUT_NS", 1)  # every thread pays
 
 
 def assert_same_tree(grown, splits, leaves):
@@ -130,7 +132,7 @@ def test_small_tables_equal_naive(precision, changes, monkeypatch):
 
 @pytest.mark.parametrize("precision", GradientPrecision)
 def test_threads_change_nothing(precision, monkeypatch):
-    monkeypatch.setattr(thread_workspace, "SHARED_ROWS", 2000)  # so that this table has nodes of both kinds
+    monkeypatch.setattr(thread_workspace, "TOGETHER_ROWS", 600)  # so that this table has nodes of both kinds
     x, y = table(6000, 20, missing=0.05)
     data, bins = binned(x)
     gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), precision, 3)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from bitplan.kernels.base import jit
 from bitplan.kernels.base.jit import on_threads, thread_count, use_threads
-from bitplan.trees import BoostedTreesClassifier, TreesError, thread_workspace
+from bitplan.trees import BoostedTreesClassifier, TreesError, thread_workspace, threads
+from bitplan.trees.gradients import pieces
 from bitplan.trees.threads import LIMITS, allowed_cores, threads_of
 from tests.processes import Program
 from tests.trees.samples import table
@@ -19,7 +21,7 @@ from tests.trees.samples import table
 
 @pytest.fixture
 def four_cores(monkeypatch):
-    monkeypatch.setattr(joblib, "cpu_count", lambda: 4)
+    monkeypatch.setattr(threads, "_joblib_cores", lambda *_: 4)
     for name in LIMITS:
         monkeypatch.delenv(name, raising=False)
 
@@ -83,10 +85,20 @@ def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
     model = BoostedTreesClassifier(n_estimators=1, n_jobs=3).fit(x, y > 0)
     assert set(used) == {3}
     used.clear()
-    monkeypatch.setattr("bitplan.trees.models.fitted.ROWS_AT_ONCE", 64)  # else 200 rows are for one thread
+    monkeypatch.setattr("bitplan.kernels.base.jit.HAND_OUT_NS", 1)  # else 200 rows are for one thread
     model.set_params(n_jobs=2).predict_proba(x)
     assert set(used) == {2}
     assert thread_count() == torch.get_num_threads()
+
+
+def test_a_few_rows_are_not_handed_to_many_threads():
+    with use_threads(16):
+        assert len(pieces(1000, 3.0)) == 1
+        assert 1 < len(pieces(100_000, 3.0)) < len(pieces(1_000_000, 3.0)) < 16
+        assert len(pieces(100_000_000, 3.0)) == 16
+        teams = [thread_workspace.team_size(rows, 7, 31) for rows in (1000, 65_536, 1_000_000)]
+    assert teams == sorted(teams)
+    assert teams[-1] == 16
 
 
 def test_helpers_know_the_number_of_threads():
@@ -96,6 +108,7 @@ def test_helpers_know_the_number_of_threads():
 
 def test_two_fits_at_once_grow_the_trees_of_each(monkeypatch):
     monkeypatch.setattr(thread_workspace, "TEAM_ROWS", 0)  # each has a team of its own
+    monkeypatch.setattr(jit, "HAND_OUT_NS", 1)
     x, y = table(400)
     targets = [y > 0, y > 0.5, y > -0.5]
     settings = {"n_estimators": 3, "max_leaves": 8, "gradient_precision": "i16", "n_jobs": 2}
@@ -107,9 +120,10 @@ def test_two_fits_at_once_grow_the_trees_of_each(monkeypatch):
 
 FORKING = """
 import os
+from bitplan.kernels.base import jit
 from bitplan.trees import BoostedTreesClassifier, thread_workspace
 from tests.trees.samples import table
-thread_workspace.TEAM_ROWS = 0
+thread_workspace.TEAM_ROWS, jit.HAND_OUT_NS = 0, 1
 x, y = table(400)
 fit = lambda: BoostedTreesClassifier(n_estimators=2, max_leaves=8, gradient_precision="i16", n_jobs=2).fit(x, y > 0)
 before = fit().to_lightgbm()  # its threads are still there

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import gc
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,28 +25,73 @@ import numba
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.extending import intrinsic
 
+# What it takes to have one more thread do a part, most of it with the interpreter's lock: 5 us to hand it out, 10 to
+# call a kernel, the rest to wake the thread and to tell that it is done.
+HAND_OUT_NS = 25_000
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
+# Passes of numba's compiler over what loops do not have: closures, `with`, exceptions, sums of whole arrays.
+UNUSED_PASSES = {
+    "WithLifting",
+    "InlineClosureLikes",
+    "RewriteDynamicRaises",
+    "MakeFunctionToJitFunction",
+    "FindLiterallyCalls",
+    "LiteralUnroll",
+    "LiteralPropagationSubPipelinePass",
+    "InlineOverloads",
+    "NopythonRewrites",
+    "DumpParforDiagnostics",
+}
+
+
+class LoopCompiler(CompilerBase):  # type: ignore[misc]
+    """numba's compiler without what loops do not need. It makes no cycles worth collecting while it runs, but so many
+    objects that Python would look for them again and again.
+    """
+
+    def define_pipelines(self) -> list[Any]:
+        manager = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        manager.passes = [each for each in manager.passes if each[0].__name__ not in UNUSED_PASSES]
+        return [manager]
+
+    def compile_extra(self, func: Any) -> Any:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return super().compile_extra(func)
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "no_cfunc_wrapper": True, "pipeline_class": LoopCompiler}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """A kernel that Python calls."""
     try:
-        return numba.njit(function, cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
+        return numba.njit(function, cache=True, nogil=True, **OPTIONS)
     except RuntimeError:  # numba found no folder it may write to: compile in every process
-        return numba.njit(function, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
+        return numba.njit(function, nogil=True, **OPTIONS)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """A part of kernels, compiled into each of them. Python cannot call it: a wrapper would take time to compile."""
-    return numba.njit(function, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return numba.njit(function, forceinline=True, no_cpython_wrapper=True, **OPTIONS)
+
+
+def merged(function: Callable[..., Any]) -> Any:
+    """A part of kernels that each of them calls in one place: written into it before anything is compiled."""
+    return numba.njit(function, inline="always", **OPTIONS)
 
 
 def called(function: Callable[..., Any]) -> Any:
     """A large part of kernels, compiled once, which kernels call."""
-    return numba.njit(function, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return numba.njit(function, no_cpython_wrapper=True, **OPTIONS)
 
 
 def address_of(kernel: Any, *examples: Any) -> int:
@@ -93,6 +140,11 @@ def use_threads(count: int) -> Iterator[None]:
 def thread_count() -> int:
     """The count of `use_threads`, else as many threads as torch uses."""
     return _chosen.get() or torch.get_num_threads()
+
+
+def worthwhile_threads(work_ns: float) -> int:
+    """How many threads do some work soonest, if there are as many: n of them take n hand-outs and work / n."""
+    return max(math.isqrt(int(work_ns / HAND_OUT_NS)), 1)
 
 
 def on_threads(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:

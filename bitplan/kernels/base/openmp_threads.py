@@ -21,14 +21,14 @@ from typing import Any
 import numba
 import torch
 
-from bitplan.kernels.base.jit import on_threads, use_threads
+from bitplan.kernels.base.jit import LoopCompiler, on_threads, use_threads
 
 _forked = False
 
 
 def c_function(function: Callable[..., Any]) -> Any:
     """Compiles f(address) as a C function, cached on disk; Python may call it, which releases the interpreter lock."""
-    options = {"error_model": "numpy"}
+    options: dict[str, Any] = {"error_model": "numpy", "pipeline_class": LoopCompiler}
     try:
         made = numba.cfunc("void(int64)", cache=True, **options)(function)
     except RuntimeError:  # numba found no folder it may write to: compile in every process

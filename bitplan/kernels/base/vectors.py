@@ -239,6 +239,22 @@ view = define(
 )
 
 
+# ---- numbers: the same bits as another type; a number of a contiguous array whose bytes are read as another type -----
+
+
+def _number_at(writer: VectorWriter, array: Any, index: Any, _kind: Any) -> Any:
+    kind = ir.PointerType(writer.llvm(writer.kinds[2].dtype))
+    return writer.builder.load(writer.builder.gep(writer.pointer(array, ir.Constant(INT32, 0), kind.pointee), [index]))
+
+
+same_bits = define(
+    2,
+    lambda _number, kind: kind.dtype,
+    lambda writer, value, _kind: writer.builder.bitcast(value, writer.llvm(writer.kinds[1].dtype)),
+)
+number_at = define(3, lambda _array, _index, kind: kind.dtype, _number_at)
+
+
 # ---- moving lanes -------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from bitplan.kernels.base.vectors import (
     narrow,
     odds,
     prefetch,
+    same_bits,
     second_half,
     store,
     view,
@@ -327,12 +328,12 @@ def _bfloat16(word):
 
 @inlined
 def _as_float(word):
-    return U32(word).view(F32)
+    return same_bits(U32(word), F32)
 
 
 @inlined
 def _as_word(number):
-    return F32(number).view(U32)
+    return same_bits(F32(number), U32)
 
 
 # ---- codes of 32 numbers -------------------------------------------------------------------------------------------

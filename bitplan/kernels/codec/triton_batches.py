@@ -33,7 +33,7 @@ from bitplan.kernels.base.numbers import (
     round_bf16,
     round_e4m3_in_integers,
 )
-from bitplan.kernels.codec.triton_rounding import code_limits, nearest
+from bitplan.kernels.codec.triton_rounding import code_limits, nearest, table_of
 
 BATCH = 128  # columns of one launch, where blocks are not wider
 WIDEST = 128
@@ -42,37 +42,38 @@ INFINITY = tl.constexpr(float("inf"))
 TO_NEAREST_POWER = tl.constexpr(0x004AFB0C)
 
 
+def storage_of(fmt: Format) -> str | None:
+    """How a format's scales are stored; None where the kernels do not know it."""
+    scales = fmt.scales
+    if scales is None:
+        return None
+    if fmt.power_of_two_scales:
+        return "e8m0"
+    if isinstance(scales, BasedScales):
+        return {torch.float8_e4m3fn: "e4m3", torch.uint8: "u8"}.get(scales.dtype)
+    return FLOAT_NAMES.get(scales.dtype)
+
+
+def is_width_known(width: int) -> bool:
+    """Whether the kernels take blocks of so many columns."""
+    return 1 < width <= WIDEST and width & (width - 1) == 0
+
+
 @dataclass(frozen=True)
 class BlockScales:
     """What the kernels know of a format whose blocks have one scale each.
 
-    multiples   of the scale that puts a block's largest number on the largest code, which are tried
+    storage     how scales are stored: "f32" "f16" "bf16" "e8m0", or "e4m3" and "u8" times the base
     grid        numbers of codes: low, high, mantissa, least, table, is_float
+    multiples   of the scale that puts a block's largest number on the largest code, which are tried
     """
 
-    fmt: Format
+    storage: str
     width: int
     grid: Any
-    multiples: tuple[float, ...]
-    is_signed: bool
-    base: Tensor | None
-
-    @property
-    def storage(self) -> str | None:
-        """How scales are stored; None where the kernels do not know it."""
-        scales = self.fmt.scales
-        if scales is None:
-            return None
-        if self.fmt.power_of_two_scales:
-            return "e8m0"
-        if isinstance(scales, BasedScales):
-            return {torch.float8_e4m3fn: "e4m3", torch.uint8: "u8"}.get(scales.dtype)
-        return FLOAT_NAMES.get(scales.dtype)
-
-    @property
-    def is_known(self) -> bool:
-        is_power = self.width & (self.width - 1) == 0
-        return self.storage is not None and is_power and 1 < self.width <= WIDEST and self.grid.table is None
+    multiples: tuple[float, ...] = ()
+    is_signed: bool = False
+    base: Tensor | None = None
 
     @property
     def span(self) -> int:
@@ -151,6 +152,7 @@ def sweep_batch(
             scales,
             hessian,
             scaled.base_on(gradient),
+            table_of(scaled.grid, gradient),
             changes,
             start,
             min(scaled.span, cols - start) // scaled.width,
@@ -160,6 +162,21 @@ def sweep_batch(
             **scaled.constants(),
             num_warps=1,
         )
+
+
+def sweep_batches(
+    gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, scaled: BlockScales, *, is_last: bool
+) -> None:
+    """Better scales and codes in all columns, where they are. The gradient follows; after the last sweep it is no more
+    asked for.
+    """
+    cols = gradient.shape[1]
+    changes = gradient.new_empty(len(gradient), scaled.span)
+    for start in range(0, cols, scaled.span):
+        stop = min(start + scaled.span, cols)
+        sweep_batch(gradient, codes, scales, hessian, start, scaled, changes)
+        others = slice(stop if is_last else 0, cols)
+        gradient[:, others].addmm_(changes[:, : stop - start], hessian[start:stop, others], alpha=-1)
 
 
 @functools.cache
@@ -298,6 +315,7 @@ def _sweep_batch(
     scales_ptr,
     hessian_ptr,
     base_ptr,
+    table_ptr,
     changes_ptr,
     start,
     pieces,
@@ -347,7 +365,7 @@ def _sweep_batch(
             line_ptr = corner_ptr + at * cols
             before = tl.sum(tl.where(is_column, codes, 0.0), 0)
             best = before * scale + tl.div_rn(tl.sum(tl.where(is_column, slope, 0.0), 0), tl.load(line_ptr + at))
-            code = nearest(best * inverse, base_ptr, KIND, LOW, HIGH, MANTISSA, LEAST, TABLE)
+            code = nearest(best * inverse, table_ptr, KIND, LOW, HIGH, MANTISSA, LEAST, TABLE)
             code = tl.where(scale == 0.0, before, code)
             change = (code - before) * scale
             slope -= change * tl.load(line_ptr + span, mask=inside, other=0.0)

@@ -195,7 +195,7 @@ def _integers(
     else:
         end = tl.div_rn(top, tl.where(top > 0.0, MOST, MOST))
         other = end
-        ends: tl.constexpr = 1
+        ends: tl.constexpr = 1  # type: ignore[no-redef]
     best, integers, error = tl.zeros_like(top), tl.zeros_like(numbers), tl.zeros_like(top)
     for place in range(ends * 5):
         step = _half(tl.where(place < 5, end, other) * tl.load(steps_ptr + place % 5))

@@ -17,15 +17,12 @@ of rows 0, 1, 2 and 3 of each four.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bitplan.formats.fp8 import scale_of_amax
-from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.fp8.triton_fp8_rounding import (
     PAIR_OF_MAGNITUDES,
     four_codes,
@@ -57,38 +54,6 @@ def fits_pairs(shape: tuple[int, int], dtype: torch.dtype, padded: int, *, align
 def least_scale(eps: float, fp8: str) -> float:
     """The scale of a group of zeros."""
     return float(scale_of_amax(torch.tensor(eps, dtype=torch.float32), fp8))
-
-
-def prepare_pairs(
-    shape: tuple[int, int],
-    padded: int,
-    scaling: str,
-    fp8: str,
-    eps: float,
-    *,
-    rows: bool,
-    cols: bool,
-    strides: tuple[int, int],
-    pieces: int,
-    tile: tuple[int, int],
-    warps: int,
-    vector: int,
-) -> PreparedLaunch:
-    """A launch that takes x, both codes, both scales and the pieces' maxima.
-
-    `strides`: of the scales of squares. `vector`: adjacent words of a thread; with 4 it loads 16 bytes and stores 8 at
-    once, with 8 32 and 16.
-    """
-    constants: dict[str, Any] = {"FP8": fp8, "SCALING": scaling, "TO_ROWS": rows, "TO_COLS": cols}
-    constants |= {"PIECES": triton.next_power_of_2(max(pieces, 1)), "BR": tile[0], "BC": tile[1], "V": vector}
-    return PreparedLaunch(
-        _cast_pairs,
-        (triton.cdiv(padded, tile[0]) * triton.cdiv(shape[1], tile[1]),),
-        (shape[0], shape[1] // 16, padded // 16, *strides, pieces, eps, least_scale(eps, fp8)),
-        constants,
-        num_warps=warps,
-        enable_fp_fusion=False,
-    )
 
 
 # ---- a tile in registers ---------------------------------------------------------------------------------------------
@@ -317,7 +282,7 @@ def _load_inverse(scale_ptr, at, ok):
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _cast_pairs(
+def cast_pairs(
     x_ptr,
     out_ptr,
     out_t_ptr,
@@ -339,7 +304,7 @@ def _cast_pairs(
     PIECES: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
-    V: tl.constexpr,
+    V: tl.constexpr,  # adjacent words of a thread: with 4 it loads 16 bytes and stores 8 at once, with 8 32 and 16
 ):
     tile = tl.program_id(0)
     if SCALING == "tensor" or SCALING == "row":

@@ -9,12 +9,10 @@ Legend: T rows, C columns of a tile; "cols" is the layout of the transpose.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from bitplan.kernels.base.launch import PreparedLaunch
-from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits, narrow
+from bitplan.kernels.base.numbers import float_of_bits, magnitude_bits, narrow
 from bitplan.kernels.fp8.triton_fp8_rounding import (
     e8m0_of_bits,
     fp8_code,
@@ -22,46 +20,7 @@ from bitplan.kernels.fp8.triton_fp8_rounding import (
     power_of_two_of_bits,
     scale_of_bits,
 )
-from bitplan.kernels.fp8.triton_norm import NormKey, norm_constants, normalise
-
-
-def prepare_tiles(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    padded: int,
-    scaling: str,
-    fp8: str,
-    eps: float,
-    norm: NormKey | None,
-    *,
-    rows: bool,
-    cols: bool,
-    plain: bool,
-    strides: tuple[int, int],
-    pieces: int,
-    tile: tuple[int, int],
-    warps: int,
-) -> PreparedLaunch:
-    """A launch that takes x, both codes, both scales, the pieces' maxima, the plain matrix and the norm's pointers."""
-    return PreparedLaunch(
-        _cast_tiles,
-        (triton.cdiv(padded, tile[0]) * triton.cdiv(shape[1], tile[1]),),
-        (*shape, padded, *strides, eps, pieces),
-        {
-            "SOURCE": float_name(dtype),
-            "FP8": fp8,
-            "SCALING": scaling,
-            **norm_constants(norm),
-            "TO_ROWS": rows,
-            "TO_COLS": cols,
-            "TO_PLAIN": plain,
-            "PIECES": triton.next_power_of_2(max(pieces, 1)),
-            "BR": tile[0],
-            "BC": tile[1],
-        },
-        num_warps=warps,
-        enable_fp_fusion=False,
-    )
+from bitplan.kernels.fp8.triton_norm import normalise
 
 
 @triton.jit
@@ -85,7 +44,7 @@ def write_codes(out_ptr, out_t_ptr, r_T, c_C, byte_TC, cols, padded, TO_ROWS: tl
 
 
 @triton.jit(do_not_specialize=["rows", "pieces"])
-def _cast_tiles(
+def cast_numbers(
     x_ptr,
     out_ptr,
     out_t_ptr,

@@ -24,14 +24,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.fp8 import FP8_DTYPES, ScaledFp8, check_castable, empty_scale, scale_of_amax
+from bitplan.kernels.base.launch import PreparedLaunch
+from bitplan.kernels.base.numbers import float_name
 from bitplan.kernels.fp8.amax import PIECES, RowScales, partial_amax, plan_amax
-from bitplan.kernels.fp8.fast_tile import fits_pairs, is_aligned, prepare_pairs
-from bitplan.kernels.fp8.general_tile import prepare_tiles
-from bitplan.kernels.fp8.triton_norm import NO_NORM, Norm, NormKey
+from bitplan.kernels.fp8.fast_tile import cast_pairs, fits_pairs, is_aligned, least_scale
+from bitplan.kernels.fp8.general_tile import cast_numbers
+from bitplan.kernels.fp8.triton_norm import NO_NORM, Norm, NormKey, norm_constants
 
 Made = tuple[ScaledFp8 | None, ScaledFp8 | None, Tensor | None]
 
@@ -166,15 +169,25 @@ class _CastPlan:
         self.row_scales = None
         if scaling == "row":
             self.row_scales = RowScales(shape, dtype, fp8, eps, padded, rows, cols, norm, paired=self.paired)
-        how: dict[str, Any] = {"rows": rows, "cols": cols, "pieces": pieces or 0, "warps": launch.warps}
-        how["tile"] = (launch.rows, launch.cols) if scaling in ("tensor", "row") else (128, 128)
-        how["strides"] = tuple(  # of the scales of squares
+        tile = (launch.rows, launch.cols) if scaling in ("tensor", "row") else (128, 128)
+        strides = [  # of the scales of squares
             room.scale_stride[0] if scaling == "128x128" and room is not None else 0 for room in (self.rows, self.cols)
-        )
+        ]
+        constants: dict[str, Any] = {"FP8": fp8, "SCALING": scaling, "TO_ROWS": rows, "TO_COLS": cols}
+        constants |= {"PIECES": triton.next_power_of_2(max(pieces or 0, 1)), "BR": tile[0], "BC": tile[1]}
+        kernel: Any = cast_pairs if self.paired else cast_numbers
+        numbers: tuple[float, ...]
         if self.paired:
-            self.cast = prepare_pairs(shape, padded, scaling, fp8, eps, vector=launch.vector, **how)
+            least = least_scale(eps, fp8)
+            numbers = (shape[0], shape[1] // 16, padded // 16, *strides, pieces or 0, eps, least)
+            constants["V"] = launch.vector
         else:
-            self.cast = prepare_tiles(shape, dtype, padded, scaling, fp8, eps, norm, plain=plain, **how)
+            numbers = (*shape, padded, *strides, eps, pieces or 0)
+            constants |= {"SOURCE": float_name(dtype), "TO_PLAIN": plain, **norm_constants(norm)}
+        tiles = triton.cdiv(padded, tile[0]) * triton.cdiv(shape[1], tile[1])
+        in_order = {name: constants[name] for name in kernel.arg_names if name in constants}
+        options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
+        self.cast = PreparedLaunch(kernel, (tiles,), numbers, in_order, **options)
 
     def run(self, x: Tensor, norm: Norm | None, pieces: Tensor | None) -> Made:
         device = x.device

@@ -34,7 +34,7 @@ from bitplan.kernels.base.addresses import (
     zero_tile,
 )
 from bitplan.kernels.base.cpu_features import float_lanes
-from bitplan.kernels.base.jit import inlined
+from bitplan.kernels.base.jit import inlined, merged
 
 F32, U32, I64 = np.float32, np.uint32, np.int64
 LANES = float_lanes()
@@ -208,7 +208,7 @@ def _nibbles_2x4(opened, low, high, scales, table, codes, scales_at, x, stride, 
     return sums
 
 
-@inlined
+@merged
 def nibble_products(job, opened, low, high, scales, per_scale, halves):
     """The job of a 4-bit format.
 
@@ -300,7 +300,7 @@ def _bytes_2x4(number, scale, codes, scales_at, x, stride, width, block):
     return sums
 
 
-@inlined
+@merged
 def byte_products(job, number, scale, block):
     """The job of an 8-bit format.
 
@@ -347,7 +347,7 @@ def _decode_bytes(number, scale, codes, scales_at, width, block, first, count, t
 # ---- many inputs: a BLAS multiplies ---------------------------------------------------------------------------------
 
 
-@inlined
+@merged
 def decoded_nibbles(job, opened, low, high, scales, per_scale):
     """Decode registers first .. first + count of every row of 4-bit codes into `y`."""
     rows, piece, first, count = field(job, ROWS), field(job, PIECE), field(job, FIRST), field(job, COUNT)
@@ -360,7 +360,7 @@ def decoded_nibbles(job, opened, low, high, scales, per_scale):
         row = take(job + 8 * NEXT_ROW, piece)
 
 
-@inlined
+@merged
 def decoded_bytes(job, number, scale, block):
     """Decode chunks first .. first + count of every row of 8-bit codes into `y`."""
     rows, piece, first, count = field(job, ROWS), field(job, PIECE), field(job, FIRST), field(job, COUNT)
@@ -372,7 +372,7 @@ def decoded_bytes(job, number, scale, block):
         row = take(job + 8 * NEXT_ROW, piece)
 
 
-@inlined
+@merged
 def arranged_inputs(job, arrange, unit):
     """Write x to `y` in the order of decoded rows, by arrange(job, x, width, buffer, to)."""
     width, inputs, stride = field(job, WIDTH), field(job, INPUTS), 4 * unit * field(job, COUNT)

@@ -107,10 +107,7 @@ class StepRecorder:
         """Whether every clock of the step can be read without waiting."""
         if self.end is None or self._arrived_out < self.expected_out or not self.device.has_passed(self.end):
             return False
-        return all(
-            transfer.launched.is_set() and (transfer.copied is None or self.device.has_passed(transfer.copied.end))
-            for transfer, _ in [*self.loads, *self.sent, *self.returned]
-        )
+        return all(transfer.is_done(self.device) for transfer, _ in [*self.loads, *self.sent, *self.returned])
 
     def stats(self) -> StreamStepStats:
         """Read the clocks; `has_passed` must hold."""

@@ -189,7 +189,7 @@ class WeightLoader:
 
     def in_flight(self) -> int:
         """Copies to the device that are under way and for which the computation has not waited yet."""
-        blocks = sum(not (one.is_awaited or self._is_done(one)) for one in self.transfers())
+        blocks = sum(not (one.is_awaited or one.is_done(self.device)) for one in self.transfers())
         return blocks if self.activations is None else blocks + self.activations.in_flight()
 
     def room(self) -> int | None:
@@ -206,13 +206,10 @@ class WeightLoader:
         started = self.transfers() if self.recorder is None else [transfer for transfer, _ in self.recorder.loads]
         behind = 0
         for transfer in reversed(started):
-            if self._is_done(transfer):
+            if transfer.is_done(self.device):
                 break
             behind += transfer.after is not None and self.device.has_passed(transfer.after)
         return behind >= max(1, len(self._ring.slots) - 1)
-
-    def _is_done(self, transfer: Transfer) -> bool:
-        return transfer.launched.is_set() and (transfer.copied is None or self.device.has_passed(transfer.copied.end))
 
     def forget(self, blocks: Collection[int] | None = None) -> None:
         """The host's bytes of these blocks (None: all) change: their copies on the device become invalid."""

@@ -117,7 +117,7 @@ def collect_evidence(
     }
     total = sum(map(len, missing.values()))
     if total:
-        with stage("rounding", total) as advance:
+        with stage("rounding", total) as advance, rounded.one_torch_thread():
             for name, absent in missing.items():
                 group = evidence.groups.get(name) or TensorGroup(_tensors(subject, name))
                 in_order = by_width(next(iter(group.tensors.values()))[0], absent)

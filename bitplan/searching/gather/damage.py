@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +25,14 @@ from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.rounding.error_compensation import InputHessian
 from bitplan.store.rounding.layout import layout_of
+from bitplan.store.rounding.pick_loops import compiled_on_threads
 from bitplan.store.rounding.round_weight import round_weight
 
 WEIGHT = "weight"
 MOST_WEIGHTS = 3  # q, k and v
 SAMPLED_ROWS, SAMPLED_SHARE = 128, 32  # at least so many rows of a weight are rounded to predict, or one in so many
 QUICK_FORMATS = ("q4_0_gguf", "nvfp4", "int8_row")  # the last holds rows of any length
+INPUTS_AT_ONCE = 2**25  # numbers of Hessians that several threads may work on
 UNSEEN = 0.5  # how often a token that the text did not have counts as seen
 
 
@@ -43,6 +48,7 @@ class RoundedWeights:
     _quick: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _gains: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
     _hessian: tuple[str, InputHessian] | None = field(default=None, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # what is read and remembered
 
     def __post_init__(self) -> None:
         weakref.finalize(self, shutil.rmtree, self.scratch, ignore_errors=True)
@@ -56,11 +62,59 @@ class RoundedWeights:
             assert isinstance(found, Encoded)
             return found.to(self.subject.device)
         made = self._round(site, fmt)
-        path = self.scratch / f"{len(self._files)}.safetensors"
-        with write_tensors(path, [Promise(WEIGHT, site.shape, get_format(fmt))]) as writer:
-            writer.write(WEIGHT, made.to("cpu"))
-        self._files[name, fmt] = path
+        self._write(site, fmt, made)
         return made
+
+    def _write(self, site: WeightSite, fmt: str, made: Encoded) -> None:
+        with self._lock:
+            path = self.scratch / f"{len(self._files)}.safetensors"
+            with write_tensors(path, [Promise(WEIGHT, site.shape, get_format(fmt))]) as writer:
+                writer.write(WEIGHT, made.to("cpu"))
+            self._files[site.name, fmt] = path
+
+    def round_all(self, pairs: Iterable[tuple[str, str]], on_done: Callable[[str, str], None]) -> None:
+        """Round weights to formats that are not rounded yet, those of different inputs on several threads.
+
+        Matrices of some hundred rows and columns keep one thread busy, and no more.
+        """
+        jobs: dict[str, list[tuple[str, str]]] = {}
+        for name, fmt in self.missing(pairs):
+            jobs.setdefault(self.statistics.owner(name), []).append((name, fmt))
+        widest = max((self.subject.sites[name].shape[-1] for job in jobs.values() for name, _ in job), default=1)
+        workers = min(torch.get_num_threads(), len(jobs), INPUTS_AT_ONCE // widest**2)
+        if workers < 2 or self.subject.device.type != "cpu":
+            for name, fmt in (pair for job in jobs.values() for pair in job):
+                self.encoded(name, fmt)
+                on_done(name, fmt)
+            return
+        with _fewer_torch_threads(workers) as threads:
+            pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
+            try:
+                for done in as_completed([pool.submit(self._round_job, job) for job in jobs.values()]):
+                    for name, fmt in done.result():
+                        on_done(name, fmt)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    @contextmanager
+    def one_torch_thread(self) -> Iterator[None]:
+        """For small matrices: torch's threads wait for each other longer than they work, compiled loops do not."""
+        widest, threads = max(site.shape[-1] for site in self.subject.sites.values()), torch.get_num_threads()
+        if self.subject.device.type != "cpu" or 2 * widest**2 > INPUTS_AT_ONCE:
+            yield
+            return
+        with _fewer_torch_threads(threads), compiled_on_threads(threads):
+            yield
+
+    def _round_job(self, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Weights of one input, with one Hessian."""
+        with self._lock:
+            hessian = self.statistics.hessian(pairs[0][0])
+        inputs = None if hessian is None else InputHessian(hessian)
+        for name, fmt in pairs:
+            site = self.subject.sites[name]
+            self._write(site, fmt, self._round(site, fmt, inputs=inputs))
+        return pairs
 
     def missing(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """Weights and formats that are not rounded yet, in the order in which least is computed twice."""
@@ -139,16 +193,21 @@ class RoundedWeights:
             self._quick[site.name] = damage_of_rows(site, change, self.statistics)
         return self._quick[site.name]
 
-    def _round(self, site: WeightSite, fmt: str, rows: Tensor | None = None) -> Encoded:
-        weight = self._weight(site.name)
-        if self.subject.target.streamed:  # as a stream encodes weights that change in every step
-            return encode(weight if rows is None else weight[rows], fmt, name=site.name)
+    def _round(
+        self, site: WeightSite, fmt: str, rows: Tensor | None = None, inputs: InputHessian | None = None
+    ) -> Encoded:
+        with self._lock:
+            weight = self._weight(site.name)
+            if self.subject.target.streamed:  # as a stream encodes weights that change in every step
+                return encode(weight if rows is None else weight[rows], fmt, name=site.name)
+            moments, hessian = self.statistics.moments(site.name), inputs or self._input_hessian(site.name)
+            outputs = self.statistics.outputs(site.name) if rows is None else None
         return round_weight(
             weight if rows is None else weight[rows],
             fmt,
-            moments=self.statistics.moments(site.name),
-            hessian=self._input_hessian(site.name),
-            outputs=self.statistics.outputs(site.name) if rows is None else None,
+            moments=moments,
+            hessian=hessian,
+            outputs=outputs,
             name=site.name,
         )
 
@@ -161,6 +220,17 @@ class RoundedWeights:
                 return None
             self._hessian = owner, InputHessian(hessian.to(self.subject.device))
         return self._hessian[1]
+
+
+@contextmanager
+def _fewer_torch_threads(workers: int) -> Iterator[int]:
+    """Each of several threads gets its share of the threads that torch uses."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(max(1, before // workers))
+        yield max(1, before // workers)
+    finally:
+        torch.set_num_threads(before)
 
 
 def by_width(shape: tuple[int, ...], formats: Iterable[str]) -> list[str]:

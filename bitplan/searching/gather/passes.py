@@ -1,6 +1,6 @@
 """Gathers statistics of a text, a few windows at a time: forward through all blocks, then back from the last one.
 
-Forward, each block's inputs are summed up and go to a file. For the first windows what every block got is remembered,
+Forward, each block's inputs are summed up and go to a file. For the first windows what every block got goes to another,
 and on the way back each block runs again, alone, with gradients: of the whole model no graph is ever in memory. How
 much the loss minds outputs is taken from fewer tokens than how inputs vary together: a pass back costs twice a pass
 forward.
@@ -8,7 +8,7 @@ forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -22,7 +22,7 @@ from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.blocks import TokenStates, equal_lengths
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
-from bitplan.store.files.open_files import write_tensors
+from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.rounding.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 
@@ -88,12 +88,12 @@ class _Passes:
         size = max(1, BATCH // len(self._windows[0]))
         with_gradients = equal_lengths(self._windows[: self._watched], size)
         batches = with_gradients + equal_lengths(self._windows[self._watched :], size)
-        runner, inputs = self._runner, []
+        runner = self._runner
         with _frozen(runner.model):
             with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
                 states = [runner.enter(ids) for ids in batches]
             for index in range(len(runner.blocks)):
-                inputs.append(states[: len(with_gradients)])
+                self._write_states(index, states[: len(with_gradients)])
                 with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
                     states = [runner.run_block(index, each) for each in states]
                 self._flush()
@@ -102,7 +102,7 @@ class _Passes:
             self._flush()
             self._on_step(1)
             if self._watched:
-                self._back(with_gradients, inputs, gradients)
+                self._back(with_gradients, states, gradients)
         tokens = sum(map(len, self._windows))
         self._into.sums.add(self._sums, self._files)
         self._into.shared |= self._shared
@@ -134,17 +134,14 @@ class _Passes:
                 found.append(torch.cat(gradients))
         return found
 
-    def _back(
-        self, batches: Sequence[Tensor], inputs: Sequence[Sequence[TokenStates]], gradients: list[Tensor]
-    ) -> None:
+    def _back(self, batches: Sequence[Tensor], states: Sequence[TokenStates], gradients: list[Tensor]) -> None:
         """Each block once more, from the last to the first, with the gradient of what it gave."""
         runner = self._runner
         for index in reversed(range(len(runner.blocks))):
             with torch.enable_grad(), runner.block_weights(index), self._hooks(index, gradients=True):
-                for at, each in enumerate(inputs[index]):
-                    assert each.hidden is not None
-                    hidden = each.hidden.detach().requires_grad_()
-                    given = runner.run_block(index, replace(each, hidden=hidden)).hidden
+                for at, hidden in enumerate(self._read_states(index, states[: len(batches)])):
+                    hidden.requires_grad_()
+                    given = runner.run_block(index, replace(states[at], hidden=hidden)).hidden
                     assert given is not None
                     torch.autograd.backward(given, gradients[at])
                     assert hidden.grad is not None
@@ -158,6 +155,23 @@ class _Passes:
                     if entered is not None and entered.requires_grad:
                         torch.autograd.backward(entered, gradients[at])
         self._on_step(1)
+
+    def _write_states(self, block: int, states: Sequence[TokenStates]) -> None:
+        """What a block got, to a file: of all blocks together it is far more than one block."""
+        if states:
+            _write_tensors(self._states_of(block), {str(at): _hidden(each) for at, each in enumerate(states)})
+
+    def _read_states(self, block: int, like: Sequence[TokenStates]) -> Iterator[Tensor]:
+        path = self._states_of(block)
+        with open_tensors(path) as file:
+            for at, each in enumerate(like):
+                found = file.read(str(at))
+                assert isinstance(found, Tensor)
+                yield found.to(_hidden(each))
+        path.unlink()
+
+    def _states_of(self, block: int) -> Path:
+        return self._scratch / f"states-{block}.safetensors"
 
     def _loss(self, logits: Tensor, window: int) -> Tensor:
         logprobs = torch.log_softmax(logits[0].float(), -1)
@@ -247,11 +261,20 @@ class _Passes:
         if not large:
             return
         path = self._scratch / f"sums-{self._first}-{len(self._files)}.safetensors"
-        promises = [Promise(key, tuple(part.shape), None, torch.float32) for key, part in large.items()]
-        with write_tensors(path, promises) as writer:
-            for key, part in large.items():
-                writer.write(key, part.cpu())
+        _write_tensors(path, large)
         self._files |= dict.fromkeys(large, path)
+
+
+def _hidden(states: TokenStates) -> Tensor:
+    assert states.hidden is not None
+    return states.hidden.detach()
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    promises = [Promise(key, tuple(each.shape), None, each.dtype) for key, each in tensors.items()]
+    with write_tensors(path, promises) as writer:
+        for key, each in tensors.items():
+            writer.write(key, each.cpu())
 
 
 @contextmanager

@@ -114,13 +114,11 @@ class PlanMeter:
             for group, fmt in choice.items()
             for name in evidence.groups[group].tensors
         ]
-        missing = self.rounded.missing(pairs)
-        sizes = [max(1, math.prod(self.rounded.subject.sites[name].shape) // COUNTED) for name, _ in missing]
+        missing, sites = self.rounded.missing(pairs), self.rounded.subject.sites
+        sizes = {name: max(1, math.prod(sites[name].shape) // COUNTED) for name, _ in missing}
         if missing:
-            with stage("rounding plans", sum(sizes)) as advance:
-                for (name, fmt), size in zip(missing, sizes, strict=True):
-                    self.rounded.encoded(name, fmt)
-                    advance(size, f"{name} in {fmt}")
+            with stage("rounding plans", sum(sizes[name] for name, _ in missing)) as advance:
+                self.rounded.round_all(missing, lambda name, fmt: advance(sizes[name], f"{name} in {fmt}"))
 
     def measure(
         self, evidence: SearchEvidence, choice: Mapping[str, str], label: str, on_windows: OnWindows | None = None

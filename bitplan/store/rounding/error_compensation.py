@@ -80,14 +80,16 @@ def columns_in_order(hessian: Tensor, layout: ScaledBlocks, order: Order) -> tup
 
     A column never leaves its block, so the bytes need no permutation.
     """
-    slices = block_slices(layout)
+    firsts = torch.arange(0, layout.filled, layout.width, device=hessian.device)
     if order == "given":
-        return list(range(len(slices))), torch.arange(layout.filled, device=hessian.device)
-    weight = hessian.diagonal().double()
-    means = torch.stack([weight[at].mean() for at in slices])
-    blocks = means.argsort(descending=True, stable=True).tolist()
-    inside = [weight[slices[block]].argsort(descending=True, stable=True) + slices[block].start for block in blocks]
-    return blocks, torch.cat(inside)
+        return list(range(len(firsts))), torch.arange(layout.filled, device=hessian.device)
+    weight, missing = hessian.diagonal().double(), -layout.filled % layout.width  # of the last block, where it is cut
+    sums = torch.nn.functional.pad(weight, (0, missing)).reshape(-1, layout.width).sum(1)
+    blocks = (sums / (layout.filled - firsts).clamp(max=layout.width)).argsort(descending=True, stable=True)
+    last = torch.nn.functional.pad(weight, (0, missing), value=-torch.inf).reshape(-1, layout.width)
+    inside = last.argsort(dim=1, descending=True, stable=True) + firsts.unsqueeze(1)
+    columns = inside[blocks].reshape(-1)
+    return blocks.tolist(), columns[columns < layout.filled] if missing else columns
 
 
 @dataclass(frozen=True)
@@ -193,11 +195,13 @@ def sweep(
     codes, scales, loops = found.codes.clone(), found.scales.clone(), loops_for(matrix)
     narrow = layout.width <= BATCH
     gradient = (matrix - found.values(layout)) @ hessian
-    is_batched = _takes_batches(matrix, layout, ladder)
+    if _takes_batches(matrix, layout, ladder):
+        from bitplan.kernels.codec.triton_batches import sweep_batches
+
+        for done in range(sweeps):
+            sweep_batches(gradient, codes, scales, hessian, _block_scales(layout, ladder), is_last=done + 1 == sweeps)
+        return Codes(codes, scales)
     for _ in range(sweeps):
-        if is_batched:
-            _sweep_batches(gradient, hessian, codes, scales, layout, ladder)
-            continue
         if not narrow:
             for block, at in enumerate(block_slices(layout)):
                 move = _better_scales(codes[:, at], gradient[:, at], hessian[at, at], scales[:, block], layout, ladder)
@@ -243,15 +247,19 @@ def _better_scales(
 
 def _takes_batches(matrix: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> bool:
     """Whether the kernels know the format: a scale for a few columns of one row."""
-    if not in_batches(matrix) or layout.height > 1:
+    if not in_batches(matrix) or layout.height > 1 or ladder.grid.table is not None:
         return False
-    return bool(_block_scales(layout, ladder).is_known)
+    from bitplan.kernels.codec.triton_batches import is_width_known, storage_of
+
+    return is_width_known(layout.width) and storage_of(ladder.fmt) is not None
 
 
 def _block_scales(layout: ScaledBlocks, ladder: ScaleLadder) -> Any:
-    from bitplan.kernels.codec.triton_batches import BlockScales
+    from bitplan.kernels.codec.triton_batches import BlockScales, storage_of
 
-    return BlockScales(ladder.fmt, layout.width, ladder.grid, ladder.multiples, ladder.is_signed, ladder.base)
+    storage = storage_of(ladder.fmt)
+    assert storage is not None
+    return BlockScales(storage, layout.width, ladder.grid, ladder.multiples, ladder.is_signed, ladder.base)
 
 
 def _compensate_batches(
@@ -276,17 +284,3 @@ def _compensate_batches(
         triton_batches.round_batch(left, factor, plain, order, start, scaled, codes, scales, errors)
         left[:, stop:].addmm_(errors[:, : stop - start], factor[start:stop, stop:], alpha=-1)
     return unordered(codes, at), scales
-
-
-def _sweep_batches(
-    gradient: Tensor, hessian: Tensor, codes: Tensor, scales: Tensor, layout: ScaledBlocks, ladder: ScaleLadder
-) -> None:
-    """One of the sweeps of `sweep`: codes, scales and gradient change where they are."""
-    from bitplan.kernels.codec import triton_batches
-
-    scaled = _block_scales(layout, ladder)
-    changes = gradient.new_empty(len(gradient), scaled.span)
-    for start in range(0, layout.filled, scaled.span):
-        stop = min(start + scaled.span, layout.filled)
-        triton_batches.sweep_batch(gradient, codes, scales, hessian, start, scaled, changes)
-        gradient.addmm_(changes[:, : stop - start], hessian[start:stop], alpha=-1)

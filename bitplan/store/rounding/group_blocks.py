@@ -79,9 +79,9 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
         sweep_groups(gradient, codes, hessian, scales, grid, sweeps)
         return
     parts = torch.arange(width) // layout.group
-    for _ in range(sweeps):
+    for done in range(sweeps):
         if in_batches(matrix):
-            _sweep_batches(gradient, hessian, codes, scales, grid)
+            _sweep_batches(gradient, hessian, codes, scales, grid, is_last=done + 1 == sweeps)
             continue
         for block in each:
             cols = _columns(block, width)
@@ -134,27 +134,26 @@ def _compensate_batches(
     return unordered(codes, at)
 
 
-def _sweep_batches(gradient: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, grid: Grid) -> None:
+def _sweep_batches(
+    gradient: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, grid: Grid, *, is_last: bool
+) -> None:
     """One of the sweeps on GPUs: codes, scales and gradient change where they are."""
+    from bitplan.kernels.codec.triton_batches import BlockScales, sweep_batches
     from bitplan.kernels.codec.triton_group_sweep import sweep_groups
 
-    layout = scales.layout
+    layout, cols = scales.layout, gradient.shape[1]
+    if not layout.has_groups and not layout.has_min:  # a float16 number for each block: many blocks in one launch
+        scaled = BlockScales("f16", layout.numbers, grid, is_signed=True)
+        sweep_batches(gradient, codes, scales.d, hessian, scaled, is_last=is_last)
+        return
     changes = gradient.new_empty(len(gradient), layout.numbers)
-    for first in range(0, gradient.shape[1], layout.numbers):
+    for first in range(0, cols, layout.numbers):
+        stop = first + layout.numbers
         sweep_groups(
-            gradient,
-            codes,
-            hessian,
-            first,
-            layout,
-            grid,
-            scales.d,
-            scales.dmin,
-            scales.scales,
-            scales.mins,
-            changes,
+            gradient, codes, hessian, first, layout, grid, scales.d, scales.dmin, scales.scales, scales.mins, changes
         )
-        gradient.addmm_(changes, hessian[first : first + layout.numbers], alpha=-1)
+        others = slice(stop if is_last else 0, cols)
+        gradient[:, others].addmm_(changes, hessian[first:stop, others], alpha=-1)
 
 
 def _block_weights(weights: Tensor, width: int) -> Tensor:

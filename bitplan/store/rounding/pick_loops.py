@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -42,6 +42,15 @@ def rounding_rows_of(matrix: Tensor) -> Iterator[None]:
         yield
     finally:
         _whole.reset(before)
+
+
+def compiled_on_threads(count: int) -> AbstractContextManager[None]:
+    """Within the block, compiled loops use `count` threads, whatever torch uses."""
+    if not _has("numba"):
+        return nullcontext()
+    from bitplan.kernels.base.jit import use_threads
+
+    return use_threads(count)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Rounding some columns of all rows, in plain torch: the definition, which GPUs run and `round_columns_cpu` equals.
+"""Rounding some columns of all rows, in plain torch: the definition, which numba and Triton equal.
 
 A piece is [R, g]: the columns that are rounded before their error is spread to the others. Numbers of a piece stand for
 steps * code + offsets; `parts` says which of the S steps [R, S] a column has.

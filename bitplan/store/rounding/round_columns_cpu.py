@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bitplan.formats.gguf.layouts import Layout
 from bitplan.kernels.base.jit import compiled, inlined, on_threads, thread_count
+from bitplan.kernels.base.vectors import same_bits
 from bitplan.store.rounding.code_grids import Grid
 from bitplan.store.rounding.group_scales import GroupScales
 
@@ -122,7 +123,8 @@ def _round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, 
     width = piece.shape[1]
     left = np.empty(width, F32)
     for row in range(piece.shape[0]):
-        left[:] = piece[row]
+        for j in range(width):  # not left[:] = ...: numba takes seconds to compile its error
+            left[j] = piece[row, j]
         for j in range(width):
             step, offset = steps[row, parts[j]], offsets[row, parts[j]]
             scaled = F32(F32(left[j] - offset) * _reciprocal(step))
@@ -163,7 +165,8 @@ def _sweep_rows(gradient, codes, hessian, steps, parts, changes, low, high, mant
     width = gradient.shape[1]
     slope = np.empty(width, F32)
     for row in range(gradient.shape[0]):
-        slope[:] = gradient[row]
+        for j in range(width):
+            slope[j] = gradient[row, j]
         for j in range(width):
             step = steps[row, parts[j]]
             best = F32(F32(codes[row, j] * step) + F32(slope[j] / hessian[j, j]))
@@ -347,7 +350,7 @@ def _nearest(scaled, low, high, mantissa, least, is_float, table):
     inside = min(max(F32(scaled), low), high)
     if not is_float:
         return F32(F32(inside + NEAREST) - NEAREST)
-    power = U32(F32(inside).view(U32) & EXPONENT).view(F32)
+    power = same_bits(U32(same_bits(F32(inside), U32) & EXPONENT), F32)
     step = max(F32(power * mantissa), least)
-    inverse = U32(OPPOSITE - F32(step).view(U32)).view(F32)
+    inverse = same_bits(U32(OPPOSITE - same_bits(F32(step), U32)), F32)
     return F32(F32(F32(F32(inside * inverse) + NEAREST) - NEAREST) * step)

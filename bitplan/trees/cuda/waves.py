@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from bitplan.kernels.base.jit import address_of, call_at, compiled, inlined
+from bitplan.kernels.base.vectors import same_bits
 from bitplan.trees.cuda import columns as there
 from bitplan.trees.gradients import Array
 from bitplan.trees.loops import nodes as queue
@@ -35,7 +36,7 @@ def addresses(growth: Growth, monotone: Array, scales: Array, rules: Array) -> A
 def _note_split(child, found, nodes, reals, goes_left, by_feature):  # type: ignore[no-untyped-def]
     """A row of the result into the tables."""
     feature = found[there.RESULT_FEATURE]
-    reals[child, split.GAIN] = found.view(np.float64)[there.RESULT_GAIN]
+    reals[child, split.GAIN] = same_bits(found[there.RESULT_GAIN], np.float64)
     nodes[child, split.FEATURE], nodes[child, split.BIN] = feature, found[there.RESULT_BIN]
     nodes[child, split.MISSING_LEFT] = found[there.RESULT_MISSING_LEFT]
     for i in range(3):

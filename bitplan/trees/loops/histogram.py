@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from bitplan.kernels.base.jit import compiled, inlined
-from bitplan.kernels.base.vectors import load, prefetch, store
+from bitplan.kernels.base.vectors import load, number_at, prefetch, same_bits, store
 
 BINS = 256
 PANEL = 32  # features
@@ -141,14 +141,15 @@ def _add_4_pairs(cells, base, word, pair):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _make_pairs(entries, grads, hess, per_grad, per_hess, pairs):  # type: ignore[no-untyped-def]
+def _make_pairs(entries, hess, per_grad, per_hess, pairs):  # type: ignore[no-untyped-def]
     """What each row adds: float32 in multiples of a unit, 2^-31 of the largest hessian, far less for gradients."""
     last = entries.size - 1
     for i in range(entries.size):
-        prefetch(hess, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW))
-        weight = np.float64(hess[entries[U(i)] & ROW])
-        pairs[U(2 * i)] = np.int64(np.rint(np.float64(grads[U(2 * i + 1)]) * per_grad))
-        pairs[U(2 * i + 1)] = (np.int64(np.rint(weight * per_hess)) << 16) + 1
+        prefetch(hess, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW) * 4)
+        entry = entries[U(i)]
+        grad, weight = same_bits(np.uint32(entry >> U(32)), np.float32), number_at(hess, entry & ROW, np.float32)
+        pairs[U(2 * i)] = np.int64(np.rint(np.float64(grad) * per_grad))
+        pairs[U(2 * i + 1)] = (np.int64(np.rint(np.float64(weight) * per_hess)) << 16) + 1
 
 
 def _float_adder(groups: int) -> Any:
@@ -161,10 +162,9 @@ def _float_adder(groups: int) -> Any:
 
         Eight features at a time: their cells stay in the L1.
         """
-        grads, weights = entries.view(np.float32), hess.view(np.float32)
         for start in range(0, entries.size, CHUNK):
             chunk = entries[start : start + CHUNK]
-            _make_pairs(chunk, grads[2 * start : 2 * (start + CHUNK)], weights, 1.0 / grad_unit, 1.0 / hess_unit, pairs)
+            _make_pairs(chunk, hess, 1.0 / grad_unit, 1.0 / hess_unit, pairs)
             last = chunk.size - 1
             for part in range(full):
                 base = U(part * 8 * BINS * 2)

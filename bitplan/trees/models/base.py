@@ -119,7 +119,7 @@ class BoostedTreesBase(FittedTrees):
 
     def _read(self, x: Any, shards: Shards = ALONE) -> Array:
         """Features as at `fit`: the same number, with the same names."""
-        if shards is ALONE and self._is_plain(x):
+        if shards is ALONE and self._is_plain(x) and not np.isinf(x).any():
             plain: Array = x
             return plain
         if hasattr(x, "columns") and not isinstance(x, TablePieces):  # before anything is said about what a column has
@@ -128,13 +128,11 @@ class BoostedTreesBase(FittedTrees):
         return table
 
     def _is_plain(self, x: Any) -> bool:
-        """An array that needs no change and no closer look, which for one row takes 20 times as long as the trees."""
+        """An array that needs no change, and no closer look but for infinity: that takes 20 times as long as the trees
+        of one row."""
         if type(x) is not np.ndarray or x.dtype not in (np.float32, np.float64) or x.ndim != 2 or not len(x):
             return False
-        if x.shape[1] != self.n_features_in_ or self.categories_ or hasattr(self, "feature_names_in_"):
-            return False
-        with np.errstate(all="ignore"):
-            return bool(np.isfinite(x.sum(dtype=np.float64)))
+        return x.shape[1] == self.n_features_in_ and not self.categories_ and not hasattr(self, "feature_names_in_")
 
     def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
         if initial is not None and hasattr(x, "columns"):  # before anything is said about what a column has

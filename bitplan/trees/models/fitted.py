@@ -19,7 +19,7 @@ from bitplan.trees.gradients import Array
 from bitplan.trees.models.contributions import contributions
 from bitplan.trees.objectives import Objective
 from bitplan.trees.threads import threads_for, threads_of
-from bitplan.trees.tree import ROWS_AT_ONCE, Forest
+from bitplan.trees.tree import Forest
 
 IMPORTANCES = ("gain", "split")
 
@@ -36,6 +36,9 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
     n_jobs: int | None
 
     def _read(self, x: Any) -> Array:
+        raise NotImplementedError
+
+    def _is_plain(self, x: Any) -> bool:
         raise NotImplementedError
 
     def _objective(self) -> Objective:
@@ -80,9 +83,15 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         """Raw scores (rows, outputs)."""
         if "booster_" not in vars(self):  # scikit-learn's own look takes as long as the trees of one row
             check_is_fitted(self)
-        table = self._read(x)
-        with use_threads(threads_for(self.n_jobs, -(-len(table) // ROWS_AT_ONCE))):
-            return self.booster_.scores(table)
+        booster = self.booster_
+        # The loops look at the numbers of a plain array, too: another look takes longer than many threads do.
+        is_plain = bool(booster.trees) and self._is_plain(x)
+        table = x if is_plain else self._read(x)
+        with use_threads(threads_for(self.n_jobs, booster.forest().parts(len(table)))):
+            scores, has_infinity = booster.scores_checked(table)
+        if is_plain and has_infinity:
+            self._read(x)  # refuses it
+        return scores
 
     def _contributions(self, x: Any) -> Array:
         check_is_fitted(self)

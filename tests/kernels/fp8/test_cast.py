@@ -174,25 +174,22 @@ def test_maxima_of_pieces(dtype, bad, device) -> None:
         ("pairs", torch.bfloat16, "row", (16, 48)),
         ("pairs", torch.bfloat16, "1x128", (128, 128)),
         ("pairs", torch.bfloat16, "128x128", (128, 128)),
-        ("tiles", torch.bfloat16, "1x32", (32, 128)),
-        ("tiles", torch.bfloat16, "tensor", (16, 40)),
-        ("tiles", torch.bfloat16, "row", (24, 48)),
-        ("tiles", torch.float16, "tensor", (16, 48)),
-        ("tiles", torch.float32, "1x128", (128, 128)),
+        ("numbers", torch.bfloat16, "1x32", (32, 128)),
+        ("numbers", torch.bfloat16, "tensor", (16, 40)),
+        ("numbers", torch.bfloat16, "row", (24, 48)),
+        ("numbers", torch.float16, "tensor", (16, 48)),
+        ("numbers", torch.float32, "1x128", (128, 128)),
     ],
 )
 def test_which_kernel_casts(kernel, dtype, scaling, shape, device, monkeypatch) -> None:
-    prepared = []
-    for name in ("prepare_pairs", "prepare_tiles"):
-        real = getattr(triton_fp8_cast, name)
-        monkeypatch.setattr(
-            triton_fp8_cast, name, lambda *a, real=real, name=name, **k: prepared.append(name) or real(*a, **k)
-        )
+    prepared, real = [], triton_fp8_cast.PreparedLaunch
+    watched = lambda kernel, *a, **k: prepared.append(kernel) or real(kernel, *a, **k)
+    monkeypatch.setattr(triton_fp8_cast, "PreparedLaunch", watched)
     triton_fp8_cast._plan_cast.cache_clear()
     x = numbers(*shape, dtype).to(device)
     for _ in range(2):  # the second time there is a plan
         cast_tiles(x, scaling, "e4m3", 0.0, shape[0], rows=True, cols=True)
-    assert prepared == [f"prepare_{kernel}"]
+    assert prepared == [getattr(triton_fp8_cast, f"cast_{kernel}")]
 
 
 def test_refusals(device) -> None:

@@ -91,7 +91,7 @@ def build_tiles(scaling, fp8="e4m3", norm="none", source="bf16"):
     constants = dict(SOURCE=source, FP8=fp8, SCALING=scaling, NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer")
     constants |= dict(TO_ROWS=True, TO_COLS=True, TO_PLAIN=norm != "none", PIECES=512, BR=128)
     constants["BC"] = 64 if scaling in ("tensor", "row") else 128
-    made = compile(tiles._cast_tiles, arguments, constants, 4, enable_fp_fusion=False)
+    made = compile(tiles.cast_numbers, arguments, constants, 4, enable_fp_fusion=False)
     ptx = made.asm["ptx"]
     assert f"cvt.rn.satfinite.{fp8}x2.f32" in ptx, name
     assert "ld.global.v4" in ptx and ptx.count("st.global.v4.b32") >= 2, name
@@ -141,7 +141,7 @@ def pair_casts():
             fp8 = "e5m2" if scaling == "row" and rows and cols else "e4m3"
             constants = dict(FP8=fp8, SCALING=scaling, TO_ROWS=rows, TO_COLS=cols, PIECES=512)
             constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector)
-            check_pairs(pairs._cast_pairs, arguments, constants, launch.warps, (scaling, rows, cols), rows, cols)
+            check_pairs(pairs.cast_pairs, arguments, constants, launch.warps, (scaling, rows, cols), rows, cols)
 
 
 def guesses():

@@ -136,10 +136,8 @@ class ActivationOffload:
 
     def in_flight(self) -> int:
         """Inputs on their way back for which the computation has not waited yet."""
-        return sum(
-            landing.transfer is not None and not landing.transfer.is_awaited and not self._is_done(landing.transfer)
-            for landing in self._landings
-        )
+        moving = [landing.transfer for landing in self._landings if landing.transfer is not None]
+        return sum(not (one.is_awaited or one.is_done(self._device)) for one in moving)
 
     # ---- a block -----------------------------------------------------------------------------------------------------
 
@@ -268,9 +266,6 @@ class ActivationOffload:
         self._device.wait(transfer.wait_launched(self._worker, self._timeout_s))
         if self.recorder is not None:
             self.recorder.waits.append((before, self._device.mark()))
-
-    def _is_done(self, transfer: Transfer) -> bool:
-        return transfer.launched.is_set() and (transfer.copied is None or self._device.has_passed(transfer.copied.end))
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bitplan.runtime.streaming.errors import StreamError, TransferError
-from bitplan.runtime.streaming.transfer.devices import Copied, Mark
+from bitplan.runtime.streaming.transfer.devices import Copied, Mark, StreamDevice
 
 POLL_S = 0.05
 WAIT_TIMEOUT_S = 300.0
@@ -72,6 +72,10 @@ class Transfer:
             raise
         finally:
             self.launched.set()
+
+    def is_done(self, device: StreamDevice) -> bool:
+        """Whether the copy is over, or none will be made; nothing waits for it."""
+        return self.launched.is_set() and (self.copied is None or device.has_passed(self.copied.end))
 
     def wait_launched(self, worker: Worker | None, timeout_s: float) -> Copied:
         """Wait on the host until the device has the copy in its queue."""
