@@ -107,6 +107,29 @@ def fp8_training_picture() -> str:
     return _standalone(frame.svg())
 
 
+def search_picture() -> str:
+    """KL against size: searched plans, llama.cpp's types, and uniform plans of ours, as points."""
+    rows = json.loads((RESULTS / "search_gguf_lm26m.json").read_text())["rows"].values()
+    kinds = {
+        "searched": ("searched", "k3", "diamond"),
+        "llama.cpp": ("llama.cpp, imatrix", "k1", "square"),
+        "nearest": ("ours, to nearest", "k7", "ring"),
+        "uniform": ("ours, compensated", "k0", "circle"),
+    }
+    shown = [(row["by"], row["tensor_bytes"] / 1e6, row["kl"]) for row in rows if row["by"] in kinds]
+    across = linear_axis([size for _, size, _ in shown], "MB of tensors")
+    up = log_axis([kl for _, _, kl in shown], "KL, nats a token")
+    frame = Frame(across, up, "KL of files in llama.cpp against their size", width=WIDTH, height=HEIGHT, right=170)
+    searched = sorted((size, kl) for by, size, kl in shown if by == "searched")
+    frame.add(line(frame, searched, kinds["searched"][1]))
+    for place, (by, (name, kind, shape)) in enumerate(kinds.items()):
+        points = [(size, kl) for each, size, kl in shown if each == by]
+        frame.add(*(marker((frame.px(x), frame.py(y)), kind, f"{name}: {y:.4f}", shape) for x, y in points))
+        left, top = WIDTH - frame.right + 20, frame.top + 12 + ENTRY * place
+        frame.add(marker((left, top - 4), kind, name, shape), text((left + 12, top), name))
+    return _standalone(frame.svg())
+
+
 def _standalone(drawn: Markup) -> str:
     """A file of its own: a picture in a page of its own has no style sheet but this."""
     opening = '<svg xmlns="http://www.w3.org/2000/svg"'
@@ -135,6 +158,7 @@ def _variables(colours: dict[str, str]) -> str:
 
 
 PICTURES = {
+    "docs/search-kl.svg": search_picture,
     "docs/fp8-training.svg": fp8_training_picture,
     "docs/trees-threads.svg": threads_picture,
     "docs/trees-rows.svg": rows_picture,

@@ -186,16 +186,15 @@ def _integers(
     numbers, weights, steps_ptr, BLOCKS: tl.constexpr, COUNT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr
 ):  # fmt: skip
     """[BLOCKS] steps rounded to float16, and [BLOCKS, COUNT] integers such that step x integer is near the numbers."""
+    ends: tl.constexpr = 2 if LEAST < 0 else 1
     bottom, top = tl.min(numbers, 1), tl.max(numbers, 1)
     if LEAST < 0:
         extreme = tl.where(top > -bottom, top, bottom)
         end = tl.div_rn(extreme, tl.where(extreme > 0.0, LEAST, LEAST))
         other = tl.div_rn(extreme, tl.where(extreme > 0.0, MOST, MOST))
-        ends: tl.constexpr = 2
     else:
         end = tl.div_rn(top, tl.where(top > 0.0, MOST, MOST))
         other = end
-        ends: tl.constexpr = 1  # type: ignore[no-redef]
     best, integers, error = tl.zeros_like(top), tl.zeros_like(numbers), tl.zeros_like(top)
     for place in range(ends * 5):
         step = _half(tl.where(place < 5, end, other) * tl.load(steps_ptr + place % 5))
