@@ -127,7 +127,9 @@ class TreeGrower:
 
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
-        features = np.flatnonzero(np.isin(self._bins.features, features))  # from here on columns of bins
+        is_used = np.zeros(int(self._bins.features.max()) + 1, np.bool_)
+        is_used[features] = True
+        features = np.flatnonzero(is_used[self._bins.features])  # from here on columns of bins
         self._scales = np.array([gradients.grad_scale, gradients.hess_scale])
         is_category = self._bins.is_category[features]
         packs, numbers = self._can_pack() and not np.all(is_category), (self._by_feature, self._scales, self._numbers)

@@ -92,7 +92,7 @@ class TeamSpace:
                 np.empty((team, wide), np.int64),
                 np.empty((team, 2 * CHUNK if precise else 0), np.int64),
             )
-        used = np.unique(features[2] // PANEL)
+        used = np.flatnonzero(np.bincount(features[2] // PANEL))
         data = self._data.words, self._data.firsts, used, gradients.hessians.view(np.uint8)
         tables = growth.nodes, growth.reals, growth.goes_left
         order = growth.leaves, growth.splits, growth.counts, growth.ready, growth.top

@@ -28,9 +28,9 @@ from numba.core import cgutils, types
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.extending import intrinsic
 
-# What it takes to have one more thread do a part, most of it with the interpreter's lock: 5 us to hand it out, 10 to
-# call a kernel, the rest to wake the thread and to tell that it is done.
-HAND_OUT_NS = 25_000
+# What it takes to have one more thread do a part: the interpreter's lock goes from thread to thread, and each has to wake
+# up for it. 44 to 66 us on a virtual machine with 16 cores, for 2 to 16 threads.
+HAND_OUT_NS = 55_000
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 # Passes of numba's compiler over what loops do not have: closures, `with`, exceptions, sums of whole arrays.
