@@ -104,6 +104,24 @@ def test_damage_is_predicted_in_the_order_in_which_it_is_measured(found):
     assert math.isclose(plan.predicted, plan.kl.mean, rel_tol=0.6)
 
 
+def test_weights_are_rounded_on_several_threads_as_on_one(monkeypatch):
+    subject = subject_of(tiny_llama())
+    pairs = [(name, fmt) for name in subject.sites for fmt in ("mxfp4", "int8_row")]
+    done: list[tuple[str, str]] = []
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        rounded = damage.RoundedWeights(subject, InputStatistics())
+        rounded.round_all(pairs, lambda name, fmt: done.append((name, fmt)))
+        assert not rounded.missing(pairs)
+        found.append([rounded.decoded(*pair) for pair in pairs])
+    monkeypatch.undo()
+    torch.set_num_threads(before)
+    assert sorted(done) == sorted(2 * pairs)
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
+
+
 def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
     """Stopped in the statistics, then in the checks: nothing that was done is done again."""
     model, windows = tiny_llama(), tokens()
