@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.runtime.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, Renamed, keep_names, put
+from bitplan.runtime.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, Renamed, keep_names
 
 
 class Counting(nn.Linear):
@@ -92,10 +92,3 @@ def test_names_are_kept_with_rows_and_without():
     assert torch.equal(head.fused.weight, torch.cat(list(new.values())))
     result = outer.load_state_dict({name: new[name] for name in list(new)[:2]}, strict=False)
     assert result.missing_keys == ["model.a.fused.weight"]  # a part that is missing is not made up
-
-
-def test_put_by_path():
-    model = nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.Linear(2, 2))
-    put(model, {"0.a": NormTakenOver(nn.Identity()), "1": NormTakenOver(nn.Identity())})
-    assert isinstance(model[0]["a"], NormTakenOver)
-    assert isinstance(model[1], NormTakenOver)
