@@ -187,13 +187,7 @@ class Searcher:
 
             plan = measured(RivalPlan("searched plan", "plan", solution.choice))
             others = [measured(rival) for rival in rivals]
-        allowed = [
-            other
-            for other in others
-            if within(evidence, goal, other.choice, other.kl.mean)
-            and (self.gradients is None or evidence.harm(other.choice) <= evidence.harm(plan.choice))
-        ]
-        winner = min([plan, *allowed], key=_is_better(goal))
+        winner = best_of(evidence, goal, plan, others, by_gradients=self.gradients is not None)
         return SearchResult(
             explain_plan(evidence, winner.choice, rows=goal.rows if goal.faster is not None else None),
             evidence,
@@ -265,6 +259,18 @@ def _made(folder: Path | None) -> Iterator[None]:
         raise
 
 
+def best_of(
+    evidence: SearchEvidence, goal: Goal, plan: MeasuredPlan, others: Sequence[MeasuredPlan], *, by_gradients: bool
+) -> MeasuredPlan:
+    """The best by measurement; a plan above the limit of KL loses to any other that is within the whole goal."""
+    allowed = [each for each in others if within(evidence, goal, each.choice, each.kl.mean)]
+    if goal.max_kl is not None and plan.kl.mean > goal.max_kl and allowed:
+        return min(allowed, key=_is_better(goal))
+    if by_gradients:
+        allowed = [each for each in allowed if evidence.harm(each.choice) <= evidence.harm(plan.choice)]
+    return min([plan, *allowed], key=_is_better(goal))
+
+
 def _is_better(goal: Goal) -> Callable[[MeasuredPlan], tuple[float, float]]:
     """Plans are ordered by what the goal leaves open: by bytes where only a distance is given, else by distance."""
     if goal.asks_for_fewest_bytes:
@@ -301,7 +307,8 @@ def solve_and_correct(
             evidence.together = measured / apart if apart > 0 and measured > 0 else 1.0
     if goal.asks_for_fewest_bytes:
         reached = [solution for measured, solution in tried if measured <= (goal.max_kl or 0.0)]
-        best = min(reached, key=lambda solution: solution.nbytes) if reached else tried[-1][1]
+        nearest = min(tried, key=lambda pair: pair[0])[1]
+        best = min(reached, key=lambda solution: solution.nbytes) if reached else nearest
         return replace(best, nats=evidence.predict(best.choice)), len(tried) - 1, error
     best = min(tried, key=lambda pair: pair[0])[1]
     harm, bound = evidence.harm(best.choice), solve(evidence, goal).bound  # by the evidence as it is now

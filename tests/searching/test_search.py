@@ -6,14 +6,17 @@ import io
 import json
 import math
 from contextlib import redirect_stderr
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
 import bitplan
+from bitplan.cli.verbs.search import show_result
 from bitplan.kernels import decode, encode
 from bitplan.plan import Plan
+from bitplan.report.page import write_report
 from bitplan.runtime.packed.checkpoints.build import empty_model
 from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchEvidence
 from bitplan.searching import run as runner
@@ -93,6 +96,25 @@ def test_the_plan_is_no_worse_than_uniform_plans_of_its_size_or_more_within_the_
     assert any(rival.kind == "heuristic" for rival in [*result.rivals, *result.unmeasured])
     assert any(rival.kind == "uniform" for rival in result.rivals)
     assert all(result.winner.kl.mean <= rival.kl.mean for rival in result.rivals if rival.nbytes <= limit)
+
+
+def test_a_plan_above_the_goal_loses_to_a_measured_one_within_it_or_is_called_so(found, tmp_path, capsys):
+    _, _, result = found
+    near, far = sorted(result.rivals, key=lambda each: each.kl.mean)[:: len(result.rivals) - 1]
+    far = replace(far, kind="plan", nbytes=near.nbytes - 1)  # fewer bytes must not save it
+    goal = Goal(max_kl=(near.kl.mean + far.kl.mean) / 2)
+    for by_gradients in (False, True):
+        assert runner.best_of(result.evidence, goal, far, [near], by_gradients=by_gradients) is near
+    missed = replace(result, goal=Goal(max_kl=near.kl.mean / 2), winner=near)
+    assert runner.best_of(result.evidence, missed.goal, far, [near], by_gradients=False) is far
+    line = f"KL {near.kl.mean:.6g}, above the goal of {near.kl.mean / 2:g}: give more bits or a higher limit"
+    assert missed.to_document()["missed_goal"] == line
+    assert result.to_document()["missed_goal"] is None
+    missed.save(tmp_path)
+    show_result(missed)
+    assert line in " ".join(capsys.readouterr().out.split())
+    write_report([tmp_path / "front.json"], tmp_path / "page.html")
+    assert f"The goal is missed: {line}." in (tmp_path / "page.html").read_text()
 
 
 def test_damage_is_predicted_in_the_order_in_which_it_is_measured(found):

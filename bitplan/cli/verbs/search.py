@@ -104,7 +104,7 @@ def search(
     if as_json:
         show_json(result.to_document())
         return
-    _show(result)
+    show_result(result)
     say(next_step(target_of(target), result.evidence.model, out))
 
 
@@ -129,7 +129,7 @@ def next_step(target: Target, model: str, out: Path) -> str:
     return f"apply it: bitplan export {model} {output} --to {target.export} --plan {plan} --evidence {evidence}"
 
 
-def _show(result: SearchResult) -> None:
+def show_result(result: SearchResult) -> None:
     evidence = result.evidence
     floor = result.noise_floor.against
     rows = [
@@ -168,6 +168,8 @@ def _show(result: SearchResult) -> None:
         verdict = "" if times.faster >= result.goal.faster else f", below the goal of {result.goal.faster:g}"
         faster = f"{times.faster:.2f} times BF16's speed{verdict}"
         say(f"a whole block at {times.rows} rows: {times.plan_us:.0f} us, {faster}")
+    if result.missed_goal is not None:
+        say(f"the goal is missed on text that was held out: {result.missed_goal}")
     if result.lost:
         say(f"the search lost: {result.winner.label} is better and within the goal, so plan.json is that")
 
