@@ -214,5 +214,6 @@ def _show_difference(found: dict[str, Any], first: Path, second: Path, old: Plan
         for row in found["rows"]
     ]
     table(f"{first} -> {second}: {len(rows)} of {len(old.keys() | new.keys())} tensors differ", rows)
-    nats = "" if found["nats"] is None else f", predicted KL {found['nats']:+.3g} nats"
+    some = "" if found["nats_of"] == len(rows) else f" of {found['nats_of']} of {len(rows)} tensors"
+    nats = "" if found["nats"] is None else f", predicted KL{some} {found['nats']:+.3g} nats"
     say(f"together: {human_bytes(old.nbytes)} -> {human_bytes(new.nbytes)} ({found['bytes']:+,} bytes){nats}")
