@@ -77,15 +77,16 @@ def search(
         )
     if gradients is not None and not runtime.streamed:
         raise SearchError(f"--gradients are of training, and the plan is for {runtime.name}; search --for training")
-    subject, cut = prepare(
-        model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows, device=device
-    )
-    subject.aim_at(runtime)
-    folder = None if out is None else Path(out)
-    searcher = Searcher(
-        subject, cut, names, folder, stage, gradients=gradients, fp8_policy=fp8_policy, all_rivals=all_rivals
-    )
-    return searcher.find(wanted)
+    with _as_it_was(model):
+        subject, cut = prepare(
+            model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows, device=device
+        )
+        subject.aim_at(runtime)
+        folder = None if out is None else Path(out)
+        searcher = Searcher(
+            subject, cut, names, folder, stage, gradients=gradients, fp8_policy=fp8_policy, all_rivals=all_rivals
+        )
+        return searcher.find(wanted)
 
 
 @dataclass
@@ -241,6 +242,17 @@ class Searcher:
             known.groups[name] = replace(group, formats={**before.formats, **group.formats})
         known.together = evidence.together
         known.save(self.folder / EVIDENCE)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module | str | Path) -> Iterator[None]:
+    """Each module of a model in memory goes back to training or evaluation; a search runs it in evaluation."""
+    modes = [(each, each.training) for each in model.modules()] if isinstance(model, nn.Module) else []
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
 
 
 @contextmanager

@@ -269,8 +269,10 @@ def test_a_model_that_gives_nan_is_refused():
     model = tiny_llama()
     with torch.no_grad():
         model.model.norm.weight[0] = math.nan
+    model.model.norm.train()
     with pytest.raises(SearchError, match="NaN or infinity in window 0"):
         bitplan.search(model, tokens(4), goal={"bits": 9.0}, formats=("int8_row",))
+    assert [name for name, module in model.named_modules() if module.training] == ["model.norm"]  # as it was
 
 
 def test_a_speed_goal_is_met_by_measured_times():
@@ -302,13 +304,14 @@ def test_quantize_with_the_evidence_writes_the_numbers_that_are_proven(found, tm
 
 def test_a_plan_for_training_streams_as_it_is():
     """Bytes on the wire: blocks alone count, rounded to nearest as a stream does, and stream_blocks takes the plan."""
-    model = tiny_llama()
+    model = tiny_llama().train()
     formats = ("mxfp4", "int8_row", "bfloat16")
     result = bitplan.search(model, tokens(8), goal={"bits": 6.0}, formats=formats, target="training")
     blocks_numbers = sum(parameter.numel() for parameter in model.model.layers.parameters())
     assert result.evidence.numbers == blocks_numbers
     assert 8 * result.plan.nbytes <= 6.0 * blocks_numbers
     assert all(name.startswith("model.layers.") for name in result.plan)
+    assert all(module.training for module in model.modules())
     ids = torch.stack(tokens(2))
     with bitplan.stream_blocks(model, formats=result.plan, device="cpu", train="nothing") as stream, torch.no_grad():
         stream.begin_step(0)
@@ -318,6 +321,13 @@ def test_a_plan_for_training_streams_as_it_is():
     with torch.no_grad():
         expected = torch.func.functional_call(tiny_llama(), weights, (ids,)).logits
     torch.testing.assert_close(streamed, expected, rtol=1e-4, atol=1e-4)
+    trained = tiny_llama()  # its parameters require gradients
+    with bitplan.stream_blocks(trained, formats=result.plan, device="cpu", train="weights") as stream:
+        stream.begin_step(0)
+        trained(ids, labels=ids).loss.backward()
+        stream.end_step()
+    name = next(iter(result.plan))
+    assert not torch.equal(trained.get_parameter(name), tiny_llama().get_parameter(name))
 
 
 def test_sizes_are_those_of_the_files_that_a_target_reads(tmp_path):
