@@ -122,7 +122,8 @@ def next_step(target: Target, model: str, out: Path) -> str:
     """What applies the plan."""
     plan, evidence = out / "plan.json", out / "evidence.safetensors"
     if target.streamed:
-        return f"train with it: bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load({str(plan)!r}))"
+        loaded = f"bitplan.plan.Plan.load({str(plan)!r})"
+        return f'train with it: bitplan.stream_blocks(model, formats={loaded}, train="weights")'
     if target.export is None:
         return f"apply it: bitplan quantize {model} OUT --plan {plan} --evidence {evidence}"
     output = "OUT.gguf" if target.export == "gguf" else "OUT"
