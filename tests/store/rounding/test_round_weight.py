@@ -11,6 +11,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.formats import decode, encode, get_format
 from bitplan.store.rounding import pick_loops
+from bitplan.store.rounding.layout import layout_of, with_rows_of
 from bitplan.store.rounding.round_weight import round_weight, round_with_report
 
 FORMATS = (
@@ -90,11 +91,26 @@ def test_without_statistics_the_weights_own_error_is_smaller() -> None:
 
 def test_rows_that_encode_rounds_better_are_as_encode_has_them() -> None:
     """A row that lies on the grid has no error, and compensation cannot make it less."""
-    weight = WEIGHT.clone()
+    weight, inputs = example(256)
+    weight = weight.clone()
     weight[3] = decode(encode(weight, "q4_0_gguf"))[3]
-    rounded, report = round_with_report(weight, "q4_0_gguf", hessian=HESSIAN)
+    rounded, report = round_with_report(weight, "q4_0_gguf", hessian=inputs.T @ inputs)
     assert torch.equal(decode(rounded)[3], weight[3])
     assert report.plain <= 1
+
+
+@pytest.mark.parametrize("fmt", ["int4_g32", "q5_1_gguf"])  # scales apart from the codes, and among them
+def test_rows_of_two_results_are_mixed(fmt: str) -> None:
+    ours, theirs = encode(WEIGHT, fmt), encode(-2 * WEIGHT, fmt)
+    strips = torch.arange(ROWS) % 3 == 1
+    mixed = with_rows_of(ours, theirs, layout_of(ours.fmt, ours.shape), strips)
+    assert torch.equal(decode(mixed), torch.where(strips.unsqueeze(1), decode(theirs), decode(ours)))
+
+
+def test_rows_that_share_their_scale_are_taken_together() -> None:
+    ours, theirs = encode(WEIGHT, "int4"), encode(-2 * WEIGHT, "int4")
+    for taken, expected in ((True, theirs), (False, ours)):
+        assert with_rows_of(ours, theirs, layout_of(ours.fmt, ours.shape), torch.tensor([taken])) is expected
 
 
 def test_a_last_block_that_is_not_whole_is_filled() -> None:
