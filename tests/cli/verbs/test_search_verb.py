@@ -193,7 +193,7 @@ def test_a_refused_search_leaves_no_folder(found, capsys):
         ("mlx", "bitplan export m OUT --to mlx --plan"),
         (
             "training",
-            """bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load('out/plan.json'), train="weights")""",
+            "bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load('out/plan.json'), train=\"weights\")",
         ),
     ],
 )
