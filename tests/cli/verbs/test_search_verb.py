@@ -191,7 +191,10 @@ def test_a_refused_search_leaves_no_folder(found, capsys):
         ("llama.cpp", "bitplan export m OUT.gguf --to gguf --plan"),
         ("vllm", "bitplan export m OUT --to compressed-tensors --plan"),
         ("mlx", "bitplan export m OUT --to mlx --plan"),
-        ("training", """bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load('out/plan.json'), train="weights")"""),
+        (
+            "training",
+            """bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load('out/plan.json'), train="weights")""",
+        ),
     ],
 )
 def test_the_last_line_says_how_the_plan_is_applied(target, words):
