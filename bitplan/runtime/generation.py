@@ -145,8 +145,8 @@ def _next_token(logits: Tensor, temperature: float, draw: torch.Generator) -> in
 
 
 def require_finite(logits: Tensor, lm: CausalLM, tokens: int) -> None:
-    """Refuse logits with NaN or infinity: a largest one of them still has an index, which is no token."""
-    if not bool(logits.isfinite().all()):
+    """Refuse logits whose largest is NaN or infinite: its index is no token. Some may be -inf: they are ruled out."""
+    if not bool(logits.amax(dim=-1).isfinite().all()):
         raise MeasureError(
             f"{lm.where}: logits that are not finite after {tokens} tokens; look for NaN or overflow in the weights"
         )
