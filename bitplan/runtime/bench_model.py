@@ -16,7 +16,7 @@ import torch
 
 from bitplan.errors import MeasureError
 from bitplan.runtime.causal_lm import CausalLM
-from bitplan.runtime.generation import weight_bytes
+from bitplan.runtime.generation import require_finite, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,14 @@ def _run(lm: CausalLM, batch: int, prompt_tokens: int, tokens: int) -> list[floa
     ids = torch.arange(batch * prompt_tokens, device=device).remainder(lm.vocabulary).reshape(batch, prompt_tokens)
     times, cache = [], None
     with torch.inference_mode():
-        for _ in range(tokens):
+        for made in range(tokens):
             _wait(device)
             started = time.perf_counter()
             out: Any = lm.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             ids = out.logits[:, -1].argmax(dim=-1, keepdim=True)
             _wait(device)
             times.append(time.perf_counter() - started)
+            require_finite(out.logits[:, -1], lm, prompt_tokens + made)  # not timed
             cache = out.past_key_values
     return times
 

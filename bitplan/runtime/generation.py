@@ -96,6 +96,7 @@ def generate_text(
         while len(made) < most_tokens:
             out: Any = lm.model(input_ids=step, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
+            require_finite(out.logits[:, -1], lm, ids.shape[1] + len(made))
             token = _next_token(out.logits[0, -1], temperature, draw)
             first = first or time.perf_counter()
             if token in ends:
@@ -141,6 +142,14 @@ def _next_token(logits: Tensor, temperature: float, draw: torch.Generator) -> in
         return int(logits.argmax())
     odds = torch.softmax(logits.float() / temperature, dim=-1)
     return int(torch.multinomial(odds, 1, generator=draw))
+
+
+def require_finite(logits: Tensor, lm: CausalLM, tokens: int) -> None:
+    """Refuse logits whose largest is NaN or infinite: its index is no token. Some may be -inf: they are ruled out."""
+    if not bool(logits.amax(dim=-1).isfinite().all()):
+        raise MeasureError(
+            f"{lm.where}: logits that are not finite after {tokens} tokens; look for NaN or overflow in the weights"
+        )
 
 
 def weight_bytes(model: nn.Module) -> int:

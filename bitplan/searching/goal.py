@@ -9,6 +9,7 @@ from typing import Any
 from bitplan.searching.errors import GoalError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_FAR_TOO_LARGE = 1e100  # and infinity: times the weights of a model this would be no whole number
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Goal:
         if all(value is None for value in given.values()):
             raise GoalError("a search needs a goal: --bits 4.5, --bytes 6GB, --max-kl 0.01, --faster 1.5, or several")
         for name, value in given.items():
-            if value is not None and not value > 0:
-                raise GoalError(f"--{name} must be above 0, got {value}")
+            if value is not None and not 0 < value < _FAR_TOO_LARGE:
+                raise GoalError(f"--{name} must be above 0 and below {_FAR_TOO_LARGE:g}, got {value}")
         if self.rows < 1:
             raise GoalError(f"--rows must be 1 or more, got {self.rows}")
 
@@ -65,7 +66,7 @@ class Goal:
 
 def parse_bytes(text: str) -> int:
     """6GB, 900 MB, 1.5GiB or a plain number of bytes."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise GoalError(f"--bytes must be a size such as 6GB, 900MB or 1.5GiB, got {text[:40]!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])

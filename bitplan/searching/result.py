@@ -47,6 +47,14 @@ class SearchResult:
         return self.winner.kind != "plan"
 
     @property
+    def missed_goal(self) -> str | None:
+        """What to say where the plan is farther from the model than was asked for, on text that was held out."""
+        kl, most = self.winner.kl.mean, self.goal.max_kl
+        if most is None or kl <= most:
+            return None
+        return f"KL {kl:.6g}, above the goal of {most:g}: give more bits or a higher limit"
+
+    @property
     def best_rival(self) -> MeasuredPlan | None:
         """The best of the plans that need no search."""
         return min((each for each in self.rivals if each.kind != "plan"), key=lambda each: each.kl.mean, default=None)
@@ -73,6 +81,7 @@ class SearchResult:
             **({} if self.times is None else {"block_times": self.times.to_dict()}),
             "plan": self.winner.to_dict(evidence),
             "lost": self.lost,
+            "missed_goal": self.missed_goal,
             "against_best_rival": None if best is None else _against(self.winner, best),
             "measured": [each.to_dict(evidence) for each in self.rivals],
             "unmeasured": [_predicted(evidence, each) for each in self.unmeasured],

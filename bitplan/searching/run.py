@@ -77,15 +77,16 @@ def search(
         )
     if gradients is not None and not runtime.streamed:
         raise SearchError(f"--gradients are of training, and the plan is for {runtime.name}; search --for training")
-    subject, cut = prepare(
-        model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows, device=device
-    )
-    subject.aim_at(runtime)
-    folder = None if out is None else Path(out)
-    searcher = Searcher(
-        subject, cut, names, folder, stage, gradients=gradients, fp8_policy=fp8_policy, all_rivals=all_rivals
-    )
-    return searcher.find(wanted)
+    with _as_it_was(model):
+        subject, cut = prepare(
+            model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows, device=device
+        )
+        subject.aim_at(runtime)
+        folder = None if out is None else Path(out)
+        searcher = Searcher(
+            subject, cut, names, folder, stage, gradients=gradients, fp8_policy=fp8_policy, all_rivals=all_rivals
+        )
+        return searcher.find(wanted)
 
 
 @dataclass
@@ -187,13 +188,7 @@ class Searcher:
 
             plan = measured(RivalPlan("searched plan", "plan", solution.choice))
             others = [measured(rival) for rival in rivals]
-        allowed = [
-            other
-            for other in others
-            if within(evidence, goal, other.choice, other.kl.mean)
-            and (self.gradients is None or evidence.harm(other.choice) <= evidence.harm(plan.choice))
-        ]
-        winner = min([plan, *allowed], key=_is_better(goal))
+        winner = best_of(evidence, goal, plan, others, by_gradients=self.gradients is not None)
         return SearchResult(
             explain_plan(evidence, winner.choice, rows=goal.rows if goal.faster is not None else None),
             evidence,
@@ -250,6 +245,17 @@ class Searcher:
 
 
 @contextmanager
+def _as_it_was(model: nn.Module | str | Path) -> Iterator[None]:
+    """Each module of a model in memory goes back to training or evaluation; a search runs it in evaluation."""
+    modes = [(each, each.training) for each in model.modules()] if isinstance(model, nn.Module) else []
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+@contextmanager
 def _made(folder: Path | None) -> Iterator[None]:
     """The folder, with those above it; those that were made here go again if the search ends with nothing in them."""
     missing = [] if folder is None else [each for each in (folder, *folder.parents) if not each.exists()]
@@ -263,6 +269,18 @@ def _made(folder: Path | None) -> Iterator[None]:
                 break
             each.rmdir()
         raise
+
+
+def best_of(
+    evidence: SearchEvidence, goal: Goal, plan: MeasuredPlan, others: Sequence[MeasuredPlan], *, by_gradients: bool
+) -> MeasuredPlan:
+    """The best by measurement; a plan above the limit of KL loses to any other that is within the whole goal."""
+    allowed = [each for each in others if within(evidence, goal, each.choice, each.kl.mean)]
+    if goal.max_kl is not None and plan.kl.mean > goal.max_kl and allowed:
+        return min(allowed, key=_is_better(goal))
+    if by_gradients:
+        allowed = [each for each in allowed if evidence.harm(each.choice) <= evidence.harm(plan.choice)]
+    return min([plan, *allowed], key=_is_better(goal))
 
 
 def _is_better(goal: Goal) -> Callable[[MeasuredPlan], tuple[float, float]]:
@@ -301,7 +319,8 @@ def solve_and_correct(
             evidence.together = measured / apart if apart > 0 and measured > 0 else 1.0
     if goal.asks_for_fewest_bytes:
         reached = [solution for measured, solution in tried if measured <= (goal.max_kl or 0.0)]
-        best = min(reached, key=lambda solution: solution.nbytes) if reached else tried[-1][1]
+        nearest = min(tried, key=lambda pair: pair[0])[1]
+        best = min(reached, key=lambda solution: solution.nbytes) if reached else nearest
         return replace(best, nats=evidence.predict(best.choice)), len(tried) - 1, error
     best = min(tried, key=lambda pair: pair[0])[1]
     harm, bound = evidence.harm(best.choice), solve(evidence, goal).bound  # by the evidence as it is now

@@ -17,6 +17,7 @@ from bitplan.kernels.base.jit import on_threads, thread_count, worthwhile_thread
 from bitplan.trees.gradients import Array
 from bitplan.trees.loops import rows as trees_rows
 
+SMALL = 2**15  # so many numbers are turned into one type and order, so that a loop for each need not be compiled
 STEP_NS = 3  # a row's step down a tree
 PARTS_A_THREAD = 4
 SET_WORDS = 8  # at least: 256 categories
@@ -152,6 +153,8 @@ class Forest:
         """Add every tree's leaf values to the raw scores (rows, outputs); whether a number of x is infinite."""
         steps, bits = self.steps, self.bits if self.steps.has_sets else None
         thresholds, step = steps.nodes.view(np.float64), self._rows_at_once(len(x))
+        if x.size <= SMALL:
+            x = np.array(x, np.float64, order="C")
 
         def work(start: int) -> bool:
             rows = x[start : start + step]

@@ -188,3 +188,9 @@ def test_a_plan_for_other_tensors_is_refused():
 def test_types_that_are_no_formats_stay():
     for dtype in ("complex64", "complex128", "float8_e4m3fnuz", "float4_e2m1fn_x2"):
         assert choose_formats({"w": Stored((64,), dtype)}, "mxfp4").entries["w"].stored == dtype
+
+
+def test_a_matrix_of_few_columns_is_no_convolution():
+    name = "w.weight"
+    choice = choose_formats({name: Stored((1024, 8), "bfloat16")}, "int8_row")[name]
+    assert (choice.format, "weight of two axes" in choice.reason) == ("int8_row", True), choice

@@ -196,6 +196,8 @@ def test_all_unmatched_tensors_are_in_one_error():
     with pytest.raises(ManifestError, match=r"'x19' .* and 980 more; add a rule") as caught:
         manifest.resolve({f"x{i}": (1,) for i in range(1000)})
     assert len(str(caught.value)) < 1000
+    with pytest.raises(ManifestError, match=r"'x19' \(shape \(1,\)\); add a rule"):  # all are shown
+        manifest.resolve({f"x{i}": (1,) for i in range(20)})
 
 
 def test_resolve_does_not_depend_on_the_order_of_tensors():

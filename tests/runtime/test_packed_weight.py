@@ -155,3 +155,13 @@ def test_a_state_without_this_weight_is_missing_keys() -> None:
 def test_a_weight_says_it_is_bytes() -> None:
     """Adapters (peft) take the type of numbers from a weight, and must not take that of codes, which may be float8."""
     assert PackedWeight(packed("fp8_e4m3_row")).dtype == torch.uint8
+
+
+def test_the_longest_description_of_a_format_is_read() -> None:
+    weight = PackedWeight(packed("mxfp4"))
+    state = weight.state_dict()
+    said = bytes(state["_extra_state"].tolist()).ljust(2**16)
+    weight.load_state_dict(state | {"_extra_state": torch.tensor(list(said), dtype=torch.uint8)})
+    longer = torch.tensor(list(said + b" "), dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="of 65537 bytes is too long"):
+        weight.load_state_dict(state | {"_extra_state": longer})

@@ -6,14 +6,17 @@ import io
 import json
 import math
 from contextlib import redirect_stderr
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
 import bitplan
+from bitplan.cli.verbs.search import show_result
 from bitplan.kernels import decode, encode
 from bitplan.plan import Plan
+from bitplan.report.page import write_report
 from bitplan.runtime.packed.checkpoints.build import empty_model
 from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchEvidence
 from bitplan.searching import run as runner
@@ -93,6 +96,25 @@ def test_the_plan_is_no_worse_than_uniform_plans_of_its_size_or_more_within_the_
     assert any(rival.kind == "heuristic" for rival in [*result.rivals, *result.unmeasured])
     assert any(rival.kind == "uniform" for rival in result.rivals)
     assert all(result.winner.kl.mean <= rival.kl.mean for rival in result.rivals if rival.nbytes <= limit)
+
+
+def test_a_plan_above_the_goal_loses_to_a_measured_one_within_it_or_is_called_so(found, tmp_path, capsys):
+    _, _, result = found
+    near, far = sorted(result.rivals, key=lambda each: each.kl.mean)[:: len(result.rivals) - 1]
+    far = replace(far, kind="plan", nbytes=near.nbytes - 1)  # fewer bytes must not save it
+    goal = Goal(max_kl=(near.kl.mean + far.kl.mean) / 2)
+    for by_gradients in (False, True):
+        assert runner.best_of(result.evidence, goal, far, [near], by_gradients=by_gradients) is near
+    missed = replace(result, goal=Goal(max_kl=near.kl.mean / 2), winner=near)
+    assert runner.best_of(result.evidence, missed.goal, far, [near], by_gradients=False) is far
+    line = f"KL {near.kl.mean:.6g}, above the goal of {near.kl.mean / 2:g}: give more bits or a higher limit"
+    assert missed.to_document()["missed_goal"] == line
+    assert result.to_document()["missed_goal"] is None
+    missed.save(tmp_path)
+    show_result(missed)
+    assert line in " ".join(capsys.readouterr().out.split())
+    write_report([tmp_path / "front.json"], tmp_path / "page.html")
+    assert f"The goal is missed: {line}." in (tmp_path / "page.html").read_text()
 
 
 def test_damage_is_predicted_in_the_order_in_which_it_is_measured(found):
@@ -247,8 +269,10 @@ def test_a_model_that_gives_nan_is_refused():
     model = tiny_llama()
     with torch.no_grad():
         model.model.norm.weight[0] = math.nan
+    model.model.norm.train()
     with pytest.raises(SearchError, match="NaN or infinity in window 0"):
         bitplan.search(model, tokens(4), goal={"bits": 9.0}, formats=("int8_row",))
+    assert [name for name, module in model.named_modules() if module.training] == ["model.norm"]  # as it was
 
 
 def test_a_speed_goal_is_met_by_measured_times():
@@ -280,13 +304,14 @@ def test_quantize_with_the_evidence_writes_the_numbers_that_are_proven(found, tm
 
 def test_a_plan_for_training_streams_as_it_is():
     """Bytes on the wire: blocks alone count, rounded to nearest as a stream does, and stream_blocks takes the plan."""
-    model = tiny_llama()
+    model = tiny_llama().train()
     formats = ("mxfp4", "int8_row", "bfloat16")
     result = bitplan.search(model, tokens(8), goal={"bits": 6.0}, formats=formats, target="training")
     blocks_numbers = sum(parameter.numel() for parameter in model.model.layers.parameters())
     assert result.evidence.numbers == blocks_numbers
     assert 8 * result.plan.nbytes <= 6.0 * blocks_numbers
     assert all(name.startswith("model.layers.") for name in result.plan)
+    assert all(module.training for module in model.modules())
     ids = torch.stack(tokens(2))
     with bitplan.stream_blocks(model, formats=result.plan, device="cpu", train="nothing") as stream, torch.no_grad():
         stream.begin_step(0)
@@ -296,6 +321,13 @@ def test_a_plan_for_training_streams_as_it_is():
     with torch.no_grad():
         expected = torch.func.functional_call(tiny_llama(), weights, (ids,)).logits
     torch.testing.assert_close(streamed, expected, rtol=1e-4, atol=1e-4)
+    trained = tiny_llama()  # its parameters require gradients
+    with bitplan.stream_blocks(trained, formats=result.plan, device="cpu", train="weights") as stream:
+        stream.begin_step(0)
+        trained(ids, labels=ids).loss.backward()
+        stream.end_step()
+    name = next(iter(result.plan))
+    assert not torch.equal(trained.get_parameter(name), tiny_llama().get_parameter(name))
 
 
 def test_sizes_are_those_of_the_files_that_a_target_reads(tmp_path):

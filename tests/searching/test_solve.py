@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -144,3 +145,6 @@ def test_sizes_are_read_with_their_units():
     for wrong in ("six", "4 parsecs", "-1GB"):
         with pytest.raises(GoalError, match="such as 6GB"):
             parse_bytes(wrong)
+    for wrong in (math.inf, math.nan, 1e308, 0):
+        with pytest.raises(GoalError, match=r"--bits must be above 0 and below 1e\+100, got"):
+            Goal(bits=wrong)

@@ -151,3 +151,10 @@ def test_an_exported_family_is_the_same_model(tmp_path, capsys, kind):
     assert run(["compare", str(tmp_path / "ours"), str(tmp_path / "m.gguf")]) == 0
     count = len(compare_files(tmp_path / "m.gguf", tmp_path / "ours").layers)
     assert f"values identical: all {count} tensors" in capsys.readouterr().out
+
+
+def test_progress_counts_every_number_once(tmp_path):
+    safetensors.torch.save_file({"a": torch.ones(4, 8), "b": torch.ones(3)}, tmp_path / "a.safetensors")
+    seen = []
+    compare_files(tmp_path / "a.safetensors", tmp_path / "a.safetensors", on_numbers=lambda *args: seen.append(args))
+    assert sorted(seen) == [(0, "a"), (0, "b"), (3, "b"), (32, "a")]

@@ -374,6 +374,16 @@ def test_one_row_and_constant_features_give_the_mean():
     np.testing.assert_allclose(model.predict([[5.0, np.nan]]), 24.5)
 
 
+def test_a_subclass_with_fewer_parameters_fits():
+    class Small(BoostedTreesRegressor):
+        def __init__(self, n_estimators=2):
+            super().__init__(n_estimators=n_estimators)
+
+    model = Small().fit([[0.0], [1.0]], [0.0, 1.0])
+    assert model.get_params() == {"n_estimators": 2}
+    assert len(model.predict([[0.0]])) == 1
+
+
 def test_ctrl_c_leaves_the_whole_rounds(monkeypatch):
     x, y = table()
     real, calls = boosting.TreeGrower.grow, []

@@ -127,6 +127,8 @@ def _check_folder(folder: Path) -> None:
     from bitplan.store.files.headers import check_model_source
     from bitplan.store.packed_folder import is_packed_config, read_config, read_packed_plan
 
+    if folder.is_file():
+        raise FileFormatError(f"{folder} is a file; give a folder, with config.json: `quantize` writes one")
     if not folder.is_dir():
         raise FileFormatError(f"{folder}: no such folder; nothing is downloaded, so give a path on this machine")
     config = read_config(folder)

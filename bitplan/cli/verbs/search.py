@@ -104,7 +104,7 @@ def search(
     if as_json:
         show_json(result.to_document())
         return
-    _show(result)
+    show_result(result)
     say(next_step(target_of(target), result.evidence.model, out))
 
 
@@ -122,14 +122,15 @@ def next_step(target: Target, model: str, out: Path) -> str:
     """What applies the plan."""
     plan, evidence = out / "plan.json", out / "evidence.safetensors"
     if target.streamed:
-        return f"train with it: bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load({str(plan)!r}))"
+        loaded = f"bitplan.plan.Plan.load({str(plan)!r})"
+        return f'train with it: bitplan.stream_blocks(model, formats={loaded}, train="weights")'
     if target.export is None:
         return f"apply it: bitplan quantize {model} OUT --plan {plan} --evidence {evidence}"
     output = "OUT.gguf" if target.export == "gguf" else "OUT"
     return f"apply it: bitplan export {model} {output} --to {target.export} --plan {plan} --evidence {evidence}"
 
 
-def _show(result: SearchResult) -> None:
+def show_result(result: SearchResult) -> None:
     evidence = result.evidence
     floor = result.noise_floor.against
     rows = [
@@ -168,6 +169,8 @@ def _show(result: SearchResult) -> None:
         verdict = "" if times.faster >= result.goal.faster else f", below the goal of {result.goal.faster:g}"
         faster = f"{times.faster:.2f} times BF16's speed{verdict}"
         say(f"a whole block at {times.rows} rows: {times.plan_us:.0f} us, {faster}")
+    if result.missed_goal is not None:
+        say(f"the goal is missed on text that was held out: {result.missed_goal}")
     if result.lost:
         say(f"the search lost: {result.winner.label} is better and within the goal, so plan.json is that")
 
@@ -212,5 +215,6 @@ def _show_difference(found: dict[str, Any], first: Path, second: Path, old: Plan
         for row in found["rows"]
     ]
     table(f"{first} -> {second}: {len(rows)} of {len(old.keys() | new.keys())} tensors differ", rows)
-    nats = "" if found["nats"] is None else f", predicted KL {found['nats']:+.3g} nats"
+    some = "" if found["nats_of"] == len(rows) else f" of {found['nats_of']} of {len(rows)} tensors"
+    nats = "" if found["nats"] is None else f", predicted KL{some} {found['nats']:+.3g} nats"
     say(f"together: {human_bytes(old.nbytes)} -> {human_bytes(new.nbytes)} ({found['bytes']:+,} bytes){nats}")

@@ -74,9 +74,15 @@ def _summary(found: RecordFields) -> Markup:
             tag("b", nbytes(plan.number("bytes"))),
             f" of {nbytes(reference.number('bytes'))} and is ",
             tag("b", f"{significant(plan.number('kl'))} nats"),
-            " a token from the model.",
+            f" a token from the model.{_missed(found)}",
         ]
     )
+
+
+def _missed(found: RecordFields) -> str:
+    """A sentence where the plan is farther from the model than was asked for."""
+    missed = found.text("missed_goal", "")
+    return f" The goal is missed: {missed}." if missed else ""
 
 
 def _facts(found: RecordFields) -> list[Fact]:
@@ -90,7 +96,7 @@ def _facts(found: RecordFields) -> list[Fact]:
         Fact(
             significant(plan.number("kl")),
             "nats a token from the model",
-            f"noise floor {significant(floor.number('kl'), 2)}",
+            _missed(found).strip() or f"noise floor {significant(floor.number('kl'), 2)}",
         ),
     ]
     perplexity = plan.number("perplexity", None)
@@ -121,7 +127,7 @@ def _answers(found: RecordFields) -> Markup:
             "What it cost",
             f"KL {significant(plan.number('kl'))} nats a token{between}; running the model in bfloat16 costs "
             f"{significant(floor.number('kl'), 2)}. Perplexity {significant(plan.number('perplexity', None), 4)}, "
-            f"of the model {significant(reference.number('perplexity'), 4)}.",
+            f"of the model {significant(reference.number('perplexity'), 4)}.{_missed(found)}",
         ),
         (
             "What it gained",

@@ -83,6 +83,9 @@ class PartPlan:
     extrapolate: bool = False
     estimate: bool = True
 
+    def __post_init__(self) -> None:
+        Fp8Recipe(self.recipe or DEFAULT_RECIPE, self.fp8)  # type: ignore[arg-type]  # refuses names it does not know
+
 
 def apply_fp8(
     model: nn.Module,

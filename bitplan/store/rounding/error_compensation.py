@@ -53,7 +53,15 @@ def inverse_factor(hessian: Tensor, columns: Tensor) -> Tensor | None:
     return upper
 
 
-def factor_of(hessian: Tensor, damping: float, columns: Tensor, name: str) -> tuple[Tensor, Tensor, float]:
+MUST_BE = {
+    "hessian": "X^T X of the layer's inputs",
+    "outputs": "the second moments of the loss's gradients by the layer's outputs",
+}
+
+
+def factor_of(
+    hessian: Tensor, damping: float, columns: Tensor, name: str, what: Literal["hessian", "outputs"] = "hessian"
+) -> tuple[Tensor, Tensor, float]:
     """(H over the mean of its diagonal, damped; its inverse's factor in the order of `columns`; the damping it took).
 
     Computed in float64.
@@ -69,8 +77,7 @@ def factor_of(hessian: Tensor, damping: float, columns: Tensor, name: str) -> tu
             return heavy.float(), factor.contiguous() if factor.is_cuda else factor, damping
         if damping >= MOST_DAMPING:
             raise FormatError(
-                f"{name}: the Hessian is not positive definite, even with damping {damping}; "
-                "it must be X^T X of the layer's inputs"
+                f"{name}: `{what}` is not positive definite, even with damping {damping}; it must be {MUST_BE[what]}"
             )
         damping = max(damping, 1e-4) * GREATER_DAMPING
 
@@ -134,7 +141,7 @@ class InputHessian:
 
 def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
     if tuple(given.shape) != shape:
-        raise FormatError(f"{name}: `{what}` of its inputs must have shape {shape}, got {tuple(given.shape)}")
+        raise FormatError(f"{name}: `{what}` must have shape {shape}, got {tuple(given.shape)}")
     if not bool(given.isfinite().all()):
         raise FormatError(f"{name}: `{what}` holds NaN or infinity; collect it again from inputs that are finite")
 

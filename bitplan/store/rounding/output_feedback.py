@@ -15,9 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from bitplan.errors import FormatError
 from bitplan.formats import Encoded
 from bitplan.kernels import decode
-from bitplan.store.rounding.error_compensation import factor_of
+from bitplan.store.rounding.error_compensation import MUST_BE, check_statistics, factor_of
 from bitplan.store.rounding.layout import ScaledBlocks, join_rows, rows_of
 from bitplan.store.rounding.pick_loops import is_compiled, rounding_rows_of
 
@@ -26,6 +27,17 @@ RoundRows = Callable[[Tensor, Encoded, ScaledBlocks], Encoded]
 DAMPING = 0.05
 BATCHES, BATCHES_UNCOMPILED = 24, 8  # without compiled loops every batch takes as long as the whole weight
 FEWEST_ROWS = 16
+
+
+def check_outputs(outputs: Tensor, layout: ScaledBlocks, name: str) -> None:
+    """Refuse what cannot be second moments; all zeros are moments of outputs that no loss minds."""
+    check_statistics(outputs, (layout.rows, layout.rows), "outputs", name)
+    below = int((outputs.diagonal() < 0).sum())
+    if below:
+        raise FormatError(
+            f"{name}: `outputs` is not positive definite: {below} numbers of its diagonal are below zero; it must be "
+            f"{MUST_BE['outputs']}"
+        )
 
 
 def takes_feedback(outputs: Tensor | None, layout: ScaledBlocks) -> bool:
@@ -38,7 +50,7 @@ def round_with_feedback(
 ) -> Encoded:
     """Round [R, filled] numbers; `outputs` [R, R] is G, in any unit."""
     order = outputs.diagonal().argsort(descending=True, stable=True).to(matrix.device)
-    factor = factor_of(outputs.to(matrix.device), DAMPING, order, f"{name}: outputs")[1]
+    factor = factor_of(outputs.to(matrix.device), DAMPING, order, name, "outputs")[1]
     left, made = matrix[order], []
     step = max(FEWEST_ROWS, -(-layout.rows // (BATCHES if is_compiled(matrix) else BATCHES_UNCOMPILED)))
     for first in range(0, layout.rows, step):

@@ -24,7 +24,12 @@ from bitplan.store.rounding.error_compensation import (
 )
 from bitplan.store.rounding.group_blocks import round_groups
 from bitplan.store.rounding.layout import ScaledBlocks, assemble, layout_of, scales_of, with_rows_of
-from bitplan.store.rounding.output_feedback import error_between_outputs, round_with_feedback, takes_feedback
+from bitplan.store.rounding.output_feedback import (
+    check_outputs,
+    error_between_outputs,
+    round_with_feedback,
+    takes_feedback,
+)
 from bitplan.store.rounding.scale_search import ScaleLadder, search_scales
 
 Measure = Literal["squared error", "moments", "hessian", "hessian and outputs"]
@@ -110,6 +115,8 @@ def round_with_report(
     fmt = get_format(fmt)
     if device is not None:
         weight = weight.to(device)
+    if outputs is not None and hessian is None:
+        raise FormatError(f"{name}: `outputs` is used together with `hessian`, X^T X of the inputs, which is not given")
     plain = encode(weight, fmt, pad=pad, base=base, name=name)
     measure: Measure = "hessian" if hessian is not None else "moments" if moments is not None else "squared error"
     if not _can_round(fmt) or not weight.numel():
@@ -126,7 +133,7 @@ def round_with_report(
         ordered = inputs.factor(layout, order, damping, matrix.device, name)
         cost, used = ordered.damped, ordered.damping
         if outputs is not None:
-            check_statistics(outputs, (layout.rows, layout.rows), "outputs", name)
+            check_outputs(outputs, layout, name)
         if outputs is not None and takes_feedback(outputs, layout):
 
             def round_rows(piece: Tensor, own: Encoded, part: ScaledBlocks) -> Encoded:

@@ -193,8 +193,8 @@ class BoostedTreesBase(FittedTrees):
             "the rounds of the model to train further": initial.booster.rounds if initial else 0,
         }
         parameters = self.get_params()
-        del parameters["verbose"], parameters["n_jobs"]  # each process may have its own
-        always |= {f"parameter {name}": value for name, value in parameters.items()}
+        own = ("verbose", "n_jobs")  # each process may have its own; a subclass need not take them
+        always |= {f"parameter {name}": value for name, value in parameters.items() if name not in own}
         of_rows = {
             "the type of X": str(x.dtype),
             "the type of y": y.dtype.kind,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 
 import bitplan
 from bitplan.cli import run
+from bitplan.errors import MeasureError
+from bitplan.runtime.bench_model import bench_models
+from bitplan.runtime.generation import generate_text, load_for_running
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
 transformers = pytest.importorskip("transformers")
@@ -59,6 +63,7 @@ def test_bench_times_both_in_turns(models, capsys):
 def test_refusals(models, capsys):
     for words, said in (
         (["generate", str(models), "x"], "no config.json, so not a model's folder"),
+        (["generate", str(models / "llama/config.json"), "x"], "config.json is a file; give a folder"),
         (["generate", str(models / "packed"), "x", "--chat"], "the tokenizer has no chat template"),
         (["bench", str(models / "packed"), "--prompt-tokens", "64"], "context must be 64 or less"),
         (["bench", str(models / "packed"), "--against", str(models / "nothing")], "nothing: no such folder"),
@@ -67,3 +72,15 @@ def test_refusals(models, capsys):
         message = capsys.readouterr().err
         assert said in message
         assert message.count("\n") == 1
+
+
+def test_logits_that_are_not_finite_are_no_tokens(models):
+    lm = load_for_running(models / "llama")
+    with torch.no_grad():
+        next(lm.model.model.norm.parameters())[0] = math.nan
+    for run_it, tokens in (
+        (lambda: generate_text(lm, "abe", most_tokens=2), len(lm.tokenizer("abe")["input_ids"])),
+        (lambda: bench_models([lm], batches=[2], prompt_tokens=3, tokens=2, repeats=1), 3),
+    ):
+        with pytest.raises(MeasureError, match=f"llama: logits that are not finite after {tokens} tokens; look for"):
+            run_it()

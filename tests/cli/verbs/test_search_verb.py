@@ -112,6 +112,13 @@ def test_diff_says_what_changed_and_what_it_costs(capsys):
     }
     assert run(["diff", "small.json", "small.json"]) == 0
     assert "the same format" in capsys.readouterr().out
+    assert result["nats_of"] == len(result["rows"])
+    document = json.loads(Path("small.json").read_text())
+    del document["tensors"][result["rows"][0]["name"]]["evidence"]
+    Path("unknown.json").write_text(json.dumps(document))
+    assert run(["diff", "out/plan.json", "unknown.json"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"predicted KL of {len(result['rows']) - 1} of {len(result['rows'])} tensors +" in said
 
 
 def test_diff_shows_both_plans_whatever_their_names_and_members_of_a_group_without_nats(found, capsys):
@@ -124,6 +131,7 @@ def test_diff_shows_both_plans_whatever_their_names_and_members_of_a_group_witho
     assert {row["nats"] is None for row in rows} == {True, False}
     assert run(["diff", "large/plan.json", "small/plan.json"]) == 0
     shown = capsys.readouterr().out
+    assert "predicted KL +" in shown
     assert all(row["from"] in shown and row["to"] in shown for row in rows)
 
 
@@ -183,7 +191,10 @@ def test_a_refused_search_leaves_no_folder(found, capsys):
         ("llama.cpp", "bitplan export m OUT.gguf --to gguf --plan"),
         ("vllm", "bitplan export m OUT --to compressed-tensors --plan"),
         ("mlx", "bitplan export m OUT --to mlx --plan"),
-        ("training", "bitplan.stream_blocks("),
+        (
+            "training",
+            "bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load('out/plan.json'), train=\"weights\")",
+        ),
     ],
 )
 def test_the_last_line_says_how_the_plan_is_applied(target, words):

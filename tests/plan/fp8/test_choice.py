@@ -241,3 +241,12 @@ def test_inside_the_bounds_the_choice_is_the_same_and_beyond_it_is_another(polic
     assert {products(count) for count in inside} == {choice.products}
     beyond = {choice.holds_from - 1, (choice.holds_to or 0) + 1} - {0, 1 if choice.holds_to is None else 0}
     assert choice.products not in {products(count) for count in beyond}
+
+
+def test_the_reason_counts_the_recipes_that_were_compared():
+    question = replace(FC2, recipe=None)
+    reports = [report(series({4096: 1.4}, noise=STILL))]
+    assert "recipes" not in choose_products(merge_reports(reports).policy, question).reason
+    reports.append(report(series({4096: 1.5}, noise=STILL), recipe="tensorwise"))
+    policy = merge_reports(reports, across_recipes=True).policy
+    assert choose_products(policy, question).reason.endswith("; the best of 2 recipes")

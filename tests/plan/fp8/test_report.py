@@ -140,3 +140,9 @@ def test_a_file_that_is_not_there():
 def test_differences_name_both():
     assert H200.differences(replace(H200, torch="2.10")) == {"torch": ("2.11.0", "2.10")}
     assert H200.differences(H200) == {}
+
+
+def test_a_row_of_the_most_samples():
+    document = head(rows=[DENSE | {"samples_ms": [1.0] * 1000}])
+    (row,) = parse_report(json.dumps(document).encode(), where="r").rows
+    assert len(row.samples_ms) == 1000

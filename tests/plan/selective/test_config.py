@@ -233,3 +233,10 @@ def test_the_old_name_of_gradient_scoring_is_read_with_a_warning():
         assert config(scoring="seed") == config(scoring="gradient")
     with pytest.warns(FutureWarning, match="the next version refuses it"):
         assert from_json({"scoring": "seed"}).to_document()["scoring"] == "gradient"
+
+
+def test_int4_beside_others_needs_a_byte_budget():
+    with pytest.raises(SelectiveError, match=r"low_precisions names int4 beside int8, a ladder: say with byte_share"):
+        config(low_precisions=("int8", "int4"))
+    assert config(low_precisions=("int8", "int4"), byte_share=0.5).has_byte_budget
+    assert not config(low_precisions=("int4",)).has_byte_budget

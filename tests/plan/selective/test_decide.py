@@ -69,12 +69,15 @@ def test_hysteresis(score, current, since, expected):
     assert result.reason.startswith("score ")
 
 
-@pytest.mark.parametrize(
-    ("score", "current", "expected"),
-    [(0.3, None, "int8"), (below(0.6), None, "int8"), (0.6, None, "bf16"), (0.3, "bf16", "bf16")],
-)
-def test_ambiguous_default_is_for_the_first_assignment_only(score, current, expected):
-    assert decide_with_hysteresis(score, current, replace(CONFIG, ambiguous_default="int8")).precision == expected
+def test_ambiguous_default_is_for_the_first_assignment_only():
+    config = replace(CONFIG, ambiguous_default="int8")
+    for score, current, expected in (
+        (0.3, None, "int8"),
+        (below(0.6), None, "int8"),
+        (0.6, None, "bf16"),
+        (0.3, "bf16", "bf16"),
+    ):
+        assert decide_with_hysteresis(score, current, config).precision == expected
 
 
 def test_reasons_say_what_was_compared():

@@ -288,8 +288,9 @@ def test_policies_that_cannot_be_read_leave_the_model(text, error, message, tmp_
     ],
 )
 def test_bad_arguments(given, message):
-    with pytest.raises(Fp8Error, match=message):
-        apply_fp8(llama(), policy_of(**ALL), **({"tokens": 100, "emulate": True} | given))
+    for policy in (policy_of(**ALL), None):
+        with pytest.raises(Fp8Error, match=message):
+            apply_fp8(llama(), policy, **({"tokens": 100, "emulate": True} | given))
 
 
 def test_twice_is_refused():

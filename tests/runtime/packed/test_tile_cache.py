@@ -190,6 +190,10 @@ def test_room_is_what_fits_without_pushing_out() -> None:
     assert not TileCache(WHOLE - 1).has_room(a, torch.float32)
     assert TileCache(WHOLE).has_room(a, torch.float32)
     assert counted(cache) == {"misses": 2, "tiles": 2, "nbytes": 2 * WHOLE}  # asking is not using
+    full = TileCache(WHOLE)
+    assert full.pin(a, torch.float32) is not None
+    assert full.has_room(a, torch.float32)
+    assert not full.has_room(b, torch.float32)
 
 
 def test_counters_can_be_reset_and_the_cache_cleared() -> None:

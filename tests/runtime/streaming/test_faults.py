@@ -13,6 +13,7 @@ import torch
 
 from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.transfer.copies import Latch, wait_for
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.runtime.streaming.stream_samples import assert_equal, batch, gradients, make_stack, streaming
 
@@ -232,3 +233,18 @@ def test_an_error_of_the_caller_is_not_hidden_by_ours():
     with pytest.raises(ZeroDivisionError):
         stumble()
     assert model(batch(0)).isfinite().all()
+
+
+def test_a_wait_lasts_until_its_deadline():
+    class Late:
+        polls = 0
+
+        def wait(self, timeout_s):
+            self.polls += 1
+            return self.polls == 3
+
+    late = Late()
+    wait_for(late, None, 60.0, "a block")
+    assert late.polls == 3
+    with pytest.raises(StreamError, match="a block: nothing came within 0 s"):
+        wait_for(Latch(), None, 0.0, "a block")

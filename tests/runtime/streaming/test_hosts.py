@@ -96,6 +96,7 @@ def test_telemetry_counts_what_was_copied(tmp_path):
             stream.end_step()
         stream.synchronize()
         vram = stream.stats.vram_bytes
+    assert (stream.stats.vram_bytes, stream.stats.ring_slots) == (0, 0)  # all was given back
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(set(line) == KEYS for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import gguf
 import pytest
@@ -14,6 +15,7 @@ from bitplan.errors import BitplanError, StoreError
 from bitplan.formats import Encoded, decode
 from bitplan.plan import Plan
 from bitplan.runtime.causal_lm import load_causal_lm
+from bitplan.store.export.gguf_metadata import ModelConfig, model_metadata
 from bitplan.store.export.targets import ExportRequest, export_model, prepare_export
 from bitplan.store.files.gguf_split_write import write_parts
 from bitplan.store.files.gguf_values import GGUFValue
@@ -109,6 +111,16 @@ def test_the_metadata_says_what_llama_cpp_asks_for(folders, tmp_path):
         assert file.spec("blk.0.attn_q.weight").format == "q4_0_gguf"
         assert "output.weight" not in file.specs  # tied
     assert len(gguf.GGUFReader(tmp_path / "a.gguf").tensors) == len(file.specs)
+
+
+def test_gemma_of_62_layers_scales_by_another_size(tmp_path):
+    """llama.cpp knows Gemma 3 27B by its layers."""
+    save_tiny(tmp_path, "gemma3")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"query_pre_attn_scalar": 16, "layer_types": None}
+    for layers in (62, 63):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        with nullcontext() if layers == 62 else pytest.raises(StoreError, match="takes the size of a head, 32"):
+            model_metadata(ModelConfig(tmp_path), "a")
 
 
 def test_gemma_layers_that_look_at_a_window_are_those_of_the_config(tmp_path):

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.store.files import gguf as gguf_io
 from bitplan.store.files.gguf import GGUFFile, dequantizable_types, dequantize_rows, plain_dtype, write_gguf
-from bitplan.store.files.gguf_values import GGUFValue
+from bitplan.store.files.gguf_values import GGUFArray, GGUFValue
 
 V = GGUFValueType
 ARCHITECTURE = {"general.architecture": GGUFValue(V.STRING, "llama")}
@@ -475,3 +475,23 @@ def test_a_text_of_exactly_the_most_bytes_is_written():
     assert gguf_io._pack_string("four", 4) == struct.pack("<Q", 4) + b"four"
     with pytest.raises(StoreError, match="takes 5 bytes, at most 4"):
         gguf_io._pack_string("fours", 4)
+
+
+def test_a_file_may_end_with_its_header(tmp_path):
+    path = tmp_path / "a.gguf"
+    content = build([key("general.architecture", V.STRING, string("llama"))]).rstrip(b"\0")
+    path.write_bytes(content)
+    with GGUFFile(path) as file:
+        assert file.metadata["general.architecture"].value == "llama"
+    path.write_bytes(content[:-1])
+    with pytest.raises(FileFormatError, match="needs 5 bytes, 4 are left"):
+        GGUFFile(path)
+
+
+def test_an_array_as_the_file_has_it_is_written_as_another_type(tmp_path):
+    path, small = tmp_path / "a.gguf", GGUFArray(V.UINT8, 3, bytes([1, 2, 255]))
+    values = {kind.name: GGUFValue(V.ARRAY, small, kind) for kind in (V.UINT8, V.INT32)}
+    with write_gguf(path, [], ARCHITECTURE | values):
+        pass
+    with GGUFFile(path) as file:
+        assert {name: tuple(file.metadata[name].value) for name in values} == dict.fromkeys(values, (1, 2, 255))

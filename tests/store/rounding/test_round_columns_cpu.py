@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from bitplan.formats import get_format
 from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.kernels.base.jit import thread_count
 from bitplan.store.rounding import round_columns
 from bitplan.store.rounding.code_grids import grid_of
 from bitplan.store.rounding.group_blocks import grid_of_groups
+from bitplan.store.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads, loops_for
 
 cpu_pieces = pytest.importorskip("bitplan.store.rounding.round_columns_cpu", exc_type=ImportError)
 
@@ -40,3 +44,13 @@ def test_the_compiled_loops_equal_the_definition(fmt: str) -> None:
     for name, given in (("cost_of_scales", factor), ("weighted_cost", weights)):
         ours, theirs = (getattr(module, name)(piece, given, scales, grid) for module in (cpu_pieces, round_columns))
         assert torch.equal(ours, theirs), name
+
+
+def test_large_matrices_are_rounded_by_the_compiled_loops() -> None:
+    side = math.isqrt(SMALLEST_FOR_CPU - 1) + 1
+    assert loops_for(torch.empty(side, side)) is cpu_pieces
+    assert loops_for(torch.empty(1, SMALLEST_FOR_CPU - 1)) is round_columns
+    before = thread_count()
+    with compiled_on_threads(before + 1):
+        assert thread_count() == before + 1
+    assert thread_count() == before

@@ -158,7 +158,7 @@ def test_formats_with_nothing_to_choose_are_plain() -> None:
 
 
 def test_bad_statistics_are_refused() -> None:
-    with pytest.raises(FormatError, match=r"`hessian` of its inputs must have shape \(128, 128\), got \(127, 127\)"):
+    with pytest.raises(FormatError, match=r"`hessian` must have shape \(128, 128\), got \(127, 127\)"):
         round_weight(WEIGHT, "mxfp4", hessian=HESSIAN[1:, 1:], name="w")
     with pytest.raises(FormatError, match="NaN or infinity"):
         round_weight(WEIGHT, "mxfp4", moments=MOMENTS * torch.nan)
@@ -204,8 +204,14 @@ def test_outputs_without_gradients_or_rows_of_their_own_change_nothing() -> None
     assert (
         tiled.to_bytes() == round_weight(WEIGHT, "fp8_e4m3_b128", hessian=HESSIAN, outputs=torch.eye(ROWS)).to_bytes()
     )
-    with pytest.raises(FormatError, match="`outputs`"):
-        round_weight(WEIGHT, "q4_0_gguf", hessian=HESSIAN, outputs=torch.eye(3))
+    for outputs, hessian, message in (
+        (torch.eye(3), HESSIAN, "layer: `outputs` must have shape"),
+        (-torch.eye(ROWS), HESSIAN, "layer: `outputs` is not positive definite: .* diagonal are below zero"),
+        (torch.eye(ROWS) - 9 * (1 - torch.eye(ROWS)), HESSIAN, "layer: `outputs` is not positive definite, even with"),
+        (torch.eye(ROWS), None, "layer: `outputs` is used together with `hessian`"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            round_weight(WEIGHT, "q4_0_gguf", hessian=hessian, outputs=outputs, name="layer")
 
 
 def test_layers_that_are_computed_as_one_are_rounded_with_one_base():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -148,3 +150,13 @@ def test_infinite_thresholds_paths_and_the_classes_of_an_estimator(tmp_path):
     np.testing.assert_array_equal(ours.predict(x), estimator.predict(x))
     with pytest.raises(TreesError, match=r"init_model: its classes are \['down', 'up'\], expected those of y"):
         BoostedTreesClassifier(n_estimators=1).fit(x, y > 0, init_model=estimator)
+
+
+def test_edited_sets_of_categories_are_refused():
+    x, y = data()
+    text = trained(x, y, rounds=1, categorical=[4]).model_to_string()
+    for field, number in (("cat_threshold", "-1"), ("cat_threshold", str(2**32)), ("cat_boundaries", "1")):
+        edited = re.sub(rf"^{field}=\d+", f"{field}={number}", text, flags=re.MULTILINE)
+        assert edited != text
+        with pytest.raises(FileFormatError, match=r"tree 0: .*they are no sets of categories"):
+            from_lightgbm(edited)

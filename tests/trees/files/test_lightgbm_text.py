@@ -57,6 +57,7 @@ def test_a_tree_without_splits_and_a_custom_objective():
     stump = BoostedTreesRegressor(n_estimators=3, max_leaves=1).fit(x, y)
     read = lightgbm.Booster(model_str=stump.to_lightgbm())
     np.testing.assert_array_equal(read.predict(x), stump.predict(x))
+    assert "split_feature=" not in stump.to_lightgbm()
     custom = BoostedTreesRegressor(n_estimators=3, objective=lambda y, s: (s - y, np.ones_like(y))).fit(x, y)
     read = lightgbm.Booster(model_str=custom.to_lightgbm())
     np.testing.assert_array_equal(read.predict(x), custom.predict(x))

@@ -7,6 +7,7 @@ import pytest
 from sklearn.utils.class_weight import compute_sample_weight
 
 from bitplan.trees import BoostedTreesClassifier, TreesError, load_trees
+from bitplan.trees.checks import weights_of
 from tests.trees.samples import table
 
 SETTINGS = {"n_estimators": 5, "max_leaves": 6}
@@ -67,3 +68,15 @@ def test_importances_are_lightgbms(kind):
     expected = lightgbm.Booster(model_str=model.to_lightgbm()).feature_importance(kind)
     # LightGBM has gains as float32.
     np.testing.assert_allclose(model.feature_importances_, expected / expected.sum(), rtol=1e-6)
+
+
+def test_a_class_of_no_weight_is_refused():
+    x, y = classes(2)
+    with pytest.raises(TreesError, match="scale_pos_weight: expected a number above 0"):
+        BoostedTreesClassifier(scale_pos_weight=0, **SETTINGS).fit(x, y)
+
+
+def test_an_empty_list_of_weights_is_for_no_rows():
+    assert len(weights_of([], np.empty((0, 2)))) == 0
+    with pytest.raises(ValueError, match="a minimum of 1 is required"):
+        weights_of([], np.ones((3, 2)))

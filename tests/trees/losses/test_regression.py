@@ -89,3 +89,9 @@ def test_refusals(settings, message):
     x, _, y = amounts(60)
     with pytest.raises(TreesError, match=message):
         BoostedTreesRegressor(**settings).fit(x, np.where(np.arange(60) == 5, 0.0, y))
+
+
+def test_a_target_a_little_below_zero_is_refused():
+    x, _, y = amounts(60)
+    with pytest.raises(TreesError, match=r"y: .*got values from -0\.5 to "):
+        BoostedTreesRegressor(objective="tweedie").fit(x, np.where(np.arange(60) == 5, -0.5, y))

@@ -64,3 +64,11 @@ def test_contributions_are_lightgbms(classes):
     np.testing.assert_allclose(sums, model.booster_.scores(rows), rtol=1e-9, atol=1e-11)
     one = kind(n_estimators=10, categorical_features=[4], n_jobs=1).fit(x, target)
     np.testing.assert_array_equal(one.predict(rows, contributions=True), found)
+
+
+def test_a_tree_without_splits_contributes_to_the_base_only():
+    x, y = table(60, 4)
+    model = BoostedTreesRegressor(n_estimators=2, max_leaves=1).fit(x, np.nan_to_num(y))
+    found = model.predict(x[:3], contributions=True)
+    np.testing.assert_array_equal(found[:, :4], 0.0)
+    np.testing.assert_allclose(found[:, 4], model.predict(x[:3]))

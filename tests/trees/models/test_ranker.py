@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bitplan.trees import BoostedTreesRanker, TreesError, from_lightgbm, load_trees
+from bitplan.trees.losses.ranking import Queries
 from tests.trees.samples import table
 
 SETTINGS = {"max_leaves": 8, "min_child_samples": 1, "min_child_weight": 0.5}  # LightGBM only estimates row counts
@@ -73,3 +74,9 @@ def test_refusals(arguments, message):
         BoostedTreesRanker().fit(np.ones((8, 2)), **({"y": np.arange(8) % 3} | arguments))
     with pytest.raises(TreesError, match="early_stopping_rounds: a ranker watches whole queries"):
         BoostedTreesRanker(early_stopping_rounds=2).fit(np.ones((8, 2)), np.arange(8) % 3, [8])
+
+
+def test_a_query_may_have_one_row():
+    assert Queries("group", [1, 7], np.zeros(8)).starts.tolist() == [0, 1, 8]
+    with pytest.raises(TreesError, match="group: expected whole numbers above 0"):
+        Queries("group", [0, 8], np.zeros(8))

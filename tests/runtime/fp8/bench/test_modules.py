@@ -94,3 +94,8 @@ def test_gpu_arms_run_eager_and_as_graphs(kind, graph):
     result = time_in_turns(arms, stopwatch_of(device), turns=4, warmup=2, graph=graph)
     assert {name: timed.message for name, timed in result.items() if timed.status != "ok"} == {}
     assert all(timed.peak_bytes > 0 for timed in result.values())
+
+
+def test_arms_are_bfloat16_where_fp8_is_not_emulated():
+    kinds = [ModuleBuilder(RECIPE, torch.device(name), ParallelGroups()).dtype for name in ("cpu", "cuda")]
+    assert kinds == [torch.float32, torch.bfloat16]

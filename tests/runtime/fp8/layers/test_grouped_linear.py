@@ -348,6 +348,7 @@ def test_a_graph_of_experts_keeps_its_guesses_from_replay_to_replay() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # captured on one, run on another
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_graph_of_a_step_casts_the_experts_once_and_follows_their_weights(recipe, monkeypatch) -> None:
     from bitplan.kernels.fp8.experts import products as kernels
