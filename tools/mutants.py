@@ -60,6 +60,10 @@ EQUIVALENT = {
     "bitplan/runtime/fp8/layers/linear.py:41 cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=False).rows -> cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=True).rows": "the other layout is cast too and dropped: slower, the same result",  # noqa: E501
     "bitplan/store/models/weight_store.py:419 span = 1 + sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=True)) -> span = 1 + sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=False))": "a tensor's shape and strides are as long",  # noqa: E501
     "bitplan/runtime/streaming/transfer/slot_ring.py:134 self._turn = 0 -> self._turn = 1": "the ring's first turn may begin at any slot",  # noqa: E501
+    "bitplan/trees/thread_workspace.py:62 np.empty((size, 4, BINS), np.int64), -> np.empty((size, 5, BINS), np.int64),": "scratch memory with a row to spare: only the first four are used",  # noqa: E501
+    'bitplan/store/files/poly/versions.py:75 return "older" if spread > 2.0**-6 and 0.2 < negative < 0.8 else None -> return "older" if spread > 2.0**-6 and 0.2 <= negative < 0.8 else None': "a share in float32 is never the float64 0.2, so it cannot be equal",  # noqa: E501
+    "bitplan/trees/grow.py:250 share = max(-(-size // thread_count()), 1) -> share = max(-(-size // thread_count()), 2)": "how rows are shared out to threads does not change their order",  # noqa: E501
+    "bitplan/formats/scales/checks.py:167 crowded = (2 * at_end >= numbers) & (numbers > 0) if isinstance(fmt.scales, BasedScales) else scales.top -> crowded = (2 * at_end >= numbers) & (numbers >= 0) if isinstance(fmt.scales, BasedScales) else scales.top": "formats of based scales have blocks of 16 or 128 columns, and no block without a number",  # noqa: E501
 }
 
 

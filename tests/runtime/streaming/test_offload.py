@@ -421,3 +421,22 @@ def test_any_mix_of_options_gives_the_resident_gradients(seed):
         result = train_steps(model, 3, stream=stream, micro_batches=micro_batches)
         for got, wanted in zip(result, expected, strict=True):
             assert_equal(got, wanted)
+
+
+def test_buffers_that_are_too_small_go_when_their_copies_are_done():
+    class Recording(SimulatedDevice):
+        def __init__(self):
+            super().__init__()
+            self.waited = []
+
+        def wait(self, copied):
+            self.waited.append(copied)
+
+    model, device = make_stack(adapters=True), Recording()
+    with offloading(model, device) as stream:
+        train_steps(model, 1, stream=stream)
+        activations, device.waited = stream._loader.activations, []
+        copies = [one.transfer.copied for one in (*activations._outgoing, *activations._landings) if one.transfer]
+        activations._resize(2 * INPUT_BYTES)
+        assert copies
+        assert device.waited == copies

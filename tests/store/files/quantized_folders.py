@@ -55,7 +55,7 @@ def gptq(
     folder: Path, *, bits: int = 4, group: int = 128, sym: bool = True, desc_act: bool = False, v2: bool = False
 ) -> Numbers:
     rng = np.random.default_rng(bits * 1000 + group)
-    groups = COLS // group
+    groups = -(-COLS // group)
     codes = rng.integers(0, 2**bits, (ROWS, COLS))
     zeros = np.full((ROWS, groups), 2 ** (bits - 1)) if sym else rng.integers(1, 2**bits, (ROWS, groups))
     scales = rng.uniform(0.01, 0.1, (ROWS, groups)).astype(np.float16)

@@ -13,6 +13,7 @@ import torch
 
 from bitplan.errors import FileFormatError
 from bitplan.store.files.poly.network import read_poly_json
+from bitplan.store.files.poly.versions import vote
 from tests.store.files.test_poly_json import b64, layer, network, save
 
 FP4 = {0: 0.0, 1: 0.75, 2: 1.0, 3: 1.5, 4: 2.0, 5: 3.0, 8: -0.0, 9: -0.75, 10: -1.0, 11: -1.5, 12: -2.0, 13: -3.0}
@@ -116,3 +117,9 @@ def test_what_does_not_show_its_version_is_refused(tmp_path: Path, layers: list[
 def test_zeros_are_zeros_in_any_version(tmp_path: Path) -> None:
     path = save(tmp_path / "net.json", network(layer(dtype="fp4", weights=b64(bytes(2)), native=True, scale=0.5)))
     assert read_poly_json(path).tensors["layers[0]"].tolist() == [0.0] * 4
+
+
+def test_a_largest_number_at_the_limit_of_rounding_shows_no_version() -> None:
+    upper = struct.pack("<f", 65.0)[2:]
+    assert vote("float16", upper, 64 / 127) is None
+    assert vote("float16", upper, 64.1 / 127) == "older"

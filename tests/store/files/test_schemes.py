@@ -80,6 +80,22 @@ def test_gptq_in_its_variants(tmp_path: Path, options: dict[str, Any], kept: str
     assert torch.equal(numbers["a.weight"], expected if kept else expected.half().float())
 
 
+def test_gptq_whose_last_group_is_short(tmp_path: Path) -> None:
+    expected = folders.gptq(tmp_path, group=192)["a.weight"]
+    assert torch.equal(read(tmp_path)[0]["a.weight"], expected.half().float())
+
+
+def test_exponents_as_a_type_of_their_own_stay_as_they_are(tmp_path: Path) -> None:
+    codes = torch.linspace(-400, 400, 32 * 256).reshape(32, 256).to(torch.float8_e4m3fn)
+    exponents = (torch.arange(32 * 8).reshape(32, 8) % 9 + 120).to(torch.uint8)
+    tensors = {"a.weight": codes, "a.weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}
+    folders.write(tmp_path, tensors, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]})
+    numbers, kept = read(tmp_path)
+    assert kept == {"a.weight": "mxfp8_e4m3"}
+    wide = torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    assert torch.equal(numbers["a.weight"], codes.float() * wide)
+
+
 def change_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization" if "quantization" in config else "quantization_config"] |= changes

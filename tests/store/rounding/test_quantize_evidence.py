@@ -14,6 +14,7 @@ from bitplan.errors import StoreError
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.quantize_files import quantize_file
 from bitplan.store.rounding.input_statistics import weight_digest, write_evidence
+from bitplan.store.rounding.with_evidence import evidence_for, open_evidence
 
 
 @pytest.fixture
@@ -96,3 +97,13 @@ def test_the_verb_takes_evidence(
     warnings = capsys.readouterr().err
     assert "no statistics" in warnings
     assert "cannot be checked" in warnings
+
+
+def test_experts_in_one_tensor_share_the_statistics_of_their_columns(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a.weight": torch.ones(2, 16, 64)}, tmp_path / "in.safetensors")
+    for columns in (64, 16 * 64):  # of the last axis, or of a convolution seen as a matrix
+        with write_evidence(tmp_path / f"{columns}.safetensors", {"a.weight.moments": (columns,)}) as out:
+            out.write("a.weight.moments", torch.ones(columns))
+        place = tmp_path / f"{columns}.safetensors"
+        with open_tensors(tmp_path / "in.safetensors") as file, open_evidence(place) as evidence:
+            assert evidence_for(evidence, file).names == {"a.weight": ("a.weight", None)}
