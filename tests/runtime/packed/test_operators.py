@@ -50,7 +50,7 @@ class Model(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 def test_a_compiled_model_has_no_break_and_gives_the_same_numbers_and_gradients(backend: str) -> None:
     torch._dynamo.reset()
     model = Model()
