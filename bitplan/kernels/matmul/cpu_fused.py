@@ -8,10 +8,10 @@
 Ours is a float32 product of the decoded weights, up to the order of additions: with u = 2^-24 it lies within
 (K + 4) u sum_k |x_k w_nk| of the exact one. 16-bit inputs are computed in float32, and the result rounded once.
 
-Up to `MOST_INPUTS` rows of x, codes become numbers in registers (`cpu.rows`). For more, parts of the weight are decoded
-into a buffer that stays in the cache, and multiplied from there (`cpu.panels`). Two other ways were slower: the whole
-matrix decoded for a BLAS (its 64 MB go to memory and back), and parts decoded for a BLAS, which copies each part and
-all inputs again, and starts all threads for every part.
+Up to 16 rows of x (8 for 4-bit codes without AVX-512), codes become numbers in registers (`cpu.rows`). For more, parts
+of the weight are decoded into a buffer that stays in the cache, and multiplied from there (`cpu.panels`). Two other
+ways were slower: the whole matrix decoded for a BLAS, since its numbers go to memory and back; and parts decoded for a
+BLAS, which copies each part and all inputs once more, and starts all threads for every part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORMATS = NIBBLES + BYTES
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread costs more than it gains
 PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
-MOST_INPUTS = 16
+MOST_INPUTS, MOST_WITHOUT_LOOKUP = 16, 8  # of products in registers; the second for 4-bit codes without AVX-512
 MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in turns
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 
@@ -81,7 +81,7 @@ class FusedOnCpu:
             return x_MK.new_empty((0, weight.shape[0]))
         if prepared[0].dtype == torch.uint8:
             return cpu_matmul.four_bit_linear(x_MK, weight, prepared[0], wide).to(x_MK.dtype)
-        if inputs > MOST_INPUTS:
+        if inputs > _most_inputs(weight):
             return _over_panels(x_MK.detach().float().contiguous(), weight, prepared[0], wide).to(x_MK.dtype)
         return _bound(inputs, weight, prepared[0], wide)(x_MK, (inputs, weight.shape[0]))
 
@@ -94,7 +94,7 @@ class FusedOnCpu:
         launch: Mapping[str, int] | None,
     ) -> Call | None:
         """The product for further inputs of this many rows; valid while weight and bias stay where they are."""
-        is_other = prepared[0].dtype == torch.uint8 or not 0 < x_MK.shape[0] <= MOST_INPUTS
+        is_other = prepared[0].dtype == torch.uint8 or not 0 < x_MK.shape[0] <= _most_inputs(weight)
         if is_other or (bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous())):
             return None
         return _bound(x_MK.shape[0], weight, prepared[0], None if bias is None else bias.detach())
@@ -121,6 +121,13 @@ def why_not_ours(weight: Encoded) -> str | None:
     if not weight.shape[0] or weight.fmt.padded_cols(weight.shape[1]) < shortest:
         return f"the CPU's fused kernel needs rows of at least {shortest} weights here, got shape {weight.shape}"
     return None
+
+
+def _most_inputs(weight: Encoded) -> int:
+    """From how many inputs on the weight is decoded once for all, not once for four of them."""
+    from bitplan.kernels.matmul.cpu.codes import LOOKS_UP
+
+    return MOST_WITHOUT_LOOKUP if weight.fmt.name in NIBBLES and not LOOKS_UP else MOST_INPUTS
 
 
 def _takes_torch(weight: Encoded, dtype: torch.dtype) -> bool:

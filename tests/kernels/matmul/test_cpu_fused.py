@@ -70,7 +70,7 @@ def test_a_last_block_that_is_not_whole_counts_as_far_as_it_goes(name: str) -> N
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_many_inputs_multiply_by_decoded_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_fused, "MOST_INPUTS", 4)
+    monkeypatch.setattr(cpu_fused, "_most_inputs", lambda _weight: 4)
     monkeypatch.setattr(cpu_fused, "MOST_IN_PANELS", 48)
     # rows that fill no group; a part of a row; panels of one and two vectors; more inputs than one turn takes
     for rows, cols, inputs, threads in ((37, 640, 55, 2), (5, 419, 5, 1)):

@@ -26,6 +26,7 @@ from bitplan.kernels.base.addresses import (
     every_fourth_of_halves,
     load_from,
     multiply_in,
+    prefetch_at,
     read,
     scale_in,
     sum_of_lanes,
@@ -163,6 +164,15 @@ def _four_inputs(x, stride):
 
 
 @inlined
+def _prefetch_four(codes, at):
+    """Ask for the next four rows: a row is too short for the CPU to foresee them, and 4-bit codes are soon used up."""
+    prefetch_at(codes[0] + at)
+    prefetch_at(codes[1] + at)
+    prefetch_at(codes[2] + at)
+    prefetch_at(codes[3] + at)
+
+
+@inlined
 def _nibbles_4x1(opened, low, high, scales, table, codes, scales_at, x, row_bytes, per_scale):
     sums = zero_tile(4, LANES)
     for step in range(-(-row_bytes // REGISTER)):
@@ -174,6 +184,7 @@ def _nibbles_4x1(opened, low, high, scales, table, codes, scales_at, x, row_byte
             opened(load_from(codes[2] + at, U32, LANES)),
             opened(load_from(codes[3] + at, U32, LANES)),
         )
+        _prefetch_four(codes, at + 4 * row_bytes)
         parts = multiply_in(zero_tile(4, LANES), _four(low, table, c, 0), _one_input(at_x))
         parts = multiply_in(parts, _four(high, table, c, 0), _one_input(at_x + REGISTER))
         parts = multiply_in(parts, _four(low, table, c, 1), _one_input(at_x + 2 * REGISTER))
@@ -277,6 +288,7 @@ def _bytes_4x1(number, scale, codes, scales_at, x, width, block):
             start = place * block + chunk * LANES
             at = min(start, last)
             numbers = (number(codes[0] + at), number(codes[1] + at), number(codes[2] + at), number(codes[3] + at))
+            prefetch_at(codes[0] + (4 + chunk % 4) * width + at)  # of the next four rows, in turn
             parts = multiply_in(parts, numbers, _one_input(x + 4 * start))
         of_rows = (
             scale(scales_at[0], place),
