@@ -94,7 +94,9 @@ def direct_kernel(
         zero = tl.zeros([M, R, T], tl.float32)
     sums = (zero, zero, zero, zero)
     for step in tl.range(0, STEPS - 1, num_stages=1, loop_unroll_factor=UNROLL):
-        following = _codes(data_ptr, scales_ptr, step + 1, chunk_T, first_RT, second_RT, N, K, SCALE, GROUP, R, W, WORDS)
+        following = _codes(
+            data_ptr, scales_ptr, step + 1, chunk_T, first_RT, second_RT, N, K, SCALE, GROUP, R, W, WORDS
+        )
         sums = _add_step(sums, codes, x, step, chunk_T, K, ELEMENT, SCALE, GROUP, W, WORDS)
         codes = following
     if OVERLAP:
