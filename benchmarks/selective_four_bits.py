@@ -44,6 +44,7 @@ from typing import Any
 
 import harness
 import torch
+from safetensors.torch import load_file, save_file
 from selective_precision import (
     BLOCKS,
     SMALL,
@@ -61,7 +62,6 @@ from selective_precision import (
     validate,
     windows,
 )
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
