@@ -74,7 +74,8 @@ def _prepared(
     device: torch.device,  # noqa: ARG001 (a launch is for one)
 ) -> PreparedLaunch:
     fmt, (outputs, inputs) = get_format(format_name), shape
-    assert fmt.element is not None and fmt.packing is not None
+    assert fmt.element is not None
+    assert fmt.packing is not None
     tiles_of_x, tiles = launch.rows // 8, launch.outputs // 16
     if tiles_of_x & (tiles_of_x - 1) or not 1 <= launch.rows // 8 <= MOST_ROWS // 8 or launch.slices != launch.warps:
         raise FormatError(f"{fmt.name}: {launch} is no launch of the direct kernel")
