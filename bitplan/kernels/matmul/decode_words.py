@@ -147,6 +147,32 @@ mul.bf16x2 r, d, w;
 fma.rn.bf16x2 $3, d, q, r;
 }
 """)
+# The same for four bytes that share a scale: $5 and $6.
+INT4_TWO_SCALES_0213 = tl.constexpr("""
+{
+.reg .b32 t, a, b, c, d, r, k;
+mov.b32 k, 0x43084308;
+lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
+shr.b32 t, $4, 4;
+lop3.b32 c, t, 0x000F000F, 0x43004300, 0xEA;
+shr.b32 t, $4, 8;
+lop3.b32 b, t, 0x000F000F, 0x43004300, 0xEA;
+shr.b32 t, $4, 12;
+lop3.b32 d, t, 0x000F000F, 0x43004300, 0xEA;
+sub.bf16x2 a, a, k;
+sub.bf16x2 b, b, k;
+sub.bf16x2 c, c, k;
+sub.bf16x2 d, d, k;
+mul.bf16x2 r, a, $6;
+fma.rn.bf16x2 $0, a, $5, r;
+mul.bf16x2 r, b, $6;
+fma.rn.bf16x2 $1, b, $5, r;
+mul.bf16x2 r, c, $6;
+fma.rn.bf16x2 $2, c, $5, r;
+mul.bf16x2 r, d, $6;
+fma.rn.bf16x2 $3, d, $5, r;
+}
+""")
 # Byte q + 128 under the exponent of 2^23 is 2^23 + 128 + q in float32; bfloat16 holds q exactly.
 _INT8 = tl.constexpr("""
 {

@@ -22,18 +22,31 @@ import triton
 import triton.language as tl
 
 from bitplan.kernels.base.numbers import narrow
-from bitplan.kernels.matmul.decode_words import E2M1_0213, INT4_0213, floats_of_nibbles, multiplier_of_scale
+from bitplan.kernels.matmul.decode_words import (
+    E2M1_0213,
+    INT4_0213,
+    INT4_TWO_SCALES_0213,
+    floats_of_nibbles,
+    multiplier_of_scale,
+)
 
 _FOUR_WORDS = tl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 _FOUR_PAIRS = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
+_TWO_AND_TWO_PAIRS = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$4];\nld.global.v2.b32 {$2, $3}, [$4 + 32];")
 _BYTE = tl.constexpr("{ .reg .u16 h; ld.global.nc.u8 h, [$1]; cvt.u32.u16 $0, h; }")
 _TWO_BYTES = tl.constexpr("{ .reg .u16 h; ld.global.nc.u16 h, [$1]; cvt.u32.u16 $0, h; }")
-# Eight neighbouring inputs in the order of `decode_words` "0213".
+# The inputs of a word in the order of `decode_words` "0213": eight neighbours, or "halves".
 _ORDER_OF_CODES = tl.constexpr("""
 prmt.b32 $0, $4, $6, 0x5410;
 prmt.b32 $1, $5, $7, 0x5410;
 prmt.b32 $2, $4, $6, 0x7632;
 prmt.b32 $3, $5, $7, 0x7632;
+""")
+_ORDER_OF_HALVES = tl.constexpr("""
+prmt.b32 $0, $4, $5, 0x5410;
+prmt.b32 $1, $4, $5, 0x7632;
+prmt.b32 $2, $6, $7, 0x5410;
+prmt.b32 $3, $6, $7, 0x7632;
 """)
 # Sums $0 to $3 from codes of the lane's first output ($4 to $7) and its second ($8 to $11), x, and the sums before.
 _MULTIPLY = tl.constexpr("""
@@ -58,6 +71,7 @@ def direct_kernel(
     K: tl.constexpr,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
+    ORDER: tl.constexpr,
     GROUP: tl.constexpr,
     FACTORS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -97,11 +111,11 @@ def direct_kernel(
         following = _codes(
             data_ptr, scales_ptr, step + 1, chunk_T, first_RT, second_RT, N, K, SCALE, GROUP, R, W, WORDS
         )
-        sums = _add_step(sums, codes, x, step, chunk_T, K, ELEMENT, SCALE, GROUP, W, WORDS)
+        sums = _add_step(sums, codes, x, step, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, WORDS)
         codes = following
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    sums = _add_step(sums, codes, x, STEPS - 1, chunk_T, K, ELEMENT, SCALE, GROUP, W, WORDS)
+    sums = _add_step(sums, codes, x, STEPS - 1, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, WORDS)
 
     tile = tl.program_id(0) * (16 * R) + tl.arange(0, R)[None, :, None] * 16
     if WORDS != "none":
@@ -189,6 +203,7 @@ def _add_step(
     K: tl.constexpr,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
+    ORDER: tl.constexpr,
     GROUP: tl.constexpr,
     W: tl.constexpr,
     WORDS: tl.constexpr,
@@ -210,10 +225,17 @@ def _add_step(
     x += (chunk_T * 16)[None, :]
     zero = tl.zeros_like(sums[0])
     new = (zero, zero, zero, zero) if GROUP == 128 else sums
-    new = _add_word(new, codes[0], codes[4], low, second_low, x, ELEMENT, WORDS)
-    new = _add_word(new, codes[1], codes[5], low, second_low, x + 4, ELEMENT, WORDS)
-    new = _add_word(new, codes[2], codes[6], high, second_high, x + 8, ELEMENT, WORDS)
-    new = _add_word(new, codes[3], codes[7], high, second_high, x + 12, ELEMENT, WORDS)
+    # Of 32 codes the first half and the second have a scale each; a float16 scale has two parts, for all of them.
+    TWO: tl.constexpr = SCALE == "f16"
+    FAR: tl.constexpr = 4 if ORDER == "low_first" else 2
+    later, second_later = (low, second_low) if TWO else (high, second_high)
+    new = _add_word(new, codes[0], codes[4], low, high, second_low, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+    x += FAR
+    new = _add_word(new, codes[1], codes[5], low, high, second_low, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+    x += FAR
+    new = _add_word(new, codes[2], codes[6], later, high, second_later, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+    x += FAR
+    new = _add_word(new, codes[3], codes[7], later, high, second_later, second_high, x, ELEMENT, ORDER, TWO, WORDS)
     if GROUP == 128:
         scale, second = codes[8].to(tl.float32)[None, :, :], codes[9].to(tl.float32)[None, :, :]
         new = (
@@ -227,10 +249,12 @@ def _add_step(
 
 @triton.jit
 def _multipliers(stored, SCALE: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr):
-    """What a lane's first and last 16 codes are multiplied with."""
+    """What a lane's first and last 16 codes are multiplied with; for float16 scales the two parts of one multiplier."""
     if GROUP == 16:
         low, _ = multiplier_of_scale(stored & 0xFF, SCALE, WORDS)
         high, _ = multiplier_of_scale(stored >> 8 & 0xFF, SCALE, WORDS)
+    elif SCALE == "f16":
+        low, high = multiplier_of_scale(stored.to(tl.int16).to(tl.float16, bitcast=True), SCALE, WORDS)
     else:
         low, _ = multiplier_of_scale(stored, SCALE, WORDS)
         high = low
@@ -238,31 +262,49 @@ def _multipliers(stored, SCALE: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.con
 
 
 @triton.jit
-def _add_word(sums, first, second, multiplier, second_multiplier, x, ELEMENT: tl.constexpr, WORDS: tl.constexpr):
+def _add_word(
+    sums,
+    first,
+    second,
+    multiplier,
+    rest,
+    second_multiplier,
+    second_rest,
+    x,
+    ELEMENT: tl.constexpr,
+    ORDER: tl.constexpr,
+    TWO: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Eight inputs: a word of codes of each output, and four pairs of x."""
-    x0, x1, x2, x3 = _four(x, _FOUR_PAIRS, WORDS)
+    HALVES: tl.constexpr = ORDER == "halves"
     if WORDS == "none":
         new, of_second = sums[0], sums[2]
         for byte in tl.static_range(4):
-            pair = x0 if byte == 0 else x1 if byte == 1 else x2 if byte == 2 else x3
-            even = (pair << 16).to(tl.float32, bitcast=True)[:, None, :]
-            odd = (pair & -65536).to(tl.float32, bitcast=True)[:, None, :]
+            # Inputs of the low and the high nibble: neighbours, or 16 apart.
+            pair = tl.load(x + (byte // 2 if HALVES else byte))
+            other = tl.load(x + 8 + byte // 2) if HALVES else pair
+            even = (pair & -65536 if HALVES and byte % 2 else pair << 16).to(tl.float32, bitcast=True)[:, None, :]
+            odd = (other << 16 if HALVES and byte % 2 == 0 else other & -65536).to(tl.float32, bitcast=True)[:, None, :]
             low, high = floats_of_nibbles((first >> (8 * byte)) & 0xFF, multiplier, ELEMENT)
             new += low[None, :, :] * even + high[None, :, :] * odd
             low, high = floats_of_nibbles((second >> (8 * byte)) & 0xFF, second_multiplier, ELEMENT)
             of_second += low[None, :, :] * even + high[None, :, :] * odd
         result = (new, sums[1], of_second, sums[3])
     else:
+        load: tl.constexpr = _TWO_AND_TWO_PAIRS if HALVES else _FOUR_PAIRS
+        order: tl.constexpr = _ORDER_OF_HALVES if HALVES else _ORDER_OF_CODES
+        x0, x1, x2, x3 = _four(x, load, WORDS)
         x0, x1, x2, x3 = tl.inline_asm_elementwise(
-            _ORDER_OF_CODES,
+            order,
             "=r,=r,=r,=r,r,r,r,r",
             [x0, x1, x2, x3],
             (tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )
-        a0, a1, a2, a3 = _decoded(first, multiplier, ELEMENT)
-        b0, b1, b2, b3 = _decoded(second, second_multiplier, ELEMENT)
+        a0, a1, a2, a3 = _decoded(first, multiplier, rest, ELEMENT, TWO)
+        b0, b1, b2, b3 = _decoded(second, second_multiplier, second_rest, ELEMENT, TWO)
         result = tl.inline_asm_elementwise(
             _MULTIPLY,
             "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f",
@@ -292,12 +334,23 @@ def _add_word(sums, first, second, multiplier, second_multiplier, x, ELEMENT: tl
 
 
 @triton.jit
-def _decoded(word, multiplier, ELEMENT: tl.constexpr):
+def _decoded(word, multiplier, rest, ELEMENT: tl.constexpr, TWO: tl.constexpr):
     """Eight codes as four pairs of bfloat16, in the order 0213 of their bytes."""
-    code: tl.constexpr = E2M1_0213 if ELEMENT == "e2m1" else INT4_0213
-    return tl.inline_asm_elementwise(
-        code, "=r,=r,=r,=r,r,r", [word, multiplier], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
-    )
+    if TWO:
+        pairs = tl.inline_asm_elementwise(
+            INT4_TWO_SCALES_0213,
+            "=r,=r,=r,=r,r,r,r",
+            [word, multiplier, rest],
+            (tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        code: tl.constexpr = E2M1_0213 if ELEMENT == "e2m1" else INT4_0213
+        pairs = tl.inline_asm_elementwise(
+            code, "=r,=r,=r,=r,r,r", [word, multiplier], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    return pairs
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from bitplan.kernels.base.numbers import INTERPRETED
 from bitplan.kernels.matmul.direct.kernel import direct_kernel
 from bitplan.kernels.matmul.fused_weights import ArrangedScales, MatmulLaunch
 
-DIRECT_FORMATS = frozenset(("mxfp4", "nvfp4", "int4_g32", "fp4_u8_g128"))
+DIRECT_FORMATS = frozenset(("mxfp4", "nvfp4", "int4_g32", "fp4_u8_g128", "q4_0_gguf"))
 MOST_ROWS = 64
 STEP = 128  # inputs that a warp takes at a time
 
@@ -75,6 +75,7 @@ def _prepared(
 ) -> PreparedLaunch:
     fmt, (outputs, inputs) = get_format(format_name), shape
     assert fmt.element is not None
+    assert fmt.packing is not None
     tiles_of_x, tiles = launch.rows // 8, launch.outputs // 16
     if tiles_of_x & (tiles_of_x - 1) or not 1 <= launch.rows // 8 <= MOST_ROWS // 8 or launch.slices != launch.warps:
         raise FormatError(f"{fmt.name}: {launch} is no launch of the direct kernel")
@@ -83,6 +84,7 @@ def _prepared(
         "K": inputs,
         "ELEMENT": fmt.element.name,
         "SCALE": scale,
+        "ORDER": fmt.packing.order,
         "GROUP": fmt.block.cols,
         "FACTORS": factors,
         "BIAS": bias,
@@ -94,7 +96,7 @@ def _prepared(
         "WORDS": "none" if INTERPRETED else "0213",
         "OVERLAP": overlap,
     }
-    types = {0: torch.int32, 2: torch.int32, 3: torch.int16 if fmt.name in ("nvfp4", "int4_g32") else torch.uint8}
+    types = {0: torch.int32, 2: torch.int32, 3: torch.uint8 if scale in ("e8m0", "u8") else torch.int16}
     options = {"num_warps": launch.warps, **({"launch_pdl": True} if overlap else {})}
     grid = (triton.cdiv(outputs, launch.outputs), triton.cdiv(rows, launch.rows))
     return PreparedLaunch(direct_kernel, grid, (rows,), constants, types=types, **options)
