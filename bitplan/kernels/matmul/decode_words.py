@@ -48,7 +48,7 @@ mul.bf16x2 $3, d, q;
 }
 """)
 # The same for four bytes that share a scale, in the order 0 2 1 3, which `_SPLIT_0213` gives x too: no spreading.
-_E2M1_0213 = tl.constexpr("""
+E2M1_0213 = tl.constexpr("""
 {
 .reg .b32 v, a, b, c, d;
 shr.b32 v, $4, 8;
@@ -95,7 +95,7 @@ mul.bf16x2 $2, c, p;
 mul.bf16x2 $3, d, q;
 }
 """)
-_INT4_0213 = tl.constexpr("""
+INT4_0213 = tl.constexpr("""
 {
 .reg .b32 t, a, b, c, d, k;
 mov.b32 k, 0x43084308;
@@ -263,7 +263,7 @@ def words_of_nibbles(byte, first, second, ELEMENT: tl.constexpr, SCALE: tl.const
         )
     else:
         plain: tl.constexpr = _E2M1 if ELEMENT == "e2m1" else _INT4
-        faster: tl.constexpr = _E2M1_0213 if ELEMENT == "e2m1" else _INT4_0213
+        faster: tl.constexpr = E2M1_0213 if ELEMENT == "e2m1" else INT4_0213
         code: tl.constexpr = faster if WORDS == "0213" else plain
         low, high = tl.inline_asm_elementwise(
             code, "=r,=r,=r,=r,r,r,r,r,r", [byte, first], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4

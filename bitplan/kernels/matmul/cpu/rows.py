@@ -8,7 +8,7 @@ takes a few rows of the weight at a time until none are left. A tile is 4 rows o
 are arranged to match: all first numbers of the lanes, then all second numbers. Blocks have lanes of their own, so one
 multiplication scales the sums of a whole register's codes. With AVX-512 the 16 numbers of a format lie in one register,
 and a code is looked up in it by its low four bits: no masks, no conversion. Elsewhere bytes become small integers,
-twice the number for E2M1, and those are converted (`cpu_codes`).
+twice the number for E2M1, and those are converted (`codes`).
 
 **8-bit codes** are widened and converted, 4 to 16 at a time.
 
@@ -59,12 +59,15 @@ JOB = (
     "next_row",
     "next_thread",
     "first",  # where decoding begins in a row, in units: registers of 4-bit codes, or LANES 8-bit numbers
-    "count",  # number of units
+    "count",  # number of units; in `panels`, of numbers in a row
+    "y_stride",  # bytes from a decoded row to the next
+    "decoder",  # address of the C function that decodes
+    "unit",  # numbers in a unit
 )
 
 
 X, INPUTS, WIDTH, CODES, CODES_STRIDE, SCALES, SCALES_STRIDE, Y, ROWS, BIAS, SCRATCH, SCRATCH_STRIDE = range(12)
-TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT = range(12, len(JOB))
+TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT, Y_STRIDE, DECODER, UNIT = range(12, len(JOB))
 
 
 @inlined
@@ -344,7 +347,7 @@ def _decode_bytes(number, scale, codes, scales_at, width, block, first, count, t
         )
 
 
-# ---- many inputs: a BLAS multiplies ---------------------------------------------------------------------------------
+# ---- many inputs: decoded rows for `panels` --------------------------------------------------------------------------
 
 
 @merged
@@ -355,7 +358,7 @@ def decoded_nibbles(job, opened, low, high, scales, per_scale):
     row = take(job + 8 * NEXT_ROW, piece)
     while row < rows:
         for n in range(row, min(row + piece, rows)):
-            codes, at, to = row_of(job, CODES, n), row_of(job, SCALES, n), field(job, Y) + 4 * n * count * STEP
+            codes, at, to = row_of(job, CODES, n), row_of(job, SCALES, n), field(job, Y) + n * field(job, Y_STRIDE)
             _decode_nibbles(opened, low, high, scales, table, codes, at, width, per_scale, first, count, to)
         row = take(job + 8 * NEXT_ROW, piece)
 
@@ -367,20 +370,9 @@ def decoded_bytes(job, number, scale, block):
     row = take(job + 8 * NEXT_ROW, piece)
     while row < rows:
         for n in range(row, min(row + piece, rows)):
-            codes, at, to = row_of(job, CODES, n), row_of(job, SCALES, n), field(job, Y) + 4 * n * count * LANES
+            codes, at, to = row_of(job, CODES, n), row_of(job, SCALES, n), field(job, Y) + n * field(job, Y_STRIDE)
             _decode_bytes(number, scale, codes, at, field(job, CODES_STRIDE), block, first, count, to)
         row = take(job + 8 * NEXT_ROW, piece)
-
-
-@merged
-def arranged_inputs(job, arrange, unit):
-    """Write x to `y` in the order of decoded rows, by arrange(job, x, width, buffer, to)."""
-    width, inputs, stride = field(job, WIDTH), field(job, INPUTS), 4 * unit * field(job, COUNT)
-    buffer = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
-    row = take(job + 8 * NEXT_ROW, 1)
-    while row < inputs:
-        arrange(job, field(job, X) + 4 * row * width, width, buffer, field(job, Y) + row * stride)
-        row = take(job + 8 * NEXT_ROW, 1)
 
 
 # ---- rows and results -----------------------------------------------------------------------------------------------
