@@ -166,7 +166,7 @@ def test_no_tokens_at_all(device) -> None:
 
 
 def test_guesses_of_other_experts_are_refused(device) -> None:
-    with pytest.raises(FormatError, match=r"guesses of 2 experts have shape \(7, 2\), got \(7, 3\)"):
+    with pytest.raises(FormatError, match=r"guesses of 2 experts have shape \(9, 2\), got \(9, 3\)"):
         check_tokens(sample(3, 48), [1, 2], new_state(device, 3), device)
 
 
