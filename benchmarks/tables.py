@@ -326,7 +326,9 @@ def fp8_grouped_table() -> str:
     rows = _read("fp8_grouped_nvidia_h200")["rows"]
     for key in dict.fromkeys((row["part"], row["layer"], row["routing"]) for row in rows):
         mine = {row["arm"]: row for row in rows if (row["part"], row["layer"], row["routing"]) == key}
-        candidates = [row for arm, row in mine.items() if arm != "bf16" and "reused" not in arm]
+        candidates = [
+            row for arm, row in mine.items() if arm != "bf16" and not arm.endswith(("reused", "micro-batches"))
+        ]
         best = max(candidates, key=lambda row: row["times_bf16"])
         cells = [key[0], f"{key[1]} {best['shape'][0]}x{best['shape'][1]}", key[2], f"{mine['bf16']['median_ms']:.2f}"]
         lines.append("| " + " | ".join([*cells, f"{best['times_bf16']:.2f}x", best["arm"]]) + " |")
