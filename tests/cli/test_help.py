@@ -68,7 +68,9 @@ def test_verbs_are_grouped_by_what_they_are_for(capsys):
         assert f" {name.split()[0]} " in message
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - NOT_HERE))
+@pytest.mark.parametrize(
+    "name", [*sorted(set(ALL) - NOT_HERE - {"search"}), pytest.param("search", marks=pytest.mark.long)]
+)
 def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsys):
     result = EXAMPLE.search(" ".join((ALL[name].help or "").split()))
     assert result, f"{name}: its help has no example"

@@ -233,7 +233,7 @@ def test_importance_must_be_a_weight(weight):
         encode(torch.ones(4), "int4", scale_rule="mse", importance=torch.tensor([1.0, 1.0, 1.0, weight]))
 
 
-@pytest.mark.parametrize("fmt", SCALED_FORMATS)
+@pytest.mark.parametrize("fmt", few(SCALED_FORMATS, 12))
 def test_an_explicit_scale_is_used_as_given(fmt):
     x = gaussian(128, 256)
     base = {"base": 0.0625} if fmt.scales.needs_base else {}

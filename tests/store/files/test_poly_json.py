@@ -431,7 +431,7 @@ def test_plain_tensors_are_cast_dtypes(tmp_path):
         max_size=4,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_network_of_ours(tmp_path_factory, recipe):
     tensors = {name: encode(numbers(tuple(shape), seed), fmt) for name, (fmt, shape, seed) in recipe.items()}
     folder = tmp_path_factory.mktemp("any")
