@@ -39,7 +39,9 @@ class StoredTensor:
             while done < nbytes:
                 got = file.readinto(view[done:])
                 if not got:
-                    raise FileFormatError(f"{self.path}: the file of a running search ends after {done} of {nbytes} bytes")
+                    raise FileFormatError(
+                        f"{self.path}: the file of a running search ends after {done} of {nbytes} bytes"
+                    )
                 done += got
         return buffer.view(self.dtype).reshape(self.shape)
 
