@@ -1,11 +1,11 @@
-"""Watches the products with single experts of a stack: which inputs each one met, and what the loss minds of its outputs.
+"""Watches products with single experts of a stack: which inputs each met, and how much the loss minds its outputs.
 
 transformers keeps the experts of a layer as one tensor [experts, outputs, inputs] and multiplies with one after the
 other; their files have them one by one. What is watched is the product with a slice of such a tensor. An expert is a
 linear layer for the tokens that are sent to it:
 
     inputs      sum of x x^T over the tokens that it got
-    gradient    mean of g^2 over these tokens, times all tokens: with it the damage of an expert counts by how many it gets
+    gradient    mean of g^2 over these tokens, times all tokens: the damage of an expert counts by how many it gets
 
 An expert that few tokens were sent to is given some of what all experts of its layer got.
 """
