@@ -108,7 +108,8 @@ def collect_evidence(
         require_same(before, fingerprint, str(folder))
     rounded = RoundedWeights(subject, kept.statistics(fingerprint))
     if rounded.statistics.windows < len(windows):
-        rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
+        with rounded.compiling(formats):
+            rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
     evidence = _begin(subject, fingerprint, before, windows, checks)
     meter = PlanMeter(rounded, checks, unscored=unscored, remembers=True)
     wanted = groups_with_formats(subject, formats)
