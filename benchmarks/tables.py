@@ -326,7 +326,9 @@ def fp8_grouped_table() -> str:
     rows = _read("fp8_grouped_nvidia_h200")["rows"]
     for key in dict.fromkeys((row["part"], row["layer"], row["routing"]) for row in rows):
         mine = {row["arm"]: row for row in rows if (row["part"], row["layer"], row["routing"]) == key}
-        candidates = [row for arm, row in mine.items() if arm != "bf16" and "reused" not in arm]
+        candidates = [
+            row for arm, row in mine.items() if arm != "bf16" and not arm.endswith(("reused", "micro-batches"))
+        ]
         best = max(candidates, key=lambda row: row["times_bf16"])
         cells = [key[0], f"{key[1]} {best['shape'][0]}x{best['shape'][1]}", key[2], f"{mine['bf16']['median_ms']:.2f}"]
         lines.append("| " + " | ".join([*cells, f"{best['times_bf16']:.2f}x", best["arm"]]) + " |")
@@ -361,7 +363,7 @@ def trees_threads_table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for ratio in document["ratios"]:
-        key = {name: ratio[name] for name in ("rows", "features", "leaves", "threads", "trees")}
+        key = {name: each for name, each in ratio.items() if name not in ("best_other", "ratio")}
         times = {run["contender"]: run["train_s"] for run in document["runs"] if key.items() <= run.items()}
         best = ratio["best_other"]
         cells = [_trees_table(ratio), str(ratio["threads"]), f"{times['bitplan_i16']:.2f}", f"{times[best]:.2f}"]
@@ -407,7 +409,8 @@ def trees_gpu_table() -> str:
 
 def _trees_table(run: dict[str, Any]) -> str:
     rows = f"{run['rows'] // 10**6}M" if run["rows"] >= 10**6 else f"{run['rows'] // 1000}k"
-    return f"{rows} x {run['features']}, {run['trees']} of {run['leaves']} leaves"
+    task = {"regression": ", a number", "classes": ", ten classes"}.get(run.get("task", "binary"), "")
+    return f"{rows} x {run['features']}{task}, {run['trees']} of {run['leaves']} leaves"
 
 
 def _trainer(contender: str) -> str:

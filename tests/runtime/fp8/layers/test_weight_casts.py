@@ -212,7 +212,7 @@ def test_guesses_are_right_from_the_second_step_on() -> None:
         expire_casts(model.parameters())
         for one, other in zip(gradients(model, x), expected, strict=True):
             assert torch.equal(one, other)
-    assert guess_counts() == dict.fromkeys((INPUT, WEIGHT, GRAD), (10, 2))
+    assert guess_counts() == dict.fromkeys((INPUT, WEIGHT, GRAD), (10, 2, 2))
 
 
 @pytest.mark.gpu
