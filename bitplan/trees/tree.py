@@ -15,8 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
-from bitplan.kernels.base.jit import thread_count
 from bitplan.kernels.base.helper_threads import run
+from bitplan.kernels.base.jit import thread_count
 from bitplan.trees.gradients import Array
 from bitplan.trees.loops import predict
 
