@@ -65,7 +65,9 @@ class LoopCompiler(CompilerBase):  # type: ignore[misc]
         known: dict[Any, Any] = {}
 
         def remembered(function: Any, arguments: Any, named: Any) -> Any:
-            key = function, tuple(arguments), tuple(named.items())
+            if named:
+                return type(context).resolve_function_type(context, function, arguments, named)
+            key = function, tuple(arguments)
             if key not in known:
                 known[key] = type(context).resolve_function_type(context, function, arguments, named)
             return known[key]
