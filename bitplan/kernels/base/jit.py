@@ -65,7 +65,7 @@ class LoopCompiler(CompilerBase):  # type: ignore[misc]
         known: dict[Any, Any] = {}
 
         def remembered(function: Any, arguments: Any, named: Any) -> Any:
-            if named:
+            if named or not all(isinstance(kind, types.Type) for kind in arguments):
                 return type(context).resolve_function_type(context, function, arguments, named)
             key = function, tuple(arguments)
             if key not in known:
