@@ -302,6 +302,24 @@ def fp8_training_speed_table() -> str:
     return "\n".join(lines)
 
 
+def fp8_guesses_table() -> str:
+    """Rules that guess a gradient's scale: how often they are wrong, and what their room costs."""
+    lines = [
+        "| rule for a gradient's scale | smooth: wrong | too small, too large | octaves above "
+        "| jumps: wrong | too small, too large | octaves above |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rules: dict[str, list[str]] = {}
+    for row in _read("fp8_guesses")["rows"]:
+        name = f"room of {row['room']}" if row["room"] else "the last scale"
+        name += ", wrong ones to the middle" if row["middle"] else ""
+        name += ", follows the layer above" if row["drift"] else ""
+        cells = rules.setdefault(f"**{name}**" if row["room"] == 5 and row["drift"] else name, [])
+        small, large = row["too_small"], row["too_large"]
+        cells += [f"{small + large:.1%}", f"{small:.1%}, {large:.1%}", f"{row['octaves_above']:.1f}"]
+    return "\n".join([*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rules.items())])
+
+
 def _layer_rows(part: str) -> list[dict[str, Any]]:
     rows = [row for row in _read("fp8_layers_nvidia_h200")["rows"] if row["part"] == part]
     return sorted(rows, key=lambda row: (row["size"], row["timing"], row["tokens"]))
@@ -566,6 +584,7 @@ PLACES = {  # page: its tables
         fp8_training_table,
         fp8_training_speed_table,
         fp8_grouped_table,
+        fp8_guesses_table,
     ),
     "docs/trees.md": (trees_table, trees_threads_table, trees_predict_table, trees_gpu_table),
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),
