@@ -96,7 +96,7 @@ class LlamaLayers(nn.Module):
         self.layers = nn.ModuleList(LlamaDecoderLayer(size) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        cos, sin = _angles(x.shape[1], self.size.head_dim, x.device, x.dtype)
+        cos, sin = angles(x.shape[1], self.size.head_dim, x.device, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return x
@@ -125,7 +125,7 @@ class TinyLlama(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _angles(length: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def angles(length: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     frequency = 10000 ** (-torch.arange(0, width, 2, device=device) / width)
     angles = torch.outer(torch.arange(length, device=device), frequency).repeat(1, 2)
     return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -381,7 +381,7 @@ def trees_threads_table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for ratio in document["ratios"]:
-        key = {name: ratio[name] for name in ("rows", "features", "leaves", "threads", "trees")}
+        key = {name: each for name, each in ratio.items() if name not in ("best_other", "ratio")}
         times = {run["contender"]: run["train_s"] for run in document["runs"] if key.items() <= run.items()}
         best = ratio["best_other"]
         cells = [_trees_table(ratio), str(ratio["threads"]), f"{times['bitplan_i16']:.2f}", f"{times[best]:.2f}"]
@@ -427,7 +427,8 @@ def trees_gpu_table() -> str:
 
 def _trees_table(run: dict[str, Any]) -> str:
     rows = f"{run['rows'] // 10**6}M" if run["rows"] >= 10**6 else f"{run['rows'] // 1000}k"
-    return f"{rows} x {run['features']}, {run['trees']} of {run['leaves']} leaves"
+    task = {"regression": ", a number", "classes": ", ten classes"}.get(run.get("task", "binary"), "")
+    return f"{rows} x {run['features']}{task}, {run['trees']} of {run['leaves']} leaves"
 
 
 def _trainer(contender: str) -> str:

@@ -70,7 +70,8 @@ def encode(
     if isinstance(fmt, GgufBlocks):
         if scale is not None:
             raise FormatError(f"{name}: {fmt.name} searches its scales, and takes no `scale`")
-        return encode_opaque(fmt, shape, matrix, importance, name)
+        fmt.check_range(matrix, name)
+        return encode_opaque(fmt, shape, matrix, importance)
     zero = base_part = None
     if fmt.zero_point:
         wanted, zero = choose_affine(fmt, matrix, rule, percentile, importance, scale, zero_point)
@@ -123,11 +124,9 @@ def encode_opaque(
     shape: tuple[int, ...],
     matrix: Tensor,
     importance: Tensor | None,
-    name: str,
     search: BlockSearch | None = None,
 ) -> Encoded:
-    """Encode to GGUF's blocks, tile by tile; `search` may be a compiled version."""
-    fmt.check_range(matrix, name)
+    """Encode to GGUF's blocks, tile by tile, unchecked; `search` may be a compiled version."""
     rows, cols = matrix.shape
     data = torch.empty((rows, fmt.data_cols(cols)), dtype=fmt.storage, device=matrix.device)
     if importance is not None:

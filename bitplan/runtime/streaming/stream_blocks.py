@@ -245,6 +245,14 @@ class BlockStream:
         self._check_open()
         self._upkeep.pending = self._upkeep.fitting_formats(formats, self._upkeep.chosen)
 
+    def set_slots(self, slots: Slots, *, vram_bytes: int | None = None) -> None:
+        """Use more or fewer slots from the next begin_step on, as memory allows: arguments as of `stream_blocks`.
+
+        All blocks are sent again in that step.
+        """
+        self._check_open()
+        self._upkeep.set_slots(slots, vram_bytes)
+
     def set_limits(self, hints: RuntimeLimitHints) -> None:
         """Limit how much, and how far ahead, is moved, as a conductor asks, until the next begin_step.
 

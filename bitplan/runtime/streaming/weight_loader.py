@@ -15,6 +15,7 @@ from torch import Tensor
 from bitplan.plan.selective.transfer_limits import RuntimeLimitHints
 from bitplan.records import on_failure
 from bitplan.runtime.streaming.blocks.layout import BlockLayout
+from bitplan.runtime.streaming.blocks.saved_tensors import Place
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.telemetry import StepRecorder
 from bitplan.runtime.streaming.training.host_training import HostTraining
@@ -28,6 +29,11 @@ from bitplan.runtime.streaming.transfer.slot_ring import RingSlot, SlotRing, Upl
 
 Slots = int | str
 FEWEST_SLOTS = 2  # one computes while the other is filled
+
+
+def check_slots(slots: Slots) -> None:
+    if slots != "auto" and (not isinstance(slots, int) or slots < FEWEST_SLOTS):
+        raise StreamError(f"slots={slots!r}: expected 'auto' or a number from {FEWEST_SLOTS} on")
 
 
 class WeightLoader:
@@ -146,9 +152,8 @@ class WeightLoader:
                     f"on {self.device.torch_device}: it fits no slot; choose smaller formats or smaller blocks"
                 )
             return share_slots(len(layouts), fitting)
-        if not isinstance(slots, int) or slots < FEWEST_SLOTS:
-            raise StreamError(f"slots={slots!r}: expected 'auto' or a number from {FEWEST_SLOTS} on")
-        return min(slots, len(layouts)), frozenset()
+        check_slots(slots)
+        return min(int(slots), len(layouts)), frozenset()
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -261,20 +266,24 @@ class WeightLoader:
     def serial(self) -> int:
         return self._serial
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        return self.ring.addresses
+
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         owner = self.ring.owner(storage)
         if owner is not None and owner[1]:
             return None if self._decoded is None else (self._decoded, True)
         return owner
 
-    def buffer_with(self, block: int, *, in_scratch: bool, serial: int) -> Tensor:
+    def view(self, block: int, place: Place, *, in_scratch: bool, serial: int) -> Tensor:
         if serial != self._serial:
             raise StreamError(
                 f"{self.names[block]}: backward came after its step ended, and the weights may have changed since; "
                 "call backward between begin_step and end_step"
             )
         slot = self._acquire(block, wraps=False)
-        return self.ring.scratch if in_scratch else slot.buffer
+        return self._decoder.view(self.ring.scratch if in_scratch else slot.buffer, place)
 
     def place(self, block: int) -> str:
         """A block and the step, for messages."""

@@ -8,8 +8,8 @@ forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.blocks import TokenStates, equal_lengths
+from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
-from bitplan.store.files.open_files import open_tensors, write_tensors
-from bitplan.store.files.tensor_file import Promise
 from bitplan.store.rounding.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 
 AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
@@ -80,7 +79,9 @@ class _Passes:
         self._watched = _count(windows, GRADIENT_TOKENS) if first == 0 else 0  # windows whose gradients count
         self._row_ordered = _in_the_order_of_the_file(subject) if self._watched else set()
         self._sums: dict[str, Tensor] = {}
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, StoredTensor] = {}
+        self._states: dict[int, list[StoredTensor]] = {}
+        self._writer = ScratchWriter()
         self._shared: dict[str, str] = {}
         self._last: tuple[Tensor, str] | None = None
 
@@ -89,7 +90,7 @@ class _Passes:
         with_gradients = equal_lengths(self._windows[: self._watched], size)
         batches = with_gradients + equal_lengths(self._windows[self._watched :], size)
         runner = self._runner
-        with _frozen(runner.model):
+        with _frozen(runner.model), closing(self._writer):
             with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
                 states = [runner.enter(ids) for ids in batches]
             for index in range(len(runner.blocks)):
@@ -139,7 +140,7 @@ class _Passes:
         runner = self._runner
         for index in reversed(range(len(runner.blocks))):
             with torch.enable_grad(), runner.block_weights(index), self._hooks(index, gradients=True):
-                for at, hidden in enumerate(self._read_states(index, states[: len(batches)])):
+                for at, hidden in enumerate(self._read_states(index)):
                     hidden.requires_grad_()
                     given = runner.run_block(index, replace(states[at], hidden=hidden)).hidden
                     assert given is not None
@@ -159,19 +160,14 @@ class _Passes:
     def _write_states(self, block: int, states: Sequence[TokenStates]) -> None:
         """What a block got, to a file: of all blocks together it is far more than one block."""
         if states:
-            _write_tensors(self._states_of(block), {str(at): _hidden(each) for at, each in enumerate(states)})
+            hidden = {str(at): _hidden(each) for at, each in enumerate(states)}
+            self._states[block] = list(self._writer.write(self._scratch / f"states-{block}", hidden).values())
 
-    def _read_states(self, block: int, like: Sequence[TokenStates]) -> Iterator[Tensor]:
-        path = self._states_of(block)
-        with open_tensors(path) as file:
-            for at, each in enumerate(like):
-                found = file.read(str(at))
-                assert isinstance(found, Tensor)
-                yield found.to(_hidden(each))
-        path.unlink()
-
-    def _states_of(self, block: int) -> Path:
-        return self._scratch / f"states-{block}.safetensors"
+    def _read_states(self, block: int) -> Iterator[Tensor]:
+        stored = self._states.pop(block)
+        for each in stored:
+            yield each.read().to(self._runner.device)
+        stored[0].path.unlink()
 
     def _loss(self, logits: Tensor, window: int) -> Tensor:
         logprobs = torch.log_softmax(logits[0].float(), -1)
@@ -225,8 +221,7 @@ class _Passes:
                 self._shared[name] = self._last[1]
             elif inputs:
                 self._last = (args[0], name)
-                rows = args[0].detach().reshape(-1, args[0].shape[-1]).float()
-                self._add(f"{name}.{INPUTS}", rows.T @ rows)
+                self._add_squares(f"{name}.{INPUTS}", args[0])
             if gradients:
                 self._watch(output, f"{name}.{GRADIENT}")
                 if name in self._row_ordered and output.shape[-1] <= MOST_OUTPUTS:
@@ -246,35 +241,37 @@ class _Passes:
 
     def _watch(self, output: Tensor, key: str) -> None:
         def hook(gradient: Tensor) -> None:
-            rows = gradient.detach().reshape(-1, gradient.shape[-1]).float()
-            self._add(key, rows.T @ rows if key.endswith(f".{BETWEEN}") else rows.square().sum(0))
+            if key.endswith(f".{BETWEEN}"):
+                self._add_squares(key, gradient)
+            else:
+                self._add(key, gradient.detach().reshape(-1, gradient.shape[-1]).float().square().sum(0))
 
         if output.requires_grad:
             output.register_hook(hook)
 
     def _add(self, key: str, part: Tensor) -> None:
-        self._sums[key] = self._sums[key] + part if key in self._sums else part
+        self._sums[key] = self._sums[key].add_(part) if key in self._sums else part
+
+    def _add_squares(self, key: str, vectors: Tensor) -> None:
+        """Sums of products of all pairs of columns; where they are, for they may be the largest thing in memory."""
+        rows = vectors.detach().reshape(-1, vectors.shape[-1]).float()
+        if key in self._sums:
+            self._sums[key].addmm_(rows.T, rows)
+        else:
+            self._sums[key] = rows.T @ rows
 
     def _flush(self) -> None:
         """Matrices to a file: together they are as large as the model. The rest are vectors."""
         large = {key: self._sums.pop(key) for key in list(self._sums) if key.endswith(_MATRICES)}
         if not large:
             return
-        path = self._scratch / f"sums-{self._first}-{len(self._files)}.safetensors"
-        _write_tensors(path, large)
-        self._files |= dict.fromkeys(large, path)
+        path = self._scratch / f"sums-{self._first}-{len(self._files)}"
+        self._files |= self._writer.write(path, large)
 
 
 def _hidden(states: TokenStates) -> Tensor:
     assert states.hidden is not None
     return states.hidden.detach()
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    promises = [Promise(key, tuple(each.shape), None, each.dtype) for key, each in tensors.items()]
-    with write_tensors(path, promises) as writer:
-        for key, each in tensors.items():
-            writer.write(key, each.cpu())
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -116,13 +118,19 @@ class SearchSubject:
             return self.runner.leave(states)
 
     def fingerprint(self) -> str:
-        """A hash of all weights."""
-        return hash_tensors(self.runner.read(name).detach() for name, _ in sorted(self.model.named_parameters()))
+        """A hash of all weights, several of them at once: of a large model this takes a while."""
+
+        def digest(name: str) -> str:
+            return hash_tensors([self.runner.read(name).detach()])
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            found = list(pool.map(digest, sorted(name for name, _ in self.model.named_parameters())))
+        return hashlib.blake2b("".join(found).encode(), digest_size=16).hexdigest()
 
     def digests(self) -> dict[str, str]:
         """A digest of each weight that may be quantized, of its file if there is one: loading may move rows."""
         if self.path is None:
-            return {name: weight_digest(self.weight(name)) for name in self.sites}
+            return {name: weight_digest(self.runner.read(self.names[name])) for name in self.sites}
         with open_tensors(self.path) as file:
             return {name: weight_digest(file.read_float(name)) for name in self.sites}
 

@@ -291,7 +291,7 @@ class CudaDevice(StreamDevice):
         self, direction: Direction, queue: Queue, target: Tensor, source: Tensor, after: tuple[Mark, ...]
     ) -> Copied:
         stream = self._streams[direction, queue]
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             for mark in after:
                 stream.wait_event(mark.event)
             start = self._record(stream)
