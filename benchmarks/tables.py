@@ -304,20 +304,20 @@ def fp8_training_speed_table() -> str:
 
 def fp8_guesses_table() -> str:
     """Rules that guess a gradient's scale: how often they are wrong, and what their room costs."""
+    runs = {"llama_1b": "1B llama, 16,384 tokens", "smooth": "small llama, 512 tokens", "jumps": "the same, with jumps"}
     lines = [
-        "| rule for a gradient's scale | smooth: wrong | too small, too large | octaves above "
-        "| jumps: wrong | too small, too large | octaves above |",
-        "|---|---|---|---|---|---|---|",
+        "| wrong guesses (too small + too large), octaves above the definition | " + " | ".join(runs.values()) + " |",
+        "|---" * (len(runs) + 1) + "|",
     ]
-    rules: dict[str, list[str]] = {}
+    rules: dict[str, dict[str, str]] = {}
     for row in _read("fp8_guesses")["rows"]:
         name = f"room of {row['room']}" if row["room"] else "the last scale"
         name += ", wrong ones to the middle" if row["middle"] else ""
         name += ", follows the layer above" if row["drift"] else ""
-        cells = rules.setdefault(f"**{name}**" if row["room"] == 5 and row["drift"] else name, [])
-        small, large = row["too_small"], row["too_large"]
-        cells += [f"{small + large:.1%}", f"{small:.1%}, {large:.1%}", f"{row['octaves_above']:.1f}"]
-    return "\n".join([*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rules.items())])
+        small, large, above = row["too_small"], row["too_large"], row["octaves_above"]
+        cells = rules.setdefault(f"**{name}**" if row["room"] == 5 and row["drift"] else name, {})
+        cells[row["run"]] = f"{small + large:.1%} ({small:.1%} + {large:.1%}), {above:.1f}"
+    return "\n".join(lines + [f"| {name} | {' | '.join(cells[run] for run in runs)} |" for name, cells in rules.items()])
 
 
 def _layer_rows(part: str) -> list[dict[str, Any]]:
