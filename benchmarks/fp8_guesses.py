@@ -117,7 +117,9 @@ def simulate(series: list[list[int]], rule: Rule) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--series", type=Path, default=None, help="exponents that were recorded elsewhere, as one more run")
+    parser.add_argument(
+        "--series", type=Path, default=None, help="exponents that were recorded elsewhere, as one more run"
+    )
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
     runs = {"smooth": record(options.steps, 1.0), "jumps": record(options.steps, 0.02)}
