@@ -38,10 +38,13 @@ def _write(writer: VectorWriter, address: Any, value: Any) -> Any:
     return writer.context.get_dummy_value()
 
 
-def _prefetch(writer: VectorWriter, address: Any) -> Any:
-    hints = [ir.Constant(ir.IntType(32), hint) for hint in (0, 2, 1)]  # read access, second-level cache, data cache
-    writer.call("llvm.prefetch.p0", ir.VoidType(), [_pointer(writer, address, ir.IntType(8)), *hints])
-    return writer.context.get_dummy_value()
+def _prefetch(locality: int) -> Callable[..., Any]:
+    def emit(writer: VectorWriter, address: Any) -> Any:
+        hints = [ir.Constant(ir.IntType(32), hint) for hint in (0, locality, 1)]  # read access, locality, data
+        writer.call("llvm.prefetch.p0", ir.VoidType(), [_pointer(writer, address, ir.IntType(8)), *hints])
+        return writer.context.get_dummy_value()
+
+    return emit
 
 
 def _take(writer: VectorWriter, address: Any, count: Any) -> Any:
@@ -51,7 +54,9 @@ def _take(writer: VectorWriter, address: Any, count: Any) -> Any:
 load_from = define(3, lambda _a, lane, width: VectorType(lane.dtype, width.literal_value), _load)
 read = define(2, lambda _address, kind: kind.dtype, _read)  # one number
 write = define(2, lambda _address, _value: types.void, _write)  # a number or a vector
-prefetch_at = define(1, lambda _address: types.void, _prefetch)  # a hint, never a fault
+# Ask for the cache line there: soon, into the first-level cache, or later, into the second. Hints, never faults.
+prefetch_soon = define(1, lambda _address: types.void, _prefetch(3))
+prefetch_later = define(1, lambda _address: types.void, _prefetch(2))
 # Adds to the int64 there and returns its value before, atomically.
 take = define(2, lambda _address, _count: types.int64, _take)
 
