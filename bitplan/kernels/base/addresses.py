@@ -6,7 +6,7 @@ checked, and nothing has to be aligned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -121,6 +121,16 @@ def _lookup(writer: VectorWriter, table: Any, places: Any) -> Any:
 
 # AVX-512: 16 float32 picked from 16 others, by the low four bits of each lane of an int32 vector.
 look_up_16 = define(2, lambda table, _places: table, _lookup)
+
+
+def byte_table(numbers: Sequence[int]) -> Any:
+    """AVX2: a function of 32 bytes, each below 16, that gives the number at each byte's place among these 16."""
+
+    def emit(writer: VectorWriter, places: Any) -> Any:
+        table = ir.Constant(places.type, [ir.Constant(ir.IntType(8), number) for number in (*numbers, *numbers)])
+        return writer.call("llvm.x86.avx2.pshuf.b", places.type, [table, places])
+
+    return define(1, lambda places: places, emit)
 
 
 # ---- tiles: several rows of a weight times several inputs -----------------------------------------------------------
