@@ -103,7 +103,11 @@ class LlamaLayers(nn.Module):
 
 
 class TinyLlama(nn.Module):
-    """A language model: embedding, layers, norm, output."""
+    """A language model: embedding, layers, norm, output.
+
+    Embeddings have a deviation of 1, as nn.Embedding makes them. With 0.02, as the other weights have, the first norms
+    multiply gradients by 50, and the loss jumps about in the first steps, whatever the arithmetic.
+    """
 
     def __init__(self, size: Size, count: int, vocabulary: int) -> None:
         super().__init__()
@@ -112,7 +116,7 @@ class TinyLlama(nn.Module):
         self.norm = nn.RMSNorm(size.hidden, eps=1e-6)
         self.lm_head = nn.Linear(size.hidden, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim == 2 and parameter is not self.embed_tokens.weight:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * count) if residual else 1.0))
 
