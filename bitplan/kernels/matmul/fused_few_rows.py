@@ -10,8 +10,9 @@ float32 after the sum over a block, which rounds less than `decode` does.
 
 The floor, and how it is approached (H200, mxfp4, M = 1): 0.53 bytes a weight over 4.2 TB/s leave 4.2 lane slots of the
 integer pipe (64 lanes an SM) a weight at full speed. The decoder of `decode_words` takes 1.25; tensor cores keep
-multiplications off the lanes. Split-K gives enough programs, and the last to finish adds up the others. More than 32
-rows go to `fused_many_rows`. The kernel is in `few_rows_kernel`.
+multiplications off the lanes. Split-K gives enough programs, and the last to finish adds up the others. The kernel is
+in `few_rows_kernel`. Up to 8 rows `direct` is faster, which needs neither shared memory nor split-K; more than 64 rows
+go to `fused_many_rows`.
 
 Legend: N outputs, K inputs, M rows of x, E experts, P pairs.
 """
