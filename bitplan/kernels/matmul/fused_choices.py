@@ -30,7 +30,7 @@ def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
     if weight.shape[-2] <= FEW_OUTPUTS:
         of_bytes = [] if nibbles else _cut(weight, tile, [(16, 4, 1)])
         return [*_direct(weight, tile, [(16, 16, 5), (16, 8, 5), (32, 8, 3)]), *of_bytes]
-    launches = _direct(weight, tile, [(32, 8, 3), (16, 8, 4), (32, 4, 4), (32, 16, 2)])
+    launches = _direct(weight, tile, [(32, 8, 3), (16, 8, 4), (16, 4, 4)])
     return [*launches, *_cut(weight, tile, [(64, 2, 1) if nibbles else (32, 4, 1)])]
 
 
