@@ -194,14 +194,18 @@ def bind_matmul(
     rows = x.shape[0]
     if launch.direct and not INTERPRETED:
         how = prepare_direct(x.device, weight, arranged, _name_of(bias), rows, launch)
-        bound = how.bind(x.get_device(), *direct_pointers(weight, arranged, bias))
-        return None if bound is None else ((lambda stream, x, out, _: bound(stream, x, out)), 1)
+        straight = how.bind(x.get_device(), *direct_pointers(weight, arranged, bias))
+        return None if straight is None else (functools.partial(_without_parts, straight), 1)
     if launch.rows > WIDEST_TILE or INTERPRETED:
         return None
     tiles = triton.cdiv(rows, launch.rows)
     how = _prepare(x.device, weight, arranged, _name_of(bias), rows, launch, tiles, None, per_pair=True)
     bound = how.bind(x.get_device(), *_weight_pointers(weight, arranged, bias), *_routing_pointers(arranged, None))
     return None if bound is None else (bound, how.grid[2])
+
+
+def _without_parts(launch: Callable[..., None], stream: int, x: int, out: int, _: int) -> None:
+    launch(stream, x, out)
 
 
 def _weight_pointers(weight: Encoded, arranged: ArrangedScales, bias: Tensor | None) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ WORDS "none" is plain Triton for the interpreter, with the same loads, and sums 
 Legend: T lanes, L lanes of a warp, R tiles of 16 outputs, X tiles of 8 rows of x, M rows of x, W warps.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
 from __future__ import annotations
 
 import triton
