@@ -94,6 +94,8 @@ class Booster:
         """The same, and whether a number of x is infinite, if there are trees."""
         scores, has_infinity = np.empty((len(x), self.outputs)), False
         scores[:] = self.start
+        if type(x) is np.ndarray and self.trees:
+            return scores, self.forest().add_to(scores, x)
         for first, block in blocks_of(x) if self.trees else ():
             has_infinity |= self.forest().add_to(scores[first : first + len(block)], block)
         return scores, has_infinity

@@ -7,18 +7,22 @@ set. Missing values go where training found best, and with the larger child wher
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from bitplan.kernels.base.jit import on_threads, thread_count, worthwhile_threads
+from bitplan.kernels.base.helper_threads import run
+from bitplan.kernels.base.jit import thread_count
 from bitplan.trees.gradients import Array
-from bitplan.trees.loops import rows as trees_rows
+from bitplan.trees.loops import predict
 
-SMALL = 2**15  # so many numbers are turned into one type and order, so that a loop for each need not be compiled
-STEP_NS = 3  # a row's step down a tree
+ROW_NS, TREE_NS, STEP_NS = 20.0, 3.0, 3.0  # of a row: for itself, each tree's first splits, a step further down
+HELPER_NS = 20_000.0  # of work, for which a thread is asked to help
+GIVEN = struct.Struct(f"{predict.OUTPUTS}q")  # the part of a job that each prediction has of its own
 PARTS_A_THREAD = 4
 SET_WORDS = 8  # at least: 256 categories
 
@@ -48,15 +52,18 @@ class Tree:
 
 @dataclass(frozen=True)
 class Steps:
-    """The same trees for prediction alone (`trees.loops.rows.add_trees`): nodes and leaves in one table.
+    """The same trees for prediction alone (`trees.loops.predict`): nodes and leaves in one table.
 
     Of each tree the root comes first, then the children of its nodes, two by two.
     """
 
-    roots: Array
     nodes: Array  # two int64 for each: its word, and the bits of its threshold (of a set of categories: its place)
     values: Array  # of leaves
-    has_sets: bool
+    plans: Array  # of trees
+    splits: (
+        Array  # the first ones of each tree: threshold, place of the feature in a tile, exits that are not on the left
+    )
+    exits: Array  # of each tree's first splits, from left to right: places in the table
 
     @classmethod
     def of(
@@ -70,6 +77,7 @@ class Steps:
         left: Array,
         right: Array,
         values: Array,
+        node_rows: Array,
     ) -> Steps:
         begins = 2 * roots + np.arange(len(roots))  # a tree of m nodes has m + 1 leaves
         tree = np.repeat(np.arange(len(roots) - 1), np.diff(roots))
@@ -88,12 +96,62 @@ class Steps:
         words, thresholds = nodes[:, 0], nodes.view(np.float64)[:, 1]
         thresholds[:] = np.inf
         is_set = category >= 0
-        words[at_node] = feature.astype(np.int64) << trees_rows.FEATURE_SHIFT | child
-        words[at_node] |= (~missing_left).astype(np.int64) << trees_rows.MISSING_SHIFT
-        words[at_node] |= is_set * trees_rows.IS_CATEGORY
+        words[at_node] = feature.astype(np.int64) << predict.FEATURE_SHIFT | child
+        words[at_node] |= (~missing_left).astype(np.int64) << predict.MISSING_SHIFT
+        words[at_node] |= is_set * predict.IS_CATEGORY
         thresholds[at_node] = np.where(is_set, category, threshold)
         words[at_leaf], held[at_leaf] = at_leaf | -(1 << 63), values
-        return cls(begins[:-1], nodes.reshape(-1), held, bool(is_set.any()))
+        plans, splits, exits = np.zeros((len(roots) - 1, predict.PLAN_SIZE), np.int64), [], []
+        for number in range(len(roots) - 1):
+            inner, leaves = (slice(*starts[number : number + 2].tolist()) for starts in (roots, leaf_starts))
+            order, masks, places = _first_splits(left[inner], right[inner], is_set[inner], node_rows[inner])
+            here = np.array(order, np.int64) + inner.start
+            by_side = np.argsort(~missing_left[here], kind="stable")
+            here, goes_left = here[by_side], int(missing_left[here].sum())
+            table = np.empty((len(here), 3), np.int64)
+            table.view(np.float64)[:, 0], table[:, 2] = (
+                threshold[here],
+                np.array(masks, np.uint64)[by_side].view(np.int64),
+            )
+            table[:, 1] = feature[here].astype(np.int64) * (8 * predict.TILE)
+            found, before = np.array(places, np.int64), (sum(map(len, splits)), sum(map(len, exits)))
+            plans[number] = *before, goes_left, len(here) - goes_left, found.max() < 0, is_set[inner].any()
+            splits.append(table)
+            found[found >= 0], found[found < 0] = at_node[inner][found[found >= 0]], at_leaf[leaves][~found[found < 0]]
+            exits.append(found)
+        return cls(nodes.reshape(-1), held, plans, np.concatenate(splits), np.concatenate(exits))
+
+
+def _first_splits(left: Array, right: Array, is_set: Array, node_rows: Array) -> tuple[list[int], list[int], list[int]]:
+    """A tree's first splits by thresholds, those that most rows meet, and for each the exits that are not on its left,
+    as bits; what is at each exit, from left to right: a node, or ~leaf.
+    """
+    sides, sets = list(zip(left.tolist(), right.tolist(), strict=True)), is_set.tolist()
+    order, reached = [], {0}
+    for node in np.argsort(-node_rows, kind="stable").tolist():  # nodes before their children
+        if node in reached and not sets[node]:
+            order.append(node)
+            reached.update(sides[node])
+            if len(order) == predict.EXITS - 1:
+                break
+    order.sort()
+    if not order:
+        return [], [], [0 if sides else ~0]
+    sizes: dict[int, int] = {}
+    for node in reversed(order):  # children come after their node
+        sizes[node] = sum(sizes.get(child, 1) for child in sides[node])
+    first, masks, places = {0: 0}, [], [0] * sizes[0]
+    for node in order:
+        at = first[node]
+        for child in sides[node]:
+            if child in sizes:
+                first[child] = at
+            else:
+                places[at] = child
+            at += sizes.get(child, 1)
+        count = sizes.get(sides[node][0], 1)
+        masks.append((1 << 64) - 1 - (((1 << count) - 1) << first[node]))
+    return order, masks, places
 
 
 @dataclass(frozen=True)
@@ -138,37 +196,53 @@ class Forest:
             "right": joined("right", np.int32),
             "values": joined("leaf_value", np.float64),
         }
-        return cls(outputs=outputs, bits=bits, steps=Steps.of(**parts), **parts)
+        steps = Steps.of(**parts, node_rows=joined("node_rows", np.int64))
+        return cls(outputs=outputs, bits=bits, steps=steps, **parts)
 
     def parts(self, rows: int) -> int:
-        """How many threads are worth their start for the predictions of some rows."""
-        return worthwhile_threads(rows * self.row_ns)
+        """How many threads may help with the predictions of some rows."""
+        return max(int(rows * self.row_ns / HELPER_NS), 1)
 
     @cached_property
     def row_ns(self) -> float:
         """About what a row takes on one thread."""
-        return float(STEP_NS * np.log2(np.diff(self.leaf_starts)).sum() + STEP_NS)
+        leaves = np.diff(self.leaf_starts)
+        return float(ROW_NS + (TREE_NS + STEP_NS * np.log2(np.maximum(leaves / predict.EXITS, 1))).sum())
 
     def add_to(self, scores: Array, x: Array) -> bool:
         """Add every tree's leaf values to the raw scores (rows, outputs); whether a number of x is infinite."""
-        steps, bits = self.steps, self.bits if self.steps.has_sets else None
-        thresholds, step = steps.nodes.view(np.float64), self._rows_at_once(len(x))
-        if x.size <= SMALL:
-            x = np.array(x, np.float64, order="C")
+        if x.dtype.char not in "fd" or not x.dtype.isnative:
+            x = x.astype(np.float64)
+        rows, features = x.shape
+        threads, tiles = min(self.parts(rows), thread_count()), -(-rows // predict.TILE)
+        size = predict.TILE_AT + 8 * predict.TILE * features
+        space = np.empty(predict.JOB_SIZE + (threads * size + predict.LINE) // 8, np.int64)
+        space[: predict.JOB_SIZE] = self._job
+        job = _address(space)
+        scratch = -(-(job + 8 * predict.JOB_SIZE) // predict.LINE) * predict.LINE
+        step = predict.TILE * max(tiles // (threads * PARTS_A_THREAD), 1)
+        table = x.ctypes.data, *x.strides, x.itemsize == 4, features
+        GIVEN.pack_into(space, 0, rows, step, *table, _address(scores), scores.strides[0], scratch, size)
+        run(predict.adder(), job, threads)
+        return bool(space[predict.HAS_INFINITY])
 
-        def work(start: int) -> bool:
-            rows = x[start : start + step]
-            given = steps.roots, steps.nodes, thresholds, steps.values, bits
-            return bool(trees_rows.add_trees(rows, start, *given, scores))
+    @cached_property
+    def _job(self) -> Array:
+        """What all predictions have in common (`trees.loops.predict`)."""
+        job, steps = np.zeros(predict.JOB_SIZE, np.int64), self.steps
+        arrays = steps.plans, steps.splits, steps.exits, steps.nodes, steps.values, self.bits
+        job[predict.OUTPUTS : predict.SET_WORDS + 1] = (
+            self.outputs,
+            len(steps.plans),
+            *(array.ctypes.data for array in arrays),
+            self.bits.shape[1],
+        )
+        return job
 
-        return any(on_threads(work, range(0, len(x), step)))
 
-    def _rows_at_once(self, rows: int) -> int:
-        """A part for each thread that pays; of many rows several, since some threads are slower than others."""
-        parts = self.parts(rows)
-        threads = min(parts, thread_count())
-        share = -(-rows // (threads * max(min(parts // threads, PARTS_A_THREAD), 1)))
-        return max(-(-share // trees_rows.LANES) * trees_rows.LANES, 1)
+def _address(array: Array) -> int:
+    """Of an array's own memory, in a third of the time that `array.ctypes.data` takes."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array))
 
 
 def bit_set(numbers: Array | None) -> Array:

@@ -79,13 +79,14 @@ def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
         used.append(thread_count())
         return on_threads(work, pieces)
 
-    for module in ("binning", "boost", "gradients", "grow", "histogram", "objectives", "tree"):
+    for module in ("binning", "boost", "gradients", "grow", "histogram", "objectives"):
         monkeypatch.setattr(f"bitplan.trees.{module}.on_threads", watched)
+    monkeypatch.setattr("bitplan.trees.tree.run", lambda function, job, threads: used.append(threads) or function(job))
     x, y = table(200)
     model = BoostedTreesClassifier(n_estimators=1, n_jobs=3).fit(x, y > 0)
     assert set(used) == {3}
     used.clear()
-    monkeypatch.setattr("bitplan.kernels.base.jit.HAND_OUT_NS", 1)  # else 200 rows are for one thread
+    monkeypatch.setattr("bitplan.trees.tree.HELPER_NS", 1.0)  # else 200 rows are for one thread
     model.set_params(n_jobs=2).predict_proba(x)
     assert set(used) == {2}
     assert thread_count() == torch.get_num_threads()

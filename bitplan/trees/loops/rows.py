@@ -1,4 +1,4 @@
-"""Loops over rows of boosted trees: numbers to bins, rows to children, trees to scores.
+"""Loops over rows of boosted trees: numbers to bins, rows to children, leaves to scores.
 
 Bins are kept twice: in panels for histograms (`histogram`), and feature by feature for the partition, which reads
 one feature of many rows: a byte a row, 64 rows to a cache line, instead of a line for each row.
@@ -13,11 +13,6 @@ from bitplan.kernels.base.vectors import prefetch
 from bitplan.trees.loops.histogram import ROW
 
 MISSING = 255
-TILE = 128  # rows
-LANES = 8  # pairs of a row and a tree that go down together
-# A node's word: below zero for a leaf; whether missing values go right, or it has a set of categories; the feature; the
-# left child, which the right one follows.
-MISSING_SHIFT, IS_CATEGORY, FEATURE_SHIFT, FEATURE_MASK, CHILD_MASK = 62, 1 << 61, 32, (1 << 28) - 1, (1 << 32) - 1
 AHEAD = 32  # rows
 U = np.uint64
 
@@ -128,111 +123,3 @@ def add_binned_tree(columns, rows, feature, left_bins, left, right, values, scor
             goes_left = left_bins[node, columns[feature[node], row]]
             node = left[node] if goes_left else right[node]
         scores[row] += values[~node]
-
-
-@inlined
-def _child(numbers, row, at, nodes, thresholds, bits, misses):  # type: ignore[no-untyped-def]
-    """Where a row goes from node `at`; a leaf leads to itself. `misses`: numbers may be missing."""
-    word = nodes[at + at]
-    number = np.float64(numbers[row, U((word >> FEATURE_SHIFT) & FEATURE_MASK)])
-    to_right = np.int64(number > thresholds[at + at + U(1)])
-    if bits is not None and word & IS_CATEGORY and number == number:
-        to_right = np.int64(not _in_set(bits, np.int64(thresholds[at + at + U(1)]), number))
-    if misses:
-        to_right |= np.int64(number != number) & (word >> MISSING_SHIFT) & 1
-    return U((word & CHILD_MASK) + to_right)
-
-
-@inlined
-def _go_down(numbers, nodes, thresholds, bits, misses, rows, roots):  # type: ignore[no-untyped-def]
-    """The leaves of eight pairs of a row and a tree, that go down together: a step waits for the one before it, other
-    pairs do not."""
-    in_a, in_b, in_c, in_d, in_e, in_f, in_g, in_h = rows
-    a, b, c, d, e, f, g, h = roots
-    while True:
-        first = nodes[a + a] & nodes[b + b] & nodes[c + c] & nodes[d + d]
-        if first & nodes[e + e] & nodes[f + f] & nodes[g + g] & nodes[h + h] < 0:  # all are leaves
-            return a, b, c, d, e, f, g, h
-        a = _child(numbers, in_a, a, nodes, thresholds, bits, misses)
-        b = _child(numbers, in_b, b, nodes, thresholds, bits, misses)
-        c = _child(numbers, in_c, c, nodes, thresholds, bits, misses)
-        d = _child(numbers, in_d, d, nodes, thresholds, bits, misses)
-        e = _child(numbers, in_e, e, nodes, thresholds, bits, misses)
-        f = _child(numbers, in_f, f, nodes, thresholds, bits, misses)
-        g = _child(numbers, in_g, g, nodes, thresholds, bits, misses)
-        h = _child(numbers, in_h, h, nodes, thresholds, bits, misses)
-
-
-@inlined
-def _eight(first, step, last):  # type: ignore[no-untyped-def]
-    """Places first, first + step, ... but none behind the last."""
-    a, b, c = first, min(first + step, last), min(first + 2 * step, last)
-    d, e, f = min(first + 3 * step, last), min(first + 4 * step, last), min(first + 5 * step, last)
-    return U(a), U(b), U(c), U(d), U(e), U(f), U(min(first + 6 * step, last)), U(min(first + 7 * step, last))
-
-
-@inlined
-def _are_finite(tile):  # type: ignore[no-untyped-def]
-    odd = 0
-    for row in range(tile.shape[0]):
-        for feature in range(tile.shape[1]):
-            odd |= tile[row, feature] - tile[row, feature] != 0  # true of NaN, too
-    return odd == 0
-
-
-@inlined
-def _has_infinity(tile):  # type: ignore[no-untyped-def]
-    for row in range(tile.shape[0]):
-        for feature in range(tile.shape[1]):
-            if np.isinf(tile[row, feature]):
-                return True
-    return False
-
-
-@compiled
-def add_trees(numbers, first, roots, nodes, thresholds, values, bits, scores):  # type: ignore[no-untyped-def]
-    """Add trees to scores[i, tree % outputs] for the rows of `numbers`, whose row 0 is the scores' row `first`; returns
-    whether a number is infinite.
-
-    Nodes and leaves of all trees lie in one table (`tree.Steps`), children side by side, so that a step is one
-    comparison and no branch. Rows go in tiles: tile and tree stay in the nearest cache. All rows go down a tree, then
-    down the next, eight at a time; a single row goes down eight trees. `bits` is None where no node has a set of
-    categories.
-    """
-    outputs, has_infinity, last = scores.shape[1], False, roots.size - 1
-    for start in range(0, numbers.shape[0], TILE):
-        tile, into = numbers[start : start + TILE], scores[first + start : first + start + TILE]
-        size, misses = tile.shape[0], not _are_finite(tile)
-        if misses:
-            has_infinity |= _has_infinity(tile)
-        whole = size - size % 8
-        for tree in range(roots.size):
-            root, output = U(roots[tree]), U(tree % outputs)
-            for row in range(0, whole, 8):
-                rows, at = _eight(row, 1, size), (root, root, root, root, root, root, root, root)
-                if misses:
-                    leaves = _go_down(tile, nodes, thresholds, bits, True, rows, at)
-                else:
-                    leaves = _go_down(tile, nodes, thresholds, bits, False, rows, at)
-                for lane in range(8):
-                    into[rows[lane], output] += values[leaves[lane]]
-        for row in range(whole, size):
-            rows = _eight(row, 0, row)
-            for tree in range(0, roots.size, 8):
-                t = _eight(tree, 1, last)
-                at = (
-                    U(roots[t[0]]), U(roots[t[1]]), U(roots[t[2]]), U(roots[t[3]]),
-                    U(roots[t[4]]), U(roots[t[5]]), U(roots[t[6]]), U(roots[t[7]]),
-                )  # fmt: skip
-                leaves = _go_down(tile, nodes, thresholds, bits, True, rows, at)
-                for lane in range(min(8, roots.size - tree)):
-                    into[U(row), U((tree + lane) % outputs)] += values[leaves[lane]]
-    return has_infinity
-
-
-@inlined
-def _in_set(bits, place, number):  # type: ignore[no-untyped-def]
-    if number <= -1 or number >= 32 * bits.shape[1]:  # as LightGBM: the fraction is cut off
-        return False
-    code = np.int64(number)
-    return (bits[place, code >> 5] >> np.uint32(code & 31)) & np.uint32(1) != 0
