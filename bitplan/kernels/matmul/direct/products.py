@@ -1,4 +1,4 @@
-"""Products over packed codes without shared memory: up to 16 rows of x, on NVIDIA's GPUs from Ampere on.
+"""Products over packed codes without shared memory: up to 16 rows of x, on NVIDIA's GPUs from Hopper on.
 
 What it is for: a product of one row ends when its bytes have come, and a kernel that stages them in shared memory, or
 whose programs add up their parts through memory, adds microseconds to each of the hundreds of products of a token.
@@ -25,10 +25,10 @@ STEP = 128  # inputs that a warp takes at a time
 
 
 def runs_direct(device: torch.device) -> bool:
-    """Whether the kernel can run here: it needs bfloat16 in the tensor cores of an NVIDIA GPU, or the interpreter."""
+    """Whether the kernel can run here: its decoders multiply pairs of bfloat16, which GPUs do from Hopper on."""
     if torch.version.hip is not None:
         return False
-    return bool(INTERPRETED) or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
+    return bool(INTERPRETED) or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def direct_launch(outputs: int, rows: int, warps: int, stages: int) -> MatmulLaunch:
@@ -40,7 +40,7 @@ def prepare_direct(
     device: torch.device, weight: Encoded, arranged: ArrangedScales, bias: str, rows: int, launch: MatmulLaunch
 ) -> PreparedLaunch:
     """All of a launch but its pointers: x, out, codes, scales, factor, bias."""
-    overlap = launch.overlap == 1 and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+    overlap = launch.overlap == 1 and not INTERPRETED
     return _prepared(
         weight.fmt.name,
         weight.shape,
