@@ -4,7 +4,8 @@
 
 A llama of four layers gets `apply_fp8(confirm=True)`, which times one block, compiled. Then all four layers train:
 forward and backward, compiled, in turns with BF16, weights cast anew in each step. Beside what confirming said and what
-the layers showed: its seconds, compiling included, and the bytes that are still allocated when the model is gone.
+the layers showed: its seconds, compiling included, and the bytes that it leaves allocated beside the model's own, and
+that are left when the model has trained and is gone.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def confirm_and_train(size: Size, tokens: int, timing: str, policy: Policy | Non
         x = torch.randn(batch, tokens // batch, size.hidden, dtype=dtype)
     before = allocated(device)
     model = copy.deepcopy(plain)
+    own = sum(each.nbytes for each in model.parameters() if each.is_cuda)
     started = time.monotonic()
     applied = apply_fp8(
         model,
@@ -55,6 +57,7 @@ def confirm_and_train(size: Size, tokens: int, timing: str, policy: Policy | Non
         example=x,
     )
     seconds = time.monotonic() - started
+    left = allocated(device) - before - own
     arms = {"bf16": plain, "confirmed": model}
     timed = time_in_turns(
         {name: lambda made=made: _step(lambda: made, x, options.compile) for name, made in arms.items()},  # type: ignore[misc]
@@ -79,7 +82,8 @@ def confirm_and_train(size: Size, tokens: int, timing: str, policy: Policy | Non
         "samples_ms": {name: list(each.samples_ms) for name, each in timed.items()},
     }
     del model, arms, timed
-    return row | {"bytes_left": allocated(device) - before}
+    torch.compiler.reset()  # dynamo keeps what it compiled, and with it tensors
+    return row | {"bytes_left": left, "bytes_left_after_training": allocated(device) - before}
 
 
 def allocated(device: torch.device) -> int:
@@ -93,13 +97,14 @@ def allocated(device: torch.device) -> int:
 
 def line_of(row: Row) -> str:
     said, shown = row["said"], row["shown"]
+    left = f"{row['bytes_left'] / 1e6:.1f} MB left, {row['bytes_left_after_training'] / 1e6:.1f} after training"
     head = f"{row['size']:15} {row['tokens']:6} {row['timing']:6} {row['taken']:5}"
     if said is None or shown is None or row["taken"] == "bf16":
-        return f"{head} said {said}, BF16 is kept; {row['seconds']:.1f} s, {row['bytes_left'] / 1e6:.1f} MB left"
+        return f"{head} said {said}, BF16 is kept; {row['seconds']:.1f} s, {left}"
     return (
         f"{head} said {said:.3f}x, four layers show {shown['speedup']:.3f}x ({shown['low']:.3f} to "
         f"{shown['high']:.3f}), {100 * (shown['speedup'] / said - 1):+.1f}%; {row['seconds']:.1f} s, "
-        f"{row['bytes_left'] / 1e6:.1f} MB left"
+        f"{left}"
     )
 
 

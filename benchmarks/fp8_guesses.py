@@ -4,7 +4,7 @@
 
 A small llama trains on a CPU, and in every step the scale that the definition gives the gradient of each layer is
 recorded, as an exponent of two; once with embeddings of deviation 1, where training is smooth, and once with 0.02,
-where gradients jump by factors of 100. Or they are read: a list of steps, each a list of exponents in the order of the
+where gradients jump by factors of 100. More can be read: a list of steps, each a list of exponents in the order of the
 backward, the upper layers first. Then each rule guesses, step by step:
 
     room        how many octaves a scale may be above the definition's before the cast is repeated
@@ -117,13 +117,14 @@ def simulate(series: list[list[int]], rule: Rule) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--series", type=Path, default=None, help="exponents that were recorded, instead of training")
+    parser.add_argument(
+        "--series", type=Path, default=None, help="exponents that were recorded elsewhere, as one more run"
+    )
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
+    runs = {"smooth": record(options.steps, 1.0), "jumps": record(options.steps, 0.02)}
     if options.series is not None:
-        runs = {options.series.stem: json.loads(options.series.read_text())}
-    else:
-        runs = {"smooth": record(options.steps, 1.0), "jumps": record(options.steps, 0.02)}
+        runs[options.series.stem] = json.loads(options.series.read_text())
     rows = [{"run": name, **asdict(rule), **simulate(series, rule)} for name, series in runs.items() for rule in RULES]
     head = {"benchmark": "fp8_guesses", "commit": harness.commit(), "machine": harness.machine("cpu")}
     document = head | {"versions": harness.versions(), "rows": rows, "exponents": runs}
