@@ -138,7 +138,7 @@ def run_streamed(
     *,
     offload: bool = False,
 ) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     with stream_blocks(
         model, "layers.*", device=device, formats=formats, slots=run.slots[0], offload_activations=offload
     ) as stream:
@@ -187,7 +187,7 @@ def run_plain(name: str, model: LlamaStack, batches: dict[int, Tensor], run: Run
 
 def _timed(variant: str, tokens: int, step: Stepper, run: Run, device: torch.device) -> Row:
     repeats = run.repeats if tokens < MANY_TOKENS else min(run.repeats, 3)  # long steps differ little
-    row = {"tokens": tokens, "variant": variant, **harness.summary(time_steps(step, repeats, device))}
+    row: Row = {"tokens": tokens, "variant": variant, **harness.summary(time_steps(step, repeats, device))}
     _say(f"{variant}, {tokens} tokens: {row['median_ms']:.1f} ms a step")
     if variant in run.trace and device.type == "cuda" and tokens < MANY_TOKENS:
         row["trace"] = stream_trace.trace(step)
@@ -327,9 +327,9 @@ def criteria(rows: list[Row]) -> list[Row]:
         if int8 is not None and bf16["bytes_h2d"]:
             demand(f"INT8 bytes over BF16, {case}", int8["bytes_h2d"] / bf16["bytes_h2d"], 0.52, at_least=False)
         # A gain in time is asked for where time goes into copying, so where the faster of the two still is bound by it.
-        for name, row, limit in (("all-INT8", int8, 1.8), ("60% mix", mix, 1.35)):
-            if row is not None and row["is_transfer_bound"]:
-                demand(f"{name} against BF16, {case}", bf16["median_ms"] / row["median_ms"], limit, at_least=True)
+        for name, other, limit in (("all-INT8", int8, 1.8), ("60% mix", mix, 1.35)):
+            if other is not None and other["is_transfer_bound"]:
+                demand(f"{name} against BF16, {case}", bf16["median_ms"] / other["median_ms"], limit, at_least=True)
         for name in ("resident", "one-ahead", "pageable"):
             if (tokens, name) in plain:
                 ratio = plain[tokens, name]["median_ms"] / bf16["median_ms"]

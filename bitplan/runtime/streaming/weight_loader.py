@@ -377,7 +377,7 @@ class WeightLoader:
 
     def _await(self, slot: RingSlot, block: int) -> None:
         transfer = slot.transfer
-        if transfer is None:
+        if transfer is None or (transfer.copied is not None and transfer.is_done(self.device)):
             return
         before = self.device.mark()
         self.device.wait(transfer.wait_launched(self._worker, self.timeout_s))
