@@ -10,7 +10,8 @@ casts     casts of tokens and of matrices alone: bytes a second, and the share o
           guessed scales, all of them right or all of them wrong
 launches  tensorwise casts by guessed scales, cut up in other ways, at the shapes of both fc1
 
-A step casts the weights once, as the first micro-batch of a step does; the arms named "reused" have them cast already.
+A step casts the weights once, as the first micro-batch of a step does; the arms named "reused" have them cast already,
+and "two micro-batches" cast them once for two steps, of which the time of one is given.
 BF16 is `torch._grouped_mm` behind the same layer. Routing is uniform and Zipf. Arms take turns; the median counts.
 """
 
@@ -61,9 +62,9 @@ CAST_LAUNCHES = (
 Call = Callable[[], object]
 
 
-def arms() -> Iterator[tuple[str, GemmChoice, str, bool]]:
-    """(name, recipe of each product, implementation, whether weight casts are reused)."""
-    yield "bf16", GemmChoice.all("bf16"), "auto", False
+def arms() -> Iterator[tuple[str, GemmChoice, str, int]]:
+    """(name, recipe of each product, implementation, steps that share a cast of the weights; 0: all)."""
+    yield "bf16", GemmChoice.all("bf16"), "auto", 1
     for recipe, impl in (
         ("tensorwise", "gluon"),
         ("tensorwise", "torch"),
@@ -73,10 +74,11 @@ def arms() -> Iterator[tuple[str, GemmChoice, str, bool]]:
         ("rowwise", "triton"),
         ("blockwise", "triton"),
     ):
-        yield f"{recipe} {impl}", GemmChoice.all(recipe), impl, False
-    yield "tensorwise torch, bf16 wgrad", GemmChoice("tensorwise", "tensorwise", "bf16"), "torch", False
-    yield "tensorwise gluon, reused", GemmChoice.all("tensorwise"), "gluon", True
-    yield "tensorwise torch, reused", GemmChoice.all("tensorwise"), "torch", True
+        yield f"{recipe} {impl}", GemmChoice.all(recipe), impl, 1
+    yield "tensorwise torch, bf16 wgrad", GemmChoice("tensorwise", "tensorwise", "bf16"), "torch", 1
+    yield "tensorwise gluon, two micro-batches", GemmChoice.all("tensorwise"), "gluon", 2
+    yield "tensorwise gluon, reused", GemmChoice.all("tensorwise"), "gluon", 0
+    yield "tensorwise torch, reused", GemmChoice.all("tensorwise"), "torch", 0
 
 
 def random(*shape: int) -> Tensor:
@@ -87,16 +89,17 @@ def counts_of(experts: int, routing: str) -> Tensor:
     return torch.tensor(route_tokens(TOKENS, experts, routing), device="cuda")
 
 
-def step_of(layer: GroupedLinear, x: Tensor, counts: Tensor, dy: Tensor, reused: bool) -> Call:
-    def step() -> object:
-        if not reused:
+def step_of(layer: GroupedLinear, x: Tensor, counts: Tensor, dy: Tensor, share: int) -> Call:
+    def step() -> None:
+        if share:
             drop_casts([layer.weight])
-        return torch.autograd.grad(layer(x, counts), (x, layer.weight), dy)
+        for _ in range(max(share, 1)):
+            torch.autograd.grad(layer(x, counts), (x, layer.weight), dy)
 
     return step
 
 
-def experts(part: str) -> list[dict[str, Any]]:
+def experts(part: str, asked: list[str]) -> list[dict[str, Any]]:
     result = []
     count = EXPERTS[part]
     for name, (outputs, inputs) in SHAPES[part].items():
@@ -105,7 +108,10 @@ def experts(part: str) -> list[dict[str, Any]]:
         for routing in ROUTINGS:
             counts = counts_of(count, routing)
             steps, errors, exact = {}, {}, None
-            for arm, gemms, impl, reused in arms():
+            shares = {}
+            for arm, gemms, impl, share in arms():
+                if asked and arm not in asked:
+                    continue
                 layer = GroupedLinear(
                     count, inputs, outputs, recipe=Fp8Recipe(), gemms=gemms, impl=impl, device="meta", dtype=x.dtype
                 )
@@ -117,9 +123,10 @@ def experts(part: str) -> list[dict[str, Any]]:
                 errors[arm] = float((y - exact).norm() / exact.norm())
                 if not errors[arm] < 0.06:
                     raise SystemExit(f"{part} {name} {routing} {arm}: relative error {errors[arm]:.3f} against BF16")
-                steps[arm] = step_of(layer, x, counts, dy, reused)
+                steps[arm], shares[arm] = step_of(layer, x, counts, dy, share), max(share, 1)
             del exact, y
-            samples = harness.time_in_turns(steps, REPEATS, cuda=True)
+            timed = harness.time_in_turns(steps, REPEATS, cuda=True)
+            samples = {arm: [each / shares[arm] for each in times] for arm, times in timed.items()}
             plain = statistics.median(samples["bf16"])
             result += [
                 {
@@ -318,11 +325,18 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="dsv3,qwen3,products,casts")
+    parser.add_argument(
+        "--arms", action="append", default=[], help="an arm of the experts; bf16 is one; again for more"
+    )
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    cast_anew = {name: share == 1 for name, *_, share in arms()}
+    if unknown := set(given.arms) - set(cast_anew):
+        raise SystemExit(f"--arms are {'; '.join(cast_anew)}; got {'; '.join(sorted(unknown))}")
+    chosen = ["bf16", *given.arms] if given.arms else []
     ways: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "dsv3": partial(experts, "dsv3"),
-        "qwen3": partial(experts, "qwen3"),
+        "dsv3": partial(experts, "dsv3", chosen),
+        "qwen3": partial(experts, "qwen3", chosen),
         "products": products,
         "casts": casts,
         "launches": launches,
@@ -348,7 +362,7 @@ def main() -> None:
     for part, target in TARGETS.items():
         best: dict[tuple[str, str], float] = {}
         for row in rows:
-            if row["part"] == part and "reused" not in row["arm"]:
+            if row["part"] == part and cast_anew[row["arm"]]:
                 key = (row["layer"], row["routing"])
                 best[key] = max(best.get(key, 0.0), row["times_bf16"] if row["arm"] != "bf16" else 0.0)
         for (layer, routing), times in best.items():

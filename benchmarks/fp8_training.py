@@ -22,6 +22,7 @@ import argparse
 import gc
 import importlib
 import json
+import math
 import os
 import queue
 import statistics
@@ -31,6 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
@@ -56,6 +58,7 @@ TRAINED = {  # sizes of layers, and how many
 KEPT_BACK = 0.1
 CURVE_POINTS = 100
 BYTES = 256
+GUESSES = ("casts", "wrong", "too_small")
 READY_SHARE = 0.6  # of the seconds: arms that are not ready by then are left out
 Run = dict[str, Any]
 
@@ -334,7 +337,8 @@ class Trainer:
         # Masters in float32: bfloat16 weights would round most updates away, in every arm.
         masters = [parameter.detach().float().clone() for parameter in parameters]
         optimizer = torch.optim.AdamW(masters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps)
+        share = partial(rate_share, steps=options.steps, warm_up=options.warm_up)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
         draw = torch.Generator().manual_seed(1000 + seed)
         losses, marks = [], [_mark(self.device)]
         for _ in range(options.steps):
@@ -372,6 +376,13 @@ class Trainer:
         return float(sum(losses) / count)
 
 
+def rate_share(step: int, steps: int, warm_up: int) -> float:
+    """The learning rate of a step, as a share of the highest: up in a line, then down to a tenth along a cosine."""
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(steps - warm_up, 1))
+
+
 def read_text(options: argparse.Namespace) -> tuple[Tensor, int]:
     """(tokens, how many there are to choose from)."""
     text = shipped_text() if options.text is None else Path(options.text).read_text(encoding="utf-8")
@@ -390,10 +401,10 @@ def _convert_by_torchao(model: nn.Module, recipe: str) -> int:
     return sum(not name.endswith(("k_proj", "v_proj", "up_proj")) for name in names)
 
 
-def _guesses_since(before: dict[str, tuple[int, int]]) -> dict[str, dict[str, int]]:
+def _guesses_since(before: dict[str, tuple[int, int, int]]) -> dict[str, dict[str, int]]:
     return {
-        role: {"casts": casts - before[role][0], "wrong": wrong - before[role][1]}
-        for role, (casts, wrong) in guess_counts().items()
+        role: {name: now - then for name, now, then in zip(GUESSES, counts, before[role], strict=True)}
+        for role, counts in guess_counts().items()
     }
 
 
@@ -423,6 +434,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--warm-up", type=int, default=20, help="steps in which the rate rises to --lr")
     parser.add_argument("--text", default=None, help="a file; without it the text that bitplan ships")
     parser.add_argument("--tokenizer", type=Path, default=None, help="a tokenizer.json; without it bytes")
     parser.add_argument("--recipe", default="tensorwise")

@@ -27,6 +27,7 @@ from bitplan.version import __version__
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+CYCLES_A_SECOND, LONGEST_WAIT_S = 2_000_000_000, 0.2  # of a GPU that waits for its host
 LONG_LINE = 200  # what is shorter than this stays on one line
 PACKAGES = (
     "torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", "xgboost", "xgboost-cpu", "scikit-learn",
@@ -80,8 +81,8 @@ def time_in_turns(
 ) -> dict[str, list[float]]:
     """Milliseconds of every repeat of every variant, after one warm-up each.
 
-    On a GPU by events, all work queued before the first is read: what a launch costs the host hides behind the work
-    of the launch before, unless the work itself waits for the GPU.
+    On a GPU by events, all work queued before the first is read. Before each turn the GPU waits as long as the host
+    took to launch one, so that it never runs out of work in the middle of a sample.
     """
     for run in variants.values():
         run()
@@ -148,7 +149,12 @@ def _wall_ms(run: Callable[[], object]) -> float:
 
 def _cuda_ms(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in variants}
+    started = time.perf_counter()
+    for run in variants.values():
+        run()
+    waited_s = min(1.5 * (time.perf_counter() - started), LONGEST_WAIT_S)
     for _ in range(repeats):
+        torch.cuda._sleep(int(waited_s * CYCLES_A_SECOND))
         for name, run in variants.items():
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

@@ -96,14 +96,18 @@ class LlamaLayers(nn.Module):
         self.layers = nn.ModuleList(LlamaDecoderLayer(size) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        cos, sin = _angles(x.shape[1], self.size.head_dim, x.device, x.dtype)
+        cos, sin = angles(x.shape[1], self.size.head_dim, x.device, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return x
 
 
 class TinyLlama(nn.Module):
-    """A language model: embedding, layers, norm, output."""
+    """A language model: embedding, layers, norm, output.
+
+    Embeddings have a deviation of 1, as nn.Embedding makes them. With 0.02, as the other weights have, the first norms
+    multiply gradients by 50, and the loss jumps about in the first steps, whatever the arithmetic.
+    """
 
     def __init__(self, size: Size, count: int, vocabulary: int) -> None:
         super().__init__()
@@ -112,7 +116,7 @@ class TinyLlama(nn.Module):
         self.norm = nn.RMSNorm(size.hidden, eps=1e-6)
         self.lm_head = nn.Linear(size.hidden, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim == 2 and parameter is not self.embed_tokens.weight:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * count) if residual else 1.0))
 
@@ -121,7 +125,7 @@ class TinyLlama(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _angles(length: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def angles(length: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     frequency = 10000 ** (-torch.arange(0, width, 2, device=device) / width)
     angles = torch.outer(torch.arange(length, device=device), frequency).repeat(1, 2)
     return angles.cos().to(dtype), angles.sin().to(dtype)

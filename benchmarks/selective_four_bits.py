@@ -15,6 +15,8 @@ Arms   bf16, int8_row, int4_g32, nvfp4, mxfp4, q5_0_gguf, q4_k_gguf: all streame
        damage_two     the same with bf16 and int4_g32 alone, without the middle
        random         int8 and int4_g32, drawn by the seed: the control
        gradient_k, random_k   the same with q6_k_gguf for int8 and q5_k_gguf for int4_g32 (not unless asked for)
+       damage_k_rounded, q5_k_rounded   the formats of damage_k, or q5_k_gguf alone, over a frozen base whose weights
+                      were rounded to these formats by error compensation (`round_weight`; not unless asked for)
 nvfp4 and GGUF's formats have no encoder on CPUs that keeps up with training, so they are for frozen bases only.
 
 Per arm and seed: held-out loss in the formats of the arm at its end, and the bytes to the device a step, counted by the
@@ -42,6 +44,7 @@ from typing import Any
 
 import harness
 import torch
+from safetensors.torch import load_file, save_file
 from selective_precision import (
     BLOCKS,
     SMALL,
@@ -72,9 +75,13 @@ from bitplan.runtime.selective.run_calibration import run_calibration
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.blocks.layout import ParameterSpec, lay_out
 from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
+from bitplan.store import round_weight
+from bitplan.store.rounding.error_compensation import InputHessian
 
 PLAIN = ("bf16", "int8_row", "int4_g32", "nvfp4", "mxfp4", "q5_0_gguf", "q4_k_gguf")
-K_ARMS = ("gradient_k", "random_k")
+ROUNDED_ARMS = ("damage_k_rounded", "q5_k_rounded")
+K_ARMS = ("gradient_k", "random_k", *ROUNDED_ARMS)
+K_FORMATS = ("q6_k_gguf", "q5_k_gguf", "q4_k_gguf")
 ROUTED = ("gradient", "impact", "damage", "damage_nvfp4", "damage_k", "damage_two", "random")
 SLOW_ENCODERS = ("nvfp4", "q5_0_gguf", "q4_k_gguf", "damage_nvfp4", "damage_k")
 FEW = ("bf16", "int8_row", "int4_g32", "q5_0_gguf", "gradient", "damage", "damage_k", "random")
@@ -85,6 +92,7 @@ ARMS = {
     "lora_fast": list(FEW),
     "full_fast": [arm for arm in FEW if arm not in SLOW_ENCODERS],
 }
+CALIBRATION_BATCHES = 8
 MODEL = Sizes(lora_steps=60, full_steps=60, batch=8, context=256, validation=64, slots=3, rank=8)
 FAST = 3.0
 
@@ -130,7 +138,14 @@ class Experiment:
         for module in self._adapted.modules():
             if isinstance(module, LowRank):
                 module.reset(generator)
+        self.set_base(self._adapted, {})
         return self._adapted.train()
+
+    @torch.no_grad()
+    def set_base(self, model: nn.Module, rounded: dict[str, Tensor]) -> None:
+        """Give the frozen matrices of a model with adapters these weights, the others those they started with."""
+        for name, weight in layers_of(model).items():
+            weight.copy_(rounded[name] if name in rounded else self.start_from[f"{name}.weight"])
 
     @cached_property
     def _adapted(self) -> nn.Module:
@@ -181,6 +196,64 @@ def measure_damage(experiment: Experiment, formats: list[str]) -> Row:
     return damage
 
 
+# ---- rounding the frozen base ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def input_hessians(experiment: Experiment) -> dict[str, Tensor]:
+    """X^T X of every streamed matrix, over text that is trained on."""
+    device, sizes = experiment.device.torch_device, experiment.sizes
+    model = copy.deepcopy(experiment.task("full").start(0)).to(device, torch.float32).eval()
+    names, hessians, hooks = set(layers_of(model)), {}, []
+    for name, module in model.named_modules():
+        if name in names:
+            hessians[name] = torch.zeros(module.in_features, module.in_features, device=device)
+
+            def add(_: nn.Module, inputs: tuple[Tensor, ...], total: Tensor = hessians[name]) -> None:
+                rows = inputs[0].reshape(-1, total.shape[0]).float()
+                total.addmm_(rows.t(), rows)
+
+            hooks.append(module.register_forward_pre_hook(add))
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(CALIBRATION_BATCHES):
+        ids = windows(experiment.text.train, sizes.batch, sizes.context, generator)
+        model(input_ids=ids.to(device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {name: total.cpu() for name, total in hessians.items()}
+
+
+def rounded_formats(damage: Row, share: float, arms: list[str]) -> dict[str, list[str]]:
+    """Layer -> the formats that its weight is rounded to, for these arms."""
+    by_damage = choose(damage, share, K_FORMATS) if "damage_k_rounded" in arms else {}
+    everywhere = dict.fromkeys(damage, "q5_k_gguf") if "q5_k_rounded" in arms else {}
+    chosen = {name: {by_damage.get(name), everywhere.get(name)} & set(K_FORMATS) for name in damage}
+    return {name: sorted(formats) for name, formats in chosen.items()}
+
+
+def round_share(options: argparse.Namespace, experiment: Experiment, damage: Row) -> None:
+    """One worker: its share of the layers, rounded by error compensation."""
+    number, count = options.worker
+    hessians = load_file(options.keep / "hessians.safetensors")
+    wanted = rounded_formats(damage, options.share, options.arms)
+    done = {}
+    for name in sorted(wanted, key=lambda name: hessians[name].shape[0])[number::count]:
+        weight = experiment.start_from[f"{name}.weight"].float()
+        hessian = InputHessian(hessians[name])
+        for fmt in wanted[name]:
+            encoded = round_weight(weight, fmt, hessian=hessian)
+            done[f"{name}:{fmt}"] = bitplan.decode(encoded, torch.float32).to(experiment.dtype)
+    save_file(done, options.keep / f"rounded_{number}.safetensors")
+
+
+def rounded_weights(options: argparse.Namespace, formats: dict[str, str]) -> dict[str, Tensor]:
+    """Layer -> its rounded weight in this choice of formats; layers in bfloat16 are not rounded."""
+    stored = {}
+    for path in sorted(options.keep.glob("rounded_*.safetensors")):
+        stored.update(load_file(path))
+    return {name: stored[f"{name}:{fmt}"] for name, fmt in formats.items() if fmt in K_FORMATS}
+
+
 def bytes_of(weight: Tensor, fmt: str) -> int:
     """What crosses the bus for this matrix."""
     spec = {"weight": ParameterSpec(tuple(weight.shape), weight.dtype)}
@@ -217,9 +290,11 @@ def draw(damage: Row, share: float, seed: int, high: str, low: str) -> dict[str,
 
 
 def fixed_formats(arm: str, model: nn.Module, damage: Row, share: float, seed: int) -> dict[str, str] | None:
-    """The formats of every streamed matrix by its own name; None: the arm decides as it goes."""
+    """The format of every streamed matrix by plain name; None: the arm decides as it goes."""
     if arm in PLAIN:
         chosen = dict.fromkeys(layers_of(model), "bfloat16" if arm == "bf16" else arm)
+    elif arm == "q5_k_rounded":
+        chosen = dict.fromkeys(damage, "q5_k_gguf")
     elif arm == "random":
         chosen = draw(damage, share, seed, "int8_row", "int4_g32")
     elif arm == "random_k":
@@ -230,10 +305,14 @@ def fixed_formats(arm: str, model: nn.Module, damage: Row, share: float, seed: i
         lows = {
             "damage": ("int8_row", "int4_g32"),
             "damage_nvfp4": ("int8_row", "nvfp4"),
-            "damage_k": ("q6_k_gguf", "q5_k_gguf", "q4_k_gguf"),
+            "damage_k": K_FORMATS,
             "damage_two": ("int4_g32",),
-        }[arm]
+        }[arm.removesuffix("_rounded")]
         chosen = choose(damage, share, lows)
+    return chosen
+
+
+def by_own_names(chosen: dict[str, str], model: nn.Module) -> dict[str, str]:
     full = {id(one): name for name, one in model.named_parameters()}
     return {full[id(one)]: chosen[name] for name, one in layers_of(model).items()}
 
@@ -260,7 +339,10 @@ def policy_config(arm: str, task: Task, damage: Row, share: float) -> SelectiveP
 def run_one(experiment: Experiment, task: Task, arm: str, seed: int, damage: Row) -> Row:
     share = experiment.options.share
     model = task.start(seed)
-    formats = fixed_formats(arm, model, damage, share, seed)
+    chosen_formats = fixed_formats(arm, model, damage, share, seed)
+    formats = None if chosen_formats is None else by_own_names(chosen_formats, model)
+    if arm in ROUNDED_ARMS and chosen_formats is not None:
+        experiment.set_base(model, rounded_weights(experiment.options, chosen_formats))
     started = time.perf_counter()
     with ExitStack() as stack:
         lines = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "steps.jsonl"
@@ -315,6 +397,9 @@ def work(options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> Non
     torch.set_num_threads(1)
     experiment = Experiment(options, sizes, device)
     damage = json.loads((options.keep / "damage.json").read_text())
+    if options.round:
+        round_share(options, experiment, damage)
+        return
     with (options.keep / f"rows_{number}.jsonl").open("a", encoding="utf-8") as file:
         for task, arm, seed in jobs(options)[number::count]:
             if time.time() > options.until:
@@ -336,6 +421,19 @@ def work(options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> Non
             )
 
 
+def start_workers(options: argparse.Namespace, started: float, *more: str) -> list[int]:
+    """Run all workers, and wait for them."""
+    running = []
+    for number in range(options.workers):
+        command = [sys.executable, *sys.argv, "--worker", str(number), str(options.workers), *more]
+        command += ["--keep", str(options.keep), "--until", str(started + options.limit_s)]
+        running.append(subprocess.Popen(command))
+    codes = [process.wait() for process in running]
+    if any(codes):
+        print(f"workers ended with exit codes {codes}", flush=True)
+    return codes
+
+
 def run(options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> Row:
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
@@ -348,15 +446,12 @@ def run(options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> Row:
         damage = measure_damage(experiment, list(MEASURED))
         (options.keep / "damage.json").write_text(json.dumps(damage))
         print(f"damage measured after {time.time() - started:.1f} s", flush=True)
+        if set(options.arms or ()) & set(ROUNDED_ARMS):
+            save_file(input_hessians(experiment), options.keep / "hessians.safetensors")
+            start_workers(options, started, "--round")
+            print(f"the base is rounded after {time.time() - started:.1f} s", flush=True)
         del experiment
-        running = []
-        for number in range(options.workers):
-            command = [sys.executable, *sys.argv, "--worker", str(number), str(options.workers)]
-            command += ["--keep", str(options.keep), "--until", str(started + options.limit_s)]
-            running.append(subprocess.Popen(command))
-        codes = [process.wait() for process in running]
-        if any(codes):
-            print(f"workers ended with exit codes {codes}", flush=True)
+        codes = start_workers(options, started)
         files = sorted(options.keep.glob("rows_*.jsonl"))
         rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     kind = device.torch_device.type
@@ -442,7 +537,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--round", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if set(options.arms or ()) & set(ROUNDED_ARMS) and any(task.startswith("full") for task in options.tasks):
+        parser.error("arms over a rounded base are for frozen bases; add --tasks lora,lora_fast")
     small = replace(SMALL, hidden=256, layers=4, lora_steps=4, full_steps=4, batch=2, context=16)
     given: dict[str, Any] = {
         key: value for key, value in vars(options).items() if key in vars(MODEL) and value is not None

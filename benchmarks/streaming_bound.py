@@ -110,16 +110,18 @@ def needed_slots(blocks: int, ratio: float, limit: float) -> int:
 
 def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Measured steps beside simulated ones of the same computing time and the same time a copy."""
-    blocks, slots, rows = result["model"]["blocks"], result["slots"], []
+    blocks, rows = result["model"]["blocks"], []
     resident = {row["tokens"]: row["median_ms"] for row in result["rows"] if row["variant"] == "resident"}
     for row in result["rows"]:
         if "bound_ms" not in row or row["tokens"] not in resident:
             continue
+        slots = row.get("slots", result["slots"])
         simulated = simulate(blocks, slots, resident[row["tokens"]], row["transfer_ms"] / row["loads"])
         rows.append(
             {
                 "tokens": row["tokens"],
                 "variant": row["variant"],
+                "slots": slots,
                 "measured_ms": row["median_ms"],
                 "simulated_ms": simulated["step_ms"],
                 "bound_ms": simulated["bound_ms"],

@@ -302,6 +302,26 @@ def fp8_training_speed_table() -> str:
     return "\n".join(lines)
 
 
+def fp8_guesses_table() -> str:
+    """Rules that guess a gradient's scale: how often they are wrong, and what their room costs."""
+    runs = {"llama_1b": "1B llama, 16,384 tokens", "smooth": "small llama, 512 tokens", "jumps": "the same, with jumps"}
+    lines = [
+        "| wrong guesses (too small + too large), octaves above the definition | " + " | ".join(runs.values()) + " |",
+        "|---" * (len(runs) + 1) + "|",
+    ]
+    rules: dict[str, dict[str, str]] = {}
+    for row in _read("fp8_guesses")["rows"]:
+        name = f"room of {row['room']}" if row["room"] else "the last scale"
+        name += ", wrong ones to the middle" if row["middle"] else ""
+        name += ", follows the layer above" if row["drift"] else ""
+        small, large, above = row["too_small"], row["too_large"], row["octaves_above"]
+        cells = rules.setdefault(f"**{name}**" if row["room"] == 5 and row["drift"] else name, {})
+        cells[row["run"]] = f"{small + large:.1%} ({small:.1%} + {large:.1%}), {above:.1f}"
+    return "\n".join(
+        lines + [f"| {name} | {' | '.join(cells[run] for run in runs)} |" for name, cells in rules.items()]
+    )
+
+
 def _layer_rows(part: str) -> list[dict[str, Any]]:
     rows = [row for row in _read("fp8_layers_nvidia_h200")["rows"] if row["part"] == part]
     return sorted(rows, key=lambda row: (row["size"], row["timing"], row["tokens"]))
@@ -322,14 +342,25 @@ def _times(arm: dict[str, Any] | None) -> str:
 
 def fp8_grouped_table() -> str:
     """Experts, forward and backward: the best FP8 arm of each layer that casts its weights."""
-    lines = ["| experts | layer | routing | BF16, ms | best FP8 | by |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| experts | layer | routing | BF16, ms | best FP8 | by "
+        "| weight cast shared by two micro-batches | not counted |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     rows = _read("fp8_grouped_nvidia_h200")["rows"]
+    later = _read("fp8_grouped_micro_batches_nvidia_h200")["rows"]
+    shared = {(row["part"], row["layer"], row["routing"], row["arm"]): row for row in [*rows, *later]}
     for key in dict.fromkeys((row["part"], row["layer"], row["routing"]) for row in rows):
         mine = {row["arm"]: row for row in rows if (row["part"], row["layer"], row["routing"]) == key}
-        candidates = [row for arm, row in mine.items() if arm != "bf16" and "reused" not in arm]
+        candidates = [
+            row for arm, row in mine.items() if arm != "bf16" and not arm.endswith(("reused", "micro-batches"))
+        ]
         best = max(candidates, key=lambda row: row["times_bf16"])
         cells = [key[0], f"{key[1]} {best['shape'][0]}x{best['shape'][1]}", key[2], f"{mine['bf16']['median_ms']:.2f}"]
-        lines.append("| " + " | ".join([*cells, f"{best['times_bf16']:.2f}x", best["arm"]]) + " |")
+        arms = [shared.get((*key, f"tensorwise gluon, {arm}")) for arm in ("two micro-batches", "reused")]
+        cells += [f"{best['times_bf16']:.2f}x", best["arm"]]
+        cells += [f"{arm['times_bf16']:.2f}x" if arm else "" for arm in arms]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -361,7 +392,7 @@ def trees_threads_table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for ratio in document["ratios"]:
-        key = {name: ratio[name] for name in ("rows", "features", "leaves", "threads", "trees")}
+        key = {name: each for name, each in ratio.items() if name not in ("best_other", "ratio")}
         times = {run["contender"]: run["train_s"] for run in document["runs"] if key.items() <= run.items()}
         best = ratio["best_other"]
         cells = [_trees_table(ratio), str(ratio["threads"]), f"{times['bitplan_i16']:.2f}", f"{times[best]:.2f}"]
@@ -407,7 +438,8 @@ def trees_gpu_table() -> str:
 
 def _trees_table(run: dict[str, Any]) -> str:
     rows = f"{run['rows'] // 10**6}M" if run["rows"] >= 10**6 else f"{run['rows'] // 1000}k"
-    return f"{rows} x {run['features']}, {run['trees']} of {run['leaves']} leaves"
+    task = {"regression": ", a number", "classes": ", ten classes"}.get(run.get("task", "binary"), "")
+    return f"{rows} x {run['features']}{task}, {run['trees']} of {run['leaves']} leaves"
 
 
 def _trainer(contender: str) -> str:
@@ -564,6 +596,7 @@ PLACES = {  # page: its tables
         fp8_training_table,
         fp8_training_speed_table,
         fp8_grouped_table,
+        fp8_guesses_table,
     ),
     "docs/trees.md": (trees_table, trees_threads_table, trees_predict_table, trees_gpu_table),
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),

@@ -26,7 +26,7 @@ from bitplan.runtime.packed.quant_linear import QuantLinear  # noqa: E402
 __all__ = ["LoraPackedLinear", "get_peft_model", "load_adapter"]
 
 
-class LoraPackedLinear(LoraLinear):
+class LoraPackedLinear(LoraLinear):  # type: ignore[misc]
     """A LoRA adapter on a packed linear layer. It cannot be merged: a packed weight takes no sum."""
 
     def merge(self, *_: Any, **__: Any) -> None:

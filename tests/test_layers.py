@@ -31,6 +31,7 @@ ROOMS = {
     "formats": {"gguf": {"scales"}, "scales": {"gguf"}},
     "kernels": {"base": set(), "codec": {"base"}, "fp8": {"base"}, "matmul": {"base", "codec"}},
     "kernels.fp8": {"experts": set()},
+    "kernels.matmul": {"cpu": set(), "direct": set()},
     "measure": {"gradients": {"quality"}, "quality": set(), "speed": set()},
     "plan": {"fp8": set(), "selective": set()},
     "report": {"pages": set()},

@@ -22,7 +22,7 @@ NaN): rounded up, because rounded down as OCP Microscaling has it the largest nu
 weights then errs by 5.7% instead of 3.5%. The codes are floats, so a power of two costs them no precision, only up to
 one of the 18 octaves that E4M3 reaches over. In return, the scale of a whole tensor hardly ever changes from one step
 to the next, so a cast can use the last scale and check it in the same read (`bitplan.kernels.fp8.guessed_cast`, where
-gradients on a GPU may keep a scale that is up to 8 times larger). NaN codes are 0x7F.
+gradients on a GPU may keep a scale that is up to 32 times larger). NaN codes are 0x7F.
 """
 
 from __future__ import annotations

@@ -47,6 +47,20 @@ class SearchResult:
         return self.winner.kind != "plan"
 
     @property
+    def why_lost(self) -> str | None:
+        """Why a plan that needs no search is handed over; None where the searched one is."""
+        if not self.lost:
+            return None
+        label, kl, most = self.winner.label, self.winner.kl.mean, self.goal.max_kl
+        searched = next((each.kl.mean for each in self.rivals if each.kind == "plan"), None)
+        if most is not None and searched is not None and searched > most:
+            return (
+                f"the searched plan has KL {searched:.4g} on text that was held out, above the goal of {most:g}; "
+                f"{label}, which needs no search, has {kl:.4g}, and is the plan"
+            )
+        return f"{label}, which needs no search, is better and within the goal, and is the plan"
+
+    @property
     def missed_goal(self) -> str | None:
         """What to say where the plan is farther from the model than was asked for, on text that was held out."""
         kl, most = self.winner.kl.mean, self.goal.max_kl
@@ -81,6 +95,7 @@ class SearchResult:
             **({} if self.times is None else {"block_times": self.times.to_dict()}),
             "plan": self.winner.to_dict(evidence),
             "lost": self.lost,
+            "why_lost": self.why_lost,
             "missed_goal": self.missed_goal,
             "against_best_rival": None if best is None else _against(self.winner, best),
             "measured": [each.to_dict(evidence) for each in self.rivals],

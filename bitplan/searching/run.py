@@ -30,6 +30,7 @@ from bitplan.searching.runtime_formats import candidates, target_of
 
 MOST_CORRECTIONS = 3
 AGREES = 0.1  # predicted and measured within a tenth: nothing to correct
+WORTH = 0.02  # a corrected plan that promises less damage by this share is measured; of less, four windows say nothing
 MOST_CHECKED = 6  # groups measured alone in a correction
 
 
@@ -303,7 +304,9 @@ def solve_and_correct(
     with stage("correcting", MOST_CORRECTIONS + 1) as advance:
         for done in range(MOST_CORRECTIONS + 1):
             solution = solve(evidence, goal)
-            if any(solution.choice == other.choice for _, other in tried):
+            if any(solution.choice == other.choice for _, other in tried) or not _is_worth_it(
+                evidence, goal, solution, [other for _, other in tried]
+            ):
                 break
             meter.prepare(evidence, [solution.choice], no_stage)
             measured = meter.kl(evidence, solution.choice, "the plan")
@@ -326,6 +329,13 @@ def solve_and_correct(
     harm, bound = evidence.harm(best.choice), solve(evidence, goal).bound  # by the evidence as it is now
     gap = max(0.0, 1 - bound / harm) if harm > 0 else 0.0
     return replace(best, nats=evidence.predict(best.choice), bound=bound, gap=gap), len(tried) - 1, error
+
+
+def _is_worth_it(evidence: SearchEvidence, goal: Goal, solution: Solution, tried: Sequence[Solution]) -> bool:
+    """Whether a plan by corrected evidence promises enough over those that were measured to be rounded and measured."""
+    if not tried or goal.asks_for_fewest_bytes:
+        return True
+    return evidence.harm(solution.choice) < (1 - WORTH) * min(evidence.harm(other.choice) for other in tried)
 
 
 def _check_largest(evidence: SearchEvidence, solution: Solution, meter: PlanMeter) -> None:

@@ -105,6 +105,14 @@ def test_a_plan_above_the_goal_loses_to_a_measured_one_within_it_or_is_called_so
     goal = Goal(max_kl=(near.kl.mean + far.kl.mean) / 2)
     for by_gradients in (False, True):
         assert runner.best_of(result.evidence, goal, far, [near], by_gradients=by_gradients) is near
+    lost = replace(result, goal=goal, winner=replace(near, kind="uniform", label="int8_row"), rivals=[far, near])
+    why = (
+        f"the searched plan has KL {far.kl.mean:.4g} on text that was held out, above the goal of {goal.max_kl:g}; "
+        f"int8_row, which needs no search, has {near.kl.mean:.4g}, and is the plan"
+    )
+    show_result(lost)
+    assert f"the search lost: {why}" in " ".join(capsys.readouterr().out.split())
+    assert (lost.to_document()["why_lost"], result.to_document()["why_lost"]) == (why, None)
     missed = replace(result, goal=Goal(max_kl=near.kl.mean / 2), winner=near)
     assert runner.best_of(result.evidence, missed.goal, far, [near], by_gradients=False) is far
     line = f"KL {near.kl.mean:.6g}, above the goal of {near.kl.mean / 2:g}: give more bits or a higher limit"

@@ -171,8 +171,8 @@ def show_result(result: SearchResult) -> None:
         say(f"a whole block at {times.rows} rows: {times.plan_us:.0f} us, {faster}")
     if result.missed_goal is not None:
         say(f"the goal is missed on text that was held out: {result.missed_goal}")
-    if result.lost:
-        say(f"the search lost: {result.winner.label} is better and within the goal, so plan.json is that")
+    if result.why_lost is not None:
+        say(f"the search lost: {result.why_lost}")
 
 
 def diff(

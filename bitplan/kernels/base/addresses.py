@@ -38,6 +38,12 @@ def _write(writer: VectorWriter, address: Any, value: Any) -> Any:
     return writer.context.get_dummy_value()
 
 
+def _prefetch(writer: VectorWriter, address: Any) -> Any:
+    hints = [ir.Constant(ir.IntType(32), hint) for hint in (0, 2, 1)]  # read access, second-level cache, data cache
+    writer.call("llvm.prefetch.p0", ir.VoidType(), [_pointer(writer, address, ir.IntType(8)), *hints])
+    return writer.context.get_dummy_value()
+
+
 def _take(writer: VectorWriter, address: Any, count: Any) -> Any:
     return writer.builder.atomic_rmw("add", _pointer(writer, address, INT64), count, "monotonic")
 
@@ -45,8 +51,19 @@ def _take(writer: VectorWriter, address: Any, count: Any) -> Any:
 load_from = define(3, lambda _a, lane, width: VectorType(lane.dtype, width.literal_value), _load)
 read = define(2, lambda _address, kind: kind.dtype, _read)  # one number
 write = define(2, lambda _address, _value: types.void, _write)  # a number or a vector
+prefetch_at = define(1, lambda _address: types.void, _prefetch)  # a hint, never a fault
 # Adds to the int64 there and returns its value before, atomically.
 take = define(2, lambda _address, _count: types.int64, _take)
+
+
+def _call_c(writer: VectorWriter, address: Any, argument: Any) -> Any:
+    function = _pointer(writer, address, ir.FunctionType(ir.VoidType(), [INT64]))
+    writer.builder.call(function, [argument])
+    return writer.context.get_dummy_value()
+
+
+# Calls the C function of one int64 at this address (`openmp_threads.c_function`).
+call_c = define(2, lambda _address, _argument: types.void, _call_c)
 
 
 # ---- lanes --------------------------------------------------------------------------------------------------------
@@ -137,6 +154,62 @@ def _zero_tile(writer: VectorWriter, _count: Any, _width: Any) -> Any:
     return _tuple(writer, [ir.Constant(writer.llvm(VectorType(types.float32, width)), None)] * count)
 
 
+def _places(writer: VectorWriter, address: Any, stride: Any, rows: int, columns: int, bytes_each: int) -> list[Any]:
+    """Addresses address + row * stride + column * bytes_each."""
+    builder = writer.builder
+    steps = [builder.mul(stride, ir.Constant(INT64, row)) for row in range(rows)]
+    return [
+        builder.add(builder.add(address, step), ir.Constant(INT64, column * bytes_each))
+        for step in steps
+        for column in range(columns)
+    ]
+
+
+def _tile_type(*sizes: Any) -> Any:
+    rows, columns, width = (kind.literal_value for kind in sizes)
+    vector = VectorType(types.float32, width)
+    return types.UniTuple(vector, rows * columns)  # type: ignore[attr-defined]
+
+
+def _load_tile(writer: VectorWriter, address: Any, stride: Any, *_sizes: Any) -> Any:
+    rows, columns, width = (kind.literal_value for kind in writer.kinds[2:])
+    kind = writer.llvm(VectorType(types.float32, width))
+    places = _places(writer, address, stride, rows, columns, 4 * width)
+    return _tuple(writer, [writer.builder.load(_pointer(writer, place, kind), align=4) for place in places])
+
+
+def _store_tile(writer: VectorWriter, address: Any, stride: Any, tile: Any, columns: Any) -> Any:
+    count, width = writer.kinds[2].count, writer.kinds[2].dtype.width
+    columns = writer.kinds[3].literal_value
+    for index, place in enumerate(_places(writer, address, stride, count // columns, columns, 4 * width)):
+        vector = writer.builder.extract_value(tile, index)
+        writer.builder.store(vector, _pointer(writer, place, vector.type), align=4)
+    return writer.context.get_dummy_value()
+
+
+def _repeated(writer: VectorWriter, address: Any, stride: Any, _rows: Any, _width: Any) -> Any:
+    rows, width = (kind.literal_value for kind in writer.kinds[2:])
+    kind = writer.llvm(VectorType(types.float32, width))
+    nothing, made = ir.Constant(kind, ir.Undefined), []
+    for place in _places(writer, address, stride, rows, 1, 0):
+        number = writer.builder.load(_pointer(writer, place, ir.FloatType()), align=4)
+        first = writer.builder.insert_element(nothing, number, ir.Constant(ir.IntType(32), 0))
+        made.append(writer.shuffle(first, nothing, [0] * width))
+    return _tuple(writer, made)
+
+
+# load_tile(address, stride, rows, columns, width): float32 vectors of `width` lanes, `columns` in each of `rows` rows
+# that lie `stride` bytes apart; store_tile(address, stride, tile, columns) writes them.
+load_tile = define(5, lambda _address, _stride, *sizes: _tile_type(*sizes), _load_tile)
+store_tile = define(4, lambda *_kinds: types.void, _store_tile)
+# repeated(address, stride, rows, width): one number of each row, on all lanes of a vector.
+repeated = define(
+    4,
+    lambda _address, _stride, rows, width: types.UniTuple(  # type: ignore[attr-defined]
+        VectorType(types.float32, width.literal_value), rows.literal_value
+    ),
+    _repeated,
+)
 # Tuples of float32 vectors: parts[r, c] + weights[r] * inputs[c], and sums[r, c] + scales[r] * parts[r, c].
 multiply_in = define(3, lambda parts, _weights, _inputs: parts, _multiply_in)
 scale_in = define(3, lambda sums, _scales, _parts: sums, _scale_in)

@@ -95,6 +95,8 @@ def define(arity: int, result: Callable[..., Any], emit: Callable[..., Any]) -> 
         1: lambda _typing, a: build(a),
         2: lambda _typing, a, b: build(a, b),
         3: lambda _typing, a, b, c: build(a, b, c),
+        4: lambda _typing, a, b, c, d: build(a, b, c, d),
+        5: lambda _typing, a, b, c, d, e: build(a, b, c, d, e),
     }
     return intrinsic(prefer_literal=True)(takes[arity])
 

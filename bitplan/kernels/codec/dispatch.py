@@ -55,16 +55,32 @@ def encode(x: Tensor, fmt: Format | str, **options: Any) -> Encoded:
         return formats.encode(x, fmt, **options)
     if isinstance(fmt, GgufBlocks):
         return _encode_blocks(x, fmt, **options)
-    shape = tuple(x.shape)
-    matrix = x.detach().reshape(fmt.matrix_shape(shape)).contiguous()
     try:
-        data, scales = _twins(x.device.type).ENCODERS[fmt.name](matrix, fmt)
+        encoded = _encode_by_twin(x.detach(), fmt)
     except NonFiniteError:
         return formats.encode(x, fmt, **options)
+    scales = encoded.scales
+    if x.is_cuda and scales is not None and not _all_finite(scales):  # the CPU twins check by themselves, and raise
+        return formats.encode(x, fmt, **options)
+    return encoded
+
+
+def encode_unchecked(x: Tensor, fmt: Format | str) -> Encoded:
+    """`encode` without waiting for a GPU where it has a kernel: nothing looks for numbers that are not finite."""
+    fmt = get_format(fmt)
+    if explain_encode(x, fmt).implementation != "triton":
+        return encode(x, fmt)
+    return _encode_by_twin(x.detach(), fmt)
+
+
+def _encode_by_twin(x: Tensor, fmt: Format, importance: Tensor | None = None) -> Encoded:
+    shape, twins = tuple(x.shape), _twins(x.device.type)
+    matrix = x.reshape(fmt.matrix_shape(shape)).contiguous()
+    if isinstance(fmt, GgufBlocks):
+        return encode_opaque(fmt, shape, matrix, importance, twins.BLOCK_SEARCH)
+    data, scales = twins.ENCODERS[fmt.name](matrix, fmt)
     if scales is None:
         return Encoded(fmt, shape, data.reshape(shape))
-    if x.is_cuda and not _all_finite(scales):  # the CPU twins check by themselves, and raise
-        return formats.encode(x, fmt, **options)
     parts = fmt.part_shapes(shape)
     return Encoded(fmt, shape, data.reshape(parts["data"][1]), scales.reshape(parts["scales"][1]))
 
@@ -78,12 +94,12 @@ def _encode_blocks(
     name: str = "tensor",
     **_: Any,
 ) -> Encoded:
-    """The definition's algorithm, compiled."""
-    shape = tuple(x.shape)
+    """The definition's algorithm, compiled, with its checks."""
     if importance is not None:
-        check_importance(fmt, importance, "mse", shape, name)
-    matrix = finite(x.detach(), nonfinite, name).reshape(fmt.matrix_shape(shape))
-    return encode_opaque(fmt, shape, matrix, importance, name, _twins(x.device.type).BLOCK_SEARCH)
+        check_importance(fmt, importance, "mse", tuple(x.shape), name)
+    numbers = finite(x.detach(), nonfinite, name)
+    fmt.check_range(numbers, name)
+    return _encode_by_twin(numbers, fmt, importance)
 
 
 def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,17 +9,23 @@ scale of the same weight, or of the same layer's activations, is nearly always s
              microseconds. If not, the same launch casts again by a scale that will
 
 A state has room: how many octaves a scale may be larger than the definition's. Without room the result never depends on
-the guess: codes and scale equal the definition bit for bit. With room the scale is the last one, moved no further than
-into [definition, 2^room x definition]:
+the guess: codes and scale equal the definition bit for bit. With room a guess in [definition, 2^room x definition] is
+kept, and a wrong one is replaced by the middle of that, so that the next may be larger or smaller:
 
-    scale = min(max(last, definition), 2^room * definition)         the first: the definition
+    scale = guess, or 2^(room // 2) * definition where the guess is not in the room
 
 so a matrix whose largest number jumps about, such as a gradient, is seldom cast again. Nothing saturates; codes lose
 `room` of the octaves that they reach down to, and nothing above those. Either way the scale returned is the one that
-the codes were written by, and nothing waits for the host. A wrong guess costs 4 bytes a number more. The state counts
-casts and wrong guesses (`counts_of`).
+the codes were written by, and nothing waits for the host. A wrong guess, too small or too large, costs 4 bytes a number
+more. The state counts casts and both kinds (`counts_of`).
+
+Gradients of a model jump together, and those of the upper layers are cast first. So a cast with room leaves behind how
+far its definition moved since its last cast, and the next cast with room moves its guess as far. Only if that one is
+the cast before it in the same backward, which shows in the counts: the other state has been used once more than its
+own. There is one such record on each device (`_drifts`).
 
 The state lives on the device and is used by one cast at a time: casts that share one must be ordered by a stream.
+Casts with room on two streams at once may read the drift of each other's layers, which makes their guesses worse.
 
 Legend: R rows, C columns of the matrix cast, T rows of a tile; "cols" is the layout of the transpose, [C, R].
 """
@@ -27,7 +33,7 @@ Legend: R rows, C columns of the matrix cast, T rows of a tile; "cols" is the la
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -49,11 +55,26 @@ from bitplan.kernels.fp8.triton_fp8_rounding import (
 )
 
 # Places in a state of int32: the bits of the guessed scale and of the scale of the running cast, the largest magnitude
-# so far, programs that have read it, the room in steps of a scale's exponent, casts, wrong guesses.
-GUESS, USED, LARGEST, SEEN, ROOM, CASTS, WRONG = (tl.constexpr(place) for place in range(7))
-STATE_SIZE = 7
+# so far, programs that have read it, the room in steps of a scale's exponent, the bits of the last definition, guesses
+# that were too small, casts, wrong guesses.
+GUESS, USED, LARGEST, SEEN, ROOM, LAST, SMALL, CASTS, WRONG = (tl.constexpr(place) for place in range(9))
+STATE_SIZE = 9
+DRIFT, DRIFT_CASTS = (tl.constexpr(place) for place in range(2))  # of the last cast with room, and its state's casts
 EXPONENT_STEP = 1 << 23  # between the bits of a power of two and the next
+SMALLEST_GUESS = tl.constexpr(EXPONENT_STEP)  # 2^-126, the smallest scale
+LARGEST_GUESS = tl.constexpr(252 << 23)  # 2^125: it and its inverse are normal numbers
 CHECKING_WARPS = 2112  # of the check: enough to cast at full speed, few enough to end at once
+
+
+_drifts: dict[torch.device, Tensor] = {}
+
+
+class GuessCounts(NamedTuple):
+    """`wrong` guesses were too small or too large for the room; either is cast again."""
+
+    casts: int
+    wrong: int
+    too_small: int
 
 
 def new_state(device: torch.device, experts: int = 1, room: int = 0) -> Tensor:
@@ -64,6 +85,7 @@ def new_state(device: torch.device, experts: int = 1, room: int = 0) -> Tensor:
 
 def empty_state(device: torch.device, experts: int) -> Tensor:
     """[places, experts]; `kernels.fp8.experts.fast_tile` has a guess for each expert."""
+    _drift_on(device)  # here, so that no CUDA graph allocates it
     return torch.empty((STATE_SIZE, experts), dtype=torch.int32, device=device)
 
 
@@ -74,10 +96,17 @@ def clear_state(state: Tensor, room: int) -> None:
     state[ROOM.value].fill_(room * EXPONENT_STEP)
 
 
-def counts_of(state: Tensor) -> tuple[int, int]:
-    """(casts, wrong guesses) so far; waits for the device."""
+def counts_of(state: Tensor) -> GuessCounts:
+    """Counts so far; waits for the device."""
     counts = state.sum(1).tolist()
-    return counts[CASTS.value], counts[WRONG.value]
+    return GuessCounts(counts[CASTS.value], counts[WRONG.value], counts[SMALL.value])
+
+
+def _drift_on(device: torch.device) -> Tensor:
+    drift = _drifts.get(device)
+    if drift is None:
+        drift = _drifts.setdefault(device, torch.zeros(2, dtype=torch.int32, device=device))
+    return drift
 
 
 class GuessPlan:
@@ -121,7 +150,7 @@ class GuessPlan:
         codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
         codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
         scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
-        launch_in_turn(self.launches, (x, codes, codes_t, state, scale))
+        launch_in_turn(self.launches, (x, codes, codes_t, state, _drift_on(device), scale))
         return CastPair(
             None if codes is None else ScaledFp8(codes, scale, "tensor"),
             None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
@@ -133,17 +162,29 @@ class GuessPlan:
 
 @triton.jit
 def scale_near(guess, right, room):
-    """Bits of the scale to cast by: the guess, moved no further than into [right, right and the room above it]."""
-    highest = tl.where(right < INFINITY_BITS, right + room, right)  # a scale that is NaN has no room
-    return tl.minimum(tl.maximum(guess, right), highest)
+    """Bits of the scale to cast by: the guess, or the middle of the room above the right one."""
+    room = tl.where(right < INFINITY_BITS, room, 0)  # a scale that is NaN has no room
+    middle = right + ((room >> 24) << 23)  # whole octaves
+    return tl.where((guess >= right) & (guess <= right + room), guess, middle)
 
 
 @triton.jit
-def _settle(state_ptr, scale_ptr, eps, FP8: tl.constexpr):
+def _guess(state_ptr, drift_ptr):
+    """Bits of the guessed scale: the last one, moved as the layer above has just moved."""
+    guess = tl.load(state_ptr + GUESS)
+    is_next = tl.load(drift_ptr + DRIFT_CASTS) == tl.load(state_ptr + CASTS) + 1
+    has_room = tl.load(state_ptr + ROOM) > 0
+    moved = tl.maximum(guess + tl.load(drift_ptr + DRIFT), SMALLEST_GUESS)
+    return tl.where(is_next & has_room & (guess < INFINITY_BITS), tl.minimum(moved, LARGEST_GUESS), guess)
+
+
+@triton.jit
+def _settle(state_ptr, drift_ptr, scale_ptr, eps, FP8: tl.constexpr):
     """(the scale, whether the guess was wrong); writes the scale, and prepares the state for the next cast."""
     used = tl.load(state_ptr + USED)
     right = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8).to(tl.int32, bitcast=True)
-    bits = scale_near(used, right, tl.load(state_ptr + ROOM))
+    room = tl.load(state_ptr + ROOM)
+    bits = scale_near(used, right, room)
     scale = bits.to(tl.float32, bitcast=True)
     # A program counts itself after all its threads have read; the last one clears the state for the next cast.
     tl.debug_barrier()
@@ -152,8 +193,16 @@ def _settle(state_ptr, scale_ptr, eps, FP8: tl.constexpr):
         tl.store(state_ptr + GUESS, bits)
         tl.store(state_ptr + LARGEST, 0)
         tl.store(state_ptr + SEEN, 0)
-        tl.store(state_ptr + CASTS, tl.load(state_ptr + CASTS) + 1)
+        last = tl.load(state_ptr + LAST)
+        casts = tl.load(state_ptr + CASTS) + 1
+        tl.store(state_ptr + LAST, right)
+        tl.store(state_ptr + CASTS, casts)
         tl.store(state_ptr + WRONG, tl.load(state_ptr + WRONG) + (bits != used).to(tl.int32))
+        tl.store(state_ptr + SMALL, tl.load(state_ptr + SMALL) + (used < right).to(tl.int32))
+        if room > 0:
+            is_known = (last > 0) & (last < INFINITY_BITS) & (right < INFINITY_BITS)
+            tl.store(drift_ptr + DRIFT, right - last)
+            tl.store(drift_ptr + DRIFT_CASTS, tl.where(is_known, casts, 0))
     return scale, bits != used
 
 
@@ -205,6 +254,7 @@ def _cast(
     out_ptr,
     out_t_ptr,
     state_ptr,
+    drift_ptr,
     rows,
     cols,
     padded,
@@ -216,7 +266,7 @@ def _cast(
     SOURCE: tl.constexpr,
     V: tl.constexpr,
 ):
-    guess = tl.load(state_ptr + GUESS)
+    guess = _guess(state_ptr, drift_ptr)
     scale = guess.to(tl.float32, bitcast=True)
     amax = _cast_tile(
         x_ptr, out_ptr, out_t_ptr, tl.program_id(0), rows, cols, padded, scale, FP8, TO_ROWS, TO_COLS, BR, BC, SOURCE, V
@@ -232,6 +282,7 @@ def _check(
     out_ptr,
     out_t_ptr,
     state_ptr,
+    drift_ptr,
     scale_ptr,
     rows,
     cols,
@@ -245,7 +296,7 @@ def _check(
     SOURCE: tl.constexpr,
     V: tl.constexpr,
 ):
-    scale, is_wrong = _settle(state_ptr, scale_ptr, eps, FP8)
+    scale, is_wrong = _settle(state_ptr, drift_ptr, scale_ptr, eps, FP8)
     if is_wrong:
         tiles = ((padded + BR - 1) // BR) * ((cols + BC - 1) // BC)
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):

@@ -2,14 +2,16 @@
 
 | kernel | formats | inputs | memory beside the weight |
 |---|---|---|---|
-| ours (`cpu_rows`) | `FORMATS` | as they are: weights are decoded in registers, sums are float32 | none |
+| ours (`cpu`) | `FORMATS` | as they are: weights are decoded in registers, sums are float32 | none |
 | torch's 4-bit one (`cpu_matmul`) | int4_g32, on CPUs that have it (Arm) | rounded to 8-bit integers | a packed copy |
 
 Ours is a float32 product of the decoded weights, up to the order of additions: with u = 2^-24 it lies within
 (K + 4) u sum_k |x_k w_nk| of the exact one. 16-bit inputs are computed in float32, and the result rounded once.
 
-Up to `MOST_INPUTS` rows of x, codes become numbers in registers. For more, a BLAS is faster: parts of the weight are
-decoded into a buffer that stays in the cache, and torch.addmm multiplies by it.
+Up to 20 rows of x (8 for 4-bit codes without AVX-512), codes become numbers in registers (`cpu.rows`). For more, parts
+of the weight are decoded into a buffer that stays in the cache, and multiplied from there (`cpu.panels`). Two other
+ways were slower: the whole matrix decoded for a BLAS, since its numbers go to memory and back; and parts decoded for a
+BLAS, which copies each part and all inputs once more, and starts all threads for every part.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ FORMATS = NIBBLES + BYTES
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread costs more than it gains
 PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
-MOST_INPUTS = 32
-BUFFER_ROWS, BUFFER_COLUMNS = 512, 256  # of decoded weights, for many inputs
+MOST_INPUTS, MOST_WITHOUT_LOOKUP = 20, 8  # of products in registers; the second for 4-bit codes without AVX-512
+MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in turns
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 
 Call = Callable[[Tensor, Sequence[int]], Tensor]
@@ -79,8 +81,8 @@ class FusedOnCpu:
             return x_MK.new_empty((0, weight.shape[0]))
         if prepared[0].dtype == torch.uint8:
             return cpu_matmul.four_bit_linear(x_MK, weight, prepared[0], wide).to(x_MK.dtype)
-        if inputs > MOST_INPUTS:
-            return _over_a_buffer(x_MK.detach().float().contiguous(), weight, prepared[0], wide).to(x_MK.dtype)
+        if inputs > _most_inputs(weight):
+            return _over_panels(x_MK.detach().float().contiguous(), weight, prepared[0], wide).to(x_MK.dtype)
         return _bound(inputs, weight, prepared[0], wide)(x_MK, (inputs, weight.shape[0]))
 
     def bind(
@@ -92,7 +94,7 @@ class FusedOnCpu:
         launch: Mapping[str, int] | None,
     ) -> Call | None:
         """The product for further inputs of this many rows; valid while weight and bias stay where they are."""
-        is_other = prepared[0].dtype == torch.uint8 or not 0 < x_MK.shape[0] <= MOST_INPUTS
+        is_other = prepared[0].dtype == torch.uint8 or not 0 < x_MK.shape[0] <= _most_inputs(weight)
         if is_other or (bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous())):
             return None
         return _bound(x_MK.shape[0], weight, prepared[0], None if bias is None else bias.detach())
@@ -113,12 +115,19 @@ def why_not_ours(weight: Encoded) -> str | None:
     reason = _why_not_here()
     if reason is not None:
         return reason
-    from bitplan.kernels.matmul.cpu_rows import LANES, STEP
+    from bitplan.kernels.matmul.cpu.rows import LANES, STEP
 
     shortest = STEP if weight.fmt.name in NIBBLES else LANES
     if not weight.shape[0] or weight.fmt.padded_cols(weight.shape[1]) < shortest:
         return f"the CPU's fused kernel needs rows of at least {shortest} weights here, got shape {weight.shape}"
     return None
+
+
+def _most_inputs(weight: Encoded) -> int:
+    """From how many inputs on the weight is decoded once for all, not once for four of them."""
+    from bitplan.kernels.matmul.cpu.codes import LOOKS_UP
+
+    return MOST_WITHOUT_LOOKUP if weight.fmt.name in NIBBLES and not LOOKS_UP else MOST_INPUTS
 
 
 def _takes_torch(weight: Encoded, dtype: torch.dtype) -> bool:
@@ -146,7 +155,7 @@ def _on_x86() -> bool:
 
 
 def _constants(weight: Encoded) -> Tensor:
-    from bitplan.kernels.matmul.cpu_codes import LOOKS_UP
+    from bitplan.kernels.matmul.cpu.codes import LOOKS_UP
 
     e2m1 = weight.fmt.name in ("mxfp4", "nvfp4")
     numbers = [*E2M1_MAGNITUDES, *(-each for each in E2M1_MAGNITUDES)] if e2m1 else list(range(-8, 8))
@@ -163,8 +172,8 @@ def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None)
     """A call for this many inputs: its job is complete except for the addresses of x, the result and the scratch."""
     from bitplan.kernels.base.jit import thread_count
     from bitplan.kernels.base.openmp_threads import run
-    from bitplan.kernels.matmul import cpu_rows
-    from bitplan.kernels.matmul.cpu_codes import products_of
+    from bitplan.kernels.matmul.cpu import rows as cpu_rows
+    from bitplan.kernels.matmul.cpu.codes import products_of
 
     rows, width = weight.shape
     unit = cpu_rows.STEP if weight.fmt.name in NIBBLES else cpu_rows.LANES
@@ -192,7 +201,7 @@ def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None)
 
 def _job(weight: Encoded, constants: Tensor, **fields: int) -> tuple[array[int], Any]:
     """A job for all rows of the weight, and the objects that must live as long, since a job holds only addresses."""
-    from bitplan.kernels.matmul.cpu_rows import JOB
+    from bitplan.kernels.matmul.cpu.rows import JOB
 
     assert weight.scales is not None
     rows, width = weight.shape
@@ -217,39 +226,35 @@ def _piece(rows: int, threads: int) -> int:
 # ---- many inputs -----------------------------------------------------------------------------------------------------
 
 
-def _over_a_buffer(x_MK: Tensor, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Tensor:
+def _over_panels(x_MK: Tensor, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Tensor:
     from bitplan.kernels.base.jit import thread_count
     from bitplan.kernels.base.openmp_threads import run
-    from bitplan.kernels.matmul import cpu_rows
-    from bitplan.kernels.matmul.cpu_codes import arranger_of, decoder_of
+    from bitplan.kernels.matmul.cpu import panels
+    from bitplan.kernels.matmul.cpu import rows as fields
+    from bitplan.kernels.matmul.cpu.codes import decoder_of
 
-    (inputs, width), rows, threads = x_MK.shape, weight.shape[0], thread_count()
-    unit = cpu_rows.STEP if weight.fmt.name in NIBBLES else cpu_rows.LANES
-    units = -(-weight.fmt.padded_cols(width) // unit)
-    job, _holds = _job(weight, constants, inputs=inputs, count=units, scratch_stride=8 * unit)
-    x, factor = x_MK, float(constants[16])
-    if unit != cpu_rows.LANES or units * unit != width:
-        x, scratch = x_MK.new_empty((inputs, units * unit)), torch.empty(threads * 2 * unit)
-        arranging = job[:]
-        arranging[cpu_rows.X], arranging[cpu_rows.Y] = x_MK.data_ptr(), x.data_ptr()
-        arranging[cpu_rows.SCRATCH] = scratch.data_ptr()
-        order = "bytes" if unit == cpu_rows.LANES else "halves" if weight.fmt.name == "q4_0_gguf" else "pairs"
-        run(arranger_of(order), arranging.buffer_info()[0], threads)
-    y, decoder = x.new_empty((inputs, rows)), decoder_of(weight.fmt.name)
-    step = max(1, BUFFER_COLUMNS // unit)
-    buffer = torch.empty(min(rows, BUFFER_ROWS) * step * unit)
-    job[cpu_rows.Y], codes, scales = buffer.data_ptr(), job[cpu_rows.CODES], job[cpu_rows.SCALES]
-    for first in range(0, rows, BUFFER_ROWS):
-        count = min(BUFFER_ROWS, rows - first)
-        job[cpu_rows.CODES] = codes + first * job[cpu_rows.CODES_STRIDE]
-        job[cpu_rows.SCALES] = scales + first * job[cpu_rows.SCALES_STRIDE]
-        job[cpu_rows.ROWS], job[cpu_rows.PIECE] = count, _piece(count, threads)
-        part = y[:, first : first + count]
-        for low in range(0, units, step):
-            many = min(step, units - low)
-            job[cpu_rows.FIRST], job[cpu_rows.COUNT], job[cpu_rows.NEXT_ROW] = low, many, 0
-            run(decoder, job.buffer_info()[0], threads)
-            decoded = buffer[: count * many * unit].view(count, many * unit)
-            used = x[:, low * unit : (low + many) * unit]
-            torch.addmm(part, used, decoded.T, alpha=factor, beta=float(low > 0), out=part)
-    return y if bias is None else y.add_(bias)
+    (inputs, width), rows, threads, name = x_MK.shape, weight.shape[0], thread_count(), weight.fmt.name
+    unit = fields.STEP if name in NIBBLES else fields.LANES
+    count = -(-weight.fmt.padded_cols(width) // unit) * unit
+    most = min(inputs, MOST_IN_PANELS)
+    piece = panels.piece_rows(rows, threads)
+    for_arranging, for_products = panels.arranging_bytes(count), panels.product_bytes(piece, most)
+    scratch = torch.empty(threads * max(for_arranging, for_products), dtype=torch.uint8)
+    arranged = torch.empty(panels.numbers_in_panels(most, count))
+    y = x_MK.new_empty((inputs, rows))
+    order = "bytes" if name in BYTES else "halves" if name == "q4_0_gguf" else "pairs"
+    arrange, multiply, decoder = panels.panels_of(order), panels.panel_products(), decoder_of(name)
+    shared = {"count": count, "unit": unit, "scratch": scratch.data_ptr(), "decoder": decoder.address}
+    shared["bias"] = 0 if bias is None else bias.data_ptr()
+    job, _holds = _job(weight, constants, **shared)
+    for first in range(0, inputs, MOST_IN_PANELS):
+        x_at, y_at = x_MK.data_ptr() + 4 * width * first, y.data_ptr() + 4 * rows * first
+        for function, source, result, stride in (
+            (arrange, x_at, arranged.data_ptr(), for_arranging),
+            (multiply, arranged.data_ptr(), y_at, for_products),
+        ):
+            each = job[:]
+            each[fields.X], each[fields.Y], each[fields.INPUTS] = source, result, min(MOST_IN_PANELS, inputs - first)
+            each[fields.PIECE], each[fields.SCRATCH_STRIDE] = piece, stride
+            run(function, each.buffer_info()[0], threads)
+    return y

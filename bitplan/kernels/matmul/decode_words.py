@@ -48,7 +48,7 @@ mul.bf16x2 $3, d, q;
 }
 """)
 # The same for four bytes that share a scale, in the order 0 2 1 3, which `_SPLIT_0213` gives x too: no spreading.
-_E2M1_0213 = tl.constexpr("""
+E2M1_0213 = tl.constexpr("""
 {
 .reg .b32 v, a, b, c, d;
 shr.b32 v, $4, 8;
@@ -95,7 +95,7 @@ mul.bf16x2 $2, c, p;
 mul.bf16x2 $3, d, q;
 }
 """)
-_INT4_0213 = tl.constexpr("""
+INT4_0213 = tl.constexpr("""
 {
 .reg .b32 t, a, b, c, d, k;
 mov.b32 k, 0x43084308;
@@ -147,8 +147,34 @@ mul.bf16x2 r, d, w;
 fma.rn.bf16x2 $3, d, q, r;
 }
 """)
+# The same for four bytes that share a scale: $5 and $6.
+INT4_TWO_SCALES_0213 = tl.constexpr("""
+{
+.reg .b32 t, a, b, c, d, r, k;
+mov.b32 k, 0x43084308;
+lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
+shr.b32 t, $4, 4;
+lop3.b32 c, t, 0x000F000F, 0x43004300, 0xEA;
+shr.b32 t, $4, 8;
+lop3.b32 b, t, 0x000F000F, 0x43004300, 0xEA;
+shr.b32 t, $4, 12;
+lop3.b32 d, t, 0x000F000F, 0x43004300, 0xEA;
+sub.bf16x2 a, a, k;
+sub.bf16x2 b, b, k;
+sub.bf16x2 c, c, k;
+sub.bf16x2 d, d, k;
+mul.bf16x2 r, a, $6;
+fma.rn.bf16x2 $0, a, $5, r;
+mul.bf16x2 r, b, $6;
+fma.rn.bf16x2 $1, b, $5, r;
+mul.bf16x2 r, c, $6;
+fma.rn.bf16x2 $2, c, $5, r;
+mul.bf16x2 r, d, $6;
+fma.rn.bf16x2 $3, d, $5, r;
+}
+""")
 # Byte q + 128 under the exponent of 2^23 is 2^23 + 128 + q in float32; bfloat16 holds q exactly.
-_INT8 = tl.constexpr("""
+INT8 = tl.constexpr("""
 {
 .reg .b32 u, p;
 .reg .f32 a, b, c, d;
@@ -171,7 +197,7 @@ cvt.rn.bf16x2.f32 $1, d, c;
 """)
 # A byte at the upper end of each half, its seven lower bits moved to the lowest of the exponent and the top of the
 # mantissa: the value times 2^-120, subnormals included. NaN is not among them (`arrange_scales` sees to it).
-_E4M3 = tl.constexpr("""
+E4M3 = tl.constexpr("""
 {
 .reg .b32 t, u, v, w, k;
 mov.b32 k, 0x7B807B80;
@@ -263,7 +289,7 @@ def words_of_nibbles(byte, first, second, ELEMENT: tl.constexpr, SCALE: tl.const
         )
     else:
         plain: tl.constexpr = _E2M1 if ELEMENT == "e2m1" else _INT4
-        faster: tl.constexpr = _E2M1_0213 if ELEMENT == "e2m1" else _INT4_0213
+        faster: tl.constexpr = E2M1_0213 if ELEMENT == "e2m1" else INT4_0213
         code: tl.constexpr = faster if WORDS == "0213" else plain
         low, high = tl.inline_asm_elementwise(
             code, "=r,=r,=r,=r,r,r,r,r,r", [byte, first], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
@@ -291,9 +317,9 @@ def floats_of_nibbles(byte, first, ELEMENT: tl.constexpr):
 def words_of_bytes(byte, ELEMENT: tl.constexpr):
     """8-bit codes -> bfloat16, exactly."""
     if ELEMENT == "int8":
-        w = tl.inline_asm_elementwise(_INT8, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
+        w = tl.inline_asm_elementwise(INT8, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
     else:
-        w = tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
+        w = tl.inline_asm_elementwise(E4M3, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
     return w
 
 

@@ -34,6 +34,7 @@ from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
 from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.base.numbers import INTERPRETED
+from bitplan.kernels.matmul.direct.products import direct_pointers, prepare_direct
 from bitplan.kernels.matmul.expert_routing import WIDEST_TILE, Routing
 from bitplan.kernels.matmul.few_rows_kernel import few_rows_kernel
 from bitplan.kernels.matmul.fused_choices import STEP, candidate_launches, default_launch
@@ -77,6 +78,10 @@ def fused_matmul(
     if rows == 0:
         return out
     launch = launch or default_launch(weight, rows)
+    if launch.direct:
+        how = prepare_direct(x.device, weight, arranged, _name_of(bias), rows, launch)
+        how(x, out, *direct_pointers(weight, arranged, bias))
+        return out
     if launch.rows > WIDEST_TILE:
         wide_matmul(x, weight, arranged, bias, out, launch)
         return out
@@ -185,9 +190,13 @@ def bind_matmul(
 
     It takes the stream and the addresses of x, of the result and, where the split is not 1, of room for the parts.
     """
+    rows = x.shape[0]
+    if launch.direct and not INTERPRETED:
+        how = prepare_direct(x.device, weight, arranged, _name_of(bias), rows, launch)
+        bound = how.bind(x.get_device(), *direct_pointers(weight, arranged, bias))
+        return None if bound is None else ((lambda stream, x, out, _: bound(stream, x, out)), 1)
     if launch.rows > WIDEST_TILE or INTERPRETED:
         return None
-    rows = x.shape[0]
     tiles = triton.cdiv(rows, launch.rows)
     how = _prepare(x.device, weight, arranged, _name_of(bias), rows, launch, tiles, None, per_pair=True)
     bound = how.bind(x.get_device(), *_weight_pointers(weight, arranged, bias), *_routing_pointers(arranged, None))

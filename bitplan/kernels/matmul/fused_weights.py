@@ -35,7 +35,7 @@ class MatmulLaunch:
     A program takes `outputs` x `rows`, in steps of `slices` x `step` inputs, each slice summed by its own warps;
     `split` programs share one tile; `stages` steps are in flight. With `overlap` 1 a launch comes to the GPU while the
     kernel before it still runs, and waits there for its end, which saves 1 to 2 us (from Hopper on; elsewhere it is an
-    ordinary launch).
+    ordinary launch). With `direct` 1 it is a launch of `direct.products`, whose slices are its warps.
     """
 
     outputs: int
@@ -46,6 +46,7 @@ class MatmulLaunch:
     warps: int
     stages: int
     overlap: int = 0
+    direct: int = 0
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)

@@ -1,8 +1,8 @@
 """Computes the rounding error of a weight in a format, W - W_hat, on its device and without waiting for it.
 
-`encode` checks that every number is finite, which waits for a GPU; in a training step nothing may wait. So the Triton
-kernels are called here without that check: a weight that is not finite gives a difference that is not finite, and the
-reader of the resulting figure excludes it. Formats without a kernel, and other devices, use `encode` and `decode`.
+`encode` checks that every number is finite, which waits for a GPU; in a training step nothing may wait. So weights are
+encoded here without that check: a weight that is not finite gives a difference that is not finite, and the reader of
+the resulting figure excludes it.
 
 W_hat is decoded to the type of W, in which the streaming runtime computes: this is the error of a real run.
 """
@@ -12,16 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitplan.formats import Encoded, Format, get_format
-from bitplan.kernels import decode, encode
-from bitplan.kernels.codec.dispatch import explain_encode
+from bitplan.formats import Format
+from bitplan.kernels import decode
+from bitplan.kernels.codec.dispatch import encode_unchecked
 
 
 @torch.no_grad()
 def rounding_error(weight: Tensor, fmt: Format | str) -> Tensor:
     """W - W_hat in the weight's own type."""
-    fmt = get_format(fmt)
-    return weight.detach() - decode(_encode(weight.detach(), fmt), weight.dtype).to(weight.device)
+    return weight.detach() - decode(encode_unchecked(weight.detach(), fmt), weight.dtype)
 
 
 @torch.no_grad()
@@ -36,14 +35,3 @@ def linear_in_fast_type(inputs: Tensor, weight: Tensor) -> Tensor:
     """x W^T in the type of x on a GPU; on a CPU, which may have no hardware for small floats, in float32."""
     dtype = inputs.dtype if inputs.is_cuda else torch.float32
     return torch.nn.functional.linear(inputs.to(dtype), weight.to(dtype))
-
-
-def _encode(weight: Tensor, fmt: Format) -> Encoded:
-    if not (weight.is_cuda and explain_encode(weight, fmt).implementation == "triton"):
-        return encode(weight, fmt)
-    from bitplan.kernels.codec.triton_codec import ENCODERS  # loads Triton
-
-    shape = tuple(weight.shape)
-    data, scales = ENCODERS[fmt.name](weight.reshape(fmt.matrix_shape(shape)).contiguous(), fmt)
-    parts = fmt.part_shapes(shape)
-    return Encoded(fmt, shape, data.reshape(parts["data"][1]), scales.reshape(parts["scales"][1]))

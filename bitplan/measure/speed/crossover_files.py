@@ -50,6 +50,8 @@ SHIPPED_KEYS = ("gpu", "kernels")
 GPU_SOURCES = (
     "base/numbers.py",
     "matmul/decode_words.py",
+    "matmul/direct/kernel.py",
+    "matmul/direct/products.py",
     "matmul/expert_routing.py",
     "matmul/few_rows_kernel.py",
     "matmul/fused_choices.py",

@@ -151,7 +151,8 @@ def _solved(gap: float) -> str:
 def _rival(found: RecordFields) -> str:
     """How the plan compares with the smallest plan that needs no search."""
     if found.flag("lost", False):
-        return f"The search lost: {found.fields('plan').text('label')} was better, and is the plan."
+        why = found.text("why_lost", f"{found.fields('plan').text('label')} was better, and is the plan")
+        return f"The search lost: {why}."
     others = [each for each in found.each("measured") if each.text("kind") != "plan"]
     if not others:
         return ""

@@ -24,7 +24,7 @@ from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.options import StreamOptions
 from bitplan.runtime.streaming.training.host_training import HostTraining
 from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
-from bitplan.runtime.streaming.weight_loader import WeightLoader
+from bitplan.runtime.streaming.weight_loader import Slots, WeightLoader, check_slots
 
 
 class BlockUpkeep:
@@ -43,6 +43,7 @@ class BlockUpkeep:
         self._blocks, self._specs, self._options = blocks, specs, options
         self._host, self._loader, self._training = host, loader, training
         self._by_name = {block.name: block for block in blocks}
+        self._slots, self._vram_bytes, self._is_resized = options.slots, options.vram_bytes, False
         self.formats = formats
         self.pending: BlockFormats | None = None  # formats for the next step
         self.bytes = BlockBytes(host, blocks, training, options.train, loader.device.torch_device)
@@ -64,12 +65,32 @@ class BlockUpkeep:
                 )
         return chosen
 
+    def set_slots(self, slots: Slots, vram_bytes: int | None) -> None:
+        """Divide the device's memory anew before the next step."""
+        check_slots(slots)
+        self._slots, self._vram_bytes, self._is_resized = slots, vram_bytes, True
+
+    def saw_step(self, peak_bytes: int) -> None:
+        """After a step: with slots="auto" and no limit of their own, slots are to fit the memory that steps leave."""
+        if self._slots == "auto" and self._vram_bytes is None and self._loader.saw_step(peak_bytes):
+            self._is_resized = True
+
+    def ran_out(self) -> None:
+        """A block ran out of memory: with slots="auto" the next step has fewer slots."""
+        if self._slots == "auto" and self._vram_bytes is None:
+            self._loader.ran_out()
+            self._is_resized = True
+
     # ---- boundaries --------------------------------------------------------------------------------------------------
 
     def bring_up_to_date(self) -> None:
         """Before a step, put chosen formats and changed parameters into effect."""
         chosen, before = self.chosen, self.formats
         stale = self._stale(self._blocks, chosen)
+        if self._is_resized:
+            self._wait_for_readers()
+            self._loader.free()
+            self._loader.is_allocated = self._is_resized = False
         if stale or not self._loader.is_allocated:
             self._prepare(stale)
             try:
@@ -141,7 +162,7 @@ class BlockUpkeep:
         options, layouts = self._options, lay_out_all(self._specs, formats)
         self._loader.is_allocated = False  # from here on the layouts are not those of `formats`
         self.formats = formats
-        self._loader.allocate(layouts, options.slots, options.slot_bytes, options.vram_bytes, self._places(changed))
+        self._loader.allocate(layouts, self._slots, options.slot_bytes, self._vram_bytes, self._places(changed))
 
     def _places(self, blocks: Iterable[StreamedBlock]) -> set[int]:
         return {self._loader.names.index(block.name) for block in blocks}

@@ -15,6 +15,7 @@ from torch import Tensor
 from bitplan.plan.selective.transfer_limits import RuntimeLimitHints
 from bitplan.records import on_failure
 from bitplan.runtime.streaming.blocks.layout import BlockLayout
+from bitplan.runtime.streaming.blocks.saved_tensors import Place
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.telemetry import StepRecorder
 from bitplan.runtime.streaming.training.host_training import HostTraining
@@ -28,6 +29,11 @@ from bitplan.runtime.streaming.transfer.slot_ring import RingSlot, SlotRing, Upl
 
 Slots = int | str
 FEWEST_SLOTS = 2  # one computes while the other is filled
+
+
+def check_slots(slots: Slots) -> None:
+    if slots != "auto" and (not isinstance(slots, int) or slots < FEWEST_SLOTS):
+        raise StreamError(f"slots={slots!r}: expected 'auto' or a number from {FEWEST_SLOTS} on")
 
 
 class WeightLoader:
@@ -48,6 +54,7 @@ class WeightLoader:
         self.step: int | None = None
         self.is_broken = False  # a wait was interrupted: the contents of slots are unknown
         self.is_allocated = False  # the last `allocate` was not interrupted
+        self.step_bytes: int | None = None  # what a step takes beside its slots, at most, of those that were seen
         self._ring: SlotRing | None = None
         self._decoder = SlotDecoder()
         self._worker = Worker("transfer")
@@ -139,16 +146,39 @@ class WeightLoader:
                 )
         if slots == "auto":
             spare = self.device.spare_bytes() if budget is None else budget - self.device.allocated_bytes
-            fitting = max(0, spare - scratch) // max(1, size)
-            if fitting < min(FEWEST_SLOTS, len(layouts)):
+            left = 0 if budget is not None else self._left_for_steps()
+            least, fitting = min(FEWEST_SLOTS, len(layouts)), max(0, spare - scratch) // max(1, size)
+            fitting = min(fitting, max(least, (spare - scratch - left) // max(1, size)))
+            if fitting < least:
                 raise StreamError(
                     f"the largest block takes {size} bytes, its decoded weights {scratch}, and {spare} bytes are spare "
                     f"on {self.device.torch_device}: it fits no slot; choose smaller formats or smaller blocks"
                 )
             return share_slots(len(layouts), fitting)
-        if not isinstance(slots, int) or slots < FEWEST_SLOTS:
-            raise StreamError(f"slots={slots!r}: expected 'auto' or a number from {FEWEST_SLOTS} on")
-        return min(slots, len(layouts)), frozenset()
+        check_slots(slots)
+        return min(int(slots), len(layouts)), frozenset()
+
+    def _left_for_steps(self) -> int:
+        return self.device.guessed_step_bytes() if self.step_bytes is None else self.step_bytes
+
+    def saw_step(self, peak_bytes: int) -> bool:
+        """After a step, note its memory; whether another division of the memory (slots="auto") fits better.
+
+        Looks only where a step took more than any before: asking the device takes long.
+        """
+        needed = max(0, peak_bytes - self.device.used_bytes())
+        if self._ring is None or (self.step_bytes is not None and needed <= self.step_bytes):
+            return False
+        self.step_bytes = needed
+        spare = self.device.spare_bytes() + self._ring.nbytes - self._ring.scratch_bytes - needed
+        count, present = len(self.names), len(self._ring.slots) + len(self._ring.resident)
+        fitting = min(count, max(FEWEST_SLOTS, spare // max(1, self._ring.slot_bytes)))
+        return fitting < present or fitting > present + 1 or present < fitting == count
+
+    def ran_out(self) -> None:
+        """A step ran out of memory: leave it a quarter of what slots have, beside what it had."""
+        if self._ring is not None:
+            self.step_bytes = self._left_for_steps() + self._ring.nbytes // 4
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -261,20 +291,24 @@ class WeightLoader:
     def serial(self) -> int:
         return self._serial
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        return self.ring.addresses
+
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         owner = self.ring.owner(storage)
         if owner is not None and owner[1]:
             return None if self._decoded is None else (self._decoded, True)
         return owner
 
-    def buffer_with(self, block: int, *, in_scratch: bool, serial: int) -> Tensor:
+    def view(self, block: int, place: Place, *, in_scratch: bool, serial: int) -> Tensor:
         if serial != self._serial:
             raise StreamError(
                 f"{self.names[block]}: backward came after its step ended, and the weights may have changed since; "
                 "call backward between begin_step and end_step"
             )
         slot = self._acquire(block, wraps=False)
-        return self.ring.scratch if in_scratch else slot.buffer
+        return self._decoder.view(self.ring.scratch if in_scratch else slot.buffer, place)
 
     def place(self, block: int) -> str:
         """A block and the step, for messages."""

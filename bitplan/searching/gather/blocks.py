@@ -48,6 +48,10 @@ class TokenStates:
     calls: Sequence[BlockCall] = ()
 
 
+# Called with a block's number and what it gets.
+OnBlock = Callable[[int, Sequence[TokenStates]], None]
+
+
 class _EnteredError(Exception):
     """All calls of blocks are known: the rest of the model need not run."""
 
@@ -200,12 +204,12 @@ class BlockRunner:
         batches: Sequence[Tensor],
         replaced: Replaced | None = None,
         *,
-        before: list[list[TokenStates]] | None = None,
+        on_block: OnBlock | None = None,
     ) -> list[TokenStates]:
-        """All windows after the last block, without gradients; what each block got is added to `before`."""
+        """All windows after the last block, without gradients; `on_block` is called with what each block gets."""
         with torch.no_grad(), self.outside(replaced):
             states = [self.enter(ids) for ids in batches]
-        return self.from_block(0, states, replaced, before=before)
+        return self.from_block(0, states, replaced, on_block=on_block)
 
     def from_block(
         self,
@@ -213,13 +217,13 @@ class BlockRunner:
         states: Sequence[TokenStates],
         replaced: Replaced | None = None,
         *,
-        before: list[list[TokenStates]] | None = None,
+        on_block: OnBlock | None = None,
     ) -> list[TokenStates]:
         """The same from what the block `first` gets."""
         with torch.no_grad():
             for index in range(first, len(self.blocks)):
-                if before is not None:
-                    before.append(list(states))
+                if on_block is not None:
+                    on_block(index, states)
                 with self.block_weights(index, replaced):
                     states = [self.run_block(index, each) for each in states]
         return [replace(each, calls=()) for each in states]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import threading
@@ -18,20 +19,19 @@ from torch import Tensor
 from bitplan.formats import Encoded, get_format
 from bitplan.kernels import decode, encode
 from bitplan.plan.names import natural_order
+from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject, WeightSite
 from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
 from bitplan.searching.groups import group_name, place_of
-from bitplan.store.files.open_files import open_tensors, write_tensors
-from bitplan.store.files.tensor_file import Promise
 from bitplan.store.rounding.error_compensation import InputHessian
 from bitplan.store.rounding.layout import layout_of
-from bitplan.store.rounding.pick_loops import compiled_on_threads
+from bitplan.store.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads
 from bitplan.store.rounding.round_weight import round_weight
 
-WEIGHT = "weight"
-MOST_WEIGHTS = 3  # q, k and v
+MOST_WEIGHTS, MOST_NUMBERS = 3, 2**28  # q, k and v; and how many numbers they may have together
 SAMPLED_ROWS, SAMPLED_SHARE = 128, 32  # at least so many rows of a weight are rounded to predict, or one in so many
 QUICK_FORMATS = ("q4_0_gguf", "nvfp4", "int8_row")  # the last holds rows of any length
+AT_ONCE = 2**26  # numbers of a weight whose damage is computed at once
 INPUTS_AT_ONCE = 2**25  # numbers of Hessians that several threads may work on
 UNSEEN = 0.5  # how often a token that the text did not have counts as seen
 
@@ -43,11 +43,12 @@ class RoundedWeights:
     subject: SearchSubject
     statistics: InputStatistics
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bitplan-search-")))
-    _files: dict[tuple[str, str], Path] = field(default_factory=dict, repr=False)
+    _files: dict[tuple[str, str], dict[str, StoredTensor]] = field(default_factory=dict, repr=False)
     _weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _quick: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _gains: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
     _hessian: tuple[str, InputHessian] | None = field(default=None, repr=False)
+    _writer: ScratchWriter = field(default_factory=ScratchWriter, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # what is read and remembered
 
     def __post_init__(self) -> None:
@@ -55,22 +56,18 @@ class RoundedWeights:
 
     def encoded(self, name: str, fmt: str) -> Encoded:
         site = self.subject.sites[name]
-        path = self._files.get((name, fmt))
-        if path is not None:
-            with open_tensors(path) as file:
-                found = file.read(WEIGHT)
-            assert isinstance(found, Encoded)
-            return found.to(self.subject.device)
+        stored = self._files.get((name, fmt))
+        if stored is not None:
+            parts = {part: each.read().to(self.subject.device) for part, each in stored.items()}
+            return Encoded(get_format(fmt), site.shape, **parts)
         made = self._round(site, fmt)
         self._write(site, fmt, made)
         return made
 
     def _write(self, site: WeightSite, fmt: str, made: Encoded) -> None:
         with self._lock:
-            path = self.scratch / f"{len(self._files)}.safetensors"
-            with write_tensors(path, [Promise(WEIGHT, site.shape, get_format(fmt))]) as writer:
-                writer.write(WEIGHT, made.to("cpu"))
-            self._files[site.name, fmt] = path
+            path = self.scratch / f"weight-{len(self._files)}"
+            self._files[site.name, fmt] = self._writer.write(path, made.parts)
 
     def round_all(self, pairs: Iterable[tuple[str, str]], on_done: Callable[[str, str], None]) -> None:
         """Round weights to formats that are not rounded yet, those of different inputs on several threads.
@@ -95,6 +92,29 @@ class RoundedWeights:
                         on_done(name, fmt)
             finally:
                 pool.shutdown(cancel_futures=True)
+
+    @contextmanager
+    def compiling(self, formats: Sequence[str]) -> Iterator[None]:
+        """Compile what rounds to these formats while something else goes on: it takes a core some time, once."""
+        largest = max(math.prod(site.shape) for site in self.subject.sites.values())
+        if self.subject.device.type != "cpu" or self.subject.target.streamed or largest < SMALLEST_FOR_CPU:
+            yield
+            return
+        stopped, weight = threading.Event(), torch.randn(SMALLEST_FOR_CPU // 512, 512)
+
+        def compile_loops() -> None:
+            for fmt in formats:
+                if not stopped.is_set():
+                    round_weight(weight, fmt, hessian=torch.eye(512))
+
+        with ThreadPoolExecutor(1) as pool:
+            compiled = pool.submit(compile_loops)
+            try:
+                yield
+            except BaseException:
+                stopped.set()
+                raise
+            compiled.result()
 
     @contextmanager
     def one_torch_thread(self) -> Iterator[None]:
@@ -131,10 +151,16 @@ class RoundedWeights:
     def _weight(self, name: str) -> Tensor:
         """A weight; the last few are remembered, for the formats of a group come one after the other."""
         if name not in self._weights:
-            while len(self._weights) >= MOST_WEIGHTS:
+            numbers = math.prod(self.subject.sites[name].shape)
+            while self._weights and not self._has_room(numbers):
                 del self._weights[next(iter(self._weights))]
             self._weights[name] = self.subject.weight(name)
         return self._weights[name]
+
+    def _has_room(self, numbers: int) -> bool:
+        """Whether one more weight may be remembered: those of a head can be larger than a block."""
+        known = sum(weight.numel() for weight in self._weights.values())
+        return len(self._weights) < MOST_WEIGHTS and known + numbers <= MOST_NUMBERS
 
     def decoded(self, name: str, fmt: str) -> Tensor:
         return decode(self.encoded(name, fmt), torch.float32)
@@ -148,8 +174,7 @@ class RoundedWeights:
         site = self.subject.sites[name]
         weight = self._weight(site.name)
         if get_format(fmt).is_cast:
-            change = weight - decode(encode(weight, fmt, name=name), torch.float32)
-            return float(damage_of_rows(site, change, self.statistics).sum())
+            return float(damage_of_rows(site, _change(weight, fmt, name), self.statistics).sum())
         quick, rows = self._quick_damage(site, weight), _sampled_rows(weight)
         sampled, before = self._plain_damage(site, fmt), float(quick[rows].sum())
         whole = float(quick.sum()) * sampled / before if before > 0 else sampled * len(weight) / len(rows)
@@ -182,15 +207,14 @@ class RoundedWeights:
         """The damage of plain rounding on some rows."""
         weight = self._weight(site.name)
         rows = _sampled_rows(weight)
-        change = weight[rows] - decode(encode(weight[rows], fmt, name=site.name), torch.float32)
+        change = _change(weight[rows], fmt, site.name)
         return float(damage_of_rows(site, change, self.statistics, rows).sum())
 
     def _quick_damage(self, site: WeightSite, weight: Tensor) -> Tensor:
         """The damage of each row in a format that is encoded in no time."""
         if site.name not in self._quick:
             fmt = formats_that_hold(site.shape, QUICK_FORMATS)[0]
-            change = weight - decode(encode(weight, fmt, name=site.name), torch.float32)
-            self._quick[site.name] = damage_of_rows(site, change, self.statistics)
+            self._quick[site.name] = damage_of_rows(site, _change(weight, fmt, site.name), self.statistics)
         return self._quick[site.name]
 
     def _round(
@@ -251,6 +275,11 @@ def _sampled_rows(weight: Tensor) -> Tensor:
     return torch.arange(0, len(weight), max(1, len(weight) // count), device=weight.device)
 
 
+def _change(weight: Tensor, fmt: str, name: str) -> Tensor:
+    """The weight minus its numbers in a format, to nearest."""
+    return decode(encode(weight, fmt, name=name), torch.float32).neg_().add_(weight)
+
+
 def damage_of_rows(site: WeightSite, change: Tensor, statistics: InputStatistics, rows: Tensor | None = None) -> Tensor:
     """Nats a token for each row of a change dW, or of some rows of one: their sum is the damage.
 
@@ -264,7 +293,8 @@ def damage_of_rows(site: WeightSite, change: Tensor, statistics: InputStatistics
     nats = torch.zeros(len(change), dtype=torch.float64, device=change.device)
     inputs, gradient = statistics.mean(site.name, INPUTS, change.device), statistics.mean(site.name, GRADIENT)
     if inputs is not None and gradient is not None:
-        moved = ((change @ inputs) * change).sum(1).clamp_min(0)
+        pieces = change.split(max(1, AT_ONCE // change.shape[1]))
+        moved = torch.cat([((piece @ inputs) * piece).sum(1).clamp_min(0) for piece in pieces])
         nats += chosen(gradient).double() * moved.double() / 2
     counts, lookup = statistics.sums.get(f"{site.name}.{COUNTS}"), statistics.mean(site.name, LOOKUP)
     if counts is not None and lookup is not None:

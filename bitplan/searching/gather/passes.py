@@ -8,8 +8,8 @@ forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.blocks import TokenStates, equal_lengths
+from bitplan.searching.gather.expert_products import ExpertSlice, RoutedTokens, WatchedProducts, one_by_one
+from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
-from bitplan.store.files.open_files import open_tensors, write_tensors
-from bitplan.store.files.tensor_file import Promise
 from bitplan.store.rounding.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 
 AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
@@ -80,8 +80,11 @@ class _Passes:
         self._watched = _count(windows, GRADIENT_TOKENS) if first == 0 else 0  # windows whose gradients count
         self._row_ordered = _in_the_order_of_the_file(subject) if self._watched else set()
         self._sums: dict[str, Tensor] = {}
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, StoredTensor] = {}
+        self._states: dict[int, list[StoredTensor]] = {}
+        self._writer = ScratchWriter()
         self._shared: dict[str, str] = {}
+        self._routed = RoutedTokens()
         self._last: tuple[Tensor, str] | None = None
 
     def run(self) -> None:
@@ -89,13 +92,16 @@ class _Passes:
         with_gradients = equal_lengths(self._windows[: self._watched], size)
         batches = with_gradients + equal_lengths(self._windows[self._watched :], size)
         runner = self._runner
-        with _frozen(runner.model):
+        with _frozen(runner.model), closing(self._writer):
             with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
                 states = [runner.enter(ids) for ids in batches]
             for index in range(len(runner.blocks)):
                 self._write_states(index, states[: len(with_gradients)])
                 with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
                     states = [runner.run_block(index, each) for each in states]
+                owners = [each for each in self._slices(index) if each.name not in self._shared]
+                self._routed.complete_inputs(owners, self._sums, INPUTS)
+                self._routed.clear()
                 self._flush()
                 self._on_step(1)
             gradients = self._leave(states)
@@ -139,13 +145,16 @@ class _Passes:
         runner = self._runner
         for index in reversed(range(len(runner.blocks))):
             with torch.enable_grad(), runner.block_weights(index), self._hooks(index, gradients=True):
-                for at, hidden in enumerate(self._read_states(index, states[: len(batches)])):
+                for at, hidden in enumerate(self._read_states(index)):
                     hidden.requires_grad_()
                     given = runner.run_block(index, replace(states[at], hidden=hidden)).hidden
                     assert given is not None
                     torch.autograd.backward(given, gradients[at])
                     assert hidden.grad is not None
                     gradients[at] = hidden.grad
+            tokens = sum(map(len, self._windows[: self._watched]))
+            self._routed.complete_gradients(self._slices(index), self._sums, GRADIENT, tokens)
+            self._routed.clear()
             self._flush()
             self._on_step(1)
         if runner.blocks:
@@ -159,19 +168,14 @@ class _Passes:
     def _write_states(self, block: int, states: Sequence[TokenStates]) -> None:
         """What a block got, to a file: of all blocks together it is far more than one block."""
         if states:
-            _write_tensors(self._states_of(block), {str(at): _hidden(each) for at, each in enumerate(states)})
+            hidden = {str(at): _hidden(each) for at, each in enumerate(states)}
+            self._states[block] = list(self._writer.write(self._scratch / f"states-{block}", hidden).values())
 
-    def _read_states(self, block: int, like: Sequence[TokenStates]) -> Iterator[Tensor]:
-        path = self._states_of(block)
-        with open_tensors(path) as file:
-            for at, each in enumerate(like):
-                found = file.read(str(at))
-                assert isinstance(found, Tensor)
-                yield found.to(_hidden(each))
-        path.unlink()
-
-    def _states_of(self, block: int) -> Path:
-        return self._scratch / f"states-{block}.safetensors"
+    def _read_states(self, block: int) -> Iterator[Tensor]:
+        stored = self._states.pop(block)
+        for each in stored:
+            yield each.read().to(self._runner.device)
+        stored[0].path.unlink()
 
     def _loss(self, logits: Tensor, window: int) -> Tensor:
         logprobs = torch.log_softmax(logits[0].float(), -1)
@@ -213,11 +217,49 @@ class _Passes:
                 for embedding in site.embeddings:
                     if inside.get(id(embedding)) == block and (counts or lookups):
                         handles.append(embedding.register_forward_hook(self._embedding(site.name, counts, lookups)))
-            yield
+            with self._experts(block, inputs, gradients):
+                yield
         finally:
             self._last = None
             for handle in handles:
                 handle.remove()
+
+    def _slices(self, block: int | None) -> list[ExpertSlice]:
+        """Experts of a block whose layer keeps them as one tensor."""
+        found = [site.slice for site in self._subject.sites.values() if site.slice is not None]
+        return [each for each in found if block is not None and self._runner.name_in_block(block, each.stack)]
+
+    @contextmanager
+    def _experts(self, block: int | None, inputs: bool, gradients: bool) -> Iterator[None]:
+        slices = self._slices(block) if inputs or gradients else []
+        if not slices:
+            yield
+            return
+        model = self._runner.model
+        modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in {each.stack for each in slices}}
+        stacks = {name: module.get_parameter(name.rpartition(".")[2]) for name, module in modules.items()}
+
+        def on_product(stack: str, expert: int, x: Tensor, output: Tensor) -> None:
+            own = [each for each in slices if (each.stack, each.expert) == (stack, expert)]
+            self._routed.add(stack, expert, len(x))
+            if inputs and own:
+                self._add_squares(f"{own[0].name}.{INPUTS}", x)
+            if gradients and output.requires_grad:
+                output.register_hook(lambda gradient: self._add_gradients(own, gradient))
+
+        if inputs:
+            first: dict[tuple[str, int], str] = {}
+            for each in slices:
+                owner = first.setdefault((each.stack, each.expert), each.name)
+                if owner != each.name:
+                    self._shared[each.name] = owner
+        with one_by_one(list(modules.values())), WatchedProducts(stacks, on_product):
+            yield
+
+    def _add_gradients(self, slices: Sequence[ExpertSlice], gradient: Tensor) -> None:
+        squares = gradient.detach().float().square().sum(0)
+        for each in slices:
+            self._add(f"{each.name}.{GRADIENT}", squares[each.rows].clone())
 
     def _linear(self, name: str, inputs: bool, gradients: bool) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(_module: nn.Module, args: Any, output: Tensor) -> None:
@@ -225,8 +267,7 @@ class _Passes:
                 self._shared[name] = self._last[1]
             elif inputs:
                 self._last = (args[0], name)
-                rows = args[0].detach().reshape(-1, args[0].shape[-1]).float()
-                self._add(f"{name}.{INPUTS}", rows.T @ rows)
+                self._add_squares(f"{name}.{INPUTS}", args[0])
             if gradients:
                 self._watch(output, f"{name}.{GRADIENT}")
                 if name in self._row_ordered and output.shape[-1] <= MOST_OUTPUTS:
@@ -246,35 +287,37 @@ class _Passes:
 
     def _watch(self, output: Tensor, key: str) -> None:
         def hook(gradient: Tensor) -> None:
-            rows = gradient.detach().reshape(-1, gradient.shape[-1]).float()
-            self._add(key, rows.T @ rows if key.endswith(f".{BETWEEN}") else rows.square().sum(0))
+            if key.endswith(f".{BETWEEN}"):
+                self._add_squares(key, gradient)
+            else:
+                self._add(key, gradient.detach().reshape(-1, gradient.shape[-1]).float().square().sum(0))
 
         if output.requires_grad:
             output.register_hook(hook)
 
     def _add(self, key: str, part: Tensor) -> None:
-        self._sums[key] = self._sums[key] + part if key in self._sums else part
+        self._sums[key] = self._sums[key].add_(part) if key in self._sums else part
+
+    def _add_squares(self, key: str, vectors: Tensor) -> None:
+        """Sums of products of all pairs of columns; where they are, for they may be the largest thing in memory."""
+        rows = vectors.detach().reshape(-1, vectors.shape[-1]).float()
+        if key in self._sums:
+            self._sums[key].addmm_(rows.T, rows)
+        else:
+            self._sums[key] = rows.T @ rows
 
     def _flush(self) -> None:
         """Matrices to a file: together they are as large as the model. The rest are vectors."""
         large = {key: self._sums.pop(key) for key in list(self._sums) if key.endswith(_MATRICES)}
         if not large:
             return
-        path = self._scratch / f"sums-{self._first}-{len(self._files)}.safetensors"
-        _write_tensors(path, large)
-        self._files |= dict.fromkeys(large, path)
+        path = self._scratch / f"sums-{self._first}-{len(self._files)}"
+        self._files |= self._writer.write(path, large)
 
 
 def _hidden(states: TokenStates) -> Tensor:
     assert states.hidden is not None
     return states.hidden.detach()
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    promises = [Promise(key, tuple(each.shape), None, each.dtype) for key, each in tensors.items()]
-    with write_tensors(path, promises) as writer:
-        for key, each in tensors.items():
-            writer.write(key, each.cpu())
 
 
 @contextmanager

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitplan.measure.quality.estimates import Estimate, clustered_mean
 from bitplan.measure.quality.noise_floor import round_activations
 from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.searching.decide.rivals import Kind, RivalPlan
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.blocks import Replaced, TokenStates, equal_lengths
+from bitplan.searching.gather.blocks import BlockRunner, Replaced, TokenStates, equal_lengths
 from bitplan.searching.gather.damage import RoundedWeights
+from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.phases import Stage
 
 CACHED_LOGITS_BYTES = 4 * 2**30
@@ -79,9 +81,10 @@ class PlanMeter:
         """`remembers`: what each block of the model itself gets; plans then run from their first changed block."""
         self.rounded, self.windows = rounded, windows
         self._unscored = max(1, unscored)
-        self._before: list[list[TokenStates]] | None = [] if remembers else None
-        self._cached = CachedLogits(self._model_itself, CACHED_LOGITS_BYTES)
         self._runner = rounded.subject.runner
+        on_cpu = self._runner.device.type == "cpu"  # a GPU computes logits in less time than it takes to store them
+        self._itself = _ModelItself(self._runner, windows, rounded.scratch if remembers else None)
+        self._cached = CachedLogits(self._itself, CACHED_LOGITS_BYTES if on_cpu else 0)
 
     def reference(self, on_windows: OnWindows | None = None) -> Quality:
         """The model itself; its logits are remembered."""
@@ -96,15 +99,19 @@ class PlanMeter:
 
     def noise_floor(self, on_windows: OnWindows | None = None) -> Quality:
         """The model against itself with its activations rounded to bfloat16."""
-        self.reference()  # is remembered before the model is changed
         model = self._runner.model
         heads = [model.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []  # type: ignore[operator]
-        handles = round_activations(model, torch.bfloat16, keep=[head for head in heads if head is not None])
-        try:
-            return self._measure("noise floor", None, on_windows)
-        finally:
-            for handle in handles:
-                handle.remove()
+        head = [each for each in heads if each is not None]
+        self._itself.run()  # before the model is changed
+        with _rounded_activations(model, head):
+            logits = self._logits_of(None)
+
+        def rounded(ids: Tensor) -> Tensor:  # and the reference in between, as it is
+            with _rounded_activations(model, head):
+                return logits(ids)
+
+        with self._runner.outside():
+            return self._compare("noise floor", rounded, on_windows)
 
     def prepare(self, evidence: SearchEvidence, choices: Sequence[Mapping[str, str]], stage: Stage) -> None:
         """Round what these choices need and is not rounded yet, weight by weight; the files go with `rounded`."""
@@ -154,40 +161,89 @@ class PlanMeter:
         """`first` is the first block that is not as in the model itself."""
         logits = self._logits_of(replaced, first)
         with self._runner.outside(replaced):
-            return measure_perplexity(
-                logits,
-                self.windows,
-                reference=self._cached,
-                batch=1,
-                unscored=self._unscored,
-                name=label,
-                on_windows=on_windows,
-            )
+            return self._compare(label, logits, on_windows)
 
-    def _logits_of(
-        self, replaced: Replaced | None, first: int = 0, before: list[list[TokenStates]] | None = None
-    ) -> Callable[[Tensor], Tensor]:
+    def _compare(self, label: str, logits: Callable[[Tensor], Tensor], on_windows: OnWindows | None) -> Quality:
+        return measure_perplexity(
+            logits,
+            self.windows,
+            reference=self._cached,
+            batch=1,
+            unscored=self._unscored,
+            name=label,
+            on_windows=on_windows,
+        )
+
+    def _logits_of(self, replaced: Replaced | None, first: int = 0) -> Callable[[Tensor], Tensor]:
         """The blocks are run now, for all windows; norm and head when a window is asked for."""
-        states: dict[bytes, TokenStates] = {}
-        if first and self._before:
-            last = self._runner.from_block(first, self._before[first], replaced)
-        else:
-            batches = equal_lengths(self.windows, max(1, BATCH // len(self.windows[0])))
-            last = self._runner.through_blocks(batches, replaced, before=before)
-        for each in last:
-            for row, ids in enumerate(each.ids):
-                hidden = None if each.hidden is None else each.hidden[row : row + 1]
-                states[_key(ids)] = TokenStates(ids[None], hidden)
-        return lambda ids: self._runner.leave(states[_key(ids[0])])
+        before = self._itself.before(first) if first else None
+        if before is None:
+            return _leaving(self._runner, self._runner.through_blocks(_batches_of(self.windows), replaced))
+        return _leaving(self._runner, self._runner.from_block(first, before, replaced))
 
-    @cached_property
-    def _reference_logits(self) -> Callable[[Tensor], Tensor]:
-        return self._logits_of(None, before=self._before)
 
-    def _model_itself(self, ids: Tensor) -> Tensor:
-        logits = self._reference_logits
+class _ModelItself:
+    """The logits of the model as it is; what its blocks get goes to files of a folder, if there is one.
+
+    Of all blocks together that would be as large as some of them.
+    """
+
+    def __init__(self, runner: BlockRunner, windows: Sequence[Tensor], folder: Path | None) -> None:
+        self._runner, self._windows, self._folder = runner, windows, folder
+        self._logits: Callable[[Tensor], Tensor] | None = None
+        self._calls: list[TokenStates] = []
+        self._hidden: dict[int, list[StoredTensor]] = {}
+        self._writer = ScratchWriter()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        logits = self.run()
         with self._runner.outside():
             return torch.cat([logits(window[None]) for window in ids])
+
+    def run(self) -> Callable[[Tensor], Tensor]:
+        """Through all blocks, once."""
+        if self._logits is None:
+            on_block = None if self._folder is None else self._write
+            states = self._runner.through_blocks(_batches_of(self._windows), on_block=on_block)
+            self._logits = _leaving(self._runner, states)
+        return self._logits
+
+    def before(self, block: int) -> list[TokenStates] | None:
+        """What a block gets; None where that is not remembered."""
+        if block not in self._hidden:
+            return None
+        hidden = [stored.read().to(self._runner.device) for stored in self._hidden[block]]
+        return [replace(call, hidden=each) for call, each in zip(self._calls, hidden, strict=True)]
+
+    def _write(self, block: int, states: Sequence[TokenStates]) -> None:
+        assert self._folder is not None
+        hidden = {str(at): each.hidden for at, each in enumerate(states) if each.hidden is not None}
+        self._hidden[block] = list(self._writer.write(self._folder / f"checks-{block}", hidden).values())
+        self._calls = [replace(each, hidden=None) for each in states]
+
+
+@contextmanager
+def _rounded_activations(model: nn.Module, keep: Sequence[nn.Module]) -> Iterator[None]:
+    handles = round_activations(model, torch.bfloat16, keep=keep)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _batches_of(windows: Sequence[Tensor]) -> list[Tensor]:
+    return equal_lengths(windows, max(1, BATCH // len(windows[0])))
+
+
+def _leaving(runner: BlockRunner, last: Sequence[TokenStates]) -> Callable[[Tensor], Tensor]:
+    """Norm and head for one window, [1, length], of those that are after the last block."""
+    states: dict[bytes, TokenStates] = {}
+    for each in last:
+        for row, ids in enumerate(each.ids):
+            hidden = None if each.hidden is None else each.hidden[row : row + 1]
+            states[_key(ids)] = TokenStates(ids[None], hidden)
+    return lambda ids: runner.leave(states[_key(ids[0])])
 
 
 def _key(window: Tensor) -> bytes:

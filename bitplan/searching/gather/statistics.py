@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from bitplan.searching.errors import EvidenceFileError
+from bitplan.searching.gather.scratch_tensors import StoredTensor
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.safetensors import SafetensorsFile
 from bitplan.store.files.tensor_file import Promise
@@ -48,7 +49,7 @@ class SumFiles:
     """Sums by name: some in memory, others in files, where each is added up of parts when it is asked for."""
 
     small: dict[str, Tensor] = field(default_factory=dict)
-    parts: dict[str, list[tuple[Path, str]]] = field(default_factory=dict)
+    parts: dict[str, list[StoredTensor]] = field(default_factory=dict)
     scratch: set[Path] = field(default_factory=set)  # files of parts that nobody else reads
     _last: tuple[str, Tensor] | None = None  # formats come one after the other: the same sum is asked for again
 
@@ -61,18 +62,17 @@ class SumFiles:
 
     def _read(self, key: str) -> Tensor:
         total: Tensor | None = None
-        for path, name in self.parts[key]:
-            with closing(SafetensorsFile(path)) as file:
-                part = file.read(name)
-            total = part if total is None else total + part
+        for stored in self.parts[key]:
+            part = stored.read()
+            total = part if total is None else total.add_(part)
         assert total is not None
         return total
 
     def release(self, key: str) -> None:
         """A sum that was written elsewhere: files of parts go when nothing in them is wanted any more."""
         own = self.parts.pop(key, [])
-        wanted = {path for parts in self.parts.values() for path, _ in parts}
-        for path, _ in own:
+        wanted = {stored.path for parts in self.parts.values() for stored in parts}
+        for path in {stored.path for stored in own}:
             if path in self.scratch and path not in wanted:
                 path.unlink()
 
@@ -82,14 +82,14 @@ class SumFiles:
     def names(self) -> list[str]:
         return sorted({*self.small, *self.parts})
 
-    def add(self, small: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
-        """Parts of more windows: those in `files` lie there under their own names."""
+    def add(self, small: Mapping[str, Tensor], files: Mapping[str, StoredTensor]) -> None:
+        """Parts of more windows, in memory and in files of their own."""
         for key, part in small.items():
-            self.small[key] = self.small[key] + part if key in self.small else part
+            self.small[key] = self.small[key] + part.cpu() if key in self.small else part.cpu()
         self._last = None
-        self.scratch |= set(files.values())
-        for key, path in files.items():
-            self.parts.setdefault(key, []).append((path, key))
+        self.scratch |= {stored.path for stored in files.values()}
+        for key, stored in files.items():
+            self.parts.setdefault(key, []).append(stored)
 
 
 @dataclass
@@ -199,9 +199,7 @@ class InputStatistics:
         lookup = self.sums.small.get(f"{name}.{LOOKUP}")
         if lookup is not None:
             return len(lookup)
-        path, key = self.sums.parts[f"{name}.{INPUTS}"][0]
-        with closing(SafetensorsFile(path)) as file:
-            return file.tensors[key].shape[-1]
+        return self.sums.parts[f"{name}.{INPUTS}"][0].shape[-1]
 
     def _is_in_evidence(self, key: str) -> bool:
         """Whether a sum is in evidence.safetensors as it is: outputs, and inputs of what is not looked up too."""
@@ -221,10 +219,10 @@ class InputStatistics:
                     )
             if any(evidence.metadata.get(key) != value for key, value in facts.items()):
                 raise EvidenceFileError(f"{folder}: {EVIDENCE} and {STATISTICS} are of two runs; --force begins again")
-            sums = SumFiles()
+            sums, places = SumFiles(), {name: _places_in(folder / name) for name in (EVIDENCE, STATISTICS)}
             for key, spec in rest.specs.items():
                 if len(spec.shape) == 2:
-                    sums.parts[key] = [(folder / STATISTICS, key)]
+                    sums.parts[key] = [places[STATISTICS][key]]
                 else:
                     sums.small[key] = rest.read_float(key)
             shared = {
@@ -232,8 +230,16 @@ class InputStatistics:
             }
             for name in evidence.names - shared.keys():
                 if f"{name}.{COUNTS}" not in sums:
-                    sums.parts[f"{name}.{INPUTS}"] = [(folder / EVIDENCE, f"{name}{HESSIAN}")]
+                    sums.parts[f"{name}.{INPUTS}"] = [places[EVIDENCE][f"{name}{HESSIAN}"]]
             for name in evidence.names:
                 if evidence.has_outputs(name):
-                    sums.parts[f"{name}.{BETWEEN}"] = [(folder / EVIDENCE, f"{name}{OUTPUTS}")]
+                    sums.parts[f"{name}.{BETWEEN}"] = [places[EVIDENCE][f"{name}{OUTPUTS}"]]
         return cls(sums, shared, int(facts["tokens"]), int(facts["gradient_tokens"]), int(facts["windows"]))
+
+
+def _places_in(path: Path) -> dict[str, StoredTensor]:
+    with closing(SafetensorsFile(path)) as file:
+        return {
+            name: StoredTensor(path, entry.start, tuple(entry.shape), entry.dtype)
+            for name, entry in file.tensors.items()
+        }

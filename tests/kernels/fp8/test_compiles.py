@@ -145,7 +145,8 @@ def pair_casts():
 
 
 def guesses():
-    arguments = pointers("x_ptr", "*i16") | pointers("out_ptr out_t_ptr", "*u8") | pointers("state_ptr", "*i32")
+    arguments = pointers("x_ptr", "*i16") | pointers("out_ptr out_t_ptr", "*u8")
+    arguments |= pointers("state_ptr drift_ptr", "*i32")
     sizes, scale = pointers("rows cols padded", "i32"), pointers("scale_ptr", "*fp32")
     launch = PAIR_LAUNCHES["tensor"]
     constants = dict(FP8="e4m3", TO_ROWS=True, TO_COLS=True, BR=launch.rows, BC=launch.cols, SOURCE="bf16")

@@ -70,11 +70,12 @@ def test_a_last_block_that_is_not_whole_counts_as_far_as_it_goes(name: str) -> N
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_many_inputs_multiply_by_decoded_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_fused, "MOST_INPUTS", 4)
-    monkeypatch.setattr(cpu_fused, "BUFFER_ROWS", 16)
-    for rows, cols, threads in ((37, 512, 2), (5, 419, 1)):
+    monkeypatch.setattr(cpu_fused, "_most_inputs", lambda _weight: 4)
+    monkeypatch.setattr(cpu_fused, "MOST_IN_PANELS", 48)
+    # rows that fill no group; a part of a row; panels of one and two vectors; more inputs than one turn takes
+    for rows, cols, inputs, threads in ((37, 640, 55, 2), (5, 419, 5, 1)):
         weight = encode(normal(rows, cols), name, pad="zero")
-        x, bias = normal(5, cols, seed=1), normal(rows, seed=2)
+        x, bias = normal(inputs, cols, seed=1), normal(rows, seed=2)
         with jit.use_threads(threads):
             check(run(x, weight, bias), x, weight, bias)
 
@@ -193,11 +194,11 @@ def test_a_forked_process_does_not_wait_for_threads_it_has_not() -> None:
 
 SMALLER_CPU = """
 import torch
-from bitplan.kernels.matmul import cpu_codes, cpu_rows
+from bitplan.kernels.matmul.cpu import codes, rows
 from tests.kernels.matmul import test_cpu_fused as t
 t.cpu_fused._takes_torch = lambda *_: False
 t.cpu_fused._why_not_here = lambda: None
-assert (cpu_rows.LANES, cpu_codes.LOOKS_UP) == ({lanes}, False)
+assert (rows.LANES, codes.LOOKS_UP) == ({lanes}, False)
 weight, x = t.encode(t.normal(5, 352), "{name}"), t.normal(5, 352, seed=1)
 t.check(t.run(x, weight), x, weight)
 t.check(t.run(x[:1], weight), x[:1], weight)

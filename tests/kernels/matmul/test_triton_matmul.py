@@ -10,6 +10,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.formats import Encoded, decode, encode, get_format
 from bitplan.kernels.matmul import fused_few_rows as tm
+from bitplan.kernels.matmul.direct.products import direct_launch
 from bitplan.kernels.matmul.expert_routing import route
 from bitplan.kernels.matmul.fused_few_rows import MatmulLaunch
 
@@ -19,6 +20,7 @@ LAUNCHES = [
     MatmulLaunch(16, 32, 128, 1, 2, 1, 2),
     MatmulLaunch(64, 128, 128, 1, 2, 4, 3),  # more than 32 rows a tile: triton_wide
 ]
+DIRECT = [direct_launch(32, 64, 1), direct_launch(16, 8, 4)]
 
 
 def every_code(name: str, outputs: int, inputs: int, device: torch.device) -> Encoded:
@@ -52,6 +54,16 @@ def test_identity_gives_back_every_code_as_decode_does(name: str, launch: Matmul
     got = tm.fused_matmul(identity, weight, tm.arrange_scales(weight), None, launch)
     expected = decode(weight, torch.bfloat16).T
     assert torch.equal(got, expected)
+
+
+@pytest.mark.cross("launch", DIRECT, ids=str)
+@pytest.mark.cross("name", FORMATS)
+def test_the_direct_kernel_gives_back_every_code(name: str, launch: MatmulLaunch, device: torch.device) -> None:
+    weight = every_code(name, 24, 384, device)
+    inputs = torch.arange(launch.rows + 1, device=device) * 47 % 384  # of low and of high nibbles
+    identity = torch.eye(384, dtype=torch.bfloat16, device=device)[inputs]
+    got = tm.fused_matmul(identity, weight, tm.arrange_scales(weight), None, launch)
+    assert torch.equal(got, decode(weight, torch.bfloat16).T[inputs])
 
 
 @pytest.mark.cross("shape", [(64, 256, 1), (40, 384, 5), (33, 1408, 17), (80, 384, 40)], ids=str)

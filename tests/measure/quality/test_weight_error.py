@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from bitplan import decode, encode
+from bitplan import decode, encode, formats
+from bitplan.formats.gguf.search import SearchBySums, TorchSums
+from bitplan.kernels.codec import dispatch
 from bitplan.measure.gradients.statistics import impact_of
 from bitplan.measure.quality.weight_error import relative_output_error, rounding_error
 
@@ -39,8 +43,27 @@ def test_the_impact_is_the_inner_product():
     assert float(impact_of(gradient.bfloat16(), x, difference)) == pytest.approx(whole, rel=1e-2)
 
 
+@pytest.mark.parametrize(("fmt", "picked"), [("int8_row", "triton"), ("q6_k_gguf", "triton"), ("nvfp4", "torch")])
+def test_every_format_is_encoded_where_the_twins_are_those_of_a_gpu(fmt, picked, monkeypatch):
+    """Formats of a GPU have an encoder in the table, a search of blocks, or neither."""
+    weight = torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
+    expected = rounding_error(weight, fmt)
+
+    def encode_rows(matrix, fmt):
+        encoded = formats.encode(matrix, fmt)
+        return encoded.data, encoded.scales
+
+    twins = SimpleNamespace(ENCODERS={"int8_row": encode_rows}, DECODERS={}, BLOCK_SEARCH=SearchBySums(TorchSums()))
+    monkeypatch.setattr(dispatch, "SMALLEST_FOR_CPU", 0)
+    monkeypatch.setattr(dispatch, "_is_installed", lambda _: True)
+    monkeypatch.setitem(dispatch._MODULES, "cpu", ("triton", "unused"))
+    monkeypatch.setattr(dispatch, "_twins", lambda _: twins)
+    assert dispatch.explain_encode(weight, fmt).implementation == picked
+    assert torch.equal(rounding_error(weight, fmt), expected)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", ["int8_row", "fp8_e4m3_row", "int8_g128"])
+@pytest.mark.parametrize("fmt", ["int8_row", "fp8_e4m3_row", "int8_g128", "q6_k_gguf", "q4_k_gguf"])
 def test_on_the_gpu_nothing_waits_and_the_difference_is_the_same(fmt):
     torch.manual_seed(0)
     weight = torch.randn(256, 512).bfloat16()

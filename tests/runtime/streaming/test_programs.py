@@ -13,11 +13,12 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
+@pytest.mark.long
 def test_the_benchmark_runs_in_small(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     program = runpy.run_path(str(ROOT / "benchmarks" / "streaming.py"))
     size = dataclasses.replace(program["TINY"], tokens=(8,))
-    document = program["measure"](size, program["SimulatedDevice"](), slots=3, repeats=1)
+    document = program["measure"](size, program["SimulatedDevice"](), program["Run"](repeats=1))
     rows = {(row["tokens"], row["variant"]): row for row in document["rows"]}
     variants = {"resident", "bf16", "int8", "mix60", "one-ahead", "pageable"}
     assert set(rows) == {(8, variant) for variant in variants}
@@ -30,7 +31,7 @@ def test_the_benchmark_runs_in_small(monkeypatch, tmp_path):
     assert document["simulated"] is True
     table = program["table_of"](document["rows"]).splitlines()
     assert [line.split(" | ")[1] for line in table[2:]] == ["bf16", "int8", "mix60"]
-    assert {line.count("|") for line in table} == {11}
+    assert {line.count("|") for line in table} == {13}
     assert program["harness"].save("streaming", document, tmp_path / "result.json").exists()
 
 
@@ -50,6 +51,7 @@ def test_the_decode_part_runs_in_small(monkeypatch, capsys, tmp_path):
     assert "transfer" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_offload_part_runs_in_small(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     output = tmp_path / "offload.json"

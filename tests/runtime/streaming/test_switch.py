@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.crosses import few
 from tests.runtime.streaming.stream_samples import (
@@ -124,3 +125,21 @@ def test_streamed_blocks_stay_where_they_are():
     assert "_apply" not in model.layers[0].__dict__
     model.to(torch.float64)
     assert model.layers[0].down.weight.dtype == torch.float64
+
+
+def test_more_and_fewer_slots_take_effect_at_the_next_step_and_change_no_gradient():
+    model = make_stack(adapters=True)
+    with streaming(model, formats="int8_row", slots=2) as stream:
+        _, expected = run_step(model, stream, 0)
+        few_bytes, _ = run_step(model, stream, 0)
+        for slots, ring in ((5, 5), ("auto", 0), (2, 2)):
+            stream.set_slots(slots)
+            assert_equal(run_step(model, stream, 0)[1], expected)
+            sent, result = run_step(model, stream, 0)
+            assert_equal(result, expected)
+            assert stream.stats.ring_slots == ring
+            block = block_bytes(stream, "layers.0")
+            assert sent == (0 if slots == "auto" else 2 * (COUNT - slots) * block)
+        assert sent == few_bytes
+        with pytest.raises(StreamError, match="slots=1: expected 'auto' or a number from 2 on"):
+            stream.set_slots(1)

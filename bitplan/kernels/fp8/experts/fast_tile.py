@@ -12,9 +12,9 @@ other, with the expert's rows, padded in the transposed layout to the expert's s
     blockwise    one launch and one read: the tile is the block. An expert's tokens have a scale for each row and each
                  column of a tile, its matrix one for the whole tile, as the dense casts have
 
-Guesses work as in `fp8.guessed_cast`; a state has a column for each expert. Without room results never depend on a
-guess. A state is used by one cast at a time. An expert without tokens is not cast: its guess stays, and nothing is
-counted.
+Guesses work as in `fp8.guessed_cast`, but take no drift from other layers; a state has a column for each expert.
+Without room results never depend on a guess. A state is used by one cast at a time. An expert without tokens is not
+cast: its guess stays, and nothing is counted.
 
 Codes and scales equal the definition in `bitplan.kernels.fp8.experts.products` bit for bit, but for casts with room.
 
@@ -45,7 +45,17 @@ from bitplan.kernels.fp8.fast_tile import (
     store_tile,
     store_transposed_tile,
 )
-from bitplan.kernels.fp8.guessed_cast import CASTS, CHECKING_WARPS, GUESS, LARGEST, ROOM, SEEN, WRONG, scale_near
+from bitplan.kernels.fp8.guessed_cast import (
+    CASTS,
+    CHECKING_WARPS,
+    GUESS,
+    LARGEST,
+    ROOM,
+    SEEN,
+    SMALL,
+    WRONG,
+    scale_near,
+)
 from bitplan.kernels.fp8.triton_cast import PAIR_LAUNCHES, CastLaunch
 from bitplan.kernels.fp8.triton_fp8_rounding import power_of_two_of_bits, quick_inverse, quick_scale
 
@@ -341,6 +351,8 @@ def _settle(state_ptr, is_cast_E, e_E, experts, eps, FP8: tl.constexpr):
         tl.store(state_ptr + LARGEST * experts + e_E, tl.zeros_like(right_E), mask=is_cast_E)
         tl.store(casts_ptr, tl.load(casts_ptr, mask=is_cast_E, other=0) + 1, mask=is_cast_E)
         tl.store(wrong_ptr, tl.load(wrong_ptr, mask=wrong_E, other=0) + 1, mask=wrong_E)
+        small_ptr, small_E = state_ptr + SMALL * experts + e_E, is_cast_E & (guess_E < right_E)
+        tl.store(small_ptr, tl.load(small_ptr, mask=small_E, other=0) + 1, mask=small_E)
         tl.store(state_ptr + SEEN * experts, 0)
     return bits_E, wrong_E
 

@@ -19,7 +19,7 @@ host.)
 
 Weights that change together are cast together on a GPU (`cast_together`): the first one that is asked for after a step
 triggers one replay of a graph that casts them all; one by one the host would launch two kernels for each. `apply_fp8`
-does this for the layers it makes.
+does this for the layers it makes. Their casts are freed with the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -174,10 +174,17 @@ def cast_together(wanted: Iterable[Wanted]) -> None:
     """From now on cast these weights together when they have changed. On a CPU this does nothing."""
     named = {(_place(weight), recipe, eps): (weight, recipe, eps) for weight, recipe, eps in wanted if weight.is_cuda}
     together = _Together(list(named.values()))
-    for place in [place for place, other in _together.items() if any(each() is None for each in other.weights)]:
-        del _together[place]
-    for place, _, _ in named:
+    for (place, _, _), (weight, _, _) in named.items():
         _together[place] = together
+        finalize(weight, _forget, ref(together)).atexit = False
+
+
+def _forget(of: ref[_Together]) -> None:
+    """A weight is gone: give back the memory of the casts that were made together with its own."""
+    together = of()
+    for place in [place for place, other in _together.items() if other is together]:
+        del _together[place]
+        _kept.pop(place, None)
 
 
 def _refresh_together(weight: Tensor, recipe: str, eps: float) -> bool:

@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -112,7 +113,7 @@ class BlockLayout:
     nbytes: int
     scratch_nbytes: int
 
-    @property
+    @cached_property
     def bytes_by_format(self) -> dict[str, int]:
         """Bytes by format; gaps between parts count as padding, so that the sum is `nbytes`."""
         sizes: Counter[str] = Counter()

@@ -18,8 +18,7 @@ Reaching the outer hooks takes a function of torch that is not public (`_top_sav
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,32 +33,36 @@ class StreamedWeights(Protocol):
     def serial(self) -> int:
         """A number that changes whenever weights or formats may change: at each step."""
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """A range outside of which no streamed weight lies."""
+
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         """The block whose weights lie in this storage, and whether the storage is the scratch."""
 
-    def buffer_with(self, block: int, *, in_scratch: bool, serial: int) -> Tensor:
-        """The buffer that holds the block now, loaded if need be."""
+    def view(self, block: int, place: Place, *, in_scratch: bool, serial: int) -> Tensor:
+        """A part of the buffer that holds the block now, loaded if need be."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedWeight:
+class Place(NamedTuple):
+    """Where a tensor lies in its storage; the offset counts numbers."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedWeight(NamedTuple):
     """A saved tensor that lies in a block's bytes."""
 
     block: int
     in_scratch: bool
     serial: int
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def restore(self, source: StreamedWeights) -> Tensor:
-        buffer = source.buffer_with(self.block, in_scratch=self.in_scratch, serial=self.serial)
-        return buffer.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+    place: Place
 
 
-@dataclass(frozen=True, slots=True)
-class _Passed:
+class _Passed(NamedTuple):
     """What the outer hook made of a tensor, and the function that undoes it."""
 
     value: Any
@@ -67,27 +70,30 @@ class _Passed:
 
 
 def save_weights_by_place(source: StreamedWeights) -> torch.autograd.graph.saved_tensors_hooks:
-    """The context in which a streamed block computes."""
+    """The context in which a streamed block computes.
+
+    A block saves some sixty tensors, and each passes here twice: most are told from weights by their address alone.
+    """
     outer = outer_hooks()
+    low, high = source.addresses
 
     def pack(tensor: Tensor) -> Any:
-        if tensor.layout == torch.strided and (owner := source.owner_of(tensor.untyped_storage().data_ptr())):
-            block, in_scratch = owner
-            return SavedWeight(
-                block,
-                in_scratch,
-                source.serial,
-                int(tensor.storage_offset()),
-                tuple(tensor.shape),
-                tensor.stride(),
-                tensor.dtype,
-            )
+        if (
+            tensor.layout == torch.strided
+            and low <= tensor.data_ptr() < high
+            and (owner := source.owner_of(tensor.untyped_storage().data_ptr()))
+        ):
+            place = Place(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+            return SavedWeight(owner[0], owner[1], source.serial, place)
         return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
 
     def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
         if isinstance(saved, SavedWeight):
-            return saved.restore(source)
-        tensor: Tensor = saved.unpack(saved.value) if isinstance(saved, _Passed) else saved
+            block, in_scratch, serial, place = saved
+            return source.view(block, place, in_scratch=in_scratch, serial=serial)
+        tensor: Tensor = saved.unpack(saved.value)
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bitplan.runtime.streaming.blocks.layout import BlockLayout
+from bitplan.runtime.streaming.blocks.saved_tensors import Place
 
 
 class SlotDecoder:
@@ -23,6 +24,7 @@ class SlotDecoder:
         self._layouts: list[BlockLayout] = []
         self._alike: list[int] = []  # the first block with the same layout
         self._weights: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._views: dict[tuple[int, Place], Tensor] = {}
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
         # Formats without a kernel of their own are decoded by torch, which may copy constants: no graph records that.
         self._unrecorded: set[tuple[int, int]] = set()
@@ -33,6 +35,7 @@ class SlotDecoder:
         self._layouts = list(layouts)
         self._alike = [self._layouts.index(layout) for layout in self._layouts]
         self._weights.clear()
+        self._views.clear()
         self._graphs.clear()
         self._unrecorded.clear()
 
@@ -46,6 +49,16 @@ class SlotDecoder:
                 weights = {name: piece.weight(slot, scratch) for name, piece in pieces.items()}
             self._weights[key] = weights
         return weights
+
+    def view(self, buffer: Tensor, place: Place) -> Tensor:
+        """A part of a buffer, as autograd saved it."""
+        key = (buffer.data_ptr(), place)
+        view = self._views.get(key)
+        if view is None:
+            with torch.inference_mode(False), torch.no_grad():
+                view = buffer.view(place.dtype).as_strided(place.size, place.stride, place.offset)
+            self._views[key] = view
+        return view
 
     def decode(self, block: int, slot: Tensor, scratch: Tensor) -> None:
         """Decode parameters that are not sent in their own type into the scratch, on the current stream."""

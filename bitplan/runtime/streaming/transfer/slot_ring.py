@@ -63,6 +63,12 @@ class SlotRing:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
+    def addresses(self) -> tuple[int, int]:
+        """From the first to behind the last byte of all buffers; other memory may lie between them."""
+        spans = [(buffer.data_ptr(), buffer.nbytes) for buffer in self._buffers]
+        return min(start for start, _ in spans), max(start + nbytes for start, nbytes in spans)
+
+    @property
     def held(self) -> list[int | None]:
         """The block of each ring slot."""
         return [slot.block for slot in self.slots]

@@ -88,9 +88,9 @@ def test_every_routing_without_guesses_by_wrong_and_by_right_ones(counts, pad, d
     check_tokens(x, counts, None, device, pad=pad)
     present = sum(count > 0 for count in counts)
     check_tokens(x, counts, state, device, pad=pad)
-    assert counts_of(state) == (present, present)
+    assert counts_of(state)[:2] == (present, present)
     check_tokens(x, counts, state, device, pad=pad)
-    assert counts_of(state) == (2 * present, present)
+    assert counts_of(state)[:2] == (2 * present, present)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_series_of_routings_and_sizes_equals_the_definition(fp8, steps, device
                 scale = float(scales.scale[expert, 0])
                 casts, wrong = casts + 1, wrong + (last.get(expert) != scale)
                 last[expert] = scale
-        assert counts_of(state) == (casts, wrong)
+        assert counts_of(state)[:2] == (casts, wrong)
     assert 0 < wrong <= casts
     assert wrong < casts or steps < 5
 
@@ -149,7 +149,7 @@ def test_epsilon_is_the_least_largest_number_but_of_an_expert_without_tokens(dev
     state = new_state(device, 3)
     for guess in (None, state, state):
         check_tokens(torch.zeros(16, 48, dtype=torch.bfloat16), [9, 0, 7], guess, device, eps=1e-3)
-    assert counts_of(state) == (4, 2)
+    assert counts_of(state)[:2] == (4, 2)
 
 
 @pytest.mark.parametrize(("dtype", "offset"), [(torch.float32, 0), (torch.float16, 0), (torch.bfloat16, 1)])
@@ -162,11 +162,11 @@ def test_other_types_and_places_leave_the_guesses_alone(dtype, offset, device) -
 def test_no_tokens_at_all(device) -> None:
     state = new_state(device, 3)
     check_tokens(sample(0, 48), [0, 0, 0], state, device)
-    assert counts_of(state) == (0, 0)
+    assert counts_of(state)[:2] == (0, 0)
 
 
 def test_guesses_of_other_experts_are_refused(device) -> None:
-    with pytest.raises(FormatError, match=r"guesses of 2 experts have shape \(7, 2\), got \(7, 3\)"):
+    with pytest.raises(FormatError, match=r"guesses of 2 experts have shape \(9, 2\), got \(9, 3\)"):
         check_tokens(sample(3, 48), [1, 2], new_state(device, 3), device)
 
 
@@ -181,10 +181,10 @@ def test_matrices_without_guesses_by_wrong_and_by_right_ones(shape, device) -> N
     w[0] = 0
     for guess in (None, state, state):
         check_matrices(w, guess, device, 1e-6)
-    assert counts_of(state) == (2 * shape[0], shape[0])
+    assert counts_of(state)[:2] == (2 * shape[0], shape[0])
     w[-1] *= 4
     check_matrices(w, state, device, 1e-6)
-    assert counts_of(state) == (3 * shape[0], shape[0] + 1 - (shape[0] == 1))  # the only one is zeros
+    assert counts_of(state)[:2] == (3 * shape[0], shape[0] + 1 - (shape[0] == 1))  # the only one is zeros
 
 
 @pytest.mark.parametrize("asked", [{"rows": False}, {"cols": False}])
@@ -219,14 +219,14 @@ def test_the_check_casts_only_experts_again_whose_guess_was_wrong(device) -> Non
     same(scale, expected.scale)
 
 
-def test_with_room_an_experts_last_scale_holds_while_it_is_not_much_too_large(device) -> None:
-    w, state = sample(3 * 32, 48).view(3, 32, 48), new_state(device, 3, room=3)
+def test_with_room_an_experts_scale_is_kept_while_it_is_not_much_too_large(device) -> None:
+    w, state = sample(3 * 32, 48).view(3, 32, 48), new_state(device, 3, room=5)
     first = cast_experts(w.to(device), "tensorwise", impl="triton", guess=state, cols=False)[0]
-    w *= torch.tensor([0.25, 2**-6, 2.0]).view(3, 1, 1)  # within the room, below it, above the last
+    w *= torch.tensor([0.25, 2**-6, 8.0]).view(3, 1, 1)  # within the room, below it, above
     again = cast_experts(w.to(device), "tensorwise", impl="triton", guess=state, cols=False)[0]
     assert isinstance(first, GroupedFp8)
     assert isinstance(again, GroupedFp8)
-    scale = first.scale.cpu() * torch.tensor([1.0, 2**-3, 2.0]).view(3, 1)
+    scale = first.scale.cpu() * torch.tensor([1.0, 2**-6, 8.0]).view(3, 1)
     same(again.scale, scale)
     same(again.codes, round_to_fp8(w.float() * (1.0 / scale[:, :, None]), "e4m3"))
     assert state[-1].tolist() == [1, 2, 2]

@@ -322,7 +322,7 @@ def test_guesses_of_experts_change_no_bit_and_are_right_from_the_second_step_on(
         for one, other in zip(ran(layer, [100, 0, 200, 3], torch.bfloat16)[:3], expected, strict=True):
             assert torch.equal(one, other)
     counts = fp8_scale_guesses.guess_counts()
-    assert counts == {"input": (15, 3), "weight": (20, 4), "grad": (15, 3)}  # one expert has no tokens
+    assert counts == {"input": (15, 3, 3), "weight": (20, 4, 4), "grad": (15, 3, 3)}  # one expert has no tokens
 
 
 @pytest.mark.gpu

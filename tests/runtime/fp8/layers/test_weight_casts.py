@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -202,6 +203,23 @@ def test_products_apart_and_frozen_weights_stay_out() -> None:
 
 
 @pytest.mark.gpu
+def test_casts_are_freed_with_the_model() -> None:
+    drop_casts()
+    x = torch.randn(32, SIZE, device="cuda", dtype=torch.bfloat16)
+    stack(2)(x).sum().backward()  # kernels are compiled, libraries have their workspaces
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = stack(2)
+    cast_weights_together(model)
+    model(x).sum().backward()
+    assert len(fp8_weight_casts._together) == 2
+    del model
+    gc.collect()
+    assert not fp8_weight_casts._together
+    assert torch.cuda.memory_allocated() - before < SIZE * SIZE  # of a weight's casts; guesses take 36 bytes
+
+
+@pytest.mark.gpu
 def test_guesses_are_right_from_the_second_step_on() -> None:
     fp8_scale_guesses._kept.clear()
     model = stack(2)
@@ -212,7 +230,7 @@ def test_guesses_are_right_from_the_second_step_on() -> None:
         expire_casts(model.parameters())
         for one, other in zip(gradients(model, x), expected, strict=True):
             assert torch.equal(one, other)
-    assert guess_counts() == dict.fromkeys((INPUT, WEIGHT, GRAD), (10, 2))
+    assert guess_counts() == dict.fromkeys((INPUT, WEIGHT, GRAD), (10, 2, 2))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ takes a few rows of the weight at a time until none are left. A tile is 4 rows o
 are arranged to match: all first numbers of the lanes, then all second numbers. Blocks have lanes of their own, so one
 multiplication scales the sums of a whole register's codes. With AVX-512 the 16 numbers of a format lie in one register,
 and a code is looked up in it by its low four bits: no masks, no conversion. Elsewhere bytes become small integers,
-twice the number for E2M1, and those are converted (`cpu_codes`).
+twice the number for E2M1, and those are converted (`codes`).
 
 **8-bit codes** are widened and converted, 4 to 16 at a time.
 
@@ -26,6 +26,7 @@ from bitplan.kernels.base.addresses import (
     every_fourth_of_halves,
     load_from,
     multiply_in,
+    prefetch_at,
     read,
     scale_in,
     sum_of_lanes,
@@ -59,12 +60,15 @@ JOB = (
     "next_row",
     "next_thread",
     "first",  # where decoding begins in a row, in units: registers of 4-bit codes, or LANES 8-bit numbers
-    "count",  # number of units
+    "count",  # number of units; in `panels`, of numbers in a row
+    "y_stride",  # bytes from a decoded row to the next
+    "decoder",  # address of the C function that decodes
+    "unit",  # numbers in a unit
 )
 
 
 X, INPUTS, WIDTH, CODES, CODES_STRIDE, SCALES, SCALES_STRIDE, Y, ROWS, BIAS, SCRATCH, SCRATCH_STRIDE = range(12)
-TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT = range(12, len(JOB))
+TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT, Y_STRIDE, DECODER, UNIT = range(12, len(JOB))
 
 
 @inlined
@@ -160,6 +164,15 @@ def _four_inputs(x, stride):
 
 
 @inlined
+def _prefetch_four(codes, at):
+    """Ask for the next four rows: a row is too short for the CPU to foresee them, and 4-bit codes are soon used up."""
+    prefetch_at(codes[0] + at)
+    prefetch_at(codes[1] + at)
+    prefetch_at(codes[2] + at)
+    prefetch_at(codes[3] + at)
+
+
+@inlined
 def _nibbles_4x1(opened, low, high, scales, table, codes, scales_at, x, row_bytes, per_scale):
     sums = zero_tile(4, LANES)
     for step in range(-(-row_bytes // REGISTER)):
@@ -171,6 +184,7 @@ def _nibbles_4x1(opened, low, high, scales, table, codes, scales_at, x, row_byte
             opened(load_from(codes[2] + at, U32, LANES)),
             opened(load_from(codes[3] + at, U32, LANES)),
         )
+        _prefetch_four(codes, at + 4 * row_bytes)
         parts = multiply_in(zero_tile(4, LANES), _four(low, table, c, 0), _one_input(at_x))
         parts = multiply_in(parts, _four(high, table, c, 0), _one_input(at_x + REGISTER))
         parts = multiply_in(parts, _four(low, table, c, 1), _one_input(at_x + 2 * REGISTER))
@@ -274,6 +288,7 @@ def _bytes_4x1(number, scale, codes, scales_at, x, width, block):
             start = place * block + chunk * LANES
             at = min(start, last)
             numbers = (number(codes[0] + at), number(codes[1] + at), number(codes[2] + at), number(codes[3] + at))
+            prefetch_at(codes[0] + (4 + chunk % 4) * width + at)  # of the next four rows, in turn
             parts = multiply_in(parts, numbers, _one_input(x + 4 * start))
         of_rows = (
             scale(scales_at[0], place),
@@ -344,7 +359,7 @@ def _decode_bytes(number, scale, codes, scales_at, width, block, first, count, t
         )
 
 
-# ---- many inputs: a BLAS multiplies ---------------------------------------------------------------------------------
+# ---- many inputs: decoded rows for `panels` --------------------------------------------------------------------------
 
 
 @merged
@@ -355,7 +370,7 @@ def decoded_nibbles(job, opened, low, high, scales, per_scale):
     row = take(job + 8 * NEXT_ROW, piece)
     while row < rows:
         for n in range(row, min(row + piece, rows)):
-            codes, at, to = row_of(job, CODES, n), row_of(job, SCALES, n), field(job, Y) + 4 * n * count * STEP
+            codes, at, to = row_of(job, CODES, n), row_of(job, SCALES, n), field(job, Y) + n * field(job, Y_STRIDE)
             _decode_nibbles(opened, low, high, scales, table, codes, at, width, per_scale, first, count, to)
         row = take(job + 8 * NEXT_ROW, piece)
 
@@ -367,20 +382,9 @@ def decoded_bytes(job, number, scale, block):
     row = take(job + 8 * NEXT_ROW, piece)
     while row < rows:
         for n in range(row, min(row + piece, rows)):
-            codes, at, to = row_of(job, CODES, n), row_of(job, SCALES, n), field(job, Y) + 4 * n * count * LANES
+            codes, at, to = row_of(job, CODES, n), row_of(job, SCALES, n), field(job, Y) + n * field(job, Y_STRIDE)
             _decode_bytes(number, scale, codes, at, field(job, CODES_STRIDE), block, first, count, to)
         row = take(job + 8 * NEXT_ROW, piece)
-
-
-@merged
-def arranged_inputs(job, arrange, unit):
-    """Write x to `y` in the order of decoded rows, by arrange(job, x, width, buffer, to)."""
-    width, inputs, stride = field(job, WIDTH), field(job, INPUTS), 4 * unit * field(job, COUNT)
-    buffer = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
-    row = take(job + 8 * NEXT_ROW, 1)
-    while row < inputs:
-        arrange(job, field(job, X) + 4 * row * width, width, buffer, field(job, Y) + row * stride)
-        row = take(job + 8 * NEXT_ROW, 1)
 
 
 # ---- rows and results -----------------------------------------------------------------------------------------------

@@ -18,17 +18,11 @@ from bitplan.kernels.base.cpu_features import features
 from bitplan.kernels.base.jit import inlined
 from bitplan.kernels.base.openmp_threads import c_function
 from bitplan.kernels.base.vectors import greater, maximum, to_float, view, widen
-from bitplan.kernels.matmul.cpu_rows import (
-    CODES_STRIDE,
+from bitplan.kernels.matmul.cpu.rows import (
     LANES,
-    STEP,
-    arrange_bytes,
-    arrange_nibbles,
-    arranged_inputs,
     byte_products,
     decoded_bytes,
     decoded_nibbles,
-    field,
     nibble_products,
 )
 
@@ -151,33 +145,6 @@ def _e4m3_codes(address):
 # ---- a function for each format -------------------------------------------------------------------------------------
 
 
-@inlined
-def _arrange_in_pairs(job, x, width, buffer, to):
-    arrange_nibbles(x, width, 2 * field(job, CODES_STRIDE), buffer, to, False)
-
-
-@inlined
-def _arrange_in_halves(job, x, width, buffer, to):
-    arrange_nibbles(x, width, 2 * field(job, CODES_STRIDE), buffer, to, True)
-
-
-@inlined
-def _arrange_bytes(job, x, width, buffer, to):  # noqa: ARG001
-    arrange_bytes(x, width, field(job, CODES_STRIDE), to)
-
-
-def _inputs_in_pairs(job):
-    arranged_inputs(job, _arrange_in_pairs, STEP)
-
-
-def _inputs_in_halves(job):
-    arranged_inputs(job, _arrange_in_halves, STEP)
-
-
-def _inputs_of_bytes(job):
-    arranged_inputs(job, _arrange_bytes, LANES)
-
-
 def _int4_g32(job):
     nibble_products(job, integers_opened, low, high, _bfloat16, 16, False)
 
@@ -254,9 +221,6 @@ _FUNCTIONS = {
 }
 
 
-_ARRANGED = {"pairs": _inputs_in_pairs, "halves": _inputs_in_halves, "bytes": _inputs_of_bytes}
-
-
 @functools.cache
 def products_of(format_name: str) -> Any:
     """The C function that multiplies by a format's weights, compiled at first use and cached on disk."""
@@ -267,9 +231,3 @@ def products_of(format_name: str) -> Any:
 def decoder_of(format_name: str) -> Any:
     """The C function that decodes a part of the weight's rows, in the order of registers."""
     return c_function(_FUNCTIONS[format_name][1])
-
-
-@functools.cache
-def arranger_of(order: str) -> Any:
-    """The C function that puts inputs into the same order: "pairs" or "halves" for 4-bit codes, "bytes" for others."""
-    return c_function(_ARRANGED[order])

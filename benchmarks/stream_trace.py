@@ -1,0 +1,67 @@
+"""Where the time of a step goes: how busy bus and computation are, by torch's profiler, and what the host takes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+STEPS = 3
+Span = tuple[int, int]
+
+
+def trace(step: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds a step, of some steps that are queued one after another; on a GPU alone."""
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        host = [_seconds(step) for _ in range(STEPS)]
+        torch.cuda.synchronize()
+    result: Any = profiler.profiler
+    events = [one for one in result.kineto_results.events() if "CUDA" in str(one.device_type())]
+    copies = [one for one in events if "Memcpy HtoD" in one.name()]
+    kernels = [one for one in events if not one.name().startswith(("Memcpy", "Memset"))]
+    decodes = [one for one in kernels if "decode" in one.name()]
+    busy = _union(_span(one) for one in kernels)
+    first, last = min(start for start, _ in busy), max(end for _, end in busy)
+    return {
+        "host_ms": sum(host) / STEPS * 1e3,
+        "span_ms": (last - first) / STEPS / 1e6,
+        "compute_busy_ms": _total(busy) / STEPS,
+        "copy_busy_ms": _total(_union(_span(one) for one in copies)) / STEPS,
+        "decode_ms": _total([_span(one) for one in decodes]) / STEPS,
+        "kernels": len(kernels) / STEPS,
+        "longest_gap_ms": max((two[0] - one[1] for one, two in itertools.pairwise(busy)), default=0) / 1e6,
+    }
+
+
+def line_of(name: str, tokens: int, traced: dict[str, float]) -> str:
+    return f"trace  {name:<10} {tokens:>6} tokens  " + "  ".join(f"{key} {value:.1f}" for key, value in traced.items())
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
+
+
+def _span(event: Any) -> Span:
+    return event.start_ns(), event.start_ns() + event.duration_ns()
+
+
+def _total(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans) / 1e6
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Spans that overlap as one, in order."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined

@@ -1,0 +1,1 @@
+"""Loops of a CPU's products with packed weights."""

@@ -1,0 +1,1 @@
+"""Products over 4-bit codes that go from memory straight to the lanes that decode them."""
