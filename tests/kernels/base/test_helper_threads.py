@@ -26,7 +26,8 @@ def mark_pieces(job):
 
 @pytest.fixture(scope="module")
 def mark():
-    return c_function(mark_pieces)
+    yield c_function(mark_pieces)
+    helper_threads.stop()
 
 
 def run_once(mark, threads):
