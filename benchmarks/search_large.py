@@ -3,8 +3,8 @@
 python benchmarks/search_large.py --layers 32 --result FILE
 
 Weights lie in the host's memory, as those of a file do; the search reads them block by block. Stages are written to the
-result as they end, so that a run that is cut says how far it came. `--out FOLDER` keeps the evidence there, and a second
-run goes on.
+result as they end, so that a run that is cut says how far it came. `--out FOLDER` keeps the evidence there, and a
+second run goes on.
 """
 
 from __future__ import annotations

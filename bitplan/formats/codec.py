@@ -104,7 +104,7 @@ def encode_with_scales(
     stored = torch.empty(wanted.shape, dtype=fmt.scales.dtype, device=matrix.device)
     if not matrix.numel():  # there is no tile, but an empty tensor still has its scale
         stored.copy_(fmt.scales.store(wanted, base))
-    for tile in tiles(fmt, rows, cols):
+    for tile in tiles(fmt, rows, cols, matrix.device):
         blocks = to_blocks(fmt, matrix[tile].to(fmt.work))
         codes, block_scales = fmt.quantize(blocks, tile_of_grid(fmt, wanted, tile).reshape(-1), base, zero)
         tile_of_grid(fmt, stored, tile).view(-1).copy_(block_scales)
@@ -131,7 +131,7 @@ def encode_opaque(
     data = torch.empty((rows, fmt.data_cols(cols)), dtype=fmt.storage, device=matrix.device)
     if importance is not None:
         importance = functional.pad(importance.detach().reshape(-1), (0, fmt.padded_cols(cols) - cols))
-    for rows_at, _ in tiles(fmt, rows, cols):
+    for rows_at, _ in tiles(fmt, rows, cols, matrix.device):
         piece = functional.pad(matrix[rows_at].to(fmt.work), (0, fmt.padded_cols(cols) - cols))
         data[rows_at] = fmt.encode_rows(piece, importance, search)
     return Encoded(fmt, shape, data.reshape(fmt.part_shapes(shape)["data"][1]))
@@ -147,14 +147,14 @@ def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.empty((rows, cols), dtype=dtype, device=encoded.device)
     if isinstance(fmt, GgufBlocks):
         raw = encoded.data.reshape(rows, fmt.data_cols(cols))
-        for rows_at, _ in tiles(fmt, rows, cols):
+        for rows_at, _ in tiles(fmt, rows, cols, encoded.device):
             out[rows_at] = fmt.decode_rows(raw[rows_at])[:, :cols].to(dtype)
         return out.reshape(encoded.shape)
     assert encoded.scales is not None
     assert fmt.scales is not None
     scales = fmt.scales.load(encoded.scales, encoded.base).reshape(fmt.grid(encoded.shape))
     data = encoded.data.reshape(rows, fmt.data_cols(cols))
-    for tile in tiles(fmt, rows, cols):
+    for tile in tiles(fmt, rows, cols, encoded.device):
         height, width = out[tile].shape
         blocks = _codes_of_tile(fmt, data, tile, width)
         values = fmt.dequantize(blocks, tile_of_grid(fmt, scales, tile).reshape(-1), encoded.zero_point)

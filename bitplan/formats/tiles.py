@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from bitplan.formats.format import Format
 
 TILE_NUMBERS = 2**20  # a multiple of 8, so that no packed byte lies in two tiles
+GPU_TILE_NUMBERS = 2**24  # a GPU takes a million numbers in less time than it takes to start an operation
 Tile = tuple[slice, slice]
 
 
-def tiles(fmt: Format, rows: int, cols: int) -> Iterator[Tile]:
-    """Pieces of about a million numbers, each made of whole blocks.
+def tiles(fmt: Format, rows: int, cols: int, device: torch.device | None = None) -> Iterator[Tile]:
+    """Pieces of about a million numbers, of more on a GPU, each made of whole blocks.
 
     Pieces are whole rows, unless one block is the whole tensor: then its single row is cut.
     """
     if not rows * cols:
         return
+    numbers = TILE_NUMBERS if device is None or device.type == "cpu" else GPU_TILE_NUMBERS
     if fmt.block.is_tensor:
-        for start in range(0, cols, TILE_NUMBERS):
-            yield slice(0, 1), slice(start, min(start + TILE_NUMBERS, cols))
+        for start in range(0, cols, numbers):
+            yield slice(0, 1), slice(start, min(start + numbers, cols))
         return
     height = fmt.block.rows or 1
-    step = max(1, TILE_NUMBERS // cols // height) * height
+    step = max(1, numbers // cols // height) * height
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows)), slice(0, cols)
 

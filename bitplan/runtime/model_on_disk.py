@@ -15,7 +15,7 @@ from bitplan.errors import FileFormatError, MeasureError
 from bitplan.runtime.causal_lm import CausalLM, read_tokenizer
 from bitplan.runtime.packed.checkpoints.build import empty_model
 from bitplan.runtime.packed.checkpoints.fill import read_plain
-from bitplan.runtime.packed.checkpoints.tensor_sources import assign
+from bitplan.runtime.packed.checkpoints.tensor_sources import FilePiece, assign
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.packed_folder import CONFIG, QUANTIZATION_KEYS, read_config
 
@@ -35,6 +35,17 @@ class ModelOnDisk:
         for alias, name in assignment.ties.items():
             _share(model, alias, name)
         self.lm = CausalLM(model.eval(), read_tokenizer(folder), str(folder), stored)
+
+    @property
+    def stacked(self) -> dict[str, tuple[str, FilePiece]]:
+        """Tensors of the file that the model keeps as items of a stack: the stack, and where they lie in it."""
+        return {
+            piece.name: (target, piece)
+            for target, recipe in self._recipes.items()
+            if recipe.converter is None
+            for piece in recipe.pieces
+            if piece.item is not None
+        }
 
     def read(self, name: str) -> Tensor:
         """A parameter by its name in the model, in the type of the file."""

@@ -12,6 +12,7 @@ from bitplan.measure.quality.perplexity import spread_windows
 from bitplan.runtime.causal_lm import CausalLM, load_causal_lm, require_causal
 from bitplan.runtime.model_on_disk import ModelOnDisk, is_plain_folder
 from bitplan.searching.errors import SearchError
+from bitplan.searching.gather.expert_products import ExpertSlice
 from bitplan.searching.gather.searched_model import SearchSubject, subject_of
 from bitplan.store.files.headers import check_model_source
 
@@ -70,7 +71,14 @@ def _read_model(
         lm = load_causal_lm(path)
         return lm, subject_of(lm.model, path=path, keep=keep, only=only, device=device)
     on_disk = ModelOnDisk(path)
-    subject = subject_of(on_disk.lm.model, path=path, read=on_disk.read, keep=keep, only=only, device=device)
+    slices = {
+        name: ExpertSlice(name, stack, piece.item, slice(piece.start, piece.start + piece.shape[0]))
+        for name, (stack, piece) in on_disk.stacked.items()
+        if piece.item is not None
+    }
+    subject = subject_of(
+        on_disk.lm.model, path=path, read=on_disk.read, slices=slices, keep=keep, only=only, device=device
+    )
     require_causal(on_disk.lm, subject.logits)
     return on_disk.lm, subject
 

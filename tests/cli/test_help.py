@@ -14,6 +14,7 @@ from rich.text import Text
 from bitplan.cli import run
 from bitplan.cli.app import VERBS, app
 from tests.cli.verbs.test_perplexity_verb import save_llama
+from tests.crosses import few
 from tests.plan.fp8.fp8_samples import report, series
 
 PANELS = ["Measure", "Plan", "Apply", "Run", "Look"]
@@ -67,7 +68,9 @@ def test_verbs_are_grouped_by_what_they_are_for(capsys):
         assert f" {name.split()[0]} " in message
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - NOT_HERE))
+@pytest.mark.parametrize(
+    "name", [*sorted(set(ALL) - NOT_HERE - {"search"}), pytest.param("search", marks=pytest.mark.long)]
+)
 def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsys):
     result = EXAMPLE.search(" ".join((ALL[name].help or "").split()))
     assert result, f"{name}: its help has no example"
@@ -86,7 +89,7 @@ def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(ALL) - NOT_HERE - {"bench", "confirm-policy", "perplexity", "search"})
+    "name", few(sorted(set(ALL) - NOT_HERE - {"bench", "confirm-policy", "perplexity", "search"}), 8)
 )  # test it themselves
 def test_with_json_standard_output_is_one_document(name, prepared, tmp_path, monkeypatch, capsys):
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)

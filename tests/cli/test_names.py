@@ -13,6 +13,7 @@ import torch
 from bitplan.cli import run, show
 from bitplan.cli.fit_columns import wrap
 from bitplan.text import visible
+from tests.crosses import few
 
 HOSTILE = "\x1b]0;owned\x07\x9b31m\x7f\u202eevil\u2066[red]x[/red][/] [link=x]\r\n.weight"
 SHOWN = r"\x1b]0;owned\x07\x9b31m\x7f\u202eevil\u2066[red]x[/red][/] [link=x]\r\n.weight"
@@ -59,7 +60,7 @@ def here(files, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
 
-@pytest.mark.parametrize("case", [*VERBS, *BESIDE])
+@pytest.mark.parametrize("case", few([*VERBS, *BESIDE], 8))
 def test_a_name_cannot_act_on_the_terminal(case, capsys):
     for more in ([], ["--json"]):
         assert run([*({**VERBS, **BESIDE}[case]), *more]) in (0, 1, 2)

@@ -11,6 +11,7 @@ import torch
 import bitplan.formats
 from bitplan.errors import FormatError
 from bitplan.formats import DTYPE_NAMES, get_format, list_formats
+from tests.crosses import few
 
 from .samples import ALL_FORMATS
 
@@ -75,7 +76,7 @@ def test_public_names_exist():
     assert all(hasattr(bitplan.formats, name) for name in bitplan.formats.__all__)
 
 
-@pytest.mark.cross("fmt", ALL_FORMATS)
+@pytest.mark.cross("fmt", few(ALL_FORMATS, 12))
 @pytest.mark.cross("again", [copy.deepcopy, lambda fmt: pickle.loads(pickle.dumps(fmt))], ids=["deepcopy", "pickle"])
 def test_a_format_survives_copies(fmt, again):
     """A model that holds Encoded weights is deep-copied and sent to workers."""

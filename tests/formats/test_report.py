@@ -97,7 +97,7 @@ def test_an_exact_tensor_has_infinite_sqnr_and_null_in_json(name):
     assert json.loads(json.dumps(written, allow_nan=False)) == written
 
 
-@pytest.mark.cross("fmt", ALL_FORMATS)
+@pytest.mark.cross("fmt", few(ALL_FORMATS, 16))
 @pytest.mark.cross("shape", [(), (0,), (3, 0), (7,), (2, 3, 3, 3), (131, 130)], ids=str)
 def test_every_format_and_shape_has_a_report(fmt, shape):
     x = gaussian(*shape)
@@ -111,7 +111,7 @@ def test_every_format_and_shape_has_a_report(fmt, shape):
     json.dumps(result.to_dict(), allow_nan=False)
 
 
-@pytest.mark.parametrize("fmt", SCALED_FORMATS)
+@pytest.mark.parametrize("fmt", few(SCALED_FORMATS, 12))
 def test_zeros_are_exact(fmt):
     x = torch.zeros(2, 128)
     result = error_report(x, encode(x, fmt))
@@ -181,7 +181,7 @@ def test_opposite_numbers():
     assert result.relative_error == 2.0
 
 
-@pytest.mark.parametrize("fmt", few(ALL_FORMATS, 12))
+@pytest.mark.parametrize("fmt", few(ALL_FORMATS, 6))
 def test_a_sample_of_an_encoding_decodes_as_the_whole_does(fmt):
     x = gaussian(256, 128)
     encoded = encode(x, fmt)

@@ -21,7 +21,6 @@ from triton.compiler import ASTSource
 from bitplan.kernels.matmul import fused_few_rows as triton_matmul
 from bitplan.kernels.matmul import fused_many_rows as triton_wide
 from bitplan.kernels.matmul.direct.kernel import direct_kernel
-from bitplan.kernels.matmul.direct.products import DIRECT_FORMATS
 from bitplan.kernels.matmul.few_rows_kernel import few_rows_kernel
 
 FORMATS = {  # element, scale, type of scales, order, bytes a code, group
@@ -66,15 +65,14 @@ for name in sys.argv[2:]:
     wide = dict(x_ptr="*bf16") | common | {"rows": "i32"}
     ptx = build(triton_wide._wide, wide, fixed | dict(BN=64, BM=64, WORDS="0123"), 4)
     assert "wgmma.mma_async" in ptx, name
-    if name in DIRECT_FORMATS:
-        straight = {name: kind for name, kind in common.items() if name not in ("partial_ptr", "counters_ptr")}
-        straight |= dict(data_ptr="*i32", scales_ptr="*u8" if scale in ("e8m0", "u8") else "*i16")
-        kept = ("N", "K", "ELEMENT", "SCALE", "GROUP", "FACTORS", "BIAS")
-        constants = {each: fixed[each] for each in kept}
-        constants |= dict(ORDER=order, ONE_ROW=True, X=1, R=1, W=2, UNROLL=2, WORDS="0213", OVERLAP=True)
-        ptx = build(direct_kernel, dict(x_ptr="*i32") | straight | {"rows": "i32"}, constants, 2)
-        assert "mma.sync" in ptx and "cp.async" not in ptx, name
-        assert re.search("ld.global.*v4.*griddepcontrol.wait", ptx, re.DOTALL), "weights come before the wait"
+    straight = {name: kind for name, kind in common.items() if name not in ("partial_ptr", "counters_ptr")}
+    straight |= dict(data_ptr="*i32", scales_ptr={"e8m0": "*u8", "u8": "*u8", "f32": "*i32"}.get(scale, "*i16"))
+    kept = ("N", "K", "ELEMENT", "SCALE", "GROUP", "FACTORS", "BIAS")
+    constants = {each: fixed[each] for each in kept}
+    constants |= dict(ORDER=order, ONE_ROW=True, X=1, R=1, W=2, UNROLL=2, WORDS="0213", OVERLAP=True)
+    ptx = build(direct_kernel, dict(x_ptr="*i32") | straight | {"rows": "i32"}, constants, 2)
+    assert "mma.sync" in ptx and "cp.async" not in ptx, name
+    assert re.search("ld.global.*v4.*griddepcontrol.wait", ptx, re.DOTALL), "weights come before the wait"
     print("compiled", name)
 """
 

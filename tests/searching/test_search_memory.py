@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
         self.live -= nbytes
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def plain_rounding(monkeypatch):
     monkeypatch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
 
@@ -83,7 +83,7 @@ def _search(model: nn.Module) -> None:
 
 
 @pytest.mark.long
-def test_memory_does_not_grow_with_the_blocks(plain_rounding):
+def test_memory_does_not_grow_with_the_blocks():
     peaks = {}
     for blocks in (2, 6):
         model = Model(blocks).bfloat16().requires_grad_(False)
@@ -93,7 +93,7 @@ def test_memory_does_not_grow_with_the_blocks(plain_rounding):
     assert peaks[6] < peaks[2] + 4 * WIDTH * WIDTH, peaks
 
 
-def test_memory_is_given_back_when_a_search_ends(plain_rounding):
+def test_memory_is_given_back_when_a_search_ends():
     model, before = Model(1).bfloat16().requires_grad_(False), _runners()
     gc.disable()  # what a search holds must go with it, not with a collection some time later
     try:

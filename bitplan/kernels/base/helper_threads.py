@@ -1,9 +1,9 @@
 """Runs a C function of one address (`openmp_threads.c_function`) on threads that wait in compiled code.
 
-A thread of Python's pool starts work after 50 to 80 us, one after the other, for each needs the interpreter's lock. These
-never ask for it. The caller begins at once and takes pieces until none is left; helpers join it as they wake up, and one
-that comes too late goes to sleep again. The caller waits only for helpers that began. So little work takes no longer
-than on one thread, and 16 threads are woken by each other.
+A thread of Python's pool starts work after 50 to 80 us, one after the other, for each needs the interpreter's lock.
+These never ask for it. The caller begins at once and takes pieces until none is left; helpers join it as they wake up,
+and one that comes too late goes to sleep again. The caller waits only for helpers that began. So little work takes no
+longer than on one thread, and threads wake each other.
 
 A helper looks for the next work for about a tenth of a millisecond before it sleeps. There is one set of helpers in a
 process: where another thread is using it, the caller works alone.

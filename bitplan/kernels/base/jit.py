@@ -50,7 +50,8 @@ UNUSED_PASSES = {
 
 class LoopCompiler(CompilerBase):  # type: ignore[misc]
     """numba's compiler without what loops do not need. It makes no cycles worth collecting while it runs, but so many
-    objects that Python would look for them again and again.
+    objects that Python would look for them again and again. And it finds out again and again what the sum of two
+    integers is: that is remembered while a function is compiled.
     """
 
     def define_pipelines(self) -> list[Any]:
@@ -59,11 +60,24 @@ class LoopCompiler(CompilerBase):  # type: ignore[misc]
         return [manager]
 
     def compile_extra(self, func: Any) -> Any:
-        was_enabled = gc.isenabled()
+        was_enabled, context = gc.isenabled(), self.state.typingctx
+        resolve = context.resolve_function_type
+        known: dict[Any, Any] = {}
+
+        def remembered(function: Any, arguments: Any, named: Any) -> Any:
+            if named or not all(isinstance(kind, types.Type) for kind in arguments):
+                return type(context).resolve_function_type(context, function, arguments, named)
+            key = function, tuple(arguments)
+            if key not in known:
+                known[key] = type(context).resolve_function_type(context, function, arguments, named)
+            return known[key]
+
         gc.disable()
+        context.resolve_function_type = remembered
         try:
             return super().compile_extra(func)
         finally:
+            context.resolve_function_type = resolve
             if was_enabled:
                 gc.enable()
 

@@ -8,7 +8,7 @@
 Ours is a float32 product of the decoded weights, up to the order of additions: with u = 2^-24 it lies within
 (K + 4) u sum_k |x_k w_nk| of the exact one. 16-bit inputs are computed in float32, and the result rounded once.
 
-Up to 16 rows of x (8 for 4-bit codes without AVX-512), codes become numbers in registers (`cpu.rows`). For more, parts
+Up to 20 rows of x (8 for 4-bit codes without AVX-512), codes become numbers in registers (`cpu.rows`). For more, parts
 of the weight are decoded into a buffer that stays in the cache, and multiplied from there (`cpu.panels`). Two other
 ways were slower: the whole matrix decoded for a BLAS, since its numbers go to memory and back; and parts decoded for a
 BLAS, which copies each part and all inputs once more, and starts all threads for every part.
@@ -36,7 +36,7 @@ FORMATS = NIBBLES + BYTES
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread costs more than it gains
 PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
-MOST_INPUTS, MOST_WITHOUT_LOOKUP = 16, 8  # of products in registers; the second for 4-bit codes without AVX-512
+MOST_INPUTS, MOST_WITHOUT_LOOKUP = 20, 8  # of products in registers; the second for 4-bit codes without AVX-512
 MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in turns
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 

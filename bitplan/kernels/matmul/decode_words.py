@@ -174,7 +174,7 @@ fma.rn.bf16x2 $3, d, $5, r;
 }
 """)
 # Byte q + 128 under the exponent of 2^23 is 2^23 + 128 + q in float32; bfloat16 holds q exactly.
-_INT8 = tl.constexpr("""
+INT8 = tl.constexpr("""
 {
 .reg .b32 u, p;
 .reg .f32 a, b, c, d;
@@ -197,7 +197,7 @@ cvt.rn.bf16x2.f32 $1, d, c;
 """)
 # A byte at the upper end of each half, its seven lower bits moved to the lowest of the exponent and the top of the
 # mantissa: the value times 2^-120, subnormals included. NaN is not among them (`arrange_scales` sees to it).
-_E4M3 = tl.constexpr("""
+E4M3 = tl.constexpr("""
 {
 .reg .b32 t, u, v, w, k;
 mov.b32 k, 0x7B807B80;
@@ -317,9 +317,9 @@ def floats_of_nibbles(byte, first, ELEMENT: tl.constexpr):
 def words_of_bytes(byte, ELEMENT: tl.constexpr):
     """8-bit codes -> bfloat16, exactly."""
     if ELEMENT == "int8":
-        w = tl.inline_asm_elementwise(_INT8, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
+        w = tl.inline_asm_elementwise(INT8, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
     else:
-        w = tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
+        w = tl.inline_asm_elementwise(E4M3, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
     return w
 
 

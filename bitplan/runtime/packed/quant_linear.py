@@ -391,7 +391,8 @@ class _BoundCall:
         if torch.is_grad_enabled() and (x.requires_grad or _learns(bias)):
             return None
         y = self._call(x, self._shape)
-        layer.last_pick = self._picked
+        if layer.last_pick is not self._picked:  # a module's attributes are slow to write
+            layer.last_pick = self._picked
         return y
 
 

@@ -33,10 +33,11 @@ class BlockCalls:
         finite: FiniteCheck | None,
         train: Train,
         before_outside: Callable[[StreamedBlock], None],
+        ran_out: Callable[[], None],
     ) -> None:
-        """before_outside: called before a block computes outside a step."""
+        """before_outside: called before a block computes outside a step; ran_out: where one is out of memory."""
         self._loader, self._training, self._finite, self._train = loader, training, finite, train
-        self._before_outside = before_outside
+        self._before_outside, self._ran_out = before_outside, ran_out
         self._wrapped: list[tuple[StreamedBlock, Callable[..., Any] | None]] = []
 
     def wrap(self, index: int, block: StreamedBlock) -> None:
@@ -49,6 +50,8 @@ class BlockCalls:
                 return self._run(functools.partial(self._compute, index, block, forward), index, block, args, kwargs)
             except Exception as error:
                 error.add_note(f"bitplan: in streamed block {self._loader.place(index)}")
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._ran_out()
                 raise
 
         self._wrapped.append((block, block.module.__dict__.get("forward")))

@@ -70,6 +70,17 @@ class BlockUpkeep:
         check_slots(slots)
         self._slots, self._vram_bytes, self._is_resized = slots, vram_bytes, True
 
+    def saw_step(self, peak_bytes: int) -> None:
+        """After a step: with slots="auto" and no limit of their own, slots are to fit the memory that steps leave."""
+        if self._slots == "auto" and self._vram_bytes is None and self._loader.saw_step(peak_bytes):
+            self._is_resized = True
+
+    def ran_out(self) -> None:
+        """A block ran out of memory: with slots="auto" the next step has fewer slots."""
+        if self._slots == "auto" and self._vram_bytes is None:
+            self._loader.ran_out()
+            self._is_resized = True
+
     # ---- boundaries --------------------------------------------------------------------------------------------------
 
     def bring_up_to_date(self) -> None:

@@ -72,7 +72,7 @@ def stream_blocks(
     blocks        names of the blocks; `*` stands for one part of a name
     device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and trials
     formats       None (each parameter's own type), a format, a mapping or a Plan; see `blocks.formats`
-    slots         ring slots on the device; "auto" fills spare memory, with resident blocks first
+    slots         ring slots on the device; "auto" fills the memory that steps leave, with resident blocks first
     host          "pinned", "pageable", or "file" (in `host_folder`, or a temporary folder)
     train         "adapters": parameters of blocks that require gradients stay on the device, for your optimizer;
                   "weights": they are streamed, and trained on the host by AdamW (`optimizer`);
@@ -133,7 +133,8 @@ class BlockStream:
             move_resident(model, blocks, device.torch_device)
             self._finite = FiniteCheck(device, names) if options.check_finite else None
             self._upkeep.write(formats, blocks)
-        self._calls = BlockCalls(self._loader, self.training, self._finite, options.train, self._before_outside)
+        outside, ran_out = self._before_outside, self._upkeep.ran_out
+        self._calls = BlockCalls(self._loader, self.training, self._finite, options.train, outside, ran_out)
         for index, block in enumerate(blocks):
             self._calls.wrap(index, block)
         self._hooks = self._upkeep.hook_state_dicts()
@@ -191,6 +192,7 @@ class BlockStream:
         transfers = self._loader.transfers()
         self._loader.stop()
         recorder.close()
+        self._upkeep.saw_step(recorder.vram_peak_bytes)
         if self.training is not None:
             self._loader.forget()
             self.training.update(

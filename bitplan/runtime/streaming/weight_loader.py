@@ -54,6 +54,7 @@ class WeightLoader:
         self.step: int | None = None
         self.is_broken = False  # a wait was interrupted: the contents of slots are unknown
         self.is_allocated = False  # the last `allocate` was not interrupted
+        self.step_bytes: int | None = None  # what a step takes beside its slots, at most, of those that were seen
         self._ring: SlotRing | None = None
         self._decoder = SlotDecoder()
         self._worker = Worker("transfer")
@@ -145,8 +146,10 @@ class WeightLoader:
                 )
         if slots == "auto":
             spare = self.device.spare_bytes() if budget is None else budget - self.device.allocated_bytes
-            fitting = max(0, spare - scratch) // max(1, size)
-            if fitting < min(FEWEST_SLOTS, len(layouts)):
+            left = 0 if budget is not None else self._left_for_steps()
+            least, fitting = min(FEWEST_SLOTS, len(layouts)), max(0, spare - scratch) // max(1, size)
+            fitting = min(fitting, max(least, (spare - scratch - left) // max(1, size)))
+            if fitting < least:
                 raise StreamError(
                     f"the largest block takes {size} bytes, its decoded weights {scratch}, and {spare} bytes are spare "
                     f"on {self.device.torch_device}: it fits no slot; choose smaller formats or smaller blocks"
@@ -154,6 +157,28 @@ class WeightLoader:
             return share_slots(len(layouts), fitting)
         check_slots(slots)
         return min(int(slots), len(layouts)), frozenset()
+
+    def _left_for_steps(self) -> int:
+        return self.device.guessed_step_bytes() if self.step_bytes is None else self.step_bytes
+
+    def saw_step(self, peak_bytes: int) -> bool:
+        """After a step, note its memory; whether another division of the memory (slots="auto") fits better.
+
+        Looks only where a step took more than any before: asking the device takes long.
+        """
+        needed = max(0, peak_bytes - self.device.used_bytes())
+        if self._ring is None or (self.step_bytes is not None and needed <= self.step_bytes):
+            return False
+        self.step_bytes = needed
+        spare = self.device.spare_bytes() + self._ring.nbytes - self._ring.scratch_bytes - needed
+        count, present = len(self.names), len(self._ring.slots) + len(self._ring.resident)
+        fitting = min(count, max(FEWEST_SLOTS, spare // max(1, self._ring.slot_bytes)))
+        return fitting < present or fitting > present + 1 or present < fitting == count
+
+    def ran_out(self) -> None:
+        """A step ran out of memory: leave it a quarter of what slots have, beside what it had."""
+        if self._ring is not None:
+            self.step_bytes = self._left_for_steps() + self._ring.nbytes // 4
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bitplan.formats import get_format
 from bitplan.measure.calibration import hash_tensors
 from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
@@ -107,7 +108,8 @@ def collect_evidence(
         require_same(before, fingerprint, str(folder))
     rounded = RoundedWeights(subject, kept.statistics(fingerprint))
     if rounded.statistics.windows < len(windows):
-        rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
+        with rounded.compiling(formats):
+            rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
     evidence = _begin(subject, fingerprint, before, windows, checks)
     meter = PlanMeter(rounded, checks, unscored=unscored, remembers=True)
     wanted = groups_with_formats(subject, formats)
@@ -267,6 +269,8 @@ def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[
         for tensor in tensors:
             shape = subject.sites[tensor].shape
             held = formats_that_hold(shape, held)
+            if subject.sites[tensor].slice is not None:  # packed experts are stacked, and a stack has one factor
+                held = [fmt for fmt in held if not _has_base(fmt)]
             if not held:
                 raise SearchError(
                     f"{subject.where}: {tensor}: rows of {shape[-1]} are not whole blocks of any of "
@@ -274,6 +278,11 @@ def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[
                 )
         found[name] = held
     return found
+
+
+def _has_base(fmt: str) -> bool:
+    scales = get_format(fmt).scales
+    return scales is not None and scales.needs_base
 
 
 def _tensors(subject: SearchSubject, group: str) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -25,7 +25,7 @@ from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP
 from bitplan.searching.groups import group_name, place_of
 from bitplan.store.rounding.error_compensation import InputHessian
 from bitplan.store.rounding.layout import layout_of
-from bitplan.store.rounding.pick_loops import compiled_on_threads
+from bitplan.store.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads
 from bitplan.store.rounding.round_weight import round_weight
 
 MOST_WEIGHTS, MOST_NUMBERS = 3, 2**28  # q, k and v; and how many numbers they may have together
@@ -92,6 +92,29 @@ class RoundedWeights:
                         on_done(name, fmt)
             finally:
                 pool.shutdown(cancel_futures=True)
+
+    @contextmanager
+    def compiling(self, formats: Sequence[str]) -> Iterator[None]:
+        """Compile what rounds to these formats while something else goes on: it takes a core some time, once."""
+        largest = max(math.prod(site.shape) for site in self.subject.sites.values())
+        if self.subject.device.type != "cpu" or self.subject.target.streamed or largest < SMALLEST_FOR_CPU:
+            yield
+            return
+        stopped, weight = threading.Event(), torch.randn(SMALLEST_FOR_CPU // 512, 512)
+
+        def compile_loops() -> None:
+            for fmt in formats:
+                if not stopped.is_set():
+                    round_weight(weight, fmt, hessian=torch.eye(512))
+
+        with ThreadPoolExecutor(1) as pool:
+            compiled = pool.submit(compile_loops)
+            try:
+                yield
+            except BaseException:
+                stopped.set()
+                raise
+            compiled.result()
 
     @contextmanager
     def one_torch_thread(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.blocks import TokenStates, equal_lengths
+from bitplan.searching.gather.expert_products import ExpertSlice, RoutedTokens, WatchedProducts, one_by_one
 from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
@@ -83,6 +84,7 @@ class _Passes:
         self._states: dict[int, list[StoredTensor]] = {}
         self._writer = ScratchWriter()
         self._shared: dict[str, str] = {}
+        self._routed = RoutedTokens()
         self._last: tuple[Tensor, str] | None = None
 
     def run(self) -> None:
@@ -97,6 +99,9 @@ class _Passes:
                 self._write_states(index, states[: len(with_gradients)])
                 with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
                     states = [runner.run_block(index, each) for each in states]
+                owners = [each for each in self._slices(index) if each.name not in self._shared]
+                self._routed.complete_inputs(owners, self._sums, INPUTS)
+                self._routed.clear()
                 self._flush()
                 self._on_step(1)
             gradients = self._leave(states)
@@ -147,6 +152,9 @@ class _Passes:
                     torch.autograd.backward(given, gradients[at])
                     assert hidden.grad is not None
                     gradients[at] = hidden.grad
+            tokens = sum(map(len, self._windows[: self._watched]))
+            self._routed.complete_gradients(self._slices(index), self._sums, GRADIENT, tokens)
+            self._routed.clear()
             self._flush()
             self._on_step(1)
         if runner.blocks:
@@ -209,11 +217,49 @@ class _Passes:
                 for embedding in site.embeddings:
                     if inside.get(id(embedding)) == block and (counts or lookups):
                         handles.append(embedding.register_forward_hook(self._embedding(site.name, counts, lookups)))
-            yield
+            with self._experts(block, inputs, gradients):
+                yield
         finally:
             self._last = None
             for handle in handles:
                 handle.remove()
+
+    def _slices(self, block: int | None) -> list[ExpertSlice]:
+        """Experts of a block whose layer keeps them as one tensor."""
+        found = [site.slice for site in self._subject.sites.values() if site.slice is not None]
+        return [each for each in found if block is not None and self._runner.name_in_block(block, each.stack)]
+
+    @contextmanager
+    def _experts(self, block: int | None, inputs: bool, gradients: bool) -> Iterator[None]:
+        slices = self._slices(block) if inputs or gradients else []
+        if not slices:
+            yield
+            return
+        model = self._runner.model
+        modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in {each.stack for each in slices}}
+        stacks = {name: module.get_parameter(name.rpartition(".")[2]) for name, module in modules.items()}
+
+        def on_product(stack: str, expert: int, x: Tensor, output: Tensor) -> None:
+            own = [each for each in slices if (each.stack, each.expert) == (stack, expert)]
+            self._routed.add(stack, expert, len(x))
+            if inputs and own:
+                self._add_squares(f"{own[0].name}.{INPUTS}", x)
+            if gradients and output.requires_grad:
+                output.register_hook(lambda gradient: self._add_gradients(own, gradient))
+
+        if inputs:
+            first: dict[tuple[str, int], str] = {}
+            for each in slices:
+                owner = first.setdefault((each.stack, each.expert), each.name)
+                if owner != each.name:
+                    self._shared[each.name] = owner
+        with one_by_one(list(modules.values())), WatchedProducts(stacks, on_product):
+            yield
+
+    def _add_gradients(self, slices: Sequence[ExpertSlice], gradient: Tensor) -> None:
+        squares = gradient.detach().float().square().sum(0)
+        for each in slices:
+            self._add(f"{each.name}.{GRADIENT}", squares[each.rows].clone())
 
     def _linear(self, name: str, inputs: bool, gradients: bool) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(_module: nn.Module, args: Any, output: Tensor) -> None:

@@ -20,6 +20,7 @@ from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
 from bitplan.searching.gather.blocks import BlockRunner, Replaced
+from bitplan.searching.gather.expert_products import ExpertSlice
 from bitplan.searching.runtime_formats import TARGETS, Target
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import places_of
@@ -39,6 +40,7 @@ class WeightSite:
     linears: tuple[nn.Module, ...]
     embeddings: tuple[nn.Module, ...]
     role: str
+    slice: ExpertSlice | None = None  # of an expert that the model keeps in a stack
 
 
 @dataclass
@@ -103,12 +105,31 @@ class SearchSubject:
 
     def weight(self, name: str) -> Tensor:
         """A weight by the file's name, in float32 on the device."""
-        return self.runner.read(self.names[name]).detach().to(self.device).float()
+        if self.sites[name].slice is None:
+            return self.runner.read(self.names[name]).detach().to(self.device).float()
+        assert self.path is not None
+        with open_tensors(self.path) as file:
+            return file.read_float(name).to(self.device).float()
 
     def replaced_by(self, weights: Callable[[str], Tensor | None]) -> Replaced:
         """What the runner takes, of numbers by the file's names."""
-        ours = {self.names[name]: name for name in self.sites}
-        return lambda name: weights(ours[name]) if name in ours else None
+        ours = {self.names[name]: name for name, site in self.sites.items() if site.slice is None}
+        stacks: dict[str, list[ExpertSlice]] = {}
+        for site in self.sites.values():
+            if site.slice is not None:
+                stacks.setdefault(site.slice.stack, []).append(site.slice)
+
+        def stacked(name: str) -> Tensor | None:
+            found = [(each, weights(each.name)) for each in stacks[name]]
+            if all(numbers is None for _, numbers in found):
+                return None
+            stack = self.runner.read(name).detach().to(self.device).float().clone()
+            for each, numbers in found:
+                if numbers is not None:
+                    stack[each.expert, each.rows] = numbers
+            return stack
+
+        return lambda name: weights(ours[name]) if name in ours else stacked(name) if name in stacks else None
 
     def logits(self, ids: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Logits [windows, length, vocabulary], with some weights replaced."""
@@ -140,6 +161,7 @@ def subject_of(
     *,
     path: str | Path | None = None,
     read: Callable[[str], Tensor] | None = None,
+    slices: Mapping[str, ExpertSlice] | None = None,
     keep: Sequence[str] = (),
     only: Sequence[str] = (),
     device: torch.device | str | None = None,
@@ -148,6 +170,7 @@ def subject_of(
 
     path     the file or folder that the model came from; names and stored types are then the file's
     read     gives the numbers of a parameter by its name; without it they are the model's own
+    slices   tensors of the file that are single experts in a stack of the model
     device   where to compute; without it, where the model is
     """
     model.eval()
@@ -159,10 +182,11 @@ def subject_of(
         names, where = {name: name for name in tensors}, type(model).__name__
     else:
         tensors, names = _of_file(model, Path(path))
+        names |= {name: each.stack for name, each in (slices or {}).items()}
         where = str(path)
     plan = choose_formats(tensors, ANY_ROWS, keep=keep, only=only, pad=True, where=where)
     stored = choose_formats(tensors, {"*": None}, where=where)
-    sites, stays = _split(model, plan, names, stored)
+    sites, stays = _split(model, plan, names, stored, slices or {})
     if not sites:
         raise SearchError(f"{where}: no linear layer or embedding is left to search; check --keep and --only")
     return SearchSubject(runner, where, sites, stays, names, stored, None if path is None else Path(path))
@@ -194,7 +218,7 @@ def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, Stored], dict[str,
 
 
 def _split(
-    model: nn.Module, plan: Plan, names: Mapping[str, str], stored: Plan
+    model: nn.Module, plan: Plan, names: Mapping[str, str], stored: Plan, slices: Mapping[str, ExpertSlice]
 ) -> tuple[dict[str, WeightSite], dict[str, StayingTensor]]:
     places = places_of(model)
     by_name = {place.name: place.parameter for place in places}
@@ -210,6 +234,9 @@ def _split(
         linears = tuple(module for module in modules if isinstance(module, nn.Linear))
         embeddings = tuple(module for module in modules if isinstance(module, nn.Embedding))
         reason = entry.choice.reason
+        if entry.stored is None and name in slices:
+            sites[name] = WeightSite(name, entry.shape or (), (), (), entry.role, slices[name])
+            continue
         if entry.stored is None and parameter is not None and (linears or embeddings):
             if id(parameter) not in seen:
                 seen[id(parameter)] = name

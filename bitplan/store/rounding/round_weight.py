@@ -79,7 +79,7 @@ class RoundingOptions(TypedDict, total=False):
 
 def round_weight(weight: Tensor, fmt: Format | str, **options: Unpack[RoundingOptions]) -> Encoded:
     """`round_with_report` without its report."""
-    return round_with_report(weight, fmt, **options)[0]
+    return _round(weight, fmt, has_report=False, **options)[0]
 
 
 def round_with_report(
@@ -112,6 +112,28 @@ def round_with_report(
     Without statistics, scales are searched by plain squared error. Where `encode` is better by the measure, rows are as
     `encode` has them. Formats with nothing to choose (casts, 16 bits and more, zero points, signs) are plain `encode`.
     """
+    options: RoundingOptions = {"moments": moments, "hessian": hessian, "outputs": outputs, "damping": damping}
+    options |= {"order": order, "sweeps": sweeps, "pad": pad, "base": base, "device": device, "name": name}
+    return _round(weight, fmt, has_report=True, **options)
+
+
+def _round(
+    weight: Tensor,
+    fmt: Format | str,
+    *,
+    has_report: bool,
+    moments: Tensor | None = None,
+    hessian: Tensor | InputHessian | None = None,
+    outputs: Tensor | None = None,
+    damping: float = 0.01,
+    order: Order = "activation",
+    sweeps: int = SWEEPS,
+    pad: Literal["zero"] | None = None,
+    base: float | None = None,
+    device: torch.device | str | None = None,
+    name: str = "tensor",
+) -> tuple[Encoded, Rounding]:
+    """`round_with_report`; without a report its errors are in the Hessian's own unit, which saves a large product."""
     fmt = get_format(fmt)
     if device is not None:
         weight = weight.to(device)
@@ -140,12 +162,12 @@ def round_with_report(
                 return _by_hessian(piece, ordered, own, part, sweeps)
 
             rounded = round_with_feedback(matrix, outputs, plain, layout, round_rows, name)
-            return _better_of_whole(matrix, plain, rounded, layout, cost, outputs, used)
+            return _better_of_whole(matrix, plain, rounded, layout, cost, outputs, used, has_report)
         rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
     before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
     before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
     worse = ~(after <= before)
-    whole = float(_errors(matrix, None, cost).sum()) or 1.0
+    whole = (float(_errors(matrix, None, cost).sum()) or 1.0) if has_report else 1.0
     report = Rounding(
         measure,
         float(before.sum()) / whole,
@@ -165,12 +187,14 @@ def _better_of_whole(
     hessian: Tensor,
     outputs: Tensor,
     damping: float | None,
+    has_report: bool,
 ) -> tuple[Encoded, Rounding]:
     """Rows that make up for each other are taken all or none."""
     before, after = (
         error_between_outputs(matrix, _filled_values(each, layout), hessian, outputs) for each in (plain, rounded)
     )
-    whole = error_between_outputs(matrix, torch.zeros_like(matrix), hessian, outputs) or 1.0
+    zeros = torch.zeros_like(matrix)
+    whole = (error_between_outputs(matrix, zeros, hessian, outputs) or 1.0) if has_report else 1.0
     is_better = after <= before
     report = Rounding(
         "hessian and outputs",

@@ -17,6 +17,7 @@ from bitplan.formats.scales.checks import (
     scale_health,
     scales_at_an_end,
 )
+from tests.crosses import few
 from tests.formats.samples import ALL_FORMATS, SCALED_FORMATS, gaussian, heavy_tailed, per_block
 
 # The codes that count as an end of the range, as numbers: (lowest, highest).
@@ -45,7 +46,7 @@ def codes_as_numbers(encoded):
     return per_block(encoded.fmt, values)
 
 
-@pytest.mark.cross("fmt", SCALED_FORMATS)
+@pytest.mark.cross("fmt", few(SCALED_FORMATS, 14))
 @pytest.mark.cross("numbers", [gaussian, heavy_tailed])
 def test_codes_are_counted_as_a_naive_count_has_them(fmt, numbers):
     x = numbers(256, 256)
@@ -159,7 +160,7 @@ def test_float16_scales_underflow_where_they_are_off_by_half_a_step(name, limit)
         assert health.nan.flatten().tolist() == [*[False] * 8, True]
 
 
-@pytest.mark.parametrize("fmt", [p for p in SCALED_FORMATS if not p.values[0].power_of_two_scales])
+@pytest.mark.parametrize("fmt", few([p for p in SCALED_FORMATS if not p.values[0].power_of_two_scales], 12))
 def test_a_zero_scale_underflows_only_over_codes_that_are_not_zero(fmt):
     zero, ones = encode(torch.zeros(128, 128), fmt), encode(gaussian(128, 128), fmt)
     assert scale_health(zero).underflowed_scales == 0
@@ -167,7 +168,7 @@ def test_a_zero_scale_underflows_only_over_codes_that_are_not_zero(fmt):
     assert scale_health(Encoded(fmt, ones.shape, **parts)).underflowed_scales == ones.scales.numel()
 
 
-@pytest.mark.parametrize("fmt", [p for p in SCALED_FORMATS if p.values[0].storage.itemsize == 1])
+@pytest.mark.parametrize("fmt", few([p for p in SCALED_FORMATS if p.values[0].storage.itemsize == 1], 12))
 def test_undefined_codes_over_every_byte(fmt):
     """Of the 256 bytes, those that hold a NaN, an infinity, or ternary's fourth pattern."""
     shape = (128, 128)
@@ -181,7 +182,7 @@ def test_undefined_codes_over_every_byte(fmt):
     assert every_code_is_defined(fmt) == (not per_256)
 
 
-@pytest.mark.cross("fmt", SCALED_FORMATS)
+@pytest.mark.cross("fmt", few(SCALED_FORMATS, 14))
 @pytest.mark.cross("base", [1.0, 0.0, torch.nan, torch.inf])
 def test_bit_patterns_tell_what_the_flags_tell(fmt, base):
     """Over every pattern of 8 and 16 bits, and the edges of wider ones."""

@@ -10,6 +10,7 @@ from bitplan.errors import FormatError, NonFiniteError
 from bitplan.formats import list_formats
 from bitplan.kernels import decode, encode, explain_decode, explain_encode
 from bitplan.kernels.codec import dispatch
+from tests.crosses import few
 
 LARGE = (256, 512)
 
@@ -18,7 +19,7 @@ def numbers(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-@pytest.mark.cross("fmt", [fmt.name for fmt in list_formats()])
+@pytest.mark.cross("fmt", few([fmt.name for fmt in list_formats()], 16))
 @pytest.mark.cross("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_pick_never_changes_a_result(fmt, dtype):
     x = numbers(*LARGE, dtype=dtype)

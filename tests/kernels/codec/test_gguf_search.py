@@ -10,6 +10,7 @@ from bitplan.formats import encode as by_definition
 from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.kernels import encode
 from bitplan.kernels.codec.dispatch import explain_encode
+from tests.crosses import few
 from tests.formats.samples import gaussian, heavy_tailed, same
 
 
@@ -22,7 +23,7 @@ def numbers() -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", few(LAYOUTS, 5))
 def test_the_twin_gives_the_bytes_of_the_definition(name):
     x, importance = numbers(), gaussian(1024, seed=5).exp()
     assert explain_encode(x, name).implementation == "numba"

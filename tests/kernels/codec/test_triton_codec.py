@@ -18,6 +18,7 @@ if not (triton.knobs.runtime.interpret or torch.cuda.is_available()):
 
 from bitplan.kernels.codec import triton_decode, triton_encode  # noqa: E402
 from bitplan.kernels.codec.triton_codec import DECODERS, ENCODERS, Launch  # noqa: E402
+from tests.crosses import few  # noqa: E402
 
 # Under the interpreter numpy does the arithmetic, and warns where a GPU gives infinity, NaN or zero without a word.
 pytestmark = [
@@ -112,7 +113,7 @@ def test_every_bfloat16(name: str, order: str, device: torch.device) -> None:
     assert_encodes(x.reshape(512, 128), name, device, few_programs(device))
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", few(ENCODERS, 4))
 def test_ties_and_their_neighbours(name: str, device: torch.device) -> None:
     """A block that holds the largest code's number has a power-of-two scale, so midpoints of codes are exact ties."""
     top, ties = ties_of(get_format(name))
@@ -224,7 +225,7 @@ def every_code(fmt: Format) -> Iterator[Encoded]:
         yield Encoded(fmt, shape, data, scales[:, None].expand(fmt.grid(shape)).contiguous(), base)
 
 
-@pytest.mark.parametrize("name", [name for name in DECODERS if name != "fp8_e4m3_b128"])
+@pytest.mark.parametrize("name", few([name for name in DECODERS if name != "fp8_e4m3_b128"], 5))
 def test_every_code_under_many_scales(name: str, device: torch.device) -> None:
     for encoded in every_code(get_format(name)):
         assert_decodes(encoded, device, few_programs(device))
@@ -254,7 +255,7 @@ def test_shapes_come_back(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.cross("launch", [Launch(1024, 1), Launch(2048, 2, 4), Launch(8192, 8, 16)], ids=str)
-@pytest.mark.cross("name", DECODERS)
+@pytest.mark.cross("name", few(DECODERS, 5))
 def test_the_launch_changes_nothing(name: str, launch: Launch, device: torch.device) -> None:
     x = gaussian(3, 640).to(torch.bfloat16)
     if name in ENCODERS:

@@ -61,7 +61,7 @@ def check_every_magnitude(fp8: str, eps: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("eps", [0.0, 3e-3])
+@pytest.mark.parametrize("eps", [pytest.param(0.0, marks=pytest.mark.long), 3e-3])
 def test_scales_of_every_magnitude(fp8, eps, device) -> None:
     check_every_magnitude(fp8, eps, device)
 

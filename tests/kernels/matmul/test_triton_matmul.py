@@ -10,7 +10,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.formats import Encoded, decode, encode, get_format
 from bitplan.kernels.matmul import fused_few_rows as tm
-from bitplan.kernels.matmul.direct.products import DIRECT_FORMATS, direct_launch
+from bitplan.kernels.matmul.direct.products import direct_launch
 from bitplan.kernels.matmul.expert_routing import route
 from bitplan.kernels.matmul.fused_few_rows import MatmulLaunch
 
@@ -57,7 +57,7 @@ def test_identity_gives_back_every_code_as_decode_does(name: str, launch: Matmul
 
 
 @pytest.mark.cross("launch", DIRECT, ids=str)
-@pytest.mark.cross("name", sorted(DIRECT_FORMATS))
+@pytest.mark.cross("name", FORMATS)
 def test_the_direct_kernel_gives_back_every_code(name: str, launch: MatmulLaunch, device: torch.device) -> None:
     weight = every_code(name, 24, 384, device)
     inputs = torch.arange(launch.rows + 1, device=device) * 47 % 384  # of low and of high nibbles

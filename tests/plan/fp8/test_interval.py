@@ -110,7 +110,7 @@ def test_bad_confidence(confidence):
 TIMES = st.lists(st.floats(0.1, 10), min_size=4, max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(TIMES, TIMES, st.booleans())
 def test_the_interval_holds_its_middle_and_widens_with_confidence(bf16, fp8, in_turns):
     wide = speedup_interval(bf16, fp8, in_turns=in_turns, confidence=0.95)

@@ -287,7 +287,7 @@ def rows_of(drawn):
     return rows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(ROWS, st.randoms(use_true_random=False), st.integers(1, 4))
 def test_same_evidence_same_bytes_in_any_order(drawn, draw, pieces):
     rows = rows_of(drawn)
@@ -302,7 +302,7 @@ def test_same_evidence_same_bytes_in_any_order(drawn, draw, pieces):
     assert to_thresholds(whole.policy).to_json() == to_thresholds(split.policy).to_json()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(ROWS, st.floats(0.8, 1.3))
 def test_a_win_has_won_in_every_way_it_was_timed(drawn, threshold):
     rows = rows_of(drawn)
@@ -331,7 +331,7 @@ def rows_key(rule):
     return (rule.part, rule.kind, rule.name, rule.shape, rule.tp, None, None, rule.gemm)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(ROWS)
 def test_version_1_is_never_bolder_than_version_2(drawn):
     policy = merged(report(rows_of(drawn))).policy

@@ -490,7 +490,7 @@ def test_questions_that_make_no_sense(question, error, message):
 SERIES = st.dictionaries(st.integers(1, 50), st.sampled_from(ANSWERS), min_size=1, max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SERIES)
 def test_bands_never_overlap_and_hold_every_win_and_nothing_else(answers):
     ordered = dict(sorted(answers.items()))

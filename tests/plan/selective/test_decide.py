@@ -381,7 +381,7 @@ configs = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(configs, runs)
 def test_force_lists_win_cooldowns_hold_and_inputs_stay_as_they_were(config, steps):
     evidence, state = with_transfer(3.0), PolicyState.start(NAMES)
@@ -407,7 +407,7 @@ def test_force_lists_win_cooldowns_hold_and_inputs_stay_as_they_were(config, ste
         state = after
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(*[st.floats(0, 1 / 3)] * 3), max_size=10))
 def test_inside_the_budgets_margin_nothing_moves(rows):
     """Three units enter at 0.9 of the budget; within the budget they stay, and the fourth finds no room."""
@@ -416,7 +416,7 @@ def test_inside_the_budgets_margin_nothing_moves(rows):
     assert set(result) == {"iiib"}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(0.2, below(0.6)), min_size=1, max_size=50), st.sampled_from(["bf16", "int8", "fp8"]))
 def test_inside_the_margin_nothing_ever_moves(scores, start):
     """Between 0.2 and 0.6 a block keeps what it has, however the score wanders."""
@@ -426,7 +426,7 @@ def test_inside_the_margin_nothing_ever_moves(scores, start):
         assert current == start
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
 def test_a_switch_back_needs_the_whole_gap(scores):
     """From one switch to the next the score has crossed from below 0.2 to 0.6 or above, or the other way."""

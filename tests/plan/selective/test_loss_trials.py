@@ -72,7 +72,7 @@ def settle(state, bad):
     return state, culprits, probes
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 12), st.sets(st.integers(0, 11)))
 def test_exactly_the_bad_units_are_rolled_back(count, bad):
     state, hints = switched(count)

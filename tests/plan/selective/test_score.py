@@ -211,7 +211,7 @@ candidates = st.lists(
 ).map(lambda rows: [Candidate(f"u.{index}", *row) for index, row in enumerate(rows)])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(candidates, st.floats(0, 30), st.integers(-100, 4000) | st.none())
 def test_a_choice_is_within_budget_minimal_and_repeatable(result, budget, wanted):
     chosen = choose_low_set(result, budget=budget, bytes_to_save=wanted)
@@ -226,7 +226,7 @@ def test_a_choice_is_within_budget_minimal_and_repeatable(result, budget, wanted
             assert chosen.bytes_saved - by_name[name].bytes_saved < wanted  # without any one of them it shows again
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 8), st.integers(1, 9), st.floats(0.5, 12))
 def test_equal_blocks_give_the_smallest_set_that_hides(count, saved, share):
     """Against all subsets: where blocks are equal in bytes the greedy choice is the best."""

@@ -210,7 +210,7 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.data(), json_values)
 def test_whatever_is_in_the_file_the_answer_is_a_state_or_one_clear_error(data, value):
     """Some part of a good document replaced by anything: refused in one line, or read and fit to go on with."""
@@ -235,7 +235,7 @@ def test_whatever_is_in_the_file_the_answer_is_a_state_or_one_clear_error(data, 
         judge_trial(state, 9.0, CONFIG)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(json_values)
 def test_whatever_is_in_the_config_the_answer_is_a_config_or_one_clear_error(value):
     for document in (value, {"selective_precision": value}, {"memory": {"stagehand": {"selective_precision": value}}}):

@@ -130,7 +130,7 @@ looks = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(looks)
 def test_within_a_step_hints_only_tighten_and_states_are_values(steps):
     state = BRIDGE.begin_step(BRIDGE.start(), 0)

@@ -90,7 +90,7 @@ def measured_under(policy, name):
     return isinstance(policy, BandPolicy) and any(rule.name == name and rule.gemm in GEMMS for rule in policy.rules)
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.long)])
 def test_explain_apply_and_adapters_agree(examples):
     @settings(max_examples=examples, deadline=None)
     @given(POLICIES, TOKENS, RECIPES, st.booleans(), st.booleans())

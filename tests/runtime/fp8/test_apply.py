@@ -18,6 +18,7 @@ from bitplan.runtime.fp8 import apply as fp8_apply
 from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
+from tests.crosses import few
 from tests.plan.fp8.fp8_samples import H200, report, series
 from tests.runtime.fp8.test_find_linears import DEEPSEEK, MOE, SMALL
 
@@ -565,7 +566,7 @@ MOE_MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MOE_MODELS)
+@pytest.mark.parametrize("kind", few(MOE_MODELS, 2))
 def test_moe_models_in_fp8_compute_nearly_the_same(kind):
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**MOE_MODELS[kind])

@@ -116,7 +116,7 @@ def test_lightning_trains_and_its_checkpoint_comes_back(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
-@pytest.mark.parametrize("way", ["adapters", "checkpointed"])
+@pytest.mark.parametrize("way", [pytest.param("adapters", marks=pytest.mark.long), "checkpointed"])
 def test_compiles_as_one_graph_forward_and_backward(way):
     plain = llama(num_hidden_layers=1)
     if way == "adapters":

@@ -26,6 +26,7 @@ from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import morph_model
 from bitplan.store.models.save_load import load_model, save_model
 from bitplan.store.quantize_files import quantize_file
+from tests.crosses import few
 from tests.runtime.packed.linear_samples import FORMATS, normal
 
 HIDDEN, FFN, VOCAB = 64, 128, 96
@@ -100,7 +101,7 @@ IDS = torch.arange(12).reshape(2, 6)
 # ---- what it does ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(FORMATS, 4))
 def test_a_stack_runs_as_one_whose_weights_were_rounded(name: str) -> None:
     model, twin = Llama(), Llama()
     applied = apply_plan(model, plan_of(model, (r".*(proj)\.weight", name)), strategy="decode", pad="zero")

@@ -44,7 +44,7 @@ class Attention(nn.Module):
         return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "int8_row"])
+@pytest.mark.parametrize("name", ["nvfp4", pytest.param("int8_row", marks=pytest.mark.long)])
 def test_joined_projections_give_the_numbers_and_the_state_of_separate_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,9 @@ def arguments(name: str, strategy: str, dtype: torch.dtype = torch.float32) -> t
     return *matrix[:3], *prepared, matrix.expanded, name, 16, ways, 0, 0
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("mxfp4", "decode"), ("int8_g128", "eager")])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("mxfp4", "decode"), pytest.param("int8_g128", "eager", marks=pytest.mark.long)]
+)
 def test_opcheck(name: str, strategy: str) -> None:
     weight = arguments(name, strategy)
     x, bias = normal(3, 128).requires_grad_(), normal(16, seed=2).requires_grad_()
@@ -50,7 +52,7 @@ class Model(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 def test_a_compiled_model_has_no_break_and_gives_the_same_numbers_and_gradients(backend: str) -> None:
     torch._dynamo.reset()
     model = Model()

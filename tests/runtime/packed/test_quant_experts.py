@@ -72,7 +72,7 @@ def close(given, expected, tolerance):
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cross("fmt", FORMATS)
+@pytest.mark.cross("fmt", few(FORMATS, 4))
 @pytest.mark.cross("strategy", ["auto", "eager"])
 def test_equals_a_plain_loop(fmt, strategy):
     experts = make(fmt, strategy=strategy)
@@ -421,6 +421,7 @@ def test_a_compiled_layer_has_no_break_and_gives_the_same_numbers_and_gradients(
         assert torch.equal(results[1][0], results[0][0])
 
 
+@pytest.mark.long
 def test_the_fused_way_in_a_graph_is_the_fused_way_outside():
     torch._dynamo.reset()
     experts, x = make(strategy="fused"), drawn(5, H, seed=6).bfloat16()

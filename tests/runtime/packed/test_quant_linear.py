@@ -21,6 +21,7 @@ from bitplan.runtime.packed.operators import linear as operator
 from bitplan.runtime.packed.product_strategy import LayerError
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.tile_cache import TileCache
+from tests.crosses import few
 from tests.runtime.packed.linear_samples import FORMATS, ROUNDING, exact_linear, normal, packed
 
 EXACT = ("eager", "decode", "tile_cache")  # strategies that are F.linear on decoded weights
@@ -149,7 +150,7 @@ def test_gradients_are_those_through_the_decoded_weight(name: str, way: str) -> 
     assert torch.allclose(result.bias.grad.double(), bias.grad, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", EXACT)
+@pytest.mark.parametrize("way", few(EXACT, 2))
 def test_gradcheck_first_and_second(way: str) -> None:
     result = QuantLinear(
         packed("int8_row", 5, 8), normal(5).double(), strategy=way, cache=TileCache(10**6, tile_bytes=1)
@@ -222,7 +223,7 @@ class Adapter(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "int4_g32"])
+@pytest.mark.parametrize("name", ["mxfp4", pytest.param("int4_g32", marks=pytest.mark.long)])
 def test_adapters_train_over_a_packed_base(name: str) -> None:
     torch.manual_seed(0)
     bases = [QuantLinear(packed(name, 64, 64)), QuantLinear(packed(name, 8, 64, seed=3))]

@@ -89,6 +89,7 @@ def test_timed_steps_are_whole_intervals_of_the_real_run(program, steps, timed, 
         assert config.update_interval_steps == interval
 
 
+@pytest.mark.long
 def test_the_cost_is_measured_in_small(program):
     cost = program["run_cost"](program["SMALL"], program["SimulatedDevice"]())
     assert set(cost["step_ms"]) == {"off", "gradient", "impact"}

@@ -19,6 +19,7 @@ from bitplan.runtime.selective.telemetry import TelemetryError
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
+from tests.crosses import few
 from tests.runtime.streaming.stream_samples import CHECKPOINTING, COUNT, batch, make_stack, streaming
 
 BLOCKS = [f"layers.{index}" for index in range(COUNT)]
@@ -190,7 +191,7 @@ def test_relative_magnitudes_are_those_of_the_adapters():
             assert step.stats[name].relative_magnitude == pytest.approx(float(norm / mean), rel=1e-5)
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("checkpointing", few(CHECKPOINTING, 2))
 def test_gradients_of_trained_weights_are_measured_before_they_leave(checkpointing):
     model, twin = make_stack(adapters=False), make_stack(adapters=False)
     with torch.no_grad():
@@ -297,7 +298,7 @@ def measured_impacts(model, config, *, stream_options=None, steps=1):
         return policy.state.history[-1].impacts
 
 
-@pytest.mark.cross("checkpointing", CHECKPOINTING)
+@pytest.mark.cross("checkpointing", few(CHECKPOINTING, 2))
 @pytest.mark.cross("train", ["adapters", "weights"])
 def test_impact_is_the_gradient_times_the_rounding_error(train, checkpointing):
     """Against a resident model whose weights have gradients: <dL/dW, W - W_hat>, layer by layer."""
@@ -391,7 +392,7 @@ def test_a_unit_out_of_its_turn_keeps_its_precision_and_says_so():
         assert all(hint.sensitivity is not None for hint in hints.values())
 
 
-@pytest.mark.cross("checkpointing", CHECKPOINTING)
+@pytest.mark.cross("checkpointing", few(CHECKPOINTING, 2))
 @pytest.mark.cross("tokens", [0, 2])
 def test_measuring_is_not_seen_in_the_gradients(checkpointing, tokens):
     result = []

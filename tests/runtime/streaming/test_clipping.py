@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
+from tests.crosses import few
 from tests.runtime.streaming.stream_samples import CHECKPOINTING, assert_equal, batch, make_stack, streaming
 from tests.runtime.streaming.test_weights import SETTINGS, adamw, masters_of, run_streamed
 
@@ -32,7 +33,7 @@ def run_clipped(model, max_norm: float, steps: int, *, everything: bool) -> tupl
 
 
 @pytest.mark.cross("max_norm", [TIGHT, LOOSE])
-@pytest.mark.cross("checkpointing", CHECKPOINTING)
+@pytest.mark.cross("checkpointing", few(CHECKPOINTING, 2))
 def test_the_option_equals_torch_to_the_bit(checkpointing, max_norm):
     model = make_stack(adapters=False)
     model.checkpointing = checkpointing

@@ -108,6 +108,46 @@ def test_auto_spends_spare_memory_on_resident_blocks():
         )
 
 
+class BusyDevice(SimulatedDevice):
+    """Its steps take memory beside the slots."""
+
+    guessed, taken = 0, 0
+
+    def guessed_step_bytes(self):
+        return self.guessed
+
+    def peak_bytes(self):
+        return super().peak_bytes() + self.taken
+
+
+def test_auto_gives_slots_the_memory_that_steps_leave():
+    model, size = make_stack(adapters=True), 264192
+    device = BusyDevice(capacity_bytes=5 * size + 100)
+    device.guessed, device.taken = 2 * size, 10
+    with streaming(model, device, slots="auto", formats="float32") as stream:
+        assert stream.stats.slot_bytes == size
+
+        def shares_of_step(step):
+            stream.begin_step(step)
+            model(batch(0)).sum().backward()
+            stream.end_step()
+            return stream.stats.ring_slots, stream.stats.resident_blocks
+
+        assert [shares_of_step(step) for step in range(3)] == [(3, 0), (3, 2), (3, 2)]  # less than was guessed
+        device.taken = 2 * size
+        assert [shares_of_step(step) for step in range(3, 6)] == [(3, 2), (3, 0), (3, 0)]  # a longer sequence
+
+        def fail(*_):
+            raise torch.OutOfMemoryError("no memory")
+
+        stream.begin_step(6)
+        handle = model.layers[2].up.register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(batch(0))
+        handle.remove()
+        assert shares_of_step(7) == (2, 0)
+
+
 def test_inference_mode_and_training_share_a_stream():
     model = make_stack(adapters=True)
     with streaming(model, formats="int8_row") as stream:

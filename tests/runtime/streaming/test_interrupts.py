@@ -138,7 +138,7 @@ def some_of(lines: int) -> list[int]:
     return sorted(random.Random(lines).sample(range(lines), min(SOME, lines)))
 
 
-@pytest.mark.parametrize("scene", ["weights", "weights, other formats"])
+@pytest.mark.parametrize("scene", [pytest.param("weights", marks=pytest.mark.long), "weights, other formats"])
 def test_an_interrupt_at_some_lines(scene):
     trial = Trial(scene)
     assert trial.lines > 100

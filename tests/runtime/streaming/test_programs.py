@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
+@pytest.mark.long
 def test_the_benchmark_runs_in_small(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     program = runpy.run_path(str(ROOT / "benchmarks" / "streaming.py"))
@@ -50,6 +51,7 @@ def test_the_decode_part_runs_in_small(monkeypatch, capsys, tmp_path):
     assert "transfer" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_offload_part_runs_in_small(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     output = tmp_path / "offload.json"

@@ -96,7 +96,7 @@ def through_safetensors(stream, folder):
 @pytest.mark.parametrize(
     ("dtype", "config", "carry", "cut", "last"),
     [
-        (torch.float32, GRADIENT, through_a_file, 4, 8),
+        pytest.param(torch.float32, GRADIENT, through_a_file, 4, 8, marks=pytest.mark.long),
         (torch.bfloat16, IMPACT, through_torch, 5, 10),
         (torch.float32, None, through_safetensors, 1, 2),
         pytest.param(torch.bfloat16, None, through_a_file, 2, 4, marks=pytest.mark.long),

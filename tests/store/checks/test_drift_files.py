@@ -31,7 +31,7 @@ def piece_bytes(request, monkeypatch):
     monkeypatch.setattr(packed_rows, "PIECE_BYTES", request.param)
 
 
-@pytest.mark.cross("fmt", few(FORMATS, 14))
+@pytest.mark.cross("fmt", few(FORMATS, 6))
 @pytest.mark.cross("dtype", [torch.float32, torch.bfloat16])
 def test_every_format_has_the_figures_of_a_report(fmt, dtype, tmp_path):
     tensors = {"a": gaussian(128, 128).to(dtype), "b": (gaussian(64, 256, seed=1) * 3).to(dtype), "norm": gaussian(8)}

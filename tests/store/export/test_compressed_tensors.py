@@ -13,6 +13,7 @@ from bitplan.formats import decode, encode
 from bitplan.store.export.compressed_tensors import SCHEMES
 from bitplan.store.export.targets import ExportRequest, export_model, prepare_export
 from bitplan.store.models.transformers_names import silence_transformers
+from tests.crosses import few
 
 from .tiny_models import save_tiny
 
@@ -44,7 +45,7 @@ def parts_of(path, weight):
     return {name.removeprefix(module): tensor for name, tensor in held.items() if name.startswith(module)}
 
 
-@pytest.mark.parametrize("fmt", SCHEMES)
+@pytest.mark.parametrize("fmt", few(SCHEMES, 6))
 def test_the_library_decompresses_to_our_numbers(fmt, folder, tmp_path):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor

@@ -14,6 +14,7 @@ from bitplan.formats import decode, encode
 from bitplan.store import quantize_file
 from bitplan.store.export.targets import ExportRequest, export_model, prepare_export
 from bitplan.store.models.transformers_names import silence_transformers
+from tests.crosses import few
 
 from .tiny_models import save_tiny
 
@@ -26,7 +27,7 @@ def logits(folder):
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", few(["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"], 4))
 def test_a_gguf_file_becomes_the_folder_it_was_made_from(kind, tmp_path):
     save_tiny(tmp_path / "in", kind)
     export_model(tmp_path / "in", tmp_path / "a.gguf", "gguf", "float32")

@@ -18,6 +18,7 @@ from bitplan.errors import FileFormatError, FormatError, StoreError
 from bitplan.formats import DTYPE_NAMES, Encoded, decode, encode, get_format
 from bitplan.store.files.poly import network as network_module
 from bitplan.store.files.poly.network import DTYPES, PolyNetwork, read_poly_json, write_poly_json
+from tests.crosses import few
 
 Json = dict[str, Any]
 
@@ -294,7 +295,7 @@ def test_keys_of_ours_mean_nothing_without_the_codec(tmp_path):
 # --- ours, both ways -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few(DTYPES, 10))
 def test_ours_comes_back_bit_for_bit_and_byte_for_byte(dtype, tmp_path):
     tensors = {f"w{shape}": encode(numbers(shape), DTYPES[dtype]) for shape in SHAPES}
     tensors |= {"zeros": encode(torch.zeros(5), DTYPES[dtype]), "tiny": encode(numbers((3,)) * 1e-30, DTYPES[dtype])}
@@ -430,7 +431,7 @@ def test_plain_tensors_are_cast_dtypes(tmp_path):
         max_size=4,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_network_of_ours(tmp_path_factory, recipe):
     tensors = {name: encode(numbers(tuple(shape), seed), fmt) for name, (fmt, shape, seed) in recipe.items()}
     folder = tmp_path_factory.mktemp("any")

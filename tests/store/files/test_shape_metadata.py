@@ -19,6 +19,7 @@ from bitplan.store.files.safetensors import write_safetensors
 from bitplan.store.files.safetensors_tensors import part_name
 from bitplan.store.files.tensor_bytes import ContainerFile
 from bitplan.store.models.save_load import load_model
+from tests.crosses import few
 
 PACKED = [pytest.param(fmt, id=fmt.name) for fmt in list_formats()]
 
@@ -52,7 +53,7 @@ def native(path, fmt, shape, *, stated=None, change=None):
     return path
 
 
-@pytest.mark.cross("fmt", PACKED)
+@pytest.mark.cross("fmt", few(PACKED, 16))
 @pytest.mark.cross("stated", [(64, 256), (128, 384), (256, 128), (127, 256), (128, 256, 2), (0, 256)], ids=str)
 def test_native_metadata_that_do_not_fit_the_parts(fmt, stated, tmp_path):
     path = native(tmp_path / "a.safetensors", fmt, (128, 256), stated=stated)
@@ -65,7 +66,7 @@ def test_native_metadata_that_do_not_fit_the_parts(fmt, stated, tmp_path):
         refused(path, rf"'w' is {fmt.name} of shape .* must be")
 
 
-@pytest.mark.parametrize("fmt", [p for p in PACKED if p.values[0].scales is not None])
+@pytest.mark.parametrize("fmt", few([p for p in PACKED if p.values[0].scales is not None], 12))
 def test_native_scales_of_another_shape(fmt, tmp_path):
     scales = torch.ones(3, 7).to(get_format(fmt).scales.dtype)
     refused(native(tmp_path / "a.safetensors", fmt, (128, 256), change={"scales": scales}), r"'w\.scales' must be")

@@ -17,6 +17,7 @@ from bitplan.store.files.gguf_tensors import GGUF_TYPES
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.safetensors_tensors import METADATA_KEY
 from bitplan.store.files.tensor_file import Promise
+from tests.crosses import few
 
 FORMATS = [fmt.name for fmt in list_formats()]
 
@@ -31,7 +32,7 @@ def packed_file(path, fmt, *, shape=(6, 256)):
     return encoded
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", few(FORMATS, 16))
 def test_a_packed_tensor_comes_back_part_for_part(fmt, tmp_path):
     encoded = packed_file(tmp_path / "a.safetensors", fmt)
     with open_tensors(tmp_path / "a.safetensors") as file:
@@ -43,7 +44,7 @@ def test_a_packed_tensor_comes_back_part_for_part(fmt, tmp_path):
         assert torch.equal(file.read_float("w"), decode(encoded))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", few(FORMATS, 16))
 def test_the_safetensors_library_opens_our_files(fmt, tmp_path):
     encoded = packed_file(tmp_path / "a.safetensors", fmt)
     loaded = safetensors.torch.load_file(tmp_path / "a.safetensors")

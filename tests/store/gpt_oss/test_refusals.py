@@ -268,7 +268,7 @@ def test_scales_without_a_value_elsewhere_are_named(made, tmp_path, byte, what, 
     assert not (tmp_path / "out.gguf").exists()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_change_of_a_header_is_an_error_of_ours_or_no_fault(made, tmp_path, data):
     kind = data.draw(st.sampled_from(["openai", "hf", "tuned"]))

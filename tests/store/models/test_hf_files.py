@@ -15,6 +15,7 @@ from bitplan.errors import FileFormatError
 from bitplan.store.models.morph import formats_of
 from bitplan.store.models.save_load import load_model
 from bitplan.store.quantize_files import quantize_file
+from tests.crosses import few
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 96, "max_position_embeddings": 32}
@@ -39,7 +40,7 @@ def saved(build, folder):
     return model
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", few(MODELS, 3))
 def test_a_quantized_file_loads_into_a_fresh_model(kind, tmp_path):
     model = saved(MODELS[kind], tmp_path / "hf")
     quantize_file(tmp_path / "hf", tmp_path / "q.safetensors", "int8_row")

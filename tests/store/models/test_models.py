@@ -35,6 +35,7 @@ from bitplan.store.models.morph import (
     stores_of,
     unmorph_model,
 )
+from tests.crosses import few
 from tests.formats.samples import SMALL_BLOCKS
 
 FORMATS = [fmt.name for fmt in SMALL_BLOCKS]
@@ -199,7 +200,7 @@ def test_eval_sees_the_version_and_training_the_parameter(layer: str, fmt: str) 
     check_eval_and_training(layer, fmt)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", few(FORMATS, 14))
 def test_every_format(fmt: str) -> None:
     model = nn.Linear(128, 8).eval()
     exact = model(sample(3, 128))
@@ -449,7 +450,7 @@ def encodes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", few(CHANGES, 5))
 def test_after_a_change_eval_uses_a_fresh_version_made_once(change: str, encodes: list[str]) -> None:
     model = mlp().eval()
     morph_model(model, "int4_g32", scale_rule="mse")
@@ -591,7 +592,7 @@ def test_switching_formats_and_back(encodes: list[str]) -> None:
 
 
 @BUILT_IN_NOISE
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", few(LAYERS, 10))
 def test_unmorph_leaves_no_trace(layer: str) -> None:
     build, call, inputs = LAYERS[layer]
     model = build().eval()

@@ -13,6 +13,7 @@ from bitplan.formats import decode, encode, get_format
 from bitplan.store.rounding import pick_loops
 from bitplan.store.rounding.layout import layout_of, with_rows_of
 from bitplan.store.rounding.round_weight import round_weight, round_with_report
+from tests.crosses import few
 
 FORMATS = (
     "int4_g32",
@@ -54,7 +55,7 @@ WEIGHT, INPUTS = example()
 HESSIAN, MOMENTS = INPUTS.T @ INPUTS, INPUTS.square().mean(0)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", few(FORMATS, 9))
 def test_statistics_make_the_error_they_are_of_smaller(fmt: str) -> None:
     is_wide = "_k_" in fmt or fmt in ("int8_row", "int4")  # these two have blocks wider than a batch of columns, too
     weight, inputs = example(256 if is_wide else COLS)
@@ -133,7 +134,7 @@ def test_scales_and_minima_of_groups_follow_the_codes() -> None:
         assert errors[1].after < 0.97 * errors[0].after < errors[0].before
 
 
-@pytest.mark.parametrize("fmt", ["q4_k_gguf", "iq4_nl_gguf"])
+@pytest.mark.parametrize("fmt", ["q4_k_gguf", pytest.param("iq4_nl_gguf", marks=pytest.mark.long)])
 def test_compiled_sweeps_are_as_good_as_their_definition(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit they are not: sums run in another order."""
     pytest.importorskip("numba")

@@ -24,8 +24,11 @@ import triton.language as tl
 from bitplan.kernels.base.numbers import narrow
 from bitplan.kernels.matmul.decode_words import (
     E2M1_0213,
+    E4M3,
     INT4_0213,
     INT4_TWO_SCALES_0213,
+    INT8,
+    floats_of_bytes,
     floats_of_nibbles,
     multiplier_of_scale,
 )
@@ -33,7 +36,9 @@ from bitplan.kernels.matmul.decode_words import (
 _FOUR_WORDS = tl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 _FOUR_PAIRS = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
 _TWO_AND_TWO_PAIRS = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$4];\nld.global.v2.b32 {$2, $3}, [$4 + 32];")
+_TWO_PAIRS = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$2];")
 _BYTE = tl.constexpr("{ .reg .u16 h; ld.global.nc.u8 h, [$1]; cvt.u32.u16 $0, h; }")
+_FOUR_BYTES = tl.constexpr("ld.global.nc.b32 $0, [$1];")
 _TWO_BYTES = tl.constexpr("{ .reg .u16 h; ld.global.nc.u16 h, [$1]; cvt.u32.u16 $0, h; }")
 # The inputs of a word in the order of `decode_words` "0213": eight neighbours, or "halves".
 _ORDER_OF_CODES = tl.constexpr("""
@@ -56,6 +61,10 @@ mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {s,t,u,v}, {$4,$8,$5,$9}, {$
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$6,$10,$7,$11}, {$14,$15}, {s,t,u,v};
 }
 """)
+# The same for codes of 8 bits, a word of which is two pairs.
+_MULTIPLY_BYTES = tl.constexpr(
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$6,$5,$7}, {$8,$9}, {$10,$11,$12,$13};"
+)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -84,16 +93,17 @@ def direct_kernel(
     OVERLAP: tl.constexpr,
 ):
     T: tl.constexpr = 32 * W
-    STEPS: tl.constexpr = (K + 128 * W - 1) // (128 * W)
+    INPUTS: tl.constexpr = 64 if ORDER == "bytes" else 128  # of a warp and step
+    STEPS: tl.constexpr = (K + INPUTS * W - 1) // (INPUTS * W)
     lane_T = tl.arange(0, T)
     output_T = lane_T // 4 % 8
-    chunk_T = lane_T // 32 * 4 + lane_T % 4  # of 32 inputs
+    chunk_T = lane_T // 32 * 4 + lane_T % 4  # of INPUTS / 4
     n_RT = tl.program_id(0) * (16 * R) + tl.arange(0, R)[:, None] * 16 + output_T[None, :]
     first_RT, second_RT = n_RT, n_RT + 8
     if N % (16 * R) != 0:
         first_RT = tl.minimum(first_RT, N - 1)
         second_RT = tl.minimum(second_RT, N - 1)
-    codes = _codes(data_ptr, scales_ptr, 0, chunk_T, first_RT, second_RT, N, K, SCALE, GROUP, R, W, WORDS)
+    codes = _codes(data_ptr, scales_ptr, 0, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, WORDS)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()  # before anything is read that the kernel before may write
     M: tl.constexpr = 8 * X
@@ -109,7 +119,7 @@ def direct_kernel(
     sums = (zero, zero, zero, zero)
     for step in tl.range(0, STEPS - 1, num_stages=1, loop_unroll_factor=UNROLL):
         following = _codes(
-            data_ptr, scales_ptr, step + 1, chunk_T, first_RT, second_RT, N, K, SCALE, GROUP, R, W, WORDS
+            data_ptr, scales_ptr, step + 1, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, WORDS
         )
         sums = _add_step(sums, codes, x, step, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, WORDS)
         codes = following
@@ -145,30 +155,36 @@ def _codes(
     N: tl.constexpr,
     K: tl.constexpr,
     SCALE: tl.constexpr,
+    ORDER: tl.constexpr,
     GROUP: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """Four words of each lane's two outputs, and their stored scales."""
+    EACH: tl.constexpr = 16 if ORDER == "bytes" else 32
+    WIDTH: tl.constexpr = K // 4 if ORDER == "bytes" else K // 8
     chunk_T += step * (4 * W)
-    if K % (128 * W) != 0:
-        chunk_T = tl.minimum(chunk_T, K // 32 - 1)
-    NARROW: tl.constexpr = SCALE == "e8m0" or GROUP == 128
+    if K % (4 * EACH * W) != 0:
+        chunk_T = tl.minimum(chunk_T, K // EACH - 1)
     PER_ROW: tl.constexpr = 4 if GROUP == 32 else 2 if GROUP == 16 else 1  # a lane's 32 codes have two scales of 16
-    at_T = chunk_T // PER_ROW * (N * PER_ROW) + chunk_T % PER_ROW if GROUP != 128 else chunk_T // 4 * N
-    words_at = data_ptr + first_RT.to(tl.int64) * (K // 8) + (chunk_T * 4)[None, :]
+    at_T = chunk_T // PER_ROW * (N * PER_ROW) + chunk_T % PER_ROW if GROUP != 128 else chunk_T // (128 // EACH) * N
+    words_at = data_ptr + first_RT.to(tl.int64) * WIDTH + (chunk_T * 4)[None, :]
     scale_at = scales_ptr + (first_RT * PER_ROW + at_T[None, :])
     if N % (16 * R) == 0:  # one address for both, and a constant
-        second_words_at = words_at + 8 * (K // 8)
+        second_words_at = words_at + 8 * WIDTH
         second_scale_at = scale_at + 8 * PER_ROW
     else:
-        second_words_at = data_ptr + second_RT.to(tl.int64) * (K // 8) + (chunk_T * 4)[None, :]
+        second_words_at = data_ptr + second_RT.to(tl.int64) * WIDTH + (chunk_T * 4)[None, :]
         second_scale_at = scales_ptr + (second_RT * PER_ROW + at_T[None, :])
     first = _four(words_at, _FOUR_WORDS, WORDS)
     second = _four(second_words_at, _FOUR_WORDS, WORDS)
-    scale = _scale(scale_at, NARROW, WORDS)
-    scale_of_second = _scale(second_scale_at, NARROW, WORDS)
+    if GROUP == 0:
+        scale = first[0]
+        scale_of_second = second[0]
+    else:
+        scale = _scale(scale_at, SCALE, WORDS)
+        scale_of_second = _scale(second_scale_at, SCALE, WORDS)
     return first + second + (scale, scale_of_second)
 
 
@@ -184,11 +200,13 @@ def _four(at, CODE: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _scale(at, NARROW: tl.constexpr, WORDS: tl.constexpr):
+def _scale(at, SCALE: tl.constexpr, WORDS: tl.constexpr):
+    """A stored scale (or two in 16 bits) as an integer."""
     if WORDS == "none":
         stored = tl.load(at).to(tl.int32)
     else:
-        code: tl.constexpr = _BYTE if NARROW else _TWO_BYTES
+        narrowest: tl.constexpr = _BYTE if SCALE == "e8m0" or SCALE == "u8" else _TWO_BYTES
+        code: tl.constexpr = _FOUR_BYTES if SCALE == "f32" else narrowest
         stored = tl.inline_asm_elementwise(code, "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1)
     return stored
 
@@ -209,35 +227,56 @@ def _add_step(
     WORDS: tl.constexpr,
 ):
     """The sums with the products of one step added."""
+    EACH: tl.constexpr = 16 if ORDER == "bytes" else 32
     chunk_T += step * (4 * W)
-    if GROUP == 128:  # four lanes share a scale, and sums are scaled
-        one: tl.constexpr = 0x7E807E80 if WORDS != "none" else 0x3F800000  # 2^126 twice, or 1.0
-        low = tl.full(codes[8].shape, one, tl.int32)
-        high, second_low, second_high = low, low, low
-    else:
-        low, high = _multipliers(codes[8], SCALE, GROUP, WORDS)
-        second_low, second_high = _multipliers(codes[9], SCALE, GROUP, WORDS)
-    if K % (128 * W) != 0:
-        ok = (chunk_T < K // 32)[None, :]
-        chunk_T = tl.minimum(chunk_T, K // 32 - 1)
-        low, high = tl.where(ok, low, 0), tl.where(ok, high, 0)
-        second_low, second_high = tl.where(ok, second_low, 0), tl.where(ok, second_high, 0)
-    x += (chunk_T * 16)[None, :]
+    ok = (chunk_T < K // EACH)[None, :]
+    if K % (4 * EACH * W) != 0:
+        chunk_T = tl.minimum(chunk_T, K // EACH - 1)
+    x += (chunk_T * (EACH // 2))[None, :]
     zero = tl.zeros_like(sums[0])
     new = (zero, zero, zero, zero) if GROUP == 128 else sums
-    # Of 32 codes the first half and the second have a scale each; a float16 scale has two parts, for all of them.
-    TWO: tl.constexpr = SCALE == "f16"
-    FAR: tl.constexpr = 4 if ORDER == "low_first" else 2
-    later, second_later = (low, second_low) if TWO else (high, second_high)
-    new = _add_word(new, codes[0], codes[4], low, high, second_low, second_high, x, ELEMENT, ORDER, TWO, WORDS)
-    x += FAR
-    new = _add_word(new, codes[1], codes[5], low, high, second_low, second_high, x, ELEMENT, ORDER, TWO, WORDS)
-    x += FAR
-    new = _add_word(new, codes[2], codes[6], later, high, second_later, second_high, x, ELEMENT, ORDER, TWO, WORDS)
-    x += FAR
-    new = _add_word(new, codes[3], codes[7], later, high, second_later, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+    if ORDER == "bytes":
+        words = codes
+        if K % (4 * EACH * W) != 0:
+            words = (
+                tl.where(ok, codes[0], 0),
+                tl.where(ok, codes[1], 0),
+                tl.where(ok, codes[2], 0),
+                tl.where(ok, codes[3], 0),
+                tl.where(ok, codes[4], 0),
+                tl.where(ok, codes[5], 0),
+                tl.where(ok, codes[6], 0),
+                tl.where(ok, codes[7], 0),
+            )
+        new = _add_bytes(new, words[0], words[4], x, ELEMENT, WORDS)
+        new = _add_bytes(new, words[1], words[5], x + 2, ELEMENT, WORDS)
+        new = _add_bytes(new, words[2], words[6], x + 4, ELEMENT, WORDS)
+        new = _add_bytes(new, words[3], words[7], x + 6, ELEMENT, WORDS)
+    else:
+        if GROUP == 128:  # four lanes share a scale, and sums are scaled
+            one: tl.constexpr = 0x7E807E80 if WORDS != "none" else 0x3F800000  # 2^126 twice, or 1.0
+            low = tl.full(codes[8].shape, one, tl.int32)
+            high, second_low, second_high = low, low, low
+        else:
+            low, high = _multipliers(codes[8], SCALE, GROUP, WORDS)
+            second_low, second_high = _multipliers(codes[9], SCALE, GROUP, WORDS)
+        if K % (4 * EACH * W) != 0:
+            low, high = tl.where(ok, low, 0), tl.where(ok, high, 0)
+            second_low, second_high = tl.where(ok, second_low, 0), tl.where(ok, second_high, 0)
+        # Of 32 codes the first half and the second have a scale each; a float16 scale has two parts, for all of them.
+        TWO: tl.constexpr = SCALE == "f16"
+        FAR: tl.constexpr = 4 if ORDER == "low_first" else 2
+        later, second_later = (low, second_low) if TWO else (high, second_high)
+        new = _add_word(new, codes[0], codes[4], low, high, second_low, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+        x += FAR
+        new = _add_word(new, codes[1], codes[5], low, high, second_low, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+        x += FAR
+        new = _add_word(new, codes[2], codes[6], later, high, second_later, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+        x += FAR
+        new = _add_word(new, codes[3], codes[7], later, high, second_later, second_high, x, ELEMENT, ORDER, TWO, WORDS)
     if GROUP == 128:
-        scale, second = codes[8].to(tl.float32)[None, :, :], codes[9].to(tl.float32)[None, :, :]
+        scale = codes[8].to(tl.float32, bitcast=SCALE == "f32")[None, :, :]
+        second = codes[9].to(tl.float32, bitcast=SCALE == "f32")[None, :, :]
         new = (
             sums[0] + new[0] * scale,
             sums[1] + new[1] * scale,
@@ -331,6 +370,52 @@ def _add_word(
             pack=1,
         )
     return result
+
+
+@triton.jit
+def _add_bytes(sums, first, second, x, ELEMENT: tl.constexpr, WORDS: tl.constexpr):
+    """Four inputs: a word of 8-bit codes of each output, and two pairs of x."""
+    if WORDS == "none":
+        new, of_second = sums[0], sums[2]
+        for byte in tl.static_range(4):
+            pair = tl.load(x + byte // 2)
+            number = (pair & -65536 if byte % 2 else pair << 16).to(tl.float32, bitcast=True)[:, None, :]
+            new += floats_of_bytes(_byte(first, byte, ELEMENT), ELEMENT)[None, :, :] * number
+            of_second += floats_of_bytes(_byte(second, byte, ELEMENT), ELEMENT)[None, :, :] * number
+        result = (new, sums[1], of_second, sums[3])
+    else:
+        x0, x1 = tl.inline_asm_elementwise(
+            _TWO_PAIRS, "=r,=r,l", [x.to(tl.int64)], (tl.int32, tl.int32), is_pure=False, pack=1
+        )
+        code: tl.constexpr = INT8 if ELEMENT == "int8" else E4M3
+        a0, a1 = tl.inline_asm_elementwise(code, "=r,=r,r", [first], (tl.int32, tl.int32), is_pure=True, pack=1)
+        b0, b1 = tl.inline_asm_elementwise(code, "=r,=r,r", [second], (tl.int32, tl.int32), is_pure=True, pack=1)
+        result = tl.inline_asm_elementwise(
+            _MULTIPLY_BYTES,
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            [
+                a0[None, :, :],
+                a1[None, :, :],
+                b0[None, :, :],
+                b1[None, :, :],
+                x0[:, None, :],
+                x1[:, None, :],
+                sums[0],
+                sums[1],
+                sums[2],
+                sums[3],
+            ],
+            (tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return result
+
+
+@triton.jit
+def _byte(word, byte: tl.constexpr, ELEMENT: tl.constexpr):
+    """One byte of a word, with its sign where it is an integer."""
+    return (word << (24 - 8 * byte)) >> 24 if ELEMENT == "int8" else (word >> (8 * byte)) & 0xFF
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Products over 4-bit codes without shared memory: up to 64 rows of x, on NVIDIA's GPUs from Ampere on.
+"""Products over packed codes without shared memory: up to 64 rows of x, on NVIDIA's GPUs from Ampere on.
 
 What it is for: a product of one row ends when its bytes have come, and a kernel that stages them in shared memory, or
 whose programs add up their parts through memory, adds microseconds to each of the hundreds of products of a token.
@@ -14,21 +14,19 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.encoded import Encoded
-from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
 from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.base.numbers import INTERPRETED
 from bitplan.kernels.matmul.direct.kernel import direct_kernel
 from bitplan.kernels.matmul.fused_weights import ArrangedScales, MatmulLaunch
 
-DIRECT_FORMATS = frozenset(("mxfp4", "nvfp4", "int4_g32", "fp4_u8_g128", "q4_0_gguf"))
 MOST_ROWS = 64
 STEP = 128  # inputs that a warp takes at a time
 
 
-def runs_direct(fmt: Format, device: torch.device) -> bool:
+def runs_direct(device: torch.device) -> bool:
     """Whether the kernel can run here: it needs bfloat16 in the tensor cores of an NVIDIA GPU, or the interpreter."""
-    if fmt.name not in DIRECT_FORMATS or torch.version.hip is not None:
+    if torch.version.hip is not None:
         return False
     return bool(INTERPRETED) or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
 
@@ -50,15 +48,18 @@ def prepare_direct(
         rows,
         bias,
         arranged.kind(weight.fmt),
-        arranged.factor.dim() == 1,
+        arranged.factor.dim() == 1 or weight.fmt.block.cols is None,
         overlap,
         device,
     )
 
 
 def direct_pointers(weight: Encoded, arranged: ArrangedScales, bias: Tensor | None) -> tuple[Tensor, ...]:
-    unread = arranged.factor  # a pointer that is not read
-    return weight.data, arranged.scales, arranged.factor, unread if bias is None else bias.contiguous()
+    """Codes, scales, factor and bias; the scales of whole rows are factors."""
+    scales, factor = arranged.scales, arranged.factor
+    if weight.fmt.block.cols is None:
+        scales, factor = factor, scales
+    return weight.data, scales, factor, arranged.factor if bias is None else bias.contiguous()
 
 
 @functools.lru_cache(4096)
@@ -75,7 +76,6 @@ def _prepared(
 ) -> PreparedLaunch:
     fmt, (outputs, inputs) = get_format(format_name), shape
     assert fmt.element is not None
-    assert fmt.packing is not None
     tiles_of_x, tiles = launch.rows // 8, launch.outputs // 16
     if tiles_of_x & (tiles_of_x - 1) or not 1 <= launch.rows // 8 <= MOST_ROWS // 8 or launch.slices != launch.warps:
         raise FormatError(f"{fmt.name}: {launch} is no launch of the direct kernel")
@@ -84,8 +84,8 @@ def _prepared(
         "K": inputs,
         "ELEMENT": fmt.element.name,
         "SCALE": scale,
-        "ORDER": fmt.packing.order,
-        "GROUP": fmt.block.cols,
+        "ORDER": fmt.packing.order if fmt.packing is not None else "bytes",
+        "GROUP": fmt.block.cols or 0,
         "FACTORS": factors,
         "BIAS": bias,
         "ONE_ROW": rows == 1,
@@ -96,7 +96,8 @@ def _prepared(
         "WORDS": "none" if INTERPRETED else "0213",
         "OVERLAP": overlap,
     }
-    types = {0: torch.int32, 2: torch.int32, 3: torch.uint8 if scale in ("e8m0", "u8") else torch.int16}
+    of_scales = {"e8m0": torch.uint8, "u8": torch.uint8, "f32": torch.int32}.get(scale, torch.int16)
+    types = {0: torch.int32, 2: torch.int32, 3: of_scales}
     options = {"num_warps": launch.warps, **({"launch_pdl": True} if overlap else {})}
     grid = (triton.cdiv(outputs, launch.outputs), triton.cdiv(rows, launch.rows))
     return PreparedLaunch(direct_kernel, grid, (rows,), constants, types=types, **options)

@@ -31,7 +31,8 @@ from bitplan.runtime.streaming.errors import StreamError
 
 Queue = Literal["weights", "activations"]  # copies of one queue and direction run one after another
 Direction = Literal["in", "out"]
-RESERVE_BYTES = 512 * 2**20  # slots="auto" leaves this for activations; vram_bytes= is more exact
+RESERVE_BYTES = 512 * 2**20  # slots="auto" leaves this beside what a step was seen to take
+FIRST_SHARE = 8  # and one part in so many of the memory, until a step was seen
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +106,10 @@ class StreamDevice(ABC):
     @abstractmethod
     def spare_bytes(self) -> int:
         """The memory that slots may take without displacing anything else."""
+
+    @abstractmethod
+    def guessed_step_bytes(self) -> int:
+        """What a step may take beside its slots, for activations; used until a step has shown it."""
 
     @abstractmethod
     def used_bytes(self) -> int:
@@ -191,6 +196,9 @@ class SimulatedDevice(StreamDevice):
     def spare_bytes(self) -> int:
         return self.total_bytes() - self.allocated_bytes
 
+    def guessed_step_bytes(self) -> int:
+        return 0  # activations are not counted here
+
     def used_bytes(self) -> int:
         return self.allocated_bytes
 
@@ -267,6 +275,9 @@ class CudaDevice(StreamDevice):
         reserved = torch.cuda.memory_reserved(self.torch_device)
         unused = reserved - torch.cuda.memory_allocated(self.torch_device)
         return max(0, min(free, self.total_bytes() - reserved) + unused - RESERVE_BYTES)
+
+    def guessed_step_bytes(self) -> int:
+        return self.total_bytes() // FIRST_SHARE
 
     def used_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.torch_device))

@@ -14,6 +14,7 @@ from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
 from bitplan.runtime.fp8.layers.linear import Fp8Linear, hold_weight_casts
 from bitplan.runtime.fp8.layers.products import Fp8Settings
 from bitplan.runtime.fp8.layers.weight_casts import drop_casts, drop_weight_casts, kept_casts
+from tests.crosses import few
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 # Relative to the norm of the exact result: two operands of E4M3 (2.6% each), or one of E5M2 (5.2%).
@@ -274,11 +275,14 @@ dynamo_warns = pytest.mark.filterwarnings("ignore:.*should not be instantiated:D
 @dynamo_warns
 @pytest.mark.parametrize(
     "gemms",
-    [
-        GemmChoice.all("blockwise"),
-        pytest.param(GemmChoice("tensorwise", "bf16", "rowwise"), marks=pytest.mark.long),
-        GemmChoice("bf16", "mxfp8", "bf16"),
-    ],
+    few(
+        [
+            GemmChoice.all("blockwise"),
+            pytest.param(GemmChoice("tensorwise", "bf16", "rowwise"), marks=pytest.mark.long),
+            GemmChoice("bf16", "mxfp8", "bf16"),
+        ],
+        1,
+    ),
 )
 def test_a_compiled_layer_is_one_graph_and_the_same(gemms) -> None:
     torch._dynamo.reset()

@@ -27,6 +27,7 @@ from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.store import quantize_files as quantize
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.packed_folder import FolderContents, cut_shards, packed_config, write_packed_folder
+from tests.crosses import few
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
@@ -88,7 +89,7 @@ def packed(tmp_path_factory):
 # ---- what works ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, 3))
 def test_logits_are_those_of_the_decoded_model_and_saving_gives_the_same_bytes(name, tmp_path):
     torch.manual_seed(0)
     source = save(MODELS[name](), tmp_path / "source")

@@ -1,0 +1,124 @@
+"""Watches products with single experts of a stack: which inputs each met, and how much the loss minds its outputs.
+
+transformers keeps the experts of a layer as one tensor [experts, outputs, inputs] and multiplies with one after the
+other; their files have them one by one. What is watched is the product with a slice of such a tensor. An expert is a
+linear layer for the tokens that are sent to it:
+
+    inputs      sum of x x^T over the tokens that it got
+    gradient    mean of g^2 over these tokens, times all tokens: the damage of an expert counts by how many it gets
+
+An expert that few tokens were sent to is given some of what all experts of its layer got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+FEWEST_TOKENS = 256  # an expert that got fewer is taken to have got so many, the rest of them like those of all
+
+
+@dataclass(frozen=True)
+class ExpertSlice:
+    """Rows of one expert in a stack: those that the file has as a tensor of its own."""
+
+    name: str  # the file's
+    stack: str  # the model's parameter
+    expert: int
+    rows: slice
+
+
+# Called with a stack's name, the expert's number, the inputs [tokens, K] and the outputs [tokens, N] of a product.
+OnProduct = Callable[[str, int, Tensor, Tensor], None]
+
+
+class WatchedProducts(TorchFunctionMode):
+    """Calls back for every product with a slice of one of the stacks."""
+
+    def __init__(self, stacks: Mapping[str, Tensor], on_product: OnProduct) -> None:
+        super().__init__()
+        self._stacks = {stack.untyped_storage().data_ptr(): (name, stack) for name, stack in stacks.items()}
+        self._on_product = on_product
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is nn.functional.linear and len(args) > 1:
+            weight = args[1]
+            name, stack = self._stacks.get(weight.untyped_storage().data_ptr(), ("", weight))
+            if name and weight.shape == stack.shape[1:]:
+                self._on_product(name, weight.storage_offset() // stack[0].numel(), args[0], made)
+        return made
+
+
+@contextmanager
+def one_by_one(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let transformers' modules of experts multiply with one expert after the other."""
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    before = [(config, getattr(config, "_experts_implementation", None)) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._experts_implementation = "eager"
+        yield
+    finally:
+        for config, chosen in before:
+            config._experts_implementation = chosen
+
+
+class RoutedTokens:
+    """How many tokens each expert of the stacks of a block got."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def add(self, stack: str, expert: int, tokens: int) -> None:
+        self._counts[stack, expert] = self._counts.get((stack, expert), 0) + tokens
+
+    def complete_inputs(self, slices: Sequence[ExpertSlice], sums: dict[str, Tensor], key: str) -> None:
+        """Give experts that got few tokens some of what all got together; `sums` has NAME.key of those that got any."""
+        for owners in _stacks_of(slices).values():
+            known = [each for each in owners if f"{each.name}.{key}" in sums]
+            if not known:
+                continue
+            pooled = torch.stack([sums[f"{each.name}.{key}"] for each in known]).sum(0)
+            got = sum(self._of(each) for each in known)
+            for each in owners:
+                missing = FEWEST_TOKENS - self._of(each)
+                if missing > 0:
+                    some = pooled * (missing / got)
+                    name = f"{each.name}.{key}"
+                    sums[name] = sums[name] + some if name in sums else some
+
+    def complete_gradients(self, slices: Sequence[ExpertSlice], sums: dict[str, Tensor], key: str, tokens: int) -> None:
+        """Means over the tokens of each expert, times all tokens; of an expert without any, the mean over all."""
+        for owners in _stacks_of(slices).values():
+            for part in {each.rows.start for each in owners}:
+                own = [each for each in owners if each.rows.start == part]
+                known = [each for each in own if f"{each.name}.{key}" in sums]
+                if not known:
+                    continue
+                got = sum(self._of(each) for each in known)
+                mean = torch.stack([sums[f"{each.name}.{key}"] for each in known]).sum(0) / got
+                for each in own:
+                    name = f"{each.name}.{key}"
+                    sums[name] = (sums[name] / self._of(each) if name in sums else mean) * tokens
+
+    def clear(self) -> None:
+        self._counts.clear()
+
+    def _of(self, each: ExpertSlice) -> int:
+        return self._counts.get((each.stack, each.expert), 0)
+
+
+def _stacks_of(slices: Sequence[ExpertSlice]) -> dict[str, list[ExpertSlice]]:
+    found: dict[str, list[ExpertSlice]] = {}
+    for each in slices:
+        found.setdefault(each.stack, []).append(each)
+    return found

@@ -1,0 +1,136 @@
+"""Experts that the model keeps as one tensor and its file one by one: searched, and packed by the plan."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+import transformers
+
+import bitplan
+from bitplan.formats import get_format
+from bitplan.kernels import encode
+from bitplan.searching.gather import damage, expert_products
+from bitplan.searching.gather.expert_products import ExpertSlice, RoutedTokens
+from bitplan.searching.gather.statistics import GRADIENT, INPUTS, InputStatistics
+from bitplan.searching.prepare import prepare
+from bitplan.store import open_tensors, quantize_file
+from bitplan.store.rounding.with_evidence import evidence_for, open_evidence
+from tests.store.export.tiny_models import save_tokenizer
+
+HIDDEN, INNER, EXPERTS = 64, 32, 4
+FORMATS = ("int4_g32", "int8_row", "nvfp4")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_rounding():
+    """Rounding that compensates errors has tests of its own, and takes most of a search's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
+        patch.setattr(expert_products, "FEWEST_TOKENS", 1)  # so that sums are of what each expert got, and no more
+        yield
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """A tiny Mixtral as a folder, and a search of it."""
+    folder = tmp_path_factory.mktemp("moe")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=96,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        initializer_range=0.15,
+    )
+    model = transformers.MixtralForCausalLM(config).eval()
+    with redirect_stderr(io.StringIO()):  # its progress bar
+        model.save_pretrained(folder / "model")
+    save_tokenizer(folder / "model")
+    ids = torch.randint(96, (20, 24), generator=torch.Generator().manual_seed(1))
+    result = bitplan.search(folder / "model", [ids], goal={"bits": 6.0}, formats=FORMATS, out=folder / "found")
+    return model, folder, ids, result
+
+
+def experts_of(names):
+    return sorted(name for name in names if ".experts." in name)
+
+
+def test_experts_of_a_layer_are_searched_and_go_together(found):
+    _, folder, _, result = found
+    with open_tensors(folder / "model") as file:
+        names = experts_of(file.specs)
+    assert len(names) == 2 * EXPERTS * 3
+    assert names == experts_of(name for group in result.evidence.groups.values() for name in group.tensors)
+    for layer in range(2):
+        own = [result.plan[name].format for name in names if f".{layer}." in name.split(".experts.")[0]]
+        assert len(set(own)) <= 2  # gate and up are one group, down another
+        assert all(get_format(fmt).scales is None or not get_format(fmt).scales.needs_base for fmt in own)
+    group = next(group for name, group in result.evidence.groups.items() if "experts" in name)
+    assert group.formats["int4_g32"].predicted > group.formats["int8_row"].predicted > 0
+
+
+def test_statistics_of_an_expert_are_of_the_tokens_that_it_gets(found):
+    model, folder, ids, _ = found
+    statistics, squares = InputStatistics.load(folder / "found", {}), []
+    _, text = prepare(folder / "model", [ids], None, None)
+
+    def hook(_module, args):
+        x, chosen = args[:2]
+        squares.append(torch.stack([x[(chosen == expert).any(1)].square().sum() for expert in range(EXPERTS)]))
+
+    handle = model.model.layers[0].mlp.experts.register_forward_pre_hook(hook)
+    with torch.no_grad():
+        for window in text.statistics:
+            model(window[None])
+    handle.remove()
+    name = "model.layers.0.block_sparse_moe.experts.{}.{}.weight"
+    inputs = [statistics.sums.get(f"{name.format(expert, 'w1')}.{INPUTS}") for expert in range(EXPERTS)]
+    traces, whole = torch.stack([each.diagonal().sum() for each in inputs]), torch.stack(squares).sum(0)
+    torch.testing.assert_close(traces, whole)
+    assert statistics.owner(name.format(0, "w3")) == name.format(0, "w1")
+    for part, rows in (("w1", INNER), ("w3", INNER), ("w2", HIDDEN)):
+        assert statistics.mean(name.format(1, part), GRADIENT).shape == (rows,)
+
+
+def test_the_plan_packs_experts_and_the_evidence_is_of_them(found, tmp_path):
+    _, folder, _, result = found
+    quantize_file(folder / "model", tmp_path / "packed", result.plan)
+    with open_tensors(tmp_path / "packed") as file:
+        for name in experts_of(file.specs):
+            assert file.specs[name].format == result.plan[name].format
+    packed = bitplan.load_packed(tmp_path / "packed").model
+    with torch.no_grad():
+        assert torch.isfinite(packed(torch.arange(8)[None]).logits).all()
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    with open_evidence(folder / "found" / "evidence.safetensors") as evidence, open_tensors(folder / "model") as file:
+        known = evidence_for(evidence, file)
+        assert known.has(name)
+        encoded, rounding = known.round(name, file.read_float(name), get_format("int8_row"), where=name)
+        assert rounding.measure == "hessian"
+        assert encoded.shape == (INNER, HIDDEN)
+
+
+def test_an_expert_that_few_tokens_came_to_gets_some_of_what_all_got(monkeypatch):
+    monkeypatch.setattr(expert_products, "FEWEST_TOKENS", 4)
+    slices = [ExpertSlice(str(expert), "stack", expert, slice(0, 2)) for expert in range(3)]
+    routed = RoutedTokens()
+    routed.add("stack", 0, 6)
+    routed.add("stack", 1, 2)
+    sums = {"0.inputs": torch.tensor([6.0]), "1.inputs": torch.tensor([10.0])}
+    routed.complete_inputs(slices, sums, "inputs")
+    assert {name: each.tolist() for name, each in sums.items()} == {
+        "0.inputs": [6.0],
+        "1.inputs": [14.0],
+        "2.inputs": [8.0],
+    }
+    gradients = {"0.g": torch.tensor([12.0]), "1.g": torch.tensor([12.0])}
+    routed.complete_gradients(slices, gradients, "g", 10)
+    assert [gradients[f"{expert}.g"].item() for expert in range(3)] == [20.0, 60.0, 30.0]
