@@ -225,10 +225,12 @@ def input_hessians(experiment: Experiment) -> dict[str, Tensor]:
 
 def rounded_formats(damage: Row, share: float, arms: list[str]) -> dict[str, list[str]]:
     """Layer -> the formats that its weight is rounded to, for these arms."""
-    by_damage = choose(damage, share, K_FORMATS) if "damage_k_rounded" in arms else {}
-    everywhere = dict.fromkeys(damage, "q5_k_gguf") if "q5_k_rounded" in arms else {}
-    chosen = {name: {by_damage.get(name), everywhere.get(name)} & set(K_FORMATS) for name in damage}
-    return {name: sorted(formats) for name, formats in chosen.items()}
+    choices = []
+    if "damage_k_rounded" in arms:
+        choices.append(choose(damage, share, K_FORMATS))
+    if "q5_k_rounded" in arms:
+        choices.append(dict.fromkeys(damage, "q5_k_gguf"))
+    return {name: sorted({one[name] for one in choices} & set(K_FORMATS)) for name in damage}
 
 
 def round_share(options: argparse.Namespace, experiment: Experiment, damage: Row) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
+import io
 import itertools
+import pstats
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,6 +29,7 @@ def trace(step: Callable[[], None]) -> dict[str, float]:
     kernels = [one for one in events if not one.name().startswith(("Memcpy", "Memset"))]
     decodes = [one for one in kernels if "decode" in one.name()]
     busy = _union(_span(one) for one in kernels)
+    gaps = [two[0] - one[1] for one, two in itertools.pairwise(busy)]
     first, last = min(start for start, _ in busy), max(end for _, end in busy)
     return {
         "host_ms": sum(host) / STEPS * 1e3,
@@ -34,8 +38,21 @@ def trace(step: Callable[[], None]) -> dict[str, float]:
         "copy_busy_ms": _total(_union(_span(one) for one in copies)) / STEPS,
         "decode_ms": _total([_span(one) for one in decodes]) / STEPS,
         "kernels": len(kernels) / STEPS,
-        "longest_gap_ms": max((two[0] - one[1] for one, two in itertools.pairwise(busy)), default=0) / 1e6,
+        "longest_gap_ms": max(gaps, default=0) / 1e6,
+        "gaps_over_20us": sum(gap > 20_000 for gap in gaps) / STEPS,
+        "gaps_over_20us_ms": sum(gap for gap in gaps if gap > 20_000) / STEPS / 1e6,
     }
+
+
+def host_profile(step: Callable[[], None], lines: int = 40) -> str:
+    """Where the host's time goes in a step, by function; the backward runs on the calling thread for this."""
+    profile = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        profile.runcall(step)
+    torch.cuda.synchronize()
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(lines)
+    return text.getvalue()
 
 
 def line_of(name: str, tokens: int, traced: dict[str, float]) -> str:

@@ -49,8 +49,10 @@ from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevi
 from bitplan.runtime.streaming.transfer.schedule import spread_residents
 
 WARM_UP = 2
+MANY_TOKENS = 16_000
 STARTED = time.perf_counter()
 INT8_SHARE = 0.6
+NO_STALL = 0.002
 ARMS = ("resident", "bf16", "int8", "mix60", "one-ahead", "pageable")
 Row = dict[str, Any]
 
@@ -136,7 +138,7 @@ def run_streamed(
     *,
     offload: bool = False,
 ) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     with stream_blocks(
         model, "layers.*", device=device, formats=formats, slots=run.slots[0], offload_activations=offload
     ) as stream:
@@ -144,6 +146,8 @@ def run_streamed(
         for slots in run.slots:
             stream.set_slots(slots)
             for tokens, x in batches.items():
+                if any(row["tokens"] == tokens and row["stall_share"] < NO_STALL for row in rows):
+                    continue  # more slots help where a step waits for copies
                 stepper = Stepper(model, x, stream)
                 row = _timed(f"{name}", tokens, stepper, run, device.torch_device) | {"slots": slots}
                 rows.append(row | _figures_of(stream))
@@ -182,11 +186,14 @@ def run_plain(name: str, model: LlamaStack, batches: dict[int, Tensor], run: Run
 
 
 def _timed(variant: str, tokens: int, step: Stepper, run: Run, device: torch.device) -> Row:
-    row = {"tokens": tokens, "variant": variant, **harness.summary(time_steps(step, run.repeats, device))}
+    repeats = run.repeats if tokens < MANY_TOKENS else min(run.repeats, 3)  # long steps differ little
+    row: Row = {"tokens": tokens, "variant": variant, **harness.summary(time_steps(step, repeats, device))}
     _say(f"{variant}, {tokens} tokens: {row['median_ms']:.1f} ms a step")
-    if variant in run.trace and device.type == "cuda":
+    if variant in run.trace and device.type == "cuda" and tokens < MANY_TOKENS:
         row["trace"] = stream_trace.trace(step)
         _say(stream_trace.line_of(variant, tokens, row["trace"]))
+        if tokens == min(FULL.tokens):
+            _say(stream_trace.host_profile(step))
     return row
 
 
@@ -320,9 +327,9 @@ def criteria(rows: list[Row]) -> list[Row]:
         if int8 is not None and bf16["bytes_h2d"]:
             demand(f"INT8 bytes over BF16, {case}", int8["bytes_h2d"] / bf16["bytes_h2d"], 0.52, at_least=False)
         # A gain in time is asked for where time goes into copying, so where the faster of the two still is bound by it.
-        for name, row, limit in (("all-INT8", int8, 1.8), ("60% mix", mix, 1.35)):
-            if row is not None and row["is_transfer_bound"]:
-                demand(f"{name} against BF16, {case}", bf16["median_ms"] / row["median_ms"], limit, at_least=True)
+        for name, other, limit in (("all-INT8", int8, 1.8), ("60% mix", mix, 1.35)):
+            if other is not None and other["is_transfer_bound"]:
+                demand(f"{name} against BF16, {case}", bf16["median_ms"] / other["median_ms"], limit, at_least=True)
         for name in ("resident", "one-ahead", "pageable"):
             if (tokens, name) in plain:
                 ratio = plain[tokens, name]["median_ms"] / bf16["median_ms"]

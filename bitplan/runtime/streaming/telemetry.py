@@ -184,8 +184,15 @@ class Telemetry:
         if path is not None:
             self._log = JsonLog(path, _BEGINS, what="streaming telemetry file", may_lose_lines=True)
         self._pending: list[StepRecorder] = []
-        self.last: StreamStepStats | None = None
+        self._last: StreamStepStats | StepRecorder | None = None
         self.steps = 0
+
+    @property
+    def last(self) -> StreamStepStats | None:
+        """The last step whose clocks can be read; they are read when this is asked for, or a file wants them."""
+        if isinstance(self._last, StepRecorder):
+            self._last = self._last.stats()
+        return self._last
 
     def add(self, recorder: StepRecorder) -> None:
         self._pending.append(recorder)
@@ -197,9 +204,9 @@ class Telemetry:
         done = [self._pending[at] for at in passed]
         self._pending = self._pending[passed[-1] + 1 if passed else 0 :]
         for recorder in done:
-            self.last = recorder.stats()
+            self._last = recorder
             self.steps += 1
-            if self._log is not None:
+            if self._log is not None and self.last is not None:
                 self._log.write_lines(asdict(self.last))
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ The scheduler sees this interface only:
     copy_in(to, from, *after)    host -> device on a copy stream, once `after` has passed; returns two marks
     copy_out(to, from, *after)   device -> host, in the same way
     wait(copied)                 the computation goes on when the copy is done; on CUDA the host does not wait
+    run_aside(work, *after)      work beside the computation, on a stream of its own; returns a mark to `wait_for`
     claim(slot)                  the slot's old numbers are worthless from now on
 
 `SimulatedDevice` computes on the CPU, synchronously, and its copies run on the worker thread that asks for them. A
@@ -151,6 +152,14 @@ class StreamDevice(ABC):
     def wait(self, copied: Copied) -> None: ...
 
     @abstractmethod
+    def wait_for(self, mark: Mark) -> None:
+        """The computation goes on when the mark has passed; the host does not wait."""
+
+    @abstractmethod
+    def run_aside(self, work: Callable[[], None], *after: Mark) -> Mark:
+        """Run work beside the computation, once `after` has passed; it must allocate nothing."""
+
+    @abstractmethod
     def finish(self, mark: Mark) -> None:
         """Wait for a mark on the host: for worker threads, and at the end."""
 
@@ -231,6 +240,13 @@ class SimulatedDevice(StreamDevice):
     def wait(self, copied: Copied) -> None:
         """Nothing to do: copy_in returns after the copy."""
 
+    def wait_for(self, mark: Mark) -> None:
+        """Nothing to do: work is done when its call returns."""
+
+    def run_aside(self, work: Callable[[], None], *after: Mark) -> Mark:
+        work()
+        return self.mark()
+
     def finish(self, mark: Mark) -> None:
         """Nothing to do: work is done when its call returns."""
 
@@ -254,6 +270,7 @@ class CudaDevice(StreamDevice):
         self._memory_bytes = torch.cuda.get_device_properties(self.torch_device).total_memory
         lanes = itertools.product(get_args(Direction), get_args(Queue))
         self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in lanes}
+        self._aside = torch.cuda.Stream(self.torch_device)
 
     def _allocate(self, nbytes: int, what: str) -> Tensor:
         try:
@@ -287,7 +304,8 @@ class CudaDevice(StreamDevice):
         return int(self._memory_bytes * torch.cuda.get_per_process_memory_fraction(self.torch_device))
 
     def peak_bytes(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self.torch_device))
+        # Not max_memory_allocated, which sorts some hundred figures first.
+        return int(torch.cuda.memory_stats_as_nested_dict(self.torch_device)["allocated_bytes"]["all"]["peak"])
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -310,7 +328,17 @@ class CudaDevice(StreamDevice):
             return Copied(start, self._record(stream))
 
     def wait(self, copied: Copied) -> None:
-        torch.cuda.current_stream(self.torch_device).wait_event(copied.end.event)
+        self.wait_for(copied.end)
+
+    def wait_for(self, mark: Mark) -> None:
+        torch.cuda.current_stream(self.torch_device).wait_event(mark.event)
+
+    def run_aside(self, work: Callable[[], None], *after: Mark) -> Mark:
+        with torch.cuda.stream(self._aside):
+            for mark in after:
+                self._aside.wait_event(mark.event)
+            work()
+            return self._record(self._aside)
 
     def finish(self, mark: Mark) -> None:
         mark.event.synchronize()
