@@ -210,6 +210,8 @@ def _nibbles_2x4(opened, low, high, scales, table, codes, scales_at, x, stride, 
         at = min(step * REGISTER, row_bytes - REGISTER)
         place, at_x = at // per_scale, x + 4 * STEP * step
         c = (opened(load_from(codes[0] + at, U32, LANES)), opened(load_from(codes[1] + at, U32, LANES)))
+        prefetch_later(codes[0] + at + 2 * row_bytes)
+        prefetch_later(codes[1] + at + 2 * row_bytes)
         parts = multiply_in(zero_tile(8, LANES), _two(low, table, c, 0), _four_inputs(at_x, stride))
         parts = multiply_in(parts, _two(high, table, c, 0), _four_inputs(at_x + REGISTER, stride))
         parts = multiply_in(parts, _two(low, table, c, 1), _four_inputs(at_x + 2 * REGISTER, stride))
