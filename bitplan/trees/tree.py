@@ -101,30 +101,35 @@ class Steps:
         words[at_node] |= is_set * predict.IS_CATEGORY
         thresholds[at_node] = np.where(is_set, category, threshold)
         words[at_leaf], held[at_leaf] = at_leaf | -(1 << 63), values
-        plans, splits, exits = np.zeros((len(roots) - 1, predict.PLAN_SIZE), np.int64), [], []
-        for number in range(len(roots) - 1):
-            inner, leaves = (slice(*starts[number : number + 2].tolist()) for starts in (roots, leaf_starts))
-            order, masks, places = _first_splits(left[inner], right[inner], is_set[inner], node_rows[inner])
-            here = np.array(order, np.int64) + inner.start
+        plans = np.zeros((len(roots) - 1, predict.PLAN_SIZE), np.int64)
+        splits, exits = [np.empty((0, 3), np.int64)], [np.empty(0, np.int64)]
+        for number, plan in enumerate(plans):
+            own, leaves = (slice(*starts[number : number + 2].tolist()) for starts in (roots, leaf_starts))
+            order, masks, places, steps = _first_splits(left[own], right[own], is_set[own], node_rows[own])
+            here = np.array(order, np.int64) + own.start
             by_side = np.argsort(~missing_left[here], kind="stable")
             here, goes_left = here[by_side], int(missing_left[here].sum())
             table = np.empty((len(here), 3), np.int64)
-            table.view(np.float64)[:, 0], table[:, 2] = (
-                threshold[here],
-                np.array(masks, np.uint64)[by_side].view(np.int64),
-            )
+            table.view(np.float64)[:, 0] = threshold[here]
             table[:, 1] = feature[here].astype(np.int64) * (8 * predict.TILE)
-            found, before = np.array(places, np.int64), (sum(map(len, splits)), sum(map(len, exits)))
-            plans[number] = *before, goes_left, len(here) - goes_left, found.max() < 0, is_set[inner].any()
+            table[:, 2] = np.array(masks, np.uint64)[by_side].view(np.int64)
+            plan[predict.LEFT_SPLITS :] = goes_left, len(here) - goes_left, max(steps), is_set[own].any()
+            found = np.array(places, np.int64)
+            is_node = found >= 0
+            found[is_node], found[~is_node] = at_node[own][found[is_node]], at_leaf[leaves][~found[~is_node]]
+            kinds = np.minimum(steps, predict.KINDS - 1).astype(np.int64)
             splits.append(table)
-            found[found >= 0], found[found < 0] = at_node[inner][found[found >= 0]], at_leaf[leaves][~found[found < 0]]
-            exits.append(found)
+            exits.append(found | kinds << predict.STEPS_SHIFT)
+        for place, parts in ((predict.FIRST_SPLIT, splits), (predict.FIRST_EXIT, exits)):
+            plans[:, place] = np.cumsum([len(part) for part in parts])[:-1]
         return cls(nodes.reshape(-1), held, plans, np.concatenate(splits), np.concatenate(exits))
 
 
-def _first_splits(left: Array, right: Array, is_set: Array, node_rows: Array) -> tuple[list[int], list[int], list[int]]:
+def _first_splits(
+    left: Array, right: Array, is_set: Array, node_rows: Array
+) -> tuple[list[int], list[int], list[int], list[int]]:
     """A tree's first splits by thresholds, those that most rows meet, and for each the exits that are not on its left,
-    as bits; what is at each exit, from left to right: a node, or ~leaf.
+    as bits; what is at each exit, from left to right: a node, or ~leaf; how many steps a leaf is away at most.
     """
     sides, sets = list(zip(left.tolist(), right.tolist(), strict=True)), is_set.tolist()
     order, reached = [], {0}
@@ -135,10 +140,13 @@ def _first_splits(left: Array, right: Array, is_set: Array, node_rows: Array) ->
             if len(order) == predict.EXITS - 1:
                 break
     order.sort()
+    heights = [0] * len(sides)
+    for node in range(len(sides) - 1, -1, -1):  # children come after their node
+        heights[node] = 1 + max(heights[child] if child >= 0 else 0 for child in sides[node])
     if not order:
-        return [], [], [0 if sides else ~0]
+        return [], [], [0 if sides else ~0], heights[:1] or [0]
     sizes: dict[int, int] = {}
-    for node in reversed(order):  # children come after their node
+    for node in reversed(order):
         sizes[node] = sum(sizes.get(child, 1) for child in sides[node])
     first, masks, places = {0: 0}, [], [0] * sizes[0]
     for node in order:
@@ -151,7 +159,7 @@ def _first_splits(left: Array, right: Array, is_set: Array, node_rows: Array) ->
             at += sizes.get(child, 1)
         count = sizes.get(sides[node][0], 1)
         masks.append((1 << 64) - 1 - (((1 << count) - 1) << first[node]))
-    return order, masks, places
+    return order, masks, places, [heights[place] if place >= 0 else 0 for place in places]
 
 
 @dataclass(frozen=True)
@@ -222,7 +230,7 @@ class Forest:
         scratch = -(-(job + 8 * predict.JOB_SIZE) // predict.LINE) * predict.LINE
         step = predict.TILE * max(tiles // (threads * PARTS_A_THREAD), 1)
         table = x.ctypes.data, *x.strides, x.itemsize == 4, features
-        GIVEN.pack_into(space, 0, rows, step, *table, _address(scores), scores.strides[0], scratch, size)
+        GIVEN.pack_into(space.data, 0, rows, step, *table, _address(scores), scores.strides[0], scratch, size)
         run(predict.adder(), job, threads)
         return bool(space[predict.HAS_INFINITY])
 
@@ -242,7 +250,7 @@ class Forest:
 
 def _address(array: Array) -> int:
     """Of an array's own memory, in a third of the time that `array.ctypes.data` takes."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def bit_set(numbers: Array | None) -> Array:

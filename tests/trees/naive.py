@@ -177,3 +177,19 @@ class NaiveGrower:
                         "gain": gain, "feature": feature, "bin": place, "missing_left": missing_left,
                         "goes_left": goes_left, "sums": sums,
                     }  # fmt: skip
+
+
+def naive_scores(booster, x):
+    """Raw scores by the definition of a tree, row by row."""
+    scores = np.tile(booster.start, (len(x), 1))
+    for number, tree in enumerate(booster.trees):
+        for row, values in enumerate(x):
+            node = 0 if tree.leaves > 1 else ~0
+            while node >= 0:
+                value, members = values[tree.feature[node]], tree.categories[node]
+                goes_left = value <= tree.threshold[node] if members is None else value in members
+                if np.isnan(value):
+                    goes_left = tree.missing_left[node]
+                node = (tree.left if goes_left else tree.right)[node]
+            scores[row, number % booster.outputs] += tree.leaf_value[~node]
+    return scores

@@ -11,6 +11,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, GradientPrecision, TreesError
 from bitplan.trees import boost as boosting
 from tests.crosses import few
+from tests.trees.naive import naive_scores
 from tests.trees.samples import table
 
 PRECISIONS = ["f32", "i16", "i8"]
@@ -321,14 +322,18 @@ def test_infinity_is_refused_in_predictions_of_plain_arrays():
 
 
 def test_rows_are_predicted_alike_alone_and_together(monkeypatch):
-    """Eight rows go down a tree together, a row that is left over goes down eight trees; threads take parts."""
+    """64 rows go down a tree together, its first 63 splits are judged before others, and threads take parts."""
     x, y = table(300)
     x[::7, 1] = np.nan
-    model = small(BoostedTreesClassifier, n_estimators=11).fit(x, np.digitize(y, [-0.5, 0.5]))
+    x[:, 2] = np.arange(300) % 9  # categories
+    more = {"max_leaves": 150, "min_child_samples": 1, "min_child_weight": 0.0, "categorical_features": [2]}
+    model = small(BoostedTreesClassifier, n_estimators=4, **more).fit(x, np.digitize(y, [-0.5, 0.5]))
+    assert max(tree.leaves for tree in model.booster_.trees) > 64
     together = model.decision_function(x)
+    np.testing.assert_array_equal(together, naive_scores(model.booster_, x))
     alone = np.concatenate([model.decision_function(x[row : row + 1]) for row in range(20)])
     np.testing.assert_array_equal(alone, together[:20])
-    monkeypatch.setattr("bitplan.kernels.base.jit.HAND_OUT_NS", 1)
+    monkeypatch.setattr("bitplan.trees.tree.HELPER_NS", 1.0)
     for jobs in (1, 3):
         np.testing.assert_array_equal(model.set_params(n_jobs=jobs).decision_function(x[:299]), together[:299])
 

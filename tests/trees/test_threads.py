@@ -95,9 +95,9 @@ def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
 def test_a_few_rows_are_not_handed_to_many_threads():
     with use_threads(16):
         assert len(pieces(1000, 3.0)) == 1
-        assert 1 < len(pieces(100_000, 3.0)) < len(pieces(1_000_000, 3.0)) < 16
+        assert 1 < len(pieces(200_000, 3.0)) < len(pieces(1_000_000, 3.0)) < 16
         assert len(pieces(100_000_000, 3.0)) == 16
-        teams = [thread_workspace.team_size(rows, 7, 31) for rows in (1000, 65_536, 1_000_000)]
+        teams = [thread_workspace.team_size(rows, 7, 31) for rows in (1000, 65_536, 2_000_000)]
     assert teams == sorted(teams)
     assert teams[-1] == 16
 

@@ -6,7 +6,7 @@ checked, and nothing has to be aligned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -38,10 +38,13 @@ def _write(writer: VectorWriter, address: Any, value: Any) -> Any:
     return writer.context.get_dummy_value()
 
 
-def _prefetch(writer: VectorWriter, address: Any) -> Any:
-    hints = [ir.Constant(ir.IntType(32), hint) for hint in (0, 2, 1)]  # read access, second-level cache, data cache
-    writer.call("llvm.prefetch.p0", ir.VoidType(), [_pointer(writer, address, ir.IntType(8)), *hints])
-    return writer.context.get_dummy_value()
+def _prefetch(locality: int) -> Callable[..., Any]:
+    def emit(writer: VectorWriter, address: Any) -> Any:
+        hints = [ir.Constant(ir.IntType(32), hint) for hint in (0, locality, 1)]  # read access, locality, data
+        writer.call("llvm.prefetch.p0", ir.VoidType(), [_pointer(writer, address, ir.IntType(8)), *hints])
+        return writer.context.get_dummy_value()
+
+    return emit
 
 
 def _take(writer: VectorWriter, address: Any, count: Any) -> Any:
@@ -51,7 +54,9 @@ def _take(writer: VectorWriter, address: Any, count: Any) -> Any:
 load_from = define(3, lambda _a, lane, width: VectorType(lane.dtype, width.literal_value), _load)
 read = define(2, lambda _address, kind: kind.dtype, _read)  # one number
 write = define(2, lambda _address, _value: types.void, _write)  # a number or a vector
-prefetch_at = define(1, lambda _address: types.void, _prefetch)  # a hint, never a fault
+# Ask for the cache line there: soon, into the first-level cache, or later, into the second. Hints, never faults.
+prefetch_soon = define(1, lambda _address: types.void, _prefetch(3))
+prefetch_later = define(1, lambda _address: types.void, _prefetch(2))
 # Adds to the int64 there and returns its value before, atomically.
 take = define(2, lambda _address, _count: types.int64, _take)
 
@@ -116,6 +121,16 @@ def _lookup(writer: VectorWriter, table: Any, places: Any) -> Any:
 
 # AVX-512: 16 float32 picked from 16 others, by the low four bits of each lane of an int32 vector.
 look_up_16 = define(2, lambda table, _places: table, _lookup)
+
+
+def byte_table(numbers: Sequence[int]) -> Any:
+    """AVX2: a function of 32 bytes, each below 16, that gives the number at each byte's place among these 16."""
+
+    def emit(writer: VectorWriter, places: Any) -> Any:
+        table = ir.Constant(places.type, [ir.Constant(ir.IntType(8), number) for number in (*numbers, *numbers)])
+        return writer.call("llvm.x86.avx2.pshuf.b", places.type, [table, places])
+
+    return define(1, lambda places: places, emit)
 
 
 # ---- tiles: several rows of a weight times several inputs -----------------------------------------------------------

@@ -236,9 +236,12 @@ def _forget() -> None:
 
 
 @atexit.register
-def _stop() -> None:
-    if _helpers is not None:
-        _helpers.stop()
+def stop() -> None:
+    """End all helpers; the next `run` starts others."""
+    ended = _helpers
+    _forget()
+    if ended is not None:
+        ended.stop()
 
 
 if hasattr(os, "register_at_fork"):

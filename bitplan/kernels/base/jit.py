@@ -29,8 +29,10 @@ from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.extending import intrinsic
 
 # What it takes to have one more thread do a part: the interpreter's lock goes from thread to thread, and each has to
-# wake up for it. On a virtual machine with 16 cores 44 us for each of 16 threads, 81 for the second of two.
-HAND_OUT_NS = 55_000
+# wake up for it. On a virtual machine with 16 cores 44 us for each of 16 threads, 81 for the second of two; and n
+# threads are not n times as fast. Fits of 100,000 rows took least time there with 100 to 150 us (55: up to a fifth
+# more).
+HAND_OUT_NS = 100_000
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 # Passes of numba's compiler over what loops do not have: closures, `with`, exceptions, sums of whole arrays.
@@ -54,9 +56,11 @@ class LoopCompiler(CompilerBase):  # type: ignore[misc]
     integers is: that is remembered while a function is compiled.
     """
 
+    unused_passes = UNUSED_PASSES
+
     def define_pipelines(self) -> list[Any]:
         manager = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        manager.passes = [each for each in manager.passes if each[0].__name__ not in UNUSED_PASSES]
+        manager.passes = [each for each in manager.passes if each[0].__name__ not in self.unused_passes]
         return [manager]
 
     def compile_extra(self, func: Any) -> Any:
@@ -82,30 +86,39 @@ class LoopCompiler(CompilerBase):  # type: ignore[misc]
                 gc.enable()
 
 
-OPTIONS: dict[str, Any] = {"error_model": "numpy", "no_cfunc_wrapper": True, "pipeline_class": LoopCompiler}
+class OneTypeCompiler(LoopCompiler):
+    """For loops in which a variable has one type from beginning to end: a sixth less to compile. Where it has not,
+    numba may find no type for it, or takes the wider one for both.
+    """
+
+    unused_passes = UNUSED_PASSES | {"ReconstructSSA"}
 
 
-def compiled(function: Callable[..., Any]) -> Any:
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "no_cfunc_wrapper": True}
+
+
+def compiled(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """A kernel that Python calls."""
+    options = OPTIONS | {"nogil": True, "pipeline_class": compiler}
     try:
-        return numba.njit(function, cache=True, nogil=True, **OPTIONS)
+        return numba.njit(function, cache=True, **options)
     except RuntimeError:  # numba found no folder it may write to: compile in every process
-        return numba.njit(function, nogil=True, **OPTIONS)
+        return numba.njit(function, **options)
 
 
-def inlined(function: Callable[..., Any]) -> Any:
+def inlined(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """A part of kernels, compiled into each of them. Python cannot call it: a wrapper would take time to compile."""
-    return numba.njit(function, forceinline=True, no_cpython_wrapper=True, **OPTIONS)
+    return numba.njit(function, forceinline=True, no_cpython_wrapper=True, pipeline_class=compiler, **OPTIONS)
 
 
 def merged(function: Callable[..., Any]) -> Any:
     """A part of kernels that each of them calls in one place: written into it before anything is compiled."""
-    return numba.njit(function, inline="always", **OPTIONS)
+    return numba.njit(function, inline="always", pipeline_class=LoopCompiler, **OPTIONS)
 
 
-def called(function: Callable[..., Any]) -> Any:
+def called(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """A large part of kernels, compiled once, which kernels call."""
-    return numba.njit(function, no_cpython_wrapper=True, **OPTIONS)
+    return numba.njit(function, no_cpython_wrapper=True, pipeline_class=compiler, **OPTIONS)
 
 
 def address_of(kernel: Any, *examples: Any) -> int:

@@ -26,9 +26,9 @@ from bitplan.kernels.base.jit import LoopCompiler, on_threads, use_threads
 _forked = False
 
 
-def c_function(function: Callable[..., Any]) -> Any:
+def c_function(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """Compiles f(address) as a C function, cached on disk; Python may call it, which releases the interpreter lock."""
-    options: dict[str, Any] = {"error_model": "numpy", "pipeline_class": LoopCompiler}
+    options: dict[str, Any] = {"error_model": "numpy", "pipeline_class": compiler}
     try:
         made = numba.cfunc("void(int64)", cache=True, **options)(function)
     except RuntimeError:  # numba found no folder it may write to: compile in every process

@@ -10,8 +10,9 @@ float32 after the sum over a block, which rounds less than `decode` does.
 
 The floor, and how it is approached (H200, mxfp4, M = 1): 0.53 bytes a weight over 4.2 TB/s leave 4.2 lane slots of the
 integer pipe (64 lanes an SM) a weight at full speed. The decoder of `decode_words` takes 1.25; tensor cores keep
-multiplications off the lanes. Split-K gives enough programs, and the last to finish adds up the others. More than 32
-rows go to `fused_many_rows`. The kernel is in `few_rows_kernel`.
+multiplications off the lanes. Split-K gives enough programs, and the last to finish adds up the others. The kernel is
+in `few_rows_kernel`. Up to 8 rows `direct` is faster, which needs neither shared memory nor split-K; more than 64 rows
+go to `fused_many_rows`.
 
 Legend: N outputs, K inputs, M rows of x, E experts, P pairs.
 """
@@ -193,14 +194,18 @@ def bind_matmul(
     rows = x.shape[0]
     if launch.direct and not INTERPRETED:
         how = prepare_direct(x.device, weight, arranged, _name_of(bias), rows, launch)
-        bound = how.bind(x.get_device(), *direct_pointers(weight, arranged, bias))
-        return None if bound is None else ((lambda stream, x, out, _: bound(stream, x, out)), 1)
+        straight = how.bind(x.get_device(), *direct_pointers(weight, arranged, bias))
+        return None if straight is None else (functools.partial(_without_parts, straight), 1)
     if launch.rows > WIDEST_TILE or INTERPRETED:
         return None
     tiles = triton.cdiv(rows, launch.rows)
     how = _prepare(x.device, weight, arranged, _name_of(bias), rows, launch, tiles, None, per_pair=True)
     bound = how.bind(x.get_device(), *_weight_pointers(weight, arranged, bias), *_routing_pointers(arranged, None))
     return None if bound is None else (bound, how.grid[2])
+
+
+def _without_parts(launch: Callable[..., None], stream: int, x: int, out: int, _: int) -> None:
+    launch(stream, x, out)
 
 
 def _weight_pointers(weight: Encoded, arranged: ArrangedScales, bias: Tensor | None) -> tuple[Tensor, ...]:

@@ -210,7 +210,7 @@ def _logits(model: LogitsOf, ids: Tensor) -> Tensor:
 def _checked(logits: Tensor, ids: Tensor, first: int, name: str) -> Tensor:
     if logits.shape[:-1] != ids.shape:
         raise MeasureError(f"{name}: expected logits of shape {(*ids.shape, 'vocabulary')}, got {tuple(logits.shape)}")
-    bad = ~torch.isfinite(logits).all(dim=-1)
+    bad = ~torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(dim=0)  # of NaN it gives NaN
     if bad.any():
         row, position = (int(index) for index in bad.nonzero()[0])
         raise MeasureError(

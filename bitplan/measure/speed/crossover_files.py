@@ -52,6 +52,7 @@ GPU_SOURCES = (
     "matmul/decode_words.py",
     "matmul/direct/kernel.py",
     "matmul/direct/products.py",
+    "matmul/direct/words.py",
     "matmul/expert_routing.py",
     "matmul/few_rows_kernel.py",
     "matmul/fused_choices.py",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
-from bitplan.runtime.fp8.layers.weight_casts import expire_casts
+from bitplan.runtime.fp8.layers.weight_casts import expire_casts, free_with
 
 
 class Fp8Experts(nn.Module):
@@ -46,6 +46,7 @@ def grouped_of(weight: nn.Parameter, recipe: Fp8Recipe, gemms: GemmChoice) -> Gr
     experts, outputs, inputs = weight.shape
     layer = GroupedLinear(experts, inputs, outputs, recipe=recipe, gemms=gemms, device="meta", dtype=weight.dtype)
     layer.weight = weight
+    free_with(weight)
     layer.misrouted = torch.zeros(1, dtype=torch.int32, device=weight.device)
     return layer
 

@@ -87,7 +87,8 @@ class RoundedWeights:
         with _fewer_torch_threads(workers) as threads:
             pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
             try:
-                for done in as_completed([pool.submit(self._round_job, job) for job in jobs.values()]):
+                longest_first = sorted(jobs.values(), key=self._work, reverse=True)  # no thread waits long at the end
+                for done in as_completed([pool.submit(self._round_job, job) for job in longest_first]):
                     for name, fmt in done.result():
                         on_done(name, fmt)
             finally:
@@ -125,6 +126,11 @@ class RoundedWeights:
             return
         with _fewer_torch_threads(threads), compiled_on_threads(threads):
             yield
+
+    def _work(self, pairs: list[tuple[str, str]]) -> int:
+        """About how long weights take to round, in any unit."""
+        shapes = [self.subject.sites[name].shape for name, _ in pairs]
+        return sum(math.prod(shape) * shape[-1] for shape in shapes)
 
     def _round_job(self, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Weights of one input, with one Hessian."""

@@ -12,12 +12,11 @@ An expert that few tokens were sent to is given some of what all experts of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -85,16 +84,15 @@ class RoutedTokens:
         """Give experts that got few tokens some of what all got together; `sums` has NAME.key of those that got any."""
         for owners in _stacks_of(slices).values():
             known = [each for each in owners if f"{each.name}.{key}" in sums]
-            if not known:
+            if not known or all(self._of(each) >= FEWEST_TOKENS for each in owners):
                 continue
-            pooled = torch.stack([sums[f"{each.name}.{key}"] for each in known]).sum(0)
-            got = sum(self._of(each) for each in known)
+            pooled, got = _added_up(sums[f"{each.name}.{key}"] for each in known), sum(map(self._of, known))
             for each in owners:
                 missing = FEWEST_TOKENS - self._of(each)
                 if missing > 0:
                     some = pooled * (missing / got)
                     name = f"{each.name}.{key}"
-                    sums[name] = sums[name] + some if name in sums else some
+                    sums[name] = sums[name].add_(some) if name in sums else some
 
     def complete_gradients(self, slices: Sequence[ExpertSlice], sums: dict[str, Tensor], key: str, tokens: int) -> None:
         """Means over the tokens of each expert, times all tokens; of an expert without any, the mean over all."""
@@ -104,8 +102,7 @@ class RoutedTokens:
                 known = [each for each in own if f"{each.name}.{key}" in sums]
                 if not known:
                     continue
-                got = sum(self._of(each) for each in known)
-                mean = torch.stack([sums[f"{each.name}.{key}"] for each in known]).sum(0) / got
+                mean = _added_up(sums[f"{each.name}.{key}"] for each in known) / sum(map(self._of, known))
                 for each in own:
                     name = f"{each.name}.{key}"
                     sums[name] = (sums[name] / self._of(each) if name in sums else mean) * tokens
@@ -115,6 +112,15 @@ class RoutedTokens:
 
     def _of(self, each: ExpertSlice) -> int:
         return self._counts.get((each.stack, each.expert), 0)
+
+
+def _added_up(parts: Iterable[Tensor]) -> Tensor:
+    """Their sum, one after the other: together they may be as large as a block."""
+    first, *others = parts
+    total = first.clone()
+    for each in others:
+        total += each
+    return total
 
 
 def _stacks_of(slices: Sequence[ExpertSlice]) -> dict[str, list[ExpertSlice]]:

@@ -85,6 +85,7 @@ class _Passes:
         self._writer = ScratchWriter()
         self._shared: dict[str, str] = {}
         self._routed = RoutedTokens()
+        self._experts_of = _experts_by_block(subject)
         self._last: tuple[Tensor, str] | None = None
 
     def run(self) -> None:
@@ -184,7 +185,7 @@ class _Passes:
         return -logprobs.gather(-1, drawn).sum()
 
     def _require_finite(self, logits: Tensor, window: int) -> None:
-        if not bool(torch.isfinite(logits).all()):
+        if not bool(torch.stack(torch.aminmax(logits)).isfinite().all()):  # of NaN it gives NaN
             raise SearchError(
                 f"{self._subject.where}: the model gives NaN or infinity in window {window} of the text; "
                 "look for NaN or overflow in its weights"
@@ -226,8 +227,7 @@ class _Passes:
 
     def _slices(self, block: int | None) -> list[ExpertSlice]:
         """Experts of a block whose layer keeps them as one tensor."""
-        found = [site.slice for site in self._subject.sites.values() if site.slice is not None]
-        return [each for each in found if block is not None and self._runner.name_in_block(block, each.stack)]
+        return [] if block is None else self._experts_of.get(block, [])
 
     @contextmanager
     def _experts(self, block: int | None, inputs: bool, gradients: bool) -> Iterator[None]:
@@ -313,6 +313,15 @@ class _Passes:
             return
         path = self._scratch / f"sums-{self._first}-{len(self._files)}"
         self._files |= self._writer.write(path, large)
+
+
+def _experts_by_block(subject: SearchSubject) -> dict[int, list[ExpertSlice]]:
+    slices = [site.slice for site in subject.sites.values() if site.slice is not None]
+    block = {stack: subject.runner.first_block([stack]) for stack in {each.stack for each in slices}}
+    found: dict[int, list[ExpertSlice]] = {}
+    for each in slices:
+        found.setdefault(block[each.stack], []).append(each)
+    return found
 
 
 def _hidden(states: TokenStates) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.kernels.base.jit import compiled, inlined
+from bitplan.trees.loops.compiling import compiled, inlined
 
 U = np.uint64
 

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from bitplan.kernels.base.jit import compiled, inlined
+from bitplan.trees.loops.compiling import compiled, inlined
 
 U = np.uint64
 I = np.int64  # noqa: E741  numba compiles a part once more for every literal it is given

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.kernels.base.jit import compiled, inlined
 from bitplan.kernels.base.vectors import load, number_at, prefetch, same_bits, store
+from bitplan.trees.loops.compiling import compiled, inlined
 
 BINS = 256
 PANEL = 32  # features

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.kernels.base.jit import compiled
+from bitplan.trees.loops.compiling import compiled
 from bitplan.trees.loops.rows import part_rows
 from bitplan.trees.loops.split import (
     CHILD,

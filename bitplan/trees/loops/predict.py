@@ -19,9 +19,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 
 from bitplan.kernels.base.addresses import load_from, read, take, write
-from bitplan.kernels.base.jit import inlined
-from bitplan.kernels.base.openmp_threads import c_function
 from bitplan.kernels.base.vectors import VectorType, VectorWriter, define
+from bitplan.trees.loops.compiling import c_function, inlined
 
 TILE = 64  # rows
 LANES = 8
@@ -34,15 +33,19 @@ EXITS = 64  # of a tree's first splits: bits of a word
     OUTPUTS, TREES, PLANS, SPLITS, EXIT_PLACES, NODES, VALUES, SETS, SET_WORDS,
 ) = range(20)  # fmt: skip
 NEXT, NEXT_SCRATCH, HAS_INFINITY, JOB_SIZE = 32, 48, 64, 80
-# Scratch of a thread: the rows' sets of exits, their nodes, those that still go down, and then the tile.
-SETS_AT, NODES_AT, ACTIVE_AT, TILE_AT = 0, 8 * TILE, 16 * TILE, 24 * TILE + LINE  # LANES more
+# Scratch of a thread: the rows' sets of exits, their nodes, how many rows have 0, 1, ... steps to go, lists of these
+# rows (a byte each), and then the tile.
+KINDS = 16  # the last: more steps
+SETS_AT, NODES_AT, COUNTS_AT, LISTS_AT = 0, 8 * TILE, 16 * TILE, 16 * TILE + 8 * KINDS
+TILE_AT = LISTS_AT + KINDS * TILE
 # A tree's plan, int64 each: its first split and exit, how many splits send missing values left, and right;
-# whether all exits are leaves, and whether a node has a set of categories.
-FIRST_SPLIT, FIRST_EXIT, LEFT_SPLITS, RIGHT_SPLITS, ONLY_LEAVES, HAS_SETS, PLAN_SIZE = range(7)
+# how many steps follow the exits at most, and whether a node has a set of categories.
+FIRST_SPLIT, FIRST_EXIT, LEFT_SPLITS, RIGHT_SPLITS, DEEPEST, HAS_SETS, PLAN_SIZE = range(7)
 SPLIT_BYTES, NODE_BYTES = 24, 16
 # A node's word: below zero for a leaf; whether missing values go right, or it has a set of categories; the feature; the
 # left child, which the right one follows.
 MISSING_SHIFT, IS_CATEGORY, FEATURE_SHIFT, FEATURE_MASK, CHILD_MASK = 62, 1 << 61, 32, (1 << 28) - 1, (1 << 32) - 1
+STEPS_SHIFT = 32  # of an exit: its node, and the steps from there
 INT64, DOUBLE = ir.IntType(64), ir.DoubleType()
 
 
@@ -167,41 +170,18 @@ def _child(job, nodes, tile, row, at, careful):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _word(nodes, at):  # type: ignore[no-untyped-def]
-    return read(nodes + NODE_BYTES * at, np.int64)
-
-
-@inlined
-def _go_down(job, nodes, scratch, active, careful):  # type: ignore[no-untyped-def]
-    """Rows that are not at a leaf go down to one, eight together: a step waits for the one before it, other rows do
-    not."""
-    tile, at, rows = scratch + TILE_AT, scratch + NODES_AT, scratch + ACTIVE_AT
-    last = read(rows + 8 * (active - 1), np.int64)
-    for place in range(active, active + LANES):  # behind the end the last row is done again
-        write(rows + 8 * place, last)
-    for first in range(rows, rows + 8 * active, 8 * LANES):
-        in_a, in_b, in_c = read(first, np.int64), read(first + 8, np.int64), read(first + 16, np.int64)
-        in_d, in_e, in_f = read(first + 24, np.int64), read(first + 32, np.int64), read(first + 40, np.int64)
-        in_g, in_h = read(first + 48, np.int64), read(first + 56, np.int64)
-        a, b, c = read(at + 8 * in_a, np.int64), read(at + 8 * in_b, np.int64), read(at + 8 * in_c, np.int64)
-        d, e, f = read(at + 8 * in_d, np.int64), read(at + 8 * in_e, np.int64), read(at + 8 * in_f, np.int64)
-        g, h = read(at + 8 * in_g, np.int64), read(at + 8 * in_h, np.int64)
-        while True:
-            a, b = _child(job, nodes, tile, in_a, a, careful), _child(job, nodes, tile, in_b, b, careful)
-            c, d = _child(job, nodes, tile, in_c, c, careful), _child(job, nodes, tile, in_d, d, careful)
-            e, f = _child(job, nodes, tile, in_e, e, careful), _child(job, nodes, tile, in_f, f, careful)
-            g, h = _child(job, nodes, tile, in_g, g, careful), _child(job, nodes, tile, in_h, h, careful)
-            some = _word(nodes, a) & _word(nodes, b) & _word(nodes, c) & _word(nodes, d)
-            if some & _word(nodes, e) & _word(nodes, f) & _word(nodes, g) & _word(nodes, h) < 0:  # all are leaves
-                break
-        write(at + 8 * in_a, a)
-        write(at + 8 * in_b, b)
-        write(at + 8 * in_c, c)
-        write(at + 8 * in_d, d)
-        write(at + 8 * in_e, e)
-        write(at + 8 * in_f, f)
-        write(at + 8 * in_g, g)
-        write(at + 8 * in_h, h)
+def _go_down(job, nodes, scratch, deepest, careful):  # type: ignore[no-untyped-def]
+    """Rows that are not at a leaf go down to one. Those with as many steps to go follow one another, so that the
+    processor guesses the end of each right, and begins the next rows meanwhile."""
+    tile = scratch + TILE_AT
+    for kind in range(1, min(deepest, KINDS - 1) + 1):
+        steps = kind if kind < KINDS - 1 else deepest
+        for place in range(read(scratch + COUNTS_AT + 8 * kind, np.int64)):
+            row = np.int64(read(scratch + LISTS_AT + TILE * kind + place, np.uint8))
+            at = read(scratch + NODES_AT + 8 * row, np.int64)
+            for _ in range(steps):
+                at = _child(job, nodes, tile, row, at, careful)
+            write(scratch + NODES_AT + 8 * row, at)
 
 
 def add_trees(job):  # type: ignore[no-untyped-def]
@@ -225,22 +205,26 @@ def add_trees(job):  # type: ignore[no-untyped-def]
                 exits = read(job + 8 * EXIT_PLACES, np.int64) + 8 * read(plan + 8 * FIRST_EXIT, np.int64)
                 _narrow(job, plan, size, scratch)
                 scores = read(job + 8 * SCORES, np.int64) + 8 * (tree % outputs) + by_row * first
-                if read(plan + 8 * ONLY_LEAVES, np.int64):
+                if read(plan + 8 * DEEPEST, np.int64) == 0:
                     for row in range(size):
                         at = read(exits + 8 * first_bit(read(scratch + SETS_AT + 8 * row, np.int64)), np.int64)
                         score = scores + by_row * row
                         write(score, read(score, np.float64) + read(values + 8 * at, np.float64))
                     continue
-                active = np.int64(0)
+                for kind in range(KINDS):
+                    write(scratch + COUNTS_AT + 8 * kind, np.int64(0))
                 for row in range(size):
                     at = read(exits + 8 * first_bit(read(scratch + SETS_AT + 8 * row, np.int64)), np.int64)
-                    write(scratch + NODES_AT + 8 * row, at)
-                    write(scratch + ACTIVE_AT + 8 * active, row)
-                    active += np.int64(read(nodes + NODE_BYTES * at, np.int64) >= 0)
-                if active > 0 and (odd or read(plan + 8 * HAS_SETS, np.int64)):
-                    _go_down(job, nodes, scratch, active, True)
-                elif active > 0:
-                    _go_down(job, nodes, scratch, active, False)
+                    write(scratch + NODES_AT + 8 * row, at & CHILD_MASK)
+                    kind = at >> STEPS_SHIFT
+                    place = read(scratch + COUNTS_AT + 8 * kind, np.int64)
+                    write(scratch + LISTS_AT + TILE * kind + place, np.uint8(row))
+                    write(scratch + COUNTS_AT + 8 * kind, place + 1)
+                deepest = read(plan + 8 * DEEPEST, np.int64)
+                if odd or read(plan + 8 * HAS_SETS, np.int64):
+                    _go_down(job, nodes, scratch, deepest, True)
+                else:
+                    _go_down(job, nodes, scratch, deepest, False)
                 for row in range(size):
                     score = scores + by_row * row
                     value = read(values + 8 * read(scratch + NODES_AT + 8 * row, np.int64), np.float64)

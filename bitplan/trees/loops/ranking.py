@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from bitplan.kernels.base.jit import compiled
+from bitplan.trees.loops.compiling import compiled
 
 
 @compiled

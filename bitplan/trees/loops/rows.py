@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.kernels.base.jit import compiled, inlined
 from bitplan.kernels.base.vectors import prefetch
+from bitplan.trees.loops.compiling import compiled, inlined
 from bitplan.trees.loops.histogram import ROW
 
 MISSING = 255
@@ -72,7 +72,7 @@ def bin_categories(numbers, categories, first_row, panel, column, place):  # typ
     """The same for a categorical feature: its bin is the place in `categories`, sorted; unknown is missing."""
     for i in range(numbers.size):
         number = np.float64(numbers[i])
-        bin_ = MISSING
+        bin_ = np.int64(MISSING)
         if not np.isnan(number):
             at = _find_bin(categories, number)
             if at < categories.size and categories[at] == number:

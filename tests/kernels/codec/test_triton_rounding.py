@@ -50,9 +50,8 @@ def test_the_loops_equal_the_definition(fmt: str, device: torch.device) -> None:
             torch.testing.assert_close(one.cpu(), two, msg=lambda text, name=name: f"{name}: {text}")
 
 
-BATCHED = ["nvfp4"]
+BATCHED = ["nvfp4", "q5_0_gguf"]
 SLOW = [
-    "q5_0_gguf",
     "mxfp4",
     "int4_g32",
     "q4_0_gguf",

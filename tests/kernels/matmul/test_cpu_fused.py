@@ -199,8 +199,9 @@ from tests.kernels.matmul import test_cpu_fused as t
 t.cpu_fused._takes_torch = lambda *_: False
 t.cpu_fused._why_not_here = lambda: None
 assert (rows.LANES, codes.LOOKS_UP) == ({lanes}, False)
-weight, x = t.encode(t.normal(5, 352), "{name}"), t.normal(5, 352, seed=1)
-t.check(t.run(x, weight), x, weight)
+weight, x = t.encode(t.normal(5, 352), "{name}"), t.normal(29, 352, seed=1)
+t.check(t.run(x, weight), x, weight)  # panels of one vector and of two
+t.check(t.run(x[:5], weight), x[:5], weight)
 t.check(t.run(x[:1], weight), x[:1], weight)
 """
 

@@ -421,7 +421,6 @@ def test_a_compiled_layer_has_no_break_and_gives_the_same_numbers_and_gradients(
         assert torch.equal(results[1][0], results[0][0])
 
 
-@pytest.mark.long
 def test_the_fused_way_in_a_graph_is_the_fused_way_outside():
     torch._dynamo.reset()
     experts, x = make(strategy="fused"), drawn(5, H, seed=6).bfloat16()

@@ -2,7 +2,8 @@
 
 4-bit codes are decoded in two ways. With AVX-512 a code is looked up in a register that holds the format's 16 numbers.
 Any other CPU turns all nibbles of a register into small integers at once, then every fourth byte into floats; E2M1's
-numbers are doubled for that (0 1 2 3 4 6 8 12), and the product is halved (`cpu_fused` sets the factor).
+numbers are doubled for that (0 1 2 3 4 6 8 12; with AVX2 looked up as bytes), and the product is halved (`cpu_fused`
+sets the factor).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.kernels.base.addresses import float_of_half, load_from, look_up_16, repeat_each
+from bitplan.kernels.base.addresses import byte_table, float_of_half, load_from, look_up_16, repeat_each
 from bitplan.kernels.base.cpu_features import features
 from bitplan.kernels.base.jit import inlined
 from bitplan.kernels.base.openmp_threads import c_function
@@ -62,12 +63,16 @@ def _open_e2m1(codes):
 
 
 @inlined
-def _doubled_e2m1(codes):
+def _computed_e2m1(codes):
     """0 1 2 3 4 6 8 12 for codes 0 to 7, their negatives for 8 to 15."""
     m = codes & 7
     doubled = m - greater(m, 4) - greater(m, 5) - (greater(m, 6) & 3) * 255
     negative = greater(codes, 7)
     return (doubled ^ negative) - negative
+
+
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+_doubled_e2m1 = byte_table((*_DOUBLED, *(-each for each in _DOUBLED))) if LANES == 8 else _computed_e2m1
 
 
 @inlined

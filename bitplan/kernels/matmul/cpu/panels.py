@@ -24,7 +24,8 @@ from bitplan.kernels.base.addresses import (
     call_c,
     load_tile,
     multiply_in,
-    prefetch_at,
+    prefetch_later,
+    prefetch_soon,
     read,
     repeated,
     store_tile,
@@ -70,10 +71,10 @@ TILE_ROWS = 6 if LANES == 8 else 12  # AVX2 has 16 registers, AVX-512 and Arm ha
 BLOCK = 512  # numbers of a row that are decoded at a time
 GROUP = 24  # rows that are decoded at a time
 ROW_BYTES = 4 * BLOCK + 64  # of a decoded row: other rows lie in other sets of the first-level cache
-LINE = 64
+LINE, AHEAD = 64, 2048  # bytes of a cache line; how far ahead of the loop inputs are asked for
 JOB_BYTES = -(-8 * len(JOB) // LINE) * LINE
 BUFFER_BYTES = ROW_BYTES * GROUP
-PIECES_PER_THREAD, MOST_GROUPS = 4, 8
+PIECES_PER_THREAD, MOST_GROUPS = 4, 4
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
@@ -168,6 +169,8 @@ def _tile(rows: int, vectors: int) -> Any:
         made = zero_tile(cells, LANES) if is_first else load_tile(sums, stride, rows, vectors, LANES)
         for k in range(0, steps, 4):
             at, on = w + 4 * k, x + 4 * k * vectors * LANES
+            for line in range(4 * 4 * vectors * LANES // LINE):
+                prefetch_soon(on + AHEAD + LINE * line)
             made = multiply_in(made, repeated(at, ROW_BYTES, rows, LANES), load_tile(on, 0, 1, vectors, LANES))
             on += 4 * vectors * LANES
             made = multiply_in(made, repeated(at + 4, ROW_BYTES, rows, LANES), load_tile(on, 0, 1, vectors, LANES))
@@ -201,7 +204,7 @@ def _prefetch_next(job, row, rows, k):
     start, stop = k * stride // count, min((k + BLOCK) * stride // count, stride)
     for n in range(row, row + rows):
         for at in range(start, stop, LINE):
-            prefetch_at(field(job, CODES) + n * stride + at)
+            prefetch_later(field(job, CODES) + n * stride + at)
 
 
 def _products(job):

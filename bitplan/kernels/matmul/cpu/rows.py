@@ -26,7 +26,7 @@ from bitplan.kernels.base.addresses import (
     every_fourth_of_halves,
     load_from,
     multiply_in,
-    prefetch_at,
+    prefetch_later,
     read,
     scale_in,
     sum_of_lanes,
@@ -166,10 +166,10 @@ def _four_inputs(x, stride):
 @inlined
 def _prefetch_four(codes, at):
     """Ask for the next four rows: a row is too short for the CPU to foresee them, and 4-bit codes are soon used up."""
-    prefetch_at(codes[0] + at)
-    prefetch_at(codes[1] + at)
-    prefetch_at(codes[2] + at)
-    prefetch_at(codes[3] + at)
+    prefetch_later(codes[0] + at)
+    prefetch_later(codes[1] + at)
+    prefetch_later(codes[2] + at)
+    prefetch_later(codes[3] + at)
 
 
 @inlined
@@ -210,6 +210,8 @@ def _nibbles_2x4(opened, low, high, scales, table, codes, scales_at, x, stride, 
         at = min(step * REGISTER, row_bytes - REGISTER)
         place, at_x = at // per_scale, x + 4 * STEP * step
         c = (opened(load_from(codes[0] + at, U32, LANES)), opened(load_from(codes[1] + at, U32, LANES)))
+        prefetch_later(codes[0] + at + 2 * row_bytes)
+        prefetch_later(codes[1] + at + 2 * row_bytes)
         parts = multiply_in(zero_tile(8, LANES), _two(low, table, c, 0), _four_inputs(at_x, stride))
         parts = multiply_in(parts, _two(high, table, c, 0), _four_inputs(at_x + REGISTER, stride))
         parts = multiply_in(parts, _two(low, table, c, 1), _four_inputs(at_x + 2 * REGISTER, stride))
@@ -288,7 +290,7 @@ def _bytes_4x1(number, scale, codes, scales_at, x, width, block):
             start = place * block + chunk * LANES
             at = min(start, last)
             numbers = (number(codes[0] + at), number(codes[1] + at), number(codes[2] + at), number(codes[3] + at))
-            prefetch_at(codes[0] + (4 + chunk % 4) * width + at)  # of the next four rows, in turn
+            prefetch_later(codes[0] + (4 + chunk % 4) * width + at)  # of the next four rows, in turn
             parts = multiply_in(parts, numbers, _one_input(x + 4 * start))
         of_rows = (
             scale(scales_at[0], place),
@@ -351,12 +353,17 @@ def byte_products(job, number, scale, block):
 @inlined
 def _decode_bytes(number, scale, codes, scales_at, width, block, first, count, to):
     """Chunks of LANES numbers, first .. first + count, of a row; `first` begins a block."""
-    for chunk in range(first, first + count):
-        at = min(chunk * LANES, width - LANES)
-        write(
-            to + 4 * LANES * (chunk - first),
-            number(codes + at) * scale(scales_at, chunk * LANES // block if block else 0),
-        )
+    if block:
+        for place in range(first * LANES // block, (first + count) * LANES // block):
+            of_block, start = scale(scales_at, place), place * block
+            for chunk in range(block // LANES):
+                at = start + chunk * LANES
+                write(to + 4 * (at - first * LANES), number(codes + at) * of_block)
+    else:
+        of_row = scale(scales_at, 0)
+        for chunk in range(count):
+            at = min((first + chunk) * LANES, width - LANES)
+            write(to + 4 * LANES * chunk, number(codes + at) * of_row)
 
 
 # ---- many inputs: decoded rows for `panels` --------------------------------------------------------------------------

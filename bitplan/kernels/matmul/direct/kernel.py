@@ -1,4 +1,4 @@
-"""The kernel of `direct.products`: 16 bytes of codes to each lane, decoded there, summed by the tensor cores.
+"""The kernel of `direct.products`: 16 bytes of codes to a lane, decoded there, summed by the tensor cores.
 
 Written as lanes see it: a tensor's last axis is the 32 * W lanes of a program, one number a lane, and the axes before
 it are registers. The instruction m16n8k16 multiplies 16 outputs with 8 rows of x; lane l has outputs l / 4 and
@@ -7,64 +7,22 @@ neighbouring inputs: its codes are one load of 16 bytes, under one or two scales
 of a program take every W-th piece of 128 inputs, and meet only in the last sum: no shared memory, no barrier before it,
 few registers, so that many warps wait for memory at once.
 
-Codes are loaded one step ahead; those of the first step before the kernel before this one has ended (OVERLAP), because
-nobody writes weights. x may be written by that kernel, and is loaded after it.
+Codes are loaded STAGES - 1 steps ahead, for memory takes a microsecond to answer. The instruction mma sums over all
+lanes of an output; every lane of a warp must come to it, so lanes past the end take the last inputs, and codes of 0.
 
 WORDS "none" is plain Triton for the interpreter, with the same loads, and sums of float32.
 
 Legend: T lanes, L lanes of a warp, R tiles of 16 outputs, X tiles of 8 rows of x, M rows of x, W warps.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from bitplan.kernels.base.numbers import narrow
-from bitplan.kernels.matmul.decode_words import (
-    E2M1_0213,
-    E4M3,
-    INT4_0213,
-    INT4_TWO_SCALES_0213,
-    INT8,
-    floats_of_bytes,
-    floats_of_nibbles,
-    multiplier_of_scale,
-)
-
-_FOUR_WORDS = tl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
-_FOUR_PAIRS = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
-_TWO_AND_TWO_PAIRS = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$4];\nld.global.v2.b32 {$2, $3}, [$4 + 32];")
-_TWO_PAIRS = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$2];")
-_BYTE = tl.constexpr("{ .reg .u16 h; ld.global.nc.u8 h, [$1]; cvt.u32.u16 $0, h; }")
-_FOUR_BYTES = tl.constexpr("ld.global.nc.b32 $0, [$1];")
-_TWO_BYTES = tl.constexpr("{ .reg .u16 h; ld.global.nc.u16 h, [$1]; cvt.u32.u16 $0, h; }")
-# The inputs of a word in the order of `decode_words` "0213": eight neighbours, or "halves".
-_ORDER_OF_CODES = tl.constexpr("""
-prmt.b32 $0, $4, $6, 0x5410;
-prmt.b32 $1, $5, $7, 0x5410;
-prmt.b32 $2, $4, $6, 0x7632;
-prmt.b32 $3, $5, $7, 0x7632;
-""")
-_ORDER_OF_HALVES = tl.constexpr("""
-prmt.b32 $0, $4, $5, 0x5410;
-prmt.b32 $1, $4, $5, 0x7632;
-prmt.b32 $2, $6, $7, 0x5410;
-prmt.b32 $3, $6, $7, 0x7632;
-""")
-# Sums $0 to $3 from codes of the lane's first output ($4 to $7) and its second ($8 to $11), x, and the sums before.
-_MULTIPLY = tl.constexpr("""
-{
-.reg .f32 s, t, u, v;
-mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {s,t,u,v}, {$4,$8,$5,$9}, {$12,$13}, {$16,$17,$18,$19};
-mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$6,$10,$7,$11}, {$14,$15}, {s,t,u,v};
-}
-""")
-# The same for codes of 8 bits, a word of which is two pairs.
-_MULTIPLY_BYTES = tl.constexpr(
-    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$6,$5,$7}, {$8,$9}, {$10,$11,$12,$13};"
-)
+from bitplan.kernels.matmul.direct.words import add_bytes, add_word, four_words, multipliers, stored_scale
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -88,13 +46,16 @@ def direct_kernel(
     X: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
-    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     T: tl.constexpr = 32 * W
     INPUTS: tl.constexpr = 64 if ORDER == "bytes" else 128  # of a warp and step
     STEPS: tl.constexpr = (K + INPUTS * W - 1) // (INPUTS * W)
+    AHEAD: tl.constexpr = STAGES - 1 if STAGES - 1 < STEPS else STEPS
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # before anything is read that the kernel before may write, weights included
     lane_T = tl.arange(0, T)
     output_T = lane_T // 4 % 8
     chunk_T = lane_T // 32 * 4 + lane_T % 4  # of INPUTS / 4
@@ -103,9 +64,10 @@ def direct_kernel(
     if N % (16 * R) != 0:
         first_RT = tl.minimum(first_RT, N - 1)
         second_RT = tl.minimum(second_RT, N - 1)
-    codes = _codes(data_ptr, scales_ptr, 0, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, WORDS)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # before anything is read that the kernel before may write
+    ahead = ()
+    for step in tl.static_range(AHEAD):
+        codes = _codes(data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, WORDS)
+        ahead = ahead + (codes,)  # noqa: RUF005 (Triton knows no stars)
     M: tl.constexpr = 8 * X
     if WORDS != "none":
         m_XT = tl.program_id(1) * M + tl.arange(0, X)[:, None] * 8 + output_T[None, :]
@@ -117,15 +79,17 @@ def direct_kernel(
         x = x_ptr + m_M1.to(tl.int64) * (K // 2)
         zero = tl.zeros([M, R, T], tl.float32)
     sums = (zero, zero, zero, zero)
-    for step in tl.range(0, STEPS - 1, num_stages=1, loop_unroll_factor=UNROLL):
-        following = _codes(
-            data_ptr, scales_ptr, step + 1, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, WORDS
+    for step in tl.range(0, STEPS - AHEAD, num_stages=1, loop_unroll_factor=AHEAD):
+        codes = _codes(
+            data_ptr, scales_ptr, step + AHEAD, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, WORDS
         )
-        sums = _add_step(sums, codes, x, step, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, WORDS)
-        codes = following
+        sums = _add_step(sums, ahead[0], x, step, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, WORDS)
+        ahead = ahead[1:] + (codes,)  # noqa: RUF005
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    sums = _add_step(sums, codes, x, STEPS - 1, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, WORDS)
+    for step in tl.static_range(AHEAD):
+        at = STEPS - AHEAD + step
+        sums = _add_step(sums, ahead[step], x, at, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, WORDS)
 
     tile = tl.program_id(0) * (16 * R) + tl.arange(0, R)[None, :, None] * 16
     if WORDS != "none":
@@ -177,38 +141,15 @@ def _codes(
     else:
         second_words_at = data_ptr + second_RT.to(tl.int64) * WIDTH + (chunk_T * 4)[None, :]
         second_scale_at = scales_ptr + (second_RT * PER_ROW + at_T[None, :])
-    first = _four(words_at, _FOUR_WORDS, WORDS)
-    second = _four(second_words_at, _FOUR_WORDS, WORDS)
+    first = four_words(words_at, WORDS)
+    second = four_words(second_words_at, WORDS)
     if GROUP == 0:
         scale = first[0]
         scale_of_second = second[0]
     else:
-        scale = _scale(scale_at, SCALE, WORDS)
-        scale_of_second = _scale(second_scale_at, SCALE, WORDS)
+        scale = stored_scale(scale_at, SCALE, WORDS)
+        scale_of_second = stored_scale(second_scale_at, SCALE, WORDS)
     return first + second + (scale, scale_of_second)
-
-
-@triton.jit
-def _four(at, CODE: tl.constexpr, WORDS: tl.constexpr):
-    if WORDS == "none":
-        words = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
-    else:
-        words = tl.inline_asm_elementwise(
-            CODE, "=r,=r,=r,=r,l", [at.to(tl.int64)], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
-        )
-    return words
-
-
-@triton.jit
-def _scale(at, SCALE: tl.constexpr, WORDS: tl.constexpr):
-    """A stored scale (or two in 16 bits) as an integer."""
-    if WORDS == "none":
-        stored = tl.load(at).to(tl.int32)
-    else:
-        narrowest: tl.constexpr = _BYTE if SCALE == "e8m0" or SCALE == "u8" else _TWO_BYTES
-        code: tl.constexpr = _FOUR_BYTES if SCALE == "f32" else narrowest
-        stored = tl.inline_asm_elementwise(code, "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1)
-    return stored
 
 
 @triton.jit
@@ -248,18 +189,18 @@ def _add_step(
                 tl.where(ok, codes[6], 0),
                 tl.where(ok, codes[7], 0),
             )
-        new = _add_bytes(new, words[0], words[4], x, ELEMENT, WORDS)
-        new = _add_bytes(new, words[1], words[5], x + 2, ELEMENT, WORDS)
-        new = _add_bytes(new, words[2], words[6], x + 4, ELEMENT, WORDS)
-        new = _add_bytes(new, words[3], words[7], x + 6, ELEMENT, WORDS)
+        new = add_bytes(new, words[0], words[4], x, ELEMENT, WORDS)
+        new = add_bytes(new, words[1], words[5], x + 2, ELEMENT, WORDS)
+        new = add_bytes(new, words[2], words[6], x + 4, ELEMENT, WORDS)
+        new = add_bytes(new, words[3], words[7], x + 6, ELEMENT, WORDS)
     else:
         if GROUP == 128:  # four lanes share a scale, and sums are scaled
             one: tl.constexpr = 0x7E807E80 if WORDS != "none" else 0x3F800000  # 2^126 twice, or 1.0
             low = tl.full(codes[8].shape, one, tl.int32)
             high, second_low, second_high = low, low, low
         else:
-            low, high = _multipliers(codes[8], SCALE, GROUP, WORDS)
-            second_low, second_high = _multipliers(codes[9], SCALE, GROUP, WORDS)
+            low, high = multipliers(codes[8], SCALE, GROUP, WORDS)
+            second_low, second_high = multipliers(codes[9], SCALE, GROUP, WORDS)
         if K % (4 * EACH * W) != 0:
             low, high = tl.where(ok, low, 0), tl.where(ok, high, 0)
             second_low, second_high = tl.where(ok, second_low, 0), tl.where(ok, second_high, 0)
@@ -267,13 +208,13 @@ def _add_step(
         TWO: tl.constexpr = SCALE == "f16"
         FAR: tl.constexpr = 4 if ORDER == "low_first" else 2
         later, second_later = (low, second_low) if TWO else (high, second_high)
-        new = _add_word(new, codes[0], codes[4], low, high, second_low, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+        new = add_word(new, codes[0], codes[4], low, high, second_low, second_high, x, ELEMENT, ORDER, TWO, WORDS)
         x += FAR
-        new = _add_word(new, codes[1], codes[5], low, high, second_low, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+        new = add_word(new, codes[1], codes[5], low, high, second_low, second_high, x, ELEMENT, ORDER, TWO, WORDS)
         x += FAR
-        new = _add_word(new, codes[2], codes[6], later, high, second_later, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+        new = add_word(new, codes[2], codes[6], later, high, second_later, second_high, x, ELEMENT, ORDER, TWO, WORDS)
         x += FAR
-        new = _add_word(new, codes[3], codes[7], later, high, second_later, second_high, x, ELEMENT, ORDER, TWO, WORDS)
+        new = add_word(new, codes[3], codes[7], later, high, second_later, second_high, x, ELEMENT, ORDER, TWO, WORDS)
     if GROUP == 128:
         scale = codes[8].to(tl.float32, bitcast=SCALE == "f32")[None, :, :]
         second = codes[9].to(tl.float32, bitcast=SCALE == "f32")[None, :, :]
@@ -284,158 +225,6 @@ def _add_step(
             sums[3] + new[3] * second,
         )
     return new
-
-
-@triton.jit
-def _multipliers(stored, SCALE: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr):
-    """What a lane's first and last 16 codes are multiplied with; for float16 scales the two parts of one multiplier."""
-    if GROUP == 16:
-        low, _ = multiplier_of_scale(stored & 0xFF, SCALE, WORDS)
-        high, _ = multiplier_of_scale(stored >> 8 & 0xFF, SCALE, WORDS)
-    elif SCALE == "f16":
-        low, high = multiplier_of_scale(stored.to(tl.int16).to(tl.float16, bitcast=True), SCALE, WORDS)
-    else:
-        low, _ = multiplier_of_scale(stored, SCALE, WORDS)
-        high = low
-    return low, high
-
-
-@triton.jit
-def _add_word(
-    sums,
-    first,
-    second,
-    multiplier,
-    rest,
-    second_multiplier,
-    second_rest,
-    x,
-    ELEMENT: tl.constexpr,
-    ORDER: tl.constexpr,
-    TWO: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Eight inputs: a word of codes of each output, and four pairs of x."""
-    HALVES: tl.constexpr = ORDER == "halves"
-    if WORDS == "none":
-        new, of_second = sums[0], sums[2]
-        for byte in tl.static_range(4):
-            # Inputs of the low and the high nibble: neighbours, or 16 apart.
-            pair = tl.load(x + (byte // 2 if HALVES else byte))
-            other = tl.load(x + 8 + byte // 2) if HALVES else pair
-            even = (pair & -65536 if HALVES and byte % 2 else pair << 16).to(tl.float32, bitcast=True)[:, None, :]
-            odd = (other << 16 if HALVES and byte % 2 == 0 else other & -65536).to(tl.float32, bitcast=True)[:, None, :]
-            low, high = floats_of_nibbles((first >> (8 * byte)) & 0xFF, multiplier, ELEMENT)
-            new += low[None, :, :] * even + high[None, :, :] * odd
-            low, high = floats_of_nibbles((second >> (8 * byte)) & 0xFF, second_multiplier, ELEMENT)
-            of_second += low[None, :, :] * even + high[None, :, :] * odd
-        result = (new, sums[1], of_second, sums[3])
-    else:
-        load: tl.constexpr = _TWO_AND_TWO_PAIRS if HALVES else _FOUR_PAIRS
-        order: tl.constexpr = _ORDER_OF_HALVES if HALVES else _ORDER_OF_CODES
-        x0, x1, x2, x3 = _four(x, load, WORDS)
-        x0, x1, x2, x3 = tl.inline_asm_elementwise(
-            order,
-            "=r,=r,=r,=r,r,r,r,r",
-            [x0, x1, x2, x3],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-        a0, a1, a2, a3 = _decoded(first, multiplier, rest, ELEMENT, TWO)
-        b0, b1, b2, b3 = _decoded(second, second_multiplier, second_rest, ELEMENT, TWO)
-        result = tl.inline_asm_elementwise(
-            _MULTIPLY,
-            "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f",
-            [
-                a0[None, :, :],
-                a1[None, :, :],
-                a2[None, :, :],
-                a3[None, :, :],
-                b0[None, :, :],
-                b1[None, :, :],
-                b2[None, :, :],
-                b3[None, :, :],
-                x0[:, None, :],
-                x1[:, None, :],
-                x2[:, None, :],
-                x3[:, None, :],
-                sums[0],
-                sums[1],
-                sums[2],
-                sums[3],
-            ],
-            (tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    return result
-
-
-@triton.jit
-def _add_bytes(sums, first, second, x, ELEMENT: tl.constexpr, WORDS: tl.constexpr):
-    """Four inputs: a word of 8-bit codes of each output, and two pairs of x."""
-    if WORDS == "none":
-        new, of_second = sums[0], sums[2]
-        for byte in tl.static_range(4):
-            pair = tl.load(x + byte // 2)
-            number = (pair & -65536 if byte % 2 else pair << 16).to(tl.float32, bitcast=True)[:, None, :]
-            new += floats_of_bytes(_byte(first, byte, ELEMENT), ELEMENT)[None, :, :] * number
-            of_second += floats_of_bytes(_byte(second, byte, ELEMENT), ELEMENT)[None, :, :] * number
-        result = (new, sums[1], of_second, sums[3])
-    else:
-        x0, x1 = tl.inline_asm_elementwise(
-            _TWO_PAIRS, "=r,=r,l", [x.to(tl.int64)], (tl.int32, tl.int32), is_pure=False, pack=1
-        )
-        code: tl.constexpr = INT8 if ELEMENT == "int8" else E4M3
-        a0, a1 = tl.inline_asm_elementwise(code, "=r,=r,r", [first], (tl.int32, tl.int32), is_pure=True, pack=1)
-        b0, b1 = tl.inline_asm_elementwise(code, "=r,=r,r", [second], (tl.int32, tl.int32), is_pure=True, pack=1)
-        result = tl.inline_asm_elementwise(
-            _MULTIPLY_BYTES,
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-            [
-                a0[None, :, :],
-                a1[None, :, :],
-                b0[None, :, :],
-                b1[None, :, :],
-                x0[:, None, :],
-                x1[:, None, :],
-                sums[0],
-                sums[1],
-                sums[2],
-                sums[3],
-            ],
-            (tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    return result
-
-
-@triton.jit
-def _byte(word, byte: tl.constexpr, ELEMENT: tl.constexpr):
-    """One byte of a word, with its sign where it is an integer."""
-    return (word << (24 - 8 * byte)) >> 24 if ELEMENT == "int8" else (word >> (8 * byte)) & 0xFF
-
-
-@triton.jit
-def _decoded(word, multiplier, rest, ELEMENT: tl.constexpr, TWO: tl.constexpr):
-    """Eight codes as four pairs of bfloat16, in the order 0213 of their bytes."""
-    if TWO:
-        pairs = tl.inline_asm_elementwise(
-            INT4_TWO_SCALES_0213,
-            "=r,=r,=r,=r,r,r,r",
-            [word, multiplier, rest],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        code: tl.constexpr = E2M1_0213 if ELEMENT == "e2m1" else INT4_0213
-        pairs = tl.inline_asm_elementwise(
-            code, "=r,=r,=r,=r,r,r", [word, multiplier], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
-        )
-    return pairs
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Products over packed codes without shared memory: up to 64 rows of x, on NVIDIA's GPUs from Ampere on.
+"""Products over packed codes without shared memory: up to 16 rows of x, on NVIDIA's GPUs from Hopper on.
 
 What it is for: a product of one row ends when its bytes have come, and a kernel that stages them in shared memory, or
 whose programs add up their parts through memory, adds microseconds to each of the hundreds of products of a token.
@@ -20,27 +20,27 @@ from bitplan.kernels.base.numbers import INTERPRETED
 from bitplan.kernels.matmul.direct.kernel import direct_kernel
 from bitplan.kernels.matmul.fused_weights import ArrangedScales, MatmulLaunch
 
-MOST_ROWS = 64
+MOST_ROWS = 16
 STEP = 128  # inputs that a warp takes at a time
 
 
 def runs_direct(device: torch.device) -> bool:
-    """Whether the kernel can run here: it needs bfloat16 in the tensor cores of an NVIDIA GPU, or the interpreter."""
+    """Whether the kernel can run here: its decoders multiply pairs of bfloat16, which GPUs do from Hopper on."""
     if torch.version.hip is not None:
         return False
-    return bool(INTERPRETED) or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
+    return bool(INTERPRETED) or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-def direct_launch(outputs: int, rows: int, warps: int) -> MatmulLaunch:
-    """Programs of `warps` warps for a tile of outputs x rows."""
-    return MatmulLaunch(outputs, rows, STEP, warps, 1, warps, 2, overlap=1, direct=1)
+def direct_launch(outputs: int, rows: int, warps: int, stages: int) -> MatmulLaunch:
+    """Programs of `warps` warps for a tile of outputs x rows, `stages` steps of codes in registers."""
+    return MatmulLaunch(outputs, rows, STEP, warps, 1, warps, stages, overlap=1, direct=1)
 
 
 def prepare_direct(
     device: torch.device, weight: Encoded, arranged: ArrangedScales, bias: str, rows: int, launch: MatmulLaunch
 ) -> PreparedLaunch:
     """All of a launch but its pointers: x, out, codes, scales, factor, bias."""
-    overlap = launch.overlap == 1 and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+    overlap = launch.overlap == 1 and not INTERPRETED
     return _prepared(
         weight.fmt.name,
         weight.shape,
@@ -77,7 +77,7 @@ def _prepared(
     fmt, (outputs, inputs) = get_format(format_name), shape
     assert fmt.element is not None
     tiles_of_x, tiles = launch.rows // 8, launch.outputs // 16
-    if tiles_of_x & (tiles_of_x - 1) or not 1 <= launch.rows // 8 <= MOST_ROWS // 8 or launch.slices != launch.warps:
+    if launch.rows not in (8, MOST_ROWS) or launch.slices != launch.warps:
         raise FormatError(f"{fmt.name}: {launch} is no launch of the direct kernel")
     constants = {
         "N": outputs,
@@ -92,7 +92,7 @@ def _prepared(
         "X": tiles_of_x,
         "R": tiles,
         "W": launch.warps,
-        "UNROLL": 2 if launch.rows == 8 else 1,
+        "STAGES": launch.stages,
         "WORDS": "none" if INTERPRETED else "0213",
         "OVERLAP": overlap,
     }

@@ -187,6 +187,11 @@ def _forget(of: ref[_Together]) -> None:
         _kept.pop(place, None)
 
 
+def free_with(weight: Tensor) -> None:
+    """Give back the memory of this weight's casts when the weight goes, not only when others are made."""
+    finalize(weight, _kept.pop, _place(weight), None).atexit = False
+
+
 def _refresh_together(weight: Tensor, recipe: str, eps: float) -> bool:
     together = _together.get(_place(weight))
     return together is not None and together.refresh(weight, (recipe, eps))

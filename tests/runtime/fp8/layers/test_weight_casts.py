@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from bitplan.runtime.fp8.experts import grouped_of
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers import scale_guesses as fp8_scale_guesses
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
@@ -56,6 +57,17 @@ def test_an_expired_cast_is_made_again() -> None:
     assert kept_casts(layer.weight) is None
     assert torch.equal(layer(x), y)
     assert first is not None
+
+
+def test_casts_of_experts_are_freed_with_them() -> None:
+    drop_casts()
+    weight = nn.Parameter(torch.randn(2, 32, 32))
+    layer = grouped_of(weight, Fp8Recipe("tensorwise"), GemmChoice.all("tensorwise"))
+    layer(torch.randn(4, 32), torch.tensor([1, 3]))
+    assert len(fp8_weight_casts._kept) == 1
+    del weight, layer
+    gc.collect()
+    assert not fp8_weight_casts._kept
 
 
 @pytest.mark.parametrize("fused", [True, False])
