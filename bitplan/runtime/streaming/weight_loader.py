@@ -23,21 +23,12 @@ from bitplan.runtime.streaming.transfer.activation_offload import ActivationOffl
 from bitplan.runtime.streaming.transfer.copies import Transfer, Worker, wait_for
 from bitplan.runtime.streaming.transfer.devices import StreamDevice
 from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
-from bitplan.runtime.streaming.transfer.schedule import (
-    RING_SLOTS,
-    Load,
-    Walk,
-    allowed_loads,
-    load_now,
-    loads_ahead,
-    share_slots,
-)
+from bitplan.runtime.streaming.transfer.schedule import Load, Walk, allowed_loads, load_now, loads_ahead, share_slots
 from bitplan.runtime.streaming.transfer.slot_decode import SlotDecoder
 from bitplan.runtime.streaming.transfer.slot_ring import RingSlot, SlotRing, Uploader
 
 Slots = int | str
 FEWEST_SLOTS = 2  # one computes while the other is filled
-SCRATCHES = 2  # where blocks are decoded: one computes while the next block is decoded into the other
 
 
 def check_slots(slots: Slots) -> None:
@@ -65,11 +56,12 @@ class WeightLoader:
         self.is_allocated = False  # the last `allocate` was not interrupted
         self.step_bytes: int | None = None  # what a step takes beside its slots, at most, of those that were seen
         self._ring: SlotRing | None = None
-        self._decoder = SlotDecoder(device)
+        self._decoder = SlotDecoder()
         self._worker = Worker("transfer")
         self._uploader = Uploader(device, host, self._worker)
         self._walk = Walk(len(names))
         self._current: RingSlot | None = None
+        self._decoded: int | None = None
         self._serial = 0
         self._limits: RuntimeLimitHints | None = None
         self.activations: ActivationOffload | None = None  # shares the bus and its limits
@@ -99,7 +91,7 @@ class WeightLoader:
         scratch = max(layout.scratch_nbytes for layout in layouts)
         self.is_allocated = False
         self.layouts = list(layouts)
-        self._decoder.forget(layouts, () if self._ring is None else self._ring.scratches)
+        self._decoder.forget(layouts)
         if self._fits(largest, scratch, is_auto=slots == "auto"):
             self._leave()
             self.ring.forget(changed)
@@ -107,10 +99,9 @@ class WeightLoader:
             self.is_allocated = True
             return
         self.free()
-        (count, resident), scratches = self._share(layouts, slots, size, scratch, budget)
+        count, resident = self._share(layouts, slots, size, scratch, budget)
         own = {block: layouts[block].nbytes for block in resident}
-        self._ring = SlotRing(self.device, count, size, own, scratch, scratches)
-        self._decoder.forget(layouts, self._ring.scratches)
+        self._ring = SlotRing(self.device, count, size, own, scratch)
         self._walk = Walk(len(self.names), resident)
         self._uploader.resize(max(size, largest))
         self.is_allocated = True
@@ -146,31 +137,26 @@ class WeightLoader:
 
     def _share(
         self, layouts: Sequence[BlockLayout], slots: Slots, size: int, scratch: int, budget: int | None
-    ) -> tuple[tuple[int, frozenset[int]], int]:
-        """Ring slots and resident blocks, and the number of scratch buffers."""
+    ) -> tuple[int, frozenset[int]]:
         for name, layout in zip(self.names, layouts, strict=True):
             if layout.nbytes > size:
                 raise StreamError(
                     f"{name} takes {layout.nbytes} bytes and a slot has {size}: it fits no slot; raise slot_bytes, "
                     "or choose smaller formats"
                 )
-        check_slots(slots)
-        spare = self.device.spare_bytes() if budget is None else budget - self.device.allocated_bytes
-        left = 0 if budget is not None else self._left_for_steps()
-        wanted = RING_SLOTS if slots == "auto" else int(slots)
-        # Slots first: without them copies are waited for.
-        fits = spare - left >= SCRATCHES * scratch + min(wanted, len(layouts)) * size
-        scratches = SCRATCHES if scratch and fits else 1
         if slots == "auto":
-            least, room = min(FEWEST_SLOTS, len(layouts)), spare - scratches * scratch
-            fitting = min(room // max(1, size), max(least, (room - left) // max(1, size)))
+            spare = self.device.spare_bytes() if budget is None else budget - self.device.allocated_bytes
+            left = 0 if budget is not None else self._left_for_steps()
+            least, fitting = min(FEWEST_SLOTS, len(layouts)), max(0, spare - scratch) // max(1, size)
+            fitting = min(fitting, max(least, (spare - scratch - left) // max(1, size)))
             if fitting < least:
                 raise StreamError(
                     f"the largest block takes {size} bytes, its decoded weights {scratch}, and {spare} bytes are spare "
                     f"on {self.device.torch_device}: it fits no slot; choose smaller formats or smaller blocks"
                 )
-            return share_slots(len(layouts), fitting), scratches
-        return (min(wanted, len(layouts)), frozenset()), scratches
+            return share_slots(len(layouts), fitting)
+        check_slots(slots)
+        return min(int(slots), len(layouts)), frozenset()
 
     def _left_for_steps(self) -> int:
         return self.device.guessed_step_bytes() if self.step_bytes is None else self.step_bytes
@@ -184,8 +170,7 @@ class WeightLoader:
         if self._ring is None or (self.step_bytes is not None and needed <= self.step_bytes):
             return False
         self.step_bytes = needed
-        scratches = len(self._ring.scratches) * self._ring.scratch_bytes
-        spare = self.device.spare_bytes() + self._ring.nbytes - scratches - needed
+        spare = self.device.spare_bytes() + self._ring.nbytes - self._ring.scratch_bytes - needed
         count, present = len(self.names), len(self._ring.slots) + len(self._ring.resident)
         fitting = min(count, max(FEWEST_SLOTS, spare // max(1, self._ring.slot_bytes)))
         return fitting < present or fitting > present + 1 or present < fitting == count
@@ -205,7 +190,6 @@ class WeightLoader:
         self.step, self.recorder = step, recorder
         self._limit(None)
         self._leave()
-        self._decoder.drop()
         self._walk = Walk(len(self.names), self._walk.resident)
         if self.activations is not None:
             self.activations.start(recorder)
@@ -260,7 +244,6 @@ class WeightLoader:
     def forget(self, blocks: Collection[int] | None = None) -> None:
         """The host's bytes of these blocks (None: all) change: their copies on the device become invalid."""
         self._leave()
-        self._decoder.drop()
         if self._ring is not None:
             self._ring.forget(blocks)
 
@@ -302,7 +285,7 @@ class WeightLoader:
     def weights(self, block: int, *, wraps: bool) -> dict[str, Tensor]:
         """The parameters of a block, for all work that is queued from now until another block is asked for."""
         slot = self._acquire(block, wraps=wraps)
-        return self._decoder.weights(block, slot.buffer)
+        return self._decoder.weights(block, slot.buffer, self.ring.scratch)
 
     @property
     def serial(self) -> int:
@@ -315,8 +298,7 @@ class WeightLoader:
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         owner = self.ring.owner(storage)
         if owner is not None and owner[1]:
-            decoded = self._decoder.block_in(storage)
-            return None if decoded is None else (decoded, True)
+            return None if self._decoded is None else (self._decoded, True)
         return owner
 
     def view(self, block: int, place: Place, *, in_scratch: bool, serial: int) -> Tensor:
@@ -326,7 +308,7 @@ class WeightLoader:
                 "call backward between begin_step and end_step"
             )
         slot = self._acquire(block, wraps=False)
-        return self._decoder.view(self._decoder.scratch if in_scratch else slot.buffer, place)
+        return self._decoder.view(self.ring.scratch if in_scratch else slot.buffer, place)
 
     def place(self, block: int) -> str:
         """A block and the step, for messages."""
@@ -356,24 +338,9 @@ class WeightLoader:
             slot.transfer.is_awaited = True
         self._prefetch()
         self._await(slot, block)
-        self._current = slot
-        self._decoder.decode(block, slot.buffer)
-        self._decode_ahead()
+        self._current, self._decoded = slot, block
+        self._decoder.decode(block, slot.buffer, self.ring.scratch)
         return slot
-
-    def _decode_ahead(self) -> None:
-        block = self._walk.following()
-        slot = None if block is None else self.ring.find(block)
-        if block is None or slot is None:
-            return
-        transfer = slot.transfer
-        if transfer is not None and (not transfer.launched.is_set() or transfer.copied is None):
-            return  # its copy is not in the queue yet
-        read = self._decoder.decode_ahead(
-            block, slot.buffer, None if transfer is None or transfer.copied is None else transfer.copied.end
-        )
-        if read is not None:
-            slot.free_after = read
 
     def _await(self, slot: RingSlot, block: int) -> None:
         transfer = slot.transfer
@@ -387,9 +354,8 @@ class WeightLoader:
     def _leave(self) -> None:
         """No block is current from now on; its slot may be overwritten after this point."""
         if self._current is not None:
-            mark = self._current.free_after = self.device.mark()
-            self._decoder.leave(mark)
-        self._current = None
+            self._current.free_after = self.device.mark()
+        self._current = self._decoded = None
 
     def _load_at_once(self, block: int) -> RingSlot:
         if block in self._walk.resident:

@@ -6,7 +6,6 @@ The scheduler sees this interface only:
     copy_in(to, from, *after)    host -> device on a copy stream, once `after` has passed; returns two marks
     copy_out(to, from, *after)   device -> host, in the same way
     wait(copied)                 the computation goes on when the copy is done; on CUDA the host does not wait
-    run_aside(work, *after)      work beside the computation, on a stream of its own; returns a mark to `wait_for`
     claim(slot)                  the slot's old numbers are worthless from now on
 
 `SimulatedDevice` computes on the CPU, synchronously, and its copies run on the worker thread that asks for them. A
@@ -152,14 +151,6 @@ class StreamDevice(ABC):
     def wait(self, copied: Copied) -> None: ...
 
     @abstractmethod
-    def wait_for(self, mark: Mark) -> None:
-        """The computation goes on when the mark has passed; the host does not wait."""
-
-    @abstractmethod
-    def run_aside(self, work: Callable[[], None], *after: Mark) -> Mark:
-        """Run work beside the computation, once `after` has passed; it must allocate nothing."""
-
-    @abstractmethod
     def finish(self, mark: Mark) -> None:
         """Wait for a mark on the host: for worker threads, and at the end."""
 
@@ -240,13 +231,6 @@ class SimulatedDevice(StreamDevice):
     def wait(self, copied: Copied) -> None:
         """Nothing to do: copy_in returns after the copy."""
 
-    def wait_for(self, mark: Mark) -> None:
-        """Nothing to do: work is done when its call returns."""
-
-    def run_aside(self, work: Callable[[], None], *after: Mark) -> Mark:
-        work()
-        return self.mark()
-
     def finish(self, mark: Mark) -> None:
         """Nothing to do: work is done when its call returns."""
 
@@ -270,7 +254,6 @@ class CudaDevice(StreamDevice):
         self._memory_bytes = torch.cuda.get_device_properties(self.torch_device).total_memory
         lanes = itertools.product(get_args(Direction), get_args(Queue))
         self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in lanes}
-        self._aside = torch.cuda.Stream(self.torch_device)
 
     def _allocate(self, nbytes: int, what: str) -> Tensor:
         try:
@@ -328,17 +311,7 @@ class CudaDevice(StreamDevice):
             return Copied(start, self._record(stream))
 
     def wait(self, copied: Copied) -> None:
-        self.wait_for(copied.end)
-
-    def wait_for(self, mark: Mark) -> None:
-        torch.cuda.current_stream(self.torch_device).wait_event(mark.event)
-
-    def run_aside(self, work: Callable[[], None], *after: Mark) -> Mark:
-        with torch.cuda.stream(self._aside):
-            for mark in after:
-                self._aside.wait_event(mark.event)
-            work()
-            return self._record(self._aside)
+        torch.cuda.current_stream(self.torch_device).wait_event(copied.end.event)
 
     def finish(self, mark: Mark) -> None:
         mark.event.synchronize()

@@ -62,15 +62,6 @@ class Walk:
                 ahead += range(self.position)
         return [block for block in ahead if block not in self.resident][:depth]
 
-    def following(self) -> int | None:
-        """The block that is likely computed next, streamed or resident."""
-        if self.position is None:
-            return None
-        block = self.position + self.direction
-        if 0 <= block < self.count:
-            return block
-        return 0 if self.wraps and self.direction > 0 and self.count > 1 else None
-
 
 def loads_ahead(walk: Walk, held: Sequence[int | None]) -> list[Load]:
     """The loads to start now, nearest block first; `held`: the block that each ring slot holds or is filled with."""

@@ -1,8 +1,9 @@
 """SlotRing: the device memory that blocks pass through, allocated once and filled again and again.
 
 A slot is a flat byte buffer that holds one block in whatever formats it has. Ring slots are all of the same size and
-change their block; a resident block has a slot of its own for good. Beside them lie two scratch buffers for decoded
-weights: one is computed with while the next block is decoded into the other (`slot_decode`).
+change their block; a resident block has a slot of its own for good. Beside them lies one scratch buffer for decoded
+weights: all computation is on one stream, so the kernels that read the last block's weights were queued before the next
+block's decoding.
 
 A slot may be overwritten after its `free_after` mark, which is taken when the computation moves on to another block.
 The copy stream waits for that mark; the host never does.
@@ -34,23 +35,17 @@ class RingSlot:
 
 
 class SlotRing:
-    """All slots and scratch buffers of one device."""
+    """All slots and the scratch of one device."""
 
     def __init__(
-        self,
-        device: StreamDevice,
-        ring: int,
-        slot_bytes: int,
-        resident: Mapping[int, int],
-        scratch_bytes: int,
-        scratches: int,
+        self, device: StreamDevice, ring: int, slot_bytes: int, resident: Mapping[int, int], scratch_bytes: int
     ) -> None:
         """resident: bytes of each block that gets a slot of its own."""
         self.device, self.slot_bytes = device, slot_bytes
         self.scratch_bytes, self.resident_bytes = scratch_bytes, dict(resident)
         self._buffers: list[Tensor] = []
         with on_failure(self.close):
-            self.scratches = [self._buffer(scratch_bytes, "a scratch for decoded weights") for _ in range(scratches)]
+            self.scratch = self._buffer(scratch_bytes, "the scratch for decoded weights")
             self.slots = [
                 RingSlot(self._buffer(slot_bytes, f"slot {index} of {ring}"), device.mark()) for index in range(ring)
             ]
@@ -61,7 +56,7 @@ class SlotRing:
         self._by_storage = {
             slot.buffer.untyped_storage().data_ptr(): slot for slot in [*self.slots, *self.resident.values()]
         }
-        self._scratch_storages = {scratch.untyped_storage().data_ptr() for scratch in self.scratches}
+        self._scratch_storage = self.scratch.untyped_storage().data_ptr()
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +84,7 @@ class SlotRing:
         """Which block's weights lie in a storage (by address), and whether it is the scratch (block -1 then)."""
         if not storage:  # empty tensors have no address
             return None
-        if storage in self._scratch_storages:
+        if storage == self._scratch_storage:
             return -1, True
         slot = self._by_storage.get(storage)
         return None if slot is None or slot.block is None else (slot.block, False)
@@ -122,7 +117,6 @@ class SlotRing:
         self.slots, self.resident = [], {}
 
     def _release(self, slot: RingSlot) -> None:
-        self.device.wait_for(slot.free_after)  # it may be decoded ahead
         if slot.transfer is not None and slot.transfer.copied is not None:
             self.device.wait(slot.transfer.copied)
 
