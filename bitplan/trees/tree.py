@@ -222,6 +222,8 @@ class Forest:
         if x.dtype.char not in "fd" or not x.dtype.isnative:
             x = x.astype(np.float64)
         rows, features = x.shape
+        if not rows:
+            return False
         threads, tiles = min(self.parts(rows), thread_count()), -(-rows // predict.TILE)
         size = predict.TILE_AT + 8 * predict.TILE * features
         space = np.empty(predict.JOB_SIZE + (threads * size + predict.LINE) // 8, np.int64)
