@@ -73,6 +73,23 @@ class SearchResult:
         """The best of the plans that need no search."""
         return min((each for each in self.rivals if each.kind != "plan"), key=lambda each: each.kl.mean, default=None)
 
+    @property
+    def better_beyond_goal(self) -> str | None:
+        """What to say where a larger plan that needs no search is nearer to the model, which predictions denied."""
+        best = self.best_rival
+        if best is None or best.nbytes <= self.winner.nbytes or best.predicted <= self.winner.predicted:
+            return None
+        interval = paired_difference(self.winner, best).interval
+        if interval is None or interval[0] <= 0:
+            return None
+        bits = self.evidence.bits(best.nbytes)
+        more = 100 * (best.nbytes / self.winner.nbytes - 1)
+        return (
+            f"{best.label}, which needs no search, has KL {best.kl.mean:.4g} where the plan has "
+            f"{self.winner.kl.mean:.4g}, with {more:.2g}% more bytes: predictions are wrong for this model; "
+            f"--bits {bits + 5e-4:.3f} would take it"
+        )
+
     def to_document(self) -> dict[str, Any]:
         """front.json."""
         evidence = self.evidence
@@ -97,6 +114,7 @@ class SearchResult:
             "lost": self.lost,
             "why_lost": self.why_lost,
             "missed_goal": self.missed_goal,
+            "better_beyond_goal": self.better_beyond_goal,
             "against_best_rival": None if best is None else _against(self.winner, best),
             "measured": [each.to_dict(evidence) for each in self.rivals],
             "unmeasured": [_predicted(evidence, each) for each in self.unmeasured],

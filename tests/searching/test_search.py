@@ -125,6 +125,22 @@ def test_a_plan_above_the_goal_loses_to_a_measured_one_within_it_or_is_called_so
     assert f"The goal is missed: {line}." in (tmp_path / "page.html").read_text()
 
 
+def test_a_larger_plan_that_needs_no_search_and_is_better_is_named(found, capsys):
+    _, _, result = found
+    near, far = sorted(result.rivals, key=lambda each: each.kl.mean)[:: len(result.rivals) - 1]
+    near = replace(near, kind="uniform", label="iq4_nl_gguf", nbytes=1010, predicted=0.2)
+    far = replace(far, kind="plan", nbytes=1000, predicted=0.1)
+    beaten = replace(result, winner=far, rivals=[far, near])
+    line = beaten.to_document()["better_beyond_goal"]
+    assert line.startswith(f"iq4_nl_gguf, which needs no search, has KL {near.kl.mean:.4g} where the plan has ")
+    assert "with 1% more bytes" in line
+    show_result(beaten)
+    assert f"a larger plan is better: {line}" in " ".join(capsys.readouterr().out.split())
+    same = replace(far, kind="uniform", nbytes=2000, predicted=0.2)
+    for rival in (replace(near, nbytes=1000), replace(near, predicted=0.05), same):
+        assert replace(beaten, rivals=[far, rival]).better_beyond_goal is None
+
+
 def test_damage_is_predicted_in_the_order_in_which_it_is_measured(found):
     _, _, result = found
     for group in result.evidence.groups.values():

@@ -173,6 +173,8 @@ def show_result(result: SearchResult) -> None:
         say(f"the goal is missed on text that was held out: {result.missed_goal}")
     if result.why_lost is not None:
         say(f"the search lost: {result.why_lost}")
+    if result.better_beyond_goal is not None:
+        say(f"a larger plan is better: {result.better_beyond_goal}")
 
 
 def diff(
