@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -206,6 +207,10 @@ class Forest:
         }
         steps = Steps.of(**parts, node_rows=joined("node_rows", np.int64))
         return cls(outputs=outputs, bits=bits, steps=steps, **parts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles go without `_job`, whose addresses are those of this forest's arrays."""
+        return {name: part for name, part in self.__dict__.items() if name != "_job"}
 
     def parts(self, rows: int) -> int:
         """How many threads may help with the predictions of some rows."""

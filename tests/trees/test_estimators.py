@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -336,6 +339,18 @@ def test_rows_are_predicted_alike_alone_and_together(monkeypatch):
     monkeypatch.setattr("bitplan.trees.tree.HELPER_NS", 1.0)
     for jobs in (1, 3):
         np.testing.assert_array_equal(model.set_params(n_jobs=jobs).decision_function(x[:299]), together[:299])
+
+
+def test_copies_of_a_model_that_has_predicted_have_arrays_of_their_own():
+    """Prepared calls hold addresses: with those of the original, a copy would read memory that may be gone."""
+    x, y = table(100)
+    model = small().fit(x, y)
+    expected = model.predict(x)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    model.booster_.forest().steps.values[:] = 0.0
+    assert not np.array_equal(model.predict(x), expected)
+    for each in copies:
+        np.testing.assert_array_equal(each.predict(x), expected)
 
 
 def test_data_is_refused_clearly():
