@@ -32,15 +32,16 @@ FORMATS = ("bfloat16", "int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4", "int4_g
 Row = dict[str, Any]
 
 
-def pinned_bandwidth(device: StreamDevice, nbytes: int, copies: int = 20) -> float:
-    """Bytes a second of copies of this size from pinned memory, one after another on the copy stream."""
-    source, target = exact_buffer(nbytes), device.allocate(nbytes, "bandwidth")
-    device.pin(source)
-    done = [device.copy_in(target, source, device.mark()) for _ in range(copies)]
+def pinned_bandwidth(device: StreamDevice, nbytes: int, copies: int = 20, *, out: bool = False) -> float:
+    """Bytes a second of copies of this size from pinned memory (`out`: to it), one after another on the copy stream."""
+    host, there = exact_buffer(nbytes), device.allocate(nbytes, "bandwidth")
+    device.pin(host)
+    copy, target, source = (device.copy_out, host, there) if out else (device.copy_in, there, host)
+    done = [copy(target, source, device.mark()) for _ in range(copies)]
     device.finish(done[-1].end)
     seconds = [device.elapsed_ms(*one) / 1e3 for one in done[2:]]
-    device.unpin(source)
-    device.give_back(target)
+    device.unpin(host)
+    device.give_back(there)
     return float(nbytes / statistics.median(seconds))
 
 

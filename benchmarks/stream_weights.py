@@ -27,7 +27,6 @@ from torch import Tensor
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import StreamDevice
-from bitplan.runtime.streaming.transfer.host_memory import exact_buffer
 
 FORWARD_SHARE = 1 / 4  # of a checkpointed step that computes gradients of weights: one of four times the products
 Row = dict[str, Any]
@@ -56,7 +55,7 @@ def measure_weights(size: Size, device: StreamDevice, slots: int, repeats: int, 
             assert last is not None
             into, out = (
                 pinned_bandwidth(device, stream.stats.slot_bytes),
-                bandwidth_out(device, stream.stats.slot_bytes),
+                pinned_bandwidth(device, stream.stats.slot_bytes, out=True),
             )
             parts = {
                 "computing": computing[tokens],
@@ -101,18 +100,6 @@ def host_adamw_ms(numbers: int) -> float:
         optimizer.step()
         times.append((time.perf_counter() - started) * 1e3)
     return min(times)
-
-
-def bandwidth_out(device: StreamDevice, nbytes: int, copies: int = 8) -> float:
-    """Bytes a second of copies of this size to pinned memory."""
-    target, source = exact_buffer(nbytes), device.allocate(nbytes, "bandwidth")
-    device.pin(target)
-    done = [device.copy_out(target, source, device.mark()) for _ in range(copies)]
-    device.finish(done[-1].end)
-    seconds = [device.elapsed_ms(*one) / 1e3 for one in done[2:]]
-    device.unpin(target)
-    device.give_back(source)
-    return float(nbytes / statistics.median(seconds))
 
 
 def _resident_step(model: LlamaStack, x: Tensor) -> Callable[[], None]:
