@@ -1,5 +1,6 @@
-"""Fused products, and the loops of rounding, compile for Hopper, and products for Ampere, too. They never run in CI, and
-the interpreter sees no assembly.
+"""Fused products, and the loops of rounding, compile for Hopper, and products for Ampere, too.
+
+They never run in CI, and the interpreter sees no assembly.
 
 Triton compiles for a GPU that is not there; only its assembler must be. In a process of its own, for the rest of the
 suite has Triton interpret.

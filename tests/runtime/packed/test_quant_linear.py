@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -355,6 +356,9 @@ def test_weights_that_are_no_packed_matrix_are_refused(weight: Encoded, bias: Te
         (torch.ones(2, 256, dtype=torch.int32), "got torch.int32"),
         (torch.ones(2, 256, dtype=torch.float8_e4m3fn), "float8"),
         (torch.ones(2, 256, device="meta"), "lies on meta"),
+        (torch.ones(2, 256).to_sparse(), "must be a dense tensor, got torch.sparse_coo; call to_dense"),
+        ("text", "QuantLinear: the input must be a torch.Tensor, got a str"),
+        (np.ones((2, 256)), "got a ndarray"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(x: Tensor, said: str) -> None:

@@ -69,9 +69,7 @@ def direct_kernel(
         if OVERLAP > 1:
             # Not a read: what the kernel before writes after this is in the L2 cache, too.
             for step in tl.static_range(STEPS if STEPS < MOST_FETCHED else MOST_FETCHED):
-                _fetch(
-                    data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, RUN
-                )
+                _fetch(data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, ORDER, GROUP, R, W, RUN)
         tl.extra.cuda.gdc_wait()  # before anything is read that the kernel before may write, weights included
         if OVERLAP > 2:
             tl.extra.cuda.gdc_launch_dependents()
@@ -171,7 +169,6 @@ def _fetch(
     second_RT,
     N: tl.constexpr,
     K: tl.constexpr,
-    SCALE: tl.constexpr,
     ORDER: tl.constexpr,
     GROUP: tl.constexpr,
     R: tl.constexpr,
