@@ -85,7 +85,7 @@ def new_state(device: torch.device, experts: int = 1, room: int = 0) -> Tensor:
 
 def empty_state(device: torch.device, experts: int) -> Tensor:
     """[places, experts]; `kernels.fp8.experts.fast_tile` has a guess for each expert."""
-    _drift_on(device)  # here, so that no CUDA graph allocates it
+    drift_on(device)  # here, so that no CUDA graph allocates it
     return torch.empty((STATE_SIZE, experts), dtype=torch.int32, device=device)
 
 
@@ -102,7 +102,7 @@ def counts_of(state: Tensor) -> GuessCounts:
     return GuessCounts(counts[CASTS.value], counts[WRONG.value], counts[SMALL.value])
 
 
-def _drift_on(device: torch.device) -> Tensor:
+def drift_on(device: torch.device) -> Tensor:
     drift = _drifts.get(device)
     if drift is None:
         drift = _drifts.setdefault(device, torch.zeros(2, dtype=torch.int32, device=device))
@@ -150,7 +150,7 @@ class GuessPlan:
         codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
         codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
         scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
-        launch_in_turn(self.launches, (x, codes, codes_t, state, _drift_on(device), scale))
+        launch_in_turn(self.launches, (x, codes, codes_t, state, drift_on(device), scale))
         return CastPair(
             None if codes is None else ScaledFp8(codes, scale, "tensor"),
             None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
@@ -169,7 +169,7 @@ def scale_near(guess, right, room):
 
 
 @triton.jit
-def _guess(state_ptr, drift_ptr):
+def guess_of(state_ptr, drift_ptr):
     """Bits of the guessed scale: the last one, moved as the layer above has just moved."""
     guess = tl.load(state_ptr + GUESS)
     is_next = tl.load(drift_ptr + DRIFT_CASTS) == tl.load(state_ptr + CASTS) + 1
@@ -179,7 +179,7 @@ def _guess(state_ptr, drift_ptr):
 
 
 @triton.jit
-def _settle(state_ptr, drift_ptr, scale_ptr, eps, FP8: tl.constexpr):
+def settle(state_ptr, drift_ptr, scale_ptr, eps, FP8: tl.constexpr):
     """(the scale, whether the guess was wrong); writes the scale, and prepares the state for the next cast."""
     used = tl.load(state_ptr + USED)
     right = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8).to(tl.int32, bitcast=True)
@@ -266,7 +266,7 @@ def _cast(
     SOURCE: tl.constexpr,
     V: tl.constexpr,
 ):
-    guess = _guess(state_ptr, drift_ptr)
+    guess = guess_of(state_ptr, drift_ptr)
     scale = guess.to(tl.float32, bitcast=True)
     amax = _cast_tile(
         x_ptr, out_ptr, out_t_ptr, tl.program_id(0), rows, cols, padded, scale, FP8, TO_ROWS, TO_COLS, BR, BC, SOURCE, V
@@ -296,7 +296,7 @@ def _check(
     SOURCE: tl.constexpr,
     V: tl.constexpr,
 ):
-    scale, is_wrong = _settle(state_ptr, drift_ptr, scale_ptr, eps, FP8)
+    scale, is_wrong = settle(state_ptr, drift_ptr, scale_ptr, eps, FP8)
     if is_wrong:
         tiles = ((padded + BR - 1) // BR) * ((cols + BC - 1) // BC)
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
