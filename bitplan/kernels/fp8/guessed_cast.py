@@ -143,9 +143,13 @@ class GuessPlan:
             PreparedLaunch(_check, (checkers,), (*numbers, float(eps)), constants, **options),
         )
 
-    def run(self, x: Tensor, state: Tensor) -> CastPair:
-        """The cast of a contiguous x."""
+    def run(self, x: Tensor, state: Tensor, into: CastPair | None = None) -> CastPair:
+        """The cast of a contiguous x; `into`: memory to write it to, of both layouts."""
         device = x.device
+        if into is not None and into.rows is not None and into.cols is not None:
+            pointers = (x, into.rows.codes, into.cols.codes, state, drift_on(device), into.rows.scale)
+            launch_in_turn(self.launches, pointers)
+            return into
         # Sizes are passed as numbers: torch takes longer for a tuple.
         codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
         codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
