@@ -55,8 +55,8 @@ from bitplan.kernels.fp8.triton_fp8_rounding import (
 )
 
 # Places in a state of int32: the bits of the guessed scale and of the scale of the running cast, the largest magnitude
-# so far, programs that have read it, the room in steps of a scale's exponent (odd if the state follows others), the bits
-# of the last definition, guesses that were too small, casts, wrong guesses.
+# so far, programs that have read it, the room in steps of a scale's exponent (odd if the state follows others), bits of
+# the last definition, guesses that were too small, casts, wrong guesses.
 GUESS, USED, LARGEST, SEEN, ROOM, LAST, SMALL, CASTS, WRONG = (tl.constexpr(place) for place in range(9))
 STATE_SIZE = 9
 DRIFT, DRIFT_CASTS = (tl.constexpr(place) for place in range(2))  # of the last cast with room, and its state's casts

@@ -7,7 +7,7 @@ A cast by a guessed scale (`guessed_cast`) needs no maximum beforehand, so the n
 instead of memory. A number of h costs 6 bytes instead of 10, one of its gradient 10 instead of 18. Numbers are computed
 in float32 and rounded once to bfloat16, then cast: codes are those of that matrix by the scale that is returned.
 
-Only bfloat16 and F a multiple of a tile's width (`fits_gated`); `gated` computes other matrices first, and then casts them.
+Only bfloat16 and F a multiple of a tile's width (`fits_gated`); `gated` computes others first, and then casts.
 
 Legend: R rows, F features of gate and of up; the rest is that of `fast_tile`.
 """

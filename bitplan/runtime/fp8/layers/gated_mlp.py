@@ -108,9 +108,7 @@ class _Gated(torch.autograd.Function):
         in_graph = torch.compiler.is_compiling()
         run: Any = forward_op if in_graph else run_gated_forward
         texts = (first_text, down_text)
-        made = run(
-            x_MK, norm_weight, norm_bias, first, down, *texts, *wanted, source.reuse if in_graph else source
-        )
+        made = run(x_MK, norm_weight, norm_bias, first, down, *texts, *wanted, source.reuse if in_graph else source)
         y, *kept = made
         ctx.save_for_backward(x_MK, norm_weight, norm_bias, first, down, *kept)
         ctx.settings = (texts, source)

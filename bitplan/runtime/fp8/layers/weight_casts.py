@@ -197,7 +197,9 @@ def _empty_pair(weight: Tensor) -> CastPair:
     """Memory for a tensorwise cast in both layouts."""
     rows, cols = weight.shape
     scale = empty_scale((rows, cols), "tensor", weight.device)
-    codes = [torch.empty(shape, dtype=FP8_DTYPES["e4m3"], device=weight.device) for shape in ((rows, cols), (cols, rows))]
+    codes = [
+        torch.empty(shape, dtype=FP8_DTYPES["e4m3"], device=weight.device) for shape in ((rows, cols), (cols, rows))
+    ]
     return CastPair(*(ScaledFp8(each, scale, "tensor") for each in codes))
 
 
