@@ -143,7 +143,8 @@ class BlockStream:
         if options.train != "weights":
             return None
         settings = options.optimizer or AdamWSettings()
-        return HostTraining(self.blocks, settings, self.device, options.timeout_s, options.clip_grad_norm)
+        pinned, clip = options.host == "pinned", options.clip_grad_norm
+        return HostTraining(self.blocks, settings, self.device, options.timeout_s, clip, pinned=pinned)
 
     def __enter__(self) -> Self:
         return self
