@@ -1,4 +1,4 @@
-"""Compiles the loops of boosted trees for the package, `bitplan/data/prepared_loops.zip` (`kernels/base/prepared_code`).
+"""Compiles the loops of boosted trees for the package: `bitplan/data/prepared_loops.zip`.
 
     python tools/prepare_loops.py           # a minute or two, on x86-64 Linux; again after every edit of a loop
 
