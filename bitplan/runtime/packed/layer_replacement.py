@@ -109,6 +109,11 @@ def _gate_of(module: nn.Module) -> str:
     return getattr(getattr(type(module), "_apply_gate", None), "__name__", "")
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether experts lie as [experts, inputs, outputs] in a module; packed they are [experts, outputs, inputs]."""
+    return type(module).__name__ == "GptOssExperts" and bool(getattr(module, "is_transposed", False))
+
+
 def lacking(packed: set[str]) -> list[str]:
     """Parameters of a layer that must be packed together with these, and are not."""
     return [name for name in EXPERTS if name not in packed] if packed & set(EXPERTS) else []
