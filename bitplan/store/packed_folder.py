@@ -62,6 +62,8 @@ SIDE_FILES = (
 # Model types of transformers whose matrices of these names are transposed (its Conv1D); GPT-BigCode's are not.
 _TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 _TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
+# Experts [experts, inputs, outputs], which a packed layer holds as [experts, outputs, inputs].
+_TRANSPOSED_EXPERTS = {"gpt_oss": re.compile(r"\.experts\.(gate_up|down)_proj$")}
 _ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
@@ -193,6 +195,17 @@ def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> lis
     owners = {name.removesuffix(_ATTENTION) for name in known if name.endswith(_ATTENTION)}
     attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
     return [name for name in known if name in attention or (is_transposed and _TRANSPOSED.search(name))]
+
+
+def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensors that lie transposed in a model's file, and their shapes in a packed folder, where rows are outputs."""
+    pattern = _TRANSPOSED_EXPERTS.get(config.get("model_type", ""))
+    found = {name: spec for name, spec in file.specs.items() if pattern is not None and pattern.search(name)}
+    return {
+        name: (spec.shape[0], spec.shape[2], spec.shape[1])
+        for name, spec in found.items()
+        if len(spec.shape) == 3 and not spec.encoded
+    }
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
