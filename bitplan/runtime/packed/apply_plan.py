@@ -183,8 +183,7 @@ class _Tensors:
         }
 
     def packed_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        place = self.places.get(name)
-        return shape if place is None else packed_shape(place.module, place.local, shape)
+        return packed_shape(self.places[name].module, self.places[name].local, shape) if name in self.places else shape
 
     def groups(self) -> list[list[str]]:
         """Names that stand for one and the same parameter or packed weight."""
@@ -396,7 +395,7 @@ def _pack(
     places: dict[int, ParameterPlace] = {}
     for decision in decided.packs:
         first = decision.places[0]
-        numbers = with_output_rows(first.module, first.local, first.parameter)
+        numbers = with_output_rows(first)
         weight = PackedWeight(encode(numbers, decision.fmt, name=first.name, **options))
         for place in decision.places:
             weights.setdefault(id(place.module), {})[place.local] = weight

@@ -26,6 +26,7 @@ from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
+from bitplan.store.models.morph import ParameterPlace
 
 EXPERTS = ("gate_up_proj", "down_proj")
 BIASES = tuple(f"{name}_bias" for name in EXPERTS)
@@ -129,9 +130,10 @@ def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple
     return (shape[0], shape[2], shape[1]) if local in EXPERTS and is_transposed(module) else shape
 
 
-def with_output_rows(module: nn.Module, local: str, numbers: Tensor) -> Tensor:
+def with_output_rows(place: ParameterPlace) -> Tensor:
     """The numbers of a parameter as they are packed."""
-    is_turned = local in EXPERTS and is_transposed(module)
+    numbers: Tensor = place.parameter
+    is_turned = place.local in EXPERTS and is_transposed(place.module)
     return numbers.detach().transpose(1, 2).contiguous() if is_turned else numbers
 
 
