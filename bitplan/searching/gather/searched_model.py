@@ -17,16 +17,16 @@ from bitplan.measure.calibration import hash_tensors
 from bitplan.plan import shipped_manifest
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Plan
-from bitplan.runtime.packed.layer_replacement import is_transposed, packed_kind
 from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
 from bitplan.searching.gather.blocks import BlockRunner, Replaced
+from bitplan.searching.gather.expert_items import items_of_gguf, items_of_stacks
 from bitplan.searching.gather.expert_products import ExpertSlice
 from bitplan.searching.runtime_formats import TARGETS, Target
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import places_of
-from bitplan.store.rounding.input_statistics import expert_name, weight_digest
+from bitplan.store.rounding.input_statistics import weight_digest
 
 GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")
 ANY_ROWS = "int8_row"  # a format that holds rows of every length: for asking which tensors are weights at all
@@ -230,8 +230,11 @@ def subject_of(
     stored = choose_formats(tensors, {"*": None}, where=where)
     stacks = dict(slices or {})
     inside = {name: ours for name, ours in names.items() if runner.is_in_block(ours)}
-    tensor_of = _items_of_stacks(model, inside, stacks)
-    names |= {name: stacks[name].stack for name in tensor_of}
+    tensor_of = items_of_stacks(model, inside, stacks)
+    if path is not None and not Path(path).is_dir():
+        tensor_of |= items_of_gguf(model, runner.is_in_block, Path(path), stacks)
+    for name, tensor in tensor_of.items():
+        names[name] = names[tensor] = stacks[name].stack
     sites, stays = _split(model, plan, names, stored, stacks, tensor_of)
     if not sites:
         raise SearchError(f"{where}: no linear layer or embedding is left to search; check --keep and --only")
@@ -261,22 +264,6 @@ def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, Stored], dict[str,
             if found is not None:
                 names[name] = found
     return tensors, names
-
-
-def _items_of_stacks(model: nn.Module, names: Mapping[str, str], slices: dict[str, ExpertSlice]) -> dict[str, str]:
-    """Add the experts of tensors that have all of a layer, where a packed layer runs them; and whose items they are."""
-    places = {place.name: place for place in places_of(model)}
-    found: dict[str, str] = {}
-    for tensor, ours in names.items():
-        place = places[ours]
-        if tensor in slices or packed_kind(place.module, place.local) != "StackedExperts":
-            continue
-        transposed = is_transposed(place.module)
-        for index in range(len(place.parameter)):
-            name = expert_name(tensor, index)
-            found[name] = tensor
-            slices[name] = ExpertSlice(name, ours, index, slice(None), transposed)
-    return found
 
 
 def _split(
