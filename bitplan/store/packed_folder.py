@@ -199,13 +199,28 @@ def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> lis
 
 def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Tensors that lie transposed in a model's file, and their shapes in a packed folder, where rows are outputs."""
+    shapes = {name: file.specs[name].shape for name in _transposed_experts(file, config, packed=False)}
+    return {name: (shape[0], shape[2], shape[1]) for name, shape in shapes.items()}
+
+
+def packed_experts(file: TensorFile, config: Mapping[str, Any]) -> list[str]:
+    """Packed tensors whose rows are outputs, and which the model has transposed."""
+    return _transposed_experts(file, config, packed=True)
+
+
+def _transposed_experts(file: TensorFile, config: Mapping[str, Any], *, packed: bool) -> list[str]:
     pattern = _TRANSPOSED_EXPERTS.get(config.get("model_type", ""))
-    found = {name: spec for name, spec in file.specs.items() if pattern is not None and pattern.search(name)}
-    return {
-        name: (spec.shape[0], spec.shape[2], spec.shape[1])
-        for name, spec in found.items()
-        if len(spec.shape) == 3 and not spec.encoded
-    }
+    if pattern is None:
+        return []
+    return [
+        name
+        for name, spec in file.specs.items()
+        if pattern.search(name) and len(spec.shape) == 3 and packed == (spec.encoded and not _is_cast(spec.format))
+    ]
+
+
+def _is_cast(fmt: str) -> bool:
+    return get_format(fmt).is_cast
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------

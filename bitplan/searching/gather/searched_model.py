@@ -106,6 +106,11 @@ class SearchSubject:
     def aim_at(self, target: Target) -> None:
         """Leave to a runtime what it packs: no embeddings, or nothing but blocks."""
         self.target = target
+        if not target.packs_layers:
+            for name in [name for name, site in self.sites.items() if site.slice is not None and site.slice.transposed]:
+                site = self.sites.pop(name)
+                reason = f"experts [experts, inputs, outputs]: {target.name} takes those of gpt-oss as they are"
+                self.stays[site.tensor] = _staying(self.stored, site.tensor, site.role, reason)
         if target.streamed:
             self._keep_blocks()
         elif not target.embeddings:
@@ -185,17 +190,15 @@ class SearchSubject:
         """A digest of each weight that may be quantized, of its file if there is one: loading may move rows."""
         found: dict[str, str] = {}
         with ExitStack() as opened:
-            read = self._read_own if self.path is None else opened.enter_context(open_tensors(self.path)).read_float
+            file = None if self.path is None else opened.enter_context(open_tensors(self.path))
             for tensor, each in self.tensors.items():
-                numbers = read(tensor)
+                numbers = self.runner.read(self.names[tensor]) if file is None else file.read_float(tensor)
+                is_packed = file is not None and file.spec(tensor).encoded  # and so has outputs as rows
                 for name in each.weights:
                     part = self.sites[name].slice if self.sites[name].tensor else None
-                    own = numbers if part is None else part.item(numbers)
+                    own = numbers if part is None else numbers[part.expert] if is_packed else part.item(numbers)
                     found[name] = weight_digest(own)
         return found
-
-    def _read_own(self, name: str) -> Tensor:
-        return self.runner.read(self.names[name])
 
 
 def subject_of(
