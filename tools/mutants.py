@@ -214,14 +214,16 @@ def tests_for(mutant: Mutant, tests: list[str], most: int) -> list[str]:
 
     Of one function some come before the next function and the rest at the end: more of them where they are near.
     """
-    mirror = mutant.path.removeprefix("bitplan/").replace(".py", "")
-    folder, name = mirror.rsplit("/", 1)
+    folder, name = mutant.path.replace("bitplan/", "tests/", 1).removesuffix(".py").rsplit("/", 1)
+    while not (ROOT / folder).exists():  # one folder of tests may be that of several rooms
+        folder = folder.rsplit("/", 1)[0]
     turns: dict[str, int] = {}
 
     def rank(test: str) -> tuple[int, int, str]:
         function = test.split("[")[0]
         turns[function] = turns.get(function, -1) + 1
-        own, near = f"tests/{folder}/test_{name}.py" in test, f"tests/{folder}/" in test
+        near = test.startswith(f"{folder}/")
+        own = near and f"/test_{name}.py::" in test
         return turns[function] // (16 if near else 2), 0 if own else 1 if near else 2, test
 
     return sorted(sorted(tests), key=rank)[:most]
