@@ -21,6 +21,7 @@ import ast
 import importlib
 import io
 import json
+import linecache
 import multiprocessing
 import os
 import random
@@ -338,7 +339,10 @@ def _child(mutant: Mutant | None, tests: list[str], pipe: int) -> None:
 
     if mutant is not None:
         module = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        sys.meta_path.insert(0, Mutated(module, mutant.apply((ROOT / mutant.path).read_bytes())))
+        source = mutant.apply((ROOT / mutant.path).read_bytes())
+        sys.meta_path.insert(0, Mutated(module, source))
+        lines = source.decode().splitlines(keepends=True)  # Triton compiles what `inspect` reads, not the module's code
+        linecache.cache[str(ROOT / mutant.path)] = len(source), None, lines, str(ROOT / mutant.path)
     code = 3
     try:
         sink = io.StringIO()
