@@ -21,6 +21,7 @@ import ast
 import importlib
 import io
 import json
+import linecache
 import multiprocessing
 import os
 import random
@@ -71,6 +72,16 @@ EQUIVALENT = {
     'bitplan/store/files/poly/versions.py return "older" if spread > 2.0**-6 and 0.2 < negative < 0.8 else None -> return "older" if spread > 2.0**-6 and 0.2 <= negative < 0.8 else None': "a share in float32 is never the float64 0.2, so it cannot be equal",  # noqa: E501
     "bitplan/trees/grow.py share = max(-(-size // thread_count()), 1) -> share = max(-(-size // thread_count()), 2)": "how rows are shared out to threads does not change their order",  # noqa: E501
     "bitplan/formats/scales/checks.py crowded = (2 * at_end >= numbers) & (numbers > 0) if isinstance(fmt.scales, BasedScales) else scales.top -> crowded = (2 * at_end >= numbers) & (numbers >= 0) if isinstance(fmt.scales, BasedScales) else scales.top": "formats of based scales have blocks of 16 or 128 columns, and no block without a number",  # noqa: E501
+    "bitplan/runtime/selective/precision_units.py longest = max(shared.values(), default=0) -> longest = max(shared.values(), default=1)": "the default is for a block without units, of which none is listed either way",  # noqa: E501
+    "bitplan/store/files/poly/versions.py negative = float((own < 0).float().mean()) -> negative = float((own < 1).float().mean())": "zeros were left out before",  # noqa: E501
+    'bitplan/plan/plan.py return json.dumps(self.to_document(), indent=2, ensure_ascii=False, allow_nan=False) + "\\n" -> return json.dumps(self.to_document(), indent=2, ensure_ascii=False, allow_nan=True) + "\\n"': "`Choice` refuses evidence with NaN, and a plan holds no other floats",  # noqa: E501
+    "bitplan/plan/plan.py if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((2, 2)): -> if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((2, 3)):": "which parts a format has does not depend on the shape",  # noqa: E501
+    "bitplan/trees/thread_workspace.py if self._parts is None or self._parts[0].shape[1] != self._cells * narrow: -> if self._parts is None or self._parts[1].shape[1] != self._cells * narrow:": "scratch memory is made anew for each tree: slower, the same result",  # noqa: E501
+    "bitplan/trees/tree_tables.py self.counts = np.array([1, 0, 1, *[0] * 7])  # the root is a leaf, and has a place -> self.counts = np.array([1, 0, 2, *[0] * 7])  # the root is a leaf, and has a place": "one place stays empty, and there is room for it",  # noqa: E501
+    'bitplan/store/files/safetensors.py head = self._read_bytes("the first bytes", 0, min(self._size, 8)) -> head = self._read_bytes("the first bytes", 0, min(self._size, 9))': "only how the bytes begin is looked at, and no known beginning is longer than 8",  # noqa: E501
+    "bitplan/trees/grow.py while nodes := growth.take_together(1 if self._shards.count == 1 else NODES_A_STEP): -> while nodes := growth.take_together(1 if self._shards.count == 2 else NODES_A_STEP):": "the tree is the same however many leaves are expanded at a time",  # noqa: E501
+    "bitplan/formats/tiles.py height = fmt.block.rows or 1 -> height = fmt.block.rows or 2": "where one block is the whole tensor, the tensor is one row, and half of it, rounded up, is one, too",  # noqa: E501
+    "bitplan/plan/plan.py if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((2, 2)): -> if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((3, 2)):": "which parts a format has does not depend on the shape",  # noqa: E501
 }
 
 
@@ -275,8 +286,8 @@ class Notice:
 def run_tests(mutant: Mutant | None, tests: list[str], limit_s: float) -> tuple[str, str]:
     """("passed" | "failed" | "timeout" | "broken", the test that did) of a forked process with the mutant in place.
 
-    The limit is for one test: a long list of tests that all end is no timeout. "broken" is a pytest that ended without
-    running: it says nothing about the mutant.
+    The limit is for one test: a long list of tests that all end is no timeout. "broken" is a pytest that crashed, or
+    that could not run a test.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -303,7 +314,9 @@ def run_tests(mutant: Mutant | None, tests: list[str], limit_s: float) -> tuple[
             return "failed", test
     if status is None:
         return "timeout", lines[-1][1] if lines else ""
-    return ("passed" if os.waitstatus_to_exitcode(status) == 0 else "broken"), ""
+    if os.waitstatus_to_exitcode(status) == 0:
+        return "passed", ""
+    return "broken", lines[-1][1] if lines else ""  # the test that crashed
 
 
 def judge(mutant: Mutant, tests: list[str], limit_s: float) -> tuple[str, str]:
@@ -327,7 +340,10 @@ def _child(mutant: Mutant | None, tests: list[str], pipe: int) -> None:
 
     if mutant is not None:
         module = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        sys.meta_path.insert(0, Mutated(module, mutant.apply((ROOT / mutant.path).read_bytes())))
+        source = mutant.apply((ROOT / mutant.path).read_bytes())
+        sys.meta_path.insert(0, Mutated(module, source))
+        lines = source.decode().splitlines(keepends=True)  # Triton compiles what `inspect` reads, not the module's code
+        linecache.cache[str(ROOT / mutant.path)] = len(source), None, lines, str(ROOT / mutant.path)
     code = 3
     try:
         sink = io.StringIO()
@@ -340,9 +356,9 @@ def _child(mutant: Mutant | None, tests: list[str], pipe: int) -> None:
 
 def warm() -> None:
     """Load what every test needs and no mutant changes, once for all forks; pytest's plugins must not be loaded yet."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its own functions are interpreted, too
     for module in ("torch", "torch._dynamo", "numba", "gguf", "safetensors.torch", "typer"):
         importlib.import_module(module)
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def main() -> None:

@@ -22,11 +22,11 @@ def tiles(fmt: Format, rows: int, cols: int, device: torch.device | None = None)
     if not rows * cols:
         return
     numbers = TILE_NUMBERS if device is None or device.type == "cpu" else GPU_TILE_NUMBERS
-    if fmt.block.is_tensor:
+    height = fmt.block.rows
+    if height is None:
         for start in range(0, cols, numbers):
             yield slice(0, 1), slice(start, min(start + numbers, cols))
         return
-    height = fmt.block.rows or 1
     step = max(1, numbers // cols // height) * height
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows)), slice(0, cols)

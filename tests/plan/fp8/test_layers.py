@@ -174,6 +174,8 @@ def test_older_vision_towers():
         "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "hidden_size": 3584},
     }
     assert shapes(qwen2_vl, "vit")[2][2] == (5120, 1280)
+    qwen2_vl["vision_config"]["mlp_ratio"] = 0.5
+    assert shapes(qwen2_vl, "vit")[2][2] == (640, 1280)
     clip = {
         "model_type": "clip_vision_model",
         "hidden_size": 1024,

@@ -27,6 +27,11 @@ def test_all_descend_to_eight_bits_before_one_descends_to_four():
     assert precisions(units, 262) == ["int4", "int8", "int8"]
     assert precisions(units, 218) == ["int4", "int8", "int4"]
     assert precisions(units, 0) == ["int4"] * 3
+    added = [
+        RungCandidate(name, BYTES, {"bf16": 0.0, "int8": eight, "int4": four}, "bf16", False)
+        for name, eight, four in (("a", 0.5, 0.9), ("b", 0.01, 0.6))
+    ]
+    assert precisions(added, 160) == ["int4", "int8"]  # a step costs what it adds
 
 
 def test_bytes_fit_and_no_unit_could_rise_and_damage_is_near_the_best():

@@ -112,7 +112,8 @@ def test_options_are_remembered_and_a_change_of_them_makes_the_version_anew(enco
     assert len(encodes) == 4
     assert store.recipe("int4") == {"scale_rule": "absmax"}
     importance = torch.arange(64.0)
-    weighted = store.morph("int4", scale_rule="mse", importance=importance)
+    store.morph("int4", scale_rule="mse")
+    weighted = store.morph("int4", importance=importance)
     assert same_bytes(weighted, encode(master, "int4", scale_rule="mse", importance=importance))
     assert store.morph("int4", importance=importance.clone()) is weighted
 

@@ -94,6 +94,17 @@ def test_gradients_without_a_scale_are_refused_by_row():
         held.find_gradients()
 
 
+@pytest.mark.parametrize(("weights", "bytes_a_row"), [(0, 8 + 4 + 4 + 8), (50, 8 + 4 + 4 + 8 + 8)])
+def test_scores_are_refused_where_their_tensors_do_not_fit(weights, bytes_a_row, monkeypatch):
+    given = SquaredError(), np.zeros(50), np.ones(weights), np.zeros((50, 1))
+    grower = SimpleNamespace(device=limits.find_device(), features=1)
+    monkeypatch.setattr(limits, "free_bytes", lambda _: 50 * bytes_a_row)
+    CudaScores(*given, grower, GradientPrecision.I16, False, rules())
+    monkeypatch.setattr(limits, "free_bytes", lambda _: 50 * bytes_a_row - 1)
+    with pytest.raises(TreesError, match=f"need {50 * bytes_a_row} bytes of GPU memory"):
+        CudaScores(*given, grower, GradientPrecision.I16, False, rules())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

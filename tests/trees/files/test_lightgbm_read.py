@@ -10,7 +10,7 @@ import pytest
 
 from bitplan.errors import FileFormatError
 from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError, from_lightgbm, load_trees
-from bitplan.trees.files.save import MAX_FEATURES
+from bitplan.trees.files.lightgbm_read import MAX_OUTPUTS
 from tests.crosses import few
 from tests.trees.files.test_lightgbm_text import data, hostile
 
@@ -113,7 +113,8 @@ EDITS = [
     ("split_feature=", "split_feature=9 ", "tree 0: split_feature: expected 7 numbers"),
     ("num_leaves=8", "num_leaves=99999999", "num_leaves: 99999999 leaves in"),
     ("leaf_value=", "leaf_value=x", "tree 0: leaf_value: expected 8 numbers"),
-    ("max_feature_idx=4", f"max_feature_idx={MAX_FEATURES}", f"max_feature_idx: expected .*, 0 to {MAX_FEATURES - 1},"),
+    ("num_tree_per_iteration=1", f"num_tree_per_iteration={MAX_OUTPUTS}", "objective: .* has no counterpart"),
+    ("num_tree_per_iteration=1", f"num_tree_per_iteration={MAX_OUTPUTS + 1}", f"expected .*, 1 to {MAX_OUTPUTS}, got"),
     ("max_feature_idx=4", "max_feature_idx=0", "tree 0: split_feature: expected 0 to 0"),
     ("tree\n", "forest\n", "expected a line 'tree'"),
 ]
