@@ -61,7 +61,10 @@ class Corrections:
     def _fit(self) -> tuple[dict[str, float], dict[Cell, float], float, float]:
         numpy = require("numpy", purpose="searching a plan")
         optimize = require("scipy.optimize", purpose="searching a plan", extra="search")
-        known = [*((cells, sum(cells.values()), 0.0) for cells in self._checks), *((*one, 1.0) for one in self._measured)]
+        known = [
+            *((cells, sum(cells.values()), 0.0) for cells in self._checks),
+            *((*one, 1.0) for one in self._measured),
+        ]
         cells = sorted({cell for observed, _, _ in known for cell in observed})
         formats = sorted({fmt for _, fmt in cells})
         steps = self._steps_from_check()

@@ -52,15 +52,11 @@ def best_uniform(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
 
 def nearest_uniform(evidence: SearchEvidence, bits: float) -> RivalPlan:
     """Of uniform plans about as large as the one nearest to some bits a weight, the one that is predicted best."""
-    plans = uniform_plans(evidence) or [
-        RivalPlan(fmt, "uniform", _uniform(evidence, fmt)) for fmt in evidence.formats
-    ]
+    plans = uniform_plans(evidence) or [RivalPlan(fmt, "uniform", _uniform(evidence, fmt)) for fmt in evidence.formats]
     wanted = bits * evidence.numbers / 8
     nearest = min(abs(math.log(evidence.nbytes(plan.choice) / wanted)) for plan in plans)
     close = [
-        plan
-        for plan in plans
-        if abs(math.log(evidence.nbytes(plan.choice) / wanted)) <= nearest + math.log(WITHIN)
+        plan for plan in plans if abs(math.log(evidence.nbytes(plan.choice) / wanted)) <= nearest + math.log(WITHIN)
     ]
     return min(close, key=lambda plan: (evidence.predict(plan.choice), plan.label))
 
