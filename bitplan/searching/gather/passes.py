@@ -119,7 +119,7 @@ class _Passes:
         self._into.windows += len(self._windows)
 
     def _leave(self, states: Sequence[TokenStates]) -> list[Tensor]:
-        """Norm and head, the loss for tokens drawn from the model itself, and its gradients by the last states."""
+        """Norm and head, and the gradients of the loss by the last states."""
         found, at = [], self._first
         whole = not self._runner.blocks
         for each in states:
@@ -134,7 +134,7 @@ class _Passes:
                     logits = self._runner.leave(window)
                     self._require_finite(logits, at)
                     if watched:
-                        self._loss(logits, at).backward()
+                        torch.autograd.backward(logits, self._gradient(logits, at))
                 at += 1
                 if hidden is not None and hidden.grad is not None:
                     gradients.append(hidden.grad)
@@ -179,11 +179,12 @@ class _Passes:
             yield each.read().to(self._runner.device)
         stored[0].path.unlink()
 
-    def _loss(self, logits: Tensor, window: int) -> Tensor:
-        logprobs = torch.log_softmax(logits[0].float(), -1)
-        generator = torch.Generator(logits.device).manual_seed(SEED + window)
-        drawn = draw_tokens(logprobs.detach().exp(), generator)
-        return -logprobs.gather(-1, drawn).sum()
+    def _gradient(self, logits: Tensor, window: int) -> Tensor:
+        """Of the loss for tokens drawn from the model itself, by the logits: probabilities, less one for the token."""
+        gradient = torch.softmax(logits.detach()[0].float(), -1)
+        drawn = draw_tokens(gradient, torch.Generator(logits.device).manual_seed(SEED + window))
+        gradient.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=gradient.dtype))
+        return gradient[None].to(logits.dtype)
 
     def _require_finite(self, logits: Tensor, window: int) -> None:
         if not bool(torch.stack(torch.aminmax(logits)).isfinite().all()):  # of NaN it gives NaN
