@@ -305,36 +305,33 @@ def solve_and_correct(
     error, corrections = 1.0, Corrections(evidence)
 
     def measured(choice: Mapping[str, str], label: str) -> float:
-        meter.prepare(evidence, [choice], no_stage)
-        found = meter.kl(evidence, choice, label)
+        meter.prepare(evidence, [choice], stage)
+        with stage("correcting", 1) as advance:
+            found = meter.kl(evidence, choice, label)
+            advance(1, label)
         corrections.add(choice, found)
         return found
 
     uniform = best_uniform(evidence, solve(evidence, goal).nbytes)
-    with stage("correcting", len(uniform) + MOST_CORRECTIONS + 1) as advance:
-        rivals = []
-        for rival in uniform:
-            rivals.append((measured(rival.choice, rival.label), rival.choice))
-            advance(1, rival.label)
+    rivals = [(measured(rival.choice, rival.label), rival.choice) for rival in uniform]
+    corrections.apply()
+    for done in range(MOST_CORRECTIONS + 1):
+        solution = solve(evidence, goal)
+        if not _is_worth_it(evidence, goal, solution, [other for _, other in tried]):
+            break
+        predicted = evidence.predict(solution.choice)
+        kl = measured(solution.choice, "the plan")
+        tried.append((kl, solution))
+        if kl > 0 and predicted > 0:
+            error = max(error, kl / predicted, predicted / kl)
+        if done == MOST_CORRECTIONS or abs(kl - predicted) <= AGREES * predicted:
+            break
         corrections.apply()
-        for done in range(MOST_CORRECTIONS + 1):
-            solution = solve(evidence, goal)
-            if not _is_worth_it(evidence, goal, solution, [other for _, other in tried]):
-                break
-            predicted = evidence.predict(solution.choice)
-            kl = measured(solution.choice, "the plan")
-            tried.append((kl, solution))
-            advance(1, "the plan")
-            if kl > 0 and predicted > 0:
-                error = max(error, kl / predicted, predicted / kl)
-            if done == MOST_CORRECTIONS or abs(kl - predicted) <= AGREES * predicted:
-                break
-            corrections.apply()
-        kl, choice = min(rivals, key=lambda pair: pair[0], default=(math.inf, {}))
-        cut = _cut_to_goal(evidence, goal, choice) if kl < min(found for found, _ in tried) else None
-        if cut is not None and all(cut.choice != other.choice for _, other in tried):
-            tried.append((measured(cut.choice, "the best uniform plan, cut to the goal"), cut))
-        corrections.apply()
+    kl, choice = min(rivals, key=lambda pair: pair[0], default=(math.inf, {}))
+    cut = _cut_to_goal(evidence, goal, choice) if kl < min(found for found, _ in tried) else None
+    if cut is not None and all(cut.choice != other.choice for _, other in tried):
+        tried.append((measured(cut.choice, "the best uniform plan, cut to the goal"), cut))
+    corrections.apply()
     if goal.asks_for_fewest_bytes:
         reached = [solution for measured, solution in tried if measured <= (goal.max_kl or 0.0)]
         nearest = min(tried, key=lambda pair: pair[0])[1]
