@@ -1,10 +1,10 @@
 """SearchEvidence: what each format costs each group of tensors, in nats, bytes and microseconds; and its file.
 
 Damage is predicted from the really quantized weight (gather/damage.py). In one format, `checked`, the distance was also
-measured, with the same projection of all layers quantized or with the group alone; the ratio is the group's `factor`,
-by which its predictions are multiplied. A format that was measured with the group alone has `measured`, which then
-counts. `weight` is how much its nats count when formats are chosen, by the gradients of a training run. `together` is
-the ratio for whole plans: what many small changes do together, over the sum of what each does alone.
+measured, with the same projection of all layers quantized; the ratio is the group's `factor`, by which its predictions
+are multiplied. Whole plans that were measured correct this: by the `factor` of a format, and by `together`, what many
+changes do together over the sum of what each does alone (decide/correct.py). `weight` is how much a group's nats count
+when formats are chosen, by the gradients of a training run.
 
 The document, version 1. It needs no torch and no model to solve again for another goal:
 
@@ -15,7 +15,7 @@ The document, version 1. It needs no torch and no model to solve again for anoth
      "stays": {NAME: {"format": F, "shape": [...], "role": R, "stored": DTYPE, "bytes": N, "reason": R}},
      "groups": {GROUP: {"tensors": {NAME: {"shape": [...], "role": R}}, "factor": RATIO, "checked": F,
                         "reference_us": {ROWS: T}, "weight": W,
-                        "formats": {F: {"bytes": N, "predicted": NATS, "measured": NATS, "us": {ROWS: T}}}}}}
+                        "formats": {F: {"bytes": N, "predicted": NATS, "factor": RATIO, "us": {ROWS: T}}}}}}
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _GROUP = {
     "weight": _NATS,
 }
 _TENSOR = {"shape": SHAPE, "role": TEXT}
-_FORMAT = {"bytes": SIZE, "predicted": _NATS, "measured": _NATS, "us": _TIMES}
+_FORMAT = {"bytes": SIZE, "predicted": _NATS, "factor": _NATS, "us": _TIMES}
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class FormatCost:
 
     nbytes: int
     predicted: float
-    measured: float | None = None
+    factor: float = 1.0  # by which measured plans correct the prediction
     us: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -116,7 +116,7 @@ class TensorGroup:
     def nats(self, fmt: str) -> float:
         """What the format is believed to cost, alone."""
         cost = self.formats[fmt]
-        return cost.predicted * self.factor if cost.measured is None else cost.measured
+        return cost.predicted * self.factor * cost.factor
 
     @property
     def numbers(self) -> int:
@@ -255,7 +255,7 @@ def _group_document(group: TensorGroup) -> dict[str, Any]:
             name: {
                 "bytes": cost.nbytes,
                 "predicted": cost.predicted,
-                **({} if cost.measured is None else {"measured": cost.measured}),
+                **({} if cost.factor == 1.0 else {"factor": cost.factor}),
                 **({"us": _times_document(cost.us)} if cost.us else {}),
             }
             for name, cost in group.formats.items()
@@ -282,7 +282,7 @@ def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
     for fmt, row in item["formats"].items():
         get_format(fmt)
         cost = reader.keys(f"{where}.formats[{fmt[:80]!r}]", row, _FORMAT, ("bytes", "predicted"))
-        formats[fmt] = FormatCost(cost["bytes"], cost["predicted"], cost.get("measured"), _read_times(cost, "us"))
+        formats[fmt] = FormatCost(cost["bytes"], cost["predicted"], cost.get("factor", 1.0), _read_times(cost, "us"))
     if not tensors or not formats:
         reader.stop(
             f"{where}: a group has tensors and formats; the search that wrote it did not finish: start it again"

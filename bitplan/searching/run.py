@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,12 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitplan.measure.quality.perplexity import Quality
+from bitplan.searching.decide.correct import Corrections
 from bitplan.searching.decide.explain import explain_plan
-from bitplan.searching.decide.rivals import RivalPlan, may_win, rivals_of
+from bitplan.searching.decide.rivals import RivalPlan, best_uniform, may_win, rivals_of
 from bitplan.searching.decide.solve import Solution, front, size_out_of_reach, solve, within
 from bitplan.searching.errors import GoalError, SearchError
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.collect import EVIDENCE, check_group, collect_evidence, smallest_bytes
+from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, smallest_bytes
 from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
@@ -31,7 +33,6 @@ from bitplan.searching.runtime_formats import candidates, target_of
 MOST_CORRECTIONS = 3
 AGREES = 0.1  # predicted and measured within a tenth: nothing to correct
 WORTH = 0.02  # a corrected plan that promises less damage by this share is measured; of less, four windows say nothing
-MOST_CHECKED = 6  # groups measured alone in a correction
 
 
 def search(
@@ -294,32 +295,43 @@ def _is_better(goal: Goal) -> Callable[[MeasuredPlan], tuple[float, float]]:
 def solve_and_correct(
     evidence: SearchEvidence, goal: Goal, meter: PlanMeter, stage: Stage = no_stage
 ) -> tuple[Solution, int, float]:
-    """Solve; where the plan's measured KL is not what was predicted, measure more groups alone and solve again.
+    """Solve; where measured KL is not what was predicted, correct the damage of formats by it and solve again.
 
-    The text for this is that of the checks. Of all plans that were solved the best by measurement is given; and how
-    many times corrections were made, and by which factor a prediction was off at most.
+    The text for this is that of the checks. Uniform plans of the size, which the proof measures too, come first: what
+    they say of their formats counts before a plan is solved. Of all plans that were solved the best by measurement is
+    given; and how many times it was solved again, and by which factor the prediction of a plan was off at most.
     """
     tried: list[tuple[float, Solution]] = []
-    error = 1.0
-    with stage("correcting", MOST_CORRECTIONS + 1) as advance:
-        for done in range(MOST_CORRECTIONS + 1):
-            solution = solve(evidence, goal)
-            if any(solution.choice == other.choice for _, other in tried) or not _is_worth_it(
-                evidence, goal, solution, [other for _, other in tried]
-            ):
-                break
-            meter.prepare(evidence, [solution.choice], no_stage)
-            measured = meter.kl(evidence, solution.choice, "the plan")
-            tried.append((measured, solution))
-            advance(1, "the plan")
-            predicted = evidence.predict(solution.choice)
-            if measured > 0 and predicted > 0:
-                error = max(error, measured / predicted, predicted / measured)
-            if done == MOST_CORRECTIONS or abs(measured - predicted) <= AGREES * predicted:
-                break
-            _check_largest(evidence, solution, meter)
-            apart = evidence.predict(solution.choice) / evidence.together
-            evidence.together = measured / apart if apart > 0 and measured > 0 else 1.0
+    error, corrections = 1.0, Corrections(evidence)
+
+    def measured(choice: Mapping[str, str], label: str) -> float:
+        meter.prepare(evidence, [choice], stage)
+        with stage("correcting", 1) as advance:
+            found = meter.kl(evidence, choice, label)
+            advance(1, label)
+        corrections.add(choice, found)
+        return found
+
+    uniform = best_uniform(evidence, solve(evidence, goal).nbytes)
+    rivals = [(measured(rival.choice, rival.label), rival.choice) for rival in uniform]
+    corrections.apply()
+    for done in range(MOST_CORRECTIONS + 1):
+        solution = solve(evidence, goal)
+        if not _is_worth_it(evidence, goal, solution, [other for _, other in tried]):
+            break
+        predicted = evidence.predict(solution.choice)
+        kl = measured(solution.choice, "the plan")
+        tried.append((kl, solution))
+        if kl > 0 and predicted > 0:
+            error = max(error, kl / predicted, predicted / kl)
+        if done == MOST_CORRECTIONS or abs(kl - predicted) <= AGREES * predicted:
+            break
+        corrections.apply()
+    kl, choice = min(rivals, key=lambda pair: pair[0], default=(math.inf, {}))
+    cut = _cut_to_goal(evidence, goal, choice) if kl < min(found for found, _ in tried) else None
+    if cut is not None and all(cut.choice != other.choice for _, other in tried):
+        tried.append((measured(cut.choice, "the best uniform plan, cut to the goal"), cut))
+    corrections.apply()
     if goal.asks_for_fewest_bytes:
         reached = [solution for measured, solution in tried if measured <= (goal.max_kl or 0.0)]
         nearest = min(tried, key=lambda pair: pair[0])[1]
@@ -333,14 +345,27 @@ def solve_and_correct(
 
 def _is_worth_it(evidence: SearchEvidence, goal: Goal, solution: Solution, tried: Sequence[Solution]) -> bool:
     """Whether a plan by corrected evidence promises enough over those that were measured to be rounded and measured."""
+    if any(solution.choice == other.choice for other in tried):
+        return False
     if not tried or goal.asks_for_fewest_bytes:
         return True
     return evidence.harm(solution.choice) < (1 - WORTH) * min(evidence.harm(other.choice) for other in tried)
 
 
-def _check_largest(evidence: SearchEvidence, solution: Solution, meter: PlanMeter) -> None:
-    """Measure alone those groups of the plan whose damage is large and only predicted."""
-    guessed = [name for name, fmt in solution.choice.items() if evidence.groups[name].formats[fmt].measured is None]
-    guessed.sort(key=lambda name: -evidence.nats(name, solution.choice[name]))
-    for name in guessed[:MOST_CHECKED]:
-        check_group(evidence, name, meter, solution.choice[name])
+def _cut_to_goal(evidence: SearchEvidence, goal: Goal, choice: Mapping[str, str]) -> Solution | None:
+    """The best plan that has no format of more bytes than a choice has: close to it, where little is to be saved.
+
+    None where the choice is within the size itself, or where other limits need larger formats.
+    """
+    limit = goal.most_bytes(evidence.numbers)
+    if limit is None or evidence.nbytes(choice) <= limit:
+        return None
+    groups = {}
+    for name, group in evidence.groups.items():
+        most = group.formats[choice[name]].nbytes
+        smaller = {fmt: cost for fmt, cost in group.formats.items() if cost.nbytes < most or fmt == choice[name]}
+        groups[name] = replace(group, formats=smaller)
+    try:
+        return solve(replace(evidence, groups=groups), goal)
+    except GoalError:
+        return None

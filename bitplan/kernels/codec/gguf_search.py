@@ -67,7 +67,8 @@ def _groups(x: Tensor) -> Array:
 
 
 def _runs(count: int) -> list[slice]:
-    step = max(1, -(-count // (thread_count() * PIECES_PER_THREAD)))
+    threads = thread_count()
+    step = max(1, count if threads == 1 else -(-count // (threads * PIECES_PER_THREAD)))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 

@@ -60,7 +60,6 @@ def _figures(evidence: SearchEvidence, name: str, fmt: str, rows: int | None) ->
         "group": name,
         "nats": evidence.nats(name, fmt),
         "bytes": cost.nbytes,
-        "nats is": "measured alone" if cost.measured is not None else "predicted",
     }
     if rows is not None and rows in cost.us:
         figures["microseconds"] = cost.us[rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -33,17 +34,31 @@ def uniform_plans(evidence: SearchEvidence) -> list[RivalPlan]:
 
 def rivals_of(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
     """Uniform plans and heuristics with no fewer bytes than a plan, the nearest ones."""
+    unique: dict[tuple[tuple[str, str], ...], RivalPlan] = {}
+    for rival in [*best_uniform(evidence, nbytes), *_heuristics(evidence, nbytes)]:
+        unique.setdefault(tuple(sorted(rival.choice.items())), rival)
+    return list(unique.values())
+
+
+def best_uniform(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
+    """The one or two uniform plans of little more bytes that are predicted best, else the next larger one."""
     uniform = sorted(uniform_plans(evidence), key=lambda rival: evidence.nbytes(rival.choice))
     above = [rival for rival in uniform if evidence.nbytes(rival.choice) >= nbytes]
     close = [rival for rival in above if evidence.nbytes(rival.choice) <= WITHIN * nbytes]
     close.sort(key=lambda rival: evidence.predict(rival.choice))
     worst = CANNOT_WIN * evidence.predict(close[0].choice) if close else 0.0
-    found = [rival for rival in close[:MOST_UNIFORM] if evidence.predict(rival.choice) <= worst] or above[:1]
-    found += _heuristics(evidence, nbytes)
-    unique: dict[tuple[tuple[str, str], ...], RivalPlan] = {}
-    for rival in found:
-        unique.setdefault(tuple(sorted(rival.choice.items())), rival)
-    return list(unique.values())
+    return [rival for rival in close[:MOST_UNIFORM] if evidence.predict(rival.choice) <= worst] or above[:1]
+
+
+def nearest_uniform(evidence: SearchEvidence, bits: float) -> RivalPlan:
+    """Of uniform plans about as large as the one nearest to some bits a weight, the one that is predicted best."""
+    plans = uniform_plans(evidence) or [RivalPlan(fmt, "uniform", _uniform(evidence, fmt)) for fmt in evidence.formats]
+    wanted = bits * evidence.numbers / 8
+    nearest = min(abs(math.log(evidence.nbytes(plan.choice) / wanted)) for plan in plans)
+    close = [
+        plan for plan in plans if abs(math.log(evidence.nbytes(plan.choice) / wanted)) <= nearest + math.log(WITHIN)
+    ]
+    return min(close, key=lambda plan: (evidence.predict(plan.choice), plan.label))
 
 
 def may_win(evidence: SearchEvidence, rival: RivalPlan, plan: Mapping[str, str], error: float) -> bool:

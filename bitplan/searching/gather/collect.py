@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bitplan.formats import get_format
 from bitplan.measure.calibration import hash_tensors
+from bitplan.searching.decide.rivals import nearest_uniform
 from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
 from bitplan.searching.gather.damage import RoundedWeights, by_width, formats_that_hold
@@ -99,7 +100,7 @@ def collect_evidence(
 
     windows     text for the statistics
     checks      other windows of it, on which each projection is measured in one format, in all layers at once
-    near_bits   the size that is wanted: groups are measured in the format nearest to it
+    near_bits   the size that is wanted: groups are measured in the best format of about this size
     rows        also time every format at so many rows
     """
     kept = EvidenceFolder(folder)
@@ -139,9 +140,9 @@ def collect_evidence(
     parts = _unchecked_parts(evidence, wanted)
     if parts:
         bits = near_bits or USUAL_BITS
-        tried = {
-            part: {name: nearest_format(evidence.groups[name], bits) for name in names} for part, names in parts.items()
-        }
+        asked = replace(evidence, groups={name: _only(evidence.groups[name], wanted[name]) for name in wanted})
+        rival = nearest_uniform(asked, bits)  # which is measured as a whole later on: it is rounded once
+        tried = {part: {name: rival.choice[name] for name in names} for part, names in parts.items()}
         meter.prepare(evidence, list(tried.values()), stage)
         with stage("checking", len(parts)) as advance:
             for part, choice in tried.items():
@@ -196,27 +197,6 @@ def _check_part(evidence: SearchEvidence, choice: Mapping[str, str], meter: Plan
         if predicted > 0 and measured > 0:
             evidence.groups[name].factor = measured / predicted
         evidence.groups[name].checked = fmt
-
-
-def check_group(evidence: SearchEvidence, name: str, meter: PlanMeter, fmt: str) -> None:
-    """Measure one group alone in one format, and scale its predictions by what was found."""
-    group = evidence.groups[name]
-    measured = meter.kl(evidence, {name: fmt}, f"{name} in {fmt}")
-    cost = group.formats[fmt]
-    group.formats[fmt] = replace(cost, measured=measured)
-    if cost.predicted > 0 and measured > 0:
-        group.factor = measured / cost.predicted
-        group.checked = fmt
-
-
-def nearest_format(group: TensorGroup, bits: float) -> str:
-    """The format of a group whose size is nearest to some bits a weight; of equals the one that plans will have."""
-
-    def distance(fmt: str) -> tuple[float, float]:
-        cost = group.formats[fmt]
-        return abs(8 * cost.nbytes / group.numbers - bits), cost.predicted
-
-    return min(group.formats, key=distance)
 
 
 def require_same(evidence: SearchEvidence, fingerprint: Mapping[str, str], where: str) -> None:

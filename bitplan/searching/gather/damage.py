@@ -290,7 +290,8 @@ def _change(weight: Tensor, fmt: str, name: str) -> Tensor:
 def damage_of_rows(site: WeightSite, change: Tensor, statistics: InputStatistics, rows: Tensor | None = None) -> Tensor:
     """Nats a token for each row of a change dW, or of some rows of one: their sum is the damage.
 
-    1/2 gradient_r dW_r A dW_r^T, and for an embedding the same of what it looks up.
+    1/2 gradient_r dW_r A dW_r^T, with A's columns by how much the loss minds the tokens that use them; and for an
+    embedding the same of what it looks up.
     """
 
     def chosen(part: Tensor) -> Tensor:
@@ -300,7 +301,9 @@ def damage_of_rows(site: WeightSite, change: Tensor, statistics: InputStatistics
     nats = torch.zeros(len(change), dtype=torch.float64, device=change.device)
     inputs, gradient = statistics.mean(site.name, INPUTS, change.device), statistics.mean(site.name, GRADIENT)
     if inputs is not None and gradient is not None:
-        pieces = change.split(max(1, AT_ONCE // change.shape[1]))
+        steps = statistics.column_steps(site.name, inputs)
+        weighed = change if steps is None else change * steps
+        pieces = weighed.split(max(1, AT_ONCE // change.shape[1]))
         moved = torch.cat([((piece @ inputs) * piece).sum(1).clamp_min(0) for piece in pieces])
         nats += chosen(gradient).double() * moved.double() / 2
     counts, lookup = statistics.sums.get(f"{site.name}.{COUNTS}"), statistics.mean(site.name, LOOKUP)

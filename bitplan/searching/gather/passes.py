@@ -23,7 +23,7 @@ from bitplan.searching.gather.blocks import TokenStates, equal_lengths
 from bitplan.searching.gather.expert_products import ExpertSlice, RoutedTokens, WatchedProducts, one_by_one
 from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject
-from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
+from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, WEIGHED, InputStatistics
 from bitplan.store.rounding.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 
 AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
@@ -31,6 +31,7 @@ GRADIENT_TOKENS = 16384  # gradients are of the first so many
 MOST_OUTPUTS = GRADIENT_TOKENS // TOKENS_PER_OUTPUT  # of a layer whose outputs' gradients are taken together
 BATCH = 2048  # tokens in one call of a block
 SEED = 0
+RUN = 256  # tokens of the vocabulary whose probabilities are added up first, to draw one
 _MATRICES = (f".{INPUTS}", f".{BETWEEN}")
 
 
@@ -119,7 +120,7 @@ class _Passes:
         self._into.windows += len(self._windows)
 
     def _leave(self, states: Sequence[TokenStates]) -> list[Tensor]:
-        """Norm and head, the loss for tokens drawn from the model itself, and its gradients by the last states."""
+        """Norm and head, and the gradients of the loss by the last states."""
         found, at = [], self._first
         whole = not self._runner.blocks
         for each in states:
@@ -134,7 +135,7 @@ class _Passes:
                     logits = self._runner.leave(window)
                     self._require_finite(logits, at)
                     if watched:
-                        self._loss(logits, at).backward()
+                        torch.autograd.backward(logits, self._gradient(logits, at))
                 at += 1
                 if hidden is not None and hidden.grad is not None:
                     gradients.append(hidden.grad)
@@ -179,11 +180,12 @@ class _Passes:
             yield each.read().to(self._runner.device)
         stored[0].path.unlink()
 
-    def _loss(self, logits: Tensor, window: int) -> Tensor:
-        logprobs = torch.log_softmax(logits[0].float(), -1)
-        generator = torch.Generator(logits.device).manual_seed(SEED + window)
-        drawn = torch.multinomial(logprobs.detach().exp(), 1, generator=generator)
-        return -logprobs.gather(-1, drawn).sum()
+    def _gradient(self, logits: Tensor, window: int) -> Tensor:
+        """Of the loss for tokens drawn from the model itself, by the logits: probabilities, less one for the token."""
+        gradient = torch.softmax(logits.detach()[0].float(), -1)
+        drawn = draw_tokens(gradient, torch.Generator(logits.device).manual_seed(SEED + window))
+        gradient.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=gradient.dtype))
+        return gradient[None].to(logits.dtype)
 
     def _require_finite(self, logits: Tensor, window: int) -> None:
         if not bool(torch.stack(torch.aminmax(logits)).isfinite().all()):  # of NaN it gives NaN
@@ -281,7 +283,7 @@ class _Passes:
                 self._last = (args[0], name)
                 self._add_squares(f"{name}.{INPUTS}", args[0])
             if gradients:
-                self._watch(output, f"{name}.{GRADIENT}")
+                self._watch(output, f"{name}.{GRADIENT}", args[0])
                 if name in self._row_ordered and output.shape[-1] <= MOST_OUTPUTS:
                     self._watch(output, f"{name}.{BETWEEN}")
 
@@ -297,12 +299,18 @@ class _Passes:
 
         return hook
 
-    def _watch(self, output: Tensor, key: str) -> None:
+    def _watch(self, output: Tensor, key: str, inputs: Tensor | None = None) -> None:
+        """Sums of squared gradients; with a layer's inputs their squares, too, each token's by its gradient's."""
+
         def hook(gradient: Tensor) -> None:
             if key.endswith(f".{BETWEEN}"):
                 self._add_squares(key, gradient)
-            else:
-                self._add(key, gradient.detach().reshape(-1, gradient.shape[-1]).float().square().sum(0))
+                return
+            squares = gradient.detach().reshape(-1, gradient.shape[-1]).float().square()
+            self._add(key, squares.sum(0))
+            if inputs is not None:
+                own = inputs.detach().reshape(-1, inputs.shape[-1]).float()
+                self._add(f"{key.rpartition('.')[0]}.{WEIGHED}", squares.sum(1) @ own.square())
 
         if output.requires_grad:
             output.register_hook(hook)
@@ -325,6 +333,22 @@ class _Passes:
             return
         path = self._scratch / f"sums-{self._first}-{len(self._files)}"
         self._files |= self._writer.write(path, large)
+
+
+def draw_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """One token for each row of [T, V], [T, 1]: first a run of the vocabulary, then a token of it.
+
+    torch's `multinomial` draws a random number for each probability, a tenth of the time of all statistics.
+    """
+    count = probabilities.shape[-1]
+    runs = torch.nn.functional.pad(probabilities, (0, -count % RUN)).reshape(len(probabilities), -1, RUN)
+    sums = runs.sum(-1).double().cumsum(-1)
+    drawn = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device, generator=generator) * sums[:, -1:]
+    run = torch.searchsorted(sums, drawn, right=True).clamp(max=sums.shape[1] - 1)
+    before = torch.nn.functional.pad(sums, (1, 0)).gather(1, run)
+    inside = runs.gather(1, run.unsqueeze(-1).expand(-1, -1, RUN)).squeeze(1).double().cumsum(-1)
+    place = torch.searchsorted(inside, drawn - before, right=True).clamp(max=RUN - 1)
+    return (run * RUN + place).clamp(max=count - 1)
 
 
 def _experts_by_block(subject: SearchSubject) -> dict[int, list[ExpertSlice]]:

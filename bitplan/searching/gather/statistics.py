@@ -4,6 +4,7 @@ For a linear layer y = W x, over the tokens of the text:
 
     inputs      A = mean of x x^T, [K, K]
     gradient    mean of g^2, [N], where g is the gradient of -log p(token) by y, for tokens drawn from the model itself
+    weighed     mean of |g|^2 x^2 over mean of |g|^2, [K]: the squares of inputs by how much the loss minds the token
     outputs     G = mean of g g^T, [N, N], where N is not too large: what rounding weighs rows with
 
 Drawn tokens, not the text's, make this the Fisher information: with it 1/2 sum_r gradient_r dW_r A dW_r^T is the
@@ -40,7 +41,9 @@ from bitplan.store.rounding.input_statistics import (
 )
 
 EVIDENCE, STATISTICS = "evidence.safetensors", "statistics.safetensors"
-INPUTS, GRADIENT, COUNTS, LOOKUP = "inputs", "gradient", "counts", "lookup_gradient"
+INPUTS, GRADIENT, WEIGHED, COUNTS, LOOKUP = "inputs", "gradient", "weighed_squares", "counts", "lookup_gradient"
+TINY = 1e-30  # of a column that no token used
+MOST_RATIO = 1e3
 BETWEEN = OUTPUTS.removeprefix(".")
 
 
@@ -121,6 +124,18 @@ class InputStatistics:
         if what == INPUTS:
             self._mean = key, found
         return found
+
+    def column_steps(self, name: str, inputs: Tensor) -> Tensor | None:
+        """[K]: what columns of `inputs`, A, are multiplied by on both sides, so that its diagonal is `weighed`.
+
+        Tokens whose inputs are a thousand times as large as others' are often those that the loss does not mind: where
+        attention rests, for one. None where the weight has no such part: an expert's.
+        """
+        squares, gradient = self.sums.get(f"{name}.{WEIGHED}"), self.sums.get(f"{name}.{GRADIENT}")
+        if squares is None or gradient is None or not float(gradient.sum()) > 0:
+            return None
+        ratio = squares.to(inputs.device) / float(gradient.sum()) / inputs.diagonal().clamp_min(TINY)
+        return ratio.clamp(0, MOST_RATIO).sqrt()
 
     def owner(self, name: str) -> str:
         """The weight whose `hessian` is this one's, too."""

@@ -74,7 +74,7 @@ def sweep_groups(
     table = None if grid.table is None else np.array(grid.table, F32)
     numbers = (*_limits(layout), F32(grid.low), F32(grid.high), F32(grid.mantissa), F32(grid.least), grid.is_float)
     given = [each.numpy() for each in (codes, scales.d, scales.dmin, scales.scales, scales.mins)]
-    step = max(FEWEST_ROWS, -(-len(gradient) // (4 * thread_count())))
+    step = _rows_at_once(len(gradient))
     width = max(PIECE, layout.numbers)
     pieces = [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
     owns = [hessian[cols, cols].contiguous() for cols in pieces]
@@ -109,13 +109,19 @@ def _by_rows(
     arrays: list[Any] = [each.contiguous().numpy() for each in given]
     table = None if grid.table is None else np.array(grid.table, F32)  # None: loops without a table are compiled apart
     numbers = (F32(grid.low), F32(grid.high), F32(grid.mantissa), F32(grid.least), grid.is_float, table)
-    step = max(FEWEST_ROWS, -(-len(whole) // (4 * thread_count())))
+    step = _rows_at_once(len(whole))
 
     def work(first: int) -> None:
         rows = slice(first, first + step)
         loop(whole[rows], *(each[rows] if place in by_row else each for place, each in enumerate(arrays)), *numbers)
 
     on_threads(work, range(0, len(whole), step))
+
+
+def _rows_at_once(rows: int) -> int:
+    """What a thread takes at a time; all of them where there is one thread: each call costs as much as some rows."""
+    threads = thread_count()
+    return max(FEWEST_ROWS, rows if threads == 1 else -(-rows // (4 * threads)))
 
 
 @compiled
