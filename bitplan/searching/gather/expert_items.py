@@ -55,9 +55,7 @@ def items_of_gguf(
                 continue
             outputs = spec.shape[1]
             rows = slice(outputs, 2 * outputs) if named[2] == "up" else slice(0, outputs)
-            items = [
-                ExpertSlice(expert_name(tensor, index), place.name, index, rows) for index in range(spec.shape[0])
-            ]
+            items = [ExpertSlice(expert_name(tensor, index), place.name, index, rows) for index in range(spec.shape[0])]
             stack, numbers = place.parameter.detach(), file.read_float(tensor)
             if len(stack) == len(items) and torch.equal(items[-1].read(stack).float().cpu(), numbers[-1].float()):
                 slices.update({item.name: item for item in items})

@@ -44,7 +44,10 @@ def experts_of_stacks(
             part = subject.sites[name].slice
             assert part is not None
             rows.setdefault(part.expert, []).append(name)
-        outputs, inputs = sum(subject.sites[name].shape[0] for name in next(iter(rows.values()))), subject.sites[names[0]].shape[1]
+        outputs, inputs = (
+            sum(subject.sites[name].shape[0] for name in next(iter(rows.values()))),
+            subject.sites[names[0]].shape[1],
+        )
         found.append(((len(rows), outputs, inputs), partial(_numbers, subject, list(rows.values()))))
     return found
 

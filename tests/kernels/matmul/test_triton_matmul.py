@@ -22,7 +22,7 @@ LAUNCHES = [
     MatmulLaunch(16, 32, 128, 1, 2, 1, 2),
     MatmulLaunch(64, 128, 128, 1, 2, 4, 3),  # more than 32 rows a tile: triton_wide
 ]
-DIRECT = [direct_launch(32, 16, 1, 3), direct_launch(16, 8, 4, 4)]
+DIRECT = [direct_launch(32, 16, 1, 3), direct_launch(16, 8, 4, 4, run=2)]
 
 
 def every_code(name: str, outputs: int, inputs: int, device: torch.device) -> Encoded:
