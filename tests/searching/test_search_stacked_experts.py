@@ -92,7 +92,10 @@ def _kl(model, other):
 def test_gpt_oss_runs_packed_as_far_from_the_model_as_the_search_said(gpt_oss, tmp_path):
     model, folder, found = gpt_oss
     assert found.plan.entries[GATE_UP].shape == (EXPERTS, 2 * INNER, HIDDEN)  # rows are outputs
-    assert {found.plan[name].format for name in (GATE_UP, DOWN)} <= {"int4_g32", "int8_row"}  # no shared factor, no cast
+    assert {found.plan[name].format for name in (GATE_UP, DOWN)} <= {
+        "int4_g32",
+        "int8_row",
+    }  # no shared factor, no cast
     quantize_file(folder / "model", tmp_path / "packed", found.plan)
     packed = bitplan.load_packed(tmp_path / "packed", dtype=torch.float32).model
     assert _kl(model, packed) == pytest.approx(found.winner.kl.mean, rel=1e-3)
@@ -104,7 +107,9 @@ def test_gpt_oss_runs_packed_as_far_from_the_model_as_the_search_said(gpt_oss, t
 def test_evidence_rounds_each_expert_by_its_own_inputs(gpt_oss, tmp_path):
     model, folder, _ = gpt_oss
     path = folder / "found" / "evidence.safetensors"
-    report = quantize_file(folder / "model", tmp_path / "packed", {GATE_UP: "int4_g32", DOWN: "int4_g32"}, evidence=path)
+    report = quantize_file(
+        folder / "model", tmp_path / "packed", {GATE_UP: "int4_g32", DOWN: "int4_g32"}, evidence=path
+    )
     rounding = next(row["rounding"] for row in report.rows if row["name"] == GATE_UP)
     assert rounding["measure"] == "hessian"
     assert rounding["after"] < rounding["before"]
