@@ -71,7 +71,8 @@ class ExpertDamage:
         inputs, gradients = [], []
         for name in chosen:
             own, gradient = statistics.mean(name, INPUTS, subject.device), statistics.mean(name, GRADIENT)
-            assert own is not None and gradient is not None  # every expert has some: see RoutedTokens
+            assert own is not None  # every expert has some: see RoutedTokens
+            assert gradient is not None
             inputs.append(own)
             gradients.append(gradient.to(subject.device)[rows])
         minded, diagonal = torch.stack(gradients), torch.stack([own.diagonal() for own in inputs])
@@ -85,7 +86,8 @@ class ExpertDamage:
         diagonals, gradients = [], []
         for name in names:
             inputs, gradient = statistics.mean(name, INPUTS), statistics.mean(name, GRADIENT)
-            assert inputs is not None and gradient is not None
+            assert inputs is not None
+            assert gradient is not None
             diagonals.append(inputs.diagonal().clone())
             gradients.append(gradient)
         places = (torch.stack(each).to(subject.device) for each in (diagonals, gradients))

@@ -37,7 +37,7 @@ def experts_of_stacks(
         site = subject.sites[name]
         if site.slice is not None:
             stacks.setdefault(site.slice.stack, []).append(name)
-    found = []
+    found: list[tuple[tuple[int, ...], Callable[[], Tensor]]] = []
     for names in stacks.values():
         rows: dict[int, list[str]] = {}
         for name in names:

@@ -266,8 +266,8 @@ class _Passes:
         unseen = [each for each in owners if each.stack not in seen]
         if unseen:
             raise SearchError(
-                f"{self._subject.where}: {unseen[0].stack}: no product with an expert of it was seen, so nothing is known "
-                f"of its inputs; leave it as it is: --keep {unseen[0].stack!r}"
+                f"{self._subject.where}: {unseen[0].stack}: no product with an expert of it was seen, so nothing is "
+                f"known of its inputs; leave it as it is: --keep {unseen[0].stack!r}"
             )
 
     def _add_gradients(self, slices: Sequence[ExpertSlice], gradient: Tensor) -> None:

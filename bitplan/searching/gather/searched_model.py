@@ -298,6 +298,7 @@ def _split(
             sites[name] = WeightSite(name, entry.shape or (), (), (), entry.role, slices[name])
             continue
         if entry.stored is None and name in items:
+            assert parameter is not None  # the stack that they are in
             for item in items[name]:
                 shape = tuple(slices[item].read(parameter).shape)
                 sites[item] = WeightSite(item, shape, (), (), entry.role, slices[item], name)

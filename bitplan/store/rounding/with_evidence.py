@@ -145,8 +145,8 @@ def evidence_for(
         shape, columns = file.specs[name].shape, statistics.columns(expert_name(named, 0) if name in stacks else named)
         if name in stacks and expert_name(named, shape[0] - 1) not in known:
             raise StoreError(
-                f"{statistics.path}: evidence of another model: it has statistics of fewer experts of {named!r} than the "
-                f"{shape[0]} that {file.path} has; give the evidence of this model"
+                f"{statistics.path}: evidence of another model: it has statistics of fewer experts of {named!r} than "
+                f"the {shape[0]} that {file.path} has; give the evidence of this model"
             )
         wide = shape[1:] if name in stacks else (math.prod(shape[-1:]), math.prod(shape[1:]))
         if columns not in wide:  # of a matrix, or a convolution seen as one; of experts, which may lie transposed
