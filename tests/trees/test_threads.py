@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.kernels.base import jit
-from bitplan.kernels.base import row_pieces
+from bitplan.kernels.base import jit, row_pieces
 from bitplan.kernels.base.jit import on_threads, thread_count, use_threads
 from bitplan.trees import BoostedTreesClassifier, TreesError, thread_workspace, threads
 from bitplan.trees.gradients import pieces
