@@ -30,6 +30,7 @@ class Size:
 
 
 FULL = Size(24, 4096, 11008, 32, 16, 1024, (1024, 4096, 16384), torch.bfloat16)
+COMPILE: dict[str, Any] = {"dynamic": False}
 TINY = Size(5, 128, 256, 4, 4, 8, (8, 16), torch.float32)
 
 
@@ -116,6 +117,13 @@ class LlamaStack(nn.Module):
     @property
     def adapters(self) -> list[nn.Parameter]:
         return [one for one in self.parameters() if one.requires_grad]
+
+
+def compile_blocks(model: LlamaStack) -> None:
+    """Every block by torch.compile; they share their code, so it is compiled once for each number of tokens."""
+    torch._dynamo.config.recompile_limit = 64  # with and without gradients, streamed and not, for each of them
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, **COMPILE)
 
 
 class PlainOffload:

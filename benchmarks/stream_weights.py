@@ -9,6 +9,9 @@ A step cannot be shorter than any of these, each taken alone on the same machine
 
 The update of a step is applied as a whole, so it starts when the last gradient has arrived, and runs beside the next
 step's forward. So this design has a bound of its own: computing, and what the optimizer takes longer than a forward.
+
+`--profile` adds the stages of a step on the host: copying gradients out (with waiting for the backward), waiting for
+the last of them, AdamW, writing the bytes to send; and the step by how many numbers AdamW takes at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +35,15 @@ FORWARD_SHARE = 1 / 4  # of a checkpointed step that computes gradients of weigh
 Row = dict[str, Any]
 
 
-def measure_weights(size: Size, device: StreamDevice, slots: int, repeats: int, x_of: Callable[[int], Tensor]) -> Row:
+def measure_weights(
+    size: Size,
+    device: StreamDevice,
+    slots: int,
+    repeats: int,
+    x_of: Callable[[int], Tensor],
+    *,
+    profile: bool,
+) -> Row:
     """One row for each token count; `x_of` gives the inputs."""
     model = LlamaStack(size)
     for name, one in model.named_parameters():
@@ -79,6 +90,11 @@ def measure_weights(size: Size, device: StreamDevice, slots: int, repeats: int, 
                 }
             )
             print(line_of(rows[-1]), flush=True)
+            if profile:
+                rows[-1]["stages_ms"] = stages(stream, step, repeats, device)
+                rows[-1]["by_numbers_at_a_time_ms"] = by_numbers_at_a_time(stream, step, repeats, device)
+                print("        stages", _figures(rows[-1]["stages_ms"]), flush=True)
+                print("        numbers at a time", _figures(rows[-1]["by_numbers_at_a_time_ms"]), flush=True)
     return {"rows": rows, "weights": weights}
 
 
@@ -86,6 +102,51 @@ def line_of(row: Row) -> str:
     parts = "  ".join(f"{name} {value:.1f}" for name, value in row["parts_ms"].items())
     times = f"{row['times_bound']:.2f} x the largest, {row['times_bound_of_design']:.2f} x what this design allows"
     return f"{row['tokens']:>6} tokens  weights  {row['median_ms']:9.1f} ms  {parts}  {times}"
+
+
+STAGES = {"gradients": "_add", "last gradient": "_require_whole", "adamw": "_step_block", "bytes": "_encode"}
+
+
+def stages(stream: BlockStream, step: Callable[[], None], repeats: int, device: StreamDevice) -> dict[str, float]:
+    """Milliseconds a step of each stage, by the host's clock; the first two run beside the backward."""
+    training, spent = stream.training, dict.fromkeys(STAGES, 0.0)
+    for name, method in STAGES.items():
+        _clocked(training, method, spent, name)
+    try:
+        _median_ms(step, repeats, device)
+        stream.synchronize()
+    finally:
+        for method in STAGES.values():
+            training.__dict__.pop(method)
+    return {name: seconds * 1e3 / (repeats + 1) for name, seconds in spent.items()}
+
+
+def _clocked(training: Any, method: str, spent: dict[str, float], name: str) -> None:
+    call = getattr(training, method)
+
+    def run(*arguments: Any) -> None:
+        started = time.perf_counter()
+        call(*arguments)
+        spent[name] += time.perf_counter() - started
+
+    setattr(training, method, run)
+
+
+def by_numbers_at_a_time(
+    stream: BlockStream, step: Callable[[], None], repeats: int, device: StreamDevice
+) -> dict[str, float]:
+    training: Any = stream.training
+    kept, times = training._scratch, {}
+    for power in (18, 20, 22, 24, 26):
+        training._scratch = torch.zeros(2**power)
+        times[f"2^{power}"] = _median_ms(step, repeats, device)
+        stream.synchronize()
+    training._scratch = kept
+    return times
+
+
+def _figures(values: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.1f}" for name, value in values.items())
 
 
 def host_adamw_ms(numbers: int) -> float:

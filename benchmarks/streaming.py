@@ -2,6 +2,7 @@
 
     python benchmarks/streaming.py [--part steps|decode|offload|weights] [--tiny --device cpu] [--slots 3 12]
     python benchmarks/streaming.py --arms resident,int8 --tokens 1024,4096 --trace int8   some rows, and what takes time
+    python benchmarks/streaming.py --compile    blocks of every variant through torch.compile
 
 Model: 24 llama blocks (h4096, ffn11008), adapters of rank 16 on a frozen base, checkpointing, AdamW on the adapters;
 1k, 4k and 16k tokens a step in sequences of 1024. Per token count, in one run:
@@ -16,7 +17,7 @@ gap   = step / floor - 1
 simulated = what a perfect ring of so many slots would take (streaming_bound.py)
 
 `--part decode` is about one block: see stream_decode.py. `--part weights` is full fine-tuning: see stream_weights.py;
-with `--blocks 6`, for it takes 12 bytes of host memory a weight. `--part offload` streams INT8 with and without
+with `--blocks 6`, for it takes 16 bytes of host memory a weight. `--part offload` streams INT8 with and without
 offload_activations: what it saves on the device, and what it costs in time.
 
 `--tiny --device cpu` runs all of it on the simulated device in seconds; its figures mean nothing.
@@ -40,7 +41,7 @@ import stream_trace
 import stream_weights
 import streaming_bound
 import torch
-from llama_stack import FULL, TINY, LlamaStack, PlainOffload, Size
+from llama_stack import COMPILE, FULL, TINY, LlamaStack, PlainOffload, Size, compile_blocks
 from stream_decode import pinned_bandwidth
 from torch import Tensor
 
@@ -65,6 +66,8 @@ class Run:
     repeats: int = 7
     arms: tuple[str, ...] = ARMS
     trace: tuple[str, ...] = ()
+    compile: bool = False
+    profile: bool = False
 
 
 def formats_of(size: Size) -> dict[str, Any]:
@@ -124,6 +127,8 @@ def time_steps(step: Callable[[], None], repeats: int, device: torch.device) -> 
 def run_resident(model: LlamaStack, batches: dict[int, Tensor], run: Run) -> list[Row]:
     device = next(iter(batches.values())).device
     resident = copy.deepcopy(model).to(device)
+    if run.compile:
+        compile_blocks(resident)
     _say("resident is set up")
     return [_timed("resident", tokens, Stepper(resident, x), run, device) for tokens, x in batches.items()]
 
@@ -139,9 +144,8 @@ def run_streamed(
     offload: bool = False,
 ) -> list[Row]:
     rows: list[Row] = []
-    with stream_blocks(
-        model, "layers.*", device=device, formats=formats, slots=run.slots[0], offload_activations=offload
-    ) as stream:
+    options: dict[str, Any] = {"offload_activations": offload, "compile": COMPILE if run.compile else False}
+    with stream_blocks(model, "layers.*", device=device, formats=formats, slots=run.slots[0], **options) as stream:
         _say(f"{name} is set up")
         for slots in run.slots:
             stream.set_slots(slots)
@@ -177,6 +181,8 @@ def _figures_of(stream: BlockStream) -> Row:
 
 def run_plain(name: str, model: LlamaStack, batches: dict[int, Tensor], run: Run, *, ahead: bool) -> list[Row]:
     device = next(iter(batches.values())).device
+    if run.compile:
+        compile_blocks(model)
     offload = PlainOffload(model.layers, device, ahead=ahead)
     _say(f"{name} is set up")
     try:
@@ -359,6 +365,7 @@ def document_of(name: str, size: Size, device: StreamDevice, run: Run, rows: lis
         },
         "simulated": kind != "cuda",
         "slots": list(run.slots),
+        "compiled": run.compile,
         "rows": rows,
     }
 
@@ -368,7 +375,12 @@ def measure_part(part: str, size: Size, device: StreamDevice, run: Run) -> dict[
         return measure(size, device, run)
     if part == "weights":
         more = stream_weights.measure_weights(
-            size, device, run.slots[0], run.repeats, lambda tokens: inputs(size, tokens, device.torch_device)
+            size,
+            device,
+            run.slots[0],
+            run.repeats,
+            lambda tokens: inputs(size, tokens, device.torch_device),
+            profile=run.profile,
         )
         return document_of("streaming, weights part", size, device, run, more.pop("rows")) | more
     if part == "offload":
@@ -398,6 +410,8 @@ def main() -> None:
     parser.add_argument(
         "--trace", default="", help="variants of which to say how busy the bus, the GPU and the host are"
     )
+    parser.add_argument("--compile", action="store_true", help="blocks of every variant through torch.compile")
+    parser.add_argument("--profile", action="store_true", help="--part weights: what each stage of a step takes")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not arguments.tiny:
@@ -405,9 +419,8 @@ def main() -> None:
     size = TINY if arguments.tiny else Size(arguments.blocks, *list(vars(FULL).values())[1:])
     if arguments.tokens:
         size = replace(size, tokens=tuple(int(count) for count in arguments.tokens.split(",")))
-    run = Run(
-        tuple(arguments.slots), arguments.repeats, *(named(parser, one) for one in (arguments.arms, arguments.trace))
-    )
+    arms, trace = (named(parser, one) for one in (arguments.arms, arguments.trace))
+    run = Run(tuple(arguments.slots), arguments.repeats, arms, trace, arguments.compile, arguments.profile)
     device: StreamDevice = CudaDevice("cuda") if arguments.device == "cuda" else SimulatedDevice()
     document = measure_part(arguments.part, size, device, run)
     kind = "streaming_" if arguments.part == "steps" else f"streaming_{arguments.part}_"

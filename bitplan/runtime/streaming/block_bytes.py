@@ -188,6 +188,9 @@ def _fill(
     for name, piece in layout.pieces.items():
         parameter = block.parameters[name].parameter
         if training is not None and training.trains(block.name, name):
+            if piece.fmt.is_cast:
+                piece.parts["data"].view(buffer).copy_(training.master(block.name, name))
+                continue
             piece.write(buffer, training.encoded(block.name, name, piece.fmt))
         elif piece.decoded is None:
             piece.parts["data"].view(buffer).copy_(parameter.detach())

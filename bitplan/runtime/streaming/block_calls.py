@@ -40,11 +40,10 @@ class BlockCalls:
         self._before_outside, self._ran_out = before_outside, ran_out
         self._wrapped: list[tuple[StreamedBlock, Callable[..., Any] | None]] = []
 
-    def wrap(self, index: int, block: StreamedBlock) -> None:
-        """Wrap a block's forward."""
-        forward = block.module.forward
+    def wrap(self, index: int, block: StreamedBlock, forward: Callable[..., Any]) -> None:
+        """Put `forward`, wrapped, in the place of a block's own; outside of it, so that it may be compiled code."""
 
-        @functools.wraps(forward)
+        @functools.wraps(block.module.forward)
         def streamed(*args: Any, **kwargs: Any) -> Any:
             try:
                 return self._run(functools.partial(self._compute, index, block, forward), index, block, args, kwargs)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from bitplan.runtime.streaming.blocks.find import Train
 from bitplan.runtime.streaming.blocks.formats import Formats
@@ -30,7 +34,15 @@ class StreamOptions:
     telemetry: str | Path | None
     check_finite: bool
     offload_activations: bool
+    compile: bool | Mapping[str, Any]
     timeout_s: float
+
+    def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward, compiled if that was asked for."""
+        if self.compile is False:
+            return forward
+        compiled: Callable[..., Any] = torch.compile(forward, **({} if self.compile is True else self.compile))
+        return compiled
 
     def check(self) -> None:
         """Refuse options that contradict each other."""

@@ -65,6 +65,7 @@ def stream_blocks(
     telemetry: str | Path | None = None,
     check_finite: bool = True,
     offload_activations: bool = False,
+    compile: bool | Mapping[str, Any] = False,
     timeout_s: float = WAIT_TIMEOUT_S,
 ) -> BlockStream:
     """Stream the blocks of a model through a device; everything else of the model moves there and stays.
@@ -84,6 +85,7 @@ def stream_blocks(
     telemetry     a file that gets one JSON line a step
     check_finite  look for NaN and infinity in the outputs of blocks, without waiting for the device
     offload_activations   checkpoint every block, and keep its input in pinned memory from its forward to its backward
+    compile       run blocks through torch.compile, once for all blocks of one kind; a mapping has its arguments
     timeout_s     how long any wait for a transfer may take before it is an error
     """
     options = StreamOptions(
@@ -99,6 +101,7 @@ def stream_blocks(
         telemetry=telemetry,
         check_finite=check_finite,
         offload_activations=offload_activations,
+        compile=compile,
         timeout_s=timeout_s,
     )
     return BlockStream(model, find_blocks(model, blocks, train), open_device(device), options)
@@ -136,14 +139,15 @@ class BlockStream:
         outside, ran_out = self._before_outside, self._upkeep.ran_out
         self._calls = BlockCalls(self._loader, self.training, self._finite, options.train, outside, ran_out)
         for index, block in enumerate(blocks):
-            self._calls.wrap(index, block)
+            self._calls.wrap(index, block, options.compiled(block.module.forward))
         self._hooks = self._upkeep.hook_state_dicts()
 
     def _open_training(self, options: StreamOptions) -> HostTraining | None:
         if options.train != "weights":
             return None
         settings = options.optimizer or AdamWSettings()
-        return HostTraining(self.blocks, settings, self.device, options.timeout_s, options.clip_grad_norm)
+        pinned, clip = options.host == "pinned", options.clip_grad_norm
+        return HostTraining(self.blocks, settings, self.device, options.timeout_s, clip, pinned=pinned)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
 """Trains streamed weights: FP32 masters on the host, gradients copied back, AdamW during the next transfers.
 
-    backward, device   gradient of a weight is ready -> gradient thread: copy it out, add it to the step's (float32)
+    backward, device   gradient of a weight is ready -> gradient thread: copy it out to its place (`gradient_places`)
     end_step           optimizer thread, block after block in forward order: AdamW on the masters, encode, mark fresh
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
@@ -33,9 +33,11 @@ from bitplan.formats import Encoded, Format
 from bitplan.runtime.streaming.blocks.find import StreamedBlock
 from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.runtime.streaming.telemetry import StepRecorder
+from bitplan.runtime.streaming.training.gradient_places import GradientPlaces, StepGradients
+from bitplan.runtime.streaming.training.host_adamw import NUMBERS_AT_A_TIME, BlockAdamW
 from bitplan.runtime.streaming.transfer.copies import WAIT_TIMEOUT_S, Latch, Worker, wait_for
 from bitplan.runtime.streaming.transfer.devices import Mark, StreamDevice
-from bitplan.runtime.streaming.transfer.host_memory import exact_buffer
+from bitplan.runtime.streaming.transfer.finite_check import FiniteCheck, SentFlags
 from bitplan.store.models.weight_store import WeightStore
 
 GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a llama block has nine
@@ -60,21 +62,11 @@ class Trained(NamedTuple):
 
 
 @dataclass(eq=False)
-class StepGradients:
-    """The gradients of one step as they arrive, by block and parameter, in float32; dropped when the step is over."""
-
-    step: int
-    sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    expected: int = 0
-    arrived: int = 0
-    failure: Exception | None = None
-
-
-@dataclass(eq=False)
 class _Update:
     """The progress of one step's update: how many blocks were begun, stepped and encoded, and which are up to date."""
 
     gradients: StepGradients
+    flags: SentFlags
     lr: float
     fresh: Mapping[str, Latch]
     begun: int = 0
@@ -99,19 +91,22 @@ class HostTraining:
         device: StreamDevice,
         timeout_s: float = WAIT_TIMEOUT_S,
         max_norm: float | None = None,
+        *,
+        pinned: bool = True,
     ) -> None:
+        """pinned: gradients arrive in pinned memory, as much as the trained weights take."""
         self._device, self._timeout_s = device, timeout_s
         self.settings, self.max_norm = settings, max_norm
         self.lr = settings.lr  # learning rate of all blocks from the next update on; a schedule may set it
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
         self.stores: dict[str, dict[str, WeightStore]] = {}
         self._masters: dict[str, dict[str, Tensor]] = {}
-        self._optimizers: dict[str, torch.optim.AdamW] = {}
-        largest = 0
+        self._optimizers: dict[str, BlockAdamW] = {}
+        specs = {}
         for block in blocks:
             masters = {
                 # `.data`: writes to the master must not count as writes to the model's Parameter, which are watched.
-                name: one.parameter.data.float()
+                name: one.parameter.data.float().contiguous()
                 for name, one in block.parameters.items()
                 if one.parameter.requires_grad
             }
@@ -122,17 +117,13 @@ class HostTraining:
                 name: WeightStore(master, name=f"{block.name}.{name}") for name, master in masters.items()
             }
             # One optimizer a block, so that each can be stepped, and its block sent, before the others.
-            self._optimizers[block.name] = torch.optim.AdamW(
-                list(masters.values()),
-                lr=settings.lr,
-                betas=settings.betas,
-                eps=settings.eps,
-                weight_decay=settings.weight_decay,
-                fused=True,
-            )
-            largest = max(largest, *(block.parameters[name].parameter.nbytes for name in masters))
-        self._staging = exact_buffer(largest)
-        device.pin(self._staging)
+            self._optimizers[block.name] = BlockAdamW(masters, settings.betas, settings.eps, settings.weight_decay)
+            specs[block.name] = {name: block.specs[name] for name in masters}
+        self._places = GradientPlaces(device, specs, pinned=pinned)
+        self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
+        names = [f"{block}.{name}" for block, masters in self._masters.items() for name in masters]
+        self._flag_of = {name: number for number, name in enumerate(names)}
+        self._finite = FiniteCheck(device, names)
         self.failure: Exception | None = None
         self.torn: str | None = None  # why the masters belong to two different steps
         self.is_settled = True  # whether all updates were waited for, and the model's Parameters made current
@@ -144,6 +135,9 @@ class HostTraining:
 
     def trains(self, block: str, name: str) -> bool:
         return name in self._masters.get(block, {})
+
+    def master(self, block: str, name: str) -> Tensor:
+        return self._masters[block][name]
 
     def encoded(self, block: str, name: str, fmt: Format) -> Encoded:
         """The master in a format, for sending; not kept, because the host holds the bytes."""
@@ -162,7 +156,8 @@ class HostTraining:
         """Open a step."""
         if not self._gradients.is_alive:
             self._replace_gradient_thread()
-        self._open = StepGradients(step)
+        self._finite.start()
+        self._open = StepGradients(step, self._places)
 
     @property
     def gradients(self) -> StepGradients:
@@ -177,6 +172,7 @@ class HostTraining:
         gradient = gradient.contiguous()
         recorder.expected_out += 1
         gradients.expected += 1
+        self._finite.look_at(self._flag_of[f"{block}.{name}"], gradient)
         after, what = self._device.mark(), f"{block}.{name}, step {gradients.step}: gradient"
         self._gradients.submit(
             lambda: self._add((block, name), gradient, gradients, after, what, recorder),
@@ -194,18 +190,12 @@ class HostTraining:
         recorder: StepRecorder,
     ) -> None:
         try:
-            raw = self._staging[: gradient.nbytes]
-            copied = self._device.copy_out(raw, gradient.reshape(-1).view(torch.uint8), after)
+            before = gradients.sums.get(key)
+            target = gradients.places.target(key, gradient.dtype, is_first=before is None)
+            copied = self._device.copy_out(_bytes(target), _bytes(gradient), after)
             self._device.finish(copied.end)
             recorder.copied_out(str(gradient.dtype).removeprefix("torch."), gradient.nbytes, copied)
-            arrived = raw.view(gradient.dtype).view(gradient.shape).float()
-            if not bool(torch.isfinite(arrived.sum())):
-                raise BlockNonFiniteError(f"{what} holds NaN or infinity; the masters are as they were before the step")
-            with torch.no_grad():
-                if key in gradients.sums:
-                    gradients.sums[key].add_(arrived)
-                else:
-                    gradients.sums[key] = arrived.clone()
+            gradients.sums[key] = gradients.places.added(key, target, before)
             gradients.arrived += 1
         except Exception as error:
             gradients.failure = gradients.failure or _named(error, what)
@@ -215,10 +205,10 @@ class HostTraining:
 
     def clip(self, max_norm: float, also: Sequence[Tensor]) -> float:
         """Wait for the gradients of the step, and scale them, with those of `also`, to a common norm of `max_norm`."""
-        self._await_gradients(self.gradients)
+        self._await_gradients(self.gradients, self._finite.send(self.gradients.step))
         return self._scale(self.gradients, max_norm, also)
 
-    def _await_gradients(self, gradients: StepGradients) -> None:
+    def _await_gradients(self, gradients: StepGradients, flags: SentFlags) -> None:
         self._gradients.drain(self._timeout_s)
         if gradients.failure is not None:
             raise gradients.failure
@@ -227,9 +217,17 @@ class HostTraining:
                 f"step {gradients.step}: {gradients.arrived} of {gradients.expected} gradients arrived: the gradient "
                 "thread has died, or took too long; no master was changed"
             )
+        if bad := self._finite.not_finite(flags):
+            raise BlockNonFiniteError(
+                f"{bad[0]}, step {gradients.step}: gradient holds NaN or infinity; the masters are as they were before "
+                "the step"
+            )
 
     def _scale(self, gradients: StepGradients, max_norm: float, also: Sequence[Tensor] = ()) -> float:
         keys = [(block, name) for block, masters in self._masters.items() for name in masters]
+        for key in keys:
+            if key in gradients.sums:
+                gradients.sums[key] = gradients.places.wide(key, gradients.sums[key])
         sums = [gradients.sums[key] for key in keys if key in gradients.sums]
         sums += [one.grad for one in also if one.grad is not None]
         total = get_total_norm(sums)
@@ -253,7 +251,8 @@ class HostTraining:
     def update(self, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
         """Queue the optimizer for every block. `check_step` raises if the step must not count."""
         # The rate of now: the user may set the next step's before the optimizer thread runs this update.
-        update = _Update(self.gradients, self.lr, {name: Latch() for name in self._masters})
+        flags = self._finite.send(self.gradients.step)
+        update = _Update(self.gradients, flags, self.lr, {name: Latch() for name in self._masters})
         self.is_settled = False
         self._updates.submit(lambda: self._apply(update, encode_block, check_step), f"step {update.gradients.step}")
         self._update, self._open = update, None
@@ -263,7 +262,7 @@ class HostTraining:
         what = f"step {gradients.step}: update"
         try:
             if self.failure is None:
-                self._require_whole(gradients, check_step)
+                self._require_whole(update, check_step)
                 self._make_moments(gradients)
                 for block in self._masters:
                     self._step_block(update, block)
@@ -284,36 +283,26 @@ class HostTraining:
             for fresh in update.fresh.values():
                 fresh.set()
 
-    def _require_whole(self, gradients: StepGradients, check_step: Callable[[], None]) -> None:
+    def _require_whole(self, update: _Update, check_step: Callable[[], None]) -> None:
         self._gradients.drain(self._timeout_s)
         check_step()  # first: a fault in forward spoils every later gradient
-        self._await_gradients(gradients)
+        self._await_gradients(update.gradients, update.flags)
         if self.max_norm is not None:
-            self._scale(gradients, self.max_norm)
+            self._scale(update.gradients, self.max_norm)
 
     def _make_moments(self, gradients: StepGradients) -> None:
         """As AdamW does in its first step; here, before any block is stepped, running out of memory does no harm."""
-        for block, masters in self._masters.items():
-            state = self._optimizers[block].state
-            for name, master in masters.items():
-                if (block, name) in gradients.sums and not state[master]:
-                    first, second = torch.zeros_like(master), torch.zeros_like(master)
-                    state[master] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
+        for block, name in gradients.sums:
+            self._optimizers[block].make_moments(name)
 
     def _step_block(self, update: _Update, block: str) -> None:
-        optimizer, masters = self._optimizers[block], self._masters[block]
-        for group in optimizer.param_groups:
-            group["lr"] = update.lr
-        for name, master in masters.items():
-            master.grad = update.gradients.sums.get((block, name))
+        sums = update.gradients.sums
+        own = {name: sums[block, name] for name in self._masters[block] if (block, name) in sums}
         update.begun += 1
-        try:
-            optimizer.step()
-            update.stepped += 1
-        finally:
-            for name, master in masters.items():
-                master.grad = None
-                update.gradients.sums.pop((block, name), None)
+        self._optimizers[block].step(own, update.lr, self._scratch)
+        for store in self.stores[block].values():
+            store.invalidate()
+        update.stepped += 1
 
     def _encode(self, update: _Update, block: str, encode_block: Callable[[str], None]) -> None:
         """Encode a stepped block. A failure does not undo its step: the bytes are then made at the next boundary."""
@@ -340,10 +329,9 @@ class HostTraining:
                 self._updates = Worker("optimizer")  # so that its death is reported once
 
     def _replace_gradient_thread(self) -> None:
-        """Start a new thread and buffer: the old thread is dead, or hangs in a copy to the old staging buffer."""
+        """Start a new thread and new places: the old thread is dead, or hangs in a copy to the old ones."""
         if self._gradients.is_alive:
-            self._staging = exact_buffer(self._staging.nbytes)
-            self._device.pin(self._staging)
+            self._places = GradientPlaces(self._device, self._places.specs, pinned=self._places.pinned)
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
 
     def find_failure(self) -> Exception | None:
@@ -389,16 +377,12 @@ class HostTraining:
     def trained(self) -> dict[str, Trained]:
         """Every trained parameter by full name, as it is now; call `finish` first, for updates write these tensors."""
         return {
-            f"{block}.{name}": self._trained(self._optimizers[block], master)
+            f"{block}.{name}": Trained(
+                master.detach(), self._optimizers[block].moments.get(name), self._optimizers[block].steps[name]
+            )
             for block, masters in self._masters.items()
             for name, master in masters.items()
         }
-
-    def _trained(self, optimizer: torch.optim.AdamW, master: Tensor) -> Trained:
-        state = optimizer.state.get(master)
-        if not state:
-            return Trained(master.detach(), None, 0)
-        return Trained(master.detach(), (state["exp_avg"], state["exp_avg_sq"]), int(state["step"]))
 
     def restore(self, trained: Mapping[str, Trained], lr: float, *, copies: bool) -> None:
         """Restore a saved state; nothing may be under way. copies: False if only this call holds the moments."""
@@ -406,23 +390,25 @@ class HostTraining:
         self.torn = "loading a state broke off: some weights are of it and some are not; load it again"
         self.lr, self.gradient_norm, self.is_settled = lr, None, False
         for block, masters in self._masters.items():
-            state = self._optimizers[block].state
+            optimizer = self._optimizers[block]
             for name, master in masters.items():
                 saved = trained[f"{block}.{name}"]
                 self.stores[block][name].update(saved.master)
-                state.pop(master, None)
+                optimizer.moments.pop(name, None)
+                optimizer.steps[name] = saved.steps
                 if saved.moments is not None:
                     first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)
-                    steps = torch.tensor(float(saved.steps), dtype=torch.float32)  # as the fused AdamW counts
-                    state[master] = {"step": steps, "exp_avg": first, "exp_avg_sq": second}
+                    optimizer.moments[name] = first, second
         self.torn = None
 
     def close(self) -> None:
         for worker in (self._gradients, self._updates):
             worker.stop(self._timeout_s)
-        if self._staging.nbytes:
-            self._device.unpin(self._staging)
-            self._staging = exact_buffer(0)
+        self._places.close()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _laid_out_as(master: Tensor, moment: Tensor, copies: bool) -> Tensor:

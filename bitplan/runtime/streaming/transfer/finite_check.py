@@ -1,4 +1,4 @@
-"""FiniteCheck: detects NaN and infinity in what blocks compute, without waiting for the device.
+"""FiniteCheck: detects NaN and infinity in what blocks compute, and in gradients, without waiting for the device.
 
 Each block has a number on the device, to which 0 times the sum of the block's output is added: it becomes NaN if
 anything in the output is not finite. At the end of the step the numbers are copied to the host asynchronously, and read
@@ -64,14 +64,18 @@ class FiniteCheck:
 
     def read(self, sent: SentFlags) -> BlockNonFiniteError | None:
         """The error that a step's flags show, if any; waits until they have arrived."""
-        self._device.finish(sent.mark)
-        bad = [name for name, flag in zip(self._names, sent.flags.isfinite().tolist(), strict=True) if not flag]
+        bad = self.not_finite(sent)
         if not bad:
             return None
         return BlockNonFiniteError(
             f"{bad[0]}, step {sent.step}: its output holds NaN or infinity ({len(bad)} of {len(self._names)} "
             "blocks do, this is the first); look at its inputs, learning rate and formats; begin_step goes on"
         )
+
+    def not_finite(self, sent: SentFlags) -> list[str]:
+        """The names whose flags are not finite; waits until they have arrived."""
+        self._device.finish(sent.mark)
+        return [name for name, flag in zip(self._names, sent.flags.isfinite().tolist(), strict=True) if not flag]
 
 
 def _float_tensors(output: Any) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 A block of seven matrices takes seven decoders, and each launch costs the host 50 to 100 us: at 1,000 tokens a step that
 is more than the GPU needs to compute the block. But the addresses repeat: there are a few slots, one scratch, and few
 distinct layouts. So for each pair of slot and layout the tensors are kept, and on CUDA the launches are recorded in a
-graph when the pair comes up for the second time (the first time compiles them), and from then on replayed by one call.
+graph, which one call replays. The first decoding of a layout, in whatever slot, compiles kernels and is not recorded.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class SlotDecoder:
         self._alike: list[int] = []  # the first block with the same layout
         self._weights: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._views: dict[tuple[int, Place], Tensor] = {}
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
-        # Formats without a kernel of their own are decoded by torch, which may copy constants: no graph records that.
-        self._unrecorded: set[tuple[int, int]] = set()
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        # Whether a layout (by its first block) that has been decoded can be recorded: formats without a kernel of their
+        # own are decoded by torch, which may copy constants, and no graph records that.
+        self._can_record: dict[int, bool] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def forget(self, layouts: Sequence[BlockLayout] = ()) -> None:
@@ -37,7 +38,7 @@ class SlotDecoder:
         self._weights.clear()
         self._views.clear()
         self._graphs.clear()
-        self._unrecorded.clear()
+        self._can_record.clear()
 
     def weights(self, block: int, slot: Tensor, scratch: Tensor) -> dict[str, Tensor]:
         """The block's parameters: views of the slot, or of the scratch, where `decode` writes them."""
@@ -69,14 +70,14 @@ class SlotDecoder:
             if not slot.is_cuda:
                 layout.decode_into(slot, scratch)
                 return
-            key = (slot.data_ptr(), self._alike[block])
-            if key in self._unrecorded or key not in self._graphs:
+            alike = self._alike[block]
+            if not self._can_record.get(alike):
                 layout.decode_into(slot, scratch)
-                self._graphs[key] = None
-                if key not in self._unrecorded and not layout.has_kernels(slot):
-                    self._unrecorded.add(key)
+                if alike not in self._can_record:
+                    self._can_record[alike] = layout.has_kernels(slot)
                 return
-            graph = self._graphs[key]
+            key = (slot.data_ptr(), alike)
+            graph = self._graphs.get(key)
             if graph is None:
                 graph = self._graphs[key] = self._recorded(layout, slot, scratch)
             graph.replay()

@@ -1,0 +1,68 @@
+"""BlockAdamW: AdamW over the float32 masters of one block, from gradients in any type.
+
+It calls torch's fused AdamW, so the numbers are torch's. A gradient in another type is widened some numbers at a time
+in memory that is used again and again (`gradient_places` says why), and that a cache may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+NUMBERS_AT_A_TIME = 2**24  # more passes through torch's threads than this is worth nothing
+
+
+class BlockAdamW:
+    """Masters (contiguous, float32), their moments, and how often each was stepped."""
+
+    def __init__(
+        self, masters: Mapping[str, Tensor], betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        self.masters = dict(masters)
+        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.steps = dict.fromkeys(masters, 0)
+
+    def make_moments(self, name: str) -> None:
+        """As AdamW does in its first step."""
+        if name not in self.moments:
+            master = self.masters[name]
+            self.moments[name] = torch.zeros_like(master), torch.zeros_like(master)
+
+    def step(self, gradients: Mapping[str, Tensor], lr: float, scratch: Tensor) -> None:
+        """Step every master that has a gradient; `scratch` is float32, of any size."""
+        for name, gradient in gradients.items():
+            self.make_moments(name)
+            tensors = (self.masters[name], gradient, *self.moments[name])
+            count = torch.tensor(float(self.steps[name] + 1))
+            for master, part, first, second in pieces(tensors, len(scratch)):
+                if part.dtype != torch.float32:
+                    part = scratch[: len(part)].copy_(part)
+                self._step(master, part, first, second, count, lr)
+            self.steps[name] += 1
+
+    def _step(self, master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, count: Tensor, lr: float) -> None:
+        torch._fused_adamw_(
+            [master],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [count],
+            lr=lr,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=self._weight_decay,
+            eps=self._eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def pieces(tensors: tuple[Tensor, ...], size: int) -> Iterator[list[Tensor]]:
+    """Contiguous tensors of as many numbers, `size` numbers at a time."""
+    flat = [tensor.detach().view(-1) for tensor in tensors]
+    for start in range(0, len(flat[0]), size):
+        yield [one[start : start + size] for one in flat]
