@@ -57,7 +57,7 @@ def rows_picture() -> str:
 def _runs() -> list[dict[str, Any]]:
     path = RESULTS / "trees_threads_xeon_h200_host.json"
     runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
-    return [run for run in runs if run.get("task", "binary") == "binary"]
+    return [run for run in runs if run.get("task", "binary") == "binary" and not run.get("seed")]
 
 
 def _series(

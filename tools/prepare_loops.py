@@ -25,7 +25,7 @@ import numpy as np
 from numba.core import bytecode
 from numba.core.codegen import CPUCodeLibrary
 
-from bitplan.kernels.base import helper_threads, prepared_code
+from bitplan.kernels.base import helper_threads, prepared_code, row_pieces
 from bitplan.trees import (
     BoostedTreesClassifier,
     BoostedTreesRanker,
@@ -62,6 +62,8 @@ def run_all() -> None:
     thread_workspace.TEAM_ROWS = team
     for objective in ("absolute_error", "quantile", "huber", "poisson", "gamma", "tweedie"):
         BoostedTreesRegressor(**small, objective=objective).fit(x[:, :8], np.exp(y))
+    row_pieces.HELPER_NS = 1.0  # loops over rows in pieces
+    BoostedTreesClassifier(**small).fit(np.tile(x[:, :8], (4, 1)), np.digitize(np.tile(y, 4), [-1.0, 1.0]))
     classes = BoostedTreesClassifier(**small).fit(x[:, :8], np.digitize(y, [-1.0, 1.0]))
     classes.predict(x[:, :8], contributions=True)
     BoostedTreesClassifier(**small, gradient_precision="i16", device="cuda").fit(x[:, :8], y > 0)

@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bitplan.kernels.base import row_pieces
 from bitplan.kernels.base.jit import on_threads
 from bitplan.optional import require
 from bitplan.trees.binning import Bins, bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.evaluation.metrics import Metric
 from bitplan.trees.files.pieces import TablePieces
-from bitplan.trees.gradients import Array, GradientPrecision, Gradients, GradientsF32, pieces, prepare
+from bitplan.trees.gradients import Array, GradientPrecision, Gradients, GradientsF32, prepare
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.loops import gradients as trees_gradients
 from bitplan.trees.loops import rows as trees_rows
@@ -316,10 +317,8 @@ class HostScores:
         order = np.lexsort(grown.spans.T[::-1])  # as the rows lie; leaves may be empty in one of several processes
         ends, values = grown.spans[order, 1], tree.leaf_value[order]
 
-        def work(piece: slice) -> None:
-            trees_rows.add_leaves(self._scores, output, grown.rows, piece.start, piece.stop, ends, values)
-
-        on_threads(work, pieces(len(grown.rows), ADD_NS))
+        given = self._scores, output, grown.rows, row_pieces.First(), row_pieces.End(), ends, values
+        row_pieces.run(trees_rows.add_leaves, len(grown.rows), ADD_NS, *given)
         if not len(unused):
             return
         scores = self._scores[:, output]

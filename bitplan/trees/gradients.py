@@ -24,14 +24,15 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from bitplan.errors import BitplanError
-from bitplan.kernels.base.jit import on_threads, thread_count, worthwhile_threads
+from bitplan.kernels.base import row_pieces
+from bitplan.kernels.base.jit import thread_count, worthwhile_threads
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.loops import gradients as trees_gradients
 
 Array = np.ndarray[Any, Any]
 PIECE = 2**16  # rows
 # Nanoseconds of a row, about.
-LARGEST_NS, QUANTIZE_NS = 1.3, 3.0
+LARGEST_NS, QUANTIZE_NS = 0.5, 3.0
 
 
 class TreesError(BitplanError, ValueError):
@@ -131,24 +132,19 @@ def prepare(
 
 def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, float]:
     """Largest |gradient| and hessian of all processes; refuses what has no scale."""
-    at = pieces(len(grads), LARGEST_NS)
-
-    def ends(piece: slice) -> tuple[float, float, float]:
-        here, weights = grads[piece], hess[piece]
-        return max(here.max(), -here.min()), weights.max(), weights.min()  # NaN if one is
-
-    maxima = on_threads(ends, at)
-    for piece, (grad, most, least) in zip(at, maxima, strict=True):
-        if not (grad < np.inf and most < np.inf and least >= 0):
-            is_bad = ~(np.isfinite(grads[piece]) & np.isfinite(hess[piece]) & (hess[piece] >= 0))
-            row = piece.start + int(np.argmax(is_bad))
-            raise TreesError(
-                f"gradients: row {row} has gradient {grads[row]} and hessian {hess[row]}, expected finite float32 and "
-                "a hessian of at least 0; look at the targets and weights of that row, at the learning rate, or at the "
-                "custom objective"
-            )
-    here = [max((grad for grad, _, _ in maxima), default=0), max((most for _, most, _ in maxima), default=0)]
-    top_grad, top_hess = shards.top(np.array(here, np.float64), "largest gradient and hessian")
+    piece = row_pieces.piece_rows(len(grads), row_pieces.threads_for(len(grads), LARGEST_NS))
+    found = np.zeros((max(-(-len(grads) // piece), 1), 3), np.int32)
+    bits = (row_pieces.Cut(part.view(np.int32)) for part in (grads, hess))
+    row_pieces.run(trees_gradients.find_largest, len(grads), LARGEST_NS, *bits, row_pieces.First(), piece, found)
+    here = found[:, :2].max(axis=0, initial=0).view(np.float32).astype(np.float64)
+    if not np.all(here < np.inf) or np.any(found[:, 2]):
+        row = int(np.argmax(~(np.isfinite(grads) & np.isfinite(hess) & (hess >= 0))))
+        raise TreesError(
+            f"gradients: row {row} has gradient {grads[row]} and hessian {hess[row]}, expected finite float32 and "
+            "a hessian of at least 0; look at the targets and weights of that row, at the learning rate, or at the "
+            "custom objective"
+        )
+    top_grad, top_hess = shards.top(here, "largest gradient and hessian")
     return float(top_grad), float(top_hess)
 
 
@@ -185,19 +181,8 @@ def _quantize(
     per_grad, per_hess = (ends[0] / top_grad if top_grad else 0.0), (ends[1] / top_hess if top_hess else 0.0)
     seed = np.uint64(key or 0)
 
-    def work(piece: slice) -> None:
-        at = slice(piece.start // share, (piece.stop + share - 1) // share)
-        kernel(
-            grads[piece],
-            hess[piece],
-            span.first + piece.start,
-            per_grad,
-            per_hess,
-            seed,
-            key is not None,
-            codes[0][at],
-            codes[1][at],
-        )
-
-    on_threads(work, pieces(len(grads), QUANTIZE_NS))
+    at = [row_pieces.Cut(part, share=share) for part in codes]
+    rounding = row_pieces.First(span.first), per_grad, per_hess, seed, key is not None
+    cuts = row_pieces.Cut(grads), row_pieces.Cut(hess)
+    row_pieces.run(kernel, len(grads), QUANTIZE_NS, *cuts, *rounding, *at)
     return scales

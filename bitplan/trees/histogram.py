@@ -13,12 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads, thread_count
+from bitplan.kernels.base.row_pieces import Cut, First
+from bitplan.kernels.base.row_pieces import run as run_pieces
 from bitplan.trees.binning import BinnedRows
-from bitplan.trees.gradients import Array, GradientPrecision, Gradients, pieces
+from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 from bitplan.trees.loops import histogram as kernels
 from bitplan.trees.loops.histogram import BINS, GROUP, PANEL
 
 ENTER_NS = 2.0  # of a row
+NO_ROWS = np.empty(0, np.uint32)
 WIDE = 3  # words: gradient, hessian, rows
 NARROW_ROWS = kernels.NARROW_ROWS  # that narrow cells hold
 # By precision: how entries are made, the loops that add them, words of a narrow cell.
@@ -63,12 +66,9 @@ class HistogramBuilder:
         held, out = self._gradients, np.empty(len(rows), np.uint64) if space is None else space[: len(rows)]
         grads = held.grads.view(np.uint32) if held.precision is GradientPrecision.F32 else held.grads
 
-        def work(piece: slice) -> None:
-            part = rows[piece]
-            numbers = np.arange(part.start, part.stop, dtype=np.uint32) if isinstance(part, range) else part
-            self._enter(numbers, grads, held.hessians, out[piece])
-
-        on_threads(work, pieces(len(rows), ENTER_NS))
+        is_all = isinstance(rows, range)  # from its start on
+        first, given = (First(rows.start), NO_ROWS) if is_all else (First(), Cut(rows))
+        run_pieces(self._enter, len(rows), ENTER_NS, given, first, grads, held.hessians, Cut(out))
         return out
 
     def build(self, entries: Array, *, threads: bool = False) -> Histogram:

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bitplan.kernels.base.jit import on_threads
+from bitplan.kernels.base.row_pieces import Cut
+from bitplan.kernels.base.row_pieces import run as run_pieces
 from bitplan.trees.distributed.medians import find_medians
 from bitplan.trees.distributed.shards import ALONE, Array, Shards, average, sum_exactly
-from bitplan.trees.gradients import TreesError, pieces
+from bitplan.trees.gradients import TreesError
 from bitplan.trees.loops import gradients as trees_gradients
 
 GRADIENT_NS = 8.0  # of a row and an output, about
@@ -42,17 +43,12 @@ class OneScore:
     name: str
     outputs = 1
     _kernel: Any
+    _numbers: tuple[float, ...] = ()  # what the kernel takes beside rows
 
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
-        flat = scores[:, 0]
-
-        def work(at: slice) -> None:
-            self._run(y[at], flat[at], weights[at] if len(weights) else weights, grads[0, at], hess[0, at])
-
-        on_threads(work, pieces(len(y), GRADIENT_NS))
-
-    def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
-        self._kernel(y, scores, weights, grads, hess)
+        parts = y, scores[:, 0], weights, grads[0], hess[0]
+        cut = [Cut(part) if len(part) else part for part in parts]
+        run_pieces(self._kernel, len(y), GRADIENT_NS, *cut, *self._numbers)
 
     def mean(self, scores: Array) -> Array:
         return scores[:, 0]
@@ -106,13 +102,11 @@ class LogMean(OneScore):
 
 class Poisson(LogMean):
     name = "poisson"
+    _kernel, _numbers = staticmethod(trees_gradients.poisson), (POISSON_CAUTION,)
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         refuse_targets_outside(y, "the Poisson objective expects counts of at least 0 and one above 0", shards)
         return super().start(y, weights, shards)
-
-    def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
-        trees_gradients.poisson(y, scores, weights, grads, hess, POISSON_CAUTION)
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         return average(np.exp(scores[:, 0]) - y * scores[:, 0], weights, shards)
@@ -150,12 +144,9 @@ class Multiclass:
         return np.log(np.maximum(shares, 1e-15))
 
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
-        def work(at: slice) -> None:
-            trees_gradients.softmax(
-                y[at], scores[at], weights[at] if len(weights) else weights, grads[:, at], hess[:, at]
-            )
-
-        on_threads(work, pieces(len(y), GRADIENT_NS * self.outputs))
+        parts = [Cut(part) if len(part) else part for part in (y, scores, weights)]
+        row_ns = GRADIENT_NS * self.outputs
+        run_pieces(trees_gradients.softmax, len(y), row_ns, *parts, Cut(grads, axis=1), Cut(hess, axis=1))
 
     def mean(self, scores: Array) -> Array:
         powers: Array = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.kernels.base import jit
+from bitplan.kernels.base import jit, row_pieces
 from bitplan.kernels.base.jit import on_threads, thread_count, use_threads
 from bitplan.trees import BoostedTreesClassifier, TreesError, thread_workspace, threads
 from bitplan.trees.gradients import pieces
@@ -79,8 +79,10 @@ def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
         used.append(thread_count())
         return on_threads(work, pieces)
 
-    for module in ("binning", "boost", "gradients", "grow", "histogram", "objectives"):
+    for module in ("binning", "boost", "grow", "histogram"):
         monkeypatch.setattr(f"bitplan.trees.{module}.on_threads", watched)
+    by_rows = row_pieces.threads_for
+    monkeypatch.setattr(row_pieces, "threads_for", lambda *given: used.append(thread_count()) or by_rows(*given))
     monkeypatch.setattr("bitplan.trees.tree.run", lambda function, job, threads: used.append(threads) or function(job))
     x, y = table(200)
     model = BoostedTreesClassifier(n_estimators=1, n_jobs=3).fit(x, y > 0)

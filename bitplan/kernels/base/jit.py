@@ -121,13 +121,14 @@ def called(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopComp
     return numba.njit(function, no_cpython_wrapper=True, pipeline_class=compiler, **OPTIONS)
 
 
-def address_of(kernel: Any, *examples: Any) -> int:
+def address_of(kernel: Any, *examples: Any, kinds: tuple[Any, ...] | None = None) -> int:
     """The address of a `compiled` kernel's machine code for arguments of these types, for `call_at` in other kernels.
 
     A kernel that is called by name is compiled into its caller, and again into the caller's caller; by address it is
     not.
     """
-    kinds = tuple(map(numba.typeof, examples))
+    if kinds is None:
+        kinds = tuple(map(numba.typeof, examples))
     kernel.compile(kinds)
     made = kernel.overloads[kinds]
     return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))

@@ -38,6 +38,20 @@ def _within(code, least, most):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def find_largest(grads, hess, first, piece, found):  # type: ignore[no-untyped-def]
+    """Into the piece's row of `found` the largest |gradient| and hessian, as bits of float32, and whether there is a
+    number below zero, not finite or no number. float32 are read as int32: the larger has the larger bits."""
+    top, weight, is_bad = np.int32(0), np.int32(0), False
+    for i in range(grads.size):
+        grad, held = grads[i] & np.int32(0x7FFFFFFF), hess[i] & np.int32(0x7FFFFFFF)
+        top = grad if grad > top else top
+        weight = held if held > weight else weight
+        is_bad |= (hess[i] < 0) & (held != 0)
+    at = first // piece
+    found[at, 0], found[at, 1], found[at, 2] = top, weight, np.int32(is_bad)
+
+
+@compiled
 def quantize_i16(grads, hess, first, per_grad, per_hess, key, stochastic, grad_codes, hess_codes):  # type: ignore[no-untyped-def]
     """int8 gradients within -127..127, uint8 hessians within 0..255; `first` is the number of the first row."""
     for i in range(grads.size):

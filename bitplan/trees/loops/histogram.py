@@ -47,18 +47,21 @@ def words_a_row(width: int) -> int:
 
 
 @compiled
-def enter_i16(rows, grads, hess, entries):  # type: ignore[no-untyped-def]
-    """Bits 48..63 the gradient, signed, 32..47 the hessian, 0..31 the row: int8 gradients, uint8 hessians."""
-    for i in range(rows.size):
-        row = U(rows[U(i)])
+def enter_i16(rows, first, grads, hess, entries):  # type: ignore[no-untyped-def]
+    """Bits 48..63 the gradient, signed, 32..47 the hessian, 0..31 the row: int8 gradients, uint8 hessians.
+
+    No `rows`: those from `first` on.
+    """
+    for i in range(entries.size):
+        row = U(rows[U(i)]) if rows.size else U(first + i)
         entries[U(i)] = U((np.int64(grads[row]) << 48) + (np.int64(hess[row]) << 32)) | row
 
 
 @compiled
-def enter_i8(rows, grads, hess, entries):  # type: ignore[no-untyped-def]
+def enter_i8(rows, first, grads, hess, entries):  # type: ignore[no-untyped-def]
     """The same for 4 + 4 bits: two rows share a byte of `grads` and one of `hess`, the even row in the low half."""
-    for i in range(rows.size):
-        row = U(rows[U(i)])
+    for i in range(entries.size):
+        row = U(rows[U(i)]) if rows.size else U(first + i)
         shift = np.int64((row & U(1)) << U(2))
         grad = ((np.int64(grads[row >> U(1)]) >> shift & 15) ^ 8) - 8
         weight = np.int64(hess[row >> U(1)]) >> shift & 15
@@ -66,10 +69,10 @@ def enter_i8(rows, grads, hess, entries):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def enter_f32(rows, grads, _hess, entries):  # type: ignore[no-untyped-def]
+def enter_f32(rows, first, grads, _hess, entries):  # type: ignore[no-untyped-def]
     """The upper half is the gradient, as it is: `grads` are the bits of float32, read as uint32."""
-    for i in range(rows.size):
-        row = U(rows[U(i)])
+    for i in range(entries.size):
+        row = U(rows[U(i)]) if rows.size else U(first + i)
         entries[U(i)] = (U(grads[row]) << U(32)) | row
 
 

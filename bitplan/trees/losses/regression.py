@@ -25,15 +25,13 @@ class Quantile(OneScore):
     """The number below which a share of the targets lies."""
 
     name = "quantile"
+    _kernel = staticmethod(trees_gradients.quantile)
 
     def __init__(self, share: float) -> None:
-        self._share = share
+        self._share, self._numbers = share, (float(share),)
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         return find_quantiles(y, weights, [np.arange(len(y))], self._share, shards)
-
-    def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
-        trees_gradients.quantile(y, scores, weights, grads, hess, self._share)
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         error = y - scores[:, 0]
@@ -47,15 +45,13 @@ class Huber(OneScore):
     """Squared errors up to a limit, absolute ones beyond it."""
 
     name = "huber"
+    _kernel = staticmethod(trees_gradients.huber)
 
     def __init__(self, limit: float) -> None:
-        self._limit = limit
+        self._limit, self._numbers = limit, (float(limit),)
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         return np.array([average(y, weights, shards)])
-
-    def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
-        trees_gradients.huber(y, scores, weights, grads, hess, self._limit)
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         error = np.abs(scores[:, 0] - y)
@@ -81,16 +77,14 @@ class Tweedie(LogMean):
     """Amounts of which many are zero; `power` from 1 (counts) to 2 (gamma)."""
 
     name = "tweedie"
+    _kernel = staticmethod(trees_gradients.tweedie)
 
     def __init__(self, power: float) -> None:
-        self._power = power
+        self._power, self._numbers = power, (float(power),)
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         refuse_targets_outside(y, "the Tweedie objective expects amounts of at least 0 and one above 0", shards)
         return super().start(y, weights, shards)
-
-    def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
-        trees_gradients.tweedie(y, scores, weights, grads, hess, self._power)
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         one, two = 1.0 - self._power, 2.0 - self._power
