@@ -49,7 +49,7 @@ def gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     y = layer(x)
     generator = torch.Generator(x.device).manual_seed(1)
     dy = torch.randn(y.shape, generator=generator, device=x.device).to(y.dtype)
-    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
 
 
 def one_by_one(layer: nn.Module) -> nn.Module:
