@@ -5,7 +5,8 @@
 A small llama trains on a CPU, and in every step the scale that the definition gives the gradient of each layer is
 recorded, as an exponent of two; once with embeddings of deviation 1, where training is smooth, and once with 0.02,
 where gradients jump by factors of 100. More can be read: a list of steps, each a list of exponents in the order of the
-backward, the upper layers first. Then each rule guesses, step by step:
+backward, the upper layers first. The inputs of layers without a norm in front are recorded too, and have rules of their
+own. Then each rule guesses, step by step:
 
     room        how many octaves a scale may be above the definition's before the cast is repeated
     wrong ones  a wrong guess becomes the nearest scale that will do, or the middle of the room
@@ -58,14 +59,29 @@ RULES = (
 )
 
 
-def record(steps: int, deviation: float) -> list[list[int]]:
-    """Exponents of the definition's scales: [steps][gradients in the order of the backward]."""
+INPUT_RULES = (
+    Rule(0),
+    Rule(1),
+    Rule(2, middle=True),
+    Rule(3, middle=True),
+    Rule(3, middle=True, drift=True),
+    Rule(4, middle=True),
+)
+GUESSED_INPUTS = ("o_proj", "down_proj")  # the others are cast behind their norm, by the definition's scale
+
+
+def record(steps: int, deviation: float) -> tuple[list[list[int]], list[list[int]]]:
+    """Exponents of the definition's scales: [steps][gradients in the order of the backward], [steps][inputs]."""
     torch.manual_seed(0)
     data = torch.frombuffer(bytearray(shipped_text().encode()), dtype=torch.uint8).long()
     model = TinyLlama(SIZE, LAYERS, 256).train()
     with torch.no_grad():
         model.embed_tokens.weight.mul_(deviation)
     largest: dict[str, float] = {}
+    of_inputs: dict[str, float] = {}
+
+    def see_input(name: str, _module: nn.Module, inputs: tuple[Tensor]) -> None:
+        of_inputs[name] = float(inputs[0].detach().abs().max())
 
     def see(name: str, _module: nn.Module, _inputs: Any, outputs: tuple[Tensor]) -> None:
         largest[name] = max(largest.get(name, 0.0), float(outputs[0].detach().abs().max()))
@@ -74,10 +90,12 @@ def record(steps: int, deviation: float) -> list[list[int]]:
         if isinstance(module, nn.Linear):
             where, _, last = name.rpartition(".")
             module.register_full_backward_hook(partial(see, f"{where}.{FUSED.get(last, last)}"))
+            if last in GUESSED_INPUTS:
+                module.register_forward_pre_hook(partial(see_input, name))
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_share, steps=steps, warm_up=steps // 3))
     draw = torch.Generator().manual_seed(1000)
-    series = []
+    series, inputs = [], []
     for _ in range(steps):
         starts = torch.randint(0, len(data) - LENGTH - 1, (BATCH,), generator=draw).tolist()
         window = torch.stack([data[start : start + LENGTH + 1] for start in starts])
@@ -87,8 +105,9 @@ def record(steps: int, deviation: float) -> list[list[int]]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        series.append([math.ceil(math.log2(amax / FP8_LIMITS["e4m3"])) for amax in largest.values()])
-    return series
+        for kept, maxima in ((series, largest), (inputs, of_inputs)):
+            kept.append([math.ceil(math.log2(amax / FP8_LIMITS["e4m3"])) for amax in maxima.values()])
+    return series, inputs
 
 
 def simulate(series: list[list[int]], rule: Rule) -> dict[str, float]:
@@ -114,6 +133,10 @@ def simulate(series: list[list[int]], rule: Rule) -> dict[str, float]:
     return {"too_small": too_small / casts, "too_large": too_large / casts, "octaves_above": above / casts}
 
 
+def _rows(runs: dict[str, list[list[int]]], rules: tuple[Rule, ...]) -> list[dict[str, Any]]:
+    return [{"run": name, **asdict(rule), **simulate(series, rule)} for name, series in runs.items() for rule in rules]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
@@ -122,17 +145,21 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
-    runs = {"smooth": record(options.steps, 1.0), "jumps": record(options.steps, 0.02)}
+    recorded = {"smooth": record(options.steps, 1.0), "jumps": record(options.steps, 0.02)}
+    runs = {name: gradients for name, (gradients, _) in recorded.items()}
+    inputs = {f"inputs, {name}": each for name, (_, each) in recorded.items()}
     if options.series is not None:
         runs[options.series.stem] = json.loads(options.series.read_text())
-    rows = [{"run": name, **asdict(rule), **simulate(series, rule)} for name, series in runs.items() for rule in RULES]
+    rows = _rows(runs, RULES)
+    input_rows = _rows(inputs, INPUT_RULES)
     head = {"benchmark": "fp8_guesses", "commit": harness.commit(), "machine": harness.machine("cpu")}
     document = head | {"versions": harness.versions(), "rows": rows, "exponents": runs}
-    for row in rows:
+    document |= {"input_rows": input_rows, "input_exponents": inputs}
+    for row in rows + input_rows:
         wrong = row["too_small"] + row["too_large"]
         what = f"room {row['room']}{', middle' if row['middle'] else ''}{', drift' if row['drift'] else ''}"
         print(
-            f"{row['run']:8} {what:24} wrong {wrong:6.1%}: too small {row['too_small']:6.1%}, "
+            f"{row['run']:14} {what:24} wrong {wrong:6.1%}: too small {row['too_small']:6.1%}, "
             f"too large {row['too_large']:6.1%}; octaves above {row['octaves_above']:.2f}"
         )
     print(harness.save("fp8_guesses", document, options.output))

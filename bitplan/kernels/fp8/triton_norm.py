@@ -85,8 +85,36 @@ def norm_gradient(dy_RC: Tensor, x_RC: Tensor, norm: Norm) -> tuple[Tensor, Tens
     if find is not None:
         dy_RC = dy_RC if dy_RC.is_contiguous() else dy_RC.contiguous()
         find(dy_RC, x_RC, norm.weight, norm.rstd, norm.mean, dx, sums)
-    total = sums.sum(-2)
+    total = _sum_of_parts(sums)
     return (dx, total[0], total[1]) if has_bias else (dx, total, None)
+
+
+def _sum_of_parts(sums: Tensor) -> Tensor:
+    """The sum over the parts of [parts, C] or [2, parts, C]; torch's own takes 11 us for 512 parts."""
+    *first, parts, cols = sums.shape
+    if not parts:
+        return sums.sum(-2)
+    total = torch.empty((*first, cols), dtype=torch.float32, device=sums.device)
+    _sum_plan(parts, cols, first[0] if first else 1)(sums, total)
+    return total
+
+
+@functools.lru_cache(maxsize=1024)
+def _sum_plan(parts: int, cols: int, matrices: int) -> PreparedLaunch:
+    constants = {"PARTS": 64, "WIDTH": 32}
+    return PreparedLaunch(_add_parts, (triton.cdiv(cols, 32), matrices), (parts, cols), constants, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _add_parts(sums_ptr, total_ptr, parts, cols, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    c_W = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    sums_ptr += tl.program_id(1).to(tl.int64) * parts * cols
+    sum_PW = tl.zeros([PARTS, WIDTH], tl.float32)
+    for start in range(0, parts, PARTS):
+        part_P = start + tl.arange(0, PARTS)
+        here_PW = (part_P < parts)[:, None] & (c_W < cols)[None, :]
+        sum_PW += tl.load(sums_ptr + part_P[:, None] * cols + c_W[None, :], mask=here_PW, other=0.0)
+    tl.store(total_ptr + tl.program_id(1) * cols + c_W, tl.sum(sum_PW, axis=0), mask=c_W < cols)
 
 
 @functools.lru_cache(maxsize=1024)

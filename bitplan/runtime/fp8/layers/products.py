@@ -24,7 +24,7 @@ from bitplan.formats.fp8 import ScaledFp8, scaling_of
 from bitplan.formats.fp8_recipes import BF16
 from bitplan.kernels.fp8.norm import NormWeights, norm_and_cast, norm_gradient
 from bitplan.kernels.fp8.product import scaled_product
-from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8Recipe, GemmChoice
+from bitplan.runtime.fp8.layer_settings import SHORT_SUM, AmaxEps, Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT
 from bitplan.runtime.fp8.layers.weight_source import WeightSource
 
@@ -153,7 +153,8 @@ def gradients_of(
     if dy_cols is not None:
         assert kept_scale is not None
         x_cols = ScaledFp8(kept, kept_scale, scaling_of(gemms.wgrad))
-        dw = scaled_product(dy_cols, x_cols, grad_type, fast_accum="wgrad" in recipe.fast_accum)
+        fast = "wgrad" in recipe.fast_accum or dy_MN.shape[0] <= SHORT_SUM
+        dw = scaled_product(dy_cols, x_cols, grad_type, fast_accum=fast)
     elif need_w:
         dw = plain_product(dy_MN.t(), kept).to(grad_type)
     return dx, dw

@@ -28,7 +28,7 @@ from bitplan.runtime.fp8.compiled_graphs import allocate_outside
 from bitplan.store.models.weight_changes import KeptByStorage
 
 INPUT, WEIGHT, GRAD = "input", "weight", "grad"
-ROOM = {INPUT: 3, WEIGHT: 0, GRAD: 5}  # octaves by which a scale may be larger than the definition's
+ROOM = {INPUT: 2, WEIGHT: 0, GRAD: 5}  # octaves by which a scale may be larger than the definition's
 
 
 @dataclass

@@ -1,0 +1,101 @@
+"""An MLP with the gating in its casts computes what its layers compute one by one, under the same names."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bitplan import apply_fp8
+from bitplan.runtime.fp8.layers.gated_mlp import GatedMlp, gating_obstacle
+
+WIDTH, FEATURES, TOKENS = 64, 128, 24
+
+
+class Mlp(nn.Module):
+    def __init__(self, activation=functional.silu) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, FEATURES, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(FEATURES, WIDTH, bias=False)
+        self.activation = activation
+
+    def forward(self, x):
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LlamaDecoderLayer(nn.Module):
+    def __init__(self, **given) -> None:
+        super().__init__()
+        self.mlp, self.post_attention_layernorm = Mlp(**given), nn.RMSNorm(WIDTH, eps=1e-6)
+
+    def forward(self, x):
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def block(device="cpu", recipe="tensorwise", **given) -> tuple[nn.Module, nn.Module]:
+    """(plain, FP8)"""
+    torch.manual_seed(0)
+    plain = nn.ModuleList([LlamaDecoderLayer(**given)]).to(device, torch.bfloat16)
+    made = copy.deepcopy(plain)
+    apply_fp8(made, None, tokens=TOKENS, recipe=recipe, emulate=True)
+    return plain[0], made[0]
+
+
+def gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    generator = torch.Generator(x.device).manual_seed(1)
+    dy = torch.randn(y.shape, generator=generator, device=x.device).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+
+
+def one_by_one(layer: nn.Module) -> nn.Module:
+    """The same with a hook, which a layer that is not called would not run."""
+    layer = copy.deepcopy(layer)
+    layer.mlp.down_proj.register_forward_hook(lambda *_: layer.__setattr__("seen", True))
+    return layer
+
+
+def far(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_results_and_gradients_are_those_of_the_layers_one_by_one(device) -> None:
+    plain, layer = block(device)
+    assert isinstance(layer.mlp, GatedMlp)
+    assert set(layer.state_dict()) == set(plain.state_dict())
+    x = torch.randn(2, TOKENS // 2 - 1, WIDTH, device=device).bfloat16()
+    apart = one_by_one(layer)
+    for _ in range(2):  # the second time by guesses, where there are any
+        made, expected = gradients(layer, x), gradients(apart, x)
+        assert max(far(*pair) for pair in zip(made, expected, strict=True)) < 0.05
+    assert apart.seen
+    exact = gradients(plain, x)
+    assert max(far(*pair) for pair in zip(made[:2], exact[:2], strict=True)) < 0.08
+
+
+@pytest.mark.parametrize("given", [{"activation": functional.gelu}, {"recipe": "rowwise"}])
+def test_other_gatings_and_recipes_stay_apart(given) -> None:
+    assert type(block(**given)[1].mlp) is Mlp
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    layer = block()[1]
+    layer.mlp.gate_proj.fused.weight.requires_grad_(False)
+    layer.mlp.down_proj.weight.requires_grad_(False)
+    x = torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert layer.mlp.gate_proj.fused.norm.weight.grad is not None
+    assert layer.mlp.down_proj.weight.grad is None
+    assert layer.mlp.gate_proj.fused.weight.grad is None
+
+
+def test_the_obstacle_is_named() -> None:
+    mlp = block()[1].mlp
+    assert gating_obstacle(mlp.gate_proj.fused, mlp.down_proj) is None
+    assert "not one FP8 layer" in str(gating_obstacle(nn.Linear(2, 2), mlp.down_proj))
