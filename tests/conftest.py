@@ -152,7 +152,7 @@ def hasten_the_interpreter() -> None:
 
     At every call of a function inside a kernel it replaces the functions of the language, as it did for the launch.
     Of every sum of integers it finds out whether it overflows, and throws the answer away unless `debug` is set.
-    For every number it makes the same types and shapes again.
+    For every number it makes the same types and shapes again, and the same constants.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or hasattr(interpreter._patch_lang, "__wrapped__"):
@@ -178,6 +178,8 @@ def hasten_the_interpreter() -> None:
     remember(type(builder), "get_block_ty", lambda _, kind, shape: (kind.name, *shape))
     remember(interpreter.tl.block_type, "with_element_ty", lambda block, kind: (block.name, kind.name))
     remember_shapes(interpreter.tl.tensor)
+    if hasattr(interpreter, "interpreter_semantic"):
+        remember_constants(interpreter.interpreter_semantic, interpreter.tl.tensor)
 
 
 def remember(owner: Any, name: str, key: Callable[..., Any]) -> None:
@@ -208,3 +210,28 @@ def remember_shapes(tensor: Any) -> None:
             self.handle, self.type, self.dtype = handle, kind, kind.scalar
 
     tensor.__init__ = init
+
+
+def remember_constants(semantic: Any, tensor: Any) -> None:
+    """Let operations on two tensors of one type, and on a tensor and a Python number, have their operands at once."""
+    real, known = semantic.binary_op_type_checking_impl, {}
+
+    def operands(left: Any, right: Any, *rules: bool, **named: bool) -> tuple[Any, Any]:
+        left_kind = left.type.name if type(left) is tensor else repr(left)  # which tells -0.0 from 0.0, and 1 from 1.0
+        right_kind = right.type.name if type(right) is tensor else repr(right)
+        key = (left_kind, right_kind, rules, *named.items())
+        if key not in known:
+            made = real(left, right, *rules, **named)
+            changed = any(type(old) is tensor and new is not old for new, old in zip(made, (left, right), strict=True))
+            known[key] = (
+                None
+                if changed
+                else tuple(None if type(old) is tensor else new for new, old in zip(made, (left, right), strict=True))
+            )
+            return made
+        constants = known[key]
+        if constants is None:  # a tensor is brought to another type or shape, each time
+            return real(left, right, *rules, **named)
+        return (left if constants[0] is None else constants[0], right if constants[1] is None else constants[1])
+
+    semantic.binary_op_type_checking_impl = operands

@@ -1,6 +1,7 @@
 """Does the suite notice when the code is wrong? A fixed sample of small faults, each put in and tested for.
 
     python tools/mutants.py --coverage .coverage --output mutants.json
+    python tools/mutants.py --coverage .coverage --again tools/mutants_x86.json --jobs 11
 
 `--coverage` is the data of a run with `--cov=bitplan --cov-context=test`, and says which tests reach which line. Each
 mutant changes one place of one such line: an operator of a comparison, `and`, `+`, a whole number, a removed `not`, a
@@ -8,6 +9,9 @@ mutant changes one place of one such line: an operator of a comparison, `and`, `
 until one fails that passes without it. "broken" are those whose tests could not be run: they count for nothing. A fault
 that no test of its line notices has survived: look at it, and write the test that it lacks,
 or list it in EQUIVALENT with the reason why no test can.
+
+Another line of code is another sample. `--again` tries the faults of earlier outputs, by path and source text, under
+their old numbers: a fault whose text is in its file no more is "gone".
 """
 
 from __future__ import annotations
@@ -17,17 +21,20 @@ import ast
 import importlib
 import io
 import json
+import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +56,21 @@ SWAPPED = {
     ast.And: ("and", "or"),
     ast.Or: ("or", "and"),
 }
-# Mutants that no test can kill, by "path:line source -> mutated source", and why.
+# Mutants that no test can kill, by "path source -> mutated source", and why.
 EQUIVALENT = {
-    "bitplan/plan/aliases.py:62 values = dict(zip(_letters(ours), numbers, strict=True))"
+    "bitplan/plan/aliases.py values = dict(zip(_letters(ours), numbers, strict=True))"
     " -> values = dict(zip(_letters(ours), numbers, strict=False))": "the keys are equal, so both are as long",
-    "bitplan/runtime/fp8/bench/modules.py:143 step = next(each for each in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(each, experts) == 1) -> step = next(each for each in range(max(2, round(experts * 0.618)), 2 * experts + 1) if math.gcd(each, experts) == 1)": "any step that shares no factor with the number of experts visits all of them, and both begin with the same one or an equal one modulo it",  # noqa: E501
-    "bitplan/plan/fp8/estimate.py:145 slopes = [(after - before) / step for (before, after), step in zip(pairwise(ys), steps, strict=True)] -> slopes = [(after - before) / step for (before, after), step in zip(pairwise(ys), steps, strict=False)]": "pairs of neighbours and steps are made from the same list, so both are as long",  # noqa: E501
-    "bitplan/runtime/streaming/weight_loader.py:135 for name, layout in zip(self.names, layouts, strict=True): -> for name, layout in zip(self.names, layouts, strict=False):": "names and layouts are made from the same list, so both are as long",  # noqa: E501
-    "bitplan/runtime/streaming/weight_loader.py:158 self._serial += 1 -> self._serial += 2": "serial numbers are only compared for being equal",  # noqa: E501
-    "bitplan/runtime/fp8/layers/linear.py:41 cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=False).rows -> cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=True).rows": "the other layout is cast too and dropped: slower, the same result",  # noqa: E501
-    "bitplan/store/models/weight_store.py:419 span = 1 + sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=True)) -> span = 1 + sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=False))": "a tensor's shape and strides are as long",  # noqa: E501
-    "bitplan/runtime/streaming/transfer/slot_ring.py:134 self._turn = 0 -> self._turn = 1": "the ring's first turn may begin at any slot",  # noqa: E501
-    "bitplan/trees/thread_workspace.py:62 np.empty((size, 4, BINS), np.int64), -> np.empty((size, 5, BINS), np.int64),": "scratch memory with a row to spare: only the first four are used",  # noqa: E501
-    'bitplan/store/files/poly/versions.py:75 return "older" if spread > 2.0**-6 and 0.2 < negative < 0.8 else None -> return "older" if spread > 2.0**-6 and 0.2 <= negative < 0.8 else None': "a share in float32 is never the float64 0.2, so it cannot be equal",  # noqa: E501
-    "bitplan/trees/grow.py:250 share = max(-(-size // thread_count()), 1) -> share = max(-(-size // thread_count()), 2)": "how rows are shared out to threads does not change their order",  # noqa: E501
-    "bitplan/formats/scales/checks.py:167 crowded = (2 * at_end >= numbers) & (numbers > 0) if isinstance(fmt.scales, BasedScales) else scales.top -> crowded = (2 * at_end >= numbers) & (numbers >= 0) if isinstance(fmt.scales, BasedScales) else scales.top": "formats of based scales have blocks of 16 or 128 columns, and no block without a number",  # noqa: E501
+    "bitplan/runtime/fp8/bench/modules.py step = next(each for each in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(each, experts) == 1) -> step = next(each for each in range(max(2, round(experts * 0.618)), 2 * experts + 1) if math.gcd(each, experts) == 1)": "any step that shares no factor with the number of experts visits all of them, and both begin with the same one or an equal one modulo it",  # noqa: E501
+    "bitplan/plan/fp8/estimate.py slopes = [(after - before) / step for (before, after), step in zip(pairwise(ys), steps, strict=True)] -> slopes = [(after - before) / step for (before, after), step in zip(pairwise(ys), steps, strict=False)]": "pairs of neighbours and steps are made from the same list, so both are as long",  # noqa: E501
+    "bitplan/runtime/streaming/weight_loader.py for name, layout in zip(self.names, layouts, strict=True): -> for name, layout in zip(self.names, layouts, strict=False):": "names and layouts are made from the same list, so both are as long",  # noqa: E501
+    "bitplan/runtime/streaming/weight_loader.py self._serial += 1 -> self._serial += 2": "serial numbers are only compared for being equal",  # noqa: E501
+    "bitplan/runtime/fp8/layers/linear.py cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=False).rows -> cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=True).rows": "the other layout is cast too and dropped: slower, the same result",  # noqa: E501
+    "bitplan/store/models/weight_store.py span = 1 + sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=True)) -> span = 1 + sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=False))": "a tensor's shape and strides are as long",  # noqa: E501
+    "bitplan/runtime/streaming/transfer/slot_ring.py self._turn = 0 -> self._turn = 1": "the ring's first turn may begin at any slot",  # noqa: E501
+    "bitplan/trees/thread_workspace.py np.empty((size, 4, BINS), np.int64), -> np.empty((size, 5, BINS), np.int64),": "scratch memory with a row to spare: only the first four are used",  # noqa: E501
+    'bitplan/store/files/poly/versions.py return "older" if spread > 2.0**-6 and 0.2 < negative < 0.8 else None -> return "older" if spread > 2.0**-6 and 0.2 <= negative < 0.8 else None': "a share in float32 is never the float64 0.2, so it cannot be equal",  # noqa: E501
+    "bitplan/trees/grow.py share = max(-(-size // thread_count()), 1) -> share = max(-(-size // thread_count()), 2)": "how rows are shared out to threads does not change their order",  # noqa: E501
+    "bitplan/formats/scales/checks.py crowded = (2 * at_end >= numbers) & (numbers > 0) if isinstance(fmt.scales, BasedScales) else scales.top -> crowded = (2 * at_end >= numbers) & (numbers >= 0) if isinstance(fmt.scales, BasedScales) else scales.top": "formats of based scales have blocks of 16 or 128 columns, and no block without a number",  # noqa: E501
 }
 
 
@@ -82,6 +89,11 @@ class Mutant:
     def shown(self, source: bytes) -> str:
         before, after = (text.decode().splitlines()[self.line - 1].strip() for text in (source, self.apply(source)))
         return f"{self.path}:{self.line} {before} -> {after}"
+
+
+def without_line(shown: str) -> str:
+    """What a mutant shows, less the number of its line, which moves with every change above it."""
+    return re.sub(r"^([^ :]+):\d+ ", r"\1 ", shown)
 
 
 # ---- where mutants are -----------------------------------------------------------------------------------------------
@@ -142,15 +154,38 @@ def is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def sample(tests_of_line: dict[str, dict[int, list[str]]], count: int, seed: int) -> list[Mutant]:
+def sample(tests_of_line: dict[str, dict[int, list[str]]], parts: list[str], count: int, seed: int) -> list[Mutant]:
     """`count` mutants of lines that a test runs, the same for the same code and seed."""
     result = []
-    for part in PARTS:
+    for part in parts:
         for file in sorted((ROOT / "bitplan" / part).glob("**/*.py")):
             path = str(file.relative_to(ROOT))
             reached = tests_of_line.get(path, {})
             result += [mutant for mutant in mutants_of(path, file.read_bytes()) if mutant.line in reached]
     return random.Random(seed).sample(result, min(count, len(result)))
+
+
+def find_again(rows: list[dict[str, Any]]) -> dict[int, Mutant | None]:
+    """The mutants of earlier rows in today's code, by number; None where the text is gone.
+
+    Of several lines with the same text the nearest one is taken, and none twice.
+    """
+    by_text: dict[str, list[Mutant]] = {}
+    for path in {row["shown"].split(":")[0] for row in rows}:
+        if (ROOT / path).exists():
+            source = (ROOT / path).read_bytes()
+            for mutant in mutants_of(path, source):
+                by_text.setdefault(without_line(mutant.shown(source)), []).append(mutant)
+    result: dict[int, Mutant | None] = {}
+    for row in sorted(rows, key=lambda row: row["number"]):
+        if row["number"] in result:
+            raise SystemExit(f"--again: number {row['number']} is in the files twice: give the parts of one run")
+        line = int(row["shown"].split(" ")[0].split(":")[1])
+        found = by_text.get(without_line(row["shown"]), [])
+        result[row["number"]] = min(found, key=lambda mutant: abs(mutant.line - line), default=None)
+        if found:
+            found.remove(result[row["number"]])  # type: ignore[arg-type]
+    return result
 
 
 # ---- which tests notice ----------------------------------------------------------------------------------------------
@@ -175,16 +210,21 @@ def read_contexts(path: Path) -> dict[str, dict[int, list[str]]]:
 
 
 def tests_for(mutant: Mutant, tests: list[str], most: int) -> list[str]:
-    """The tests of a line, the likeliest to notice first: the module's own, and each function before its repeats."""
-    mirror = mutant.path.removeprefix("bitplan/").replace(".py", "")
-    folder, name = mirror.rsplit("/", 1)
+    """The tests of a line, the likeliest to notice first: those of the module, then of its folder, then all others.
+
+    Of one function some come before the next function and the rest at the end: more of them where they are near.
+    """
+    folder, name = mutant.path.replace("bitplan/", "tests/", 1).removesuffix(".py").rsplit("/", 1)
+    while not (ROOT / folder).exists():  # one folder of tests may be that of several rooms
+        folder = folder.rsplit("/", 1)[0]
     turns: dict[str, int] = {}
 
     def rank(test: str) -> tuple[int, int, str]:
         function = test.split("[")[0]
         turns[function] = turns.get(function, -1) + 1
-        own = f"tests/{folder}/test_{name}.py" in test
-        return turns[function] // 2, 0 if own else 1 if f"tests/{folder}/" in test else 2, test
+        near = test.startswith(f"{folder}/")
+        own = near and f"/test_{name}.py::" in test
+        return turns[function] // (16 if near else 2), 0 if own else 1 if near else 2, test
 
     return sorted(sorted(tests), key=rank)[:most]
 
@@ -215,24 +255,28 @@ class Mutated(MetaPathFinder):
 
 
 class Notice:
-    """Writes the first test that fails into a pipe, or that tests could not be collected."""
+    """Writes into a pipe which test began and which failed, or that tests could not be collected."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        os.write(self.pipe, f"began {nodeid}\n".encode())
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
-            os.write(self.pipe, f"{report.nodeid}\n".encode())
+            os.write(self.pipe, f"failed {report.nodeid}\n".encode())
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            os.write(self.pipe, b"collection\n")
+            os.write(self.pipe, b"failed collection\n")
 
 
 def run_tests(mutant: Mutant | None, tests: list[str], limit_s: float) -> tuple[str, str]:
-    """("passed" | "failed" | "timeout" | "broken", the test that failed) of a forked process with the mutant in place.
+    """("passed" | "failed" | "timeout" | "broken", the test that did) of a forked process with the mutant in place.
 
-    "broken" is a pytest that ended without running: it says nothing about the mutant.
+    The limit is for one test: a long list of tests that all end is no timeout. "broken" is a pytest that ended without
+    running: it says nothing about the mutant.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -240,20 +284,25 @@ def run_tests(mutant: Mutant | None, tests: list[str], limit_s: float) -> tuple[
         os.setsid()
         _child(mutant, tests, writer)
     os.close(writer)
-    until, status = time.monotonic() + limit_s, None
+    os.set_blocking(reader, False)
+    until, status, said = time.monotonic() + limit_s, None, b""
     while status is None and time.monotonic() < until:
+        time.sleep(0.02)
         done, result = os.waitpid(child, os.WNOHANG)
         status = result if done else None
-        time.sleep(0.02)
+        with suppress(BlockingIOError):  # nothing new
+            if more := os.read(reader, 1 << 16):
+                until, said = time.monotonic() + limit_s, said + more
     if status is None:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    with os.fdopen(reader) as pipe:
-        noticed = pipe.readline().strip()
+    os.close(reader)
+    lines = [line.split(" ", 1) for line in said.decode().splitlines()]
+    for event, test in lines:
+        if event == "failed":
+            return "failed", test
     if status is None:
-        return "timeout", noticed
-    if noticed:
-        return "failed", noticed
+        return "timeout", lines[-1][1] if lines else ""
     return ("passed" if os.waitstatus_to_exitcode(status) == 0 else "broken"), ""
 
 
@@ -301,37 +350,70 @@ def main() -> None:
     parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", type=int, default=40, help="most tests for one mutant")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one mutant")
+    parser.add_argument("--tests", type=int, default=100, help="most tests for one mutant")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one test")
+    parser.add_argument("--again", nargs="+", type=Path, help="earlier outputs: the same faults, no sample")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="sample these parts alone")
     parser.add_argument("--only", nargs="*", type=int, help="numbers of the sample")
+    parser.add_argument("--jobs", type=int, default=1, help="faults tried at a time")
     parser.add_argument("--list", action="store_true", help="show the sample, run nothing")
     parser.add_argument("--output", type=Path, default=ROOT / "mutants.json")
     options = parser.parse_args()
 
     sys.path.insert(0, str(ROOT))
     tests_of_line = read_contexts(options.coverage)
-    mutants = sample(tests_of_line, options.count, options.seed)
-    rows = []
+    if options.again:
+        earlier = [row for file in options.again for row in json.loads(file.read_text())["mutants"]]
+        mutants, shown = find_again(earlier), {row["number"]: row["shown"] for row in earlier}
+    else:
+        mutants = dict(enumerate(sample(tests_of_line, options.parts, options.count, options.seed)))
+        shown = {}
+    if options.only is not None:
+        mutants = {number: mutant for number, mutant in mutants.items() if number in options.only}
     if not options.list:
         os.chdir(ROOT)
         warm()
-    for number, mutant in enumerate(mutants):
-        if options.only and number not in options.only:
-            continue
-        shown = mutant.shown((ROOT / mutant.path).read_bytes())
-        tests = tests_for(mutant, tests_of_line[mutant.path][mutant.line], options.tests)
+
+    def try_one(number: int) -> dict[str, Any]:
+        mutant = mutants[number]
+        if mutant is None:
+            return {"number": number, "kind": "", "shown": shown[number], "result": "gone", "by": ""}
+        row = {"number": number, "kind": mutant.kind, "shown": mutant.shown((ROOT / mutant.path).read_bytes())}
+        tests = tests_for(mutant, tests_of_line.get(mutant.path, {}).get(mutant.line, []), options.tests)
         if options.list:
-            print(f"{number} {mutant.kind} {len(tests)} tests: {shown}")
-            continue
-        result, by = judge(mutant, tests, options.limit)
-        if result == "survived" and shown in EQUIVALENT:
+            return row | {"result": f"{len(tests)} tests", "by": ""}
+        result, by = judge(mutant, tests, options.limit) if tests else ("survived", "no test runs this line")
+        if result == "survived" and without_line(row["shown"]) in EQUIVALENT:
             result = "equivalent"
-        print(f"{number} {result}: {shown} [{by}]", flush=True)
-        rows.append({"number": number, "kind": mutant.kind, "shown": shown, "result": result, "by": by})
-        document = {"seed": options.seed, "count": options.count, "mutants": rows}
-        options.output.write_text(json.dumps(document, indent=1) + "\n")
-    if rows:
+        return row | {"result": result, "by": by}
+
+    rows = []
+    for row in in_processes(try_one, list(mutants), options.jobs):
+        print(f"{row['number']} {row['result']}: {row['shown']} [{row['by']}]", flush=True)
+        rows.append(row)
+        if not options.list:
+            document = {"seed": options.seed, "count": options.count, "mutants": sorted(rows, key=itemgetter("number"))}
+            options.output.write_text(json.dumps(document, indent=1) + "\n")
+    if not options.list:
         print(Counter(row["result"] for row in rows))
+
+
+def in_processes(work: Callable[[int], dict[str, Any]], numbers: list[int], jobs: int) -> Iterator[dict[str, Any]]:
+    """`work` of every number, `jobs` at a time, in processes forked from this one; as they end."""
+    if jobs == 1:
+        yield from map(work, numbers)
+        return
+    global _work
+    _work = work  # functions inside functions cannot be sent, only inherited
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_do, numbers)
+
+
+def _do(number: int) -> dict[str, Any]:
+    return _work(number)
+
+
+_work: Callable[[int], dict[str, Any]]
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from bitplan.store.models.transformers_names import (
     require_complete,
     silence_transformers,
 )
+from bitplan.store.packed_folder import packed_experts, read_config
 
 
 @dataclass
@@ -181,7 +182,10 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
         raise MeasureError(
             f"{where}: its config has a quantization_config, which transformers decodes; give the folder"
         )
-    numbers = {name: file.read_float(name) for name in file.specs}
+    turned = packed_experts(file, read_config(folder))
+    numbers = {
+        name: file.read_float(name).transpose(1, 2) if name in turned else file.read_float(name) for name in file.specs
+    }
     numbers |= {alias: numbers[name] for alias, name in file.tied.items()}
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # the tensors were decoded

@@ -25,15 +25,18 @@ _FUSED = {
     "up_proj": "gate_up",
     "ffn_gate": "gate_up",
     "ffn_up": "gate_up",
+    "ffn_gate_exps": "gate_up_exps",
+    "ffn_up_exps": "gate_up_exps",
     "w1": "gate_up",
     "w3": "gate_up",
 }
 _EXPERT = re.compile(r"(^|\.)experts\.[0-9]+(?=\.)")
+_ITEM = re.compile(r"\[[0-9]+\]$")  # of a tensor that has all experts
 
 
 def group_name(tensor: str, *, fused: bool = True) -> str:
     """The group of a tensor; `fused` False where the runtime takes q, k, v, gate and up one by one."""
-    module = _EXPERT.sub(r"\1experts", tensor.removesuffix(".weight"))
+    module = _EXPERT.sub(r"\1experts", _ITEM.sub("", tensor).removesuffix(".weight"))
     parent, _, last = module.rpartition(".")
     last = _FUSED.get(last, last) if fused else last
     return f"{parent}.{last}" if parent else last

@@ -15,6 +15,7 @@ from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.expert_products import ExpertSlice
 from bitplan.searching.gather.searched_model import SearchSubject, subject_of
 from bitplan.store.files.headers import check_model_source
+from bitplan.store.packed_folder import CONFIG, read_config
 
 WINDOWS, CHECKS, HELD_OUT = 24, 4, 12
 LEAST_WINDOWS = 4
@@ -67,6 +68,7 @@ def _read_model(
 ) -> tuple[CausalLM, SearchSubject]:
     """Plain weights of a folder stay on disk; GGUF files and packed models are decoded as a whole."""
     check_model_source(path, None)
+    _refuse_packed_gpt_oss(path)
     if not is_plain_folder(path):
         lm = load_causal_lm(path)
         return lm, subject_of(lm.model, path=path, keep=keep, only=only, device=device)
@@ -81,6 +83,16 @@ def _read_model(
     )
     require_causal(on_disk.lm, subject.logits)
     return on_disk.lm, subject
+
+
+def _refuse_packed_gpt_oss(path: Path) -> None:
+    """gpt-oss as it was published: its experts would stay as they are, and nothing could be packed beside them."""
+    said = read_config(path).get("quantization_config") if path.is_dir() and (path / CONFIG).is_file() else None
+    if isinstance(said, dict) and said.get("quant_method") == "mxfp4":
+        raise SearchError(
+            f"{path}: its experts are in MXFP4, and a search begins with floats: `bitplan convert {path} WIDE --to hf "
+            "--experts bfloat16` decodes them without a change of a number; search WIDE"
+        )
 
 
 def _whole(windows: Sequence[Tensor]) -> list[Tensor]:

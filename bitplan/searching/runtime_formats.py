@@ -28,6 +28,11 @@ class Target:
     embeddings: bool = True
     streamed: bool = False
 
+    @property
+    def packs_layers(self) -> bool:
+        """Whether plans are for `load_packed`."""
+        return self.export is None and not self.streamed
+
     def loads(self, fmt: str) -> bool:
         return self.export is None or get_format(fmt).is_cast or fmt in FORMATS[self.export]
 

@@ -62,6 +62,8 @@ SIDE_FILES = (
 # Model types of transformers whose matrices of these names are transposed (its Conv1D); GPT-BigCode's are not.
 _TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 _TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
+# Experts [experts, inputs, outputs], which a packed layer holds as [experts, outputs, inputs].
+_TRANSPOSED_EXPERTS = {"gpt_oss": re.compile(r"\.experts\.(gate_up|down)_proj$")}
 _ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
@@ -193,6 +195,32 @@ def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> lis
     owners = {name.removesuffix(_ATTENTION) for name in known if name.endswith(_ATTENTION)}
     attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
     return [name for name in known if name in attention or (is_transposed and _TRANSPOSED.search(name))]
+
+
+def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensors that lie transposed in a model's file, and their shapes in a packed folder, where rows are outputs."""
+    shapes = {name: file.specs[name].shape for name in _transposed_experts(file, config, packed=False)}
+    return {name: (shape[0], shape[2], shape[1]) for name, shape in shapes.items()}
+
+
+def packed_experts(file: TensorFile, config: Mapping[str, Any]) -> list[str]:
+    """Packed tensors whose rows are outputs, and which the model has transposed."""
+    return _transposed_experts(file, config, packed=True)
+
+
+def _transposed_experts(file: TensorFile, config: Mapping[str, Any], *, packed: bool) -> list[str]:
+    pattern = _TRANSPOSED_EXPERTS.get(config.get("model_type", ""))
+    if pattern is None:
+        return []
+    return [
+        name
+        for name, spec in file.specs.items()
+        if pattern.search(name) and len(spec.shape) == 3 and packed == (spec.encoded and not _is_cast(spec.format))
+    ]
+
+
+def _is_cast(fmt: str) -> bool:
+    return get_format(fmt).is_cast
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------

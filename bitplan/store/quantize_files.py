@@ -7,7 +7,7 @@ output takes its final name only when it is complete.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from bitplan.store.packed_folder import (
     is_model_folder,
     is_packed_config,
     packed_config,
+    packed_shapes,
     read_config,
     side_files,
     without_packed_layer,
@@ -64,6 +65,7 @@ class QuantizeOptions:
     pad: Literal["zero"] | None = None
     nonfinite: NonFinite = "error"
     evidence: WeightEvidence | None = None
+    transposed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # what is packed as its transpose
 
     def choose(self, name: str) -> tuple[Format | None, str]:
         """The format of a tensor (None: leave it as it is), and the reason."""
@@ -180,20 +182,25 @@ def quantize_file(
     with ExitStack() as opened:
         file = opened.enter_context(open_tensors(source))
         statistics = None if evidence is None else opened.enter_context(open_evidence(evidence))
-        plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output)
+        shapes = _packed_shapes(file, output)
+        fmt = _with_shapes(fmt, shapes, shapes) if isinstance(fmt, Plan) else fmt
+        plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output, shapes=shapes)
         if unpacked := _without_layer(file, plan, output):
             keep = (*keep, *unpacked)
-            plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output)
+            plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output, shapes=shapes)
             plan = _with_reason(plan, unpacked, "no packed layer holds it, so it stays")
             report.notes.append(
                 f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (transposed matrices, "
                 f"nn.MultiheadAttention): {listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
             )
         plan.require_whole(str(source))
+        plain = [name for name in shapes if plan.entries[name].stored or get_format(plan[name].format).is_cast]
+        plan = _with_shapes(plan, plain, {name: file.specs[name].shape for name in plain})
+        transposed = {name: shape for name, shape in shapes.items() if name not in plain}
         known = None if statistics is None else evidence_for(statistics, file)
         if known is not None:
             known.require_use(name for name in file.specs if not get_format(plan[name].format).is_cast)
-        options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known)
+        options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known, transposed)
         report.notes += [] if known is None else known.notes
         inputs = [*file.files, *([] if statistics is None else [statistics.path])]
         folder = None if container_for(output) else _folder_contents(file, options, shard_bytes)
@@ -235,6 +242,19 @@ def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: in
     if not isinstance(file, NativeTensors) or len(file.shards) < 2:
         return None
     return FolderContents(_same_shards(file, options))
+
+
+def _packed_shapes(file: TensorFile, output: str | Path) -> dict[str, tuple[int, ...]]:
+    """Tensors that are packed as their transpose, if the output is a model's folder."""
+    if container_for(output) or not is_model_folder(file.path):
+        return {}
+    return packed_shapes(file, read_config(file.path))
+
+
+def _with_shapes(plan: Plan, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Plan:
+    """The same plan with other shapes for some of its tensors."""
+    changed = {name: replace(plan.entries[name], shape=shapes[name]) for name in names if name in plan.entries}
+    return Plan({**plan.entries, **changed}, padding=plan.padding) if changed else plan
 
 
 def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str]:
@@ -324,6 +344,8 @@ def _converted(
         return file.read(promise.name), _lost(None)
     where = f"{file.path}: {spec.name}"
     numbers = file.read_float(spec.name)
+    if promise.name in options.transposed:
+        numbers = numbers.transpose(1, 2).contiguous()
     said: dict[str, Any] = {}
     if promise.fmt.is_cast:
         encoded = _cast(finite(numbers, options.nonfinite, where), promise.fmt, where)
@@ -381,5 +403,5 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
             file.require_numbers(spec)
         if fmt is None and spec.encoded:  # a packed tensor that is left alone stays packed
             fmt = get_format(spec.format)
-        promises.append(Promise(name, spec.shape, fmt, spec.dtype))
+        promises.append(Promise(name, options.transposed.get(name, spec.shape), fmt, spec.dtype))
     return promises

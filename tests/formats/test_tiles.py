@@ -57,6 +57,7 @@ def test_tiles_cover_each_number_once_and_hold_whole_blocks():
             assert tile[0].start % (get_format(name).block.rows or 1) == 0
             assert seen[tile].numel() <= tiles.TILE_NUMBERS
         assert bool((seen == 1).all())
+    assert len(list(tiles.tiles(get_format("int8_row"), 3, tiles.TILE_NUMBERS))) == 3
 
 
 def test_an_empty_matrix_has_no_tiles():

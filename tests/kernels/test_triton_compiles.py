@@ -1,5 +1,6 @@
-"""Fused products, and the loops of rounding, compile for Hopper, where they never run in CI: the interpreter sees no
-assembly.
+"""Fused products, and the loops of rounding, compile for Hopper, and products for Ampere, too.
+
+They never run in CI, and the interpreter sees no assembly.
 
 Triton compiles for a GPU that is not there; only its assembler must be. In a process of its own, for the rest of the
 suite has Triton interpret.
@@ -36,12 +37,12 @@ FORMATS = {  # element, scale, type of scales, order, bytes a code, group
 assert set(FORMATS) == triton_matmul.FUSED_FORMATS
 
 
-def build(kernel, pointers, constants, warps):
+def build(kernel, pointers, constants, warps, capability=90):
     signature = pointers | {name: "constexpr" for name in constants}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(pointers.values()) if kind.startswith("*")}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps, "num_stages": 3}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
 
 
 ways = (("0123", "no"), ("0213", "sorted"))
@@ -69,10 +70,18 @@ for name in sys.argv[2:]:
     straight |= dict(data_ptr="*i32", scales_ptr={"e8m0": "*u8", "u8": "*u8", "f32": "*i32"}.get(scale, "*i16"))
     kept = ("N", "K", "ELEMENT", "SCALE", "GROUP", "FACTORS", "BIAS")
     constants = {each: fixed[each] for each in kept}
-    constants |= dict(ORDER=order, ONE_ROW=True, X=1, R=1, W=2, STAGES=3, WORDS="0213", OVERLAP=True)
-    ptx = build(direct_kernel, dict(x_ptr="*i32") | straight | {"rows": "i32"}, constants, 2)
+    constants |= dict(ORDER=order, ONE_ROW=True, X=1, R=1, W=2, RUN=2, STAGES=3, WORDS="0213", OVERLAP=2)
+    pointers = dict(x_ptr="*i32") | straight | {"rows": "i32"}
+    ptx = build(direct_kernel, pointers, constants, 2)
     assert "mma.sync" in ptx and "cp.async" not in ptx, name
     assert re.search("griddepcontrol.wait.*?ld.global", ptx, re.DOTALL).group().count("ld.global") == 1, name
+    assert re.search("prefetch.global.L2.*griddepcontrol.wait", ptx, re.DOTALL), name
+    build(direct_kernel, pointers, constants | dict(K=256, RUN=1, OVERLAP=0), 2, capability=80)
+    if sys.argv[1] == "all":
+        build(few_rows_kernel, skinny, fixed | cut | dict(
+            ORDER=order, GROUPED="sorted", PAIRS_A_ROW=2, EXPERTS=4, OVERLAP=False,
+        ), 2, capability=80)
+        build(triton_wide._wide, wide, fixed | dict(BN=64, BM=64, WORDS="0123"), 4, capability=80)
     print("compiled", name)
 """
 

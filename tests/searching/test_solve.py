@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -82,6 +83,10 @@ def test_forced_groups_stay_and_the_rest_is_solved():
 
 def test_every_point_of_the_front_is_the_best_of_its_size():
     evidence = made_evidence(4)
+    first = evidence.groups["layers.0.mlp.down_proj"]
+    larger_and_worse = replace(first.formats["int8_row"], predicted=2 * first.formats["q4_0_gguf"].predicted)
+    first = replace(first, formats={**first.formats, "int8_row": larger_and_worse})
+    evidence = replace(evidence, groups={**evidence.groups, "layers.0.mlp.down_proj": first})
     choices = every_choice(evidence)
     points = front(evidence)
     assert points[0].nbytes == min(map(evidence.nbytes, choices))

@@ -13,6 +13,7 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, GradientPrecision, TreesError
 from bitplan.trees import boost as boosting
+from bitplan.trees.checks import seed_of
 from tests.crosses import few
 from tests.trees.naive import naive_scores
 from tests.trees.samples import table
@@ -306,6 +307,10 @@ def test_settings_are_refused_by_name(changes, message):
     x[:, 0] = np.abs(x[:, 0] * 10).round()
     with pytest.raises(TreesError, match=message):
         small(**changes).fit(x, y)
+
+
+def test_a_random_state_gives_a_seed():
+    assert seed_of(np.random.RandomState(0)) == int(np.random.RandomState(0).randint(2**31)) == 209652396
 
 
 def test_precision_as_an_enum():

@@ -69,9 +69,9 @@ def test_integer_gradients_give_the_same_sums_in_every_precision():
 
 
 @pytest.mark.parametrize("precision", GradientPrecision)
-@pytest.mark.parametrize("limit", [64, 1000])
+@pytest.mark.parametrize("limit", [64, 300, 1000])
 def test_blocks_and_subtraction(precision, limit, monkeypatch):
-    """A small limit makes parents wide and children narrow; the sums do not care."""
+    """A small limit makes parents wide, and one of their children narrow or both; the sums do not care."""
     monkeypatch.setattr(histogram, "NARROW_ROWS", limit)
     x, _ = table(400, 18)
     data, _ = binned(x)

@@ -28,6 +28,8 @@ from numba.core import cgutils, types
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.extending import intrinsic
 
+from bitplan.kernels.base.prepared_code import cache_of
+
 # What it takes to have one more thread do a part: the interpreter's lock goes from thread to thread, and each has to
 # wake up for it. On a virtual machine with 16 cores 44 us for each of 16 threads, 81 for the second of two; and n
 # threads are not n times as fast. Fits of 100,000 rows took least time there with 100 to 150 us (55: up to a fifth
@@ -99,11 +101,9 @@ OPTIONS: dict[str, Any] = {"error_model": "numpy", "no_cfunc_wrapper": True}
 
 def compiled(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """A kernel that Python calls."""
-    options = OPTIONS | {"nogil": True, "pipeline_class": compiler}
-    try:
-        return numba.njit(function, cache=True, **options)
-    except RuntimeError:  # numba found no folder it may write to: compile in every process
-        return numba.njit(function, **options)
+    made = numba.njit(function, nogil=True, pipeline_class=compiler, **OPTIONS)
+    made._cache = cache_of(function)
+    return made
 
 
 def inlined(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:

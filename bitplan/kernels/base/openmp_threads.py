@@ -18,21 +18,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
 import torch
+from numba.core import types
+from numba.core.ccallback import CFunc
 
 from bitplan.kernels.base.jit import LoopCompiler, on_threads, use_threads
+from bitplan.kernels.base.prepared_code import cache_of
 
 _forked = False
 
 
 def c_function(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """Compiles f(address) as a C function, cached on disk; Python may call it, which releases the interpreter lock."""
-    options: dict[str, Any] = {"error_model": "numpy", "pipeline_class": compiler}
-    try:
-        made = numba.cfunc("void(int64)", cache=True, **options)(function)
-    except RuntimeError:  # numba found no folder it may write to: compile in every process
-        made = numba.cfunc("void(int64)", **options)(function)
+    made = CFunc(function, ((types.int64,), types.void), {}, {"error_model": "numpy"}, pipeline_class=compiler)
+    made._cache = cache_of(function)
+    made.compile()
     called: Any = ctypes.CFUNCTYPE(None, ctypes.c_int64)(made.address)
     called.keeps, called.address = made, made.address
     return called

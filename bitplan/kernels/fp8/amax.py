@@ -4,8 +4,8 @@ A cast whose scales cover more than a tile needs them before it writes its first
 read, 2 bytes a number of bfloat16 with only a maximum to compute:
 
     of a tensor      of a few hundred pieces; the cast reduces those numbers itself. No memset, no atomics
-    of rows, columns of strips: a strip's part of each row, and of each column over some rows; a small launch makes
-                     scales of the parts
+    of rows, columns of strips: a strip's part of each row, and of each column over some rows. Words of two numbers: by
+                     atomic maxima, of which the cast makes scales itself; others: a small launch makes scales of parts
 
 Maxima are bits of float32: as integers they have the order of magnitudes, with NaN above infinity, so no NaN is lost.
 
@@ -67,6 +67,24 @@ def plan_amax(
     return pieces, PreparedLaunch(_amax_of_pieces, (pieces,), (size,), constants, num_warps=warps)
 
 
+class PairMaxima:
+    """Largest magnitudes of every row and of every column of a matrix that is read as words of two numbers."""
+
+    def __init__(self, shape: tuple[int, int], padded: int) -> None:
+        across, length = triton.cdiv(shape[1], STRIP_COLS), STRIP_LENGTH
+        while length > STRIP_ROWS and across * triton.cdiv(shape[0], length) < FULL_GRID:
+            length //= 2
+        self.size = padded + shape[1]
+        grid, numbers = (across, triton.cdiv(shape[0], length)), (shape[0], shape[1] // 16, padded, length)
+        self.launch = PreparedLaunch(_maxima_of_pairs, grid, numbers, {"BR": STRIP_ROWS}, num_warps=4)
+
+    def find(self, x: Tensor) -> Tensor:
+        """Bits of the maxima of the padded rows, then of the columns."""
+        bits = torch.zeros(self.size, dtype=torch.int32, device=x.device)
+        self.launch(x, bits)
+        return bits
+
+
 class RowScales:
     """Scales of every row and of every column, as far as a layout asks for them."""
 
@@ -80,22 +98,16 @@ class RowScales:
         rows: bool,
         cols: bool,
         norm: NormKey | None,
-        *,
-        paired: bool,
     ) -> None:
-        width, at_once, length = (STRIP_COLS, STRIP_ROWS, STRIP_LENGTH) if paired else (128, 128, 1024)
+        width, at_once, length = 128, 128, 1024
         across = triton.cdiv(shape[1], width)
         while length > at_once and across * triton.cdiv(shape[0], length) < FULL_GRID:
             length //= 2
         down = triton.cdiv(shape[0], length)
-        self.row_parts, self.col_parts, self.paired = (across, shape[0]), (down, shape[1]), paired
-        if paired:
-            numbers = (shape[0], shape[1] // 16, length)
-            self.strips = PreparedLaunch(_strips_of_pairs, (across, down), numbers, {"BR": at_once}, num_warps=4)
-        else:
-            constants = {"SOURCE": float_name(dtype), **norm_constants(norm), "BR": at_once, "BC": width}
-            options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
-            self.strips = PreparedLaunch(_strips, (across, down), (*shape, length), constants, **options)
+        self.row_parts, self.col_parts = (across, shape[0]), (down, shape[1])
+        constants = {"SOURCE": float_name(dtype), **norm_constants(norm), "BR": at_once, "BC": width}
+        options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+        self.strips = PreparedLaunch(_strips, (across, down), (*shape, length), constants, **options)
         row_programs = triton.cdiv(padded, FINISH_WIDTH) if rows else 0
         col_programs = triton.cdiv(shape[1], FINISH_WIDTH) if cols else 0
         self.finish = PreparedLaunch(
@@ -110,10 +122,7 @@ class RowScales:
     def find(self, x: Tensor, scale: Tensor | None, scale_t: Tensor | None, norm: tuple[Tensor | None, ...]) -> None:
         row_parts = torch.empty(self.row_parts, dtype=torch.int32, device=x.device)
         col_parts = torch.empty(self.col_parts, dtype=torch.int32, device=x.device)
-        if self.paired:
-            self.strips(x, row_parts, col_parts)
-        else:
-            self.strips(x, row_parts, col_parts, *norm)
+        self.strips(x, row_parts, col_parts, *norm)
         # Both halves of that kernel are compiled, whichever runs: an unwanted layout gets the other's memory as
         # argument.
         wanted = scale if scale is not None else scale_t
@@ -160,15 +169,15 @@ def _load_words(x_ptr, r_T, rows, words, word):
 
 
 @triton.jit
-def _store_columns(col_ptr, part, words, word, largest_TW):
+def _add_columns(bits_ptr, words, word, largest_TW):
     largest_W = reduce_pairs(largest_TW, 0)
     bits_C = tl.reshape(tl.join((largest_W << 16) & 0x7FFF0000, largest_W & 0x7FFF0000), [256])
     c_C = word * 2 + tl.arange(0, 256)
-    tl.store(col_ptr + part.to(tl.int64) * (words * 2) + c_C, bits_C, mask=c_C < words * 2)
+    tl.atomic_max(bits_ptr + c_C, bits_C, mask=c_C < words * 2, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "cols16", "length"])
-def _strips_of_pairs(x_ptr, row_ptr, col_ptr, rows, cols16, length, BR: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "cols16", "padded", "length"])
+def _maxima_of_pairs(x_ptr, bits_ptr, rows, cols16, padded, length, BR: tl.constexpr):
     """Largest magnitudes of a strip of 1024 columns: of each row in it, and of each column over `length` rows.
 
     A warp reads a whole row of the strip, so a row takes five shuffles, and columns need none before the end.
@@ -191,11 +200,11 @@ def _strips_of_pairs(x_ptr, row_ptr, col_ptr, rows, cols16, length, BR: tl.const
         c_TW, d_TW = pair_max(c_TW, x2_TW), pair_max(d_TW, x3_TW)
         of_rows_TW = pair_max(pair_max(x0_TW, x1_TW), pair_max(x2_TW, x3_TW))
         largest_T = largest_bits(reduce_pairs(of_rows_TW, 1))
-        tl.store(row_ptr + strip.to(tl.int64) * rows + r_T, largest_T, mask=r_T < rows)
-    _store_columns(col_ptr, part, words, word, a_TW)
-    _store_columns(col_ptr, part, words, word + 128, b_TW)
-    _store_columns(col_ptr, part, words, word + 256, c_TW)
-    _store_columns(col_ptr, part, words, word + 384, d_TW)
+        tl.atomic_max(bits_ptr + r_T, largest_T, mask=r_T < rows, sem="relaxed")
+    _add_columns(bits_ptr + padded, words, word, a_TW)
+    _add_columns(bits_ptr + padded, words, word + 128, b_TW)
+    _add_columns(bits_ptr + padded, words, word + 256, c_TW)
+    _add_columns(bits_ptr + padded, words, word + 384, d_TW)
 
 
 @triton.jit(do_not_specialize=["rows", "length"])
@@ -217,7 +226,7 @@ def _strips(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The same for a strip of BC columns, for numbers of any type and after a norm."""
+    """The same for a strip of BC columns, for numbers of any type and after a norm; parts of rows and columns."""
     strip, part = tl.program_id(0), tl.program_id(1)
     c_C = strip * BC + tl.arange(0, BC)
     ok_C = c_C < cols

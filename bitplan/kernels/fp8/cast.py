@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -45,16 +45,18 @@ def cast_layouts(
     impl: str = "auto",
     launch: CastLaunch | None = None,
     guess: Tensor | None = None,
+    into: CastPair | None = None,
 ) -> CastPair:
     """Cast a matrix by a recipe, in the layouts asked for.
 
-    `guess`: a state of `guessed_cast`, which saves a tensorwise cast on the GPU its second read.
+    `guess`: a state of `guessed_cast`, which saves a tensorwise cast on the GPU its second read. `into`: memory for
+    both layouts, which such a cast writes to instead of its own.
     """
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
         x = x_RC if x_RC.is_contiguous() else x_RC.contiguous()
         aligned, guessed = not x.data_ptr() & 15, guess is not None
         cast = _plan(x.shape, x.dtype, aligned, recipe, fp8, eps, is_weight, rows, cols, launch, guessed)
-        return cast(x, guess)
+        return cast(x, guess) if into is None else cast(x, guess, into)
     if impl not in IMPLEMENTATIONS:
         raise FormatError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     scaling = scaling_of(recipe, is_weight=is_weight)
@@ -78,7 +80,7 @@ def _plan(
     cols: bool,
     launch: CastLaunch | None,
     guessed: bool,
-) -> Callable[[Tensor, Any], CastPair]:
+) -> Callable[..., CastPair]:
     """How the GPU casts matrices like this one, with everything but the tensors fixed: a layer repeats it each step."""
     scaling = scaling_of(recipe, is_weight=is_weight)
     padded = _rows_of_cast(shape[0], recipe, is_weight)

@@ -277,8 +277,12 @@ def store_by_blocks_of_cols(
 
 
 @triton.jit
-def _load_inverse(scale_ptr, at, ok):
-    return quick_inverse(tl.load(scale_ptr + at, mask=ok, other=1.0))
+def _scale_of_maximum(bits_ptr, scale_ptr, at, ok, tile, least, FP8: tl.constexpr):
+    """1 / scales of these rows or columns, from the bits of their maxima; tile 0 stores the scales."""
+    bits = tl.load(bits_ptr + at, mask=ok, other=0)
+    scale = quick_scale(bits.to(tl.float32, bitcast=True), least, FP8)
+    tl.store(scale_ptr + at, scale, mask=ok & (at - at + tile == 0))
+    return quick_inverse(scale)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -343,16 +347,17 @@ def cast_pairs(
         if TO_ROWS:
             r_Q = down * BR + tl.arange(0, BR // 4) * 4
             by_4Q = (
-                _load_inverse(scale_ptr, r_Q, r_Q < padded),
-                _load_inverse(scale_ptr, r_Q + 1, r_Q < padded),
-                _load_inverse(scale_ptr, r_Q + 2, r_Q < padded),
-                _load_inverse(scale_ptr, r_Q + 3, r_Q < padded),
+                _scale_of_maximum(pieces_ptr, scale_ptr, r_Q, r_Q < padded, across, least, FP8),
+                _scale_of_maximum(pieces_ptr, scale_ptr, r_Q + 1, r_Q < padded, across, least, FP8),
+                _scale_of_maximum(pieces_ptr, scale_ptr, r_Q + 2, r_Q < padded, across, least, FP8),
+                _scale_of_maximum(pieces_ptr, scale_ptr, r_Q + 3, r_Q < padded, across, least, FP8),
             )
             store_tile(out_ptr, down, across, padded, cols16, x_4QW, by_4Q, FP8, BR, BC, V)
         if TO_COLS:
             c_W = across * BC + tl.arange(0, BC // 2) * 2
-            by_even_W = _load_inverse(scale_t_ptr, c_W, c_W < cols16 * 16)
-            by_odd_W = _load_inverse(scale_t_ptr, c_W + 1, c_W < cols16 * 16)
+            ok_W = c_W < cols16 * 16
+            by_even_W = _scale_of_maximum(pieces_ptr + padded, scale_t_ptr, c_W, ok_W, down, least, FP8)
+            by_odd_W = _scale_of_maximum(pieces_ptr + padded, scale_t_ptr, c_W + 1, ok_W, down, least, FP8)
             store_transposed_tile(
                 out_t_ptr, down, across, rows16, rows16, cols16, x_4QW, by_even_W, by_odd_W, FP8, BR, BC
             )

@@ -19,8 +19,8 @@ so a matrix whose largest number jumps about, such as a gradient, is seldom cast
 the codes were written by, and nothing waits for the host. A wrong guess, too small or too large, costs 4 bytes a number
 more. The state counts casts and both kinds (`counts_of`).
 
-Gradients of a model jump together, and those of the upper layers are cast first. So a cast with room leaves behind how
-far its definition moved since its last cast, and the next cast with room moves its guess as far. Only if that one is
+Gradients of a model jump together, and those of the upper layers are cast first. So a cast that follows others leaves
+behind how far its definition moved since its last cast, and the next such cast moves its guess as far. Only if that is
 the cast before it in the same backward, which shows in the counts: the other state has been used once more than its
 own. There is one such record on each device (`_drifts`).
 
@@ -55,8 +55,8 @@ from bitplan.kernels.fp8.triton_fp8_rounding import (
 )
 
 # Places in a state of int32: the bits of the guessed scale and of the scale of the running cast, the largest magnitude
-# so far, programs that have read it, the room in steps of a scale's exponent, the bits of the last definition, guesses
-# that were too small, casts, wrong guesses.
+# so far, programs that have read it, the room in steps of a scale's exponent (odd if the state follows others), bits of
+# the last definition, guesses that were too small, casts, wrong guesses.
 GUESS, USED, LARGEST, SEEN, ROOM, LAST, SMALL, CASTS, WRONG = (tl.constexpr(place) for place in range(9))
 STATE_SIZE = 9
 DRIFT, DRIFT_CASTS = (tl.constexpr(place) for place in range(2))  # of the last cast with room, and its state's casts
@@ -77,23 +77,23 @@ class GuessCounts(NamedTuple):
     too_small: int
 
 
-def new_state(device: torch.device, experts: int = 1, room: int = 0) -> Tensor:
+def new_state(device: torch.device, experts: int = 1, room: int = 0, *, follows: bool = True) -> Tensor:
     state = empty_state(device, experts)
-    clear_state(state, room)
+    clear_state(state, room, follows=follows)
     return state
 
 
 def empty_state(device: torch.device, experts: int) -> Tensor:
     """[places, experts]; `kernels.fp8.experts.fast_tile` has a guess for each expert."""
-    _drift_on(device)  # here, so that no CUDA graph allocates it
+    drift_on(device)  # here, so that no CUDA graph allocates it
     return torch.empty((STATE_SIZE, experts), dtype=torch.int32, device=device)
 
 
-def clear_state(state: Tensor, room: int) -> None:
-    """Reset to the smallest scale, which is wrong for all but zeros and becomes the definition's."""
+def clear_state(state: Tensor, room: int, *, follows: bool) -> None:
+    """Reset to the smallest scale, which is wrong for all but zeros. `follows`: with room, move as others moved."""
     state.zero_()
     state[GUESS.value].fill_(EXPONENT_STEP)
-    state[ROOM.value].fill_(room * EXPONENT_STEP)
+    state[ROOM.value].fill_(room * EXPONENT_STEP + (room > 0 and follows))
 
 
 def counts_of(state: Tensor) -> GuessCounts:
@@ -102,7 +102,7 @@ def counts_of(state: Tensor) -> GuessCounts:
     return GuessCounts(counts[CASTS.value], counts[WRONG.value], counts[SMALL.value])
 
 
-def _drift_on(device: torch.device) -> Tensor:
+def drift_on(device: torch.device) -> Tensor:
     drift = _drifts.get(device)
     if drift is None:
         drift = _drifts.setdefault(device, torch.zeros(2, dtype=torch.int32, device=device))
@@ -143,14 +143,18 @@ class GuessPlan:
             PreparedLaunch(_check, (checkers,), (*numbers, float(eps)), constants, **options),
         )
 
-    def run(self, x: Tensor, state: Tensor) -> CastPair:
-        """The cast of a contiguous x."""
+    def run(self, x: Tensor, state: Tensor, into: CastPair | None = None) -> CastPair:
+        """The cast of a contiguous x; `into`: memory to write it to, of both layouts."""
         device = x.device
+        if into is not None and into.rows is not None and into.cols is not None:
+            pointers = (x, into.rows.codes, into.cols.codes, state, drift_on(device), into.rows.scale)
+            launch_in_turn(self.launches, pointers)
+            return into
         # Sizes are passed as numbers: torch takes longer for a tuple.
         codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
         codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
         scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
-        launch_in_turn(self.launches, (x, codes, codes_t, state, _drift_on(device), scale))
+        launch_in_turn(self.launches, (x, codes, codes_t, state, drift_on(device), scale))
         return CastPair(
             None if codes is None else ScaledFp8(codes, scale, "tensor"),
             None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
@@ -169,17 +173,17 @@ def scale_near(guess, right, room):
 
 
 @triton.jit
-def _guess(state_ptr, drift_ptr):
+def guess_of(state_ptr, drift_ptr):
     """Bits of the guessed scale: the last one, moved as the layer above has just moved."""
     guess = tl.load(state_ptr + GUESS)
     is_next = tl.load(drift_ptr + DRIFT_CASTS) == tl.load(state_ptr + CASTS) + 1
-    has_room = tl.load(state_ptr + ROOM) > 0
+    follows = (tl.load(state_ptr + ROOM) & 1) == 1
     moved = tl.maximum(guess + tl.load(drift_ptr + DRIFT), SMALLEST_GUESS)
-    return tl.where(is_next & has_room & (guess < INFINITY_BITS), tl.minimum(moved, LARGEST_GUESS), guess)
+    return tl.where(is_next & follows & (guess < INFINITY_BITS), tl.minimum(moved, LARGEST_GUESS), guess)
 
 
 @triton.jit
-def _settle(state_ptr, drift_ptr, scale_ptr, eps, FP8: tl.constexpr):
+def settle(state_ptr, drift_ptr, scale_ptr, eps, FP8: tl.constexpr):
     """(the scale, whether the guess was wrong); writes the scale, and prepares the state for the next cast."""
     used = tl.load(state_ptr + USED)
     right = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8).to(tl.int32, bitcast=True)
@@ -199,7 +203,7 @@ def _settle(state_ptr, drift_ptr, scale_ptr, eps, FP8: tl.constexpr):
         tl.store(state_ptr + CASTS, casts)
         tl.store(state_ptr + WRONG, tl.load(state_ptr + WRONG) + (bits != used).to(tl.int32))
         tl.store(state_ptr + SMALL, tl.load(state_ptr + SMALL) + (used < right).to(tl.int32))
-        if room > 0:
+        if (room & 1) == 1:
             is_known = (last > 0) & (last < INFINITY_BITS) & (right < INFINITY_BITS)
             tl.store(drift_ptr + DRIFT, right - last)
             tl.store(drift_ptr + DRIFT_CASTS, tl.where(is_known, casts, 0))
@@ -266,7 +270,7 @@ def _cast(
     SOURCE: tl.constexpr,
     V: tl.constexpr,
 ):
-    guess = _guess(state_ptr, drift_ptr)
+    guess = guess_of(state_ptr, drift_ptr)
     scale = guess.to(tl.float32, bitcast=True)
     amax = _cast_tile(
         x_ptr, out_ptr, out_t_ptr, tl.program_id(0), rows, cols, padded, scale, FP8, TO_ROWS, TO_COLS, BR, BC, SOURCE, V
@@ -296,7 +300,7 @@ def _check(
     SOURCE: tl.constexpr,
     V: tl.constexpr,
 ):
-    scale, is_wrong = _settle(state_ptr, drift_ptr, scale_ptr, eps, FP8)
+    scale, is_wrong = settle(state_ptr, drift_ptr, scale_ptr, eps, FP8)
     if is_wrong:
         tiles = ((padded + BR - 1) // BR) * ((cols + BC - 1) // BC)
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):

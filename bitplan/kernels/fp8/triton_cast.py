@@ -31,7 +31,7 @@ from bitplan.errors import FormatError
 from bitplan.formats.fp8 import FP8_DTYPES, ScaledFp8, check_castable, empty_scale, scale_of_amax
 from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.base.numbers import float_name
-from bitplan.kernels.fp8.amax import PIECES, RowScales, partial_amax, plan_amax
+from bitplan.kernels.fp8.amax import PIECES, PairMaxima, RowScales, partial_amax, plan_amax
 from bitplan.kernels.fp8.fast_tile import cast_pairs, fits_pairs, is_aligned, least_scale
 from bitplan.kernels.fp8.general_tile import cast_numbers
 from bitplan.kernels.fp8.triton_norm import NO_NORM, Norm, NormKey, norm_constants
@@ -166,9 +166,11 @@ class _CastPlan:
                     "find them by row_stats(..., with_amax=True)"
                 )
             pieces = plan_amax(shape[0] * shape[1], dtype, aligned, *self.amax)[0]
-        self.row_scales = None
-        if scaling == "row":
-            self.row_scales = RowScales(shape, dtype, fp8, eps, padded, rows, cols, norm, paired=self.paired)
+        self.row_scales = self.maxima = None
+        if scaling == "row" and self.paired:
+            self.maxima = PairMaxima(shape, padded)
+        elif scaling == "row":
+            self.row_scales = RowScales(shape, dtype, fp8, eps, padded, rows, cols, norm)
         tile = (launch.rows, launch.cols) if scaling in ("tensor", "row") else (128, 128)
         strides = [  # of the scales of squares
             room.scale_stride[0] if scaling == "128x128" and room is not None else 0 for room in (self.rows, self.cols)
@@ -207,6 +209,8 @@ class _CastPlan:
             of_norm = norm.pointers if norm is not None else NO_NORM
             if self.scaling == "tensor":
                 pieces = pieces if pieces is not None else partial_amax(x, *self.amax)
+            elif self.maxima is not None:
+                pieces = self.maxima.find(x)
             elif self.row_scales is not None:
                 self.row_scales.find(x, scale, scale_t, of_norm)
             first = scale_t if self.scaling == "tensor" and scale is None else scale  # a tensor has one

@@ -6,6 +6,9 @@ E2M1, for two nibbles n spread to the low ends of the two halves of a word: n * 
 top of its mantissa, and the sign at bit 15: the value times 2^-126, subnormals included. One multiplication with the
 block's scale times 2^126 makes it a weight. Two masks and a (full-rate) multiplication for two codes.
 
+Pairs of bfloat16 are multiplied by `fma` with z = -0.0 twice, and added by `fma` with o = 1.0 twice, which give the
+same bits: `mul.bf16x2` and `sub.bf16x2` need compute capability 9.0, `fma` 8.0.
+
 WORDS says which assembly: "0123", right for any four codes that Triton puts into one register; "0213", an eighth fewer
 integer operations, right where those four are neighbours of one row and share a scale, which is how Triton feeds its
 `mma` instructions (`fused_few_rows` tries it before it trusts it); or "none", plain Triton with float32 results, for
@@ -24,7 +27,8 @@ from bitplan.kernels.base.numbers import float_of_e2m1, float_of_e4m3_in_integer
 # multiplier, in both halves.
 _E2M1 = tl.constexpr("""
 {
-.reg .b32 t, u, a, b, c, d, p, q;
+.reg .b32 t, u, a, b, c, d, p, q, z;
+mov.b32 z, 0x80008000;
 prmt.b32 p, $5, $6, 0x7610;
 prmt.b32 q, $7, $8, 0x7610;
 prmt.b32 t, $4, 0, 0x4140;
@@ -41,16 +45,17 @@ and.b32 a, a, 0x81C081C0;
 and.b32 b, b, 0x81C081C0;
 and.b32 c, c, 0x81C081C0;
 and.b32 d, d, 0x81C081C0;
-mul.bf16x2 $0, a, p;
-mul.bf16x2 $1, b, q;
-mul.bf16x2 $2, c, p;
-mul.bf16x2 $3, d, q;
+fma.rn.bf16x2 $0, a, p, z;
+fma.rn.bf16x2 $1, b, q, z;
+fma.rn.bf16x2 $2, c, p, z;
+fma.rn.bf16x2 $3, d, q, z;
 }
 """)
 # The same for four bytes that share a scale, in the order 0 2 1 3, which `_SPLIT_0213` gives x too: no spreading.
 E2M1_0213 = tl.constexpr("""
 {
-.reg .b32 v, a, b, c, d;
+.reg .b32 v, a, b, c, d, z;
+mov.b32 z, 0x80008000;
 shr.b32 v, $4, 8;
 and.b32 a, $4, 0x000F000F;
 and.b32 b, v, 0x000F000F;
@@ -64,19 +69,21 @@ and.b32 a, a, 0x81C081C0;
 and.b32 b, b, 0x81C081C0;
 and.b32 c, c, 0x81C081C0;
 and.b32 d, d, 0x81C081C0;
-mul.bf16x2 $0, a, $5;
-mul.bf16x2 $1, b, $5;
-mul.bf16x2 $2, c, $5;
-mul.bf16x2 $3, d, $5;
+fma.rn.bf16x2 $0, a, $5, z;
+fma.rn.bf16x2 $1, b, $5, z;
+fma.rn.bf16x2 $2, c, $5, z;
+fma.rn.bf16x2 $3, d, $5, z;
 }
 """)
-# Stored plus 8: 0x4300 | n is 128 + n, and 136 (0x4308) less is the code; times the scale, rounded once.
+# Stored plus 8: 0x4300 | n is 128 + n, and 136 less (k, times o = 1.0) is the code; times the scale, rounded once.
 _INT4 = tl.constexpr("""
 {
-.reg .b32 t, u, a, b, c, d, k, p, q;
+.reg .b32 t, u, a, b, c, d, k, p, q, z, o;
+mov.b32 z, 0x80008000;
+mov.b32 o, 0x3F803F80;
 prmt.b32 p, $5, $6, 0x7610;
 prmt.b32 q, $7, $8, 0x7610;
-mov.b32 k, 0x43084308;
+mov.b32 k, 0xC308C308;
 prmt.b32 t, $4, 0, 0x4140;
 prmt.b32 u, $4, 0, 0x4342;
 lop3.b32 a, t, 0x000F000F, 0x43004300, 0xEA;
@@ -85,20 +92,22 @@ shr.b32 t, t, 4;
 shr.b32 u, u, 4;
 lop3.b32 c, t, 0x000F000F, 0x43004300, 0xEA;
 lop3.b32 d, u, 0x000F000F, 0x43004300, 0xEA;
-sub.bf16x2 a, a, k;
-sub.bf16x2 b, b, k;
-sub.bf16x2 c, c, k;
-sub.bf16x2 d, d, k;
-mul.bf16x2 $0, a, p;
-mul.bf16x2 $1, b, q;
-mul.bf16x2 $2, c, p;
-mul.bf16x2 $3, d, q;
+fma.rn.bf16x2 a, a, o, k;
+fma.rn.bf16x2 b, b, o, k;
+fma.rn.bf16x2 c, c, o, k;
+fma.rn.bf16x2 d, d, o, k;
+fma.rn.bf16x2 $0, a, p, z;
+fma.rn.bf16x2 $1, b, q, z;
+fma.rn.bf16x2 $2, c, p, z;
+fma.rn.bf16x2 $3, d, q, z;
 }
 """)
 INT4_0213 = tl.constexpr("""
 {
-.reg .b32 t, a, b, c, d, k;
-mov.b32 k, 0x43084308;
+.reg .b32 t, a, b, c, d, k, z, o;
+mov.b32 z, 0x80008000;
+mov.b32 o, 0x3F803F80;
+mov.b32 k, 0xC308C308;
 lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
 shr.b32 t, $4, 4;
 lop3.b32 c, t, 0x000F000F, 0x43004300, 0xEA;
@@ -106,25 +115,27 @@ shr.b32 t, $4, 8;
 lop3.b32 b, t, 0x000F000F, 0x43004300, 0xEA;
 shr.b32 t, $4, 12;
 lop3.b32 d, t, 0x000F000F, 0x43004300, 0xEA;
-sub.bf16x2 a, a, k;
-sub.bf16x2 b, b, k;
-sub.bf16x2 c, c, k;
-sub.bf16x2 d, d, k;
-mul.bf16x2 $0, a, $5;
-mul.bf16x2 $1, b, $5;
-mul.bf16x2 $2, c, $5;
-mul.bf16x2 $3, d, $5;
+fma.rn.bf16x2 a, a, o, k;
+fma.rn.bf16x2 b, b, o, k;
+fma.rn.bf16x2 c, c, o, k;
+fma.rn.bf16x2 d, d, o, k;
+fma.rn.bf16x2 $0, a, $5, z;
+fma.rn.bf16x2 $1, b, $5, z;
+fma.rn.bf16x2 $2, c, $5, z;
+fma.rn.bf16x2 $3, d, $5, z;
 }
 """)
 # A float16 scale is the sum of two bfloat16 ($5.. and $9..); code * $9 is exact, so the fused product rounds once.
 _INT4_TWO_SCALES = tl.constexpr("""
 {
-.reg .b32 t, u, a, b, c, d, r, k, p, q, v, w;
+.reg .b32 t, u, a, b, c, d, r, k, p, q, v, w, z, o;
+mov.b32 z, 0x80008000;
+mov.b32 o, 0x3F803F80;
 prmt.b32 p, $5, $6, 0x7610;
 prmt.b32 q, $7, $8, 0x7610;
 prmt.b32 v, $9, $10, 0x7610;
 prmt.b32 w, $11, $12, 0x7610;
-mov.b32 k, 0x43084308;
+mov.b32 k, 0xC308C308;
 prmt.b32 t, $4, 0, 0x4140;
 prmt.b32 u, $4, 0, 0x4342;
 lop3.b32 a, t, 0x000F000F, 0x43004300, 0xEA;
@@ -133,25 +144,27 @@ shr.b32 t, t, 4;
 shr.b32 u, u, 4;
 lop3.b32 c, t, 0x000F000F, 0x43004300, 0xEA;
 lop3.b32 d, u, 0x000F000F, 0x43004300, 0xEA;
-sub.bf16x2 a, a, k;
-sub.bf16x2 b, b, k;
-sub.bf16x2 c, c, k;
-sub.bf16x2 d, d, k;
-mul.bf16x2 r, a, v;
+fma.rn.bf16x2 a, a, o, k;
+fma.rn.bf16x2 b, b, o, k;
+fma.rn.bf16x2 c, c, o, k;
+fma.rn.bf16x2 d, d, o, k;
+fma.rn.bf16x2 r, a, v, z;
 fma.rn.bf16x2 $0, a, p, r;
-mul.bf16x2 r, b, w;
+fma.rn.bf16x2 r, b, w, z;
 fma.rn.bf16x2 $1, b, q, r;
-mul.bf16x2 r, c, v;
+fma.rn.bf16x2 r, c, v, z;
 fma.rn.bf16x2 $2, c, p, r;
-mul.bf16x2 r, d, w;
+fma.rn.bf16x2 r, d, w, z;
 fma.rn.bf16x2 $3, d, q, r;
 }
 """)
 # The same for four bytes that share a scale: $5 and $6.
 INT4_TWO_SCALES_0213 = tl.constexpr("""
 {
-.reg .b32 t, a, b, c, d, r, k;
-mov.b32 k, 0x43084308;
+.reg .b32 t, a, b, c, d, r, k, z, o;
+mov.b32 z, 0x80008000;
+mov.b32 o, 0x3F803F80;
+mov.b32 k, 0xC308C308;
 lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
 shr.b32 t, $4, 4;
 lop3.b32 c, t, 0x000F000F, 0x43004300, 0xEA;
@@ -159,17 +172,17 @@ shr.b32 t, $4, 8;
 lop3.b32 b, t, 0x000F000F, 0x43004300, 0xEA;
 shr.b32 t, $4, 12;
 lop3.b32 d, t, 0x000F000F, 0x43004300, 0xEA;
-sub.bf16x2 a, a, k;
-sub.bf16x2 b, b, k;
-sub.bf16x2 c, c, k;
-sub.bf16x2 d, d, k;
-mul.bf16x2 r, a, $6;
+fma.rn.bf16x2 a, a, o, k;
+fma.rn.bf16x2 b, b, o, k;
+fma.rn.bf16x2 c, c, o, k;
+fma.rn.bf16x2 d, d, o, k;
+fma.rn.bf16x2 r, a, $6, z;
 fma.rn.bf16x2 $0, a, $5, r;
-mul.bf16x2 r, b, $6;
+fma.rn.bf16x2 r, b, $6, z;
 fma.rn.bf16x2 $1, b, $5, r;
-mul.bf16x2 r, c, $6;
+fma.rn.bf16x2 r, c, $6, z;
 fma.rn.bf16x2 $2, c, $5, r;
-mul.bf16x2 r, d, $6;
+fma.rn.bf16x2 r, d, $6, z;
 fma.rn.bf16x2 $3, d, $5, r;
 }
 """)
@@ -199,7 +212,8 @@ cvt.rn.bf16x2.f32 $1, d, c;
 # mantissa: the value times 2^-120, subnormals included. NaN is not among them (`arrange_scales` sees to it).
 E4M3 = tl.constexpr("""
 {
-.reg .b32 t, u, v, w, k;
+.reg .b32 t, u, v, w, k, z;
+mov.b32 z, 0x80008000;
 mov.b32 k, 0x7B807B80;
 prmt.b32 t, $2, 0, 0x1404;
 prmt.b32 u, $2, 0, 0x3424;
@@ -209,8 +223,8 @@ and.b32 v, v, 0x07F007F0;
 and.b32 w, w, 0x07F007F0;
 lop3.b32 v, t, 0x80008000, v, 0xEA;
 lop3.b32 w, u, 0x80008000, w, 0xEA;
-mul.bf16x2 $0, v, k;
-mul.bf16x2 $1, w, k;
+fma.rn.bf16x2 $0, v, k, z;
+fma.rn.bf16x2 $1, w, k, z;
 }
 """)
 _SPLIT = tl.constexpr("""

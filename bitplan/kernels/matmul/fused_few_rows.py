@@ -46,6 +46,7 @@ from bitplan.kernels.matmul.fused_weights import (
     ArrangedScales,
     MatmulLaunch,
     arrange_scales,
+    can_overlap,
     join_scales,
     why_not_fused,
 )
@@ -256,7 +257,7 @@ def _prepare(
         arranged.kind(weight.fmt),
         arranged.factor.dim() == 1,
         words or words_for(weight.fmt, launch, device),
-        _can_overlap(device),
+        can_overlap(device),
         device,
     )
 
@@ -277,7 +278,7 @@ def _prepared(
     scale: str,
     factors: bool,
     words: str,
-    can_overlap: bool,
+    overlaps: bool,
     device: torch.device,  # noqa: ARG001 (as above)
 ) -> PreparedLaunch:
     fmt, (outputs, inputs) = get_format(format_name), shape
@@ -286,7 +287,7 @@ def _prepared(
     group = fmt.block.cols or 0
     if launch.step % STEP or launch.step * launch.slices > WIDEST_STEP or (group == 128 and launch.step != 128):
         raise FormatError(f"{fmt.name}: {launch.slices} slices of {launch.step} inputs do not fit blocks of {group}")
-    overlap = launch.overlap == 1 and can_overlap
+    overlap = launch.overlap == 1 and overlaps
     constants = {
         "N": outputs,
         "K": inputs,
@@ -315,10 +316,3 @@ def _prepared(
     if scale == "e5m3":
         types[4] = torch.uint8
     return PreparedLaunch(few_rows_kernel, grid, (rows,), constants, types=types, **options)
-
-
-@functools.cache
-def _can_overlap(device: torch.device) -> bool:
-    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)

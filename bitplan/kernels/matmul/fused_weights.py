@@ -6,6 +6,7 @@ a sector of memory is not fetched for four bytes of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -76,6 +77,14 @@ class ArrangedScales(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.scales.nbytes + self.factor.nbytes + self.counters.nbytes
+
+
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a launch can come to the GPU while the kernel before it still runs: on NVIDIA's from Hopper on."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def why_not_fused(weight: Encoded, dtype: torch.dtype) -> str | None:

@@ -57,7 +57,7 @@ from bitplan.plan.fp8.vocabulary import (
 )
 from bitplan.plan.names import listed
 from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, inputs_without_example, seen_inputs
-from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_site, has_fp8, put_built
+from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_site, find_gated, has_fp8, join_gated, put_built
 from bitplan.runtime.fp8.find_linears import Site, block_of, find_sites
 from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8Recipe, fp8_obstacle
 from bitplan.runtime.fp8.layers.linear import cast_weights_together
@@ -386,6 +386,7 @@ def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> 
     """Make the FP8 layers one after the other, and put each into the model when it is made."""
     notes: dict[str, None] = {}
     watched: dict[str, tuple[str, list[Fp8Choice], Site]] = {}
+    gated = find_gated(model, [each.site for each in decided if each.choice and not each.fp8_param])
     for each in decided:
         if not each.choice:
             continue
@@ -404,10 +405,11 @@ def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> 
             notes[FP8_PARAM_NOTE] = None
         if each.site.kind not in GROUPED_KINDS:
             watched.setdefault(each.site.part, (built.first, [], each.site))[1].append(each.choice)
+    joined = join_gated(model, gated)
     cast_weights_together(model)
     if watch:
         for first, choices, _site in watched.values():
-            _watch(model, first, choices)
+            _watch(model, joined.get(first, first), choices)
     return list(notes)
 
 

@@ -3,8 +3,9 @@
 One linear becomes an Fp8Linear over the same parameters. Several become one layer of fused weights inside the first of
 them (`fused_projections`). Where a norm feeds nothing else and is a plain RMS or layer norm (compared on a random
 input, because classes that look alike differ), the layer is an Fp8NormLinear, which normalises in its cast, and the
-module in the norm's place passes its input on. The experts of a block become two grouped products, each by its own
-choice (`experts`).
+module in the norm's place passes its input on. An MLP that computes down(silu(gate(x)) * up(x)), compared so too, is
+joined: the gating happens in the casts (`layers.gated_mlp`). The experts of a block become two grouped products, each
+by its own choice (`experts`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from bitplan.formats.fp8_recipes import BF16
@@ -31,6 +32,7 @@ from bitplan.runtime.fp8.fused_projections import (
     keep_names,
 )
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
+from bitplan.runtime.fp8.layers.gated_mlp import GatedMlp, gating_obstacle
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
 
@@ -38,7 +40,7 @@ FP8_PARAM_NOTE = (
     "fp8_param: weights are stored in FP8 and learn in float32 (weight_master of each layer); "
     "state dicts hold both under the names of the new layers"
 )
-_NORM_TOLERANCE = 2.0**-6  # two roundings to bfloat16
+_TOLERANCE = 2.0**-6  # two roundings to bfloat16
 
 
 @dataclass
@@ -106,7 +108,67 @@ def is_plain_norm(norm: nn.Module) -> bool:
     with torch.no_grad():
         expected = functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
         off = (norm(x).float() - expected).norm() / expected.norm()
-    return bool(off <= _NORM_TOLERANCE)
+    return bool(off <= _TOLERANCE)
+
+
+# ---- gated MLPs ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GatedNames:
+    """An MLP by its path, and the names of its three projections."""
+
+    path: str
+    gate: str
+    up: str
+    down: str
+
+
+def find_gated(model: nn.Module, sites: Sequence[Site]) -> list[GatedNames]:
+    """MLPs among these sites that compute down(silu(gate(x)) * up(x)), behind a norm that gate and up take over.
+
+    They are found before their layers are replaced, which `join_gated` does afterwards.
+    """
+    downs = {_parent(site.modules[0]): site.modules[0] for site in sites if site.name == "fc2" and not site.is_grouped}
+    found = []
+    for site in sites:
+        path = _parent(site.modules[0])
+        if site.name != "fc1" or len(site.modules) != 2 or site.norm is None or not path or path not in downs:
+            continue
+        names = [each.rpartition(".")[2] for each in (*site.modules, downs[path])]
+        if is_plain_gating(model.get_submodule(path), *names):
+            found.append(GatedNames(path, *names))
+    return found
+
+
+def is_plain_gating(mlp: nn.Module, gate: str, up: str, down: str) -> bool:
+    """Whether a module computes down(silu(gate(x)) * up(x)) and nothing else."""
+    linears = [mlp._modules[name] for name in (gate, up, down)]
+    weight = getattr(linears[0], "weight", None)
+    own = mlp._parameters or mlp._buffers or mlp._forward_hooks or mlp._forward_pre_hooks or mlp._backward_hooks
+    if own or not all(type(each) is nn.Linear for each in linears) or not isinstance(weight, Tensor) or weight.is_meta:
+        return False
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn((1, 4, weight.shape[1]), generator=generator, device=weight.device).to(weight.dtype)
+    with torch.no_grad():
+        expected = linears[2](functional.silu(linears[0](x)) * linears[1](x)).float()
+        made = mlp(x)
+        if not isinstance(made, Tensor) or made.shape != expected.shape:
+            return False
+        return bool((made.float() - expected).norm() / expected.norm() <= _TOLERANCE)
+
+
+def join_gated(model: nn.Module, found: Sequence[GatedNames]) -> dict[str, str]:
+    """Put a `GatedMlp` where both layers became FP8 so that it can run -> the MLP's path by those of its layers."""
+    joined: dict[str, str] = {}
+    for each in found:
+        mlp = model.get_submodule(each.path)
+        head, down = mlp.get_submodule(each.gate), mlp.get_submodule(each.down)
+        if gating_obstacle(getattr(head, "fused", head), down) is None:
+            together = GatedMlp(dict(mlp.named_children()), each.gate, each.up, each.down).train(mlp.training)
+            model.set_submodule(each.path, together)
+            joined |= {f"{each.path}.{name}": each.path for name in (each.gate, each.up, each.down)}
+    return joined
 
 
 # ---- dense -----------------------------------------------------------------------------------------------------------
@@ -163,6 +225,10 @@ def _place(site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str
             if getattr(layer.norm, tensor) is not None:
                 renamed.append(Renamed(local(f"{norm}.{tensor}"), local(f"{inner}.norm.{tensor}")))
     return Built(head_path, modules, {keeper: renamed} if renamed else {})
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def _common_parent(paths: Sequence[str]) -> str:

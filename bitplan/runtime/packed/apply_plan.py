@@ -29,7 +29,15 @@ from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.dtype_checks import meeting_faults
-from bitplan.runtime.packed.layer_replacement import format_fault, lacking, packed_kind, packed_layer, why_not_packed
+from bitplan.runtime.packed.layer_replacement import (
+    format_fault,
+    lacking,
+    packed_kind,
+    packed_layer,
+    packed_shape,
+    why_not_packed,
+    with_output_rows,
+)
 from bitplan.runtime.packed.product_strategy import check_strategy
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
@@ -170,9 +178,12 @@ class _Tensors:
         return {
             name: Stored(tuple(item.shape), item.fmt.name, packed=True)
             if isinstance(item, PackedWeight)
-            else Stored(tuple(item.shape), dtype_name(item.dtype))
+            else Stored(self.packed_shape(name, tuple(item.shape)), dtype_name(item.dtype))
             for name, item in held.items()
         }
+
+    def packed_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return packed_shape(self.places[name].module, self.places[name].local, shape) if name in self.places else shape
 
     def groups(self) -> list[list[str]]:
         """Names that stand for one and the same parameter or packed weight."""
@@ -289,7 +300,7 @@ def _decide_group(plan: Plan, tensors: _Tensors, names: list[str], decided: _Dec
         raise _RefusedError(f"the plan means a part ({entry.part}) of {fmt.name}, and this is a whole tensor")
     held = _held(tensors, name)
     shape = tuple(held.shape)
-    if entry.shape is not None and entry.shape != shape:
+    if entry.shape is not None and entry.shape not in (shape, tensors.packed_shape(name, shape)):
         raise _RefusedError(f"the plan is for shape {entry.shape}, the model has {shape}")
     if isinstance(held, PackedWeight):
         if held.fmt.name != fmt.name:
@@ -358,7 +369,7 @@ def _decide_pack(plan: Plan, tensors: _Tensors, names: list[str], held: Tensor, 
         f"{packed_kind(everywhere[0].module, everywhere[0].local)} {fmt.name}",
         fmt.name,
         held.nbytes,
-        fmt.nbytes(tuple(held.shape)),
+        fmt.nbytes(packed_shape(everywhere[0].module, everywhere[0].local, tuple(held.shape))),
         plan[name].reason,
     )
     decided.packs.append(_PackDecision(tuple(everywhere), fmt, change))
@@ -383,8 +394,9 @@ def _pack(
     weights: dict[int, dict[str, PackedWeight]] = {}
     places: dict[int, ParameterPlace] = {}
     for decision in decided.packs:
-        encoded = encode(decision.places[0].parameter, decision.fmt, name=decision.places[0].name, **options)
-        weight = PackedWeight(encoded)
+        first = decision.places[0]
+        numbers = with_output_rows(first)
+        weight = PackedWeight(encode(numbers, decision.fmt, name=first.name, **options))
         for place in decision.places:
             weights.setdefault(id(place.module), {})[place.local] = weight
             places[id(place.module)] = place
@@ -392,7 +404,7 @@ def _pack(
         key: packed_layer(
             place.module,
             weights[key],
-            bias=place.module._parameters.get("bias"),
+            plain=place.module._parameters,
             dtype=place.parameter.dtype,
             name=place.owner,
             strategy=strategy,

@@ -5,6 +5,7 @@
 | nn.Linear | QuantLinear |
 | nn.Embedding, and transformers' that multiplies its rows | QuantEmbedding |
 | experts of transformers, stacked as `gate_up_proj` and `down_proj` [experts, outputs, inputs] | StackedExperts |
+| those of gpt-oss, [experts, inputs, outputs] with biases: packed as [experts, outputs, inputs] | StackedExperts |
 
 Layers whose weight other code reads cannot be packed: other subclasses of Linear and Embedding, attention's out_proj,
 TransformerEncoderLayer. Nor can transformers' Conv1D: its matrix is transposed, so that blocks along its last axis
@@ -25,22 +26,28 @@ from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
+from bitplan.store.models.morph import ParameterPlace
 
 EXPERTS = ("gate_up_proj", "down_proj")
+BIASES = tuple(f"{name}_bias" for name in EXPERTS)
+_THEIR_NAMES = dict(zip(("gate_up", "down", "gate_up_bias", "down_bias"), (*EXPERTS, *BIASES), strict=True))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class StackedExperts(QuantExperts):
-    """QuantExperts with the names and the signature of transformers' stacked experts (Mixtral, Qwen, ...)."""
+    """QuantExperts with the names and the signature of transformers' stacked experts (Mixtral, Qwen, gpt-oss, ...)."""
 
     def __init__(self, gate_up: PackedWeight, down: PackedWeight, **options: Any) -> None:
-        super().__init__(gate_up, down, activation="swiglu", **options)
-        for own, theirs in zip(("gate_up", "down"), EXPERTS, strict=True):
-            self._modules[theirs] = self._modules.pop(own)
+        super().__init__(gate_up, down, **options)
+        for own, theirs in _THEIR_NAMES.items():
+            for held in (self._modules, self._parameters):
+                if own in held:
+                    held[theirs] = held.pop(own)  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        theirs = {"gate_up": EXPERTS[0], "down": EXPERTS[1]}.get(name, name)
-        return super().__getattr__(theirs if theirs in self.__dict__.get("_modules", ()) else name)
+        theirs, held = _THEIR_NAMES.get(name, name), self.__dict__
+        is_renamed = theirs in held.get("_modules", ()) or theirs in held.get("_parameters", ())
+        return super().__getattr__(theirs if is_renamed else name)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return super().forward(hidden_states, top_k_index, top_k_weights)
@@ -91,8 +98,12 @@ def _base_name(module: nn.Module) -> str:
 
 
 def _why_not_experts(module: nn.Module) -> str | None:
-    """Why a module is not stacked experts that QuantExperts computes: two matrices each, joined by silu(gate) * up."""
+    """Why a module is not stacked experts that QuantExperts computes: those of gpt-oss, or two matrices each, joined by
+    silu(gate) * up.
+    """
     said: Any = module
+    if is_transposed(module) and set(module._parameters) == {*EXPERTS, *BIASES}:
+        return None
     if set(module._parameters) != set(EXPERTS) or not hasattr(module, "is_transposed"):
         return "which holds other weights than the gate_up_proj and down_proj of experts"
     if said.is_transposed or not said.is_concatenated:
@@ -107,6 +118,23 @@ def _why_not_experts(module: nn.Module) -> str | None:
 
 def _gate_of(module: nn.Module) -> str:
     return getattr(getattr(type(module), "_apply_gate", None), "__name__", "")
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether experts lie as [experts, inputs, outputs] in a module; packed they are [experts, outputs, inputs]."""
+    return type(module).__name__ == "GptOssExperts" and bool(getattr(module, "is_transposed", False))
+
+
+def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which a parameter is packed: rows are outputs."""
+    return (shape[0], shape[2], shape[1]) if local in EXPERTS and is_transposed(module) else shape
+
+
+def with_output_rows(place: ParameterPlace) -> Tensor:
+    """The numbers of a parameter as they are packed."""
+    numbers: Tensor = place.parameter
+    is_turned = place.local in EXPERTS and is_transposed(place.module)
+    return numbers.detach().transpose(1, 2).contiguous() if is_turned else numbers
 
 
 def lacking(packed: set[str]) -> list[str]:
@@ -124,7 +152,7 @@ def packed_layer(
     module: nn.Module,
     weights: Mapping[str, PackedWeight],
     *,
-    bias: nn.Parameter | None,
+    plain: Mapping[str, nn.Parameter | None],
     dtype: torch.dtype,
     name: str,
     strategy: str,
@@ -132,6 +160,7 @@ def packed_layer(
 ) -> nn.Module:
     """The packed layer in the place of this one, over these weights.
 
+    plain   the layer's own parameters, of which biases stay as they are
     dtype   type of an embedding's output
     """
     made: nn.Module
@@ -139,10 +168,30 @@ def packed_layer(
         scale = _embedding_scale(module)
         made = QuantEmbedding(weights["weight"], dtype=dtype, padding_idx=module.padding_idx, scale=scale, name=name)
     elif isinstance(module, nn.Linear):
-        made = QuantLinear(weights["weight"], bias, strategy=strategy, cache=cache, name=name)
+        made = QuantLinear(weights["weight"], plain.get("bias"), strategy=strategy, cache=cache, name=name)
     else:
-        made = StackedExperts(*(weights[local] for local in EXPERTS), strategy=strategy, cache=cache, name=name)
+        made = StackedExperts(
+            *(weights[local] for local in EXPERTS),
+            **_joined_by(module, plain),
+            strategy=strategy,
+            cache=cache,
+            name=name,
+        )
     return made.train(module.training)
+
+
+def _joined_by(module: Any, plain: Mapping[str, nn.Parameter | None]) -> dict[str, Any]:
+    """How gate and up of experts become one."""
+    if not is_transposed(module):
+        return {"activation": "swiglu"}
+    gate_up_bias, down_bias = (plain.get(name) for name in BIASES)
+    return {
+        "activation": "gpt_oss",
+        "alpha": float(module.alpha),
+        "limit": float(module.limit),
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+    }
 
 
 def article(name: str) -> str:

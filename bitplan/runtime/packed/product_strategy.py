@@ -35,6 +35,7 @@ from bitplan.runtime.packed_weight import PackedWeight
 INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STRATEGIES = ("auto", "eager", "fused", "tile_cache", "decode")
 FUSED_ROWS_UNMEASURED = 32
+_DENSE = (torch.strided, torch.jagged)
 
 
 class LayerError(BitplanError, RuntimeError):
@@ -55,6 +56,14 @@ def check_packed(weight: object, where: str) -> None:
             f"{where}: the weight must be an Encoded or a PackedWeight, got a {type(weight).__name__}; "
             "pack it first with bitplan.encode(weight, format)"
         )
+
+
+def check_tensor(given: object, where: str, what: str = "the input") -> None:
+    """Refuse what is no dense tensor: text, lists, arrays of other libraries, sparse tensors."""
+    if not isinstance(given, Tensor):
+        raise LayerError(f"{where}: {what} must be a torch.Tensor, got a {type(given).__name__}")
+    if given.layout not in _DENSE:
+        raise LayerError(f"{where}: {what} must be a dense tensor, got {given.layout}; call to_dense() first")
 
 
 def input_type(x: Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bitplan.formats import Encoded, get_format
 from bitplan.kernels import decode
 from bitplan.kernels.matmul.decode_row_slices import why_no_rows
-from bitplan.runtime.packed.product_strategy import LayerError, check_packed
+from bitplan.runtime.packed.product_strategy import LayerError, check_packed, check_tensor
 from bitplan.runtime.packed_weight import PackedWeight
 
 
@@ -74,6 +74,7 @@ class QuantEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.weight.fmt.name}"
 
     def forward(self, ids: Tensor) -> Tensor:
+        check_tensor(ids, self.name, "ids")
         weight = self.weight
         held = weight._buffers
         rows: Tensor = embedding_rows(

@@ -40,6 +40,7 @@ from bitplan.runtime.packed.product_strategy import (
     check_cache,
     check_packed,
     check_strategy,
+    check_tensor,
     compute_dtype,
     input_type,
 )
@@ -275,6 +276,8 @@ class QuantExperts(nn.Module):
         return next((reason for reason in reasons if reason is not None), None)
 
     def _check_inputs(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
+        for name, given in (("tokens", hidden), ("expert_ids", expert_ids), ("expert_weights", expert_weights)):
+            check_tensor(given, self.name, name)
         if hidden.dim() != 2 or hidden.shape[1] != self.hidden or hidden.dtype not in INPUTS:
             raise LayerError(
                 f"{self.name}: tokens must be floats [tokens, {self.hidden}], got {hidden.dtype} {tuple(hidden.shape)}"

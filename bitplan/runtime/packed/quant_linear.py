@@ -41,6 +41,7 @@ from bitplan.runtime.packed.product_strategy import (
     LayerError,
     check_packed,
     check_strategy,
+    check_tensor,
     choose,
     compute_dtype,
     input_type,
@@ -149,6 +150,7 @@ class QuantLinear(nn.Module):
         return choose(self.weight, rows, dtype or usual, self.strategy, self.cache, where=self.name, measure=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensor(x, self.name)
         if self.joint is not None:
             part: Tensor | None = self.joint.part(self, x)
             if part is not None:

@@ -20,6 +20,7 @@ from bitplan.measure.calibration import hash_tensors
 from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
 from bitplan.searching.gather.damage import RoundedWeights, by_width, formats_that_hold
+from bitplan.searching.gather.expert_damage import ExpertDamage, experts_together
 from bitplan.searching.gather.passes import add_windows, steps_of
 from bitplan.searching.gather.plan_meter import PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
@@ -119,13 +120,18 @@ def collect_evidence(
     }
     total = sum(map(len, missing.values()))
     if total:
+        experts, tensors = ExpertDamage(rounded), subject.tensors
+        groups = group_tensors(tensors, fused=subject.fused)
         with stage("rounding", total) as advance, rounded.one_torch_thread():
             for name, absent in missing.items():
-                group = evidence.groups.get(name) or TensorGroup(_tensors(subject, name))
-                in_order = by_width(next(iter(group.tensors.values()))[0], absent)
-                rounded.compare_rounding(group.tensors, in_order)
+                held = {each: (tensors[each].shape, tensors[each].role) for each in groups[name]}
+                group = evidence.groups.get(name) or TensorGroup(held)
+                weights = [weight for each in held for weight in tensors[each].weights]
+                in_order = by_width(subject.sites[weights[0]].shape, absent)
+                rounded.compare_rounding(weights, in_order)
                 for fmt in in_order:
-                    group.formats[fmt] = _cost(rounded, group, fmt)
+                    nbytes = sum(subject.target.nbytes(fmt, shape) for shape, _ in held.values())
+                    group.formats[fmt] = FormatCost(nbytes, _predicted(rounded, experts, weights, fmt))
                     advance(1, f"{name} in {fmt}")
                 if absent:
                     evidence.groups[name] = group
@@ -254,23 +260,26 @@ def _begin(
 
 def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:
     """The bytes of the smallest plan: known before a number is read."""
-    tensors = group_tensors(subject.sites, fused=subject.fused)
+    tensors = subject.tensors
+    groups = group_tensors(tensors, fused=subject.fused)
     return sum(tensor.nbytes for tensor in subject.stays.values()) + sum(
-        min(sum(subject.target.nbytes(fmt, subject.sites[name].shape) for name in tensors[group]) for fmt in held)
+        min(sum(subject.target.nbytes(fmt, tensors[name].shape) for name in groups[group]) for fmt in held)
         for group, held in groups_with_formats(subject, formats).items()
     )
 
 
 def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[str, list[str]]:
     """Every group with the formats that hold all of its tensors."""
-    found = {}
-    for name, tensors in group_tensors(subject.sites, fused=subject.fused).items():
+    found, tensors = {}, subject.tensors
+    for name, own in group_tensors(tensors, fused=subject.fused).items():
         held = list(formats)
-        for tensor in tensors:
-            shape = subject.sites[tensor].shape
+        for tensor in own:
+            shape, first = tensors[tensor].shape, subject.sites[tensors[tensor].weights[0]]
             held = formats_that_hold(shape, held)
-            if subject.sites[tensor].slice is not None:  # packed experts are stacked, and a stack has one factor
+            if first.slice is not None:  # packed experts are stacked, and a stack has one factor
                 held = [fmt for fmt in held if not _has_base(fmt)]
+                if subject.target.packs_layers:  # both stacks of a layer or neither
+                    held = [fmt for fmt in held if not get_format(fmt).is_cast] or held
             if not held:
                 raise SearchError(
                     f"{subject.where}: {tensor}: rows of {shape[-1]} are not whole blocks of any of "
@@ -285,18 +294,13 @@ def _has_base(fmt: str) -> bool:
     return scales is not None and scales.needs_base
 
 
-def _tensors(subject: SearchSubject, group: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    names = group_tensors(subject.sites, fused=subject.fused)[group]
-    return {name: (subject.sites[name].shape, subject.sites[name].role) for name in names}
-
-
-def _cost(rounded: RoundedWeights, group: TensorGroup, fmt: str) -> FormatCost:
-    nats, nbytes = 0.0, 0
-    for name in group.tensors:
-        site = rounded.subject.sites[name]
-        nats += rounded.predicted(name, fmt)
-        nbytes += rounded.subject.target.nbytes(fmt, site.shape)
-    return FormatCost(nbytes, nats)
+def _predicted(rounded: RoundedWeights, experts: ExpertDamage, weights: Sequence[str], fmt: str) -> float:
+    return sum(
+        rounded.predicted(names[0], fmt)
+        if rounded.subject.sites[names[0]].slice is None
+        else experts.predicted(names, fmt)
+        for names in experts_together(rounded.subject, weights)
+    )
 
 
 def _only(group: TensorGroup, formats: Sequence[str]) -> TensorGroup:

@@ -184,22 +184,22 @@ class RoundedWeights:
         quick, rows = self._quick_damage(site, weight), _sampled_rows(weight)
         sampled, before = self._plain_damage(site, fmt), float(quick[rows].sum())
         whole = float(quick.sum()) * sampled / before if before > 0 else sampled * len(weight) / len(rows)
-        return whole * self._gain(_projection(name), fmt)
+        return whole * self.gain(projection_of(name), fmt)
 
     def compare_rounding(self, names: Iterable[str], formats: Iterable[str]) -> None:
         """Find what compensated rounding gains for these weights before any is predicted: it is of another layer, whose
         statistics are then read once.
         """
-        for projection in dict.fromkeys(map(_projection, names)):
+        for projection in dict.fromkeys(map(projection_of, names)):
             for fmt in formats:
                 if not get_format(fmt).is_cast:
-                    self._gain(projection, fmt)
+                    self.gain(projection, fmt)
 
-    def _gain(self, projection: str, fmt: str) -> float:
+    def gain(self, projection: str, fmt: str) -> float:
         """What is left of the damage of plain rounding after compensated rounding, on some rows of a layer."""
         key = projection, fmt
         if key not in self._gains:
-            names = natural_order(name for name in self.subject.sites if _projection(name) == projection)
+            names = natural_order(name for name in self.subject.sites if projection_of(name) == projection)
             site = self.subject.sites[names[len(names) // 2]]
             weight = self._weight(site.name)
             rows = _sampled_rows(weight)
@@ -272,7 +272,8 @@ def _width(shape: tuple[int, ...], fmt: str) -> int:
     return 0 if get_format(fmt).is_cast else layout_of(get_format(fmt), shape).width
 
 
-def _projection(name: str) -> str:
+def projection_of(name: str) -> str:
+    """The projection that a weight is of, whatever its layer and expert."""
     return place_of(group_name(name, fused=False))[1]
 
 

@@ -1,8 +1,9 @@
 """Watches products with single experts of a stack: which inputs each met, and how much the loss minds its outputs.
 
-transformers keeps the experts of a layer as one tensor [experts, outputs, inputs] and multiplies with one after the
-other; their files have them one by one. What is watched is the product with a slice of such a tensor. An expert is a
-linear layer for the tokens that are sent to it:
+transformers keeps the experts of a layer as one tensor, [experts, outputs, inputs] or, gpt-oss's, [experts, inputs,
+outputs], and multiplies with one after the other; files have them so, too, or one by one, or (GGUF) gate and up apart.
+What is watched is the product with a slice of such a tensor. An expert is a linear layer for the tokens that are sent
+to it:
 
     inputs      sum of x x^T over the tokens that it got
     gradient    mean of g^2 over these tokens, times all tokens: the damage of an expert counts by how many it gets
@@ -17,20 +18,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 FEWEST_TOKENS = 256  # an expert that got fewer is taken to have got so many, the rest of them like those of all
 
 
+_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
 @dataclass(frozen=True)
 class ExpertSlice:
-    """Rows of one expert in a stack: those that the file has as a tensor of its own."""
+    """Rows of one expert in a stack: a tensor of the file, or an item of one that has them all."""
 
-    name: str  # the file's
+    name: str  # the file's, or `expert_name` of it
     stack: str  # the model's parameter
     expert: int
     rows: slice
+    transposed: bool = False  # the stack is [experts, inputs, outputs]
+
+    def item(self, stack: Tensor) -> Tensor:
+        """All outputs of this expert, [outputs, inputs]."""
+        return stack[self.expert].T if self.transposed else stack[self.expert]
+
+    def read(self, stack: Tensor) -> Tensor:
+        """This weight of the numbers of its stack."""
+        return self.item(stack)[self.rows]
+
+    def write(self, stack: Tensor, numbers: Tensor) -> None:
+        """The numbers of this weight into a stack."""
+        self.read(stack).copy_(numbers)  # a view, however the stack lies
 
 
 # Called with a stack's name, the expert's number, the inputs [tokens, K] and the outputs [tokens, N] of a product.
@@ -49,7 +67,7 @@ class WatchedProducts(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func is nn.functional.linear and len(args) > 1:
+        if (func is nn.functional.linear or func in _MATMULS) and len(args) > 1:
             weight = args[1]
             name, stack = self._stacks.get(weight.untyped_storage().data_ptr(), ("", weight))
             if name and weight.shape == stack.shape[1:]:

@@ -101,6 +101,7 @@ class _Passes:
                 with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
                     states = [runner.run_block(index, each) for each in states]
                 owners = [each for each in self._slices(index) if each.name not in self._shared]
+                self._require_products(owners)
                 self._routed.complete_inputs(owners, self._sums, INPUTS)
                 self._routed.clear()
                 self._flush()
@@ -239,8 +240,12 @@ class _Passes:
         modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in {each.stack for each in slices}}
         stacks = {name: module.get_parameter(name.rpartition(".")[2]) for name, module in modules.items()}
 
+        by_expert: dict[tuple[str, int], list[ExpertSlice]] = {}
+        for each in slices:
+            by_expert.setdefault((each.stack, each.expert), []).append(each)
+
         def on_product(stack: str, expert: int, x: Tensor, output: Tensor) -> None:
-            own = [each for each in slices if (each.stack, each.expert) == (stack, expert)]
+            own = by_expert.get((stack, expert), [])
             self._routed.add(stack, expert, len(x))
             if inputs and own:
                 self._add_squares(f"{own[0].name}.{INPUTS}", x)
@@ -248,13 +253,20 @@ class _Passes:
                 output.register_hook(lambda gradient: self._add_gradients(own, gradient))
 
         if inputs:
-            first: dict[tuple[str, int], str] = {}
-            for each in slices:
-                owner = first.setdefault((each.stack, each.expert), each.name)
-                if owner != each.name:
-                    self._shared[each.name] = owner
+            for owner, *others in by_expert.values():
+                self._shared |= {each.name: owner.name for each in others}
         with one_by_one(list(modules.values())), WatchedProducts(stacks, on_product):
             yield
+
+    def _require_products(self, owners: Sequence[ExpertSlice]) -> None:
+        """Experts that are multiplied in a way that nobody watches would be taken to do no damage."""
+        seen = {each.stack for each in owners if f"{each.name}.{INPUTS}" in self._sums}
+        unseen = [each for each in owners if each.stack not in seen]
+        if unseen:
+            raise SearchError(
+                f"{self._subject.where}: {unseen[0].stack}: no product with an expert of it was seen, so nothing is known "
+                f"of its inputs; leave it as it is: --keep {unseen[0].stack!r}"
+            )
 
     def _add_gradients(self, slices: Sequence[ExpertSlice], gradient: Tensor) -> None:
         squares = gradient.detach().float().square().sum(0)
@@ -348,7 +360,7 @@ def _require_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
 
 def _in_the_order_of_the_file(subject: SearchSubject) -> set[str]:
     """Weights of layers alone whose rows are outputs in the file's order: loading a GGUF moves those of some."""
-    layers = {name for name, site in subject.sites.items() if not site.embeddings}
+    layers = {name for name, site in subject.sites.items() if site.linears and not site.embeddings}
     if subject.path is None or subject.path.is_dir():
         return layers
     digests = subject.digests()

@@ -115,12 +115,7 @@ class PlanMeter:
 
     def prepare(self, evidence: SearchEvidence, choices: Sequence[Mapping[str, str]], stage: Stage) -> None:
         """Round what these choices need and is not rounded yet, weight by weight; the files go with `rounded`."""
-        pairs = [
-            (name, fmt)
-            for choice in choices
-            for group, fmt in choice.items()
-            for name in evidence.groups[group].tensors
-        ]
+        pairs = [pair for choice in choices for pair in self._formats(evidence, choice).items()]
         missing, sites = self.rounded.missing(pairs), self.rounded.subject.sites
         sizes = {name: max(1, math.prod(sites[name].shape) // COUNTED) for name, _ in missing}
         if missing:
@@ -131,13 +126,23 @@ class PlanMeter:
         self, evidence: SearchEvidence, choice: Mapping[str, str], label: str, on_windows: OnWindows | None = None
     ) -> Quality:
         """The model with groups in formats; groups that `choice` does not name stay as they are."""
-        formats = {name: fmt for group, fmt in choice.items() for name in evidence.groups[group].tensors}
+        formats = self._formats(evidence, choice)
 
         def weight(name: str) -> Tensor | None:
             return self.rounded.decoded(name, formats[name]) if name in formats else None
 
         first = self._runner.first_block(self.rounded.subject.names[name] for name in formats)
         return self._measure(label, self.rounded.subject.replaced_by(weight), on_windows, first)
+
+    def _formats(self, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
+        """The format of every weight of a choice."""
+        tensors = self.rounded.subject.tensors
+        return {
+            name: fmt
+            for group, fmt in choice.items()
+            for tensor in evidence.groups[group].tensors
+            for name in tensors[tensor].weights
+        }
 
     def kl(self, evidence: SearchEvidence, choice: Mapping[str, str], label: str) -> float:
         quality = self.measure(evidence, choice, label)

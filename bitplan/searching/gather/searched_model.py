@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
 from bitplan.searching.gather.blocks import BlockRunner, Replaced
+from bitplan.searching.gather.expert_items import items_of_gguf, items_of_stacks
 from bitplan.searching.gather.expert_products import ExpertSlice
 from bitplan.searching.runtime_formats import TARGETS, Target
 from bitplan.store.files.open_files import open_tensors
@@ -41,6 +43,16 @@ class WeightSite:
     embeddings: tuple[nn.Module, ...]
     role: str
     slice: ExpertSlice | None = None  # of an expert that the model keeps in a stack
+    tensor: str = ""  # the tensor of the file that it is an item of, where it is one
+
+
+@dataclass(frozen=True)
+class SearchedTensor:
+    """A tensor that gets a format, and its weights: itself, or the experts of a layer, [experts, outputs, inputs]."""
+
+    shape: tuple[int, ...]
+    role: str
+    weights: tuple[str, ...]
 
 
 @dataclass
@@ -56,6 +68,22 @@ class SearchSubject:
     path: Path | None = None  # the file or folder that the model came from
     target: Target = TARGETS["bitplan"]
     streamed_numbers: int | None = None  # weights in blocks, where only they count
+    _stack: tuple[str, Tensor] | None = None  # the last that was read: its experts come one after the other
+
+    @property
+    def tensors(self) -> dict[str, SearchedTensor]:
+        """What gets a format, by the file's names."""
+        weights: dict[str, list[WeightSite]] = {}
+        for site in self.sites.values():
+            weights.setdefault(site.tensor or site.name, []).append(site)
+        return {
+            name: SearchedTensor(
+                (len(own), *own[0].shape) if own[0].tensor else own[0].shape,
+                own[0].role,
+                tuple(site.name for site in own),
+            )
+            for name, own in weights.items()
+        }
 
     @property
     def model(self) -> nn.Module:
@@ -78,6 +106,11 @@ class SearchSubject:
     def aim_at(self, target: Target) -> None:
         """Leave to a runtime what it packs: no embeddings, or nothing but blocks."""
         self.target = target
+        if not target.packs_layers:
+            for name in [name for name, site in self.sites.items() if site.slice is not None and site.slice.transposed]:
+                site = self.sites.pop(name)
+                reason = f"experts [experts, inputs, outputs]: {target.name} takes those of gpt-oss as they are"
+                self.stays[site.tensor] = _staying(self.stored, site.tensor, site.role, reason)
         if target.streamed:
             self._keep_blocks()
         elif not target.embeddings:
@@ -97,16 +130,21 @@ class SearchSubject:
         """What is streamed: the rest never crosses to the device."""
         if not self.runner.blocks:
             raise SearchError(f"{self.where}: no list of blocks was found to stream; search without --for training")
-        names = {name for name in (*self.sites, *self.stays) if self.runner.is_in_block(self.names.get(name, ""))}
-        self.sites = {name: site for name, site in self.sites.items() if name in names}
+        names = {name for name in self.stored.entries if self.runner.is_in_block(self.names.get(name, ""))}
+        self.sites = {name: site for name, site in self.sites.items() if (site.tensor or name) in names}
         self.stays = {name: each for name, each in self.stays.items() if name in names}
         self.stored = Plan({name: entry for name, entry in self.stored.entries.items() if name in names})
         self.streamed_numbers = sum(math.prod(entry.shape or ()) for entry in self.stored.entries.values())
 
     def weight(self, name: str) -> Tensor:
         """A weight by the file's name, in float32 on the device."""
-        if self.sites[name].slice is None:
+        site = self.sites[name]
+        if site.slice is None:
             return self.runner.read(self.names[name]).detach().to(self.device).float()
+        if site.tensor:
+            if self._stack is None or self._stack[0] != site.slice.stack:
+                self._stack = site.slice.stack, self.runner.read(site.slice.stack).detach()
+            return site.slice.read(self._stack[1]).to(self.device).float().contiguous()
         assert self.path is not None
         with open_tensors(self.path) as file:
             return file.read_float(name).to(self.device).float()
@@ -126,7 +164,7 @@ class SearchSubject:
             stack = self.runner.read(name).detach().to(self.device).float().clone()
             for each, numbers in found:
                 if numbers is not None:
-                    stack[each.expert, each.rows] = numbers
+                    each.write(stack, numbers)
             return stack
 
         return lambda name: weights(ours[name]) if name in ours else stacked(name) if name in stacks else None
@@ -150,10 +188,17 @@ class SearchSubject:
 
     def digests(self) -> dict[str, str]:
         """A digest of each weight that may be quantized, of its file if there is one: loading may move rows."""
-        if self.path is None:
-            return {name: weight_digest(self.runner.read(self.names[name])) for name in self.sites}
-        with open_tensors(self.path) as file:
-            return {name: weight_digest(file.read_float(name)) for name in self.sites}
+        found: dict[str, str] = {}
+        with ExitStack() as opened:
+            file = None if self.path is None else opened.enter_context(open_tensors(self.path))
+            for tensor, each in self.tensors.items():
+                numbers = self.runner.read(self.names[tensor]) if file is None else file.read_float(tensor)
+                is_packed = file is not None and file.spec(tensor).encoded  # and so has outputs as rows
+                for name in each.weights:
+                    part = self.sites[name].slice if self.sites[name].tensor else None
+                    own = numbers if part is None else numbers[part.expert] if is_packed else part.item(numbers)
+                    found[name] = weight_digest(own)
+        return found
 
 
 def subject_of(
@@ -186,7 +231,14 @@ def subject_of(
         where = str(path)
     plan = choose_formats(tensors, ANY_ROWS, keep=keep, only=only, pad=True, where=where)
     stored = choose_formats(tensors, {"*": None}, where=where)
-    sites, stays = _split(model, plan, names, stored, slices or {})
+    stacks = dict(slices or {})
+    inside = {name: ours for name, ours in names.items() if runner.is_in_block(ours)}
+    tensor_of = items_of_stacks(model, inside, stacks)
+    if path is not None and not Path(path).is_dir():
+        tensor_of |= items_of_gguf(model, runner.is_in_block, Path(path), stacks)
+    for name, tensor in tensor_of.items():
+        names[name] = names[tensor] = stacks[name].stack
+    sites, stays = _split(model, plan, names, stored, stacks, tensor_of)
     if not sites:
         raise SearchError(f"{where}: no linear layer or embedding is left to search; check --keep and --only")
     return SearchSubject(runner, where, sites, stays, names, stored, None if path is None else Path(path))
@@ -218,7 +270,12 @@ def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, Stored], dict[str,
 
 
 def _split(
-    model: nn.Module, plan: Plan, names: Mapping[str, str], stored: Plan, slices: Mapping[str, ExpertSlice]
+    model: nn.Module,
+    plan: Plan,
+    names: Mapping[str, str],
+    stored: Plan,
+    slices: Mapping[str, ExpertSlice],
+    tensor_of: Mapping[str, str],
 ) -> tuple[dict[str, WeightSite], dict[str, StayingTensor]]:
     places = places_of(model)
     by_name = {place.name: place.parameter for place in places}
@@ -228,6 +285,9 @@ def _split(
     sites: dict[str, WeightSite] = {}
     stays: dict[str, StayingTensor] = {}
     seen: dict[int, str] = {}
+    items: dict[str, list[str]] = {}
+    for item, tensor in tensor_of.items():
+        items.setdefault(tensor, []).append(item)
     for name, entry in plan.entries.items():
         parameter = by_name.get(names.get(name, ""))
         modules = [] if parameter is None else users[id(parameter)]
@@ -236,6 +296,11 @@ def _split(
         reason = entry.choice.reason
         if entry.stored is None and name in slices:
             sites[name] = WeightSite(name, entry.shape or (), (), (), entry.role, slices[name])
+            continue
+        if entry.stored is None and name in items:
+            for item in items[name]:
+                shape = tuple(slices[item].read(parameter).shape)
+                sites[item] = WeightSite(item, shape, (), (), entry.role, slices[item], name)
             continue
         if entry.stored is None and parameter is not None and (linears or embeddings):
             if id(parameter) not in seen:

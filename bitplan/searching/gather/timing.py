@@ -1,10 +1,11 @@
-"""Times of linear layers in formats, as the packed runtime runs them, beside BF16 and in turns with it."""
+"""Times of linear layers and experts in formats, as the packed runtime runs them, beside BF16 and in turns with it."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from bitplan.runtime.packed.apply_plan import apply_plan
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather.expert_timing import ExpertArms, experts_of_stacks
 from bitplan.searching.gather.searched_model import SearchSubject
 
 REFERENCE = "BF16"
@@ -34,22 +36,30 @@ def time_groups(
 ) -> None:
     """Put times at `rows` rows into the evidence; each shape is timed once, tensors of one group add up.
 
-    A weight that is only looked up takes no time here. A format that the runtime has no product for gets none.
+    The experts of a layer are one product, of as many rows as tokens are sent to them. A weight that is only looked up
+    takes no time here. A format that the runtime has no product for gets none.
     """
     by_shape: dict[tuple[int, ...], Times] = {}
+    tensors = subject.tensors
     for name, group in evidence.groups.items():
         wanted = [fmt for fmt in formats if fmt in group.formats and rows not in group.formats[fmt].us]
         if not wanted and rows in group.reference_us:
             continue
-        sites = [subject.sites[tensor] for tensor in group.tensors if subject.sites[tensor].linears]
-        for site in sites:
-            known = by_shape.setdefault(site.shape, {})
+        weights = [weight for tensor in group.tensors for weight in tensors[tensor].weights]
+        products: dict[tuple[int, ...], list[Callable[[], Tensor]]] = {}  # by shape, each with what gives its numbers
+        for each in (each for each in weights if subject.sites[each].linears):
+            products.setdefault(subject.sites[each].shape, []).append(partial(subject.weight, each))
+        for shape, numbers in experts_of_stacks(subject, weights):
+            products.setdefault(shape, []).append(numbers)
+        for shape, own in products.items():
+            known = by_shape.setdefault(shape, {})
             missing = [fmt for fmt in wanted if fmt not in known]
             if missing or REFERENCE not in known:
-                known |= _time_shape(subject.weight(site.name), missing, rows)
-        group.reference_us = {**group.reference_us, rows: sum(by_shape[site.shape][REFERENCE] for site in sites)}
+                known |= _time_shape(subject, own[0](), missing, rows)
+        shapes = [shape for shape, own in products.items() for _ in own]
+        group.reference_us = {**group.reference_us, rows: sum(by_shape[shape][REFERENCE] for shape in shapes)}
         for fmt in wanted:
-            times = [by_shape[site.shape].get(fmt) for site in sites]
+            times = [by_shape[shape].get(fmt) for shape in shapes]
             if None not in times:
                 total = sum(time for time in times if time is not None)
                 cost = group.formats[fmt]
@@ -62,7 +72,11 @@ def is_timed(evidence: SearchEvidence, rows: int) -> bool:
     return all(rows in group.reference_us for group in evidence.groups.values())
 
 
-def _time_shape(weight: Tensor, formats: Sequence[str], rows: int) -> Times:
+def _time_shape(subject: SearchSubject, weight: Tensor, formats: Sequence[str], rows: int) -> Times:
+    """A linear layer's weight [N, K], or the experts of a layer [experts, N, K]."""
+    if weight.dim() == 3:
+        experts = ExpertArms(subject, weight, rows)
+        return _best_times({REFERENCE: experts.plain, **{fmt: experts.packed(fmt) for fmt in formats}}, weight.device)
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(rows, weight.shape[1], generator=generator, device=weight.device).to(torch.bfloat16)
     half = weight.to(torch.bfloat16)
@@ -73,8 +87,12 @@ def _time_shape(weight: Tensor, formats: Sequence[str], rows: int) -> Times:
             arms[name] = _cast_arm(x.to(cast.dtype), cast)
         else:
             arms[name] = _packed_arm(weight, name, x)
+    return _best_times(arms, weight.device)
+
+
+def _best_times(arms: Mapping[str, Arm], device: torch.device) -> Times:
     with torch.no_grad():
-        timed = time_in_turns(arms, stopwatch_of(weight.device), turns=TURNS, warmup=WARMUP)
+        timed = time_in_turns(arms, stopwatch_of(device), turns=TURNS, warmup=WARMUP)
     return {name: 1000 * min(each.samples_ms) for name, each in timed.items() if each.status == OK}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
 
 
-def _stored(spec: TensorSpec) -> Stored:
-    return Stored(spec.shape, spec.format if spec.encoded else spec.dtype_name, spec.encoded)
+def _stored(spec: TensorSpec, shape: tuple[int, ...]) -> Stored:
+    return Stored(shape, spec.format if spec.encoded else spec.dtype_name, spec.encoded)
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -43,14 +43,19 @@ def plan_for_file(
     output: str | Path | None = None,
     substitutes: Substitutes | None = None,
     how_to_fill: str | None = "--pad zero",
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Plan:
     """The plan of `choose_formats` for a file that is to be written as `output`; rows that do not fit are refused.
 
     substitutes   what an engine holds in place of a format that does not fit
+    shapes        of tensors that are packed in another shape than the file's
     """
     ShellPatterns((*keep, *only)).check(file.specs, str(file.path))  # a tied name follows its tensor's
     gguf = output is not None and is_gguf(output)
-    tensors = {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
+    others = shapes or {}
+    tensors = {
+        name: _stored(file.spec(name), others.get(name, file.spec(name).shape)) for name in (*file.specs, *file.tied)
+    }
     plan = choose_formats(
         tensors,
         formats,
@@ -63,7 +68,7 @@ def plan_for_file(
     )
     if gguf:
         plan = _wide_norms(plan)
-    _check_rows(file, plan, how_to_fill, substitutes or GGUF_SUBSTITUTES)
+    _check_rows(file, plan, how_to_fill, substitutes or GGUF_SUBSTITUTES, others)
     return plan
 
 
@@ -78,7 +83,13 @@ def _wide_norms(plan: Plan) -> Plan:
     return Plan(changed, padding=plan.padding)
 
 
-def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str | None, substitutes: Substitutes) -> None:
+def _check_rows(
+    file: TensorFile,
+    plan: Plan,
+    how_to_fill: str | None,
+    substitutes: Substitutes,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
     """Refuse rows that are not whole blocks of their format, unless the plan fills them.
 
     how_to_fill   what the message tells the user to do so that rows are filled; None where nothing fills them
@@ -90,9 +101,10 @@ def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str | None, substitut
         spec, fmt = file.spec(name), get_format(entry.choice.format)
         if entry.stored is not None or entry.part is not None or (spec.encoded and spec.format == fmt.name):
             continue
-        cols = fmt.matrix_shape(spec.shape)[1]
+        shape = shapes.get(name, spec.shape)
+        cols = fmt.matrix_shape(shape)[1]
         if fmt.padded_cols(cols) != cols:
-            faults.append((name, fmt, cols, spec.shape))
+            faults.append((name, fmt, cols, shape))
     if faults:
         name, fmt, cols, shape = faults[0]
         more = f" (nor {counted(len(faults) - 1, 'other tensor')})" if len(faults) > 1 else ""

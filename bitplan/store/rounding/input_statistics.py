@@ -8,8 +8,9 @@ evidence.safetensors has, in float32, for a weight NAME of K columns
 
 and the metadata {"bitplan": "evidence", "version": "1"}, further keys as the writer likes: a fingerprint of what was
 measured. `shared.NAME` names the weight whose statistics NAME has: layers that read one input. `weights.NAME` is the
-digest of the weight that was measured, by which another model's evidence is refused. llama.cpp's imatrix.gguf is read
-as well: it has moments alone.
+digest of the weight that was measured, by which another model's evidence is refused. Of a tensor that has all experts
+of a layer, [experts, outputs, inputs], each is a weight: NAME[0], NAME[1], ... llama.cpp's imatrix.gguf is read as
+well: it has moments alone.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ SHARED, WEIGHTS = "shared.", "weights."
 GRADIENT_TOKENS = "gradient_tokens"  # metadata: how many tokens the outputs' gradients are of
 TOKENS_PER_OUTPUT = 24  # of fewer, gradients between outputs are more noise than knowledge (docs/log.md)
 MOST_DIGESTED = 4096  # numbers of a weight that its digest is of
+
+
+def expert_name(tensor: str, index: int) -> str:
+    """The name of one expert's weight in a tensor that has those of all."""
+    return f"{tensor}[{index}]"
 
 
 def weight_digest(weight: Tensor) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from bitplan.errors import StoreError
-from bitplan.store.rounding.input_statistics import EvidenceFile, weight_digest
+from bitplan.store.rounding.input_statistics import EvidenceFile, expert_name, weight_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,11 +39,12 @@ def open_evidence(path: str | Path) -> EvidenceFile:
 @dataclass(frozen=True)
 class WeightEvidence:
     """Statistics for the tensors of a file: `names` has, for each that has some, where they are found, and which
-    expert's they are.
+    expert's they are. Tensors in `stacks` have all experts of a layer, and statistics of each.
     """
 
     file: EvidenceFile
     names: Mapping[str, tuple[str, int | None]]
+    stacks: frozenset[str] = frozenset()
 
     def has(self, name: str) -> bool:
         return name in self.names
@@ -67,9 +68,28 @@ class WeightEvidence:
         where: str,
     ) -> tuple[Encoded, Rounding]:
         """A weight in a format, its numbers chosen for the inputs that it met."""
+        named, expert = self.names[name]
+        if name not in self.stacks:
+            return self._round(named, expert, numbers, fmt, pad, base, where)
+        base = _base_of_all(numbers, fmt, pad, where) if base is None else base
+        each = [
+            self._round(expert_name(named, index), None, item, fmt, pad, base, f"{where}, expert {index}")
+            for index, item in enumerate(numbers)
+        ]
+        return _stacked([encoded for encoded, _ in each]), _together([rounding for _, rounding in each])
+
+    def _round(
+        self,
+        named: str,
+        expert: int | None,
+        numbers: Tensor,
+        fmt: Format,
+        pad: Literal["zero"] | None,
+        base: float | None,
+        where: str,
+    ) -> tuple[Encoded, Rounding]:
         from bitplan.store.rounding.round_weight import round_with_report
 
-        named, expert = self.names[name]
         if self.file.digest(named) not in (None, weight_digest(numbers)):
             # Another model may have the same names and shapes: its statistics would make the numbers worse silently.
             raise StoreError(
@@ -85,7 +105,8 @@ class WeightEvidence:
     @property
     def notes(self) -> list[str]:
         """A line where nothing says of which weights the statistics are."""
-        if all(self.file.digest(named) is not None for named, _ in self.names.values()):
+        owners = [expert_name(named, 0) if name in self.stacks else named for name, (named, _) in self.names.items()]
+        if all(self.file.digest(owner) is not None for owner in owners):
             return []
         return [
             f"{self.file.path} does not say of which weights it is: that it is evidence of this model cannot be "
@@ -102,7 +123,12 @@ def evidence_for(
     """
     known = statistics.names
     names: dict[str, tuple[str, int | None]] = {}
+    stacks: set[str] = set()
     for name in file.specs:
+        if expert_name(name, 0) in known:
+            names[name] = name, None
+            stacks.add(name)
+            continue
         called: list[tuple[str, int | None]] = [(each, None) for each in _own_names(file, name)]
         called += [(other_names or {})[name]] if name in (other_names or {}) else []
         found = next((each for each in called if each[0] in known), None)
@@ -116,13 +142,61 @@ def evidence_for(
             "here; statistics of GGUF's names are for GGUF files"
         )
     for name, (named, _) in names.items():
-        shape, columns = file.specs[name].shape, statistics.columns(named)
-        if columns not in (math.prod(shape[-1:]), math.prod(shape[1:])):  # of a matrix, or a convolution seen as one
+        shape, columns = file.specs[name].shape, statistics.columns(expert_name(named, 0) if name in stacks else named)
+        if name in stacks and expert_name(named, shape[0] - 1) not in known:
+            raise StoreError(
+                f"{statistics.path}: evidence of another model: it has statistics of fewer experts of {named!r} than the "
+                f"{shape[0]} that {file.path} has; give the evidence of this model"
+            )
+        wide = shape[1:] if name in stacks else (math.prod(shape[-1:]), math.prod(shape[1:]))
+        if columns not in wide:  # of a matrix, or a convolution seen as one; of experts, which may lie transposed
             raise StoreError(
                 f"{statistics.path}: evidence of another model: {named!r} has statistics of {columns} columns, "
                 f"and is {list(shape)} in {file.path}; give the evidence of this model"
             )
-    return WeightEvidence(statistics, names)
+    return WeightEvidence(statistics, names, frozenset(stacks))
+
+
+def _base_of_all(numbers: Tensor, fmt: Format, pad: Literal["zero"] | None, where: str) -> float | None:
+    """The factor that all experts of a layer share, in a format that has one for the whole tensor."""
+    from bitplan.kernels import encode
+
+    if fmt.block.rows != 1 or fmt.zero_point:
+        raise StoreError(
+            f"{where}: {fmt.name} has scales over several rows, and evidence has statistics of each expert; "
+            "choose a format whose blocks lie within a row, such as mxfp4 or int8_row"
+        )
+    if fmt.scales is None or not fmt.scales.needs_base:
+        return None
+    found = encode(numbers, fmt, pad=pad, name=where).base
+    assert found is not None
+    return float(found)
+
+
+def _stacked(items: Sequence[Encoded]) -> Encoded:
+    """The experts of a layer as one tensor."""
+    import torch
+
+    from bitplan.formats import Encoded
+
+    first = items[0]
+    parts = {
+        part: torch.stack([item.parts[part] for item in items]) if own.dim() else own
+        for part, own in first.parts.items()
+    }
+    return Encoded(first.fmt, (len(items), *first.shape), **parts)
+
+
+def _together(roundings: Sequence[Rounding]) -> Rounding:
+    """What was gained over all experts: the mean of their errors, each over that of its own weights."""
+    count = len(roundings)
+    return replace(
+        roundings[0],
+        before=sum(each.before for each in roundings) / count,
+        after=sum(each.after for each in roundings) / count,
+        strips=sum(each.strips for each in roundings),
+        plain=sum(each.plain for each in roundings),
+    )
 
 
 def _own_names(file: TensorFile, name: str) -> Sequence[str]:

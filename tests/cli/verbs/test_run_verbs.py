@@ -11,6 +11,7 @@ import torch
 import bitplan
 from bitplan.cli import run
 from bitplan.errors import MeasureError
+from bitplan.runtime import generation
 from bitplan.runtime.bench_model import bench_models
 from bitplan.runtime.generation import generate_text, load_for_running
 from tests.cli.verbs.test_perplexity_verb import save_llama
@@ -74,12 +75,17 @@ def test_refusals(models, capsys):
         assert message.count("\n") == 1
 
 
-def test_logits_that_are_not_finite_are_no_tokens(models):
+def test_logits_that_are_not_finite_are_no_tokens(models, monkeypatch):
     lm = load_for_running(models / "llama")
-    with torch.no_grad():
-        next(lm.model.model.norm.parameters())[0] = math.nan
+    monkeypatch.setattr(generation, "_end_tokens", lambda _lm: set())
+
+    def spoil(*_):
+        with torch.no_grad():
+            next(lm.model.model.norm.parameters())[0] = math.nan
+
+    lm.model.register_forward_hook(spoil)  # after the first token
     for run_it, tokens in (
-        (lambda: generate_text(lm, "abe", most_tokens=2), len(lm.tokenizer("abe")["input_ids"])),
+        (lambda: generate_text(lm, "abe", most_tokens=2), len(lm.tokenizer("abe")["input_ids"]) + 1),
         (lambda: bench_models([lm], batches=[2], prompt_tokens=3, tokens=2, repeats=1), 3),
     ):
         with pytest.raises(MeasureError, match=f"llama: logits that are not finite after {tokens} tokens; look for"):

@@ -13,6 +13,7 @@ from bitplan.errors import FormatError, NonFiniteError
 from bitplan.formats import Encoded, decode, encode, error_report, get_format, requantize, scale_health
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.gguf.layouts import LAYOUTS
+from bitplan.formats.gguf.search import starts
 from tests.crosses import few
 from tests.formats.samples import gaussian, heavy_tailed, same
 
@@ -124,6 +125,23 @@ def test_requantizing_searches_again_and_counts_the_blocks_that_changed():
     assert (counts.tiles, counts.rebased) == (8, 0)
     x[0, 0] += 1.0
     assert requantize(encoded, x)[1].rebased == 1
+
+
+def test_where_the_search_for_scales_starts():
+    """The bytes of every file depend on these."""
+    widths = {name: sorted(round(start.width, 3) for start in starts(one)) for name, one in LAYOUTS.items()}
+    found = {name: (len(each), each[0], each[-1]) for name, each in widths.items()}
+    assert found == {
+        "q4_1_gguf": (13, 0.8, 1.0),
+        "q5_0_gguf": (14, 0.78, 1.04),
+        "q5_1_gguf": (13, 0.85, 1.0),
+        "iq4_nl_gguf": (18, -1.18, 1.05),
+        "q2_k_gguf": (13, 0.6, 1.0),
+        "q3_k_gguf": (18, -1.467, 1.1),
+        "q4_k_gguf": (13, 0.8, 1.0),
+        "q5_k_gguf": (13, 0.85, 1.0),
+        "q6_k_gguf": (9, 0.92, 1.04),
+    }
 
 
 def test_a_damaged_scale_is_counted():

@@ -22,6 +22,7 @@ import tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from bitplan.kernels.fp8 import triton_gated as gated
 from bitplan.kernels.fp8 import guessed_cast as guess
 from bitplan.kernels.fp8 import amax
 from bitplan.kernels.fp8 import triton_norm as norm
@@ -48,7 +49,7 @@ def compile(kernel, arguments, constants, warps, **options):
     # All else is a multiple of 16.
     loose = ("rows", "pieces", "eps", "norm_eps", "programs", "across", "down", "row_programs", "length")
     loose += ("rows16", "cols16", "size16", "scale_stride", "scale_t_stride", "least")
-    loose += ("experts", "group16", "stride16", "tokens")
+    loose += ("experts", "group16", "stride16", "tokens", "features16")
     places = {name: i for i, name in enumerate(kernel.arg_names)}
     aligned = {(places[name],): [["tt.divisibility", 16]] for name in arguments if name not in loose}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -163,6 +164,19 @@ def guesses():
         check_defined(machine_code(made)[0], source)
 
 
+def gated_casts():
+    arguments = pointers("y_ptr dh_ptr", "*i16") | pointers("out_ptr out_t_ptr", "*u8")
+    arguments |= pointers("state_ptr drift_ptr", "*i32") | pointers("scale_ptr", "*fp32")
+    arguments |= pointers("rows features16 rows16", "i32") | {"eps": "fp32"}
+    for kernel in some(gated._cast, gated._check):
+        for gradient in some(True, False):
+            launch = gated.GRADIENT_LAUNCH if gradient else gated.FORWARD_LAUNCH
+            constants = dict(GRADIENT=gradient, FP8="e4m3", TO_ROWS=True, TO_COLS=True)
+            constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector) | ({} if gradient else {"dh_ptr": None})
+            name = (kernel.__name__, gradient)
+            check_pairs(kernel, *of(kernel, arguments, constants), launch.warps, name)
+
+
 def expert_casts(*scalings):
     made = dict(x_ptr="*i16", state_ptr="*i32", out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
     tables = pointers("ends_ptr padded_ends_ptr tile_expert_ptr tile_row_ptr", "*i32")
@@ -208,8 +222,8 @@ def build_maxima():
         assert "ld.global.v4" in made.asm["ptx"] and "max.NaN.xorsign.abs.bf16x2" in made.asm["ptx"]
         assert machine_code(made)[1] == 0
     parts = pointers("row_ptr col_ptr", "*i32")
-    made = compile(amax._strips_of_pairs, pointers("x_ptr", "*i16") | parts | pointers("rows cols16 length", "i32"),
-                   dict(BR=8), 4)
+    arguments = pointers("x_ptr", "*i16") | pointers("bits_ptr", "*i32") | pointers("rows cols16 padded length", "i32")
+    made = compile(amax._maxima_of_pairs, arguments, dict(BR=8), 4)
     assert made.asm["ptx"].count("ld.global.v4.b32") == 8 and machine_code(made)[1] == 0
     arguments = pointers("x_ptr", "*i16") | parts | pointers("rstd_ptr mean_ptr", "*fp32")
     arguments |= pointers("weight_ptr bias_ptr", "*i16") | pointers("rows cols length", "i32")
@@ -242,6 +256,7 @@ def products():
 
 
 parts = dict(casts=casts, other_types=other_types, pair_casts=pair_casts, guesses=guesses, maxima=build_maxima)
+parts |= dict(gated=gated_casts)
 parts |= dict(expert_casts=lambda: expert_casts("tensor"), expert_rows=lambda: expert_casts("row"))
 parts |= dict(expert_blocks=lambda: expert_casts("1x128", "128x128"))
 parts |= dict(norms=norms, products=products)
@@ -251,7 +266,7 @@ print("compiled")
 """
 
 
-PARTS = ("casts", "products", "guesses", "maxima", "norms")
+PARTS = ("casts", "products", "guesses", "gated", "maxima", "norms")
 PARTS += ("other_types", "pair_casts", "expert_casts", "expert_blocks", "expert_rows")
 RUNS = [pytest.param("some", ("casts", "products"), id="some casts and products")]
 RUNS += [pytest.param("all", (part,), id=f"all {part}", marks=pytest.mark.long) for part in PARTS]

@@ -13,6 +13,7 @@ from bitplan.kernels.matmul import fused_few_rows as tm
 from bitplan.kernels.matmul.direct.products import direct_launch
 from bitplan.kernels.matmul.expert_routing import route
 from bitplan.kernels.matmul.fused_few_rows import MatmulLaunch
+from bitplan.kernels.matmul.fused_many_rows import split_inputs
 from tests.crosses import few
 
 FORMATS = sorted(tm.FUSED_FORMATS)
@@ -21,7 +22,7 @@ LAUNCHES = [
     MatmulLaunch(16, 32, 128, 1, 2, 1, 2),
     MatmulLaunch(64, 128, 128, 1, 2, 4, 3),  # more than 32 rows a tile: triton_wide
 ]
-DIRECT = [direct_launch(32, 16, 1, 3), direct_launch(16, 8, 4, 4)]
+DIRECT = [direct_launch(32, 16, 1, 3), direct_launch(16, 8, 4, 4, run=2)]
 
 
 def every_code(name: str, outputs: int, inputs: int, device: torch.device) -> Encoded:
@@ -224,3 +225,21 @@ def test_both_decoders_give_every_code(name: str) -> None:
         out = torch.full((512, 64), float("nan"), dtype=torch.bfloat16, device="cuda")
         tm._launch(identity, weight, tm.arrange_scales(weight), None, out, launch, 16, None, per_pair=True, words=words)
         assert torch.equal(out, decode(weight, torch.bfloat16).T), words
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("mxfp4", range(0, 64, 2), range(1, 64, 2)),
+        ("q4_0_gguf", [*range(16), *range(32, 48)], [*range(16, 32), *range(48, 64)]),
+    ],
+)
+def test_inputs_are_split_into_what_low_and_high_nibbles_meet(name, low, high):
+    x = torch.arange(128).view(2, 64)
+    split = split_inputs(x, get_format(name))
+    assert torch.equal(split, torch.stack([x[:, list(low)], x[:, list(high)]]))
+
+
+def test_inputs_of_codes_of_eight_bits_stay_whole():
+    x = torch.zeros(2, 64)
+    assert split_inputs(x, get_format("int8_row")) is x

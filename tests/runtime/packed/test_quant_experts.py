@@ -340,6 +340,10 @@ REFUSALS = {
     "gate_up: the weight must be an Encoded or a PackedWeight, got a Tensor; pack it": lambda: QuantExperts(
         drawn(5, 256, 128), GOOD
     ),
+    "tokens must be a torch.Tensor, got a str": lambda: make()("text", *routed(2)),
+    "expert_weights must be a dense tensor, got torch.sparse_coo": lambda: make()(
+        drawn(2, H), routed(2)[0], drawn(2, 2).to_sparse()
+    ),
     "expert_ids must be integers, got torch.float32": lambda: make()(drawn(2, H), drawn(2, 2), drawn(2, 2)),
     "expert_ids must be integers, got torch.bool": lambda: make()(drawn(2, H), routed(2)[0].bool(), drawn(2, 2)),
     "got torch.float8_e4m3fn": lambda: make()(drawn(2, H).to(torch.float8_e4m3fn), *routed(2)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -161,6 +162,14 @@ def test_gradcheck_first_and_second(way: str) -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("learns", [False, True])
+def test_where_nothing_is_learned_the_product_is_called_directly(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = layer("int4_g32", "fused")
+    monkeypatch.setattr(result, "_operator", None)
+    with torch.set_grad_enabled(not learns):
+        assert not result(normal(3, 256).requires_grad_(learns)).requires_grad
+
+
 def test_the_gradient_of_the_fused_product_is_exact() -> None:
     result, x = layer("int4_g32", "fused"), normal(3, 256).requires_grad_()
     grad = normal(3, 48, seed=3)
@@ -355,6 +364,9 @@ def test_weights_that_are_no_packed_matrix_are_refused(weight: Encoded, bias: Te
         (torch.ones(2, 256, dtype=torch.int32), "got torch.int32"),
         (torch.ones(2, 256, dtype=torch.float8_e4m3fn), "float8"),
         (torch.ones(2, 256, device="meta"), "lies on meta"),
+        (torch.ones(2, 256).to_sparse(), "must be a dense tensor, got torch.sparse_coo; call to_dense"),
+        ("text", "QuantLinear: the input must be a torch.Tensor, got a str"),
+        (np.ones((2, 256)), "got a ndarray"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(x: Tensor, said: str) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from bitplan.measure.calibration import CalibrationResult
 from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.transfer_limits import HeuristicPolicyBridge, Phase, RuntimeLimitHints
+from bitplan.runtime.selective.layer_probes import LayerProbes
 from bitplan.runtime.selective.telemetry import TelemetryError
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
@@ -189,6 +191,17 @@ def test_relative_magnitudes_are_those_of_the_adapters():
         mean = sum(norms) / COUNT
         for name, norm in zip(BLOCKS, norms, strict=True):
             assert step.stats[name].relative_magnitude == pytest.approx(float(norm / mean), rel=1e-5)
+
+
+def test_no_gradient_is_measured_while_probes_sleep():
+    measured, layer = [], nn.Linear(2, 2)
+    probes = LayerProbes(None, SimpleNamespace(add_gradient=lambda unit, _: measured.append(unit)), lambda: None)
+    layer.register_forward_pre_hook(probes._gradient_hook("a", "weight"))
+    layer(torch.ones(2)).sum().backward()
+    assert measured == []
+    probes._precisions = {}
+    layer(torch.ones(2)).sum().backward()
+    assert measured == ["a"]
 
 
 @pytest.mark.parametrize("checkpointing", few(CHECKPOINTING, 2))

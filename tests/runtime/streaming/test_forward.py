@@ -10,6 +10,7 @@ from torch import nn
 
 from bitplan.errors import PlanError
 from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.runtime.streaming.blocks.find import move_resident
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
@@ -57,6 +58,13 @@ def test_a_plan_gives_formats_by_name():
     lacking = Plan({name: plan.entries[name] for name in names if name != "layers.2.norm.bias"})
     with pytest.raises(PlanError, match=r"stream_blocks: the plan .* lacks 1: 'layers\.2\.norm\.bias'"):
         stream_blocks(make_stack(adapters=False), "layers.*", device="cpu", formats=lacking, train="nothing")
+
+
+def test_buffers_that_are_not_streamed_move_to_the_device():
+    model = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3, affine=False, track_running_stats=False))
+    move_resident(model, [], torch.device("meta"))
+    assert model[0].running_mean.is_meta
+    assert model[1].running_mean is None
 
 
 def test_a_sequential_is_a_stack_of_blocks():

@@ -129,7 +129,10 @@ def test_copies_in_flight_are_capped_and_seen_as_pressure():
         assert loader.in_flight() == 4
         assert stream.pressure().slots_full
         stream.set_limits(limits(h2d=1))
-        gate.permits.release(4)
+        gate.permits.release(2)
+        loader.wait_for_copies(loader.transfers()[:2])
+        assert (loader.in_flight(), stream.pressure().slots_full) == (2, False)
+        gate.permits.release(2)
         loader.wait_for_copies(loader.transfers())
         assert (loader.in_flight(), stream.pressure().slots_full) == (0, False)
         with torch.no_grad():

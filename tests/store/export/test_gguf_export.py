@@ -123,6 +123,27 @@ def test_gemma_of_62_layers_scales_by_another_size(tmp_path):
             model_metadata(ModelConfig(tmp_path), "a")
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "wanted"),
+    [
+        ("gemma3", {"sliding_window_pattern": 3}, {"sliding_window": 16, "sliding_window_pattern": 3}),
+        ("gemma3", {"_sliding_window_pattern": 4}, {"sliding_window": 16, "sliding_window_pattern": 4}),
+        ("gemma3", {}, {"sliding_window": 16}),
+        ("gemma3", {"sliding_window": None}, {}),
+        ("llama", {}, {}),  # llama.cpp's has none
+        ("qwen3_moe", {}, {}),
+    ],
+)
+def test_windows_of_configs_that_leave_settings_out(kind, changes, wanted, folders, tmp_path):
+    left_out = {"layer_types", "_sliding_window_pattern", "sliding_window_pattern", "decoder_sparse_step"}
+    config = json.loads((folders(kind)[0] / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in left_out}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 16} | changes))
+    found = model_metadata(ModelConfig(tmp_path), "a")
+    windows = {key.split(".")[-1]: value.value for key, value in found.items() if "sliding" in key}
+    assert windows == wanted
+
+
 def test_gemma_layers_that_look_at_a_window_are_those_of_the_config(tmp_path):
     window, whole = "sliding_attention", "full_attention"
     for place, (kinds, wanted) in enumerate((([window, whole], 2), ([window, window], None))):

@@ -123,3 +123,4 @@ def test_a_largest_number_at_the_limit_of_rounding_shows_no_version() -> None:
     upper = struct.pack("<f", 65.0)[2:]
     assert vote("float16", upper, 64 / 127) is None
     assert vote("float16", upper, 64.1 / 127) == "older"
+    assert vote("float16", upper, 0.0) is None  # no scale: the numbers alone, and they are few

@@ -85,6 +85,22 @@ def test_gptq_whose_last_group_is_short(tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path)[0]["a.weight"], expected.half().float())
 
 
+@pytest.mark.parametrize("said", [{"group_size": -1}, {"group_size": "none"}, {"dynamic": {"+:b": {"group_size": 32}}}])
+def test_gptq_groups_follow_the_scales_where_the_config_is_silent(tmp_path: Path, said: dict[str, Any]) -> None:
+    expected = folders.gptq(tmp_path, group=64)["a.weight"]
+    change_config(tmp_path, **{"group_size": 32} | said)
+    assert torch.equal(read(tmp_path)[0]["a.weight"], expected)
+
+
+def test_fp8_of_another_kind_is_decoded(tmp_path: Path) -> None:
+    codes = torch.linspace(-400, 400, 32 * 256).reshape(32, 256).to(torch.float8_e5m2)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.tensor([0.25])}
+    folders.write(tmp_path, tensors, {"quant_method": "fp8", "fmt": "e5m2"})
+    numbers, kept = read(tmp_path)
+    assert not kept
+    assert torch.equal(numbers["a.weight"], codes.float() * 0.25)
+
+
 def test_exponents_as_a_type_of_their_own_stay_as_they_are(tmp_path: Path) -> None:
     codes = torch.linspace(-400, 400, 32 * 256).reshape(32, 256).to(torch.float8_e4m3fn)
     exponents = (torch.arange(32 * 8).reshape(32, 8) % 9 + 120).to(torch.uint8)
@@ -124,6 +140,7 @@ def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> Non
         ("compressed-tensors", {"format": "marlin-24"}, {}, "marlin-24"),
         ("compressed-tensors", {"transform_config": {"config_groups": {"u": {}}}}, {}, "with a transform_config"),
         ("compressed-tensors", {}, {"a.weight_shape": torch.tensor([2**40, 2**40])}, "do not hold"),
+        ("compressed-tensors", {}, {"a.weight_shape": torch.tensor([-1, 256])}, r"sizes from 1, got \[-1, 256\]"),
         ("fp8", {}, {"a.weight_scale_inv": torch.ones(7, 7)}, "fit neither rows"),
         ("bitsandbytes", {}, {"a.weight.absmax": torch.zeros(3, dtype=torch.uint8)}, "absmax.*must be uint8"),
         ("torchao", {}, {"m._b_scale": torch.ones(3, 1)}, "do not fit groups of 256"),

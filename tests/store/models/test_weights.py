@@ -111,6 +111,10 @@ def test_options_are_remembered_and_a_change_of_them_makes_the_version_anew(enco
     assert same_bytes(store.morph("int4", scale_rule="absmax"), encode(master, "int4"))
     assert len(encodes) == 4
     assert store.recipe("int4") == {"scale_rule": "absmax"}
+    importance = torch.arange(64.0)
+    weighted = store.morph("int4", scale_rule="mse", importance=importance)
+    assert same_bytes(weighted, encode(master, "int4", scale_rule="mse", importance=importance))
+    assert store.morph("int4", importance=importance.clone()) is weighted
 
 
 def test_a_scale_given_by_hand_stays_until_a_rule_is_asked_for() -> None:

@@ -88,6 +88,11 @@ def test_median_byte_by_byte_is_the_sorted_one(numbers, is_weighted):
         np.testing.assert_array_equal(result, [np.median(numbers[rows]) for rows in groups])
 
 
+def test_a_median_among_numbers_that_differ_in_their_last_bytes_alone():
+    numbers = 1 + np.array([0, 256, 257]) * 2.0**-52
+    assert find_medians(numbers, np.empty(0), [np.arange(3)], OtherProcessIsEmpty()).tolist() == [numbers[1]]
+
+
 def test_weighted_median_is_where_half_the_weight_is_reached():
     numbers, weights = np.array([3.0, 1.0, 2.0]), whole_weights(np.array([0.5, 0.25, 0.25]), ALONE)
     assert sorted_quantile(numbers, weights) == 2.0

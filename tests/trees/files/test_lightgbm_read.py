@@ -10,6 +10,7 @@ import pytest
 
 from bitplan.errors import FileFormatError
 from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError, from_lightgbm, load_trees
+from bitplan.trees.files.save import MAX_FEATURES
 from tests.crosses import few
 from tests.trees.files.test_lightgbm_text import data, hostile
 
@@ -112,6 +113,7 @@ EDITS = [
     ("split_feature=", "split_feature=9 ", "tree 0: split_feature: expected 7 numbers"),
     ("num_leaves=8", "num_leaves=99999999", "num_leaves: 99999999 leaves in"),
     ("leaf_value=", "leaf_value=x", "tree 0: leaf_value: expected 8 numbers"),
+    ("max_feature_idx=4", f"max_feature_idx={MAX_FEATURES}", f"max_feature_idx: expected .*, 0 to {MAX_FEATURES - 1},"),
     ("max_feature_idx=4", "max_feature_idx=0", "tree 0: split_feature: expected 0 to 0"),
     ("tree\n", "forest\n", "expected a line 'tree'"),
 ]
@@ -161,3 +163,5 @@ def test_edited_sets_of_categories_are_refused():
         assert edited != text
         with pytest.raises(FileFormatError, match=r"tree 0: .*they are no sets of categories"):
             from_lightgbm(edited)
+    empty = re.sub(r"^cat_threshold=\d+", "cat_threshold=0", text, flags=re.MULTILINE)
+    np.testing.assert_array_equal(from_lightgbm(empty).predict(x), lightgbm.Booster(model_str=empty).predict(x))

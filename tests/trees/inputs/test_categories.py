@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError, load_trees
+from bitplan.trees.inputs import categories
 from tests.crosses import few
 
 SETTINGS = {"n_estimators": 6, "max_leaves": 8}
@@ -72,9 +73,21 @@ def test_a_thousand_categories_are_learned_as_lightgbm_learns_them():
     np.testing.assert_array_equal(read.predict(x[held]), model.predict(x[held]))
 
 
+def test_as_many_categories_as_a_set_has_bits(monkeypatch):
+    frame, _, y = towns(200, 12)
+    monkeypatch.setattr(categories, "MAX_CATEGORIES", 12)
+    model = BoostedTreesRegressor(categorical_features=["town"], **SETTINGS).fit(frame, y)
+    monkeypatch.setattr(categories, "MAX_CATEGORIES", 11)
+    with pytest.raises(TreesError, match="column 'town' has 12 categories, expected at most 11"):
+        model.fit(frame, y)
+
+
 def test_what_cannot_be_a_category_is_refused():
     frame, _, y = towns(60)
     model = BoostedTreesRegressor(**SETTINGS)
+    model.fit(frame.assign(town=pd.Categorical(["only"] * 60)), y)
+    with pytest.raises(TreesError, match="column 'town' has text as categories, such as 'only', got int64"):
+        model.predict(frame.assign(town=1))
     with pytest.raises(TreesError, match=r"column 'town' has categories of type Timestamp.*astype\(str\)"):
         model.fit(frame.assign(town=pd.Categorical(pd.date_range("2026-01-01", periods=60))), y)
     mixed = frame.assign(town=[1, "a"] * 30)

@@ -82,6 +82,7 @@ def test_a_quantile_has_its_share_below():
         ({"objective": "quantile", "alpha": 1}, "alpha: a quantile is above 0 and below 1"),
         ({"objective": "huber", "alpha": 0}, "alpha: expected a number above 0"),
         ({"objective": "tweedie", "tweedie_power": 2}, "tweedie_power: expected a number above 1 and below 2"),
+        ({"objective": "tweedie", "tweedie_power": 2.5}, "tweedie_power: expected a number above 1 and at most 2"),
         ({"objective": "gamma"}, "y: the gamma objective expects numbers above 0, got values from 0.0"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -54,6 +55,23 @@ def test_bars_and_a_tree(model):
 def leaves(model):
     tree = model.booster_.trees[0]
     return tree.leaf_value, tree.leaf_rows
+
+
+def test_a_picture_is_as_large_as_its_tree(model, monkeypatch):
+    sizes = []
+    pyplot = SimpleNamespace(subplots=lambda figsize: (sizes.append(figsize), Axes()))
+    monkeypatch.setitem(sys.modules, "matplotlib", SimpleNamespace(pyplot=pyplot))
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+    plot_tree(model)
+    plot_importance(model, most=2)
+    (wide, high), (_, bars) = sizes
+    assert wide == pytest.approx(1.6 * 4 + 1)
+    assert high == pytest.approx(1.2 * depth(model.booster_.trees[0]) + 1.5)
+    assert bars == pytest.approx(0.4 * 2 + 1)
+
+
+def depth(tree, node=0):
+    return 0 if node < 0 else 1 + max(depth(tree, int(child)) for child in (tree.left[node], tree.right[node]))
 
 
 def test_matplotlib_is_asked_for_in_one_line(model, monkeypatch):

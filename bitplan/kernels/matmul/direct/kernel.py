@@ -22,7 +22,9 @@ import triton
 import triton.language as tl
 
 from bitplan.kernels.base.numbers import narrow
-from bitplan.kernels.matmul.direct.words import add_bytes, add_word, four_words, multipliers, stored_scale
+from bitplan.kernels.matmul.direct.words import add_bytes, add_word, fetch, four_words, multipliers, stay, stored_scale
+
+MOST_FETCHED = tl.constexpr(8)  # steps of codes that are fetched while the kernel before still runs
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -46,28 +48,39 @@ def direct_kernel(
     X: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
+    RUN: tl.constexpr,
     STAGES: tl.constexpr,
     WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     T: tl.constexpr = 32 * W
     INPUTS: tl.constexpr = 64 if ORDER == "bytes" else 128  # of a warp and step
-    STEPS: tl.constexpr = (K + INPUTS * W - 1) // (INPUTS * W)
+    STEPS: tl.constexpr = (K + INPUTS * W * RUN - 1) // (INPUTS * W * RUN) * RUN
     AHEAD: tl.constexpr = STAGES - 1 if STAGES - 1 < STEPS else STEPS
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # before anything is read that the kernel before may write, weights included
     lane_T = tl.arange(0, T)
     output_T = lane_T // 4 % 8
-    chunk_T = lane_T // 32 * 4 + lane_T % 4  # of INPUTS / 4
+    chunk_T = lane_T // 32 * (4 * RUN) + lane_T % 4  # of INPUTS / 4
     n_RT = tl.program_id(0) * (16 * R) + tl.arange(0, R)[:, None] * 16 + output_T[None, :]
     first_RT, second_RT = n_RT, n_RT + 8
     if N % (16 * R) != 0:
         first_RT = tl.minimum(first_RT, N - 1)
         second_RT = tl.minimum(second_RT, N - 1)
+    if OVERLAP:
+        if OVERLAP > 1:
+            # Not a read: what the kernel before writes after this is in the L2 cache, too.
+            for step in tl.static_range(STEPS if STEPS < MOST_FETCHED else MOST_FETCHED):
+                _fetch(data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, ORDER, GROUP, R, W, RUN)
+        tl.extra.cuda.gdc_wait()  # before anything is read that the kernel before may write, weights included
+        if OVERLAP > 2:
+            tl.extra.cuda.gdc_launch_dependents()
     ahead = ()
     for step in tl.static_range(AHEAD):
-        codes = _codes(data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, WORDS)
+        codes = _codes(
+            data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, RUN, WORDS
+        )
         ahead = ahead + (codes,)  # noqa: RUF005 (Triton knows no stars)
+    if WORDS != "none":
+        stay()
     M: tl.constexpr = 8 * X
     if WORDS != "none":
         m_XT = tl.program_id(1) * M + tl.arange(0, X)[:, None] * 8 + output_T[None, :]
@@ -80,27 +93,32 @@ def direct_kernel(
         zero = tl.zeros([M, R, T], tl.float32)
     sums = (zero, zero, zero, zero)
     for step in tl.range(0, STEPS - AHEAD, num_stages=1, loop_unroll_factor=AHEAD):
+        at = step + AHEAD
         codes = _codes(
-            data_ptr, scales_ptr, step + AHEAD, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, WORDS
+            data_ptr, scales_ptr, at, chunk_T, first_RT, second_RT, N, K, SCALE, ORDER, GROUP, R, W, RUN, WORDS
         )
-        sums = _add_step(sums, ahead[0], x, step, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, WORDS)
+        if WORDS != "none":
+            stay()
+        sums = _add_step(sums, ahead[0], x, step, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, RUN, WORDS)
         ahead = ahead[1:] + (codes,)  # noqa: RUF005
-    if OVERLAP:
+    if OVERLAP == 1 or OVERLAP == 2:
         tl.extra.cuda.gdc_launch_dependents()
     for step in tl.static_range(AHEAD):
         at = STEPS - AHEAD + step
-        sums = _add_step(sums, ahead[step], x, at, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, WORDS)
+        sums = _add_step(sums, ahead[step], x, at, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, RUN, WORDS)
 
     tile = tl.program_id(0) * (16 * R) + tl.arange(0, R)[None, :, None] * 16
     if WORDS != "none":
         lane_L = tl.arange(0, 32)[None, None, :]
         n = tile + lane_L // 4
         m = tl.program_id(1) * M + tl.arange(0, X)[:, None, None] * 8 + lane_L % 4 * 2
-        _store(_of_warps(sums[0], W), n, m, out_ptr, factor_ptr, bias_ptr, rows, N, FACTORS, BIAS)
-        _store(_of_warps(sums[2], W), n + 8, m, out_ptr, factor_ptr, bias_ptr, rows, N, FACTORS, BIAS)
+        first, second = _of_warps(sums[0], sums[2], W)
+        _store(first, n, m, out_ptr, factor_ptr, bias_ptr, rows, N, FACTORS, BIAS)
+        _store(second, n + 8, m, out_ptr, factor_ptr, bias_ptr, rows, N, FACTORS, BIAS)
         if not ONE_ROW:
-            _store(_of_warps(sums[1], W), n, m + 1, out_ptr, factor_ptr, bias_ptr, rows, N, FACTORS, BIAS)
-            _store(_of_warps(sums[3], W), n + 8, m + 1, out_ptr, factor_ptr, bias_ptr, rows, N, FACTORS, BIAS)
+            first, second = _of_warps(sums[1], sums[3], W)
+            _store(first, n, m + 1, out_ptr, factor_ptr, bias_ptr, rows, N, FACTORS, BIAS)
+            _store(second, n + 8, m + 1, out_ptr, factor_ptr, bias_ptr, rows, N, FACTORS, BIAS)
     else:
         n = tile + tl.arange(0, 8)[None, None, :]
         m = tl.program_id(1) * M + tl.arange(0, M)[:, None, None]
@@ -123,14 +141,81 @@ def _codes(
     GROUP: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
+    RUN: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """Four words of each lane's two outputs, and their stored scales."""
+    words_at, second_words_at, scale_at, second_scale_at = _addresses(
+        data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, ORDER, GROUP, R, W, RUN
+    )
+    first = four_words(words_at, WORDS)
+    second = four_words(second_words_at, WORDS)
+    if GROUP == 0:
+        scale = first[0]
+        scale_of_second = second[0]
+    else:
+        scale = stored_scale(scale_at, SCALE, WORDS)
+        scale_of_second = stored_scale(second_scale_at, SCALE, WORDS)
+    return first + second + (scale, scale_of_second)
+
+
+@triton.jit
+def _fetch(
+    data_ptr,
+    scales_ptr,
+    step,
+    chunk_T,
+    first_RT,
+    second_RT,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ORDER: tl.constexpr,
+    GROUP: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Has what `_codes` will read brought to the L2 cache."""
+    words_at, second_words_at, scale_at, second_scale_at = _addresses(
+        data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, ORDER, GROUP, R, W, RUN
+    )
+    fetch(words_at)
+    fetch(second_words_at)
+    if GROUP != 0:
+        fetch(scale_at)
+        fetch(second_scale_at)
+
+
+@triton.jit
+def _chunk(chunk_T, step, K: tl.constexpr, EACH: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr):
+    """Which piece of a row a lane takes in a step: a warp's RUN neighbours, then the next run of the program."""
+    chunk_T += (step // RUN) * (4 * W * RUN) + step % RUN * 4
+    ok = (chunk_T < K // EACH)[None, :]
+    if K % (4 * EACH * W * RUN) != 0:
+        chunk_T = tl.minimum(chunk_T, K // EACH - 1)
+    return chunk_T, ok
+
+
+@triton.jit
+def _addresses(
+    data_ptr,
+    scales_ptr,
+    step,
+    chunk_T,
+    first_RT,
+    second_RT,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ORDER: tl.constexpr,
+    GROUP: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Of the codes of a lane's two outputs, and of their scales."""
     EACH: tl.constexpr = 16 if ORDER == "bytes" else 32
     WIDTH: tl.constexpr = K // 4 if ORDER == "bytes" else K // 8
-    chunk_T += step * (4 * W)
-    if K % (4 * EACH * W) != 0:
-        chunk_T = tl.minimum(chunk_T, K // EACH - 1)
+    chunk_T, _ = _chunk(chunk_T, step, K, EACH, W, RUN)
     PER_ROW: tl.constexpr = 4 if GROUP == 32 else 2 if GROUP == 16 else 1  # a lane's 32 codes have two scales of 16
     at_T = chunk_T // PER_ROW * (N * PER_ROW) + chunk_T % PER_ROW if GROUP != 128 else chunk_T // (128 // EACH) * N
     words_at = data_ptr + first_RT.to(tl.int64) * WIDTH + (chunk_T * 4)[None, :]
@@ -141,15 +226,7 @@ def _codes(
     else:
         second_words_at = data_ptr + second_RT.to(tl.int64) * WIDTH + (chunk_T * 4)[None, :]
         second_scale_at = scales_ptr + (second_RT * PER_ROW + at_T[None, :])
-    first = four_words(words_at, WORDS)
-    second = four_words(second_words_at, WORDS)
-    if GROUP == 0:
-        scale = first[0]
-        scale_of_second = second[0]
-    else:
-        scale = stored_scale(scale_at, SCALE, WORDS)
-        scale_of_second = stored_scale(second_scale_at, SCALE, WORDS)
-    return first + second + (scale, scale_of_second)
+    return words_at, second_words_at, scale_at, second_scale_at
 
 
 @triton.jit
@@ -165,20 +242,18 @@ def _add_step(
     ORDER: tl.constexpr,
     GROUP: tl.constexpr,
     W: tl.constexpr,
+    RUN: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """The sums with the products of one step added."""
     EACH: tl.constexpr = 16 if ORDER == "bytes" else 32
-    chunk_T += step * (4 * W)
-    ok = (chunk_T < K // EACH)[None, :]
-    if K % (4 * EACH * W) != 0:
-        chunk_T = tl.minimum(chunk_T, K // EACH - 1)
+    chunk_T, ok = _chunk(chunk_T, step, K, EACH, W, RUN)
     x += (chunk_T * (EACH // 2))[None, :]
     zero = tl.zeros_like(sums[0])
     new = (zero, zero, zero, zero) if GROUP == 128 else sums
     if ORDER == "bytes":
         words = codes
-        if K % (4 * EACH * W) != 0:
+        if K % (4 * EACH * W * RUN) != 0:
             words = (
                 tl.where(ok, codes[0], 0),
                 tl.where(ok, codes[1], 0),
@@ -201,7 +276,7 @@ def _add_step(
         else:
             low, high = multipliers(codes[8], SCALE, GROUP, WORDS)
             second_low, second_high = multipliers(codes[9], SCALE, GROUP, WORDS)
-        if K % (4 * EACH * W) != 0:
+        if K % (4 * EACH * W * RUN) != 0:
             low, high = tl.where(ok, low, 0), tl.where(ok, high, 0)
             second_low, second_high = tl.where(ok, second_low, 0), tl.where(ok, second_high, 0)
         # Of 32 codes the first half and the second have a scale each; a float16 scale has two parts, for all of them.
@@ -228,8 +303,10 @@ def _add_step(
 
 
 @triton.jit
-def _of_warps(sum_XRT, W: tl.constexpr):
-    return tl.sum(tl.reshape(sum_XRT, [sum_XRT.shape[0], sum_XRT.shape[1], W, 32]), axis=2)
+def _of_warps(first_XRT, second_XRT, W: tl.constexpr):
+    """Both sums in one exchange between warps."""
+    both = tl.join(first_XRT, second_XRT)
+    return tl.split(tl.sum(tl.reshape(both, [both.shape[0], both.shape[1], W, 32, 2]), axis=2))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Products over packed codes without shared memory: up to 16 rows of x, on NVIDIA's GPUs from Hopper on.
+"""Products over packed codes without shared memory: up to 16 rows of x, on NVIDIA's GPUs from Ampere on.
 
 What it is for: a product of one row ends when its bytes have come, and a kernel that stages them in shared memory, or
 whose programs add up their parts through memory, adds microseconds to each of the hundreds of products of a token.
@@ -18,29 +18,32 @@ from bitplan.formats.registry import get_format
 from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.base.numbers import INTERPRETED
 from bitplan.kernels.matmul.direct.kernel import direct_kernel
-from bitplan.kernels.matmul.fused_weights import ArrangedScales, MatmulLaunch
+from bitplan.kernels.matmul.fused_weights import ArrangedScales, MatmulLaunch, can_overlap
 
 MOST_ROWS = 16
 STEP = 128  # inputs that a warp takes at a time
 
 
 def runs_direct(device: torch.device) -> bool:
-    """Whether the kernel can run here: its decoders multiply pairs of bfloat16, which GPUs do from Hopper on."""
+    """Whether the kernel can run here: tensor cores multiply bfloat16 from Ampere on."""
     if torch.version.hip is not None:
         return False
-    return bool(INTERPRETED) or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+    return bool(INTERPRETED) or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
-def direct_launch(outputs: int, rows: int, warps: int, stages: int) -> MatmulLaunch:
-    """Programs of `warps` warps for a tile of outputs x rows, `stages` steps of codes in registers."""
-    return MatmulLaunch(outputs, rows, STEP, warps, 1, warps, stages, overlap=1, direct=1)
+def direct_launch(outputs: int, rows: int, warps: int, stages: int, run: int = 1, overlap: int = 1) -> MatmulLaunch:
+    """Programs of `warps` warps for a tile of outputs x rows, `stages` steps of codes in registers.
+
+    A warp's step is 128 inputs (64 of 8-bit codes), `run` steps lie side by side.
+    """
+    return MatmulLaunch(outputs, rows, run * STEP, warps, 1, warps, stages, overlap=overlap, direct=1)
 
 
 def prepare_direct(
     device: torch.device, weight: Encoded, arranged: ArrangedScales, bias: str, rows: int, launch: MatmulLaunch
 ) -> PreparedLaunch:
     """All of a launch but its pointers: x, out, codes, scales, factor, bias."""
-    overlap = launch.overlap == 1 and not INTERPRETED
+    overlap = launch.overlap if can_overlap(device) else 0
     return _prepared(
         weight.fmt.name,
         weight.shape,
@@ -71,7 +74,7 @@ def _prepared(
     bias: str,
     scale: str,
     factors: bool,
-    overlap: bool,
+    overlap: int,
     device: torch.device,  # noqa: ARG001 (a launch is for one)
 ) -> PreparedLaunch:
     fmt, (outputs, inputs) = get_format(format_name), shape
@@ -92,6 +95,7 @@ def _prepared(
         "X": tiles_of_x,
         "R": tiles,
         "W": launch.warps,
+        "RUN": launch.step // STEP,
         "STAGES": launch.stages,
         "WORDS": "none" if INTERPRETED else "0213",
         "OVERLAP": overlap,

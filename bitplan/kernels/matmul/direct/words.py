@@ -22,13 +22,13 @@ from bitplan.kernels.matmul.decode_words import (
     multiplier_of_scale,
 )
 
-_FOUR_WORDS = tl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
+_FOUR_WORDS = tl.constexpr("ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 _FOUR_PAIRS = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
 _TWO_AND_TWO_PAIRS = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$4];\nld.global.v2.b32 {$2, $3}, [$4 + 32];")
 _TWO_PAIRS = tl.constexpr("ld.global.v2.b32 {$0, $1}, [$2];")
-_BYTE = tl.constexpr("{ .reg .u16 h; ld.global.nc.u8 h, [$1]; cvt.u32.u16 $0, h; }")
-_FOUR_BYTES = tl.constexpr("ld.global.nc.b32 $0, [$1];")
-_TWO_BYTES = tl.constexpr("{ .reg .u16 h; ld.global.nc.u16 h, [$1]; cvt.u32.u16 $0, h; }")
+_BYTE = tl.constexpr("{ .reg .u16 h; ld.global.u8 h, [$1]; cvt.u32.u16 $0, h; }")
+_FOUR_BYTES = tl.constexpr("ld.global.b32 $0, [$1];")
+_TWO_BYTES = tl.constexpr("{ .reg .u16 h; ld.global.u16 h, [$1]; cvt.u32.u16 $0, h; }")
 # The inputs of a word in the order of `decode_words` "0213": eight neighbours, or "halves".
 _ORDER_OF_CODES = tl.constexpr("""
 prmt.b32 $0, $4, $6, 0x5410;
@@ -64,6 +64,20 @@ def four_words(at, WORDS: tl.constexpr):
     else:
         words = _four(at, _FOUR_WORDS)
     return words
+
+
+@triton.jit
+def stay():
+    """Loads before it are not moved behind it: the assembler would put them off to save registers."""
+    tl.inline_asm_elementwise("bar.warp.sync -1; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def fetch(at):
+    """Has the memory around an address brought to the L2 cache; waits for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

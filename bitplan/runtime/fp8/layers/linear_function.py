@@ -128,7 +128,7 @@ class _Fp8Product(torch.autograd.Function):
 _LIBRARY = torch.library.Library("bitplan", "FRAGMENT")
 
 
-def _define(signature: str, run: Callable[..., tuple[Tensor | None, ...]], fake: Callable[..., Any]) -> Any:
+def define_operator(signature: str, run: Callable[..., tuple[Tensor | None, ...]], fake: Callable[..., Any]) -> Any:
     """An operator `bitplan::...` for every device, whose last argument says whether weight casts are reused.
 
     torch.library.custom_op also checks each call for aliases, which costs the host as much as a launch.
@@ -156,7 +156,7 @@ def _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: i
     return y, x_MK.new_empty(shape, dtype=FP8_DTYPES["e4m3"]), scale
 
 
-def _norm_forward_shapes(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def norm_forward_shapes(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
     settings = Fp8Settings.from_text(text)
     y, kept, scale = _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse)  # type: ignore[no-untyped-call]
     if need_w and settings.gemms.wgrad == BF16:
@@ -171,7 +171,7 @@ def _backward_shapes(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reus
     return dx, weight.new_empty(weight.shape) if need_w else dy_MN.new_empty(0)
 
 
-def _norm_backward_shapes(dy_MN, kept, kept_scale, weight, x_MK, norm_weight, norm_bias, *rest):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def norm_backward_shapes(dy_MN, kept, kept_scale, weight, x_MK, norm_weight, norm_bias, *rest):  # type: ignore[no-untyped-def]  # noqa: ARG001
     need_x, need_w = rest[-3:-1]
     dw = weight.new_empty(weight.shape) if need_w else dy_MN.new_empty(0)
     if not need_x:
@@ -180,28 +180,28 @@ def _norm_backward_shapes(dy_MN, kept, kept_scale, weight, x_MK, norm_weight, no
     return x_MK.new_empty(x_MK.shape), norm_weight.new_empty(norm_weight.shape), d_bias, dw
 
 
-forward_op = _define(
+forward_op = define_operator(
     "fp8_linear_forward(Tensor x, Tensor weight, Tensor? bias, str text, bool need_x, bool need_w, bool reuse) "
     "-> (Tensor, Tensor, Tensor)",
     run_forward,
     _forward_shapes,
 )
-backward_op = _define(
+backward_op = define_operator(
     "fp8_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, str text, bool need_x, "
     "bool need_w, bool reuse) -> (Tensor, Tensor)",
     run_backward,
     _backward_shapes,
 )
-norm_forward_op = _define(
+norm_forward_op = define_operator(
     "fp8_norm_linear_forward(Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, str text, "
     "bool need_x, bool need_w, bool reuse) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     run_norm_forward,
-    _norm_forward_shapes,
+    norm_forward_shapes,
 )
-norm_backward_op = _define(
+norm_backward_op = define_operator(
     "fp8_norm_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, Tensor x, Tensor norm_weight, "
     "Tensor? norm_bias, Tensor rstd, Tensor mean, str text, bool need_x, bool need_w, bool reuse) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     run_norm_backward,
-    _norm_backward_shapes,
+    norm_backward_shapes,
 )

@@ -60,7 +60,7 @@ def run_forward(
     gemms = settings.gemms
     wgrad = gemms.wgrad if need_w else BF16
     x_rows, x_cols = source.cast_for(x_MK, gemms.fprop, wgrad, "e4m3", settings.recipe.eps.input, weight, INPUT)
-    y = _output(x_MK, x_rows, weight, bias, settings, need_x, source)
+    y = product_of(x_MK, x_rows, weight, bias, settings, need_x, source)
     return (y, None, None) if x_cols is None else (y, x_cols.codes, x_cols.scale)
 
 
@@ -85,13 +85,13 @@ def run_norm_forward(
     plain = keep_plain or rows_by is None
     normed = norm_and_cast(x_MK, norm, rows_by, cols_by, "e4m3", settings.recipe.eps.input, plain=plain)
     normed_MK = x_MK if normed.plain is None else normed.plain
-    y = _output(normed_MK, normed.rows, weight, bias, settings, need_x, source)
+    y = product_of(normed_MK, normed.rows, weight, bias, settings, need_x, source)
     if normed.cols is not None:
         return y, normed.cols.codes, normed.cols.scale, normed.rstd, normed.mean
     return y, normed.plain if keep_plain else None, None, normed.rstd, normed.mean
 
 
-def _output(
+def product_of(
     x_MK: Tensor,
     x_rows: ScaledFp8 | None,
     weight: Tensor,
@@ -124,18 +124,35 @@ def run_backward(
     settings = Fp8Settings.from_text(text)
     recipe, gemms = settings.recipe, settings.gemms
     dgrad, wgrad = gemms.dgrad if need_x else BF16, gemms.wgrad if need_w else BF16
-    dy_rows, dy_cols = source.cast_for(dy_MN, dgrad, wgrad, recipe.grad_fp8, recipe.eps.grad, weight, GRAD)
+    cast = source.cast_for(dy_MN, dgrad, wgrad, recipe.grad_fp8, recipe.eps.grad, weight, GRAD)
+    return gradients_of(cast, dy_MN, kept, kept_scale, weight, settings, need_x, need_w, source)
+
+
+def gradients_of(
+    cast: tuple[ScaledFp8 | None, ScaledFp8 | None],
+    dy_MN: Tensor,
+    kept: Tensor,
+    kept_scale: Tensor | None,
+    weight: Tensor,
+    settings: Fp8Settings,
+    need_x: bool,
+    need_w: bool,
+    source: WeightSource,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same of a dy that was cast, in the layouts that are not None; dy itself is then read for its type alone."""
+    recipe, gemms = settings.recipe, settings.gemms
+    dy_rows, dy_cols = cast
     grad_type = source.grad_type or weight.dtype
     dx = dw = None
     if dy_rows is not None:
-        w_cols = source.cols(weight, dgrad, recipe.eps.weight)
+        w_cols = source.cols(weight, gemms.dgrad, recipe.eps.weight)
         dx = scaled_product(dy_rows, w_cols, dy_MN.dtype, fast_accum="dgrad" in recipe.fast_accum)
         dx = _without_padding(dx, dy_MN.shape[0])
     elif need_x:
         dx = plain_product(dy_MN, source.plain(weight, dy_MN.dtype))
     if dy_cols is not None:
         assert kept_scale is not None
-        x_cols = ScaledFp8(kept, kept_scale, scaling_of(wgrad))
+        x_cols = ScaledFp8(kept, kept_scale, scaling_of(gemms.wgrad))
         dw = scaled_product(dy_cols, x_cols, grad_type, fast_accum="wgrad" in recipe.fast_accum)
     elif need_w:
         dw = plain_product(dy_MN.t(), kept).to(grad_type)
@@ -159,11 +176,24 @@ def run_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, the norm's weight gradient, its bias's, dW); None where not wanted."""
     d_normed, dw = run_backward(dy_MN, kept, kept_scale, weight, text, need_x, need_w, source)
+    return *norm_gradients(d_normed, x_MK, norm_weight, norm_bias, rstd, mean, text), dw
+
+
+def norm_gradients(
+    d_normed: Tensor | None,
+    x_MK: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    rstd: Tensor,
+    mean: Tensor | None,
+    text: str,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, the norm's weight gradient, its bias's) of the gradient behind the norm, if there is one."""
     if d_normed is None:
-        return None, None, None, dw
+        return None, None, None
     norm = _norm(Fp8Settings.from_text(text), norm_weight, norm_bias)
     dx, d_weight, d_bias = norm_gradient(d_normed, x_MK, norm, mean if norm.kind == "layer" else None, rstd)
-    return dx, d_weight.to(norm_weight.dtype), None if d_bias is None else d_bias.to(norm_weight.dtype), dw
+    return dx, d_weight.to(norm_weight.dtype), None if d_bias is None else d_bias.to(norm_weight.dtype)
 
 
 def _norm(settings: Fp8Settings, weight: Tensor, bias: Tensor | None) -> NormWeights:

@@ -28,7 +28,7 @@ from bitplan.runtime.fp8.compiled_graphs import allocate_outside
 from bitplan.store.models.weight_changes import KeptByStorage
 
 INPUT, WEIGHT, GRAD = "input", "weight", "grad"
-ROOM = {INPUT: 0, WEIGHT: 0, GRAD: 5}  # octaves by which a scale may be larger than the definition's
+ROOM = {INPUT: 3, WEIGHT: 0, GRAD: 5}  # octaves by which a scale may be larger than the definition's
 
 
 @dataclass
@@ -85,6 +85,6 @@ def _new(key: _Key, weight: Tensor) -> Tensor:
     stream = torch.cuda.current_stream(weight.device)
     stream.wait_stream(torch.cuda.default_stream(weight.device))  # which may still be writing the state's memory
     state.record_stream(stream)
-    clear_state(state, ROOM[key[2]])
+    clear_state(state, ROOM[key[2]], follows=key[2] == GRAD)
     _kept.add(key, _Kept(StorageWeakRef(weight.untyped_storage()), key[2], state, stream))
     return state

@@ -13,9 +13,9 @@ CUDA graphs replay kernels without checking versions. So a captured graph casts 
 and is right whatever happens between replays; it reads only casts made by `hold_weight_casts` from outside. Those stay
 at their address: call `hold_weight_casts` again after each step, outside the graph, and all replays of the step share
 that cast. torch.compile(mode="reduce-overhead") makes graphs by itself and must know all memory that they leave behind:
-there only held casts are read, no cast is kept, and the backward casts its own layout. (A forward that casts both
-layouts into memory outside those graphs was slower: 0.86 times BF16 at 512 tokens instead of 0.96, though on another
-host.)
+there a forward casts both layouts into memory outside those graphs, which belongs to the weight, and the backward reads
+it there (tensorwise; by other recipes the backward casts its own layout). Between them the weight does not change, or
+torch refuses the backward.
 
 Weights that change together are cast together on a GPU (`cast_together`): the first one that is asked for after a step
 triggers one replay of a graph that casts them all; one by one the host would launch two kernels for each. `apply_fp8`
@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bitplan.formats.fp8 import CastPair, ScaledFp8
+from bitplan.formats.fp8 import FP8_DTYPES, CastPair, ScaledFp8, empty_scale
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.kernels.fp8.cast import cast_layouts
-from bitplan.runtime.fp8.compiled_graphs import in_compiled_graphs
+from bitplan.runtime.fp8.compiled_graphs import allocate_outside, in_compiled_graphs
 from bitplan.runtime.fp8.layers.scale_guesses import WEIGHT, guess_for
 from bitplan.store.models.weight_changes import UNCOUNTED, KeptByStorage, count_optimizer_steps, writes_of
 
@@ -99,14 +99,26 @@ class _Together:
         return [_cast(weight, recipe, eps) for weight, (recipe, eps) in zip(weights, self.hows, strict=True)]
 
 
+@dataclass
+class _OfGraphs:
+    """Memory of both layouts for the graphs of torch.compile(mode="reduce-overhead"); None where one does without."""
+
+    storage: StorageWeakRef
+    pair: CastPair | None
+
+
 _kept: KeptByStorage[_Kept] = KeptByStorage(16)
+_of_graphs: KeptByStorage[_OfGraphs] = KeptByStorage(16)
 _together: dict[_Place, _Together] = {}
 
 
 def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reuse: bool) -> ScaledFp8:
     """The weight [N, K] for fprop. `with_cols`: dgrad will ask for the other layout of the same cast."""
     how = (recipe, eps)
+    was_asked = reuse
     kept, reuse = _find_to_reuse(weight, reuse)
+    if was_asked and not reuse and with_cols and (fixed := _pair_of_graphs(weight, how, make=True)) is not None:
+        return _cast_into(fixed, weight, how)
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.rows and (kept.held or not (capturing or kept.captured)):
         return kept.rows[how]
@@ -122,7 +134,11 @@ def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reu
 def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> ScaledFp8:
     """The weight transposed, [K, N], for dgrad."""
     how = (recipe, eps)
+    was_asked = reuse
     kept, reuse = _find_to_reuse(weight, reuse)
+    if was_asked and not reuse and (fixed := _pair_of_graphs(weight, how, make=False)) is not None:
+        assert fixed.cols is not None
+        return fixed.cols
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.cols and (kept.held or kept.captured == capturing):
         cols = kept.cols[how]
@@ -144,6 +160,47 @@ def _find_to_reuse(weight: Tensor, reuse: bool) -> tuple[_Kept | None, bool]:
     if reuse and (kept is None or not kept.held) and in_compiled_graphs(weight):
         return None, False
     return kept, reuse
+
+
+def _pair_of_graphs(weight: Tensor, how: _How, *, make: bool) -> CastPair | None:
+    """Where compiled graphs cast this weight to: the forward writes there, and the backward reads it.
+
+    None for casts without a guess, and for a weight whose first graph was recorded without warming up: that one has
+    its own memory, so no backward may look for its casts here.
+    """
+    key = (*_place(weight), *how)
+    known = _of_graphs.get(key)
+    if known is None and make:
+        pair = None
+        if weight.is_cuda and RECIPES[how[0]].has_one_scale and not _is_capturing(weight):
+            pair = allocate_outside(lambda: _empty_pair(weight))
+            stream = torch.cuda.current_stream(weight.device)
+            stream.wait_stream(torch.cuda.default_stream(weight.device))  # which may still use that memory
+        known = _OfGraphs(StorageWeakRef(weight.untyped_storage()), pair)
+        _of_graphs.add(key, known)
+    return None if known is None else known.pair
+
+
+def _cast_into(fixed: CastPair, weight: Tensor, how: _How) -> ScaledFp8:
+    """Cast to this memory -> the rows."""
+    recipe, eps = how
+    guess = guess_for(recipe, weight, WEIGHT)
+    if guess is not None:
+        cast_layouts(weight, recipe, "e4m3", eps, is_weight=True, guess=guess, into=fixed)
+    else:  # a graph is recorded, and there is no guess yet
+        _copy_pair(_cast(weight, recipe, eps), fixed)
+    assert fixed.rows is not None
+    return fixed.rows
+
+
+def _empty_pair(weight: Tensor) -> CastPair:
+    """Memory for a tensorwise cast in both layouts."""
+    rows, cols = weight.shape
+    scale = empty_scale((rows, cols), "tensor", weight.device)
+    codes = [
+        torch.empty(shape, dtype=FP8_DTYPES["e4m3"], device=weight.device) for shape in ((rows, cols), (cols, rows))
+    ]
+    return CastPair(*(ScaledFp8(each, scale, "tensor") for each in codes))
 
 
 def derived_layouts(
@@ -300,7 +357,11 @@ def _refresh(weight: Tensor, kept: _Kept) -> None:
 
 
 def _write_over(kept: _Kept, how: _How, pair: CastPair) -> None:
-    for old, new in ((kept.rows.get(how), pair.rows), (kept.cols.get(how), pair.cols)):
+    _copy_pair(pair, CastPair(kept.rows.get(how), kept.cols.get(how)))
+
+
+def _copy_pair(source: CastPair, target: CastPair) -> None:
+    for new, old in zip(source, target, strict=True):
         if old is not None and new is not None:
             old.codes.copy_(new.codes)
             old.scale.copy_(new.scale)

@@ -178,7 +178,9 @@ def make_layers(
         layers[owner] = made = packed_layer(
             layer_of(owner),
             weights,
-            bias=parameters.get(f"{owner}.bias"),
+            plain={
+                name.removeprefix(f"{owner}."): one for name, one in parameters.items() if name.startswith(f"{owner}.")
+            },
             dtype=dtype,
             name=owner,
             strategy=strategy,

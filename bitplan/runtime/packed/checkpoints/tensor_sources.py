@@ -22,6 +22,7 @@ from torch import nn
 from bitplan.errors import FileFormatError
 from bitplan.formats import get_format
 from bitplan.plan.names import natural_order
+from bitplan.runtime.packed.layer_replacement import packed_shape
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
 MOST_SHOWN = 8
@@ -93,7 +94,7 @@ def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
     missing = [name for name in own if name not in made and name not in ties]
     unread = [name for name in unknown if _is_computed(model, name)]
     unknown = [name for name in unknown if name not in unread]
-    shapes = [text for recipe in recipes if (text := _shape_fault(recipe, own))]
+    shapes = [text for recipe in recipes if (text := _shape_fault(recipe, _shapes_in(model, recipe, own, file)))]
     mixed = [text for recipe in recipes if (text := _packing_fault(recipe, file))]
     kinds = (
         ("missing", missing),
@@ -196,6 +197,20 @@ def _is_computed(model: nn.Module, name: str) -> bool:
 
 
 # ---- shapes and formats ----------------------------------------------------------------------------------------------
+
+
+def _shapes_in(
+    model: nn.Module, recipe: TensorRecipe, own: Mapping[str, tuple[int, ...]], file: TensorFile
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a recipe's tensors in the file: packed ones have outputs as rows, however the model holds them."""
+    shapes = {target: own[target] for target in recipe.targets if target in own}
+    if recipe.format_in(file) is None:
+        return shapes
+    parts = {target: target.rpartition(".") for target in shapes}
+    return {
+        target: packed_shape(model.get_submodule(parts[target][0]), parts[target][2], shape)
+        for target, shape in shapes.items()
+    }
 
 
 def _shape_fault(recipe: TensorRecipe, own: Mapping[str, tuple[int, ...]]) -> str | None:

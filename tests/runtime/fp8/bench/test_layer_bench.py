@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -174,3 +176,4 @@ def test_the_estimate_grows_with_the_work():
     assert 0 < small < plan_of(Case(FC2, 512), Case(FC2, 1024)).estimated_minutes()
     assert plan_of(Case(FC2, 512), turns=100).estimated_minutes() > small
     assert plan_of(Case(FC2, 512, "cannot")).estimated_minutes() == 0
+    assert plan_of(Case(replace(FC2, shape=FC2.shape[::-1]), 512)).estimated_minutes() == small

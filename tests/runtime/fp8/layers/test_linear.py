@@ -57,6 +57,10 @@ def test_outputs_and_gradients_are_near_float64(recipe, tokens) -> None:
     torch.testing.assert_close(layer.bias.grad, g.sum(0))
 
 
+def test_a_layer_without_numbers_is_made_on_any_machine() -> None:
+    assert Fp8Linear(K, N, recipe=Fp8Recipe("tensorwise"), device="meta").weight.is_meta
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_hybrid_gradients_are_e5m2(recipe) -> None:
     torch.manual_seed(0)

@@ -1,0 +1,39 @@
+"""Loops that come with the package: they are those of its sources, and do what numba's do."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import zipfile
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from numba.core.registry import cpu_target
+
+from bitplan.kernels.base import prepared_code
+from bitplan.trees.loops import histogram
+
+
+def test_the_packages_loops_are_made_of_its_sources() -> None:
+    with zipfile.ZipFile(prepared_code.FILE) as file:
+        index = json.loads(file.read(prepared_code.INDEX))
+    assert index["sources"] == prepared_code.sources(), "loops were edited: run python tools/prepare_loops.py"
+
+
+def test_a_prepared_loop_runs_and_other_functions_have_none() -> None:
+    rows = np.array([2, 0], np.uint32)
+    grads, hess, entries = np.array([1, 2, -3], np.int8), np.array([4, 5, 6], np.uint8), np.zeros(2, np.uint64)
+    given = rows, grads, hess, entries
+    kinds: Any = tuple(map(numba.typeof, given))
+    loop = histogram.enter_i16.py_func
+    made = prepared_code.rebuilt(loop, kinds, cpu_target.target_context)
+    if not (sys.platform == "linux" and platform.machine() == "x86_64" and numba.__version__.startswith("0.68.")):
+        assert made is None
+        pytest.skip("no loops were prepared for this machine")
+    made.entry_point(*given)
+    assert entries.view(np.int64).tolist() == [(-3 << 48) + (6 << 32) + 2, (1 << 48) + (4 << 32)]
+    assert prepared_code.rebuilt(loop, kinds[:3], cpu_target.target_context) is None
+    assert prepared_code.name_of(lambda: made, ()) is None, "it closes over more than numbers"

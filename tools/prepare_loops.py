@@ -1,0 +1,120 @@
+"""Compiles the loops of boosted trees for the package: `bitplan/data/prepared_loops.zip`.
+
+    python tools/prepare_loops.py           # a minute or two, on x86-64 Linux; again after every edit of a loop
+
+Small fits, predictions and so on are run, and every loop that numba compiles for them is kept as bitcode, optimized for
+any x86-64 processor with AVX2; a processor without it runs it, too, for its own code is made from it there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": tempfile.mkdtemp()}
+os.environ["TRITON_INTERPRET"] = "1"  # trees on a GPU need loops of the host
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+from numba.core import bytecode
+from numba.core.codegen import CPUCodeLibrary
+
+from bitplan.kernels.base import helper_threads, prepared_code
+from bitplan.trees import (
+    BoostedTreesClassifier,
+    BoostedTreesRanker,
+    BoostedTreesRegressor,
+    grow,
+    histogram,
+    thread_workspace,
+)
+
+FIRST_NUMBER = 1_000_000  # numba numbers functions from 1 on; names of ours must not be those of others
+DATE = (2026, 1, 1, 0, 0, 0)  # of files in the archive: equal loops give equal archives
+
+
+def run_all() -> None:
+    """Everything that compiles a loop, on tables that are as small as it goes."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((600, 32))
+    y = x[:, 0] + x[:, 1] * x[:, 2] + 0.1 * rng.standard_normal(600)
+    coded = np.where(np.arange(32) == 1, rng.integers(0, 9, (600, 32)), x)
+    small: dict[str, Any] = {"n_estimators": 2, "max_leaves": 6, "min_child_samples": 2, "n_jobs": 2}
+    whole, team = histogram.NARROW_ROWS, thread_workspace.TEAM_ROWS
+    grow.THREADS_FROM_ROWS = 100
+    for precision, by_team in itertools.product(("i16", "f32", "i8"), (True, False)):
+        thread_workspace.TEAM_ROWS = 1 if by_team else team
+        of = small | {"gradient_precision": precision}
+        for width in range(4, 33, 4) if by_team and precision != "i8" else (8,):
+            model = BoostedTreesClassifier(**of).fit(x[:, :width], y > 0)
+        model.predict_proba(x[:, :width])
+        histogram.NARROW_ROWS = 200  # larger nodes have cells of another form
+        BoostedTreesRegressor(**of, subsample=0.7).fit(x[:, :8], y)
+        histogram.NARROW_ROWS = whole
+        BoostedTreesRegressor(**of, categorical_features=[1]).fit(coded[:, :8], y).predict(coded[:, :8])
+        BoostedTreesRegressor(**of, monotone_constraints=[1] * 8, l1=0.1).fit(x[:, :8], y)
+    thread_workspace.TEAM_ROWS = team
+    for objective in ("absolute_error", "quantile", "huber", "poisson", "gamma", "tweedie"):
+        BoostedTreesRegressor(**small, objective=objective).fit(x[:, :8], np.exp(y))
+    classes = BoostedTreesClassifier(**small).fit(x[:, :8], np.digitize(y, [-1.0, 1.0]))
+    classes.predict(x[:, :8], contributions=True)
+    BoostedTreesClassifier(**small, gradient_precision="i16", device="cuda").fit(x[:, :8], y > 0)
+    helper_threads._server()
+    BoostedTreesRanker(**small).fit(x[:, :8], np.digitize(y, [-1.0, 1.0]), [20] * 30)
+
+
+def main() -> None:
+    made: dict[str, Any] = {}
+    bitcode: dict[Any, bytes] = {}
+    keep, finalize = prepared_code.PreparedCache.save_overload, CPUCodeLibrary._finalize_final_module
+
+    def before_code(library: Any) -> None:
+        bitcode[library] = library._final_module.as_bitcode()  # afterwards it is changed for this processor
+        finalize(library)
+
+    def save(self: Any, sig: Any, result: Any) -> None:
+        name = prepared_code.name_of(self._py_func, sig)
+        if name and self._py_func.__module__.startswith(("bitplan.trees.", "bitplan.kernels.base.")):
+            made[name] = result
+        keep(self, sig, result)
+
+    prepared_code.PreparedCache.save_overload = save  # type: ignore[method-assign]
+    CPUCodeLibrary._finalize_final_module = before_code
+    prepared_code.FILE, into = Path(os.devnull), prepared_code.FILE
+    bytecode.FunctionIdentity._unique_ids = itertools.count(FIRST_NUMBER)
+    run_all()
+    loops: dict[str, Any] = {}
+    code = b""
+    for name in sorted(made):
+        result = made[name]
+        assert not result.environment.consts, f"{name} needs Python objects"
+        assert not result.library.has_dynamic_globals, f"{name} holds addresses of this process"
+        part = bitcode[result.library]
+        loops[name] = {
+            "first": len(code),
+            "end": len(code) + len(part),
+            "result": str(prepared_code.RESULTS[str(result.signature.return_type)]),
+            "library": result.library.name,
+            "unique_name": result.fndesc.unique_name,
+            "mangled_name": result.fndesc.mangled_name,
+            "env_name": result.fndesc.env_name,
+        }
+        code += part
+    index = json.dumps({**prepared_code.made_with(), "loops": loops}, indent=0).encode()
+    with tempfile.TemporaryDirectory(dir=into.parent) as folder:
+        archive = Path(folder) / into.name
+        with zipfile.ZipFile(archive, "w") as file:
+            for path, content in ((prepared_code.INDEX, index), (prepared_code.CODE, code)):
+                file.writestr(zipfile.ZipInfo(path, DATE), content, zipfile.ZIP_LZMA)
+        archive.replace(into)
+    print(f"{into}: {len(loops)} loops, {into.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
