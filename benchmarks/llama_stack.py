@@ -27,6 +27,7 @@ class Size:
     sequence: int
     tokens: tuple[int, ...]
     dtype: torch.dtype
+    kv_heads: int | None = None  # fewer heads of keys and values than of queries
 
 
 FULL = Size(24, 4096, 11008, 32, 16, 1024, (1024, 4096, 16384), torch.bfloat16)
@@ -47,27 +48,34 @@ class LowRankLinear(nn.Module):
         return functional.linear(x, self.weight) + functional.linear(functional.linear(x, self.down), self.up)
 
 
+def rotary(size: Size) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding."""
+    width = size.hidden // size.heads
+    angles = torch.outer(torch.arange(size.sequence), 10000 ** (-torch.arange(0, width, 2) / width)).repeat(1, 2)
+    return angles.cos().to(size.dtype), angles.sin().to(size.dtype)
+
+
 class LlamaBlock(nn.Module):
     cos: Tensor
     sin: Tensor
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.width = size.hidden // size.heads
 
         def linear(inputs: int, outputs: int) -> LowRankLinear:
             return LowRankLinear(inputs, outputs, size.rank, size.dtype)
 
-        self.q, self.k, self.v, self.o = (linear(size.hidden, size.hidden) for _ in range(4))
+        keys = size.hidden // size.heads * (size.kv_heads or size.heads)
+        self.q, self.o = linear(size.hidden, size.hidden), linear(size.hidden, size.hidden)
+        self.k, self.v = linear(size.hidden, keys), linear(size.hidden, keys)
         self.gate, self.up = linear(size.hidden, size.ffn), linear(size.hidden, size.ffn)
         self.down = linear(size.ffn, size.hidden)
         self.norms = nn.ParameterList(
             nn.Parameter(torch.ones(size.hidden, dtype=size.dtype), requires_grad=False) for _ in range(2)
         )
-        width = size.hidden // size.heads
-        angles = torch.outer(torch.arange(size.sequence), 10000 ** (-torch.arange(0, width, 2) / width))
-        self.register_buffer("cos", angles.cos().repeat(1, 2).to(size.dtype))
-        self.register_buffer("sin", angles.sin().repeat(1, 2).to(size.dtype))
+        for name, table in zip(("cos", "sin"), rotary(size), strict=True):
+            self.register_buffer(name, table)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._attention(functional.rms_norm(x, x.shape[-1:], self.norms[0]))
@@ -77,9 +85,11 @@ class LlamaBlock(nn.Module):
 
     def _attention(self, x: Tensor) -> Tensor:
         query, key, value = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
-        mixed = functional.scaled_dot_product_attention(self._rotate(query), self._rotate(key), value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(
+            self._rotate(query), self._rotate(key), value, is_causal=True, enable_gqa=key.shape[1] < query.shape[1]
+        )
         out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -100,7 +110,7 @@ class LlamaStack(nn.Module):
         self.checkpoints = True
         self.layers = nn.ModuleList(LlamaBlock(size) for _ in range(size.blocks))
         generator = torch.Generator().manual_seed(0)
-        for first in self.layers[0].modules():
+        for first in self.layers[:1].modules():
             if isinstance(first, LowRankLinear):
                 scale = 0.5 / math.sqrt(first.weight.shape[1])
                 first.weight.data.normal_(0, scale, generator=generator)

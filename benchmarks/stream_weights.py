@@ -53,7 +53,7 @@ def measure_weights(
     computing = {tokens: _median_ms(_resident_step(resident, x_of(tokens)), repeats, device) for tokens in size.tokens}
     del resident
     optimizer_ms = host_adamw_ms(weights // size.blocks) * size.blocks
-    rows = []
+    rows: list[Row] = []
     settings = AdamWSettings(lr=1e-5)
     with stream_blocks(
         model, "layers.*", device=device, formats="bfloat16", slots=slots, train="weights", optimizer=settings

@@ -1,6 +1,6 @@
 """Streaming blocks to a GPU: how close a step comes to the larger of computing and copying.
 
-    python benchmarks/streaming.py [--part steps|decode|offload|weights] [--tiny --device cpu] [--slots 3 12]
+    python benchmarks/streaming.py [--part steps|decode|offload|weights|70b] [--tiny --device cpu] [--slots 3 12]
     python benchmarks/streaming.py --arms resident,int8 --tokens 1024,4096 --trace int8   some rows, and what takes time
     python benchmarks/streaming.py --compile    blocks of every variant through torch.compile
 
@@ -18,7 +18,7 @@ simulated = what a perfect ring of so many slots would take (streaming_bound.py)
 
 `--part decode` is about one block: see stream_decode.py. `--part weights` is full fine-tuning: see stream_weights.py;
 with `--blocks 6`, for it takes 16 bytes of host memory a weight. `--part offload` streams INT8 with and without
-offload_activations: what it saves on the device, and what it costs in time.
+offload_activations: what it saves on the device, and what it costs in time. `--part 70b`: see stream_70b.py.
 
 `--tiny --device cpu` runs all of it on the simulated device in seconds; its figures mean nothing.
 """
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import stream_70b
 import stream_decode
 import stream_trace
 import stream_weights
@@ -383,7 +384,12 @@ def measure_part(part: str, size: Size, device: StreamDevice, run: Run) -> dict[
             profile=run.profile,
         )
         return document_of("streaming, weights part", size, device, run, more.pop("rows")) | more
-    if part == "offload":
+    if part == "70b":
+        size = stream_70b.TINY_LARGE if size is TINY else stream_70b.LARGE
+        x = inputs(size, size.tokens[0], device.torch_device)
+        step_of = lambda model, _, stream: Stepper(model, x, stream)
+        rows = stream_70b.measure_large(size, device, run.slots[0], run.repeats, step_of)
+    elif part == "offload":
         rows = run_offload(LlamaStack(size), size, device, run)
     else:
         rows = stream_decode.measure_formats(size, device, run.repeats)
@@ -399,7 +405,7 @@ def named(parser: argparse.ArgumentParser, text: str) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("steps", "decode", "offload", "weights"), default="steps")
+    parser.add_argument("--part", choices=("steps", "decode", "offload", "weights", "70b"), default="steps")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of toy size, to see that everything runs")
     parser.add_argument("--blocks", type=int, default=FULL.blocks, help="how many blocks (not with --tiny)")
