@@ -178,8 +178,10 @@ def hasten_the_interpreter() -> None:
     remember(type(builder), "get_block_ty", lambda _, kind, shape: (kind.name, *shape))
     remember(interpreter.tl.block_type, "with_element_ty", lambda block, kind: (block.name, kind.name))
     remember_shapes(interpreter.tl.tensor)
+    compare_names(interpreter.tl.dtype)
     if hasattr(interpreter, "interpreter_semantic"):
         remember_constants(interpreter.interpreter_semantic, interpreter.tl.tensor)
+        remember_broadcasts(interpreter.interpreter_semantic)
 
 
 def remember(owner: Any, name: str, key: Callable[..., Any]) -> None:
@@ -212,6 +214,12 @@ def remember_shapes(tensor: Any) -> None:
     tensor.__init__ = init
 
 
+def compare_names(dtype: Any) -> None:
+    """Let two types be compared without a look for constants of the language, which they are not."""
+    real = dtype.__eq__
+    dtype.__eq__ = lambda self, other: self.name == other.name if type(other) is dtype else real(self, other)
+
+
 def remember_constants(semantic: Any, tensor: Any) -> None:
     """Let operations on two tensors of one type, and on a tensor and a Python number, have their operands at once."""
     real, known = semantic.binary_op_type_checking_impl, {}
@@ -235,3 +243,25 @@ def remember_constants(semantic: Any, tensor: Any) -> None:
         return (left if constants[0] is None else constants[0], right if constants[1] is None else constants[1])
 
     semantic.binary_op_type_checking_impl = operands
+
+
+def remember_broadcasts(semantic: Any) -> None:
+    """Let tensors be brought to a common shape without a look at each length."""
+    real, known = semantic.broadcast_impl_value, {}
+
+    def spread(old: Any, wanted: tuple[Any, tuple[int, ...]] | None) -> Any:
+        if wanted is None:
+            return old
+        kind, shape = wanted
+        return semantic.make_tensor(semantic.builder.create_broadcast(old.handle, shape), kind)
+
+    def broadcast(left: Any, right: Any) -> tuple[Any, Any]:
+        key = (left.type.name, right.type.name)
+        if key in known:
+            return spread(left, known[key][0]), spread(right, known[key][1])
+        made = real(left, right)
+        pairs = zip(made, (left, right), strict=True)
+        known[key] = [None if new is old else (new.type, new.handle.data.shape) for new, old in pairs]
+        return made
+
+    semantic.broadcast_impl_value = broadcast

@@ -80,12 +80,13 @@ def test_what_changes_is_seen_and_a_gradient_runs_each_layer_alone() -> None:
         before = model(x)
         assert torch.equal(twin(x), before)
         model.load_state_dict(other.state_dict())
-        assert torch.equal(model(x), other(x))
+        after = other(x)
+        assert torch.equal(model(x), after)
         assert torch.equal(twin(x), before)
-        x.mul_(2)
-        assert torch.equal(model(x), other(x))
+        x.mul_(2)  # and so is every product, to the bit
+        assert torch.equal(model(x), 2 * after)
         model.k_proj.strategy = "decode"
-        torch.testing.assert_close(model(x), other(x), rtol=0.02, atol=0.1)
+        torch.testing.assert_close(model(x), 2 * after, rtol=0.02, atol=0.1)
     y = twin(x.requires_grad_())
     assert y.grad_fn is not None
 
