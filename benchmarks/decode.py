@@ -8,6 +8,8 @@ gate/up joined. Milliseconds for one token of each sequence, 512 tokens in a sta
     eager       as a user writes it, one launch after another; all formats in turns, for the host is the limit
     compiled    torch.compile of the layers, fullgraph
     graph       compiled, and the whole step captured in a CUDA graph
+    overlapped  the same, where the compiler's own kernels begin before the kernel before them has ended, as packed
+                products always do (`torch._inductor.config.triton.enable_pdl`)
 
 and of a prefill of 2048 tokens, compiled. The floor of a row is what must be read (weights and cache) over the
 bandwidth of a device copy, and the kernels of a step times what a kernel costs in a graph that does nothing. "+cache"
@@ -36,6 +38,7 @@ from typing import Any
 
 import harness
 import torch
+import torch._inductor.config as inductor
 from llama_decode import SHAPES, VOCABULARY, DecodingLlama
 from torch import Tensor, nn
 
@@ -220,6 +223,8 @@ def measure(
                     **({"top": top} if batch == 1 else {}),
                 }
                 del graph
+                if batch == 1 and hasattr(inductor.triton, "enable_pdl"):
+                    yield row | {"mode": "overlapped"} | overlapped(model, run)
         if device == "cuda" and prefill and size == "8b":
             with guarded(f"{size} {name} prefill"):
                 ids = torch.randint(0, VOCABULARY, (1, PREFILL), device=device)
@@ -235,6 +240,19 @@ def measure(
                     "picks": picks(model),
                     **_times(samples),
                 }
+
+
+def overlapped(model: DecodingLlama, run: Step) -> Row:
+    """A step in a graph whose kernels all begin early; compiled anew for it."""
+    expected = run()
+    with inductor.patch({"triton.enable_pdl": True}):
+        torch._dynamo.reset()
+        compile_layers(model)
+        off = _off(run(), expected)
+        times = _times(wall_ms(captured(run).replay))
+    torch._dynamo.reset()
+    compile_layers(model)
+    return {"off_graph": off, **times}
 
 
 def _off(logits: Tensor, expected: Tensor) -> float:

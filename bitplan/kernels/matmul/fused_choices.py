@@ -29,9 +29,11 @@ def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
     nibbles = weight.fmt.packing is not None
     if weight.shape[-2] <= FEW_OUTPUTS:
         of_bytes = [] if nibbles else _cut(weight, tile, [(16, 4, 1)])
-        return [*_direct(weight, tile, [(16, 16, 5), (16, 8, 5), (32, 8, 3)]), *of_bytes]
-    launches = _direct(weight, tile, [(32, 8, 3), (16, 8, 4), (16, 4, 4)])
-    return [*launches, *_cut(weight, tile, [(64, 2, 1) if nibbles else (32, 4, 1)])]
+        return [*_direct(weight, tile, [(16, 16, 5), (16, 8, 5), (16, 4, 5)]), *of_bytes]
+    if nibbles:
+        cuts = [(32, 8, 3), (16, 8, 5), (16, 4, 5), (16, 4, 3)]
+        return [*_direct(weight, tile, cuts), *_cut(weight, tile, [(64, 2, 1)])]
+    return [*_direct(weight, tile, [(32, 8, 3), (16, 8, 5)]), *_cut(weight, tile, [(32, 4, 1), (16, 4, 1)])]
 
 
 def _cut(weight: Encoded, tile: int, cuts: list[tuple[int, int, int]]) -> list[MatmulLaunch]:
@@ -43,12 +45,15 @@ def _cut(weight: Encoded, tile: int, cuts: list[tuple[int, int, int]]) -> list[M
 
 
 def _direct(weight: Encoded, tile: int, cuts: list[tuple[int, int, int]]) -> list[MatmulLaunch]:
-    """Of outputs, warps and stages; with fewer warps where there are not inputs for all."""
+    """Of outputs, warps and stages; with fewer warps where there are not inputs for all; runs of two if there are."""
     if not runs_direct(weight.device):
         return []
     inputs = STEP if weight.fmt.packing is not None else STEP // 2
     most = 1 << max(0, (weight.shape[-1] // inputs).bit_length() - 1)
-    launches = [direct_launch(outputs, tile, min(warps, most), stages) for outputs, warps, stages in cuts]
+    launches = [
+        direct_launch(outputs, tile, min(warps, most), stages, run=2 if 2 * warps <= most else 1)
+        for outputs, warps, stages in cuts
+    ]
     return list(dict.fromkeys(launches))
 
 

@@ -7,8 +7,10 @@ neighbouring inputs: its codes are one load of 16 bytes, under one or two scales
 of a program take every W-th piece of 128 inputs, and meet only in the last sum: no shared memory, no barrier before it,
 few registers, so that many warps wait for memory at once.
 
-Codes are loaded STAGES - 1 steps ahead, for memory takes a microsecond to answer. The instruction mma sums over all
-lanes of an output; every lane of a warp must come to it, so lanes past the end take the last inputs, and codes of 0.
+Codes are loaded STAGES - 1 steps ahead, for memory takes a microsecond to answer; `stay` is there to keep the assembler
+from putting loads off until just before their use. A warp's RUN neighbouring pieces come one after the other. The
+instruction mma sums over all lanes of an output; every lane of a warp must come to it, so lanes past the end take the
+last inputs, and codes of 0.
 
 WORDS "none" is plain Triton for the interpreter, with the same loads, and sums of float32.
 
@@ -22,9 +24,7 @@ import triton
 import triton.language as tl
 
 from bitplan.kernels.base.numbers import narrow
-from bitplan.kernels.matmul.direct.words import add_bytes, add_word, fetch, four_words, multipliers, stay, stored_scale
-
-MOST_FETCHED = tl.constexpr(8)  # steps of codes that are fetched while the kernel before still runs
+from bitplan.kernels.matmul.direct.words import add_bytes, add_word, four_words, multipliers, stay, stored_scale
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -66,13 +66,7 @@ def direct_kernel(
         first_RT = tl.minimum(first_RT, N - 1)
         second_RT = tl.minimum(second_RT, N - 1)
     if OVERLAP:
-        if OVERLAP > 1:
-            # Not a read: what the kernel before writes after this is in the L2 cache, too.
-            for step in tl.static_range(STEPS if STEPS < MOST_FETCHED else MOST_FETCHED):
-                _fetch(data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, ORDER, GROUP, R, W, RUN)
         tl.extra.cuda.gdc_wait()  # before anything is read that the kernel before may write, weights included
-        if OVERLAP > 2:
-            tl.extra.cuda.gdc_launch_dependents()
     ahead = ()
     for step in tl.static_range(AHEAD):
         codes = _codes(
@@ -101,7 +95,7 @@ def direct_kernel(
             stay()
         sums = _add_step(sums, ahead[0], x, step, chunk_T, K, ELEMENT, SCALE, ORDER, GROUP, W, RUN, WORDS)
         ahead = ahead[1:] + (codes,)  # noqa: RUF005
-    if OVERLAP == 1 or OVERLAP == 2:
+    if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     for step in tl.static_range(AHEAD):
         at = STEPS - AHEAD + step
@@ -157,33 +151,6 @@ def _codes(
         scale = stored_scale(scale_at, SCALE, WORDS)
         scale_of_second = stored_scale(second_scale_at, SCALE, WORDS)
     return first + second + (scale, scale_of_second)
-
-
-@triton.jit
-def _fetch(
-    data_ptr,
-    scales_ptr,
-    step,
-    chunk_T,
-    first_RT,
-    second_RT,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ORDER: tl.constexpr,
-    GROUP: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    RUN: tl.constexpr,
-):
-    """Has what `_codes` will read brought to the L2 cache."""
-    words_at, second_words_at, scale_at, second_scale_at = _addresses(
-        data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, ORDER, GROUP, R, W, RUN
-    )
-    fetch(words_at)
-    fetch(second_words_at)
-    if GROUP != 0:
-        fetch(scale_at)
-        fetch(second_scale_at)
 
 
 @triton.jit

@@ -31,19 +31,19 @@ def runs_direct(device: torch.device) -> bool:
     return bool(INTERPRETED) or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
-def direct_launch(outputs: int, rows: int, warps: int, stages: int, run: int = 1, overlap: int = 1) -> MatmulLaunch:
+def direct_launch(outputs: int, rows: int, warps: int, stages: int, run: int = 1) -> MatmulLaunch:
     """Programs of `warps` warps for a tile of outputs x rows, `stages` steps of codes in registers.
 
     A warp's step is 128 inputs (64 of 8-bit codes), `run` steps lie side by side.
     """
-    return MatmulLaunch(outputs, rows, run * STEP, warps, 1, warps, stages, overlap=overlap, direct=1)
+    return MatmulLaunch(outputs, rows, run * STEP, warps, 1, warps, stages, overlap=1, direct=1)
 
 
 def prepare_direct(
     device: torch.device, weight: Encoded, arranged: ArrangedScales, bias: str, rows: int, launch: MatmulLaunch
 ) -> PreparedLaunch:
     """All of a launch but its pointers: x, out, codes, scales, factor, bias."""
-    overlap = launch.overlap if can_overlap(device) else 0
+    overlap = launch.overlap == 1 and can_overlap(device)
     return _prepared(
         weight.fmt.name,
         weight.shape,
@@ -74,7 +74,7 @@ def _prepared(
     bias: str,
     scale: str,
     factors: bool,
-    overlap: int,
+    overlap: bool,
     device: torch.device,  # noqa: ARG001 (a launch is for one)
 ) -> PreparedLaunch:
     fmt, (outputs, inputs) = get_format(format_name), shape

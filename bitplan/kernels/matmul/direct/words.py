@@ -73,14 +73,6 @@ def stay():
 
 
 @triton.jit
-def fetch(at):
-    """Has the memory around an address brought to the L2 cache; waits for nothing."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _four(at, CODE: tl.constexpr):
     return tl.inline_asm_elementwise(
         CODE, "=r,=r,=r,=r,l", [at.to(tl.int64)], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
