@@ -273,9 +273,9 @@ def run_all(
         ExitStack() as ends,
     ):
         for run in (RUNS[each] for each in only):
-            for rows, *kind, seed in run.tables():
+            for rows, features, share, task, seed in run.tables():
                 if time.monotonic() < until:
-                    x, y = made_table(rows + TEST_ROWS, *kind, seed)
+                    x, y = made_table(rows + TEST_ROWS, features, share, task, seed)
                     np.save(Path(folder) / "x.npy", x)
                     np.save(Path(folder) / "y.npy", y)
                     del x, y

@@ -66,8 +66,7 @@ class HistogramBuilder:
         held, out = self._gradients, np.empty(len(rows), np.uint64) if space is None else space[: len(rows)]
         grads = held.grads.view(np.uint32) if held.precision is GradientPrecision.F32 else held.grads
 
-        is_all = isinstance(rows, range)  # from its start on
-        first, given = (First(rows.start), NO_ROWS) if is_all else (First(), Cut(rows))
+        first, given = (First(rows.start), NO_ROWS) if isinstance(rows, range) else (First(), Cut(rows))
         run_pieces(self._enter, len(rows), ENTER_NS, given, first, grads, held.hessians, Cut(out))
         return out
 

@@ -30,7 +30,7 @@ _forked = False
 
 def c_function(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """Compiles f(address) as a C function, cached on disk; Python may call it, which releases the interpreter lock."""
-    made = CFunc(function, ((types.int64,), types.void), {}, {"error_model": "numpy"}, pipeline_class=compiler)
+    made: Any = CFunc(function, ((types.int64,), types.void), {}, {"error_model": "numpy"}, pipeline_class=compiler)
     made._cache = cache_of(function)
     made.compile()
     called: Any = ctypes.CFUNCTYPE(None, ctypes.c_int64)(made.address)
