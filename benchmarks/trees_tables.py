@@ -43,7 +43,10 @@ def higgs_like(rows: int, seed: int) -> tuple[Array, Array]:
     x[:, 8] = rng.choice(np.array([0.0, 1.09, 2.17], np.float32), rows, p=[0.5, 0.1, 0.4])  # a tag, as HIGGS has
     for place in range(7):  # masses of pairs, which is where the classes differ
         a, b = 3 * place, 3 * ((place + 2) % 7)
-        mass = np.sqrt(2 * x[:, a] * x[:, b] * (np.cosh(x[:, a + 1] - x[:, b + 1]) - np.cos(x[:, a + 2] - x[:, b + 2])))
+        along: Array = np.cosh(x[:, a + 1] - x[:, b + 1])
+        around: Array = np.cos(x[:, a + 2] - x[:, b + 2])
+        energies: Array = 2 * x[:, a] * x[:, b]
+        mass = np.sqrt(energies * (along - around))
         peak = np.where(y, 0.9 + 0.03 * place, 1.1)
         x[:, 21 + place] = np.sqrt(mass + 0.1) * rng.normal(peak, 0.42, rows)
     return x, y.astype(np.float64)

@@ -109,7 +109,10 @@ class Poisson(LogMean):
         return super().start(y, weights, shards)
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
-        return average(np.exp(scores[:, 0]) - y * scores[:, 0], weights, shards)
+        score: Array = scores[:, 0]
+        expected: Array = np.exp(score)
+        explained: Array = y * score
+        return average(expected - explained, weights, shards)
 
 
 class Binary(OneScore):
@@ -126,7 +129,10 @@ class Binary(OneScore):
         return 1.0 / (1.0 + np.exp(-scores[:, 0]))
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
-        return average(np.logaddexp(0.0, scores[:, 0]) - y * scores[:, 0], weights, shards)
+        score: Array = scores[:, 0]
+        both: Array = np.logaddexp(0.0, score)
+        explained: Array = y * score
+        return average(both - explained, weights, shards)
 
 
 class Multiclass:

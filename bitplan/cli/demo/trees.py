@@ -27,7 +27,12 @@ def made_table(rows: int, seed: int) -> tuple[Array, Array]:
     x = rng.standard_normal((rows, FEATURES)).astype(np.float32)
     x[:, 4:8] = np.exp(0.5 * x[:, 4:8])
     x[:, 8:10] = np.round(2 * x[:, 8:10])
-    score = x[:, 0] * x[:, 1] + np.abs(x[:, 2]) - x[:, 4] + 0.5 * (x[:, 8] > 1) - np.cos(2 * x[:, 3]) * x[:, 5]
+    product: Array = x[:, 0] * x[:, 1]
+    wave: Array = np.cos(2 * x[:, 3])
+    band: Array = 0.5 * (x[:, 8] > 1)
+    score: Array = product + np.abs(x[:, 2])
+    score = score - x[:, 4] + band
+    score = score - wave * x[:, 5]
     y = score + 0.5 * rng.standard_normal(rows) > np.median(score)
     return x, np.where(rng.random(rows) < 0.1, ~y, y).astype(np.float64)
 

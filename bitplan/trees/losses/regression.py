@@ -88,8 +88,10 @@ class Tweedie(LogMean):
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         one, two = 1.0 - self._power, 2.0 - self._power
-        terms = np.exp(two * scores[:, 0]) / two - y * np.exp(one * scores[:, 0]) / one
-        return average(terms, weights, shards)
+        score: Array = scores[:, 0]
+        spread: Array = np.exp(two * score)
+        expected: Array = y * np.exp(one * score)
+        return average(spread / two - expected / one, weights, shards)
 
 
 # By name, from the settings `alpha` and `tweedie_power`.
