@@ -4,12 +4,13 @@
 
 To be run when a file of `crossover_files.GPU_SOURCES` has changed, with nothing else on the GPU. Processes compile the
 launches side by side, then one process measures weight by weight, the most used first, and writes the file after each.
-A weight that fails, or for which no time is left, is named and left out: it is measured at its first use instead.
+What an output of the same kernels has already is not measured again. A weight that fails, or for which no time is left, is named and left out: it is measured at its first use instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import statistics
@@ -46,13 +47,13 @@ def jobs() -> list[Job]:
     ]
 
 
-def compile_share(index: int, count: int, until: float) -> None:
+def compile_share(index: int, count: int, until: float, work: list[Job]) -> None:
     """Launch every `count`-th of all launches once; the compiled kernels lie in Triton's cache."""
     fused = fused_for("cuda")
     assert fused is not None
     launches = [
         (fmt, (outputs, inputs), rows, launch)
-        for fmt, outputs, inputs, counts in jobs()
+        for fmt, outputs, inputs, counts in work
         for rows in counts
         if rows <= MOST_FUSED_ROWS
         for launch in fused.launches(_zeros(fmt, (outputs, inputs)), rows)
@@ -99,9 +100,14 @@ def main() -> None:
     args = parser.parse_args()
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    count = max(1, (os.cpu_count() or 2) - 1)
+    fingerprint = crossover_files.gpu_fingerprint(torch.cuda.get_device_name(0))
+    made: dict[Any, Crossover] = {}
+    if args.output.exists():
+        made |= crossover_files.from_document(json.loads(args.output.read_text()), fingerprint, where=str(args.output))
+    work = [job for job in jobs() if job[:3] not in made]
+    count = max(1, len(os.sched_getaffinity(0)) - 1)
     until = began + args.compile_seconds
-    processes = [context.Process(target=compile_share, args=(index, count, until)) for index in range(count)]
+    processes = [context.Process(target=compile_share, args=(index, count, until, work)) for index in range(count)]
     for process in processes:
         process.start()
     for process in processes:
@@ -109,9 +115,7 @@ def main() -> None:
     print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
     fused = fused_for("cuda")
     assert fused is not None
-    fingerprint = crossover_files.gpu_fingerprint(torch.cuda.get_device_name(0))
-    made: dict[Any, Crossover] = {}
-    for job in jobs():
+    for job in work:
         if time.monotonic() - began > args.seconds:
             print(f"no time left for {job}", flush=True)
             continue

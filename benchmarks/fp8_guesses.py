@@ -95,7 +95,8 @@ def record(steps: int, deviation: float) -> tuple[list[list[int]], list[list[int
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_share, steps=steps, warm_up=steps // 3))
     draw = torch.Generator().manual_seed(1000)
-    series, inputs = [], []
+    series: list[Any] = []
+    inputs: list[Any] = []
     for _ in range(steps):
         starts = torch.randint(0, len(data) - LENGTH - 1, (BATCH,), generator=draw).tolist()
         window = torch.stack([data[start : start + LENGTH + 1] for start in starts])

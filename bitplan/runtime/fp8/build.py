@@ -143,7 +143,7 @@ def find_gated(model: nn.Module, sites: Sequence[Site]) -> list[GatedNames]:
 
 def is_plain_gating(mlp: nn.Module, gate: str, up: str, down: str) -> bool:
     """Whether a module computes down(silu(gate(x)) * up(x)) and nothing else."""
-    linears = [mlp._modules[name] for name in (gate, up, down)]
+    linears = [mlp.get_submodule(name) for name in (gate, up, down)]
     weight = getattr(linears[0], "weight", None)
     own = mlp._parameters or mlp._buffers or mlp._forward_hooks or mlp._forward_pre_hooks or mlp._backward_hooks
     if own or not all(type(each) is nn.Linear for each in linears) or not isinstance(weight, Tensor) or weight.is_meta:
