@@ -4,7 +4,8 @@
 
 To be run when a file of `crossover_files.GPU_SOURCES` has changed, with nothing else on the GPU. Processes compile the
 launches side by side, then one process measures weight by weight, the most used first, and writes the file after each.
-What an output of the same kernels has already is not measured again. A weight that fails, or for which no time is left, is named and left out: it is measured at its first use instead.
+What an output of the same kernels has already is not measured again. A weight that fails, or for which no time is left,
+is named and left out: it is measured at its first use instead.
 """
 
 from __future__ import annotations
