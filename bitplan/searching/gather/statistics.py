@@ -128,8 +128,8 @@ class InputStatistics:
     def column_steps(self, name: str, inputs: Tensor) -> Tensor | None:
         """[K]: what columns of `inputs`, A, are multiplied by on both sides, so that its diagonal is `weighed`.
 
-        Tokens whose inputs are a thousand times as large as others' are often those that the loss does not mind: where
-        attention rests, for one. None where the weight has no such part: an expert's.
+        Inputs that are large for a token that the loss does not mind would otherwise count as much as others. None
+        where the weight has no such part: an expert's.
         """
         squares, gradient = self.sums.get(f"{name}.{WEIGHED}"), self.sums.get(f"{name}.{GRADIENT}")
         if squares is None or gradient is None or not float(gradient.sum()) > 0:
