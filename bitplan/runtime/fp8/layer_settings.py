@@ -12,7 +12,8 @@ move it to float32 every few steps. A product over k numbers then carries a rela
 2^-14 * k / 32 (0.8% at k = 4096), beside the 3.7% that rounding two operands to E4M3 gives. `fast_accum` names the
 products that use it: by default fprop alone. Gradients sum over tokens and wide layers, where k is largest, and without
 it a layer forward and backward took 0 to 2% longer on an H200 (4% at 1024 tokens of 6144x4096). A sum over at most
-`SHORT_SUM` numbers, as wgrad's over few tokens, is always added fast: its error is below that of most fprops.
+`SHORT_SUM` numbers, as wgrad's over few tokens, is added fast unless `fast_accum` is (): its error is below that of
+most fprops.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def gradients_of(
     if dy_cols is not None:
         assert kept_scale is not None
         x_cols = ScaledFp8(kept, kept_scale, scaling_of(gemms.wgrad))
-        fast = "wgrad" in recipe.fast_accum or dy_MN.shape[0] <= SHORT_SUM
+        fast = "wgrad" in recipe.fast_accum or (bool(recipe.fast_accum) and dy_MN.shape[0] <= SHORT_SUM)
         dw = scaled_product(dy_cols, x_cols, grad_type, fast_accum=fast)
     elif need_w:
         dw = plain_product(dy_MN.t(), kept).to(grad_type)

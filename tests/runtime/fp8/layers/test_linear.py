@@ -57,6 +57,23 @@ def test_outputs_and_gradients_are_near_float64(recipe, tokens) -> None:
     torch.testing.assert_close(layer.bias.grad, g.sum(0))
 
 
+@pytest.mark.parametrize(
+    ("asked", "short", "fast"),
+    [(("fprop",), 512, [True, False, True]), (("fprop",), 4, [True, False, False]), ((), 512, [False, False, False])],
+)
+def test_short_sums_are_added_fast_unless_no_product_is(monkeypatch, asked, short, fast) -> None:
+    product, seen = products.scaled_product, []
+
+    def spy(*args, fast_accum: bool, **options):
+        seen.append(fast_accum)
+        return product(*args, fast_accum=fast_accum, **options)
+
+    monkeypatch.setattr(products, "scaled_product", spy)
+    monkeypatch.setattr(products, "SHORT_SUM", short)
+    run(Fp8Linear(K, N, recipe=Fp8Recipe("tensorwise", fast_accum=asked)), 32)
+    assert seen == fast
+
+
 def test_a_layer_without_numbers_is_made_on_any_machine() -> None:
     assert Fp8Linear(K, N, recipe=Fp8Recipe("tensorwise"), device="meta").weight.is_meta
 
