@@ -49,7 +49,6 @@ class TokenStates:
 
 
 # Called with a block's number and what it gets.
-OnBlock = Callable[[int, Sequence[TokenStates]], None]
 
 
 class _EnteredError(Exception):
@@ -199,31 +198,12 @@ class BlockRunner:
         with self._stand_ins(handed_on):
             return self._logits(states.ids)
 
-    def through_blocks(
-        self,
-        batches: Sequence[Tensor],
-        replaced: Replaced | None = None,
-        *,
-        on_block: OnBlock | None = None,
-    ) -> list[TokenStates]:
-        """All windows after the last block, without gradients; `on_block` is called with what each block gets."""
+    def through_blocks(self, batches: Sequence[Tensor], replaced: Replaced | None = None) -> list[TokenStates]:
+        """All windows after the last block, without gradients."""
         with torch.no_grad(), self.outside(replaced):
             states = [self.enter(ids) for ids in batches]
-        return self.from_block(0, states, replaced, on_block=on_block)
-
-    def from_block(
-        self,
-        first: int,
-        states: Sequence[TokenStates],
-        replaced: Replaced | None = None,
-        *,
-        on_block: OnBlock | None = None,
-    ) -> list[TokenStates]:
-        """The same from what the block `first` gets."""
         with torch.no_grad():
-            for index in range(first, len(self.blocks)):
-                if on_block is not None:
-                    on_block(index, states)
+            for index in range(len(self.blocks)):
                 with self.block_weights(index, replaced):
                     states = [self.run_block(index, each) for each in states]
         return [replace(each, calls=()) for each in states]

@@ -113,7 +113,7 @@ def collect_evidence(
         with rounded.compiling(formats):
             rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
     evidence = _begin(subject, fingerprint, before, windows, checks)
-    meter = PlanMeter(rounded, checks, unscored=unscored, remembers=True)
+    meter = PlanMeter(rounded, checks, unscored=unscored)
     wanted = groups_with_formats(subject, formats)
     missing = {
         name: [fmt for fmt in held if name not in evidence.groups or fmt not in evidence.groups[name].formats]

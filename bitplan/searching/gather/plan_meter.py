@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from bitplan.searching.decide.rivals import Kind, RivalPlan
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.blocks import BlockRunner, Replaced, TokenStates, equal_lengths
 from bitplan.searching.gather.damage import RoundedWeights
-from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.phases import Stage
 
 CACHED_LOGITS_BYTES = 4 * 2**30
@@ -75,15 +73,12 @@ def summary_of(quality: Quality) -> dict[str, Any]:
 class PlanMeter:
     """A reference, windows of text, and weights in formats: the distance of any plan."""
 
-    def __init__(
-        self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1, remembers: bool = False
-    ) -> None:
-        """`remembers`: what each block of the model itself gets; plans then run from their first changed block."""
+    def __init__(self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1) -> None:
         self.rounded, self.windows = rounded, windows
         self._unscored = max(1, unscored)
         self._runner = rounded.subject.runner
         on_cpu = self._runner.device.type == "cpu"  # a GPU computes logits in less time than it takes to store them
-        self._itself = _ModelItself(self._runner, windows, rounded.scratch if remembers else None)
+        self._itself = _ModelItself(self._runner, windows)
         self._cached = CachedLogits(self._itself, CACHED_LOGITS_BYTES if on_cpu else 0)
 
     def reference(self, on_windows: OnWindows | None = None) -> Quality:
@@ -131,8 +126,10 @@ class PlanMeter:
         def weight(name: str) -> Tensor | None:
             return self.rounded.decoded(name, formats[name]) if name in formats else None
 
-        first = self._runner.first_block(self.rounded.subject.names[name] for name in formats)
-        return self._measure(label, self.rounded.subject.replaced_by(weight), on_windows, first)
+        replaced = self.rounded.subject.replaced_by(weight)
+        logits = self._logits_of(replaced)
+        with self._runner.outside(replaced):
+            return self._compare(label, logits, on_windows)
 
     def _formats(self, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
         """The format of every weight of a choice."""
@@ -160,14 +157,6 @@ class PlanMeter:
             quality,
         )
 
-    def _measure(
-        self, label: str, replaced: Replaced | None, on_windows: OnWindows | None = None, first: int = 0
-    ) -> Quality:
-        """`first` is the first block that is not as in the model itself."""
-        logits = self._logits_of(replaced, first)
-        with self._runner.outside(replaced):
-            return self._compare(label, logits, on_windows)
-
     def _compare(self, label: str, logits: Callable[[Tensor], Tensor], on_windows: OnWindows | None) -> Quality:
         return measure_perplexity(
             logits,
@@ -179,26 +168,17 @@ class PlanMeter:
             on_windows=on_windows,
         )
 
-    def _logits_of(self, replaced: Replaced | None, first: int = 0) -> Callable[[Tensor], Tensor]:
+    def _logits_of(self, replaced: Replaced | None) -> Callable[[Tensor], Tensor]:
         """The blocks are run now, for all windows; norm and head when a window is asked for."""
-        before = self._itself.before(first) if first else None
-        if before is None:
-            return _leaving(self._runner, self._runner.through_blocks(_batches_of(self.windows), replaced))
-        return _leaving(self._runner, self._runner.from_block(first, before, replaced))
+        return _leaving(self._runner, self._runner.through_blocks(_batches_of(self.windows), replaced))
 
 
 class _ModelItself:
-    """The logits of the model as it is; what its blocks get goes to files of a folder, if there is one.
+    """The logits of the model as it is."""
 
-    Of all blocks together that would be as large as some of them.
-    """
-
-    def __init__(self, runner: BlockRunner, windows: Sequence[Tensor], folder: Path | None) -> None:
-        self._runner, self._windows, self._folder = runner, windows, folder
+    def __init__(self, runner: BlockRunner, windows: Sequence[Tensor]) -> None:
+        self._runner, self._windows = runner, windows
         self._logits: Callable[[Tensor], Tensor] | None = None
-        self._calls: list[TokenStates] = []
-        self._hidden: dict[int, list[StoredTensor]] = {}
-        self._writer = ScratchWriter()
 
     def __call__(self, ids: Tensor) -> Tensor:
         logits = self.run()
@@ -208,23 +188,8 @@ class _ModelItself:
     def run(self) -> Callable[[Tensor], Tensor]:
         """Through all blocks, once."""
         if self._logits is None:
-            on_block = None if self._folder is None else self._write
-            states = self._runner.through_blocks(_batches_of(self._windows), on_block=on_block)
-            self._logits = _leaving(self._runner, states)
+            self._logits = _leaving(self._runner, self._runner.through_blocks(_batches_of(self._windows)))
         return self._logits
-
-    def before(self, block: int) -> list[TokenStates] | None:
-        """What a block gets; None where that is not remembered."""
-        if block not in self._hidden:
-            return None
-        hidden = [stored.read().to(self._runner.device) for stored in self._hidden[block]]
-        return [replace(call, hidden=each) for call, each in zip(self._calls, hidden, strict=True)]
-
-    def _write(self, block: int, states: Sequence[TokenStates]) -> None:
-        assert self._folder is not None
-        hidden = {str(at): each.hidden for at, each in enumerate(states) if each.hidden is not None}
-        self._hidden[block] = list(self._writer.write(self._folder / f"checks-{block}", hidden).values())
-        self._calls = [replace(each, hidden=None) for each in states]
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import subprocess
 import sys
 import zipfile
 from typing import Any
@@ -37,3 +39,39 @@ def test_a_prepared_loop_runs_and_other_functions_have_none() -> None:
     assert entries.view(np.int64).tolist() == [(-3 << 48) + (6 << 32) + 2, (1 << 48) + (4 << 32)]
     assert prepared_code.rebuilt(loop, kinds[:3], cpu_target.target_context) is None
     assert prepared_code.name_of(lambda: made, ()) is None, "it closes over more than numbers"
+
+
+SAME_TREES = """
+import hashlib, sys
+import numpy as np
+from bitplan.kernels.base import prepared_code
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor
+if sys.argv[1] == "source":
+    prepared_code._index = dict
+rng = np.random.default_rng(0)
+x = rng.standard_normal((3000, 8))
+x[rng.random(x.shape) < 0.1] = np.nan
+y = np.nan_to_num(x[:, 0]) + np.nan_to_num(x[:, 1] * x[:, 2])
+digest = hashlib.sha256()
+for precision in ("i16", "f32"):
+    given = dict(n_estimators=3, max_leaves=20, gradient_precision=precision, n_jobs=2)
+    classes = BoostedTreesClassifier(**given).fit(x, np.digitize(y, [-1, 1]))
+    for model in (classes, BoostedTreesRegressor(**given).fit(x, y)):
+        digest.update(np.ascontiguousarray(model.predict(x)).tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.long
+def test_trees_are_those_of_loops_that_numba_compiles(tmp_path) -> None:
+    made = [
+        subprocess.run(
+            [sys.executable, "-c", SAME_TREES, kind],
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / kind)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for kind in ("package", "source")
+    ]
+    assert made[0] == made[1]
