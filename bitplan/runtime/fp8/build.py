@@ -32,7 +32,7 @@ from bitplan.runtime.fp8.fused_projections import (
     keep_names,
 )
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8.layers.gated_mlp import GatedMlp, gating_obstacle
+from bitplan.runtime.fp8.layers.gated_mlp import GatedMlp, gating_obstacle, has_hooks
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
 
@@ -113,6 +113,8 @@ def is_plain_norm(norm: nn.Module) -> bool:
 
 # ---- gated MLPs ------------------------------------------------------------------------------------------------------
 
+_SILU = ("F", "functional", "nn", "torch", "silu")
+
 
 @dataclass(frozen=True)
 class GatedNames:
@@ -142,11 +144,17 @@ def find_gated(model: nn.Module, sites: Sequence[Site]) -> list[GatedNames]:
 
 
 def is_plain_gating(mlp: nn.Module, gate: str, up: str, down: str) -> bool:
-    """Whether a module computes down(silu(gate(x)) * up(x)) and nothing else."""
+    """Whether a module computes down(silu(gate(x)) * up(x)) and nothing else.
+
+    Its code may name nothing but these layers and silu: numbers alone would not show a clamp that is not reached, or
+    dropout while it is off.
+    """
     linears = [mlp.get_submodule(name) for name in (gate, up, down)]
     weight = getattr(linears[0], "weight", None)
-    own = mlp._parameters or mlp._buffers or mlp._forward_hooks or mlp._forward_pre_hooks or mlp._backward_hooks
-    if own or not all(type(each) is nn.Linear for each in linears) or not isinstance(weight, Tensor) or weight.is_meta:
+    own = mlp._parameters or mlp._buffers or mlp._state_dict_hooks or mlp._load_state_dict_pre_hooks
+    if own or "forward" in vars(mlp) or has_hooks(mlp.modules()) or not _names_only_gating(mlp, gate, up, down):
+        return False
+    if not all(type(each) is nn.Linear for each in linears) or not isinstance(weight, Tensor) or weight.is_meta:
         return False
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn((1, 4, weight.shape[1]), generator=generator, device=weight.device).to(weight.dtype)
@@ -158,6 +166,22 @@ def is_plain_gating(mlp: nn.Module, gate: str, up: str, down: str) -> bool:
         return bool((made.float() - expected).norm() / expected.norm() <= _TOLERANCE)
 
 
+def activation_name(mlp: nn.Module, *layers: str) -> str | None:
+    """What the code of a gated MLP names beside its layers: an attribute with the activation, or None."""
+    return next((name for name in type(mlp).forward.__code__.co_names if name not in {*layers, *_SILU}), None)
+
+
+def _names_only_gating(mlp: nn.Module, *layers: str) -> bool:
+    code = getattr(type(mlp).forward, "__code__", None)
+    if code is None or code.co_freevars or not all(each is None or isinstance(each, str) for each in code.co_consts):
+        return False
+    others = set(code.co_names) - {*layers, *_SILU}
+    if not others <= set(vars(mlp)) | set(mlp._modules) or len(others) > 1:
+        return False
+    kinds = [getattr(mlp, name) for name in others]
+    return all(each is functional.silu or type(each).__name__ in ("SiLU", "SiLUActivation") for each in kinds)
+
+
 def join_gated(model: nn.Module, found: Sequence[GatedNames]) -> dict[str, str]:
     """Put a `GatedMlp` where both layers became FP8 so that it can run -> the MLP's path by those of its layers."""
     joined: dict[str, str] = {}
@@ -165,7 +189,8 @@ def join_gated(model: nn.Module, found: Sequence[GatedNames]) -> dict[str, str]:
         mlp = model.get_submodule(each.path)
         head, down = mlp.get_submodule(each.gate), mlp.get_submodule(each.down)
         if gating_obstacle(getattr(head, "fused", head), down) is None:
-            together = GatedMlp(dict(mlp.named_children()), each.gate, each.up, each.down).train(mlp.training)
+            names = (each.gate, each.up, each.down)
+            together = GatedMlp(mlp, *names, activation_name(mlp, *names))
             model.set_submodule(each.path, together)
             joined |= {f"{each.path}.{name}": each.path for name in (each.gate, each.up, each.down)}
     return joined

@@ -7,17 +7,18 @@ modules inside keep their names and can still be called one by one.
 
 It computes as those modules would; only silu(gate) is not rounded to bfloat16 before it is multiplied. Where the
 kernels do not fit (other types than bfloat16, no guess of a scale yet in a CUDA graph), the gating is computed first
-and then cast. Modules that have hooks, or weights that FSDP2 gathers in FP8, are called one by one.
+and then cast. Modules that have hooks or were replaced, or weights that FSDP2 gathers in FP8, are called one by one, by
+the code of the MLP itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from bitplan.formats.fp8 import FP8_DTYPES, CastPair, empty_scale, padded_tokens
 from bitplan.kernels.fp8.gated import RECIPE, cast_gated
@@ -44,19 +45,22 @@ from bitplan.runtime.fp8.layers.weight_source import CASTS, WeightSource
 
 
 class GatedMlp(nn.Module):
-    """Takes the place of an MLP whose children it keeps, under their names: gate with up inside, up, down."""
+    """Takes the place of an MLP, with all that it has, under the same names: gate with up inside, up, down."""
 
-    def __init__(self, children: dict[str, nn.Module], gate: str, up: str, down: str) -> None:
+    def __init__(self, mlp: nn.Module, gate: str, up: str, down: str, activation: str | None) -> None:
         super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
+        vars(self).update(vars(mlp))
         self.names = (gate, up, down)
+        self._alone = type(mlp).forward
+        named = {name: getattr(self, name) for name in (*self.names, *([activation] if activation else []))}
+        self._joined = tuple(named.items())
+        self._watched = tuple(each for child in self.children() for each in child.modules())
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = (getattr(self, name) for name in self.names)
+        gate, _, down = (getattr(self, name) for name in self.names)
         first: Any = getattr(gate, "fused", gate)
-        if gating_obstacle(first, down) or _has_hooks(gate, first, up, down) or x.dtype not in INPUT_TYPES:
-            made: Tensor = down(functional.silu(gate(x)) * up(x))
+        if not self._is_as_joined() or gating_obstacle(first, down) or not _fits(x, first):
+            made: Tensor = self._alone(self, x)
             return made
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -65,6 +69,21 @@ class GatedMlp(nn.Module):
         x_MK, keep = x.reshape(-1, x.shape[-1]), torch.is_grad_enabled()
         y: Tensor = _Gated.apply(x_MK, *weights, first.norm.weight, first.norm.bias, *texts, source, keep)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], down.weight.shape[0])
+
+    def _is_as_joined(self) -> bool:
+        """Whether no part was replaced, and none must be called itself: users and FSDP2 have hooks there."""
+        if any(getattr(self, name) is not part for name, part in self._joined):
+            return False
+        if not torch.compiler.is_compiling():
+            own = any("forward" in vars(each) for each in self._watched)
+            if own or torch.nn.modules.module._has_any_global_hook():
+                return False
+        return not has_hooks(self._watched)
+
+
+def _fits(x: Tensor, first: Any) -> bool:
+    """Others go to the layers themselves, whose errors say what is wrong."""
+    return isinstance(x, Tensor) and x.dtype in INPUT_TYPES and x.ndim > 0 and x.shape[-1] == first.weight.shape[1]
 
 
 def gating_obstacle(first: nn.Module, down: nn.Module) -> str | None:
@@ -80,8 +99,7 @@ def gating_obstacle(first: nn.Module, down: nn.Module) -> str | None:
     return None
 
 
-def _has_hooks(*modules: nn.Module) -> bool:
-    """Whether a module must be called itself: FSDP2 fills weights in hooks, users look at numbers there."""
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
     return any(
         each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
         for each in modules
