@@ -62,6 +62,8 @@ def run_all() -> None:
     thread_workspace.TEAM_ROWS = team
     for objective in ("absolute_error", "quantile", "huber", "poisson", "gamma", "tweedie"):
         BoostedTreesRegressor(**small, objective=objective).fit(x[:, :8], np.exp(y))
+    few = BoostedTreesClassifier(**small).fit(x[:, :8], np.digitize(y, [-1, 1]))
+    few.predict(x[:, :8], contributions=True)
     row_pieces.HELPER_NS = 1.0  # loops over rows in pieces
     BoostedTreesClassifier(**small).fit(np.tile(x[:, :8], (4, 1)), np.digitize(np.tile(y, 4), [-1.0, 1.0]))
     classes = BoostedTreesClassifier(**small).fit(x[:, :8], np.digitize(y, [-1.0, 1.0]))
@@ -108,7 +110,8 @@ def main() -> None:
             "env_name": result.fndesc.env_name,
         }
         code += part
-    index = json.dumps({**prepared_code.made_with(), "loops": loops}, indent=0).encode()
+    found = {**prepared_code.made_with(), "sha256": prepared_code.digest_of(loops, code), "loops": loops}
+    index = json.dumps(found, indent=0).encode()
     with tempfile.TemporaryDirectory(dir=into.parent) as folder:
         archive = Path(folder) / into.name
         with zipfile.ZipFile(archive, "w") as file:

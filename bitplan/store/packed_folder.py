@@ -16,7 +16,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,17 @@ def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tupl
     """Tensors that lie transposed in a model's file, and their shapes in a packed folder, where rows are outputs."""
     shapes = {name: file.specs[name].shape for name in _transposed_experts(file, config, packed=False)}
     return {name: (shape[0], shape[2], shape[1]) for name, shape in shapes.items()}
+
+
+def shapes_of_transposed(file: TensorFile) -> dict[str, tuple[int, ...]]:
+    """The same for a file of any kind: none where it is no model's folder."""
+    return packed_shapes(file, read_config(file.path)) if is_model_folder(file.path) else {}
+
+
+def plan_with_shapes(plan: Plan, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Plan:
+    """The same plan with other shapes for some of its tensors."""
+    changed = {name: replace(plan.entries[name], shape=shapes[name]) for name in names if name in plan.entries}
+    return Plan({**plan.entries, **changed}, padding=plan.padding) if changed else plan
 
 
 def packed_experts(file: TensorFile, config: Mapping[str, Any]) -> list[str]:

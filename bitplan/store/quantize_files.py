@@ -7,7 +7,7 @@ output takes its final name only when it is complete.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,8 +38,9 @@ from bitplan.store.packed_folder import (
     is_model_folder,
     is_packed_config,
     packed_config,
-    packed_shapes,
+    plan_with_shapes,
     read_config,
+    shapes_of_transposed,
     side_files,
     without_packed_layer,
     write_packed_folder,
@@ -182,8 +183,8 @@ def quantize_file(
     with ExitStack() as opened:
         file = opened.enter_context(open_tensors(source))
         statistics = None if evidence is None else opened.enter_context(open_evidence(evidence))
-        shapes = _packed_shapes(file, output)
-        fmt = _with_shapes(fmt, shapes, shapes) if isinstance(fmt, Plan) else fmt
+        shapes = {} if container_for(output) else shapes_of_transposed(file)
+        fmt = plan_with_shapes(fmt, shapes, shapes) if isinstance(fmt, Plan) else fmt
         plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output, shapes=shapes)
         if unpacked := _without_layer(file, plan, output):
             keep = (*keep, *unpacked)
@@ -195,7 +196,7 @@ def quantize_file(
             )
         plan.require_whole(str(source))
         plain = [name for name in shapes if plan.entries[name].stored or get_format(plan[name].format).is_cast]
-        plan = _with_shapes(plan, plain, {name: file.specs[name].shape for name in plain})
+        plan = plan_with_shapes(plan, plain, {name: file.specs[name].shape for name in plain})
         transposed = {name: shape for name, shape in shapes.items() if name not in plain}
         known = None if statistics is None else evidence_for(statistics, file)
         if known is not None:
@@ -242,19 +243,6 @@ def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: in
     if not isinstance(file, NativeTensors) or len(file.shards) < 2:
         return None
     return FolderContents(_same_shards(file, options))
-
-
-def _packed_shapes(file: TensorFile, output: str | Path) -> dict[str, tuple[int, ...]]:
-    """Tensors that are packed as their transpose, if the output is a model's folder."""
-    if container_for(output) or not is_model_folder(file.path):
-        return {}
-    return packed_shapes(file, read_config(file.path))
-
-
-def _with_shapes(plan: Plan, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Plan:
-    """The same plan with other shapes for some of its tensors."""
-    changed = {name: replace(plan.entries[name], shape=shapes[name]) for name in names if name in plan.entries}
-    return Plan({**plan.entries, **changed}, padding=plan.padding) if changed else plan
 
 
 def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str]:

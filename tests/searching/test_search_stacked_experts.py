@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import bitplan
+from bitplan.cli import run
 from bitplan.kernels import encode
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather import damage, timing
@@ -96,7 +97,8 @@ def test_gpt_oss_runs_packed_as_far_from_the_model_as_the_search_said(gpt_oss, t
         "int4_g32",
         "int8_row",
     }  # no shared factor, no cast
-    quantize_file(folder / "model", tmp_path / "packed", found.plan)
+    words = ["quantize", str(folder / "model"), str(tmp_path / "packed"), "--plan", str(folder / "found" / "plan.json")]
+    assert run(words) == 0
     packed = bitplan.load_packed(tmp_path / "packed", dtype=torch.float32).model
     assert _kl(model, packed) == pytest.approx(found.winner.kl.mean, rel=1e-3)
     bitplan.save_packed(packed, tmp_path / "again")

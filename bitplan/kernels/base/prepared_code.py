@@ -13,8 +13,10 @@ import hashlib
 import json
 import numbers
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from numba.core.lowering import Environment
 
 PACKAGE = Path(__file__).parents[2]
 FILE = PACKAGE / "data" / "prepared_loops.zip"
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, LZMAError)
 INDEX, CODE = "index.json", "loops.bc"  # all loops one after the other: they have much in common
 # What loops return; signatures are looked up by their text.
 RESULTS: dict[str, Any] = {
@@ -63,28 +66,51 @@ def name_of(function: Callable[..., Any], sig: Any) -> str | None:
 
 
 @functools.cache
-def _index() -> dict[str, Any]:
-    """Entries by name; none where the file is for something else."""
+def _loops() -> tuple[dict[str, Any], bytes]:
+    """Entries by name, and all code; none where the file is for something else, or damaged."""
     if not sys.platform.startswith("linux") or not FILE.is_file():
-        return {}
-    with zipfile.ZipFile(FILE) as file:
-        index = json.loads(file.read(INDEX))
-    loops: dict[str, Any] = index.pop("loops")
-    return loops if index == made_with() else {}
+        return {}, b""
+    try:
+        with zipfile.ZipFile(FILE) as file:
+            index = json.loads(file.read(INDEX))
+            loops = index.pop("loops")
+            if {key: index.get(key) for key in made_with()} != made_with():
+                return {}, b""
+            code = file.read(CODE)
+            found = digest_of(loops, code)
+            if found != index.get("sha256"):
+                raise ValueError(f"sha256 is {found}, and {index.get('sha256')} in its index")
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        zipfile.BadZipFile,
+        LZMAError,
+    ) as error:
+        warnings.warn(
+            f"{FILE} is damaged ({type(error).__name__}: {error}), so loops are compiled, which takes seconds; "
+            "install bitplan again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return {}, b""
+    return loops, code
 
 
-@functools.cache
-def _code() -> bytes:
-    with zipfile.ZipFile(FILE) as file:
-        return file.read(CODE)
+def digest_of(loops: dict[str, Any], code: bytes) -> str:
+    return hashlib.sha256(json.dumps(loops, sort_keys=True).encode() + code).hexdigest()
 
 
 def rebuilt(function: Callable[..., Any], sig: Any, context: Any) -> Any:
     """numba's result of compiling a function, from the file; None if that does not have it."""
-    entry = _index().get(name_of(function, sig) or "")
+    loops, code_of_all = _loops()
+    entry = loops.get(name_of(function, sig) or "")
     if entry is None:
         return None
-    bitcode = _code()[entry["first"] : entry["end"]]
+    bitcode = code_of_all[entry["first"] : entry["end"]]
     kinds = sig.args if isinstance(sig, typing.Signature) else tuple(sig)
     result, code = RESULTS[entry["result"]], function.__code__
     described = funcdesc.PythonFunctionDescriptor(

@@ -41,13 +41,30 @@ def test_a_prepared_loop_runs_and_other_functions_have_none() -> None:
     assert prepared_code.name_of(lambda: made, ()) is None, "it closes over more than numbers"
 
 
+@pytest.mark.parametrize("damage", ["empty", "code", "index"])
+def test_a_damaged_file_is_named_and_loops_are_compiled(tmp_path, monkeypatch, damage) -> None:
+    path = tmp_path / "loops.zip"
+    with zipfile.ZipFile(prepared_code.FILE) as file, zipfile.ZipFile(path, "w") as made:
+        index = json.loads(file.read(prepared_code.INDEX)) | prepared_code.made_with()
+        first = next(iter(index["loops"].values()))
+        first["mangled_name"] += "x" if damage == "index" else ""
+        made.writestr(prepared_code.INDEX, json.dumps(index))
+        made.writestr(prepared_code.CODE, file.read(prepared_code.CODE) + (b"x" if damage == "code" else b""))
+    if damage == "empty":
+        path.write_bytes(b"")
+    monkeypatch.setattr(prepared_code, "FILE", path)
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.warns(RuntimeWarning, match="is damaged .*install bitplan again"):
+        assert prepared_code._loops.__wrapped__() == ({}, b"")
+
+
 SAME_TREES = """
 import hashlib, sys
 import numpy as np
 from bitplan.kernels.base import prepared_code
 from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor
 if sys.argv[1] == "source":
-    prepared_code._index = dict
+    prepared_code._loops = lambda: ({}, b"")
 rng = np.random.default_rng(0)
 x = rng.standard_normal((3000, 8))
 x[rng.random(x.shape) < 0.1] = np.nan

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from bitplan import apply_fp8
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError
 from bitplan.runtime.fp8.layers.gated_mlp import GatedMlp, gating_obstacle
 
 WIDTH, FEATURES, TOKENS = 64, 128, 24
@@ -81,6 +82,66 @@ def test_results_and_gradients_are_those_of_the_layers_one_by_one(device) -> Non
 @pytest.mark.parametrize("given", [{"activation": functional.gelu}, {"recipe": "rowwise"}])
 def test_other_gatings_and_recipes_stay_apart(given) -> None:
     assert type(block(**given)[1].mlp) is Mlp
+
+
+class Dropping(Mlp):
+    def __init__(self, activation=functional.silu) -> None:
+        super().__init__(activation)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.down_proj(self.drop(self.activation(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Clamping(Mlp):
+    def forward(self, x):
+        return self.down_proj(self.activation(self.gate_proj(x)).clamp(max=100.0) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("kind", [Dropping, Clamping])
+def test_what_numbers_do_not_show_is_in_the_code(monkeypatch, kind) -> None:
+    """Dropout while it is off, a clamp that is not reached."""
+    monkeypatch.setitem(globals(), "Mlp", kind)
+    torch.manual_seed(0)
+    made = nn.ModuleList([LlamaDecoderLayer()]).to(torch.bfloat16).eval()
+    apply_fp8(made, None, tokens=TOKENS, recipe="tensorwise", emulate=True)
+    assert type(made[0].mlp) is kind
+
+
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+def _twice(mlp: nn.Module) -> None:
+    mlp.up_proj = Twice(mlp.up_proj)
+
+
+def _patched(mlp: nn.Module) -> None:
+    forward = mlp.down_proj.forward
+    mlp.down_proj.forward = lambda x: 2 * forward(x)
+
+
+def _other_activation(mlp: nn.Module) -> None:
+    mlp.activation = lambda x: 2 * functional.silu(x)
+
+
+@pytest.mark.parametrize("change", [_twice, _patched, _other_activation])
+def test_a_part_that_is_replaced_counts(change) -> None:
+    layer = block()[1]
+    x = torch.randn(TOKENS, WIDTH).bfloat16()
+    before = layer.mlp(x)
+    change(layer.mlp)
+    assert far(layer.mlp(x).detach(), 2 * before.detach()) < 0.05
+
+
+def test_a_wrong_input_is_named_by_the_layer() -> None:
+    with pytest.raises(Fp8LayerError, match=f"a layer of {WIDTH} inputs"):
+        block()[1].mlp(torch.randn(TOKENS, WIDTH - 1).bfloat16())
 
 
 def test_frozen_weights_get_no_gradient() -> None:
