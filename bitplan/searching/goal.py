@@ -8,6 +8,7 @@ from typing import Any
 
 from bitplan.searching.errors import GoalError
 
+WINDOWS = 32  # of text for a search's statistics, where nobody says how many
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _FAR_TOO_LARGE = 1e100  # and infinity: times the weights of a model this would be no whole number
 

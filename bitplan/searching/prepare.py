@@ -14,10 +14,11 @@ from bitplan.runtime.model_on_disk import ModelOnDisk, is_plain_folder
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.expert_products import ExpertSlice
 from bitplan.searching.gather.searched_model import SearchSubject, subject_of
+from bitplan.searching.goal import WINDOWS
 from bitplan.store.files.headers import check_model_source
 from bitplan.store.packed_folder import CONFIG, read_config
 
-WINDOWS, CHECKS, HELD_OUT = 24, 4, 12
+CHECKS, HELD_OUT = 4, 12
 LEAST_WINDOWS = 4
 
 

@@ -24,9 +24,9 @@ from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
 from bitplan.searching.gather.training_evidence import read_gradients, read_speeds, time_by_policy, weigh_by_gradients
-from bitplan.searching.goal import Goal
+from bitplan.searching.goal import WINDOWS, Goal
 from bitplan.searching.phases import IN_ALL, PhaseClock, Stage, no_stage
-from bitplan.searching.prepare import WINDOWS, SearchText, prepare
+from bitplan.searching.prepare import SearchText, prepare
 from bitplan.searching.result import SearchResult
 from bitplan.searching.runtime_formats import candidates, target_of
 

@@ -16,6 +16,7 @@ from bitplan.searching.gather import damage, expert_products
 from bitplan.searching.gather.expert_products import ExpertSlice, RoutedTokens
 from bitplan.searching.gather.statistics import GRADIENT, INPUTS, InputStatistics
 from bitplan.searching.prepare import prepare
+from bitplan.searching.runtime_formats import TARGETS
 from bitplan.store import open_tensors, quantize_file
 from bitplan.store.rounding.with_evidence import evidence_for, open_evidence
 from tests.store.export.tiny_models import save_tokenizer
@@ -74,6 +75,20 @@ def test_experts_of_a_layer_are_searched_and_go_together(found):
     assert all(get_format(fmt).scales is None or not get_format(fmt).scales.needs_base for fmt in own)
     group = next(group for name, group in result.evidence.groups.items() if "experts" in name)
     assert group.formats["int4_g32"].predicted > group.formats["int8_row"].predicted > 0
+
+
+@pytest.mark.parametrize("keep", ["*.w2.weight", "*.experts.1.w3.weight"])
+def test_a_kept_expert_keeps_its_layer(found, tmp_path, keep):
+    _, folder, ids, _ = found
+    subject, _ = prepare(folder / "model", [ids], None, None, keep=[keep])
+    assert experts_of(subject.sites)
+    subject.aim_at(TARGETS["bitplan"])
+    assert not experts_of(subject.sites)
+    assert len(experts_of(subject.stays)) == EXPERTS * 3
+    reason = subject.stays["model.layers.0.block_sparse_moe.experts.0.w1.weight"].reason
+    assert reason.startswith("kept with model.layers.0.block_sparse_moe.experts.")
+    quantize_file(folder / "model", tmp_path / "packed", dict.fromkeys(subject.sites, "int8_row"))
+    bitplan.load_packed(tmp_path / "packed")
 
 
 def test_statistics_of_an_expert_are_of_the_tokens_that_it_gets(found):

@@ -23,6 +23,7 @@ from bitplan.searching.gather.expert_timing import ExpertArms
 from bitplan.searching.gather.searched_model import subject_of
 from bitplan.searching.gather.statistics import InputStatistics
 from bitplan.searching.prepare import prepare
+from bitplan.searching.runtime_formats import TARGETS
 from bitplan.store import open_tensors, quantize_file
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
@@ -144,6 +145,21 @@ def test_a_model_in_memory_is_as_far_from_itself_as_the_search_said(in_memory):
     bitplan.apply_plan(packed, found.plan)
     assert found.plan[GATE_UP].format in ("int4_g32", "int8_row")
     assert _kl(reference, packed) == pytest.approx(found.winner.kl.mean, rel=1e-3)
+
+
+@pytest.mark.parametrize("chosen", [{"keep": ["*experts.down_proj"]}, {"only": ["*experts.gate_up_proj", "*q_proj*"]}])
+def test_a_packed_layer_keeps_both_of_its_tensors_or_neither(gpt_oss, in_memory, chosen):
+    for model, path in ((gpt_oss[0], gpt_oss[1] / "model"), (in_memory[0], None)):
+        subject = subject_of(model, path=path, **chosen)
+        assert set(subject.tensors) >= {GATE_UP}
+        subject.aim_at(TARGETS["bitplan"])
+        assert not {GATE_UP, DOWN} & set(subject.tensors)
+        assert any("q_proj" in name for name in subject.tensors)
+        assert subject.stays[GATE_UP].reason == f"kept with {DOWN}: a packed layer has all its experts packed or none"
+        assert "kept with" not in subject.stays[DOWN].reason
+    elsewhere = subject_of(in_memory[0], **chosen)
+    elsewhere.aim_at(TARGETS["llama.cpp"])
+    assert GATE_UP in elsewhere.tensors
 
 
 def test_experts_predicted_together_are_about_the_sum_of_each(gpt_oss):

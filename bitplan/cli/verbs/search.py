@@ -9,6 +9,7 @@ import typer
 
 from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, MaxKl, Rows
 from bitplan.cli.show import StoppedVerbError, human_bytes, progress, say, show_json, table
+from bitplan.searching.goal import WINDOWS
 
 if TYPE_CHECKING:
     from bitplan.plan import Plan
@@ -38,7 +39,7 @@ def search(
     only: Annotated[list[str] | None, typer.Option(help="Search these and leave all others.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute, such as cuda.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; 512, or what the model has.")] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of text for the statistics.")] = 32,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of text for the statistics.")] = WINDOWS,
     gradients: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="With --for training: a state of selective precision, by whose gradients."),

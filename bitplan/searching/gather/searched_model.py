@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -68,6 +68,7 @@ class SearchSubject:
     path: Path | None = None  # the file or folder that the model came from
     target: Target = TARGETS["bitplan"]
     streamed_numbers: int | None = None  # weights in blocks, where only they count
+    experts: Mapping[str, str] = field(default_factory=dict)  # the file's tensors of experts -> the model's layer
     _stack: tuple[str, Tensor] | None = None  # the last that was read: its experts come one after the other
 
     @property
@@ -106,7 +107,9 @@ class SearchSubject:
     def aim_at(self, target: Target) -> None:
         """Leave to a runtime what it packs: no embeddings, or nothing but blocks."""
         self.target = target
-        if not target.packs_layers:
+        if target.packs_layers:
+            self._keep_whole_layers()
+        else:
             for name in [name for name, site in self.sites.items() if site.slice is not None and site.slice.transposed]:
                 site = self.sites.pop(name)
                 reason = f"experts [experts, inputs, outputs]: {target.name} takes those of gpt-oss as they are"
@@ -125,6 +128,20 @@ class SearchSubject:
             }
         if not self.sites:
             raise SearchError(f"{self.where}: no tensor is left that {target.name} packs; check --keep and --only")
+
+    def _keep_whole_layers(self) -> None:
+        """Where a tensor of experts stays, so do the others of its layer, or `load_packed` would refuse the folder."""
+        kept: dict[str, str] = {}
+        for name in self.stays:
+            if name in self.experts:
+                kept.setdefault(self.experts[name], name)
+        for name, site in list(self.sites.items()):
+            tensor = site.tensor or name
+            first = kept.get(self.experts.get(tensor, ""))
+            if first is not None:
+                del self.sites[name]
+                reason = f"kept with {first}: a packed layer has all its experts packed or none"
+                self.stays[tensor] = _staying(self.stored, tensor, site.role, reason)
 
     def _keep_blocks(self) -> None:
         """What is streamed: the rest never crosses to the device."""
@@ -241,7 +258,9 @@ def subject_of(
     sites, stays = _split(model, plan, names, stored, stacks, tensor_of)
     if not sites:
         raise SearchError(f"{where}: no linear layer or embedding is left to search; check --keep and --only")
-    return SearchSubject(runner, where, sites, stays, names, stored, None if path is None else Path(path))
+    experts = {tensor_of.get(name, name): each.stack.rpartition(".")[0] for name, each in stacks.items()}
+    source = None if path is None else Path(path)
+    return SearchSubject(runner, where, sites, stays, names, stored, source, experts=experts)
 
 
 def _device_of(model: nn.Module) -> torch.device:
