@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bitplan.measure.calibration import hash_tensors
 from bitplan.plan import shipped_manifest
 from bitplan.plan.format_choices import Stored, choose_formats
-from bitplan.plan.plan import Plan
+from bitplan.plan.plan import Plan, Planned
 from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
@@ -312,26 +312,32 @@ def _split(
         modules = [] if parameter is None else users[id(parameter)]
         linears = tuple(module for module in modules if isinstance(module, nn.Linear))
         embeddings = tuple(module for module in modules if isinstance(module, nn.Embedding))
-        reason = entry.choice.reason
-        if entry.stored is None and name in slices:
+        reason, free = entry.choice.reason, _may_change(entry)
+        if free and name in slices:
             sites[name] = WeightSite(name, entry.shape or (), (), (), entry.role, slices[name])
             continue
-        if entry.stored is None and name in items:
+        if free and name in items:
             assert parameter is not None  # the stack that they are in
             for item in items[name]:
                 shape = tuple(slices[item].read(parameter).shape)
                 sites[item] = WeightSite(item, shape, (), (), entry.role, slices[item], name)
             continue
-        if entry.stored is None and parameter is not None and (linears or embeddings):
+        if free and parameter is not None and (linears or embeddings):
             if id(parameter) not in seen:
                 seen[id(parameter)] = name
                 sites[name] = WeightSite(name, tuple(parameter.shape), linears, embeddings, entry.role)
                 continue
             reason = f"tied to {seen[id(parameter)]}"
-        elif entry.stored is None:
+        elif free:
             reason = UNKNOWN_LAYER
         stays[name] = _staying(stored, name, entry.role, reason)
     return sites, stays
+
+
+def _may_change(entry: Planned) -> bool:
+    """Whether a tensor is a weight that nobody wants to stay; one that is packed already stays in its own format."""
+    is_kept = entry.choice.reason.startswith(("kept by ", "not among --only"))
+    return entry.stored is None and entry.choice.format == ANY_ROWS and not is_kept
 
 
 def _staying(stored: Plan, name: str, role: str, reason: str) -> StayingTensor:
