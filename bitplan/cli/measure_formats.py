@@ -11,14 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import MeasureError
+from bitplan.formats import Format, encode, get_format
+from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.scales.rules import ScaleRule
+from bitplan.kernels import decode
 from bitplan.measure.quality.noise_floor import round_activations, shared_twin
 from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
-from bitplan.plan import Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
+from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
 from bitplan.runtime.causal_lm import CausalLM, logits_of
-from bitplan.store.models.morph import formats_of, morph_model, places_of
+from bitplan.runtime.packed.layer_replacement import EXPERTS, is_transposed, packed_shape, with_output_rows
+from bitplan.store.models.morph import ParameterPlace, formats_of, morph_model, places_of
 
 CACHED_LOGITS_BYTES = 4 * 2**30  # of the reference; 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
 GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # their names in GGUF files are known
@@ -80,7 +84,8 @@ class QualityRun:
     ) -> QualityRow:
         """A model in these formats (None: unchanged); the candidate itself is not modified."""
         twin = morphed_twin(candidate, formats, scale_rule=scale_rule, pad=pad)
-        bits = stored_bits(candidate) if formats is None else bits_per_weight(twin, candidate.stored or {})
+        stored = {**(candidate.stored or {}), **_packed_bytes(candidate.model, formats)}
+        bits = stored_bits(candidate) if formats is None else bits_per_weight(twin, stored)
         return self._against(label, twin, bits, on_windows)
 
     def measure_in_float64(self, label: str, on_windows: OnWindows | None = None) -> QualityRow:
@@ -104,11 +109,54 @@ class QualityRun:
 def morphed_twin(
     candidate: CausalLM, formats: Wanted | None, *, scale_rule: ScaleRule | None, pad: Literal["zero"] | None
 ) -> nn.Module:
-    """A second model over the candidate's Parameters, which computes with them in these formats."""
+    """A second model over the candidate's Parameters, which computes with them in these formats.
+
+    Experts that a packed folder holds as their transpose are quantized so here too: blocks lie along inputs.
+    """
     twin = shared_twin(candidate.model)
-    if formats is not None:
-        morph_model(twin, formats, scale_rule=scale_rule, pad=pad)
+    if formats is None:
+        return twin
+    turned = _packed_transposed(twin, formats)
+    for place, fmt in turned:
+        filled = pad or (formats.pad if isinstance(formats, Plan) else None)
+        packed = encode(with_output_rows(place), fmt, scale_rule=scale_rule, pad=filled)
+        numbers = decode(packed, place.parameter.dtype).mT.contiguous()
+        place.module._parameters[place.local] = nn.Parameter(numbers, requires_grad=False)
+    if turned:
+        assert isinstance(formats, Plan)
+        stays = {
+            place.name: Planned(Choice(name, "quantized already"), tuple(place.parameter.shape), stored=name)
+            for place, _ in turned
+            if (name := dtype_name(place.parameter.dtype))
+        }
+        formats = Plan({**formats.entries, **stays}, padding=formats.padding)
+        if all(entry.stored is not None for entry in formats.entries.values()):
+            return twin
+    morph_model(twin, formats, scale_rule=scale_rule, pad=pad)
     return twin
+
+
+def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[ParameterPlace, Format]]:
+    """Parameters that the plan packs and whose rows are not outputs in the model, and their formats."""
+    if not isinstance(formats, Plan):
+        return []
+    planned = [
+        (place, get_format(formats[place.name].format))
+        for place in places_of(model)
+        if place.name in formats and formats.entries[place.name].stored is None
+    ]
+    return [
+        (place, fmt)
+        for place, fmt in planned
+        if not fmt.is_cast and place.local in EXPERTS and is_transposed(place.module)
+    ]
+
+
+def _packed_bytes(model: nn.Module, formats: Wanted | None) -> dict[str, int]:
+    return {
+        place.name: fmt.nbytes(packed_shape(place.module, place.local, tuple(place.parameter.shape)))
+        for place, fmt in _packed_transposed(model, formats)
+    }
 
 
 def require_same_tokens(first: CausalLM, second: CausalLM, text: str) -> None:
@@ -139,7 +187,11 @@ def plan_for_model(
     places = places_of(model)
     if not isinstance(formats, Plan):
         first_names = dict(model.named_parameters(remove_duplicate=isinstance(formats, Manifest)))
-        tensors = {place.name: place.stored() for place in places if place.name in first_names}
+        tensors = {
+            place.name: stored._replace(shape=packed_shape(place.module, place.local, stored.shape))
+            for place in places
+            if place.name in first_names and (stored := place.stored())
+        }
         formats = choose_formats(tensors, formats, keep=keep, pad=pad, where=where)
     formats.require_whole(where)
     known = {place.name for place in places}

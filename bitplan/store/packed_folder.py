@@ -219,6 +219,13 @@ def packed_experts(file: TensorFile, config: Mapping[str, Any]) -> list[str]:
     return _transposed_experts(file, config, packed=True)
 
 
+def transposed_in(file: TensorFile) -> frozenset[str]:
+    """Tensors that lie in a packed folder as the transpose of the model's; none in files of other kinds."""
+    folder = file.path if file.path.is_dir() else file.path.parent
+    config = read_config(folder) if isinstance(file, NativeTensors) and is_model_folder(folder) else {}
+    return frozenset(packed_experts(file, config) if is_packed_config(config) else ())
+
+
 def _transposed_experts(file: TensorFile, config: Mapping[str, Any], *, packed: bool) -> list[str]:
     pattern = _TRANSPOSED_EXPERTS.get(config.get("model_type", ""))
     if pattern is None:

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from bitplan.cli import run
+from bitplan.store.checks.drift import drift_files
 from bitplan.store.compare import compare_files
 from bitplan.store.export.targets import export_model
 from bitplan.store.files.open_files import write_tensors
@@ -41,6 +42,25 @@ def test_packed_experts_are_compared_by_their_values(made, packed):
     assert all(15 < layer.sqnr_db < 25 and layer.format_b == "mxfp4" for layer in experts.values())
     others = [layer for name, layer in result.layers.items() if not name.endswith(("_proj", "down_proj"))]
     assert all(layer.sqnr_db == math.inf for layer in others)
+
+
+@pytest.mark.parametrize("reference", ["floats", "hf"])
+@pytest.mark.parametrize("inside", ["", "model.safetensors"])
+def test_experts_of_a_packed_folder_are_compared_as_the_model_has_them(made, tmp_path, reference, inside):
+    """The folder holds them as their transpose: a square down_proj had the error of other numbers, without a word."""
+    quantize_file(made / "floats", tmp_path / "packed", "int8_row", only=["*.experts.*_proj"])
+    packed = tmp_path / "packed" / inside
+    result = compare_files(made / reference, packed)
+    assert result.findings == ()
+    experts = [layer for layer in result.layers.values() if layer.format_b == "int8_row"]
+    assert len(experts) == 4
+    assert all(layer.sqnr_db > (30 if reference == "floats" else 15) for layer in experts)
+    if reference == "floats":
+        drift = drift_files(made / reference, packed)
+        assert drift.findings == ()
+        assert {row.name: row.relative_error for row in drift.rows} == pytest.approx(
+            {name: layer.relative_error for name, layer in result.layers.items() if layer.format_b == "int8_row"}
+        )
 
 
 @pytest.mark.parametrize(("one", "two"), [("hf", "openai"), ("openai", "oss.gguf"), ("oss.gguf", "hf")])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.formats import Encoded, get_format
+from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
 from bitplan.kernels.matmul.decode_row_slices import why_no_rows
 from bitplan.runtime.packed.product_strategy import LayerError, check_packed, check_tensor
@@ -21,7 +22,9 @@ def embedding_rows(
 ) -> Tensor:
     """The rows of a packed matrix [rows, cols] that `ids` [...] name, as numbers [..., cols]."""
     flat = ids.reshape(-1)
-    rows = Encoded(get_format(fmt), (flat.numel(), cols), data[flat], None if scales is None else scales[flat], base)
+    # index_select refuses negative ids, as nn.Embedding does; data[flat] would count them from the end.
+    data, scales = data.index_select(0, flat), None if scales is None else scales.index_select(0, flat)
+    rows = Encoded(get_format(fmt), (flat.numel(), cols), data, scales, base)
     return decode(rows, dtype).reshape(*ids.shape, cols)
 
 
@@ -75,6 +78,8 @@ class QuantEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         check_tensor(ids, self.name, "ids")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise LayerError(f"{self.name}: ids must be int32 or int64, got {dtype_name(ids.dtype)}")
         weight = self.weight
         held = weight._buffers
         rows: Tensor = embedding_rows(

@@ -39,6 +39,7 @@ from bitplan.store.files.packed_rows import PackedTensor, packed_pair, packed_te
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.models.morph import formats_of, stores_of
+from bitplan.store.packed_folder import transposed_in
 
 _BEGINS = b'{"step": 0, "name": "'
 _READ_KEYS = {"step": Kind("an integer", lambda value: type(value) is int), "name": STRING}
@@ -178,13 +179,15 @@ def drift_files(master: str | Path, packed: str | Path, *, step: int = 0, on_byt
     """Compare every packed tensor of one file with the tensor of its name in another.
 
     gpt-oss's pairs NAME.blocks and NAME.scales (OpenAI's) are compared with NAME; NAME_blocks and NAME_scales (Hugging
-    Face's) with NAME transposed, which is how transformers holds experts in floats.
+    Face's) with NAME transposed, which is how transformers holds experts in floats; so are experts of packed folders.
     """
     rows: list[DriftRow] = []
     findings: list[str] = []
     with open_tensors(master) as one, open_tensors(packed) as two:
-        for tensor, name, transposed in _packed(two, findings):
+        turned = transposed_in(one)
+        for tensor, name, differs in _packed(two, findings):
             spec = one.specs.get(one.tied.get(name, name))
+            transposed = differs != (name in turned)  # both may lie as their transpose
             shape = (*tensor.shape[:-2], *tensor.shape[:-3:-1]) if transposed else tensor.shape
             if spec is None:
                 findings.append(f"{tensor.name}: in {packed}, but {name!r} is not in {master}")
@@ -237,12 +240,13 @@ class _Master:
 
 
 def _packed(file: TensorFile, findings: list[str]) -> Iterator[tuple[PackedTensor, str, bool]]:
-    """Every packed tensor that is not empty, the name of its master, and whether the master is transposed."""
+    """Every packed tensor that is not empty, the name of its master, and whether it is the transpose of the model's."""
+    turned = transposed_in(file)
     for name, spec in file.specs.items():
         if not math.prod(spec.shape):
             continue
         if spec.encoded:
-            yield packed_tensor(file, name), name, False
+            yield packed_tensor(file, name), name, name in turned
         elif spec.format == "uint8" and name.endswith(("_blocks", ".blocks")):
             scales = scales_name(name)
             if scales in file.specs:

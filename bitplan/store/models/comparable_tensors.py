@@ -5,6 +5,7 @@
 | gpt-oss in OpenAI's, Hugging Face's or GGUF's layout | Hugging Face's names for experts in floats, MXFP4 decoded |
 | GGUF of a family that is exported, beside another container | Hugging Face's names, rows of q and k in its order |
 | the file beside it | experts of a layer as one tensor, norms of Gemma plus one, as GGUF has them |
+| a packed folder of gpt-oss | experts transposed, as the model has them |
 | any other | its own names: packed by bitplan or another library, or not packed |
 
 Experts come one at a time, all else tensor by tensor.
@@ -36,6 +37,7 @@ from bitplan.store.gpt_oss.config import ARCHITECTURE
 from bitplan.store.gpt_oss.experts import DOWN, GATE_UP
 from bitplan.store.gpt_oss.layouts import LayoutTensor, list_slots
 from bitplan.store.gpt_oss.source import GptOssFile, plain_rows
+from bitplan.store.packed_folder import transposed_in
 
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")
 _FAMILIES = {family.architecture: family for family in FAMILIES.values()}
@@ -81,7 +83,8 @@ def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tup
 def _values(file: TensorFile, opened: ExitStack, *, layouts: bool) -> ModelValues:
     if layouts and _is_gpt_oss(file):
         return ModelValues(file.path, _gpt_oss(opened.enter_context(GptOssFile(file.path))))
-    return ModelValues(file.path, {name: _plain(file, name) for name in file.specs})
+    turned = transposed_in(file)
+    return ModelValues(file.path, {name: _plain(file, name, turned=name in turned) for name in file.specs})
 
 
 def _is_gpt_oss(file: TensorFile) -> bool:
@@ -154,15 +157,17 @@ def _architecture(file: TensorFile) -> str | None:
     return None if field is None else str(field.value)
 
 
-def _plain(file: TensorFile, name: str) -> Values:
+def _plain(file: TensorFile, name: str, *, turned: bool) -> Values:
+    """A tensor as the file has it; `turned`: with its last two axes exchanged, as the model has it."""
     spec = file.specs[name]
+    shape = (*spec.shape[:-2], *spec.shape[:-3:-1]) if turned else spec.shape
     is_integer = not spec.encoded and not spec.dtype.is_floating_point and not spec.dtype.is_complex
 
     def pieces() -> Iterator[Tensor]:
-        numbers = file.read_float(name)
+        numbers = file.read_float(name).mT if turned else file.read_float(name)
         yield torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
-    return Values(spec.shape, spec.format, is_integer, pieces)
+    return Values(shape, spec.format, is_integer, pieces)
 
 
 def _in_order(values: Values, heads: object, where: str) -> Values:

@@ -408,6 +408,19 @@ def test_a_gguf_file_without_a_tokenizer_is_told_apart(here, capsys):
     assert "if the file holds no tokenizer, give the Hugging Face folder" in message
 
 
+def test_transposed_experts_are_measured_as_quantize_packs_them(here, capsys):
+    """gpt-oss has experts as [inputs, outputs]; blocks of a packed folder lie along inputs."""
+    make_checkpoint(here / "oss", naming="hf", expert_format="bfloat16")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(here / "llama" / name, here / "oss" / name)
+    quantize_file("oss", "oss_packed", "mxfp4")
+    (expected,) = measured("oss_packed", "--against", "oss", capsys=capsys)["rows"]
+    plan = "oss_packed/bitplan_plan.json"
+    for row in measured("oss", "--format", "mxfp4", "--plan", plan, capsys=capsys)["rows"]:
+        assert row["bits_per_weight"] == pytest.approx(expected["bits_per_weight"])
+        assert row["kl"]["mean"] == pytest.approx(expected["kl"]["mean"], rel=1e-4)
+
+
 def test_nan_in_a_weight_is_named(capsys):
     shutil.copytree("llama", "sick")
     weights = safetensors.torch.load_file("sick/model.safetensors")

@@ -18,6 +18,7 @@ from bitplan.errors import FileFormatError, FormatError, NonFiniteError, StoreEr
 from bitplan.formats import decode, encode
 from bitplan.plan import Choice, Manifest, Plan, Planned
 from bitplan.runtime.packed.apply_plan import ApplyError, Skipped, apply_plan
+from bitplan.runtime.packed.product_strategy import LayerError
 from bitplan.runtime.packed.quant_embedding import QuantEmbedding
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.tile_cache import TileCache
@@ -230,6 +231,19 @@ def test_an_embedding_and_the_head_share_the_packed_weight() -> None:
     assert isinstance(model.model["embed_tokens"], QuantEmbedding)
     assert model.lm_head.weight is model.model["embed_tokens"].weight
     torch.testing.assert_close(model(IDS), expected(IDS))
+
+
+@pytest.mark.parametrize("fmt", ["int8_row", "mxfp4", "nvfp4"])
+def test_an_embedding_refuses_the_ids_that_torch_refuses(fmt: str) -> None:
+    table = QuantEmbedding(bitplan.encode(torch.randn(8, 64), fmt), name="table")
+    for row in (-1, 8):
+        with pytest.raises(IndexError):
+            table(torch.tensor([0, row]))
+    for dtype in (torch.float32, torch.int8, torch.bool):
+        with pytest.raises(LayerError, match=f"^table: ids must be int32 or int64, got {str(dtype)[6:]}$"):
+            table(torch.ones(2, dtype=dtype))
+    ids = torch.tensor([[7, 0], [3, 7]])
+    assert torch.equal(table(ids.int()), table(ids))
 
 
 def test_linears_that_share_a_weight_share_the_packed_one() -> None:
