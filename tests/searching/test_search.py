@@ -16,11 +16,12 @@ import bitplan
 from bitplan.cli.verbs.search import show_result
 from bitplan.kernels import decode, encode
 from bitplan.plan import Plan
+from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.report.page import write_report
 from bitplan.runtime.packed.checkpoints.build import empty_model
 from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchEvidence
 from bitplan.searching import run as runner
-from bitplan.searching.gather import blocks, collect, damage, passes
+from bitplan.searching.gather import blocks, collect, damage, passes, searched_model
 from bitplan.searching.gather.collect import EVIDENCE
 from bitplan.searching.gather.searched_model import subject_of
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
@@ -377,3 +378,10 @@ def test_a_target_loads_what_its_files_hold(target, held):
     assert set(EXPORTED[TARGETS[target].export]) <= set(held)
     assert set(held) <= {*EXPORTED[TARGETS[target].export], *GGUF_CASTS}
     assert all(TARGETS[target].loads(fmt) for fmt in TARGETS[target].formats)
+
+
+def test_what_is_packed_already_stays_where_it_is_kept():
+    packed = Stored((64, 64), "q4_0_gguf", True)
+    tensors = {"kept": packed, "free": packed, "same": Stored((64, 64), searched_model.ANY_ROWS, True)}
+    plan = choose_formats(tensors, searched_model.ANY_ROWS, keep=["kept", "same"], pad=True)
+    assert {name for name, entry in plan.entries.items() if searched_model._may_change(entry)} == {"free"}
