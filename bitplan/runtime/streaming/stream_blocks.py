@@ -166,11 +166,14 @@ class BlockStream:
         """Begin a step: new formats take effect, and the transfer of the first blocks starts.
 
         A step that was not ended is abandoned, and the gradients it gathered are dropped. An error of an earlier step
-        on another thread is raised here, once; call begin_step again to go on.
+        on another thread is raised here, once; call begin_step again to go on. With train="weights" this waits for the
+        last step's gradients, so that a step which does not count is known before the next; AdamW is not waited for.
         """
         self._check_open()
         if self._step is not None:
             self._abandon()
+        if self.training is not None:
+            self.training.wait_checked()
         self._raise_failures()
         self._upkeep.bring_up_to_date()
         self.device.reset_peak()
@@ -409,10 +412,9 @@ class BlockStream:
 
     def _raise_failures(self, *, wait: bool = False) -> None:
         if self.training is not None:
-            failure = self.training.find_failure()
-            if failure is not None:
-                self.training.recover()
-                if self.training.torn is None:
+            if self.training.find_failure() is not None:
+                failure = self.training.recover()
+                if failure is not None and self.training.torn is None:
                     raise failure
             if self.training.torn is not None:
                 raise StreamError(self.training.torn)

@@ -5,7 +5,8 @@
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
 So the update of block 5 runs while block 0 crosses the bus. A step is applied as a whole or not at all: if any gradient
-of any block did not arrive or is not finite, every master stays as it was, and the next begin_step raises. That is why
+of any block did not arrive or is not finite, every master stays as it was, and the next begin_step, which waits until
+that is known (`wait_checked`), raises; so the step after it is never computed for nothing. That is why
 no update overlaps with the backward of its own step, and why clipping by the norm of all gradients (`clip_grad_norm`)
 takes no overlap away: it costs the optimizer thread a pass over all gradients before the first update, and in steps
 that are clipped another one to scale them. The first block of the next step is delayed by that.
@@ -22,13 +23,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from contextlib import suppress
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from bitplan.documents import show
 from bitplan.formats import Encoded, Format
 from bitplan.runtime.streaming.blocks.find import StreamedBlock
 from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError, TransferError
@@ -45,12 +49,34 @@ GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """Settings of torch.optim.AdamW for the streamed weights."""
+    """Settings of torch.optim.AdamW for the streamed weights; what AdamW refuses is refused here."""
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        betas: Any = self.betas
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise StreamError(f"AdamW: betas: expected two numbers, got {_on_one_line(betas)}")
+        checked = tuple(setting(f"betas[{at}]", beta, below=1.0) for at, beta in enumerate(betas))
+        object.__setattr__(self, "betas", checked)
+        for name in ("lr", "eps", "weight_decay"):
+            object.__setattr__(self, name, setting(name, getattr(self, name)))
+
+
+def setting(name: str, value: Any, *, below: float = math.inf) -> float:
+    """A setting of AdamW as a float, if it is a number (or a tensor of one) from 0 to `below`."""
+    is_number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    if isinstance(value, bool) or not is_number or not 0.0 <= float(value) < below:
+        wanted = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"
+        raise StreamError(f"AdamW: {name}: expected {wanted}, got {_on_one_line(value)}")
+    return float(value)
+
+
+def _on_one_line(value: Any) -> str:
+    return " ".join(show(value).split())  # a tensor is shown in several
 
 
 class Trained(NamedTuple):
@@ -69,6 +95,7 @@ class _Update:
     flags: SentFlags
     lr: float
     fresh: Mapping[str, Latch]
+    checked: Latch = field(default_factory=Latch)  # it is known whether the step counts
     begun: int = 0
     stepped: int = 0
     encoded: int = 0
@@ -97,7 +124,7 @@ class HostTraining:
         """pinned: gradients arrive in pinned memory, as much as the trained weights take."""
         self._device, self._timeout_s = device, timeout_s
         self.settings, self.max_norm = settings, max_norm
-        self.lr = settings.lr  # learning rate of all blocks from the next update on; a schedule may set it
+        self.lr = settings.lr
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
         self.stores: dict[str, dict[str, WeightStore]] = {}
         self._masters: dict[str, dict[str, Tensor]] = {}
@@ -132,6 +159,15 @@ class HostTraining:
         self._update: _Update | None = None  # the last update
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
         self._updates = Worker("optimizer")
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of all blocks from the next update on; a schedule may set it."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self._lr = setting("lr", lr)
 
     def trains(self, block: str, name: str) -> bool:
         return name in self._masters.get(block, {})
@@ -261,9 +297,12 @@ class HostTraining:
         gradients = update.gradients
         what = f"step {gradients.step}: update"
         try:
-            if self.failure is None:
+            if self.failure is not None:
+                self.failure = _also_lost(self.failure, gradients.step)
+            else:
                 self._require_whole(update, check_step)
                 self._make_moments(gradients)
+                update.checked.set()
                 for block in self._masters:
                     self._step_block(update, block)
                     self._encode(update, block, encode_block)
@@ -280,8 +319,8 @@ class HostTraining:
                     "weights are of two steps; load a state (stream.load or load_state_dict)"
                 )
             gradients.sums.clear()
-            for fresh in update.fresh.values():
-                fresh.set()
+            for latch in (update.checked, *update.fresh.values()):
+                latch.set()
 
     def _require_whole(self, update: _Update, check_step: Callable[[], None]) -> None:
         self._gradients.drain(self._timeout_s)
@@ -312,6 +351,13 @@ class HostTraining:
             self.failure = self.failure or _named(error, f"{block}, step {update.gradients.step}: encoding")
         update.encoded += 1
         update.fresh[block].set()
+
+    def wait_checked(self) -> None:
+        """Wait until it is known whether the last step counts, not for its AdamW."""
+        if self._update is not None:
+            what = f"step {self._update.gradients.step}: its gradients"
+            with suppress(TransferError):  # the thread has died, which find_failure reports
+                wait_for(self._update.checked, self._updates, self._timeout_s, what)
 
     def wait_fresh(self, block: str) -> None:
         """Wait, on the transfer thread, until a block's bytes are made from its present masters."""
@@ -347,10 +393,11 @@ class HostTraining:
             self.write_back(blocks)
             self.is_settled = True
 
-    def recover(self) -> None:
-        """Go on after a failure."""
+    def recover(self) -> Exception | None:
+        """Go on after a failure, which is returned: it names every step that was lost."""
         self.finish()
-        self.failure = self._update = None
+        failure, self.failure, self._update = self.failure, None, None
+        return failure
 
     def write_back(self, blocks: Mapping[str, StreamedBlock]) -> None:
         """Copy the masters into the model's own Parameters."""
@@ -416,6 +463,14 @@ def _laid_out_as(master: Tensor, moment: Tensor, copies: bool) -> Tensor:
     if not copies and moment.device == master.device and moment.stride() == master.stride():
         return moment.detach()
     return torch.empty_like(master).copy_(moment.detach())
+
+
+def _also_lost(failure: Exception, step: int) -> Exception:
+    """The failure of an earlier step, as an error that names this one too."""
+    kind = type(failure) if isinstance(failure, StreamError) else TransferError
+    both = kind(f"{failure}; step {step} was computed meanwhile and is not applied either")
+    both.__cause__ = failure.__cause__
+    return both
 
 
 def _named(error: Exception, what: str) -> Exception:
