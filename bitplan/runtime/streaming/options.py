@@ -13,7 +13,7 @@ import torch
 from bitplan.runtime.streaming.blocks.find import Train
 from bitplan.runtime.streaming.blocks.formats import Formats
 from bitplan.runtime.streaming.errors import StreamError
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.host_memory import HostKind
 from bitplan.runtime.streaming.weight_loader import Slots
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError, TransferError
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.copies import Latch, wait_for
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.runtime.streaming.stream_samples import TIMEOUT_S, assert_equal, batch, gradients, make_stack, streaming

@@ -13,7 +13,7 @@ from bitplan import decode, encode
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.training import host_training
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from tests.crosses import few
 from tests.runtime.streaming.stream_samples import CHECKPOINTING, Stack, assert_equal, batch, make_stack, streaming
 
