@@ -166,7 +166,7 @@ class BlockStream:
     def begin_step(self, step: int) -> None:
         """Begin a step: new formats take effect, and the transfer of the first blocks starts.
 
-        A step that was not ended is abandoned with its gradients. An error of an earlier step is raised here, once; call
+        A step that was not ended is dropped with its gradients. An error of an earlier step is raised here, once; call
         begin_step again to go on. With train="weights" this waits to know if the last step counts, not for its AdamW.
         """
         self._check_open()
