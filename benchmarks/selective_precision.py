@@ -53,7 +53,7 @@ from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.runtime.selective.run_calibration import run_calibration
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 ARMS = ("bf16", "int8_row", "int8_groups", "fp8_row", "static", "dynamic_gradient", "dynamic_impact")

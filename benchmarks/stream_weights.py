@@ -28,7 +28,7 @@ from stream_decode import pinned_bandwidth
 from torch import Tensor
 
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import StreamDevice
 
 FORWARD_SHARE = 1 / 4  # of a checkpointed step that computes gradients of weights: one of four times the products

@@ -33,7 +33,7 @@ from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
 from bitplan.runtime.streaming.telemetry import StreamStepStats
 from bitplan.runtime.streaming.training import training_state
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.searching import SearchEvidence
 from bitplan.store.checks.drift import DriftLog, log_drift, read_drift
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         StreamStateError as StreamStateError,
         TransferError as TransferError,
     )
-    from bitplan.runtime.streaming.training.host_training import AdamWSettings as AdamWSettings
+    from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings as AdamWSettings
     from bitplan.runtime.streaming.transfer.devices import (
         CudaDevice as CudaDevice,
         SimulatedDevice as SimulatedDevice,

@@ -99,7 +99,7 @@ def streamed() -> Any:
     from torch import nn
 
     from bitplan.runtime.streaming.stream_blocks import stream_blocks
-    from bitplan.runtime.streaming.training.host_training import AdamWSettings
+    from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 
     layer = nn.Linear(4, 4)
     layer.bias.requires_grad_(False)

@@ -29,7 +29,7 @@ from bitplan.plan.selective.decide import Hints
 from bitplan.report import TrainingLog
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice, StreamDevice
 
 BLOCKS = "blocks.*"

@@ -13,7 +13,7 @@ import torch
 from bitplan.runtime.streaming.blocks.find import Train
 from bitplan.runtime.streaming.blocks.formats import Formats
 from bitplan.runtime.streaming.errors import StreamError
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.host_memory import HostKind
 from bitplan.runtime.streaming.weight_loader import Slots
 
@@ -47,6 +47,12 @@ class StreamOptions:
     def check(self) -> None:
         """Refuse options that contradict each other."""
         train = self.train
+        if not isinstance(self.compile, bool | Mapping):
+            raise StreamError(
+                f"compile={self.compile!r}: expected True, False or a mapping of torch.compile's arguments"
+            )
+        if not isinstance(self.optimizer, AdamWSettings | None):
+            raise StreamError(f"optimizer: expected AdamWSettings, got {type(self.optimizer).__name__}")
         if self.clip_grad_norm is not None:
             if train != "weights":
                 raise StreamError(

@@ -33,7 +33,8 @@ from bitplan.runtime.streaming.errors import StreamError, StreamStateError
 from bitplan.runtime.streaming.options import StreamOptions, check_norm
 from bitplan.runtime.streaming.reencode_blocks import BlockUpkeep, lay_out_all
 from bitplan.runtime.streaming.telemetry import StepRecorder, StreamStats, Telemetry
-from bitplan.runtime.streaming.training.host_training import AdamWSettings, HostTraining
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
+from bitplan.runtime.streaming.training.host_training import HostTraining
 from bitplan.runtime.streaming.training.training_state import (
     load_training,
     read_training,
@@ -165,12 +166,14 @@ class BlockStream:
     def begin_step(self, step: int) -> None:
         """Begin a step: new formats take effect, and the transfer of the first blocks starts.
 
-        A step that was not ended is abandoned, and the gradients it gathered are dropped. An error of an earlier step
-        on another thread is raised here, once; call begin_step again to go on.
+        A step that was not ended is dropped with its gradients. An error of an earlier step is raised here, once; call
+        begin_step again to go on. With train="weights" this waits to know if the last step counts, not for its AdamW.
         """
         self._check_open()
         if self._step is not None:
             self._abandon()
+        if self.training is not None:
+            self.training.wait_checked()
         self._raise_failures()
         self._upkeep.bring_up_to_date()
         self.device.reset_peak()
@@ -409,11 +412,9 @@ class BlockStream:
 
     def _raise_failures(self, *, wait: bool = False) -> None:
         if self.training is not None:
-            failure = self.training.find_failure()
-            if failure is not None:
-                self.training.recover()
-                if self.training.torn is None:
-                    raise failure
+            failure = None if self.training.find_failure() is None else self.training.recover()
+            if failure is not None and self.training.torn is None:
+                raise failure
             if self.training.torn is not None:
                 raise StreamError(self.training.torn)
         elif self._finite is not None:

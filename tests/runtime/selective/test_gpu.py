@@ -11,7 +11,7 @@ from torch import nn
 from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.runtime.selective.run_calibration import run_calibration
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from tests.runtime.streaming.stream_samples import COUNT, batch, make_stack, streaming
 
 pytestmark = pytest.mark.gpu

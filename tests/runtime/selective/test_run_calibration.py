@@ -14,7 +14,7 @@ from bitplan.measure.calibration import CalibrationError
 from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.runtime.selective.run_calibration import run_calibration
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from tests.runtime.streaming.stream_samples import COUNT, batch, make_stack, streaming
 
 FORMATS = ["int8_row", "fp8_e4m3_row"]

@@ -22,7 +22,7 @@ from bitplan.runtime.selective.trainer_callbacks import (
 )
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.errors import StreamStateError
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from tests.runtime.streaming.stream_samples import assert_equal, batch, make_stack, streaming
 
 # The libraries' own warnings: about workers, loggers and folders, not about us.

@@ -19,7 +19,7 @@ from bitplan.plan.selective.transfer_limits import HeuristicPolicyBridge, Phase,
 from bitplan.runtime.selective.layer_probes import LayerProbes
 from bitplan.runtime.selective.telemetry import TelemetryError
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.crosses import few
 from tests.runtime.streaming.stream_samples import CHECKPOINTING, COUNT, batch, make_stack, streaming

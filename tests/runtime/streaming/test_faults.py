@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError, TransferError
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.copies import Latch, wait_for
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
-from tests.runtime.streaming.stream_samples import assert_equal, batch, gradients, make_stack, streaming
+from tests.runtime.streaming.stream_samples import TIMEOUT_S, assert_equal, batch, gradients, make_stack, streaming
 
 
 class Trouble:
@@ -204,6 +204,58 @@ def test_masters_are_intact(kind):
         one_step(model, stream, 2)
         stream.synchronize()
         assert not torch.equal(snapshot(stream)["layers.0.up.weight"], masters["layers.0.up.weight"])
+
+
+def train_three(model, bad: int | None) -> tuple[dict[str, torch.Tensor], int]:
+    """Masters, and the count of AdamW's steps, after steps 0 to 2; step `bad` has gradients that are not finite."""
+    with streaming(model, train="weights", optimizer=AdamWSettings(lr=1e-2), slots=3) as stream:
+        for step in range(3):
+            if step == 1 and bad is None:
+                continue
+            stream.begin_step(step)
+            out = model(batch(step)).square().mean()
+            (out * float("inf") if step == bad else out).backward()
+            gate = threading.Event()
+            stream.training._updates.submit(gate.wait, "held back")
+            stream.end_step()  # does not know yet
+            threading.Timer(0.05, gate.set).start()
+            if step == bad:
+                with pytest.raises(BlockNonFiniteError, match=f"step {bad}: gradient holds NaN or infinity"):
+                    stream.begin_step(step + 1)
+        stream.synchronize()
+        return snapshot(stream), stream.training.trained()["layers.0.up.weight"].steps
+
+
+def test_the_step_after_a_bad_one_is_not_lost():
+    after, count = train_three(make_stack(adapters=False, count=2), bad=1)
+    wanted, _ = train_three(make_stack(adapters=False, count=2), bad=None)
+    assert count == 2
+    assert_equal(after, wanted)
+
+
+def test_the_next_step_does_not_wait_for_adamw(monkeypatch):
+    model = make_stack(adapters=False, count=2)
+    with streaming(model, train="weights", slots=3) as stream:
+        gate, training = threading.Event(), stream.training
+        plain = training._step_block
+        monkeypatch.setattr(training, "_step_block", lambda *args: (gate.wait(TIMEOUT_S), plain(*args)))
+        one_step(model, stream, 0)
+        stream.begin_step(1)
+        is_stepped = training.trained()["layers.0.up.weight"].steps
+        gate.set()
+        assert is_stepped == 0
+
+
+def test_an_error_names_the_step_that_was_lost_with_it():
+    model = make_stack(adapters=False, count=2)
+    with streaming(model, train="weights", slots=3) as stream:
+        stream.begin_step(4)
+        model(batch(4)).sum().backward()
+        stream.training.failure = TransferError("layers.0, step 3: encoding: out of memory")  # after begin_step(4)
+        with pytest.raises(
+            TransferError, match=r"step 3: encoding.*; step 4 was computed meanwhile and is not applied"
+        ):
+            stream.end_step()
 
 
 @pytest.mark.parametrize("train", ["adapters", "weights"])

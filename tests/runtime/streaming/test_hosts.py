@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bitplan.errors import StoreError
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from bitplan.runtime.streaming.transfer.host_memory import exact_buffer
 from bitplan.store.files.safetensors import SafetensorsFile

@@ -14,7 +14,7 @@ import torch
 
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.runtime.streaming.interrupts import Interrupter
 from tests.runtime.streaming.stream_samples import Stack, batch

@@ -10,7 +10,7 @@ from torch import nn
 
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from tests.runtime.streaming.stream_samples import TIMEOUT_S, LowRank, assert_equal, decoded_twin, gradients
 
 transformers = pytest.importorskip("transformers")

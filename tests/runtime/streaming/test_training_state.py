@@ -14,7 +14,7 @@ from torch import nn
 from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.errors import StreamError, StreamStateError
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from tests.runtime.streaming.stream_samples import assert_equal, batch, make_stack, streaming
 
 SETTINGS = AdamWSettings(lr=1e-2, weight_decay=0.05)

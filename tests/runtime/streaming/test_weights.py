@@ -13,7 +13,7 @@ from bitplan import decode, encode
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.training import host_training
-from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from tests.crosses import few
 from tests.runtime.streaming.stream_samples import CHECKPOINTING, Stack, assert_equal, batch, make_stack, streaming
 
@@ -185,6 +185,47 @@ def test_refusals():
         stream_blocks(make_stack(adapters=True), "layers.*", device="cpu", optimizer=SETTINGS)
     with pytest.raises(StreamError, match="no parameter of any block requires gradients"):
         stream_blocks(model.requires_grad_(False), "layers.*", device="cpu", train="weights")
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), "0.01", None, True, torch.ones(2, 2)])
+def test_settings_that_adamw_refuses(bad):
+    for name in ("lr", "eps", "weight_decay"):
+        with pytest.raises(StreamError, match=f"^AdamW: {name}: expected a finite number of at least 0, got .*$"):
+            AdamWSettings(**{name: bad})
+    for betas, says in (
+        ((0.9, bad), r"betas\[1\]: "),
+        ((1.0, 0.9), r"betas\[0\]: .*below 1, got 1"),
+        (bad, "two numbers"),
+    ):
+        with pytest.raises(StreamError, match=says):
+            AdamWSettings(betas=betas)
+
+
+def test_a_rate_that_is_no_rate_is_refused_where_it_is_set():
+    assert AdamWSettings(lr=torch.tensor(0.5), betas=[0, 0.5]) == AdamWSettings(lr=0.5, betas=(0.0, 0.5))
+    with streaming(make_stack(adapters=False, count=2), train="weights", optimizer=SETTINGS) as stream:
+        for bad in (float("nan"), float("inf"), -1.0, None, "0.01"):
+            with pytest.raises(StreamError, match="AdamW: lr: expected a finite number"):
+                stream.training.lr = bad
+        assert stream.training.lr == SETTINGS.lr
+        state = stream.state_dict() | {"lr": -1.0}
+        with pytest.raises(StreamError, match=r"lr: expected a number of at least 0, got -1\.0"):
+            stream.load_state_dict(state)
+        stream.begin_step(0)
+
+
+@pytest.mark.parametrize("bad", ["yes", 1, None, ["a"]])
+def test_what_compile_cannot_be(bad):
+    with pytest.raises(StreamError, match=r"compile=.*: expected True, False or a mapping"):
+        stream_blocks(make_stack(adapters=False, count=1), "layers.*", device="cpu", train="nothing", compile=bad)
+
+
+def test_an_expanded_weight_is_refused_by_name():
+    model = make_stack(adapters=False, count=2)
+    down = model.layers[1].down
+    down.weight = nn.Parameter(torch.randn(1, down.in_features).expand(down.out_features, -1))
+    with pytest.raises(StreamError, match=r"layers\.1\.down\.weight: its 32768 numbers share memory"):
+        stream_blocks(model, "layers.*", device="cpu", train="weights")
 
 
 def test_gradients_arrive_in_the_same_memory_in_every_step():

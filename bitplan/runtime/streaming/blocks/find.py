@@ -71,6 +71,8 @@ def find_blocks(model: nn.Module, pattern: str, train: Train) -> list[StreamedBl
     _refuse_shared(model, blocks)
     _refuse_moved(blocks)
     _refuse_nothing(blocks, train)
+    if train == "weights":
+        _refuse_overlapping(blocks)
     return blocks
 
 
@@ -148,6 +150,18 @@ def _refuse_moved(blocks: Sequence[StreamedBlock]) -> None:
                 raise StreamError(
                     f"{block.name}.{name} is on {device}: blocks are streamed from the host, and this model was "
                     f"moved already; {next_step}"
+                )
+
+
+def _refuse_overlapping(blocks: Sequence[StreamedBlock]) -> None:
+    for block in blocks:
+        for name, one in block.parameters.items():
+            weight = one.parameter
+            reach = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True)) + 1
+            if weight.requires_grad and reach < weight.numel():
+                raise StreamError(
+                    f"{block.name}.{name}: its {weight.numel()} numbers share memory (expand()?), so they cannot be "
+                    "trained each; make it contiguous, or freeze it"
                 )
 
 

@@ -5,7 +5,8 @@
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
 So the update of block 5 runs while block 0 crosses the bus. A step is applied as a whole or not at all: if any gradient
-of any block did not arrive or is not finite, every master stays as it was, and the next begin_step raises. That is why
+of any block did not arrive or is not finite, every master stays as it was, and the next begin_step, which waits until
+that is known (`wait_checked`), raises; so the step after it is never computed for nothing. That is why
 no update overlaps with the backward of its own step, and why clipping by the norm of all gradients (`clip_grad_norm`)
 takes no overlap away: it costs the optimizer thread a pass over all gradients before the first update, and in steps
 that are clipped another one to scale them. The first block of the next step is delayed by that.
@@ -22,7 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
@@ -33,6 +35,7 @@ from bitplan.formats import Encoded, Format
 from bitplan.runtime.streaming.blocks.find import StreamedBlock
 from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.runtime.streaming.telemetry import StepRecorder
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings, setting
 from bitplan.runtime.streaming.training.gradient_places import GradientPlaces, StepGradients
 from bitplan.runtime.streaming.training.host_adamw import NUMBERS_AT_A_TIME, BlockAdamW
 from bitplan.runtime.streaming.transfer.copies import WAIT_TIMEOUT_S, Latch, Worker, wait_for
@@ -41,16 +44,6 @@ from bitplan.runtime.streaming.transfer.finite_check import FiniteCheck, SentFla
 from bitplan.store.models.weight_store import WeightStore
 
 GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a llama block has nine
-
-
-@dataclass(frozen=True)
-class AdamWSettings:
-    """Settings of torch.optim.AdamW for the streamed weights."""
-
-    lr: float = 1e-5
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
 
 
 class Trained(NamedTuple):
@@ -69,6 +62,7 @@ class _Update:
     flags: SentFlags
     lr: float
     fresh: Mapping[str, Latch]
+    checked: Latch = field(default_factory=Latch)  # it is known whether the step counts
     begun: int = 0
     stepped: int = 0
     encoded: int = 0
@@ -97,7 +91,7 @@ class HostTraining:
         """pinned: gradients arrive in pinned memory, as much as the trained weights take."""
         self._device, self._timeout_s = device, timeout_s
         self.settings, self.max_norm = settings, max_norm
-        self.lr = settings.lr  # learning rate of all blocks from the next update on; a schedule may set it
+        self.lr = settings.lr
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
         self.stores: dict[str, dict[str, WeightStore]] = {}
         self._masters: dict[str, dict[str, Tensor]] = {}
@@ -132,6 +126,15 @@ class HostTraining:
         self._update: _Update | None = None  # the last update
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
         self._updates = Worker("optimizer")
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of all blocks from the next update on; a schedule may set it."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self._lr = setting("lr", lr)
 
     def trains(self, block: str, name: str) -> bool:
         return name in self._masters.get(block, {})
@@ -261,9 +264,12 @@ class HostTraining:
         gradients = update.gradients
         what = f"step {gradients.step}: update"
         try:
-            if self.failure is None:
+            if self.failure is not None:
+                self.failure = _also_lost(self.failure, gradients.step)
+            else:
                 self._require_whole(update, check_step)
                 self._make_moments(gradients)
+                update.checked.set()
                 for block in self._masters:
                     self._step_block(update, block)
                     self._encode(update, block, encode_block)
@@ -280,8 +286,8 @@ class HostTraining:
                     "weights are of two steps; load a state (stream.load or load_state_dict)"
                 )
             gradients.sums.clear()
-            for fresh in update.fresh.values():
-                fresh.set()
+            for latch in (update.checked, *update.fresh.values()):
+                latch.set()
 
     def _require_whole(self, update: _Update, check_step: Callable[[], None]) -> None:
         self._gradients.drain(self._timeout_s)
@@ -312,6 +318,13 @@ class HostTraining:
             self.failure = self.failure or _named(error, f"{block}, step {update.gradients.step}: encoding")
         update.encoded += 1
         update.fresh[block].set()
+
+    def wait_checked(self) -> None:
+        """Wait until it is known whether the last step counts, not for its AdamW."""
+        if self._update is not None:
+            what = f"step {self._update.gradients.step}: its gradients"
+            with suppress(TransferError):  # the thread has died, which find_failure reports
+                wait_for(self._update.checked, self._updates, self._timeout_s, what)
 
     def wait_fresh(self, block: str) -> None:
         """Wait, on the transfer thread, until a block's bytes are made from its present masters."""
@@ -347,10 +360,11 @@ class HostTraining:
             self.write_back(blocks)
             self.is_settled = True
 
-    def recover(self) -> None:
-        """Go on after a failure."""
+    def recover(self) -> Exception | None:
+        """Go on after a failure, which is returned: it names every step that was lost."""
         self.finish()
-        self.failure = self._update = None
+        failure, self.failure, self._update = self.failure, None, None
+        return failure
 
     def write_back(self, blocks: Mapping[str, StreamedBlock]) -> None:
         """Copy the masters into the model's own Parameters."""
@@ -416,6 +430,14 @@ def _laid_out_as(master: Tensor, moment: Tensor, copies: bool) -> Tensor:
     if not copies and moment.device == master.device and moment.stride() == master.stride():
         return moment.detach()
     return torch.empty_like(master).copy_(moment.detach())
+
+
+def _also_lost(failure: Exception, step: int) -> Exception:
+    """The failure of an earlier step, as an error that names this one too."""
+    kind = type(failure) if isinstance(failure, StreamError) else TransferError
+    both = kind(f"{failure}; step {step} was computed meanwhile and is not applied either")
+    both.__cause__ = failure.__cause__
+    return both
 
 
 def _named(error: Exception, what: str) -> Exception:

@@ -94,6 +94,8 @@ def read_training(
     if accept_optimizer_change:
         lr = training.lr
     else:
+        if lr < 0:
+            raise StreamStateError(f"{where}: lr: expected a number of at least 0, got {lr!r}")
         _require_same_optimizer(reader, item["optimizer"], _settings(training))
     return TrainingState(trained, item["formats"], lr)
 
