@@ -21,7 +21,6 @@ from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_form
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
 from bitplan.runtime.causal_lm import CausalLM, logits_of
-from bitplan.runtime.packed.layer_replacement import EXPERTS, is_transposed, packed_shape, with_output_rows
 from bitplan.store.models.morph import ParameterPlace, formats_of, morph_model, places_of
 
 CACHED_LOGITS_BYTES = 4 * 2**30  # of the reference; 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
@@ -113,6 +112,8 @@ def morphed_twin(
 
     Experts that a packed folder holds as their transpose are quantized so here too: blocks lie along inputs.
     """
+    from bitplan.runtime.packed.layer_replacement import with_output_rows
+
     twin = shared_twin(candidate.model)
     if formats is None:
         return twin
@@ -138,6 +139,8 @@ def morphed_twin(
 
 def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[ParameterPlace, Format]]:
     """Parameters that the plan packs and whose rows are not outputs in the model, and their formats."""
+    from bitplan.runtime.packed.layer_replacement import EXPERTS, is_transposed
+
     if not isinstance(formats, Plan):
         return []
     planned = [
@@ -153,6 +156,8 @@ def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[P
 
 
 def _packed_bytes(model: nn.Module, formats: Wanted | None) -> dict[str, int]:
+    from bitplan.runtime.packed.layer_replacement import packed_shape
+
     return {
         place.name: fmt.nbytes(packed_shape(place.module, place.local, tuple(place.parameter.shape)))
         for place, fmt in _packed_transposed(model, formats)
@@ -184,6 +189,8 @@ def plan_for_model(
     A plan may have GGUF's names, which are translated. A parameter without an entry is an error. Tensors that stay
     count, in bits per weight, with their bytes in the file.
     """
+    from bitplan.runtime.packed.layer_replacement import packed_shape
+
     places = places_of(model)
     if not isinstance(formats, Plan):
         first_names = dict(model.named_parameters(remove_duplicate=isinstance(formats, Manifest)))
