@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import MeasureError
-from bitplan.formats import Format, encode, get_format
+from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.scales.rules import ScaleRule
-from bitplan.kernels import decode
+from bitplan.kernels import decode, encode
 from bitplan.measure.quality.noise_floor import round_activations, shared_twin
 from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
