@@ -70,12 +70,13 @@ def _lower_linear(x: Any, bias: Any, *weight: Any) -> Any:
     data, scales, base, arranged, factor, counters, expanded, name, outputs, ways, _, _ = weight
     (rows, inputs), dtype = x.get_size(), x.get_dtype()
     way = _fixed_way(x, ways)
-    if way is not None and _is_on_gpu(x):
-        if way.strategy == "fused" and _fits_into(way, rows, dtype, bias):
+    if way is not None and _is_on_gpu(x) and way.strategy == "fused":
+        if _fits_into(way, rows, dtype, bias):
             given, more = _present(("bias", "base"), (bias, base))
             types = (str(arranged.get_dtype()), len(factor.get_size()), None if bias is None else str(bias.get_dtype()))
             key = ("fused", name, outputs, int(inputs), int(rows), types, given, ways)
             return _node(_Into, key, [x, data, scales, arranged, factor, counters, *more], [rows, outputs], dtype)
+    elif way is not None and _is_on_gpu(x):
         numbers = _numbers(way, data, scales, base, expanded, name, (outputs, inputs), dtype)
         if numbers is not None:
             across = lowerings[_aten.permute.default](numbers, [1, 0])
@@ -102,8 +103,9 @@ def _lower_gradient(grad: Any, *weight: Any) -> Any:
 
 def _fixed_way(x: Any, ways: str) -> ProductWay | None:
     """How it runs; None where the size of x is not known."""
-    rows, cols = x.get_size()
-    return way_at(ways, int(rows)) if rows.is_Integer and cols.is_Integer else None
+    if any(getattr(each, "free_symbols", ()) for each in x.get_size()):
+        return None
+    return way_at(ways, int(x.get_size()[0]))
 
 
 def _is_on_gpu(x: Any) -> bool:
