@@ -189,8 +189,9 @@ class QuantLinear(nn.Module):
         rows = flat.shape[0]
         ways = self.settle(rows if has_static_value(rows) else None, dtype)
         # A graph compares all that is read here, in every call: attributes of modules are several comparisons each.
-        weight = self._modules["weight"]
-        parts, held = weight._buffers, self._modules["graph"]._buffers
+        weight: Any = self._modules["weight"]
+        graph: Any = self._modules["graph"]
+        parts, held = weight._buffers, graph._buffers
         made: Tensor = _packed_linear(
             flat,
             self._parameters["bias"],
@@ -339,7 +340,8 @@ class QuantLinear(nn.Module):
             raise LayerError(
                 f"{self.name}: inputs are bfloat16, float16, float32 or float64, got {x.dtype}; cast first"
             )
-        device = self._modules["weight"]._buffers["data"].device
+        weight: Any = self._modules["weight"]
+        device = weight._buffers["data"].device
         if x.device != device:
             raise LayerError(f"{self.name}: the input lies on {x.device}, the weight on {device}; move one")
 
