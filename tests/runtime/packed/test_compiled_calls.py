@@ -171,3 +171,30 @@ def test_on_a_gpu_bound_calls_give_the_same_numbers(rows: int, monkeypatch: pyte
     assert found is not None
     assert x.grad is not None
     assert (found - x.grad).norm() <= 0.02 * x.grad.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh")
+def test_on_a_gpu_a_graph_holds_few_decoded_matrices_at_a_time() -> None:
+    layers = [QuantLinear(packed("mxfp4", 2048, 2048, seed=seed), strategy="decode") for seed in range(6)]
+    model, x = nn.Sequential(*layers).cuda(), normal(64, 2048).cuda().bfloat16()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True)
+        expected = compiled(x)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.equal(compiled(x), expected)
+        matrix = 2048 * 2048 * 2
+        assert torch.cuda.max_memory_allocated() - before <= 1.5 * matrix
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh")
+def test_on_a_gpu_products_of_many_rows_are_not_bound_and_right() -> None:
+    layer = QuantLinear(packed("int8_g128", 256, 256), strategy="fused").cuda()
+    x = normal(64, 256).cuda().bfloat16()
+    with torch.no_grad():
+        expected = layer(x)
+        compiled = torch.compile(layer, fullgraph=True)
+        for _ in range(3):
+            assert torch.equal(compiled(x), expected)

@@ -147,14 +147,16 @@ def packed_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
             return y
     way = way_at(ways, x.shape[0])
     y = multiply(x, bias, matrix, way)
-    fused = fused_for(x.device.type)
-    if way.strategy == "fused" and fused is not None and x.shape[0] and not is_capturing(x.device):
-        bound = fused.bind(x, matrix.encoded, matrix.prepared, bias, way.launch)
-        if bound is not None:
-            if len(_bound) >= _MOST_BOUND:
-                _bound.clear()
-            _bound[key] = bound
+    fused = fused_for(x.device.type) if way.strategy == "fused" and bound is not _never else None
+    if fused is not None and x.shape[0] and not is_capturing(x.device):
+        if len(_bound) >= _MOST_BOUND:
+            _bound.clear()
+        _bound[key] = fused.bind(x, matrix.encoded, matrix.prepared, bias, way.launch) or _never
     return y
+
+
+def _never(_x: Tensor, _shape: Sequence[int]) -> None:
+    """The bound call of a product that cannot be bound, such as one of many rows."""
 
 
 def packed_input_gradient(grad: Tensor, *weight: Any) -> Tensor:
