@@ -1,12 +1,12 @@
 """Whole models on packed weights, the way people run them, against BF16 in the same run.
 
-    python benchmarks/decode.py [--models "8b:bfloat16:1,4 8b:mxfp4:1,4 eager generate peers"] [--output FILE]
+    python benchmarks/decode.py [--models "8b:bfloat16:1,4 8b:mxfp4:1,4 eager compiled generate peers"] [--output FILE]
 
 A llama of 1B's or 8B's shape with 16 layers and random weights; all linear layers and the output are packed, q/k/v and
-gate/up joined. Milliseconds for one token of each sequence, 512 tokens in a static cache, in three modes:
+gate/up joined. Milliseconds for one token of each sequence, 512 tokens in a static cache, in these modes:
 
     eager       as a user writes it, one launch after another; all formats in turns, for the host is the limit
-    compiled    torch.compile of the layers, fullgraph
+    compiled    torch.compile of the layers, fullgraph; in turns as well
     graph       compiled, and the whole step captured in a CUDA graph
     overlapped  the same, where the compiler's own kernels begin before the kernel before them has ended, as packed
                 products always do (`torch._inductor.config.triton.enable_pdl`)
@@ -49,7 +49,7 @@ from bitplan.runtime.packed.warm_up import warm_up
 
 MODELS = (
     "8b:bfloat16:1,4,16,64 8b:mxfp4:1,4,16,64 8b:int8_g128:1,4,16,64 8b:mxfp4+cache:64 8b:int4_g32:1,64 8b:nvfp4:1,64 "
-    "8b:fp8_e4m3_row:1,64 eager generate peers 1b:bfloat16:1,64 1b:mxfp4:1,64 1b:int8_g128:1,64 1b:int4_g32:1 "
+    "8b:fp8_e4m3_row:1,64 eager compiled generate peers 1b:bfloat16:1,64 1b:mxfp4:1,64 1b:int8_g128:1,64 1b:int4_g32:1 "
     "1b:nvfp4:1 1b:fp8_e4m3_row:1 8b:int8_g128+cache:64"
 )
 EAGER = ("bfloat16", "mxfp4", "int8_g128", "int4_g32", "nvfp4", "fp8_e4m3_row")
@@ -203,8 +203,6 @@ def measure(
                 }
                 gc.collect()
                 gc.freeze()  # what compilers left behind would be looked through again and again
-                if batch == 1:
-                    yield row | {"mode": "compiled"} | _times(wall_ms(run))
                 if device != "cuda":
                     continue
                 graph = captured(run)
@@ -309,6 +307,24 @@ def eager(device: str, size: str = "8b") -> list[Row]:
             steps[fmt] = step_of(model, 1, device)
         samples = in_turns(steps)
     return [{"size": size, "format": fmt, "batch": 1, "mode": "eager", **_times(each)} for fmt, each in samples.items()]
+
+
+def compiled(device: str, size: str = "8b") -> list[Row]:
+    """One token, compiled layers without a graph, all formats in turns."""
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=4 * len(EAGER)):
+        steps = {}
+        for fmt in EAGER:
+            model = build(size, fmt, device)
+            warm_up(model, (1,))
+            compile_layers(model)
+            steps[fmt] = step_of(model, 1, device)
+            steps[fmt]()
+        samples = in_turns(steps)
+    return [
+        {"size": size, "format": fmt, "batch": 1, "mode": "compiled in turns", **_times(each)}
+        for fmt, each in samples.items()
+    ]
 
 
 def in_turns(steps: dict[str, Step], repeats: int = 2 * REPEATS) -> dict[str, list[float]]:
@@ -445,7 +461,7 @@ def guarded(what: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,... eager generate peers")
+    parser.add_argument("--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,... eager compiled generate peers")
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no new model after so many")
@@ -485,7 +501,12 @@ def main() -> None:
     with guarded("host"):
         document["host_us"] = host_us(args.device)
         print("host us", document["host_us"], flush=True)
-    parts: dict[str, Callable[..., Iterator[Row] | list[Row]]] = {"eager": eager, "generate": generate, "peers": peers}
+    parts: dict[str, Callable[..., Iterator[Row] | list[Row]]] = {
+        "eager": eager,
+        "compiled": compiled,
+        "generate": generate,
+        "peers": peers,
+    }
     jobs: list[tuple[str, Callable[[], Iterator[Row] | list[Row]]]] = []
     for each in args.models.split():
         if each in parts:

@@ -61,6 +61,7 @@ class PackedWeight(EncodedModule):
 
     def _begin(self) -> None:
         self.token = next(_tokens)  # never reused, unlike an id()
+        self.format_name = self.fmt.name  # which compiled graphs compare in every call
         self._changes = 0
         self._encoded: Encoded | None = None
         self._derived: dict[Hashable, Any] = {}

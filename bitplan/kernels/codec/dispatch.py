@@ -135,6 +135,11 @@ def explain_decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Pick
     return _explain("DECODERS", encoded.fmt, encoded.device, encoded.shape, dtype)
 
 
+def has_decoder(fmt: Format, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a compiled kernel decodes contiguous parts of this format and shape there."""
+    return _explain("DECODERS", fmt, device, shape, dtype).implementation != "torch"
+
+
 def _explain(table: str, fmt: Format, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Picked:
     if device.type not in _MODULES:
         return Picked("torch", f"no twins for {device.type}")

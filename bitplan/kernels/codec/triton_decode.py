@@ -13,6 +13,7 @@ would otherwise copy all of them: for int8 to bfloat16, four bytes a number on t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,75 +45,99 @@ def decode_tiles(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Scales per row or per 128 x 128 tile: int8_row, fp8_e4m3_row, fp8_e4m3_b128."""
-    launch, fmt = launch or TILES, encoded.fmt
-    rows, cols = fmt.matrix_shape(encoded.shape)
-    out = _out(encoded, dtype, out)
-    if out.numel():
-        assert encoded.scales is not None
-        down, wide = fmt.block.rows or 1, fmt.block.cols
-        wide = wide or max(16, triton.next_power_of_2(min(cols, launch.numbers)))
-        tall = max(1, launch.numbers // wide)
-        tall = min(tall, down) if down > 1 else tall  # a program's rows share a tile's scale
-        across = triton.cdiv(cols, wide)
-        run = _prepared(
-            _decode_tiles,
-            triton.cdiv(rows, tall) * across,
-            (rows, cols, across),
-            launch.warps,
-            ELEMENT=element_name(fmt, encoded.device),
-            OUT=float_name(dtype),
-            DOWN=down,
-            TALL=tall,
-            WIDE=wide,
-            VECTOR=min(_vector(launch, dtype), wide),
-        )
-        run(encoded.data.contiguous(), encoded.scales.contiguous(), out)
-    return out
+    return _run(_tiles_launch, encoded, dtype, launch or TILES, out)
 
 
 def decode_byte_groups(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
     """int8_g128, mxfp8_e4m3, q8_0_gguf."""
-    launch = launch or BYTE_GROUPS
-    constants = {"GROUP": encoded.fmt.block.cols, "VECTOR": _vector(launch, dtype)}
-    return _decode_groups(_decode_byte_groups, encoded, dtype, launch, out, constants)
+    return _run(_byte_groups_launch, encoded, dtype, launch or BYTE_GROUPS, out)
 
 
 def decode_nibble_groups(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
     """mxfp4, nvfp4, int4_g32, q4_0_gguf."""
-    launch, fmt = launch or NIBBLE_GROUPS, encoded.fmt
-    assert fmt.packing is not None
-    constants = {"ORDER": fmt.packing.order, "HALF": (fmt.block.cols or 0) // 2}
-    constants["VECTOR"] = max(1, _vector(launch, dtype) // 2)
-    base = encoded.scales if encoded.base is None else encoded.base
-    return _decode_groups(_decode_nibble_groups, encoded, dtype, launch, out, constants, base)
+    return _run(_nibble_groups_launch, encoded, dtype, launch or NIBBLE_GROUPS, out)
 
 
-def _decode_groups(
-    kernel: Any,
+def decode_launch(encoded: Encoded, dtype: torch.dtype) -> PreparedLaunch:
+    """The launch that decodes this matrix, or another of its format and shape: of codes, scales, base, output.
+
+    The base is a pointer of kernels for nibbles alone, and is that of the scales where the format has none.
+    """
+    if encoded.fmt.packing is not None:
+        return _nibble_groups_launch(encoded, dtype, NIBBLE_GROUPS)
+    if encoded.fmt.block.rows == 1 and encoded.fmt.block.cols is not None:
+        return _byte_groups_launch(encoded, dtype, BYTE_GROUPS)
+    return _tiles_launch(encoded, dtype, TILES)
+
+
+def _run(
+    prepare: Callable[[Encoded, torch.dtype, Launch], PreparedLaunch],
     encoded: Encoded,
     dtype: torch.dtype,
     launch: Launch,
     out: Tensor | None,
-    constants: dict[str, Any],
-    *base: Tensor | None,
 ) -> Tensor:
-    """Launch a kernel over all groups of an encoding; `base` is that of the scales, for kernels that read one."""
+    out = _out(encoded, dtype, out)
+    run = prepare(encoded, dtype, launch)
+    if out.numel():
+        assert encoded.scales is not None
+        data, scales = encoded.data.contiguous(), encoded.scales.contiguous()
+        base = (scales if encoded.base is None else encoded.base,) if encoded.fmt.packing is not None else ()
+        run(data, scales, *base, out)
+    return out
+
+
+def _tiles_launch(encoded: Encoded, dtype: torch.dtype, launch: Launch) -> PreparedLaunch:
+    fmt = encoded.fmt
+    rows, cols = fmt.matrix_shape(encoded.shape)
+    down, wide = fmt.block.rows or 1, fmt.block.cols
+    wide = wide or max(16, triton.next_power_of_2(min(cols, launch.numbers)))
+    tall = max(1, launch.numbers // wide)
+    tall = min(tall, down) if down > 1 else tall  # a program's rows share a tile's scale
+    across = triton.cdiv(cols, wide)
+    return _prepared(
+        _decode_tiles,
+        triton.cdiv(rows, tall) * across,
+        (rows, cols, across),
+        launch.warps,
+        ELEMENT=element_name(fmt, encoded.device),
+        OUT=float_name(dtype),
+        DOWN=down,
+        TALL=tall,
+        WIDE=wide,
+        VECTOR=min(_vector(launch, dtype), wide),
+    )
+
+
+def _byte_groups_launch(encoded: Encoded, dtype: torch.dtype, launch: Launch) -> PreparedLaunch:
+    constants = {"GROUP": encoded.fmt.block.cols, "VECTOR": _vector(launch, dtype)}
+    return _groups_launch(_decode_byte_groups, encoded, dtype, launch, constants)
+
+
+def _nibble_groups_launch(encoded: Encoded, dtype: torch.dtype, launch: Launch) -> PreparedLaunch:
+    fmt = encoded.fmt
+    assert fmt.packing is not None
+    constants = {"ORDER": fmt.packing.order, "HALF": (fmt.block.cols or 0) // 2}
+    constants["VECTOR"] = max(1, _vector(launch, dtype) // 2)
+    return _groups_launch(_decode_nibble_groups, encoded, dtype, launch, constants)
+
+
+def _groups_launch(
+    kernel: Any, encoded: Encoded, dtype: torch.dtype, launch: Launch, constants: dict[str, Any]
+) -> PreparedLaunch:
+    """A kernel over all groups of an encoding."""
     fmt, scales = encoded.fmt, encoded.scales
     assert scales is not None
     whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
-    out = _out(encoded, dtype, out)
     groups, tile = scales.numel(), max(1, launch.numbers // (fmt.block.cols or 1))
-    if groups:
-        constants |= {"ELEMENT": element_name(fmt, encoded.device), "SCALE": scale_name(fmt)}
-        constants |= {"OUT": float_name(dtype), "TILE": tile}
-        in_order = {name: constants[name] for name in kernel.arg_names if name in constants}
-        run = _prepared(kernel, triton.cdiv(groups, tile), (groups,), launch.warps, **in_order)
-        run(encoded.data.contiguous(), scales.contiguous(), *base, out)
-    return out
+    constants |= {"ELEMENT": element_name(fmt, encoded.device), "SCALE": scale_name(fmt)}
+    constants |= {"OUT": float_name(dtype), "TILE": tile}
+    in_order = {name: constants[name] for name in kernel.arg_names if name in constants}
+    return _prepared(kernel, triton.cdiv(groups, tile), (groups,), launch.warps, **in_order)
 
 
 @functools.lru_cache(4096)

@@ -19,6 +19,7 @@ from bitplan.kernels.matmul.cpu_fused import FusedOnCpu
 Launch = Mapping[str, int]
 Prepared = tuple[Tensor, ...]  # at most three tensors that a kernel made from a weight
 Bound = Callable[[Tensor, Sequence[int]], Tensor | None]  # x, the result's shape -> the result; None: x does not fit
+BoundInto = Callable[[Tensor, Tensor], bool]  # x, the result to be written -> whether they fit and it was written
 
 
 class FusedMatmul(Protocol):
@@ -95,12 +96,26 @@ class TritonOnCuda:
     def bind(
         self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
     ) -> Bound | None:
+        bound = self._bind(x_MK, weight, prepared, bias, launch)
+        return None if bound is None else _bound_call(x_MK, weight.shape[0], *bound)
+
+    def bind_into(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> BoundInto | None:
+        """As `bind`, for results whose memory is given, on whichever stream is present at the call."""
+        bound = self._bind(x_MK, weight, prepared, bias, launch)
+        return None if bound is None else _bound_call_into(x_MK, weight.shape[0], *bound)
+
+    def _bind(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> tuple[Callable[..., None], int] | None:
+        """What launches the product, and its split."""
         if not x_MK.is_cuda or (bias is not None and bias.dtype not in (torch.bfloat16, torch.float32)):
             return None
         how = self._launch(weight, x_MK.shape[0], launch)
         arranged = self._kernel.ArrangedScales(*prepared)
-        bound = self._kernel.bind_matmul(x_MK, weight, arranged, bias, how)
-        return None if bound is None else _bound_call(x_MK, weight.shape[0], *bound)
+        bound: tuple[Callable[..., None], int] | None = self._kernel.bind_matmul(x_MK, weight, arranged, bias, how)
+        return bound
 
     def _launch(self, weight: Encoded, rows: int, launch: Launch | None) -> Any:
         if launch is None:
@@ -130,6 +145,26 @@ def _bound_call(x_MK: Tensor, outputs: int, launch: Callable[..., None], split: 
         else:
             launch(stream, address, out.data_ptr(), empty(part_shape, dtype=parts, device=device).data_ptr())
         return out
+
+    return run
+
+
+def _bound_call_into(x_MK: Tensor, outputs: int, launch: Callable[..., None], split: int) -> BoundInto:
+    """A call that launches; x is contiguous, and its device the present one."""
+    device, index = x_MK.device, x_MK.get_device()
+    part_shape = (split, x_MK.shape[0], outputs)
+    current_stream: Any = torch._C._cuda_getCurrentRawStream
+
+    def run(x: Tensor, out: Tensor) -> bool:
+        address, target = x.data_ptr(), out.data_ptr()
+        if (address | target) & 15:
+            return False
+        if split == 1:
+            launch(current_stream(index), address, target, 0)
+        else:
+            parts = torch.empty(part_shape, dtype=torch.float32, device=device)
+            launch(current_stream(index), address, target, parts.data_ptr())
+        return True
 
     return run
 

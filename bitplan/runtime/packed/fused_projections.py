@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
 
 from bitplan.formats import Encoded
 from bitplan.kernels.matmul.fused import FusedMatmul, Prepared, fused_for
@@ -84,9 +85,9 @@ class JointProjection:
 
     def part(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
         """This layer's product with x; None where it has to run by itself."""
-        if torch.is_grad_enabled() and x.requires_grad:
+        if is_grad_enabled() and x.requires_grad:
             return None
-        compiling = torch.compiler.is_compiling()
+        compiling = is_compiling()
         version = 0 if compiling or x.is_inference() else x._version
         y = self._y
         if y is None or self._x is not x or self._version != version:

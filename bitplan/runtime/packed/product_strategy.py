@@ -22,7 +22,7 @@ which rounds inputs to 8-bit integers, and `strategy="decode"` does not.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, float64, get_autocast_dtype, is_autocast_enabled
 
 from bitplan.errors import BitplanError, did_you_mean
 from bitplan.formats import Encoded
@@ -68,8 +68,8 @@ def check_tensor(given: object, where: str, what: str = "the input") -> None:
 
 def input_type(x: Tensor) -> torch.dtype:
     """The type in which a layer takes this input: autocast's where it is on, but for float64."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
+    if is_autocast_enabled(x.device.type) and x.dtype != float64:
+        return get_autocast_dtype(x.device.type)
     return x.dtype
 
 

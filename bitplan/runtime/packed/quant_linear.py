@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from bitplan.formats import Encoded, Format
 from bitplan.kernels import decode, encode
@@ -51,6 +52,7 @@ from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 
 _PICKS_KEPT = 64
+_packed_linear: Callable[..., Tensor] = torch.ops.bitplan.packed_linear
 
 
 # ---- the layer -------------------------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ class QuantLinear(nn.Module):
             part: Tensor | None = self.joint.part(self, x)
             if part is not None:
                 return part
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._in_graph(x)
         bound = self._bound.get((x.shape, x.dtype))
         if bound is not None:
@@ -186,18 +188,21 @@ class QuantLinear(nn.Module):
         flat = _flat(x.to(dtype))
         rows = flat.shape[0]
         ways = self.settle(rows if has_static_value(rows) else None, dtype)
-        weight, graph = self.weight, self.graph
-        made: Tensor = torch.ops.bitplan.packed_linear(
+        # A graph compares all that is read here, in every call: attributes of modules are several comparisons each.
+        weight: Any = self._modules["weight"]
+        graph: Any = self._modules["graph"]
+        parts, held = weight._buffers, graph._buffers
+        made: Tensor = _packed_linear(
             flat,
-            self.bias,
-            weight.data,
-            weight.scales if "scales" in weight._buffers else None,
-            weight.base if "base" in weight._buffers else None,
-            graph.arranged,
-            graph.factor,
-            graph.counters,
-            graph.expanded,
-            weight.fmt.name,
+            self._parameters["bias"],
+            parts["data"],
+            parts.get("scales"),
+            parts.get("base"),
+            held["arranged"],
+            held["factor"],
+            held["counters"],
+            held["expanded"],
+            weight.format_name,
             self.out_features,
             ways,
             0,
@@ -252,7 +257,7 @@ class QuantLinear(nn.Module):
 
     def _operator(self, flat: Tensor, matrix: Matrix, ways: str) -> Tensor:
         prepared = (*matrix.prepared, None, None, None)[:3]
-        y: Tensor = torch.ops.bitplan.packed_linear(
+        y: Tensor = _packed_linear(
             flat,
             self.bias,
             *matrix[:3],
@@ -335,10 +340,10 @@ class QuantLinear(nn.Module):
             raise LayerError(
                 f"{self.name}: inputs are bfloat16, float16, float32 or float64, got {x.dtype}; cast first"
             )
-        if x.device != self.weight.data.device:
-            raise LayerError(
-                f"{self.name}: the input lies on {x.device}, the weight on {self.weight.data.device}; move one"
-            )
+        weight: Any = self._modules["weight"]
+        device = weight._buffers["data"].device
+        if x.device != device:
+            raise LayerError(f"{self.name}: the input lies on {x.device}, the weight on {device}; move one")
 
     def _pick(self, rows: int, dtype: torch.dtype, *, measure: bool = True) -> Pick:
         """As `choose`, decided once for every power of two of rows, as crossovers are measured."""

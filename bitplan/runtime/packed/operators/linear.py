@@ -7,12 +7,16 @@ The weight comes as plain tensors: its parts; the tensors that `FusedMatmul.prep
 `ways` (`launch_choices`) are constants. `weight` and `cache` name a PackedWeight and a TileCache of this process, for
 tiles; both are 0 in a graph, whose tiles are pinned and come as `expanded`.
 
+torch's compiler calls both past the dispatcher (`inductor_lowering`).
+
 The gradient of the input is a second operator, whose own gradient is the first operator again, so second derivatives
 exist. It expands the weight again, or reads `expanded`, and refuses a weight that was written since the forward.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -127,13 +131,15 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 # ---- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _packed_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
+def packed_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
     matrix, ways = _matrix(weight, width="outputs", other=x.shape[1])
     if len(matrix.prepared) < 3 or not x.is_cuda:
         return multiply(x, bias, matrix, way_at(ways, x.shape[0]))
-    # A compiled graph calls this often: a bound call is kept for these addresses, and found by all of them.
+    # A graph calls this often: a bound call is kept for these addresses, and found by all that it depends on.
     addresses = [part.data_ptr() for part in (matrix.data, *matrix.prepared)]
-    key = (*addresses, 0 if bias is None else bias.data_ptr(), x.shape, x.dtype, matrix.format, matrix.shape, ways)
+    of_bias = (0, None) if bias is None else (bias.data_ptr(), bias.dtype)
+    kind = (matrix.prepared[0].dtype, matrix.prepared[1].dim(), x.dtype, matrix.format, matrix.shape, ways)
+    key = (*addresses, *of_bias, x.shape, *kind)
     bound = _bound.get(key)
     if bound is not None:
         y = bound(x, (x.shape[0], matrix.shape[0]))
@@ -141,17 +147,19 @@ def _packed_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
             return y
     way = way_at(ways, x.shape[0])
     y = multiply(x, bias, matrix, way)
-    fused = fused_for(x.device.type)
-    if way.strategy == "fused" and fused is not None and x.shape[0] and not is_capturing(x.device):
-        bound = fused.bind(x, matrix.encoded, matrix.prepared, bias, way.launch)
-        if bound is not None:
-            if len(_bound) >= _MOST_BOUND:
-                _bound.clear()
-            _bound[key] = bound
+    fused = fused_for(x.device.type) if way.strategy == "fused" and bound is not _never else None
+    if fused is not None and x.shape[0] and not is_capturing(x.device):
+        if len(_bound) >= _MOST_BOUND:
+            _bound.clear()
+        _bound[key] = fused.bind(x, matrix.encoded, matrix.prepared, bias, way.launch) or _never
     return y
 
 
-def _packed_input_gradient(grad: Tensor, *weight: Any) -> Tensor:
+def _never(_x: Tensor, _shape: Sequence[int]) -> None:
+    """The bound call of a product that cannot be bound, such as one of many rows."""
+
+
+def packed_input_gradient(grad: Tensor, *weight: Any) -> Tensor:
     matrix, ways = _matrix(weight, width="inputs", other=grad.shape[1])
     return input_gradient(grad, matrix, way_at(ways, grad.shape[0]))
 
@@ -164,11 +172,19 @@ def _matrix(arguments: tuple[Any, ...], *, width: str, other: int) -> tuple[Matr
 
 
 def _fake_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:  # noqa: ARG001
+    _tell_inductor()
     return x.new_empty((x.shape[0], weight[8]))
 
 
 def _fake_gradient(grad: Tensor, *weight: Any) -> Tensor:
+    _tell_inductor()
     return grad.new_empty((grad.shape[0], weight[8]))
+
+
+def _tell_inductor() -> None:
+    """Register direct calls with torch's compiler, if it is loaded: it runs fakes before it generates code."""
+    if "torch._inductor.compile_fx" in sys.modules:
+        importlib.import_module("bitplan.runtime.packed.operators.inductor_lowering")
 
 
 def _save(ctx: Any, weight: tuple[Any, ...], width: int) -> None:
@@ -217,8 +233,8 @@ def _gradient_backward(ctx: Any, grad_of_grad: Tensor) -> tuple[Tensor | None, .
 _library = torch.library.Library("bitplan", "FRAGMENT")
 _library.define(f"packed_linear(Tensor x, Tensor? bias, {_WEIGHT.format(width='outputs')}) -> Tensor")
 _library.define(f"packed_input_gradient(Tensor grad, {_WEIGHT.format(width='inputs')}) -> Tensor")
-_library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
-_library.impl("packed_input_gradient", _packed_input_gradient, "CompositeExplicitAutograd")
+_library.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
+_library.impl("packed_input_gradient", packed_input_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("bitplan::packed_linear", _fake_linear, lib=_library)
 torch.library.register_fake("bitplan::packed_input_gradient", _fake_gradient, lib=_library)
 torch.library.register_autograd("bitplan::packed_linear", _linear_backward, setup_context=_save_linear, lib=_library)
