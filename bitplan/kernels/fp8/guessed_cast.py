@@ -238,7 +238,7 @@ def _cast_tile(
         x_4QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
         store_by_one_scale(
             out_ptr, out_t_ptr, down, across, rows16 * 16, rows16, rows16, cols16, x_4QW, quick_inverse(scale),
-            FP8, TO_ROWS, TO_COLS, BR, BC, V,
+            FP8, TO_ROWS, TO_COLS, BR, BC, V, POWER=True,
         )  # fmt: skip
         amax = amax_of_tile(x_4QW)
     else:

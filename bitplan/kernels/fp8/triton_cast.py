@@ -155,7 +155,7 @@ class _CastPlan:
         self.is_idle = not (rows or cols or plain)
         if self.is_empty or self.is_idle:
             return
-        self.paired = scaling in PAIR_LAUNCHES and norm is None and not plain
+        self.paired = scaling in PAIR_LAUNCHES and not plain and (norm is None or scaling != "row")
         self.paired = self.paired and fits_pairs(shape, dtype, padded, aligned=aligned)
         launch = launch_of(scaling, launch, paired=self.paired)
         self.amax = launch.pieces, launch.numbers, launch.amax_warps
@@ -176,16 +176,20 @@ class _CastPlan:
             room.scale_stride[0] if scaling == "128x128" and room is not None else 0 for room in (self.rows, self.cols)
         ]
         constants: dict[str, Any] = {"FP8": fp8, "SCALING": scaling, "TO_ROWS": rows, "TO_COLS": cols}
-        constants |= {"PIECES": triton.next_power_of_2(max(pieces or 0, 1)), "BR": tile[0], "BC": tile[1]}
+        constants |= norm_constants(norm) | {
+            "PIECES": triton.next_power_of_2(max(pieces or 0, 1)),
+            "BR": tile[0],
+            "BC": tile[1],
+        }
         kernel: Any = cast_pairs if self.paired else cast_numbers
         numbers: tuple[float, ...]
         if self.paired:
             least = least_scale(eps, fp8)
             numbers = (shape[0], shape[1] // 16, padded // 16, *strides, pieces or 0, eps, least)
-            constants["V"] = launch.vector
+            constants |= {"V": launch.vector, "RAGGED": bool(shape[0] % tile[0])}
         else:
             numbers = (*shape, padded, *strides, eps, pieces or 0)
-            constants |= {"SOURCE": float_name(dtype), "TO_PLAIN": plain, **norm_constants(norm)}
+            constants |= {"SOURCE": float_name(dtype), "TO_PLAIN": plain}
         tiles = triton.cdiv(padded, tile[0]) * triton.cdiv(shape[1], tile[1])
         in_order = {name: constants[name] for name in kernel.arg_names if name in constants}
         options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
@@ -214,7 +218,7 @@ class _CastPlan:
             elif self.row_scales is not None:
                 self.row_scales.find(x, scale, scale_t, of_norm)
             first = scale_t if self.scaling == "tensor" and scale is None else scale  # a tensor has one
-            self.cast(x, codes, codes_t, first, scale_t, pieces, *(() if self.paired else (normed, *of_norm)))
+            self.cast(x, codes, codes_t, first, scale_t, pieces, *(() if self.paired else (normed,)), *of_norm)
         return (
             None if codes is None or scale is None else ScaledFp8(codes, scale, self.scaling),
             None if codes_t is None or scale_t is None else ScaledFp8(codes_t, scale_t, self.scaling),

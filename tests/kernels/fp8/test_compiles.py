@@ -137,12 +137,18 @@ def pair_casts():
     arguments |= pointers("scale_ptr scale_t_ptr", "*fp32") | pointers("pieces_ptr", "*i32")
     arguments |= pointers("rows cols16 rows16 scale_stride scale_t_stride pieces", "i32")
     arguments |= pointers("eps least", "fp32")
+    of_norm = pointers("rstd_ptr mean_ptr", "*fp32") | pointers("weight_ptr bias_ptr", "*i16")
     for scaling, launch in some(*PAIR_LAUNCHES.items()):
         for rows, cols in some((True, True), (True, False), (False, True)):
             fp8 = "e5m2" if scaling == "row" and rows and cols else "e4m3"
             constants = dict(FP8=fp8, SCALING=scaling, TO_ROWS=rows, TO_COLS=cols, PIECES=512)
             constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector)
-            check_pairs(pairs.cast_pairs, arguments, constants, launch.warps, (scaling, rows, cols), rows, cols)
+            for norm in ["none"] if scaling == "row" else ["none", "rms", "layer"]:
+                constants |= dict(NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer", RAGGED=norm == "layer")
+                unread = dict.fromkeys(dict(none=of_norm, rms=["mean_ptr", "bias_ptr"], layer=[])[norm])
+                name = (scaling, rows, cols, norm)
+                given = of(pairs.cast_pairs, arguments | of_norm, constants | unread)
+                check_pairs(pairs.cast_pairs, *given, launch.warps, name, rows, cols)
 
 
 def guesses():
@@ -236,12 +242,12 @@ def build_maxima():
 def norms():
     arguments = pointers("x_ptr weight_ptr bias_ptr", "*i16") | pointers("rstd_ptr mean_ptr", "*fp32")
     arguments |= pointers("partial_ptr", "*i32") | {"rows": "i32", "cols": "i32", "norm_eps": "fp32"}
-    constants = dict(EACH=16, SOURCE="bf16", WEIGHT="bf16", NORM="layer", HAS_BIAS=True, AMAX=True, BC=4096)
+    constants = dict(EACH=16, T=2, SOURCE="bf16", WEIGHT="bf16", NORM="layer", HAS_BIAS=True, AMAX=True, BC=4096)
     build(norm._row_stats, arguments, constants, 8, enable_fp_fusion=False)
     arguments = pointers("dy_ptr x_ptr weight_ptr", "*i16") | pointers("rstd_ptr mean_ptr", "*fp32")
     arguments |= pointers("dx_ptr", "*i16") | pointers("sums_ptr", "*fp32")
     arguments |= {"rows": "i32", "cols": "i32", "programs": "i32"}
-    constants = dict(EACH=32, SOURCE="bf16", GRAD="bf16", WEIGHT="bf16", NORM="rms", HAS_BIAS=False, BC=4096)
+    constants = dict(EACH=32, T=2, SOURCE="bf16", GRAD="bf16", WEIGHT="bf16", NORM="rms", HAS_BIAS=False, BC=4096)
     build(norm._norm_gradient, arguments, constants, 8)
 
 
