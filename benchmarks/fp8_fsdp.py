@@ -26,6 +26,7 @@ import torch.distributed as dist
 from fp8_layers import LONGEST, SIZES, _counts
 from llama_layers import LlamaLayers
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -47,7 +48,8 @@ def sharded(plain: LlamaLayers, arm: str, tokens: int, mesh: Any) -> nn.Module:
             layer.reuse_weight_cast = False  # FSDP2 fills a weight's memory anew without saying so
     for block in model.layers:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def step_of(model: nn.Module, x: Tensor) -> Callable[[], None]:
@@ -72,7 +74,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
     is_gpu = options.device == "cuda"
-    dist.init_process_group("nccl" if is_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if is_gpu else "gloo", store=HashStore(), rank=0, world_size=1)
     mesh, size = init_device_mesh(options.device, (1,)), SIZES[options.size]
     document: dict[str, Any] = {
         "benchmark": "fp8_fsdp",
@@ -83,13 +85,14 @@ def main() -> None:
         "layers": options.layers,
     }
     rows: list[dict[str, Any]] = []
+    dtype = torch.bfloat16 if is_gpu else torch.float32
     name = document["machine"].get("gpu", "cpu").lower().replace(" ", "_")
     for tokens in options.tokens:
         torch.manual_seed(0)
         with torch.device(options.device):
-            plain = LlamaLayers(size, options.layers).to(torch.bfloat16 if is_gpu else torch.float32)
+            plain = LlamaLayers(size, options.layers).to(dtype)
             batch = -(-tokens // LONGEST)
-            x = torch.randn(batch, tokens // batch, size.hidden, dtype=plain.layers[0].mlp.up_proj.weight.dtype)
+            x = torch.randn(batch, tokens // batch, size.hidden, dtype=dtype)
         steps = {arm: step_of(sharded(plain, arm, tokens, mesh), x) for arm in ARMS}
         for step in steps.values():
             step()

@@ -122,7 +122,7 @@ def copy_speed() -> float:
         target.copy_(source)
     torch.cuda.synchronize()
     times = [first.elapsed_time(second) for first, second in itertools.pairwise(events[10:])]
-    return 2 * COPIED_BYTES / (statistics.median(times) / 1000)
+    return float(2 * COPIED_BYTES / (statistics.median(times) / 1000))
 
 
 def main() -> None:
