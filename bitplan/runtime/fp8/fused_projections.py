@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError
+
 
 class FusedProjections(nn.Module):
     """The first of several projections, with the layer of all of them inside."""
@@ -41,6 +43,8 @@ class FusedProjections(nn.Module):
         return first
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not torch.compiler.is_compiling() and "_hf_hook" in self.fused.__dict__:
+            _refuse_offloading(self.fused.__dict__["_hf_hook"])
         together: Tensor = self.fused(x)
         parts: tuple[Tensor, ...] = together.split(self.sizes, dim=-1)
         return parts
@@ -72,6 +76,15 @@ class FusedProjections(nn.Module):
 
     def extra_repr(self) -> str:
         return f"sizes={self.sizes}"
+
+
+def _refuse_offloading(hook: Any) -> None:
+    """accelerate looks weights up in the state dict by their module's name, where these have other names."""
+    if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
+        raise Fp8LayerError(
+            "accelerate offloads this model, and does not find weights that apply_fp8 has joined (q, k, v; gate, up); "
+            "leave the model on the GPU, or offload it without apply_fp8"
+        )
 
 
 class FusedPart(nn.Module):
