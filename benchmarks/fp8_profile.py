@@ -28,10 +28,10 @@ import torch
 from llama_layers import Size
 
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("attention", ("flash", "fmha", "sdpa", "attention", "softmax")),
+    ("attention", ("flash", "fmha", "sdpa", "attention", "softmax", "cudnn::fusion")),
     ("products", ("gemm", "nvjet", "cutlass", "cublas", "splitk")),
     ("checks", ("_check",)),
-    ("norms", ("_row_stats", "_norm_gradient", "_add_parts")),
+    ("norms", ("_row_stats", "_norm_gradient", "_add_parts", "rms_norm")),
     ("casts", ("cast_pairs", "cast_numbers", "_cast", "_amax_of", "_maxima_of")),
 )
 REPLAYS = 3
@@ -79,7 +79,8 @@ def profile_arm(arms: fp8_layers.Arms, name: str) -> dict[str, Any]:
         for _ in range(REPLAYS):
             graph.replay()
         torch.cuda.synchronize()
-    return summarise([(each.name, each.time_range.start, each.time_range.end) for each in profile.events()])
+    on_gpu = [each for each in profile.events() if str(each.device_type).endswith("CUDA")]
+    return summarise([(each.name, each.time_range.start, each.time_range.end) for each in on_gpu])
 
 
 def summarise(events: list[tuple[str, float, float]]) -> dict[str, Any]:

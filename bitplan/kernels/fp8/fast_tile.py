@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from bitplan.formats.fp8 import scale_of_amax
 from bitplan.kernels.fp8.triton_fp8_rounding import (
@@ -333,7 +334,10 @@ def cast_pairs(
     BR: tl.constexpr,
     BC: tl.constexpr,
     V: tl.constexpr,  # adjacent words of a thread: with 4 it loads 16 bytes and stores 8 at once, with 8 32 and 16
+    OVERLAP: tl.constexpr,  # whether this is launched before a norm's statistics are done
 ):
+    if OVERLAP:
+        cuda.gdc_wait()
     tile = tl.program_id(0)
     if SCALING == "tensor" or SCALING == "row":
         tile = tl.num_programs(0) - 1 - tile  # from the end: the tiles that the maximum read last are still in L2

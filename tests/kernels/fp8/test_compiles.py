@@ -146,7 +146,7 @@ def pair_casts():
             constants = dict(FP8=fp8, SCALING=scaling, TO_ROWS=rows, TO_COLS=cols, PIECES=512)
             constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector)
             for norm in ["none"] if scaling == "row" else ["none", "rms", "layer"]:
-                constants |= dict(NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer", RAGGED=norm == "layer")
+                constants |= dict(NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer", RAGGED=norm == "layer", OVERLAP=norm != "none")
                 unread = dict.fromkeys(dict(none=of_norm, rms=["mean_ptr", "bias_ptr"], layer=[])[norm])
                 name = (scaling, rows, cols, norm)
                 given = of(pairs.cast_pairs, arguments | of_norm, constants | unread)
@@ -158,9 +158,9 @@ def guesses():
     arguments = pointers("x_ptr", "*i16") | pointers("out_ptr out_t_ptr", "*u8")
     arguments |= pointers("state_ptr drift_ptr", "*i32")
     sizes, scale = pointers("rows cols padded", "i32"), pointers("scale_ptr", "*fp32")
-    launch = PAIR_LAUNCHES["tensor"]
+    launch = guess.GUESS_LAUNCH
     constants = dict(FP8="e4m3", TO_ROWS=True, TO_COLS=True, BR=launch.rows, BC=launch.cols, SOURCE="bf16")
-    constants |= dict(V=launch.vector)
+    constants |= dict(V=launch.vector, OVERLAP=True)
     check_pairs(guess._cast, arguments | sizes, constants, launch.warps, "cast")
     check_pairs(guess._check, arguments | scale | sizes | {"eps": "fp32"}, constants, launch.warps, "check")
     for source in some("bf16", "f32"):
@@ -180,7 +180,7 @@ def gated_casts():
     for kernel in some(gated._cast, gated._check):
         for gradient in some(True, False):
             launch = gated.GRADIENT_LAUNCH if gradient else gated.FORWARD_LAUNCH
-            constants = dict(GRADIENT=gradient, FP8="e4m3", TO_ROWS=True, TO_COLS=True)
+            constants = dict(GRADIENT=gradient, FP8="e4m3", TO_ROWS=True, TO_COLS=True, OVERLAP=True)
             constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector) | ({} if gradient else {"dh_ptr": None})
             name = (kernel.__name__, gradient)
             check_pairs(kernel, *of(kernel, arguments, constants), launch.warps, name)
@@ -246,11 +246,13 @@ def norms():
     arguments = pointers("x_ptr weight_ptr bias_ptr", "*i16") | pointers("rstd_ptr mean_ptr", "*fp32")
     arguments |= pointers("partial_ptr", "*i32") | {"rows": "i32", "cols": "i32", "norm_eps": "fp32"}
     constants = dict(EACH=16, T=2, SOURCE="bf16", WEIGHT="bf16", NORM="layer", HAS_BIAS=True, AMAX=True, BC=4096)
+    constants |= dict(OVERLAP=True)
     build(norm._row_stats, arguments, constants, 8, enable_fp_fusion=False)
     arguments = pointers("dy_ptr x_ptr weight_ptr", "*i16") | pointers("rstd_ptr mean_ptr", "*fp32")
     arguments |= pointers("dx_ptr", "*i16") | pointers("sums_ptr", "*fp32")
     arguments |= {"rows": "i32", "cols": "i32", "programs": "i32"}
     constants = dict(EACH=32, T=2, SOURCE="bf16", GRAD="bf16", WEIGHT="bf16", NORM="rms", HAS_BIAS=False, BC=4096)
+    constants |= dict(OVERLAP=True)
     build(norm._norm_gradient, arguments, constants, 8)
 
 
