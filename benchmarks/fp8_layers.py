@@ -21,7 +21,8 @@ median of the turns' ratios with the interval that the policy uses. "best" is th
 confirmed one, against the better of BF16 and full FP8. Parts stop when --seconds are over and say what they left out.
 An arm that cannot be made or run is recorded with its reason.
 
---no-policy measures no policy and leaves out the arms that ask one; "reduce-overhead" is then one of --timing.
+--no-policy measures no policy and leaves out the arms that ask one; "reduce-overhead" is then one of --timing. With
+--side-by-side each size and count has a process of its own: all compile at once, then one after the other is timed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -242,7 +247,24 @@ def time_layers(
     runs: dict[str, BandPolicy | None] = dict.fromkeys(options.timing) if policies is None else dict(policies)
     if policies is not None and RESTLESS in arms.made and len(runs) > 1:
         runs[REDUCED] = policies["graph"]
+    if options.waits:
+        for run in runs:
+            mode = REDUCED if run == REDUCED else None
+            for step in arms.arms([], mode).values():
+                _run_thrice(step)
+        print("ready", flush=True)
+        sys.stdin.readline()
     return [_time_run(arms, run, policy, part, size, tokens, options.turns) for run, policy in runs.items()]
+
+
+def _run_thrice(arm: Arm) -> None:
+    """Compile an arm; one that cannot run is recorded when it is timed."""
+    try:
+        step = arm()
+        for _ in range(3):
+            step()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _time_run(
@@ -333,6 +355,35 @@ def run_layers(
     return result
 
 
+def run_side_by_side(options: argparse.Namespace) -> dict[str, Any]:
+    """The rows of a process for each size and count."""
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"recipe": options.recipe, "policy": None, "rows": rows, "left_out": []}
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for size in options.sizes.split(","):
+            for tokens in options.tokens or TOKENS["measured"]:
+                output = Path(folder) / f"{size}_{tokens}.json"
+                again = [sys.executable, *sys.argv, "--waits", "--sizes", size, "--tokens", str(tokens)]
+                again += ["--output", str(output), *(["--torchao", ""] if size != options.sizes.split(",")[0] else [])]
+                process = subprocess.Popen(again, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                processes.append((f"measured {size} {tokens}", process, output))
+        ready = [_says_ready(process) for _, process, _ in processes]
+        for (name, process, output), is_ready in zip(processes, ready, strict=True):
+            if is_ready:
+                print(process.communicate("go\n")[0].strip().split("\n")[-1], flush=True)
+            if process.wait() == 0 and is_ready:
+                rows += json.loads(output.read_text())["rows"]
+            else:
+                result["left_out"].append(name)
+    return result
+
+
+def _says_ready(process: subprocess.Popen[str]) -> bool:
+    assert process.stdout is not None
+    return any(line.strip() == "ready" for line in iter(process.stdout.readline, ""))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="measured,held-out,shapes", help="of measured, held-out and shapes")
@@ -351,8 +402,12 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, default=None, help="keep the policy here")
     parser.add_argument("--no-policy", dest="asks_policy", action="store_false", help="only BF16, all FP8 and torchao")
     parser.add_argument("--no-restless", dest="restless", action="store_false", help="leave out that arm")
+    parser.add_argument("--side-by-side", action="store_true", help="with --no-policy: compile all at once")
+    parser.add_argument("--waits", action="store_true", help=argparse.SUPPRESS)  # to be told when it may be timed
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
+    if options.side_by_side and (options.asks_policy or options.parts != "measured"):
+        parser.error("--side-by-side takes --no-policy --parts measured")
     device = torch.device(options.device)
     document: dict[str, Any] = {
         "benchmark": "fp8_layers",
@@ -365,7 +420,9 @@ def main() -> None:
     def keep(result: dict[str, Any]) -> Path:
         return harness.save(f"fp8_layers_{gpu}", document | result, options.output)
 
-    result = run_layers(options, device, keep)
+    result = (
+        run_side_by_side(options) if options.side_by_side and not options.waits else run_layers(options, device, keep)
+    )
     print(f"\n{keep(result)}")
     for row in result["rows"]:
         print(line_of(row))

@@ -146,7 +146,8 @@ def pair_casts():
             constants = dict(FP8=fp8, SCALING=scaling, TO_ROWS=rows, TO_COLS=cols, PIECES=512)
             constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector)
             for norm in ["none"] if scaling == "row" else ["none", "rms", "layer"]:
-                constants |= dict(NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer", RAGGED=norm == "layer", OVERLAP=norm != "none")
+                constants |= dict(NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer", RAGGED=norm == "layer")
+                constants["OVERLAP"] = norm != "none"
                 unread = dict.fromkeys(dict(none=of_norm, rms=["mean_ptr", "bias_ptr"], layer=[])[norm])
                 name = (scaling, rows, cols, norm)
                 given = of(pairs.cast_pairs, arguments | of_norm, constants | unread)

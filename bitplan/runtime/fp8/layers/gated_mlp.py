@@ -43,7 +43,6 @@ from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT, guess_for
 from bitplan.runtime.fp8.layers.sharded_weight import GatheredWeight
 from bitplan.runtime.fp8.layers.weight_source import CASTS, WeightSource
 
-
 ALL_PRODUCTS = GemmChoice.all(RECIPE)
 
 
@@ -85,10 +84,7 @@ class GatedMlp(nn.Module):
             return not has_hooks(self._watched)
         if any(self._hooks) or torch.nn.modules.module._has_any_global_hook():
             return False
-        for each in self._watched:
-            if "forward" in each.__dict__:
-                return False
-        return True
+        return all("forward" not in each.__dict__ for each in self._watched)
 
 
 def _fits(x: Tensor, first: Any) -> bool:
