@@ -334,7 +334,7 @@ def cast_pairs(
     BR: tl.constexpr,
     BC: tl.constexpr,
     V: tl.constexpr,  # adjacent words of a thread: with 4 it loads 16 bytes and stores 8 at once, with 8 32 and 16
-    OVERLAP: tl.constexpr,  # whether this is launched before a norm's statistics are done
+    OVERLAP: tl.constexpr,  # whether this is launched before a norm's statistics, or maxima of rows, are done
 ):
     if OVERLAP:
         cuda.gdc_wait()

@@ -64,7 +64,7 @@ DRIFT, DRIFT_CASTS = (tl.constexpr(place) for place in range(2))  # of the last 
 EXPONENT_STEP = 1 << 23  # between the bits of a power of two and the next
 SMALLEST_GUESS = tl.constexpr(EXPONENT_STEP)  # 2^-126, the smallest scale
 LARGEST_GUESS = tl.constexpr(252 << 23)  # 2^125: it and its inverse are normal numbers
-CHECKING_WARPS = 2112  # of the check: enough to cast at full speed, few enough to end at once
+CHECKING_PROGRAMS = 264  # of the check: enough to cast at nearly full speed, few enough to end at once
 
 
 # H200, us with the check: 16384x4096 75.5, 16384x6144 109.6, 28672x4096 127.4; tiles of 256x64 in 8 warps 78.2, 113.4,
@@ -142,7 +142,7 @@ class GuessPlan:
         constants |= {"SOURCE": float_name(dtype), "V": launch.vector if paired else 0, "OVERLAP": can_overlap()}
         numbers = (*shape, padded)
         options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
-        checkers = min(tiles, CHECKING_WARPS // launch.warps)
+        checkers = min(tiles, CHECKING_PROGRAMS)
         self.launches = (
             PreparedLaunch(_cast, (tiles,), numbers, constants, **options),
             PreparedLaunch(_check, (checkers,), (*numbers, float(eps)), constants, **options, **dependent_options()),

@@ -191,7 +191,7 @@ class _CastPlan:
         if self.paired:
             least = least_scale(eps, fp8)
             numbers = (shape[0], shape[1] // 16, padded // 16, *strides, pieces or 0, eps, least)
-            overlap = norm is not None and can_overlap()
+            overlap = (norm is not None or self.maxima is not None) and can_overlap()
             constants |= {"V": launch.vector, "RAGGED": bool(shape[0] % tile[0]), "OVERLAP": overlap}
         else:
             numbers = (*shape, padded, *strides, eps, pieces or 0)

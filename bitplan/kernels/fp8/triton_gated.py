@@ -28,7 +28,7 @@ from bitplan.formats.fp8 import FP8_DTYPES, CastPair, ScaledFp8, padded_tokens
 from bitplan.kernels.base.launch import PreparedLaunch, can_overlap, dependent_options, launch_in_turn
 from bitplan.kernels.base.numbers import INTERPRETED
 from bitplan.kernels.fp8.fast_tile import amax_of_tile, load_tile, place_of, store_by_one_scale
-from bitplan.kernels.fp8.guessed_cast import CHECKING_WARPS, LARGEST, USED, drift_on, guess_of, settle
+from bitplan.kernels.fp8.guessed_cast import CHECKING_PROGRAMS, LARGEST, USED, drift_on, guess_of, settle
 from bitplan.kernels.fp8.triton_cast import CastLaunch
 from bitplan.kernels.fp8.triton_fp8_rounding import high_float, low_float, pair_of_floats, quick_inverse
 
@@ -94,7 +94,7 @@ class _GatedPlan:
         constants |= {"BR": launch.rows, "BC": launch.cols, "V": launch.vector, "OVERLAP": can_overlap()}
         numbers = (shape[0], features // 16, padded // 16)
         options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
-        checkers = min(tiles, CHECKING_WARPS // launch.warps)
+        checkers = min(tiles, CHECKING_PROGRAMS)
         self.launches = (
             PreparedLaunch(_cast, (tiles,), numbers, constants, **options),
             PreparedLaunch(_check, (checkers,), (*numbers, float(eps)), constants, **options, **dependent_options()),

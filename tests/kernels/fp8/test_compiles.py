@@ -147,7 +147,7 @@ def pair_casts():
             constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector)
             for norm in ["none"] if scaling == "row" else ["none", "rms", "layer"]:
                 constants |= dict(NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer", RAGGED=norm == "layer")
-                constants["OVERLAP"] = norm != "none"
+                constants["OVERLAP"] = norm != "none" or scaling == "row"
                 unread = dict.fromkeys(dict(none=of_norm, rms=["mean_ptr", "bias_ptr"], layer=[])[norm])
                 name = (scaling, rows, cols, norm)
                 given = of(pairs.cast_pairs, arguments | of_norm, constants | unread)
@@ -233,7 +233,7 @@ def build_maxima():
         assert machine_code(made)[1] == 0
     parts = pointers("row_ptr col_ptr", "*i32")
     arguments = pointers("x_ptr", "*i16") | pointers("bits_ptr", "*i32") | pointers("rows cols16 padded length", "i32")
-    made = compile(amax._maxima_of_pairs, arguments, dict(BR=8), 4)
+    made = compile(amax._maxima_of_pairs, arguments, dict(BR=8, OVERLAP=True), 4)
     assert made.asm["ptx"].count("ld.global.v4.b32") == 8 and machine_code(made)[1] == 0
     arguments = pointers("x_ptr", "*i16") | parts | pointers("rstd_ptr mean_ptr", "*fp32")
     arguments |= pointers("weight_ptr bias_ptr", "*i16") | pointers("rows cols length", "i32")
