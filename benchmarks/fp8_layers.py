@@ -1,6 +1,7 @@
 """Llama layers forward and backward: compiled BF16, full FP8, adaptive FP8, and torchao, in one run and in turns.
 
     python benchmarks/fp8_layers.py [--parts measured,held-out,shapes] [--sizes h4096,h2048] [--seconds 420]
+    python benchmarks/fp8_layers.py --no-policy --parts measured --timing graph,reduce-overhead
 
 policy     first: `bench-layers` for the sizes at 512 ... 16384 tokens, in CUDA graphs and launched one by one, "eager".
            The adaptive arm asks a policy merged of the times that were taken as it runs itself; --policy keeps the one
@@ -19,6 +20,9 @@ where torch makes the graphs, by the policy of CUDA graphs and without torchao. 
 median of the turns' ratios with the interval that the policy uses. "best" is the adaptive arm, "confirmed_best" the
 confirmed one, against the better of BF16 and full FP8. Parts stop when --seconds are over and say what they left out.
 An arm that cannot be made or run is recorded with its reason.
+
+--no-policy measures no policy and leaves out the arms that ask one; "reduce-overhead" is then one of --timing. With
+--side-by-side each size and count has a process of its own: all compile at once, then one after the other is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +30,11 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -147,7 +155,8 @@ class Arms:
         self.steps: dict[tuple[str, str | None], Call] = {}
         self.made: dict[str, Callable[[], nn.Module]] = {"bf16": lambda: self.plain, "full": self.full}
         if part == "measured" and size == SIZES[options.sizes.split(",")[0]]:
-            self.made[RESTLESS] = self.full
+            if options.restless:
+                self.made[RESTLESS] = self.full
             for name in options.torchao.split(",") if options.torchao else ():
                 self.made[f"torchao {name}"] = partial(_torchao, self.plain, name)
         self.extra = [name for name in self.made if name not in ("bf16", "full")]
@@ -230,22 +239,41 @@ def time_layers(
     part: str,
     size: Size,
     tokens: int,
-    policies: dict[str, BandPolicy],
+    policies: dict[str, BandPolicy] | None,
     options: argparse.Namespace,
     device: torch.device,
 ) -> list[dict[str, Any]]:
     arms = Arms(part, size, tokens, options, device)
-    runs = dict(policies)
-    if RESTLESS in arms.made and len(runs) > 1:
+    runs: dict[str, BandPolicy | None] = dict.fromkeys(options.timing) if policies is None else dict(policies)
+    if policies is not None and RESTLESS in arms.made and len(runs) > 1:
         runs[REDUCED] = policies["graph"]
+    if options.waits:
+        for run in runs:
+            mode = REDUCED if run == REDUCED else None
+            for step in arms.arms([], mode).values():
+                _run_thrice(step)
+        print("ready", flush=True)
+        sys.stdin.readline()
     return [_time_run(arms, run, policy, part, size, tokens, options.turns) for run, policy in runs.items()]
 
 
+def _run_thrice(arm: Arm) -> None:
+    """Compile an arm; one that cannot run is recorded when it is timed."""
+    try:
+        step = arm()
+        for _ in range(3):
+            step()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+
+
 def _time_run(
-    arms: Arms, run: str, policy: BandPolicy, part: str, size: Size, tokens: int, turns: int
+    arms: Arms, run: str, policy: BandPolicy | None, part: str, size: Size, tokens: int, turns: int
 ) -> dict[str, Any]:
     mode = REDUCED if run == REDUCED else None
-    message = {"adaptive": arms.add_adaptive(policy), "confirmed": arms.add_adaptive(policy, run)}
+    message: dict[str, dict[str, Any]] = {}
+    if policy is not None:
+        message = {"adaptive": arms.add_adaptive(policy), "confirmed": arms.add_adaptive(policy, run)}
     chosen = {name: each["arm"] for name, each in message.items()}
     made = arms.arms(list(chosen.values()), mode)
     result = time_in_turns(made, stopwatch_of(arms.x.device), turns=turns, warmup=3, graph=run == "graph")
@@ -284,7 +312,7 @@ def _ratio(slow: Timed, fast: Timed) -> dict[str, float] | None:
 
 def _against_best(timed: dict[str, Timed], chosen: str) -> dict[str, Any] | None:
     candidates = {name: timed[name] for name in ("bf16", "full") if timed[name].status == OK}
-    if not candidates or timed[chosen].status != OK:
+    if not candidates or chosen not in timed or timed[chosen].status != OK:
         return None
     best = min(candidates, key=lambda name: statistics.median(candidates[name].samples_ms))
     return {"arm": best, "ratio": _ratio(candidates[best], timed[chosen])}
@@ -311,7 +339,7 @@ def run_layers(
     options: argparse.Namespace, device: torch.device, keep: Callable[[dict[str, Any]], Path]
 ) -> dict[str, Any]:
     sizes = [SIZES[name] for name in options.sizes.split(",")]
-    policies, message = measure_policy(options, sizes, device)
+    policies, message = measure_policy(options, sizes, device) if options.asks_policy else (None, None)
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     result = {"recipe": options.recipe, "policy": message, "rows": rows, "left_out": left_out}
@@ -325,6 +353,35 @@ def run_layers(
                     keep(result)  # what is done stays done
         left_out += budget.left_out
     return result
+
+
+def run_side_by_side(options: argparse.Namespace) -> dict[str, Any]:
+    """The rows of a process for each size and count."""
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"recipe": options.recipe, "policy": None, "rows": rows, "left_out": []}
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for size in options.sizes.split(","):
+            for tokens in options.tokens or TOKENS["measured"]:
+                output = Path(folder) / f"{size}_{tokens}.json"
+                again = [sys.executable, *sys.argv, "--waits", "--sizes", size, "--tokens", str(tokens)]
+                again += ["--output", str(output), *(["--torchao", ""] if size != options.sizes.split(",")[0] else [])]
+                process = subprocess.Popen(again, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                processes.append((f"measured {size} {tokens}", process, output))
+        ready = [_says_ready(process) for _, process, _ in processes]
+        for (name, process, output), is_ready in zip(processes, ready, strict=True):
+            if is_ready:
+                print(process.communicate("go\n")[0].strip().split("\n")[-1], flush=True)
+            if process.wait() == 0 and is_ready:
+                rows += json.loads(output.read_text())["rows"]
+            else:
+                result["left_out"].append(name)
+    return result
+
+
+def _says_ready(process: subprocess.Popen[str]) -> bool:
+    assert process.stdout is not None
+    return any(line.strip() == "ready" for line in iter(process.stdout.readline, ""))
 
 
 def main() -> None:
@@ -343,8 +400,14 @@ def main() -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--report", type=Path, default=Path("fp8_layers_report.jsonl"))
     parser.add_argument("--policy", type=Path, default=None, help="keep the policy here")
+    parser.add_argument("--no-policy", dest="asks_policy", action="store_false", help="only BF16, all FP8 and torchao")
+    parser.add_argument("--no-restless", dest="restless", action="store_false", help="leave out that arm")
+    parser.add_argument("--side-by-side", action="store_true", help="with --no-policy: compile all at once")
+    parser.add_argument("--waits", action="store_true", help=argparse.SUPPRESS)  # to be told when it may be timed
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
+    if options.side_by_side and (options.asks_policy or options.parts != "measured"):
+        parser.error("--side-by-side takes --no-policy --parts measured")
     device = torch.device(options.device)
     document: dict[str, Any] = {
         "benchmark": "fp8_layers",
@@ -357,7 +420,9 @@ def main() -> None:
     def keep(result: dict[str, Any]) -> Path:
         return harness.save(f"fp8_layers_{gpu}", document | result, options.output)
 
-    result = run_layers(options, device, keep)
+    result = (
+        run_side_by_side(options) if options.side_by_side and not options.waits else run_layers(options, device, keep)
+    )
     print(f"\n{keep(result)}")
     for row in result["rows"]:
         print(line_of(row))

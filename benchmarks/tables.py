@@ -272,6 +272,41 @@ def fp8_layers_table() -> str:
     return "\n".join(lines)
 
 
+def fp8_full_table() -> str:
+    """Two llama layers, all FP8, by the kernels as they are now."""
+    lines = ["| layers, now | run | tokens | BF16, ms | all FP8 | torchao tensorwise |", "|---|---|---|---|---|---|"]
+    rows = _read("fp8_full_nvidia_h200")["rows"]
+    for row in sorted(rows, key=lambda row: (row["size"], row["timing"], row["tokens"])):
+        cells = [*_layer_cells(row), f"{row['arms']['bf16']['median_ms']:.2f}"]
+        cells += [_times(row["arms"].get(name), 3) for name in ("full", "torchao tensorwise")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fp8_profile_table() -> str:
+    """Where the time of two llama layers goes."""
+    kinds = ("products", "attention", "casts", "checks", "norms", "others", "gaps")
+    lines = ["| us of a step | tokens | all | " + " | ".join(kinds) + " | bound |", "|---" * (len(kinds) + 4) + "|"]
+    for row in sorted(_read("fp8_profile_nvidia_h200")["rows"], key=lambda row: (row["tokens"], row["arm"])):
+        cells = [{"bf16": "BF16", "full": "all FP8"}[row["arm"]], f"{row['tokens']:,}", f"{row['us']:,.0f}"]
+        cells += [f"{row['kinds'].get(kind, 0):,.0f}" for kind in kinds]
+        lines.append("| " + " | ".join([*cells, f"{row['bound_us']:,.0f}" if "bound_us" in row else ""]) + " |")
+    return "\n".join(lines)
+
+
+def fp8_fsdp_table() -> str:
+    """A training step under FSDP2, one process on one GPU."""
+    lines = [
+        "| FSDP2, one GPU, tokens a step | BF16, ms | FP8, weights gathered in BF16 | FP8, weights gathered in FP8 |",
+        "|---|---|---|---|",
+    ]
+    for row in _read("fp8_fsdp_nvidia_h200")["rows"]:
+        times = {arm: each["median_ms"] for arm, each in row["arms"].items()}
+        ratios = [f"{times['bf16'] / times[arm]:.2f}x" for arm in ("fp8", "fp8 gathered")]
+        lines.append("| " + " | ".join([f"{row['tokens']:,}", f"{times['bf16']:.1f}", *ratios]) + " |")
+    return "\n".join(lines)
+
+
 def fp8_held_out_table() -> str:
     """The same at counts and for sizes that the policy does not know."""
     lines = [
@@ -352,11 +387,13 @@ def _layer_cells(row: dict[str, Any]) -> list[str]:
     return [f"{hidden} x {width}", run, f"{row['tokens']:,}"]
 
 
-def _times(arm: dict[str, Any] | None) -> str:
+def _times(arm: dict[str, Any] | None, digits: int = 2) -> str:
     if arm is None:
         return ""
     ratio = arm.get("ratio")
-    return f"{ratio['speedup']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else arm["status"]
+    if not ratio:
+        return str(arm["status"])
+    return f"{ratio['speedup']:.{digits}f}x ({ratio['low']:.{digits}f} to {ratio['high']:.{digits}f})"
 
 
 def fp8_grouped_table() -> str:
@@ -636,7 +673,10 @@ PLACES = {  # page: its tables
     "docs/adaptive-fp8.md": (
         fp8_linear_table,
         fp8_cast_table,
+        fp8_fsdp_table,
         fp8_layers_table,
+        fp8_full_table,
+        fp8_profile_table,
         fp8_held_out_table,
         fp8_training_table,
         fp8_training_speed_table,

@@ -96,6 +96,22 @@ class PreparedLaunch:
         return self._kernel[self._grid](*given, *self._numbers, **self._constants, **self._options)
 
 
+@functools.cache
+def can_overlap() -> bool:
+    """Whether a kernel may be launched before the one in front of it has ended (`launch_pdl`): Hopper and later.
+
+    The first then calls `gdc_launch_dependents`, and the second `gdc_wait` before it reads what the first has written.
+    """
+    if INTERPRETED.value or not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return all(torch.cuda.get_device_capability(index)[0] >= 9 for index in range(torch.cuda.device_count()))
+
+
+def dependent_options() -> dict[str, Any]:
+    """Options of the second of two such kernels."""
+    return {"launch_pdl": True} if can_overlap() else {}
+
+
 def _three(grid: tuple[int, ...]) -> tuple[int, int, int]:
     x, y, z = (*grid, 1, 1)[:3]
     return x, y, z

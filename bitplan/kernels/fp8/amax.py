@@ -25,8 +25,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
-from bitplan.kernels.base.launch import PreparedLaunch
+from bitplan.kernels.base.launch import PreparedLaunch, can_overlap
 from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits
 from bitplan.kernels.fp8.fast_tile import is_aligned, words_of
 from bitplan.kernels.fp8.triton_fp8_rounding import largest_bits, pair_max, reduce_pairs, scale_of_bits
@@ -76,7 +77,8 @@ class PairMaxima:
             length //= 2
         self.size = padded + shape[1]
         grid, numbers = (across, triton.cdiv(shape[0], length)), (shape[0], shape[1] // 16, padded, length)
-        self.launch = PreparedLaunch(_maxima_of_pairs, grid, numbers, {"BR": STRIP_ROWS}, num_warps=4)
+        constants = {"BR": STRIP_ROWS, "OVERLAP": can_overlap()}
+        self.launch = PreparedLaunch(_maxima_of_pairs, grid, numbers, constants, num_warps=4)
 
     def find(self, x: Tensor) -> Tensor:
         """Bits of the maxima of the padded rows, then of the columns."""
@@ -177,11 +179,13 @@ def _add_columns(bits_ptr, words, word, largest_TW):
 
 
 @triton.jit(do_not_specialize=["rows", "cols16", "padded", "length"])
-def _maxima_of_pairs(x_ptr, bits_ptr, rows, cols16, padded, length, BR: tl.constexpr):
+def _maxima_of_pairs(x_ptr, bits_ptr, rows, cols16, padded, length, BR: tl.constexpr, OVERLAP: tl.constexpr):
     """Largest magnitudes of a strip of 1024 columns: of each row in it, and of each column over `length` rows.
 
     A warp reads a whole row of the strip, so a row takes five shuffles, and columns need none before the end.
     """
+    if OVERLAP:  # the cast is launched before this has ended
+        cuda.gdc_launch_dependents()
     x_ptr = words_of(x_ptr)
     strip, part = tl.program_id(0), tl.program_id(1)
     words = cols16 * 8

@@ -7,7 +7,7 @@ multiply-adds that is 11 instructions a number for blocks instead of 25, and no 
 
 Its limits: a word is two 16-bit numbers that a shift turns into float32, so only bfloat16; both layouts are written in
 words of 4, so columns and padded rows are multiples of 16 (which a product asks for anyway), and x begins at a multiple
-of 16 bytes; a norm in front needs its numbers in float32, one by one; mxfp8 has blocks of 32. `general_tile` casts
+of 16 bytes; mxfp8 has blocks of 32; maxima of rows after a norm are found one number at a time. `general_tile` casts
 everything else.
 
 Legend: Q groups of four rows, W words (two columns) of a tile, R rows, C columns; x_4QW is a tile, a tuple of the words
@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from bitplan.formats.fp8 import scale_of_amax
 from bitplan.kernels.fp8.triton_fp8_rounding import (
@@ -30,13 +31,16 @@ from bitplan.kernels.fp8.triton_fp8_rounding import (
     largest_bits,
     low_float,
     pair_max,
+    pair_of_floats,
     pair_of_rows,
+    pair_times_power,
     power_of_two_of_bits,
     quick_inverse,
     quick_scale,
     reduce_pairs,
     two_codes,
 )
+from bitplan.kernels.fp8.triton_norm import normalise_words
 
 _SIZES = ["rows", "cols16", "rows16", "scale_stride", "scale_t_stride", "pieces"]
 
@@ -105,10 +109,12 @@ def amax_of_tile(x_4QW):
 
 
 @triton.jit
-def _store_codes(out_ptr, r_Q, ok_Q, words, w_W, ok_W, x_QW, inverse_Q, FP8: tl.constexpr, V: tl.constexpr):
+def _store_codes(
+    out_ptr, r_Q, ok_Q, words, w_W, ok_W, x_QW, inverse_Q, FP8: tl.constexpr, V: tl.constexpr, SCALED: tl.constexpr
+):
     # Triton makes the loads as wide as these stores, so the width is set here.
     at_QW = tl.max_contiguous(out_ptr + ((r_Q * words)[:, None] + w_W[None, :]), [1, V])
-    tl.store(at_QW, two_codes(x_QW, inverse_Q[:, None], FP8), mask=ok_Q[:, None] & ok_W[None, :])
+    tl.store(at_QW, two_codes(x_QW, inverse_Q[:, None], FP8, SCALED), mask=ok_Q[:, None] & ok_W[None, :])
 
 
 @triton.jit
@@ -125,6 +131,7 @@ def store_tile(
     BC: tl.constexpr,
     V: tl.constexpr,
     BY_ROW: tl.constexpr = False,
+    SCALED: tl.constexpr = False,
 ):
     """Store codes of rows, within bounds: whole fours of rows, or with BY_ROW single rows, which needs more masks."""
     r_Q, w_W = tl.arange(0, BR // 4) * 4, tl.arange(0, BC // 2)
@@ -133,10 +140,10 @@ def store_tile(
     left, ok_W = rows - row, word + w_W < words
     STEP: tl.constexpr = 1 if BY_ROW else 0
     out_ptr = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (row.to(tl.int64) * words + word)
-    _store_codes(out_ptr, r_Q, r_Q < left, words, w_W, ok_W, x_4QW[0], inverse_4Q[0], FP8, V)
-    _store_codes(out_ptr, r_Q + 1, r_Q + STEP < left, words, w_W, ok_W, x_4QW[1], inverse_4Q[1], FP8, V)
-    _store_codes(out_ptr, r_Q + 2, r_Q + 2 * STEP < left, words, w_W, ok_W, x_4QW[2], inverse_4Q[2], FP8, V)
-    _store_codes(out_ptr, r_Q + 3, r_Q + 3 * STEP < left, words, w_W, ok_W, x_4QW[3], inverse_4Q[3], FP8, V)
+    _store_codes(out_ptr, r_Q, r_Q < left, words, w_W, ok_W, x_4QW[0], inverse_4Q[0], FP8, V, SCALED)
+    _store_codes(out_ptr, r_Q + 1, r_Q + STEP < left, words, w_W, ok_W, x_4QW[1], inverse_4Q[1], FP8, V, SCALED)
+    _store_codes(out_ptr, r_Q + 2, r_Q + 2 * STEP < left, words, w_W, ok_W, x_4QW[2], inverse_4Q[2], FP8, V, SCALED)
+    _store_codes(out_ptr, r_Q + 3, r_Q + 3 * STEP < left, words, w_W, ok_W, x_4QW[3], inverse_4Q[3], FP8, V, SCALED)
 
 
 @triton.jit
@@ -153,14 +160,15 @@ def store_transposed_tile(
     FP8: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    SCALED: tl.constexpr = False,
 ):
     """Store codes of columns, four rows a word, within bounds; a column is 16 `stride16` codes long."""
     q_Q, c_C = tl.arange(0, BR // 4), tl.arange(0, BC)
     quads = stride16 * 4
     quad, col = down * (BR // 4), across * BC
     a_QW, b_QW, c_QW, d_QW = x_4QW
-    even_QW = four_codes(a_QW, b_QW, c_QW, d_QW, inverse_even_W[None, :], False, FP8)
-    odd_QW = four_codes(a_QW, b_QW, c_QW, d_QW, inverse_odd_W[None, :], True, FP8)
+    even_QW = four_codes(a_QW, b_QW, c_QW, d_QW, inverse_even_W[None, :], False, FP8, SCALED)
+    odd_QW = four_codes(a_QW, b_QW, c_QW, d_QW, inverse_odd_W[None, :], True, FP8, SCALED)
     codes_CQ = tl.trans(tl.reshape(tl.join(even_QW, odd_QW), [BR // 4, BC]))
     at_CQ = c_C[:, None] * quads + q_Q[None, :]
     room_CQ = (col + c_C < cols16 * 16)[:, None] & (quad + q_Q < rows16 * 4)[None, :]
@@ -186,15 +194,24 @@ def store_by_one_scale(
     BC: tl.constexpr,
     V: tl.constexpr,
     BY_ROW: tl.constexpr = False,
+    POWER: tl.constexpr = False,
 ):
-    """Store both layouts, each if asked for."""
+    """Store both layouts, each if asked for. POWER: the scale is a power of two, which multiplies whole words."""
+    if POWER:
+        pair = pair_of_floats(inverse, inverse)
+        x_4QW = (
+            pair_times_power(x_4QW[0], pair),
+            pair_times_power(x_4QW[1], pair),
+            pair_times_power(x_4QW[2], pair),
+            pair_times_power(x_4QW[3], pair),
+        )
     if TO_ROWS:
         by_Q = tl.zeros([BR // 4], tl.float32) + inverse
         by_4Q = (by_Q, by_Q, by_Q, by_Q)
-        store_tile(out_ptr, down, across, rows, cols16, x_4QW, by_4Q, FP8, BR, BC, V, BY_ROW)
+        store_tile(out_ptr, down, across, rows, cols16, x_4QW, by_4Q, FP8, BR, BC, V, BY_ROW, POWER)
     if TO_COLS:
         by_W = tl.zeros([BC // 2], tl.float32) + inverse
-        store_transposed_tile(out_t_ptr, down, across, rows16, stride16, cols16, x_4QW, by_W, by_W, FP8, BR, BC)
+        store_transposed_tile(out_t_ptr, down, across, rows16, stride16, cols16, x_4QW, by_W, by_W, FP8, BR, BC, POWER)
 
 
 @triton.jit
@@ -293,6 +310,10 @@ def cast_pairs(
     scale_ptr,
     scale_t_ptr,
     pieces_ptr,
+    rstd_ptr,
+    mean_ptr,
+    weight_ptr,
+    bias_ptr,
     rows,
     cols16,  # columns / 16
     rows16,  # padded rows / 16
@@ -303,19 +324,32 @@ def cast_pairs(
     least,  # the smallest scale, that of eps
     FP8: tl.constexpr,
     SCALING: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RAGGED: tl.constexpr,  # whether the last tiles have rows beyond x's
     TO_ROWS: tl.constexpr,
     TO_COLS: tl.constexpr,
     PIECES: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
     V: tl.constexpr,  # adjacent words of a thread: with 4 it loads 16 bytes and stores 8 at once, with 8 32 and 16
+    OVERLAP: tl.constexpr,  # whether this is launched before a norm's statistics, or maxima of rows, are done
 ):
+    if OVERLAP:
+        cuda.gdc_wait()
     tile = tl.program_id(0)
     if SCALING == "tensor" or SCALING == "row":
         tile = tl.num_programs(0) - 1 - tile  # from the end: the tiles that the maximum read last are still in L2
     down, across = place_of(tile, cols16, BC)
     padded = rows16 * 16
     x_4QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
+    if NORM != "none":
+        r_Q, c_W = down * BR + tl.arange(0, BR // 4) * 4, across * BC + tl.arange(0, BC // 2) * 2
+        x_4QW = normalise_words(
+            x_4QW, r_Q, c_W, rows, cols16 * 16, rstd_ptr, mean_ptr, weight_ptr, bias_ptr,
+            NORM, WEIGHT, HAS_BIAS, RAGGED,
+        )  # fmt: skip
     if SCALING == "tensor" or SCALING == "128x128":
         if SCALING == "tensor":
             piece = tl.arange(0, PIECES)
@@ -331,7 +365,7 @@ def cast_pairs(
                 tl.store(scale_t_ptr + across * scale_t_stride + down, scale)
         store_by_one_scale(
             out_ptr, out_t_ptr, down, across, padded, rows16, rows16, cols16, x_4QW, quick_inverse(scale),
-            FP8, TO_ROWS, TO_COLS, BR, BC, V,
+            FP8, TO_ROWS, TO_COLS, BR, BC, V, POWER=SCALING == "tensor",
         )  # fmt: skip
     # Rows are finished before columns are begun, so that registers hold the scales of one layout only.
     elif SCALING == "1x128":

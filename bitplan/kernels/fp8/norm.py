@@ -124,7 +124,7 @@ def apply_norm(x_RC: Tensor, norm: NormWeights, mean_R: Tensor | None, rstd_R: T
 def norm_gradient(
     dy_RC: Tensor, x_RC: Tensor, norm: NormWeights, mean_R: Tensor | None, rstd_R: Tensor, *, impl: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx, the weight's gradient, the bias's); the last two in float32."""
+    """(dx, the weight's gradient, the bias's); the last two added in float32 and rounded to the weight's type."""
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
         norms = _kernels()[1]
         row_norm = norms.Norm(norm.kind, mean_R, rstd_R, norm.weight, norm.bias)
@@ -137,4 +137,5 @@ def norm_gradient(
     if norm.kind == "layer":
         dx = dx - g.mean(1, keepdim=True)
     dx = (dx * rstd_R[:, None]).to(x_RC.dtype)
-    return dx, (dy * unit).sum(0), dy.sum(0) if norm.bias is not None else None
+    own = norm.weight.dtype
+    return dx, (dy * unit).sum(0).to(own), dy.sum(0).to(own) if norm.bias is not None else None

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.kernels.base.numbers import INTERPRETED, TINY, float_of_e4m3_in_integers
+from bitplan.kernels.base.numbers import INTERPRETED, TINY, float_of_e4m3_in_integers, narrow
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
 PAIR_OF_MAGNITUDES = tl.constexpr(0x7FFF7FFF)
@@ -84,6 +84,21 @@ _FOUR = """{
 _TWO_E4M3, _TWO_E5M2 = _for_each_type(_TWO)
 _LOW_E4M3, _LOW_E5M2 = _for_each_type(_FOUR.replace("SELECT", "0x1044"))
 _HIGH_E4M3, _HIGH_E5M2 = _for_each_type(_FOUR.replace("SELECT", "0x3244"))
+
+
+def _without_products(assembly: str) -> str:
+    """For words that were multiplied already (`pair_times_power`)."""
+    return "\n".join(line for line in assembly.split("\n") if "mul.rn.f32" not in line)
+
+
+_SCALED_TWO_E4M3, _SCALED_TWO_E5M2 = _for_each_type(_without_products(_TWO))
+_SCALED_LOW_E4M3, _SCALED_LOW_E5M2 = _for_each_type(_without_products(_FOUR).replace("SELECT", "0x1044"))
+_SCALED_HIGH_E4M3, _SCALED_HIGH_E5M2 = _for_each_type(_without_products(_FOUR).replace("SELECT", "0x3244"))
+_PAIR_PRODUCT = tl.constexpr("""{
+    .reg .b32 z;
+    mov.b32 z, 0x80008000;
+    fma.rn.bf16x2 $0, $1, $2, z;
+}""")  # plus -0, which changes nothing: a product alone needs compute capability 9.0
 _RECIPROCAL = tl.constexpr("""{
     .reg .f32 r, e;
     rcp.approx.ftz.f32 r, $1;
@@ -225,6 +240,35 @@ def high_float(pairs):
 
 
 @triton.jit
+def pair_of_floats(low, high):
+    """A word of two numbers rounded to bfloat16."""
+    if INTERPRETED:
+        word = (narrow(low, "bf16").to(tl.int32) & 0xFFFF) | (narrow(high, "bf16").to(tl.int32) << 16)
+    else:
+        word = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return word
+
+
+@triton.jit
+def pair_times_power(x, inverse_pair):
+    """A word's two numbers times a power of two, that of `pair_of_floats(inverse, inverse)`: one product for both.
+
+    Exact but at the ends of the range, where codes do not change: what becomes infinite saturates as the product in
+    float32 would, and what is rounded among the subnormal numbers has code 0.
+    """
+    if INTERPRETED:
+        inverse = high_float(inverse_pair)
+        scaled = pair_of_floats(low_float(x) * inverse, high_float(x) * inverse)
+    else:
+        scaled = tl.inline_asm_elementwise(
+            _PAIR_PRODUCT, "=r,r,r", [x, inverse_pair], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return scaled
+
+
+@triton.jit
 def quick_scale(amax, least, FP8: tl.constexpr):
     """`scale_of_bits` for the magnitude of a bfloat16, given as float32; `least`: the smallest scale, that of eps.
 
@@ -253,14 +297,19 @@ def quick_inverse(scale):
 
 
 @triton.jit
-def two_codes(x, inverse, FP8: tl.constexpr):
-    """Codes of a word's two numbers in an int16: neighbours of one row.
+def two_codes(x, inverse, FP8: tl.constexpr, SCALED: tl.constexpr = False):
+    """Codes of a word's two numbers in an int16: neighbours of one row. SCALED: of x as it is, without `inverse`.
 
     In assembly, because LLVM would keep each number widened for the second layout, in twice the registers.
     """
     if INTERPRETED:
+        if SCALED:
+            inverse = 1.0
         low, high = fp8_code(low_float(x) * inverse, FP8), fp8_code(high_float(x) * inverse, FP8)
         codes = (low.to(tl.int32) | (high.to(tl.int32) << 8)).to(tl.int16)
+    elif SCALED:
+        PLAIN: tl.constexpr = _SCALED_TWO_E4M3 if FP8 == "e4m3" else _SCALED_TWO_E5M2
+        codes = tl.inline_asm_elementwise(PLAIN, "=r,r,r", [x], dtype=tl.int16, is_pure=True, pack=2)
     else:
         ASSEMBLY: tl.constexpr = _TWO_E4M3 if FP8 == "e4m3" else _TWO_E5M2
         codes = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,f,f", [x, inverse], dtype=tl.int16, is_pure=True, pack=2)
@@ -268,9 +317,11 @@ def two_codes(x, inverse, FP8: tl.constexpr):
 
 
 @triton.jit
-def four_codes(a, b, c, d, inverse, HIGH: tl.constexpr, FP8: tl.constexpr):
-    """Codes of four words' low or high numbers in an int32: four rows of one column."""
+def four_codes(a, b, c, d, inverse, HIGH: tl.constexpr, FP8: tl.constexpr, SCALED: tl.constexpr = False):
+    """Codes of four words' low or high numbers in an int32: four rows of one column. SCALED: as in `two_codes`."""
     if INTERPRETED:
+        if SCALED:
+            inverse = 1.0
         if HIGH:
             a, b, c, d = high_float(a), high_float(b), high_float(c), high_float(d)
         else:
@@ -278,6 +329,11 @@ def four_codes(a, b, c, d, inverse, HIGH: tl.constexpr, FP8: tl.constexpr):
         low = fp8_code(a * inverse, FP8).to(tl.int32) | (fp8_code(b * inverse, FP8).to(tl.int32) << 8)
         high = fp8_code(c * inverse, FP8).to(tl.int32) | (fp8_code(d * inverse, FP8).to(tl.int32) << 8)
         codes = low | (high << 16)
+    elif SCALED:
+        PLAIN_LOW: tl.constexpr = _SCALED_LOW_E4M3 if FP8 == "e4m3" else _SCALED_LOW_E5M2
+        PLAIN_HIGH: tl.constexpr = _SCALED_HIGH_E4M3 if FP8 == "e4m3" else _SCALED_HIGH_E5M2
+        PLAIN: tl.constexpr = PLAIN_HIGH if HIGH else PLAIN_LOW
+        codes = tl.inline_asm_elementwise(PLAIN, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
     else:
         LOW: tl.constexpr = _LOW_E4M3 if FP8 == "e4m3" else _LOW_E5M2
         ASSEMBLY: tl.constexpr = LOW if not HIGH else _HIGH_E4M3 if FP8 == "e4m3" else _HIGH_E5M2

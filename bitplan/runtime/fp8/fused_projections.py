@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError
+
 
 class FusedProjections(nn.Module):
     """The first of several projections, with the layer of all of them inside."""
@@ -41,6 +43,8 @@ class FusedProjections(nn.Module):
         return first
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not torch.compiler.is_compiling() and "_hf_hook" in self.fused.__dict__:
+            _refuse_offloading(self.fused.__dict__["_hf_hook"])
         together: Tensor = self.fused(x)
         parts: tuple[Tensor, ...] = together.split(self.sizes, dim=-1)
         return parts
@@ -72,6 +76,15 @@ class FusedProjections(nn.Module):
 
     def extra_repr(self) -> str:
         return f"sizes={self.sizes}"
+
+
+def _refuse_offloading(hook: Any) -> None:
+    """accelerate looks weights up in the state dict by their module's name, where these have other names."""
+    if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
+        raise Fp8LayerError(
+            "accelerate offloads this model, and does not find weights that apply_fp8 has joined (q, k, v; gate, up); "
+            "leave the model on the GPU, or offload it without apply_fp8"
+        )
 
 
 class FusedPart(nn.Module):
@@ -122,28 +135,41 @@ class Renamed:
     rows: tuple[int, int] | None = None
 
 
-def keep_names(module: nn.Module, renamed: Sequence[Renamed]) -> None:
-    """Let a module read and write state dicts under the names it had; names are relative to the module."""
-    by_new: dict[str, list[Renamed]] = {}
-    for each in renamed:
-        by_new.setdefault(each.new, []).append(each)
+class _Split:
+    """Writes a module's state under the old names. A class, so that a model that has it can be pickled."""
 
-    def split(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for new, parts in by_new.items():
+    def __init__(self, by_new: dict[str, list[Renamed]]) -> None:
+        self.by_new = by_new
+
+    def __call__(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for new, parts in self.by_new.items():
             if prefix + new not in state:
                 continue
             whole = state.pop(prefix + new)
             for part in parts:
                 state[prefix + part.old] = whole if part.rows is None else whole[part.rows[0] : part.rows[1]]
 
-    def join(_module: nn.Module, state: dict[str, Any], prefix: str, *_more: Any) -> None:
-        for new, parts in by_new.items():
+
+class _Join:
+    """Reads a state under the old names."""
+
+    def __init__(self, by_new: dict[str, list[Renamed]]) -> None:
+        self.by_new = by_new
+
+    def __call__(self, _module: nn.Module, state: dict[str, Any], prefix: str, *_more: Any) -> None:
+        for new, parts in self.by_new.items():
             if all(prefix + part.old in state for part in parts):
                 tensors = [state.pop(prefix + part.old) for part in parts]
                 state[prefix + new] = tensors[0] if parts[0].rows is None else torch.cat(tensors)
 
-    module.register_state_dict_post_hook(split)
-    module.register_load_state_dict_pre_hook(join)
+
+def keep_names(module: nn.Module, renamed: Sequence[Renamed]) -> None:
+    """Let a module read and write state dicts under the names it had; names are relative to the module."""
+    by_new: dict[str, list[Renamed]] = {}
+    for each in renamed:
+        by_new.setdefault(each.new, []).append(each)
+    module.register_state_dict_post_hook(_Split(by_new))
+    module.register_load_state_dict_pre_hook(_Join(by_new))
 
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:

@@ -114,7 +114,7 @@ def other_types():
             build_tiles(scaling, source=source)
 
 
-def check_pairs(kernel, arguments, constants, warps, name, rows=True, cols=True):
+def check_pairs(kernel, arguments, constants, warps, name, rows=True, cols=True, weights=0):
     made = compile(kernel, arguments, constants, warps, enable_fp_fusion=False)
     lines, stack = machine_code(made)
     check_defined(lines, name)
@@ -129,7 +129,9 @@ def check_pairs(kernel, arguments, constants, warps, name, rows=True, cols=True)
     expected[wide] = expected.get(wide, 0) + rows * words // constants["V"]
     for width, count in expected.items():
         assert writes.count(width) >= count, (name, writes)
-    assert not any(width.endswith(("b8", "b16")) for width in reads + writes), (name, reads, writes)
+    # A norm's weights, and biases, are read one by one: they may begin anywhere.
+    narrow = [width for width in reads + writes if width.endswith(("b8", "b16"))]
+    assert len(narrow) <= weights * constants["V"] * 2 and not any("b8" in width for width in narrow), (name, narrow)
 
 
 def pair_casts():
@@ -137,21 +139,29 @@ def pair_casts():
     arguments |= pointers("scale_ptr scale_t_ptr", "*fp32") | pointers("pieces_ptr", "*i32")
     arguments |= pointers("rows cols16 rows16 scale_stride scale_t_stride pieces", "i32")
     arguments |= pointers("eps least", "fp32")
+    of_norm = pointers("rstd_ptr mean_ptr", "*fp32") | pointers("weight_ptr bias_ptr", "*i16")
     for scaling, launch in some(*PAIR_LAUNCHES.items()):
         for rows, cols in some((True, True), (True, False), (False, True)):
             fp8 = "e5m2" if scaling == "row" and rows and cols else "e4m3"
             constants = dict(FP8=fp8, SCALING=scaling, TO_ROWS=rows, TO_COLS=cols, PIECES=512)
             constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector)
-            check_pairs(pairs.cast_pairs, arguments, constants, launch.warps, (scaling, rows, cols), rows, cols)
+            for norm in ["none"] if scaling == "row" else ["none", "rms", "layer"]:
+                constants |= dict(NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer", RAGGED=norm == "layer")
+                constants["OVERLAP"] = norm != "none" or scaling == "row"
+                unread = dict.fromkeys(dict(none=of_norm, rms=["mean_ptr", "bias_ptr"], layer=[])[norm])
+                name = (scaling, rows, cols, norm)
+                given = of(pairs.cast_pairs, arguments | of_norm, constants | unread)
+                weights = dict(none=0, rms=1, layer=2)[norm]
+                check_pairs(pairs.cast_pairs, *given, launch.warps, name, rows, cols, weights)
 
 
 def guesses():
     arguments = pointers("x_ptr", "*i16") | pointers("out_ptr out_t_ptr", "*u8")
     arguments |= pointers("state_ptr drift_ptr", "*i32")
     sizes, scale = pointers("rows cols padded", "i32"), pointers("scale_ptr", "*fp32")
-    launch = PAIR_LAUNCHES["tensor"]
+    launch = guess.GUESS_LAUNCH
     constants = dict(FP8="e4m3", TO_ROWS=True, TO_COLS=True, BR=launch.rows, BC=launch.cols, SOURCE="bf16")
-    constants |= dict(V=launch.vector)
+    constants |= dict(V=launch.vector, OVERLAP=True)
     check_pairs(guess._cast, arguments | sizes, constants, launch.warps, "cast")
     check_pairs(guess._check, arguments | scale | sizes | {"eps": "fp32"}, constants, launch.warps, "check")
     for source in some("bf16", "f32"):
@@ -171,7 +181,7 @@ def gated_casts():
     for kernel in some(gated._cast, gated._check):
         for gradient in some(True, False):
             launch = gated.GRADIENT_LAUNCH if gradient else gated.FORWARD_LAUNCH
-            constants = dict(GRADIENT=gradient, FP8="e4m3", TO_ROWS=True, TO_COLS=True)
+            constants = dict(GRADIENT=gradient, FP8="e4m3", TO_ROWS=True, TO_COLS=True, OVERLAP=True)
             constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector) | ({} if gradient else {"dh_ptr": None})
             name = (kernel.__name__, gradient)
             check_pairs(kernel, *of(kernel, arguments, constants), launch.warps, name)
@@ -223,7 +233,7 @@ def build_maxima():
         assert machine_code(made)[1] == 0
     parts = pointers("row_ptr col_ptr", "*i32")
     arguments = pointers("x_ptr", "*i16") | pointers("bits_ptr", "*i32") | pointers("rows cols16 padded length", "i32")
-    made = compile(amax._maxima_of_pairs, arguments, dict(BR=8), 4)
+    made = compile(amax._maxima_of_pairs, arguments, dict(BR=8, OVERLAP=True), 4)
     assert made.asm["ptx"].count("ld.global.v4.b32") == 8 and machine_code(made)[1] == 0
     arguments = pointers("x_ptr", "*i16") | parts | pointers("rstd_ptr mean_ptr", "*fp32")
     arguments |= pointers("weight_ptr bias_ptr", "*i16") | pointers("rows cols length", "i32")
@@ -236,12 +246,14 @@ def build_maxima():
 def norms():
     arguments = pointers("x_ptr weight_ptr bias_ptr", "*i16") | pointers("rstd_ptr mean_ptr", "*fp32")
     arguments |= pointers("partial_ptr", "*i32") | {"rows": "i32", "cols": "i32", "norm_eps": "fp32"}
-    constants = dict(EACH=16, SOURCE="bf16", WEIGHT="bf16", NORM="layer", HAS_BIAS=True, AMAX=True, BC=4096)
+    constants = dict(EACH=16, T=2, SOURCE="bf16", WEIGHT="bf16", NORM="layer", HAS_BIAS=True, AMAX=True, BC=4096)
+    constants |= dict(OVERLAP=True)
     build(norm._row_stats, arguments, constants, 8, enable_fp_fusion=False)
     arguments = pointers("dy_ptr x_ptr weight_ptr", "*i16") | pointers("rstd_ptr mean_ptr", "*fp32")
     arguments |= pointers("dx_ptr", "*i16") | pointers("sums_ptr", "*fp32")
     arguments |= {"rows": "i32", "cols": "i32", "programs": "i32"}
-    constants = dict(EACH=32, SOURCE="bf16", GRAD="bf16", WEIGHT="bf16", NORM="rms", HAS_BIAS=False, BC=4096)
+    constants = dict(EACH=32, T=2, SOURCE="bf16", GRAD="bf16", WEIGHT="bf16", NORM="rms", HAS_BIAS=False, BC=4096)
+    constants |= dict(OVERLAP=True)
     build(norm._norm_gradient, arguments, constants, 8)
 
 

@@ -43,6 +43,21 @@ def test_what_is_cast_is_the_rounded_norm(kind, by, impl, device) -> None:
             assert torch.equal(value.scale.cpu(), again.scale)
 
 
+@pytest.mark.cross("kind", ["layer", "rms"])
+@pytest.mark.cross("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.cross(("rows", "weights"), [(37, torch.bfloat16), (256, torch.float32)])
+def test_words_of_two_numbers_are_cast_as_single_ones(kind, recipe, rows, weights, device) -> None:
+    x, norm, _ = sample(kind, device, rows=rows)
+    norm.weight = norm.weight.to(weights)
+    norm.bias = None if norm.bias is None else norm.bias.to(weights)
+    made = norm_and_cast(x, norm, recipe, recipe, impl="triton")
+    expected = norm_and_cast(x, norm, recipe, recipe, plain=True, impl="triton")  # writes the norm: one at a time
+    assert made.plain is None
+    for one, other in ((made.rows, expected.rows), (made.cols, expected.cols)):
+        assert torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
+        assert torch.equal(one.scale, other.scale)
+
+
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_without_a_layout_only_the_norm_is_made(kind, device) -> None:
     x, norm, _ = sample(kind, device, rows=5)

@@ -15,7 +15,9 @@ from bitplan.kernels.fp8.triton_fp8_rounding import (
     four_codes,
     largest_bits,
     pair_max,
+    pair_of_floats,
     pair_of_rows,
+    pair_times_power,
     power_of_two_of_bits,
     quick_inverse,
     quick_scale,
@@ -133,3 +135,31 @@ def test_codes_of_pairs_lie_as_they_should(fp8, device) -> None:
     assert torch.equal(two.cpu().view(torch.uint8).view(512, 2), expected[0])
     assert torch.equal(low.cpu().view(torch.uint8).view(512, 4), expected[:, :, 0].t())
     assert torch.equal(high.cpu().view(torch.uint8).view(512, 4), expected[:, :, 1].t())
+
+
+@triton.jit
+def _scaled_codes(x_ptr, inverse_ptr, two_ptr, low_ptr, high_ptr, FP8: tl.constexpr, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    inverse = tl.load(inverse_ptr)
+    pair = pair_of_floats(inverse, inverse)
+    x_ptr += at * 4
+    a, b = pair_times_power(tl.load(x_ptr), pair), pair_times_power(tl.load(x_ptr + 1), pair)
+    c, d = pair_times_power(tl.load(x_ptr + 2), pair), pair_times_power(tl.load(x_ptr + 3), pair)
+    tl.store(two_ptr + at, two_codes(a, inverse, FP8, True))
+    tl.store(low_ptr + at, four_codes(a, b, c, d, inverse, False, FP8, True))
+    tl.store(high_ptr + at, four_codes(a, b, c, d, inverse, True, FP8, True))
+
+
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
+@pytest.mark.cross("power", [-125, -9, 0, 126])
+def test_every_number_times_a_power_of_two_has_the_code_of_the_product(fp8, power, device) -> None:
+    x_N42 = torch.arange(-0x8000, 0x8000, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(-1, 4, 2)
+    words, inverse, count = x_N42.view(torch.int32).flatten(), torch.tensor([2.0**power]), x_N42.shape[0]
+    two = torch.empty(count, dtype=torch.int16, device=device)
+    low, high = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
+    given = (words.to(device), inverse.to(device), two, low, high)
+    _scaled_codes[(count // 1024,)](*given, FP8=fp8, N=1024, enable_fp_fusion=False)
+    expected = round_to_fp8(x_N42.float() * inverse, fp8).view(torch.uint8)
+    assert torch.equal(two.cpu().view(torch.uint8).view(-1, 2), expected[:, 0])
+    assert torch.equal(low.cpu().view(torch.uint8).view(-1, 4), expected[:, :, 0])
+    assert torch.equal(high.cpu().view(torch.uint8).view(-1, 4), expected[:, :, 1])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bitplan.runtime.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, Renamed, keep_names
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError
 
 
 class Counting(nn.Linear):
@@ -73,6 +74,15 @@ def test_a_copy_has_its_own_head_and_no_activations():
     other = copy.deepcopy(model)
     assert other["b"]._head[0] is other["a"]
     assert other["a"]._input is None
+
+
+def test_offloading_by_accelerate_is_refused_with_what_to_do():
+    accelerate = pytest.importorskip("accelerate")
+    head, second, _ = fused()
+    model = nn.ModuleList([head, second])
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(Fp8LayerError, match="does not find weights that apply_fp8 has joined"):
+        head(torch.randn(5, 4))
 
 
 def test_names_are_kept_with_rows_and_without():

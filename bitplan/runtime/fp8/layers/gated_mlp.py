@@ -13,7 +13,7 @@ the code of the MLP itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT, guess_for
 from bitplan.runtime.fp8.layers.sharded_weight import GatheredWeight
 from bitplan.runtime.fp8.layers.weight_source import CASTS, WeightSource
 
+ALL_PRODUCTS = GemmChoice.all(RECIPE)
+
 
 class GatedMlp(nn.Module):
     """Takes the place of an MLP, with all that it has, under the same names: gate with up inside, up, down."""
@@ -55,10 +57,12 @@ class GatedMlp(nn.Module):
         named = {name: getattr(self, name) for name in (*self.names, *([activation] if activation else []))}
         self._joined = tuple(named.items())
         self._watched = tuple(each for child in self.children() for each in child.modules())
+        # The dictionaries themselves, which stay a module's own: to look at all of them takes less than one look-up.
+        self._hooks = tuple(hooks for each in self._watched for hooks in _hooks_of(each))
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, _, down = (getattr(self, name) for name in self.names)
-        first: Any = getattr(gate, "fused", gate)
+        (_, gate), _, (_, down), *_ = self._joined
+        first: Any = gate._modules.get("fused", gate)
         if not self._is_as_joined() or gating_obstacle(first, down) or not _fits(x, first):
             made: Tensor = self._alone(self, x)
             return made
@@ -72,13 +76,15 @@ class GatedMlp(nn.Module):
 
     def _is_as_joined(self) -> bool:
         """Whether no part was replaced, and none must be called itself: users and FSDP2 have hooks there."""
-        if any(getattr(self, name) is not part for name, part in self._joined):
-            return False
-        if not torch.compiler.is_compiling():
-            own = any("forward" in vars(each) for each in self._watched)
-            if own or torch.nn.modules.module._has_any_global_hook():
+        modules = self._modules
+        for name, part in self._joined:
+            if modules.get(name) is not part and getattr(self, name) is not part:
                 return False
-        return not has_hooks(self._watched)
+        if torch.compiler.is_compiling():
+            return not has_hooks(self._watched)
+        if any(self._hooks) or torch.nn.modules.module._has_any_global_hook():
+            return False
+        return all("forward" not in each.__dict__ for each in self._watched)
 
 
 def _fits(x: Tensor, first: Any) -> bool:
@@ -92,18 +98,20 @@ def gating_obstacle(first: nn.Module, down: nn.Module) -> str | None:
         return "gate and up are not one FP8 layer with its norm, or down is not FP8"
     if first.bias is not None or down.bias is not None:
         return "its layers have biases"
-    if any(layer.gemms != GemmChoice.all(RECIPE) or layer.fp8_param for layer in (first, down)):
-        return f"not all products are {RECIPE}, with weights that are cast"
-    if isinstance(first.weight, GatheredWeight) or isinstance(down.weight, GatheredWeight):
-        return "FSDP2 gathers its weights in FP8"
+    for layer in (first, down):
+        if (layer.gemms is not ALL_PRODUCTS and layer.gemms != ALL_PRODUCTS) or layer.fp8_param:
+            return f"not all products are {RECIPE}, with weights that are cast"
+        if isinstance(layer.weight, GatheredWeight):
+            return "FSDP2 gathers its weights in FP8"
     return None
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    return any(
-        each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
-        for each in modules
-    )
+    return any(hooks for each in modules for hooks in _hooks_of(each))
+
+
+def _hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 class _Gated(torch.autograd.Function):

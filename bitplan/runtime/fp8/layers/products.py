@@ -193,8 +193,7 @@ def norm_gradients(
     if d_normed is None:
         return None, None, None
     norm = _norm(Fp8Settings.from_text(text), norm_weight, norm_bias)
-    dx, d_weight, d_bias = norm_gradient(d_normed, x_MK, norm, mean if norm.kind == "layer" else None, rstd)
-    return dx, d_weight.to(norm_weight.dtype), None if d_bias is None else d_bias.to(norm_weight.dtype)
+    return norm_gradient(d_normed, x_MK, norm, mean if norm.kind == "layer" else None, rstd)
 
 
 def _norm(settings: Fp8Settings, weight: Tensor, bias: Tensor | None) -> NormWeights:

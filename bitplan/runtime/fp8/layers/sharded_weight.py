@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bitplan.formats.fp8 import CastPair, ScaledFp8, decode_scaled
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.runtime.fp8.layer_settings import Fp8LayerError
 from bitplan.runtime.fp8.layers.linear_function import run_linear
+from bitplan.runtime.fp8.layers.scale_guesses import GRAD, ROOM
 from bitplan.runtime.fp8.layers.shared_amax_cast import amax_bits, shared_amax_cast
 from bitplan.runtime.fp8.layers.stored_weight import transposed
 from bitplan.runtime.fp8.layers.weight_source import WeightSource
@@ -77,6 +79,7 @@ class _State:
     largest: Tensor | None = None
     cast_at: int = -1
     cast: ScaledFp8 | None = None
+    guesses: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # by role and FP8 type
 
 
 class ShardedWeight(Tensor):
@@ -152,7 +155,9 @@ class ShardedWeight(Tensor):
             assert isinstance(out, GatheredWeight)
             out.scale = scale
             return None
-        return GatheredWeight(codes, scale, param_dtype), (codes,)
+        made = GatheredWeight(codes, scale, param_dtype)
+        made.guesses = self.state.guesses
+        return made, (codes,)
 
 
 class GatheredWeight(Tensor):
@@ -160,13 +165,14 @@ class GatheredWeight(Tensor):
 
     codes: Tensor
     scale: Tensor
+    guesses: dict[tuple[str, str], Tensor]  # of the scales of its layer's inputs and gradients
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> GatheredWeight:
         made: GatheredWeight = Tensor._make_wrapper_subclass(
             cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
         )
-        made.codes, made.scale = codes, scale
+        made.codes, made.scale, made.guesses = codes, scale, {}
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -176,7 +182,9 @@ class GatheredWeight(Tensor):
         first = args[0]
         is_same = isinstance(first, GatheredWeight) and (len(args) == 1 or list(args[1]) == list(first.shape))
         if is_same and func in (_aten.detach.default, _aten.alias.default, _aten.as_strided.default):
-            return GatheredWeight(first.codes, first.scale, first.dtype)
+            same = GatheredWeight(first.codes, first.scale, first.dtype)
+            same.guesses = first.guesses
+            return same
         if func._schema.is_mutable:
             raise Fp8LayerError(f"{func}: a weight gathered in FP8 is read-only; change its shards")
         decoded = lambda one: decode_scaled(one.stored, one.dtype) if isinstance(one, GatheredWeight) else one
@@ -203,7 +211,18 @@ class Gathered(WeightSource):
     def cast(
         self, x: Tensor, recipe: str, fp8: str, eps: float, weight: Tensor, role: str, *, rows: bool, cols: bool
     ) -> CastPair:
-        return cast_layouts(x, recipe, fp8, eps, rows=rows, cols=cols)  # guesses belong to a weight's memory
+        return cast_layouts(x, recipe, fp8, eps, rows=rows, cols=cols, guess=self._guess(x, recipe, fp8, role))
+
+    def _guess(self, x: Tensor, recipe: str, fp8: str, role: str) -> Tensor | None:
+        """The guess of the last step; it stays with the shard, as the gathered memory is not the same in each step."""
+        if not x.is_cuda or not RECIPES[recipe].has_one_scale:
+            return None
+        guesses = self.weight.guesses
+        if (role, fp8) not in guesses:
+            from bitplan.kernels.fp8.guessed_cast import new_state
+
+            guesses[role, fp8] = new_state(x.device, room=ROOM[role], follows=role == GRAD)
+        return guesses[role, fp8]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

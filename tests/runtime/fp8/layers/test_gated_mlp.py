@@ -139,6 +139,25 @@ def test_a_part_that_is_replaced_counts(change) -> None:
     assert far(layer.mlp(x).detach(), 2 * before.detach()) < 0.05
 
 
+def test_a_pickled_model_is_whole(tmp_path) -> None:
+    """torch.save keeps what is joined joined, the names of its state, and the watch for hooks."""
+    layer = block()[1]
+    torch.save(layer, tmp_path / "layer.pt")
+    loaded = torch.load(tmp_path / "layer.pt", weights_only=False)
+    x = torch.randn(TOKENS, WIDTH).bfloat16()
+    assert isinstance(loaded.mlp, GatedMlp)
+    assert all(torch.equal(*pair) for pair in zip(gradients(loaded, x), gradients(layer, x), strict=True))
+    state = layer.state_dict()
+    assert list(loaded.state_dict()) == list(state)
+    loaded.load_state_dict({name: 2 * tensor for name, tensor in state.items()})
+    assert torch.equal(loaded.mlp.gate_proj.fused.weight, 2 * layer.mlp.gate_proj.fused.weight)
+    seen = []
+    loaded.mlp.down_proj.register_forward_hook(lambda *_: seen.append(True))
+    loaded(x)
+    layer(x)
+    assert seen == [True]
+
+
 def test_a_wrong_input_is_named_by_the_layer() -> None:
     with pytest.raises(Fp8LayerError, match=f"a layer of {WIDTH} inputs"):
         block()[1].mlp(torch.randn(TOKENS, WIDTH - 1).bfloat16())
