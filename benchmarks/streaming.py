@@ -48,12 +48,10 @@ from torch import Tensor
 
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
-from bitplan.runtime.streaming.transfer.schedule import spread_residents
 
 WARM_UP = 2
 MANY_TOKENS = 16_000
 STARTED = time.perf_counter()
-INT8_SHARE = 0.6
 NO_STALL = 0.002
 ARMS = ("resident", "bf16", "int8", "mix60", "one-ahead", "pageable")
 Row = dict[str, Any]
@@ -72,7 +70,7 @@ class Run:
 
 
 def formats_of(size: Size) -> dict[str, Any]:
-    chosen = spread_residents(size.blocks, round(INT8_SHARE * size.blocks))
+    chosen = streaming_bound.packed_blocks("mix60", size.blocks)
     mix = {f"layers.{block}": "int8_row" if block in chosen else "bfloat16" for block in range(size.blocks)}
     return {"bf16": "bfloat16", "int8": "int8_row", "mix60": mix}
 
@@ -212,7 +210,7 @@ def _say(text: str) -> None:
 def run_all(model: LlamaStack, size: Size, device: StreamDevice, run: Run) -> list[Row]:
     batches = {tokens: inputs(size, tokens, device.torch_device) for tokens in size.tokens}
     rows = run_resident(model, batches, run)
-    compute_ms = {row["tokens"]: row["median_ms"] for row in rows}
+    streamed_rows = []
     for name, formats in formats_of(size).items():
         if name not in run.arms:
             continue
@@ -220,7 +218,13 @@ def run_all(model: LlamaStack, size: Size, device: StreamDevice, run: Run) -> li
         # Copies within steps were at times faster than those measured alone.
         alone = pinned_bandwidth(device, streamed[0]["block_bytes"])
         bandwidth = max(alone, *(1e9 * (row["h2d_gb_per_s"] or 0.0) for row in streamed))
-        rows += [row | bound_of(row, bandwidth, compute_ms[row["tokens"]], size.blocks) for row in streamed]
+        streamed_rows += [(row, bandwidth) for row in streamed]
+    # Again, for a GPU gets slower as it gets warm; the shorter time of the two is what computing takes.
+    again = run_resident(model, batches, replace(run, repeats=min(run.repeats, 3), trace=()))
+    for row, second in zip(rows, again, strict=True):
+        row["again_ms"] = second["median_ms"]
+    compute_ms = {row["tokens"]: min(row["median_ms"], row["again_ms"]) for row in rows}
+    rows += [row | bound_of(row, rate, compute_ms[row["tokens"]], size.blocks) for row, rate in streamed_rows]
     # Streaming has left the adapters on the device, where these want them too.
     if "one-ahead" in run.arms:
         rows += run_plain("one-ahead", model, batches, run, ahead=True)
@@ -239,7 +243,9 @@ def bound_of(row: Row, bandwidth: float, computed_ms: float, blocks: int) -> Row
     bound_ms = max(computed_ms, transfer_ms)
     simulated_ms = bound_ms
     if row["loads"]:
-        simulated = streaming_bound.simulate(blocks, row["slots"], computed_ms, transfer_ms / row["loads"])
+        packed = streaming_bound.packed_blocks(row["variant"], blocks)
+        copy_ms = transfer_ms / row["loads"]
+        simulated = streaming_bound.simulate(blocks, row["slots"], computed_ms, copy_ms, packed=packed)
         simulated_ms = simulated["step_ms"]
     return {
         "pinned_gb_per_s": bandwidth / 1e9,

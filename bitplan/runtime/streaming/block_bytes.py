@@ -176,7 +176,7 @@ def put_block(
     for name, piece in layout.pieces.items():
         parameter = block.parameters[name].parameter
         is_master = training is not None and training.trains(block.name, name) and parameter.dtype == torch.float32
-        if piece.decoded is None and not is_master:
+        if piece.is_own_type and not is_master:
             view = piece.parts["data"].view(buffer)
             if parameter.data_ptr() != view.data_ptr():
                 parameter.data = view
@@ -192,7 +192,7 @@ def _fill(
                 piece.parts["data"].view(buffer).copy_(training.master(block.name, name))
                 continue
             piece.write(buffer, training.encoded(block.name, name, piece.fmt))
-        elif piece.decoded is None:
+        elif piece.is_own_type:
             piece.parts["data"].view(buffer).copy_(parameter.detach())
         else:
             _encode_into(piece, buffer, parameter.detach(), device, f"{block.name}.{name}")
