@@ -152,14 +152,13 @@ def run_streamed(
                 if any(row["tokens"] == tokens and row["stall_share"] < NO_STALL for row in rows):
                     continue  # more slots help where a step waits for copies
                 stepper = Stepper(model, x, stream)
-                row = _timed(f"{name}", tokens, stepper, run, device.torch_device) | {"slots": slots}
-                rows.append(row | _figures_of(stream))
+                row = _timed(name, tokens, stepper, run, device.torch_device)
+                rows.append(row | {"slots": slots} | _figures_of(stream))
     return rows
 
 
 def _figures_of(stream: BlockStream) -> Row:
-    stats = stream.stats
-    last = stats.last
+    last = (stats := stream.stats).last
     assert last is not None
     return {
         "bytes_h2d": last.bytes_h2d,
@@ -219,10 +218,9 @@ def run_all(model: LlamaStack, size: Size, device: StreamDevice, run: Run) -> li
         alone = pinned_bandwidth(device, streamed[0]["block_bytes"])
         bandwidth = max(alone, *(1e9 * (row["h2d_gb_per_s"] or 0.0) for row in streamed))
         streamed_rows += [(row, bandwidth) for row in streamed]
-    # Again, for a GPU gets slower as it gets warm; the shorter time of the two is what computing takes.
-    again = run_resident(model, batches, replace(run, repeats=min(run.repeats, 3), trace=()))
-    for row, second in zip(rows, again, strict=True):
-        row["again_ms"] = second["median_ms"]
+    # A GPU gets slower as it gets warm: the shorter time of two is what computing takes.
+    for row, again in zip(rows, run_resident(model, batches, replace(run, trace=())), strict=True):
+        row["again_ms"] = again["median_ms"]
     compute_ms = {row["tokens"]: min(row["median_ms"], row["again_ms"]) for row in rows}
     rows += [row | bound_of(row, rate, compute_ms[row["tokens"]], size.blocks) for row, rate in streamed_rows]
     # Streaming has left the adapters on the device, where these want them too.

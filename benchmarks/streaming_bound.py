@@ -8,9 +8,9 @@ of the copies, and what one of them has left of the bus is of no use to the othe
 
 The simulation asks the product's own functions (`schedule.Walk`, `loads_ahead`) which block goes into which slot. Time
 goes by two clocks, of the bus and of the computation: a copy starts when the bus is free and its slot's last block is
-computed, or decoded where all of it is (`packed`); a block computes when its copy is there. Decoding takes no time here.
-The backward of a checkpointed block takes twice its forward
-(computed again, and two products for one: frozen weights need no gradient of their own).
+computed, or decoded where all of it is (`packed`); a block computes when its copy is there. Decoding takes no time
+here. The backward of a checkpointed block takes twice its forward (computed again, and two products for one: frozen
+weights need no gradient of their own).
 
 `--compare` puts measured rows of benchmarks/results/streaming_nvidia_h200.json beside the simulated ones.
 """

@@ -109,10 +109,7 @@ def allowed_loads(walk: Walk, loads: Sequence[Load], limits: RuntimeLimitHints, 
     Without speculation only the certain next block is loaded, and no block of another pass: whether there is another
     one is known when it begins. Slots keep what they hold.
     """
-    if limits.suppress_speculative:
-        near = walk.in_this_pass(1)
-    else:
-        near = walk.upcoming(limits.prefetch_window_cap)
+    near = walk.in_this_pass(1) if limits.suppress_speculative else walk.upcoming(limits.prefetch_window_cap)
     within = [load for load in loads if load.block in near]
     return within[: max(0, limits.max_inflight_h2d - in_flight)]
 
