@@ -227,7 +227,7 @@ def run_all(model: LlamaStack, size: Size, device: StreamDevice, run: Run) -> li
     if "one-ahead" in run.arms:
         rows += run_plain("one-ahead", model, batches, run, ahead=True)
     if "pageable" in run.arms:
-        rows += run_plain("pageable", model, batches, replace(run, repeats=1), ahead=False)
+        rows += run_plain("pageable", model, few, replace(run, repeats=1), ahead=False)
     rows.sort(key=lambda row: (row["tokens"], row.get("slots", 0)))
     for row in rows:
         row["times_resident"] = row["median_ms"] / compute_ms[row["tokens"]]
