@@ -7,17 +7,24 @@ import io
 import itertools
 import pstats
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 STEPS = 3
+NAMES = 14  # kernels that are named, those that take longest first
+NAME_LENGTH = 72
 Span = tuple[int, int]
 
 
-def trace(step: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds a step, of some steps that are queued one after another; on a GPU alone."""
+def trace(step: Callable[[], None]) -> dict[str, Any]:
+    """Milliseconds a step, of some steps that are queued one after another; on a GPU alone.
+
+    kernels_ms   by the kernel's name
+    gaps_ms      in which no kernel runs, by the name of the kernel that ends the gap; with how many of them
+    """
     step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -41,7 +48,28 @@ def trace(step: Callable[[], None]) -> dict[str, float]:
         "longest_gap_ms": max(gaps, default=0) / 1e6,
         "gaps_over_20us": sum(gap > 20_000 for gap in gaps) / STEPS,
         "gaps_over_20us_ms": sum(gap for gap in gaps if gap > 20_000) / STEPS / 1e6,
+        "kernels_ms": _by_name((one.name(), one.duration_ns()) for one in kernels),
+        "gaps_ms": _by_name(_gaps(kernels)),
     }
+
+
+def _gaps(kernels: Iterable[Any]) -> Iterator[tuple[str, int]]:
+    end = None
+    for one in sorted(kernels, key=lambda one: one.start_ns()):
+        start, stop = _span(one)
+        if end is not None and start > end:
+            yield one.name(), start - end
+        end = stop if end is None else max(end, stop)
+
+
+def _by_name(times: Iterable[tuple[str, int]]) -> dict[str, list[float]]:
+    """Milliseconds a step, and how many, of the names with most of it."""
+    spent: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for name, nanoseconds in times:
+        spent[name[:NAME_LENGTH]] += nanoseconds
+        counts[name[:NAME_LENGTH]] += 1
+    return {name: [round(one / STEPS / 1e6, 3), counts[name] / STEPS] for name, one in spent.most_common(NAMES)}
 
 
 def host_profile(step: Callable[[], None], lines: int = 40) -> str:
@@ -55,8 +83,9 @@ def host_profile(step: Callable[[], None], lines: int = 40) -> str:
     return text.getvalue()
 
 
-def line_of(name: str, tokens: int, traced: dict[str, float]) -> str:
-    return f"trace  {name:<10} {tokens:>6} tokens  " + "  ".join(f"{key} {value:.1f}" for key, value in traced.items())
+def line_of(name: str, tokens: int, traced: dict[str, Any]) -> str:
+    figures = (f"{key} {value:.1f}" for key, value in traced.items() if not isinstance(value, dict))
+    return f"trace  {name:<10} {tokens:>6} tokens  " + "  ".join(figures)
 
 
 def _seconds(step: Callable[[], None]) -> float:

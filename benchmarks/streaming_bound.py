@@ -8,8 +8,9 @@ of the copies, and what one of them has left of the bus is of no use to the othe
 
 The simulation asks the product's own functions (`schedule.Walk`, `loads_ahead`) which block goes into which slot. Time
 goes by two clocks, of the bus and of the computation: a copy starts when the bus is free and its slot's last block is
-computed; a block computes when its copy is there. The backward of a checkpointed block takes twice its forward
-(computed again, and two products for one: frozen weights need no gradient of their own).
+computed, or decoded where all of it is (`packed`); a block computes when its copy is there. Decoding takes no time
+here. The backward of a checkpointed block takes twice its forward (computed again, and two products for one: frozen
+weights need no gradient of their own).
 
 `--compare` puts measured rows of benchmarks/results/streaming_nvidia_h200.json beside the simulated ones.
 """
@@ -27,6 +28,7 @@ from bitplan.runtime.streaming.transfer.schedule import Walk, load_now, loads_ah
 BACKWARD = 2.0  # of a block's forward
 WARM_STEPS = 3  # the first step starts with empty slots
 MORE_SLOTS = (4, 6, 8, 12)
+INT8_SHARE = 0.6
 RESULT = Path(__file__).parent / "results" / "streaming_nvidia_h200.json"
 
 
@@ -39,6 +41,7 @@ class Simulation:
     copy_ms: float
     forward_ms: float
     resident: frozenset[int] = frozenset()
+    packed: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.held: list[int | None] = [None] * self.slots
@@ -46,6 +49,7 @@ class Simulation:
         self.ready_at: dict[int, float] = {}
         self.bus = self.compute = 0.0
         self.copies = 0
+        self.decoded: int | None = None
         self.walk = Walk(self.blocks, self.resident)
 
     def step_ms(self) -> float:
@@ -60,13 +64,23 @@ class Simulation:
 
     def _visit(self, block: int, compute_ms: float) -> None:
         self.walk = self.walk.moved_to(block, wraps=False)
-        if block not in self.resident and block not in self.held:
-            self._load(*load_now(self.walk, self.held, block))
-        for load in loads_ahead(self.walk, self.held):
+        is_packed = block in self.packed
+        if not (is_packed and self.decoded == block):
+            if block not in self.resident and block not in self.held:
+                self._load(*load_now(self.walk, self.held, block))
+            if not is_packed:
+                self._load_ahead()
+            self.compute = max(self.compute, self.ready_at.get(block, 0.0))
+            if block in self.held:
+                self.free_at[self.held.index(block)] = self.compute + (0.0 if is_packed else compute_ms)
+        if is_packed:
+            self.decoded = block
+            self._load_ahead()
+        self.compute += compute_ms
+
+    def _load_ahead(self) -> None:
+        for load in loads_ahead(self.walk, self.held, self.decoded):
             self._load(*load)
-        self.compute = max(self.compute, self.ready_at.get(block, 0.0)) + compute_ms
-        if block in self.held:
-            self.free_at[self.held.index(block)] = self.compute
 
     def _load(self, slot: int, block: int) -> None:
         self.bus = max(self.bus, self.free_at[slot]) + self.copy_ms
@@ -74,10 +88,17 @@ class Simulation:
         self.copies += 1
 
 
-def simulate(blocks: int, slots: int, computing_ms: float, copy_ms: float, resident: int = 0) -> dict[str, float]:
+def simulate(
+    blocks: int,
+    slots: int,
+    computing_ms: float,
+    copy_ms: float,
+    resident: int = 0,
+    packed: frozenset[int] = frozenset(),
+) -> dict[str, float]:
     """A step of `blocks` that compute `computing_ms` in all; `copy_ms` a block. Over the bound, and the bound."""
     spread = spread_residents(blocks, resident) if resident else frozenset()
-    one = Simulation(blocks, slots, copy_ms, computing_ms / blocks / (1 + BACKWARD), spread)
+    one = Simulation(blocks, slots, copy_ms, computing_ms / blocks / (1 + BACKWARD), spread, packed)
     step = one.step_ms()
     bound = max(computing_ms, one.copies * copy_ms)
     return {"step_ms": step, "copies": one.copies, "bound_ms": bound, "over_bound": step / bound}
@@ -98,6 +119,11 @@ def table(blocks: int, ratios: list[float], slots: list[int]) -> list[dict[str, 
     return rows
 
 
+def packed_blocks(variant: str, blocks: int) -> frozenset[int]:
+    """The blocks that a variant of benchmarks/streaming.py sends in INT8."""
+    return spread_residents(blocks, round({"int8": 1.0, "mix60": INT8_SHARE}.get(variant, 0.0) * blocks))
+
+
 def needed_slots(blocks: int, ratio: float, limit: float) -> int:
     """The fewest slots with which a step is within `limit` of its bound."""
     fits = (
@@ -116,7 +142,8 @@ def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
         if "bound_ms" not in row or row["tokens"] not in resident:
             continue
         slots = row.get("slots", result["slots"])
-        simulated = simulate(blocks, slots, resident[row["tokens"]], row["transfer_ms"] / row["loads"])
+        packed = packed_blocks(row["variant"], blocks)
+        simulated = simulate(blocks, slots, resident[row["tokens"]], row["transfer_ms"] / row["loads"], packed=packed)
         rows.append(
             {
                 "tokens": row["tokens"],
@@ -126,9 +153,9 @@ def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
                 "simulated_ms": simulated["step_ms"],
                 "bound_ms": simulated["bound_ms"],
                 "with_slots_ms": {
-                    count: simulate(blocks, count, resident[row["tokens"]], row["transfer_ms"] / row["loads"])[
-                        "step_ms"
-                    ]
+                    count: simulate(
+                        blocks, count, resident[row["tokens"]], row["transfer_ms"] / row["loads"], packed=packed
+                    )["step_ms"]
                     for count in MORE_SLOTS
                 },
             }

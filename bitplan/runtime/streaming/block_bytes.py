@@ -21,7 +21,7 @@ to the bit, and it takes seconds, not the minutes of a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,10 +103,10 @@ class BlockBytes:
         self.note(block)  # a parameter that is sent in its own type has become a view of the buffer
         self._written[block.name] = dict(formats)
 
-    def put_updated(self, block: StreamedBlock, layout: BlockLayout) -> None:
-        """Encode a block on the optimizer's thread, where only masters have changed."""
+    def put_updated(self, block: StreamedBlock, layout: BlockLayout, sent: Collection[str]) -> None:
+        """Encode a block on the optimizer's thread, where only masters have changed; those of `sent` are written."""
         try:
-            put_block(self._host, block, layout, self._training, self._device)
+            put_block(self._host, block, layout, self._training, self._device, sent)
         except BaseException:
             self.strike_off(block.name)
             raise
@@ -164,35 +164,47 @@ def _look_at(one: StreamedParameter) -> tuple[Any, ...]:
 
 
 def put_block(
-    host: HostBlocks, block: StreamedBlock, layout: BlockLayout, training: HostTraining | None, device: torch.device
+    host: HostBlocks,
+    block: StreamedBlock,
+    layout: BlockLayout,
+    training: HostTraining | None,
+    device: torch.device,
+    written: Collection[str] = (),
 ) -> None:
-    """Encode a block into the host's buffer.
+    """Encode a block into the host's buffer, but for parameters that are `written` there.
 
     It detaches what it reads instead of using torch.no_grad(), which Ctrl-C could leave on for the rest of the run.
     """
-    buffer = host.put(block.name, layout, lambda buffer: _fill(block, layout, training, device, buffer))
+    buffer = host.put(block.name, layout, lambda buffer: _fill(block, layout, training, device, buffer, written))
     if buffer is None:
         return
     for name, piece in layout.pieces.items():
         parameter = block.parameters[name].parameter
         is_master = training is not None and training.trains(block.name, name) and parameter.dtype == torch.float32
-        if piece.decoded is None and not is_master:
+        if piece.is_own_type and not is_master:
             view = piece.parts["data"].view(buffer)
             if parameter.data_ptr() != view.data_ptr():
                 parameter.data = view
 
 
 def _fill(
-    block: StreamedBlock, layout: BlockLayout, training: HostTraining | None, device: torch.device, buffer: Tensor
+    block: StreamedBlock,
+    layout: BlockLayout,
+    training: HostTraining | None,
+    device: torch.device,
+    buffer: Tensor,
+    written: Collection[str],
 ) -> None:
     for name, piece in layout.pieces.items():
+        if name in written:
+            continue
         parameter = block.parameters[name].parameter
         if training is not None and training.trains(block.name, name):
             if piece.fmt.is_cast:
                 piece.parts["data"].view(buffer).copy_(training.master(block.name, name))
                 continue
             piece.write(buffer, training.encoded(block.name, name, piece.fmt))
-        elif piece.decoded is None:
+        elif piece.is_own_type:
             piece.parts["data"].view(buffer).copy_(parameter.detach())
         else:
             _encode_into(piece, buffer, parameter.detach(), device, f"{block.name}.{name}")

@@ -101,7 +101,7 @@ class BlockCalls:
             weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
         with save_weights_by_place(self._loader) if grad else nullcontext(), _swapped(block, weights):
             output = forward(*args, **kwargs)
-        if self._finite is not None:
+        if self._finite is not None and not _in_backward():
             self._finite.look_at(index, output)
         return output
 
@@ -136,6 +136,11 @@ def _swapped(block: StreamedBlock, weights: Mapping[str, Tensor]) -> Iterator[No
         for one in parameters.values():
             for module, local in one.places:
                 module._parameters[local] = one.parameter
+
+
+def _in_backward() -> bool:
+    """Whether checkpointing computes a block again, whose output was looked at in the forward."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _needs_grad(value: Any) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from bitplan.formats.codec import check_whole_blocks
@@ -47,6 +48,8 @@ class BlockUpkeep:
         self.formats = formats
         self.pending: BlockFormats | None = None  # formats for the next step
         self.bytes = BlockBytes(host, blocks, training, options.train, loader.device.torch_device)
+        if training is not None:
+            training.places_to_send = self._places_to_send
 
     @property
     def chosen(self) -> BlockFormats:
@@ -139,7 +142,15 @@ class BlockUpkeep:
     def put_updated(self, name: str) -> None:
         """On the optimizer's thread: encode a block whose masters were stepped."""
         block = self._by_name[name]
-        self.bytes.put_updated(block, self._layout_of(block))
+        self.bytes.put_updated(block, self._layout_of(block), () if self._training is None else self._training.sent)
+
+    def _places_to_send(self, name: str) -> dict[str, Tensor]:
+        """The bytes of a block's parameters that are sent in a plain type, where the host has them in memory."""
+        layout = self._layout_of(self._by_name[name])
+        buffer = self._host.buffer(name, layout)
+        if buffer is None:
+            return {}
+        return {one: piece.parts["data"].view(buffer) for one, piece in layout.pieces.items() if piece.fmt.is_cast}
 
     def _stale(self, blocks: Iterable[StreamedBlock], formats: BlockFormats) -> list[StreamedBlock]:
         lost = {*self._host.lost(), *(() if self._training is None else self._training.unencoded)}

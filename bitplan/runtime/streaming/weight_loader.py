@@ -2,8 +2,12 @@
 
 One block is current: the computation uses its weights. Asking for another block ends the use of the current one
 (a mark on the computing stream, after which its slot may be overwritten), makes the computation wait for the new
-block's copy, starts the copies that the walk calls for, and decodes into the scratch. Forward asks when a block
+block's copy, decodes into the scratch, and starts the copies that the walk calls for. Forward asks when a block
 runs; backward asks when autograd unpacks a saved weight; the two look the same here.
+
+A block that lies in the scratch as a whole (`BlockLayout.leaves_slot`) gives its slot away as soon as it is decoded. It
+stays in the scratch until another block is decoded: at the turn from forward to backward, and from one step to the
+next, the same block computes twice and is neither sent nor decoded again.
 """
 
 from __future__ import annotations
@@ -59,9 +63,10 @@ class WeightLoader:
         self._decoder = SlotDecoder()
         self._worker = Worker("transfer")
         self._uploader = Uploader(device, host, self._worker)
-        self._walk = Walk(len(names))
-        self._current: RingSlot | None = None
-        self._decoded: int | None = None
+        self._walk = self._first_walk(frozenset())
+        self._current: int | None = None  # the block that computes
+        self._slot: RingSlot | None = None  # that it reads; None if it lies in the scratch as a whole
+        self._decoded: int | None = None  # the last block that was decoded: the scratch holds it
         self._serial = 0
         self._limits: RuntimeLimitHints | None = None
         self.activations: ActivationOffload | None = None  # shares the bus and its limits
@@ -93,8 +98,7 @@ class WeightLoader:
         self.layouts = list(layouts)
         self._decoder.forget(layouts)
         if self._fits(largest, scratch, is_auto=slots == "auto"):
-            self._leave()
-            self.ring.forget(changed)
+            self.forget(changed)
             self._resize_residents()
             self.is_allocated = True
             return
@@ -102,13 +106,18 @@ class WeightLoader:
         count, resident = self._share(layouts, slots, size, scratch, budget)
         own = {block: layouts[block].nbytes for block in resident}
         self._ring = SlotRing(self.device, count, size, own, scratch)
-        self._walk = Walk(len(self.names), resident)
+        self._walk = self._first_walk(resident)
         self._uploader.resize(max(size, largest))
         self.is_allocated = True
+
+    def _first_walk(self, resident: frozenset[int]) -> Walk:
+        # Weights that are trained on the host change between steps: nothing of the next step can be loaded.
+        return Walk(len(self.names), resident, goes_on=self.training is None)
 
     def free(self) -> None:
         """Give all device memory back."""
         self._leave()
+        self._decoded = None
         if self._ring is not None:
             self._worker.drain(self.timeout_s)
             self._decoder.forget(self.layouts)
@@ -190,7 +199,7 @@ class WeightLoader:
         self.step, self.recorder = step, recorder
         self._limit(None)
         self._leave()
-        self._walk = Walk(len(self.names), self._walk.resident)
+        self._walk = self._first_walk(self._walk.resident)
         if self.activations is not None:
             self.activations.start(recorder)
         self._prefetch()
@@ -244,6 +253,8 @@ class WeightLoader:
     def forget(self, blocks: Collection[int] | None = None) -> None:
         """The host's bytes of these blocks (None: all) change: their copies on the device become invalid."""
         self._leave()
+        if blocks is None or self._decoded in blocks:
+            self._decoded = None
         if self._ring is not None:
             self._ring.forget(blocks)
 
@@ -284,8 +295,8 @@ class WeightLoader:
 
     def weights(self, block: int, *, wraps: bool) -> dict[str, Tensor]:
         """The parameters of a block, for all work that is queued from now until another block is asked for."""
-        slot = self._acquire(block, wraps=wraps)
-        return self._decoder.weights(block, slot.buffer, self.ring.scratch)
+        self._acquire(block, wraps=wraps)
+        return self._decoder.weights(block, self._buffer, self.ring.scratch)
 
     @property
     def serial(self) -> int:
@@ -307,40 +318,51 @@ class WeightLoader:
                 f"{self.names[block]}: backward came after its step ended, and the weights may have changed since; "
                 "call backward between begin_step and end_step"
             )
-        slot = self._acquire(block, wraps=False)
-        return self._decoder.view(self.ring.scratch if in_scratch else slot.buffer, place)
+        self._acquire(block, wraps=False)
+        return self._decoder.view(self.ring.scratch if in_scratch else self._buffer, place)
 
     def place(self, block: int) -> str:
         """A block and the step, for messages."""
         return f"{self.names[block]}, {'outside a step' if self.step is None else f'step {self.step}'}"
 
-    def _acquire(self, block: int, *, wraps: bool) -> RingSlot:
-        if self._current is not None and self._current.block == block:
-            return self._current
+    @property
+    def _buffer(self) -> Tensor:
+        """Where the weights of the current block lie that are not in the scratch, if there are any."""
+        return self.ring.scratch if self._slot is None else self._slot.buffer
+
+    def _acquire(self, block: int, *, wraps: bool) -> None:
+        if self._current == block:
+            return
         try:
-            return self._move_to(block, wraps=wraps)
+            self._move_to(block, wraps=wraps)
         except BaseException as error:
             self.is_broken = True
             if not isinstance(error, StreamError):  # Ctrl-C keeps its type and gets block and step as a note
                 error.add_note(f"bitplan: while waiting for {self.place(block)}")
             raise
 
-    def _move_to(self, block: int, *, wraps: bool) -> RingSlot:
+    def _move_to(self, block: int, *, wraps: bool) -> None:
         self._leave()
         self._walk = self._walk.moved_to(block, wraps=wraps)
-        slot = self.ring.find(block)
-        if self.recorder is not None:
-            self.recorder.hits += slot is not None
-            self.recorder.misses += slot is None
-        if slot is None:
+        leaves_slot = self.layouts[block].leaves_slot
+        if not (leaves_slot and self._decoded == block):
             slot = self._load_at_once(block)
-        if slot.transfer is not None:
-            slot.transfer.is_awaited = True
-        self._prefetch()
-        self._await(slot, block)
-        self._current, self._decoded = slot, block
-        self._decoder.decode(block, slot.buffer, self.ring.scratch)
-        return slot
+            if not leaves_slot:
+                self._prefetch()
+            self._await(slot, block)
+            if self.layouts[block].scratch_nbytes:
+                self._decoded = None  # until the scratch is whole again
+                self._decoder.decode(block, slot.buffer, self.ring.scratch)
+                self._decoded = block
+            if leaves_slot:
+                slot.free_after = self.device.mark()
+            else:
+                self._slot = slot
+        elif self.recorder is not None:
+            self.recorder.hits += 1
+        self._current = block
+        if leaves_slot:
+            self._prefetch()
 
     def _await(self, slot: RingSlot, block: int) -> None:
         transfer = slot.transfer
@@ -352,17 +374,25 @@ class WeightLoader:
             self.recorder.waits.append((before, self.device.mark()))
 
     def _leave(self) -> None:
-        """No block is current from now on; its slot may be overwritten after this point."""
-        if self._current is not None:
-            self._current.free_after = self.device.mark()
-        self._current = self._decoded = None
+        """No block is current from now on; a slot that it reads may be overwritten after this point."""
+        if self._slot is not None:
+            self._slot.free_after = self.device.mark()
+        self._current = self._slot = None
 
     def _load_at_once(self, block: int) -> RingSlot:
-        if block in self._walk.resident:
-            slot = self.ring.resident[block]
-        else:
-            slot = self.ring.slots[load_now(self._walk, self.ring.held, block).slot]
-        self._load(slot, block)
+        """The slot of a block that is needed now; it is loaded if it is not on its way."""
+        slot = self.ring.find(block)
+        if self.recorder is not None:
+            self.recorder.hits += slot is not None
+            self.recorder.misses += slot is None
+        if slot is None:
+            if block in self._walk.resident:
+                slot = self.ring.resident[block]
+            else:
+                slot = self.ring.slots[load_now(self._walk, self.ring.held, block).slot]
+            self._load(slot, block)
+        if slot.transfer is not None:
+            slot.transfer.is_awaited = True
         return slot
 
     def _prefetch(self) -> None:
@@ -372,8 +402,14 @@ class WeightLoader:
         for load in self._loads_ahead():
             self._load(self.ring.slots[load.slot], load.block)
 
+    @property
+    def _whole(self) -> int | None:
+        """The block that lies in the scratch as a whole, and needs no slot until another one is decoded."""
+        decoded = self._decoded
+        return decoded if decoded is not None and self.layouts[decoded].leaves_slot else None
+
     def _loads_ahead(self) -> list[Load]:
-        loads = loads_ahead(self._walk, self.ring.held)
+        loads = loads_ahead(self._walk, self.ring.held, self._whole)
         if self._limits is None or not loads:
             return loads
         allowed = allowed_loads(self._walk, loads, self._limits, self.in_flight())

@@ -33,6 +33,27 @@ def test_loads_ahead(walk, held, loads):
 
 
 @pytest.mark.parametrize(
+    ("walk", "held", "decoded", "loads"),
+    [
+        (at(3), [4, 5, 6, 3], 3, [(3, 7)]),  # 3 computes from the scratch
+        (at(6), [4, 5, 6, 7], 6, []),  # it is needed again before 3 is
+        (at(7), [4, 5, 6, 7], 7, [(3, 3)]),  # its backward computes from the scratch too
+        (at(7), [4, 5, 6, 7], 6, [(2, 3)]),  # 7 is in its slot; 6 is in the scratch still when backward comes to it
+        (at(7, wraps=True), [4, 5, 6, 7], 7, [(0, 0), (1, 1), (2, 2), (3, 3)]),
+        (at(6, -1), [4, 5, 6, 3], 6, [(2, 2)]),
+        (at(1, -1), [0, 1, 2, 3], 1, []),
+        (at(0, -1), [0, 1, 2, 3], 0, [(0, 4)]),  # the next step begins with it
+        (Walk(8, position=0, direction=-1, goes_on=False), [0, 1, 2, 3], 0, []),  # its weights will have changed
+        (at(None), [4, 1, 2, 3], 0, []),
+        (at(None), [4, 1, 2, 3], None, [(0, 0)]),
+        (at(3, resident=[3]), [4, 5, 2], 3, [(2, 6)]),
+    ],
+)
+def test_a_block_in_the_scratch_leaves_its_slot(walk, held, decoded, loads):
+    assert loads_ahead(walk, held, decoded) == [Load(*load) for load in loads]
+
+
+@pytest.mark.parametrize(
     ("walk", "held", "slot"),
     [
         (at(0), [None, None], 0),
@@ -63,16 +84,19 @@ def test_direction(position, direction, block, expected):
     assert (moved.position, moved.direction) == (block, expected)
 
 
-def transfers(order: list[int], count: int, slots: int, *, wraps: bool, resident=frozenset()) -> tuple[int, int]:
+def transfers(
+    order: list[int], count: int, slots: int, *, wraps: bool, resident=frozenset(), packed=False
+) -> tuple[int, int]:
     """Loads and misses of a walk, done as the loader does it."""
-    walk, held, loads, misses = Walk(count, resident), [None] * slots, 0, 0
+    walk, held, loads, misses, decoded = Walk(count, resident), [None] * slots, 0, 0, None
     for block in order:
         walk = walk.moved_to(block, wraps=wraps)
-        if block not in held and block not in resident:
+        if block not in held and block not in resident and block != decoded:
             held[load_now(walk, held, block).slot] = block
             loads, misses = loads + 1, misses + 1
-        for load in loads_ahead(walk, held):
-            assert held[load.slot] != block
+        decoded = block if packed else None
+        for load in loads_ahead(walk, held, decoded):
+            assert packed or held[load.slot] != block
             held[load.slot] = load.block
             loads += 1
     return loads, misses
@@ -80,17 +104,19 @@ def transfers(order: list[int], count: int, slots: int, *, wraps: bool, resident
 
 @pytest.mark.parametrize("count", [4, 9, 24])
 @pytest.mark.parametrize("slots", [2, 3, 4])
-def test_each_turn_saves_as_many_transfers_as_there_are_slots(count, slots):
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_turn_saves_as_many_transfers_as_there_are_slots(count, slots, packed):
     step = [*range(count), *range(count - 1, -1, -1)]
-    first, _ = transfers(step, count, slots, wraps=False)
-    three, misses = transfers(step * 3, count, slots, wraps=False)
+    first, _ = transfers(step, count, slots, wraps=False, packed=packed)
+    three, misses = transfers(step * 3, count, slots, wraps=False, packed=packed)
     assert three - first == 2 * (2 * (count - slots))
     assert misses == 1  # the very first block
 
 
 @pytest.mark.parametrize("slots", [2, 3])
-def test_a_forward_alone_never_misses_after_the_first(slots):
-    loads, misses = transfers([*range(8)] * 4, 8, slots, wraps=True)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_forward_alone_never_misses_after_the_first(slots, packed):
+    loads, misses = transfers([*range(8)] * 4, 8, slots, wraps=True, packed=packed)
     assert misses == 1
     assert 4 * 8 <= loads <= 4 * 8 + slots
 

@@ -7,7 +7,9 @@ device. A layout is a pure function of shapes, types and formats:
 
 On the device a parameter is read in its own type. Where the format is that type, the parameter is a view of the slot
 and nothing is computed; else it is decoded into a scratch buffer, which has a layout of its own (only the decoded
-parameters). Both layouts are fixed between step boundaries: a byte offset names a number wherever the block lies.
+parameters). If nearly all of a block is decoded, the rest (norms, biases) is copied into the scratch as well, and the
+slot is free for another block while this one computes. Both layouts are fixed between step boundaries: a byte offset
+names a number wherever the block lies.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from bitplan.kernels.codec.dispatch import explain_decode
 
 ALIGNMENT = 256  # of every part, as in CUDA's allocator; vector loads need it
 PADDING = "padding"
+COPIED_SHARE = 1 / 16  # of a block's bytes, at most, are copied into the scratch in their own type
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter: its format in transfer, its parts, and where it is decoded to (None: used in place)."""
+    """One parameter: its format in transfer, its parts, and its place in the scratch (None: used in the slot)."""
 
     name: str
     spec: ParameterSpec
@@ -70,6 +73,11 @@ class Piece:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def is_own_type(self) -> bool:
+        """Whether the bytes that are sent are the parameter's own."""
+        return _is_own_type(self.fmt, self.spec)
 
     def encoded(self, buffer: Tensor) -> Encoded:
         """The parameter as the buffer holds it; views."""
@@ -122,6 +130,11 @@ class BlockLayout:
         sizes[PADDING] = self.nbytes - sizes.total()
         return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
+    @cached_property
+    def leaves_slot(self) -> bool:
+        """Whether the slot is no longer read once the block is decoded."""
+        return all(piece.decoded is not None for piece in self.pieces.values())
+
     @property
     def formats(self) -> dict[str, str]:
         return {name: piece.fmt.name for name, piece in self.pieces.items()}
@@ -138,6 +151,10 @@ class BlockLayout:
 
 def lay_out(specs: Mapping[str, ParameterSpec], formats: Mapping[str, Format]) -> BlockLayout:
     """The layout of parameters in these formats, in the order of `specs`."""
+    own = {name for name, spec in specs.items() if _is_own_type(formats[name], spec)}
+    whole = sum(formats[name].nbytes(spec.shape) for name, spec in specs.items())
+    if sum(specs[name].nbytes for name in own) <= COPIED_SHARE * whole:
+        own = set()
     pieces, end, scratch_end = {}, 0, 0
     for name, spec in specs.items():
         fmt, parts = formats[name], {}
@@ -145,11 +162,15 @@ def lay_out(specs: Mapping[str, ParameterSpec], formats: Mapping[str, Format]) -
             parts[part_name] = Part(aligned(end), dtype, shape)
             end = parts[part_name].offset + parts[part_name].nbytes
         decoded = None
-        if not (fmt.is_cast and fmt.storage == spec.dtype):
+        if name not in own:
             decoded = Part(aligned(scratch_end), spec.dtype, spec.shape)
             scratch_end = decoded.offset + decoded.nbytes
         pieces[name] = Piece(name, spec, fmt, parts, decoded)
     return BlockLayout(pieces, aligned(end), aligned(scratch_end))
+
+
+def _is_own_type(fmt: Format, spec: ParameterSpec) -> bool:
+    return fmt.is_cast and fmt.storage == spec.dtype
 
 
 def aligned(offset: int) -> int:

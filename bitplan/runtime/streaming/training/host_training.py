@@ -6,10 +6,8 @@
 
 So the update of block 5 runs while block 0 crosses the bus. A step is applied as a whole or not at all: if any gradient
 of any block did not arrive or is not finite, every master stays as it was, and the next begin_step, which waits until
-that is known (`wait_checked`), raises; so the step after it is never computed for nothing. That is why
-no update overlaps with the backward of its own step, and why clipping by the norm of all gradients (`clip_grad_norm`)
-takes no overlap away: it costs the optimizer thread a pass over all gradients before the first update, and in steps
-that are clipped another one to scale them. The first block of the next step is delayed by that.
+that is known (`wait_checked`), raises; so the step after it is never computed for nothing. That is why no update
+overlaps with its own backward, and why clipping takes no overlap away: it delays the first block by passes over all.
 
 One call puts the whole update into the optimizer's queue: before that call the step does not count, after it the step
 does, wherever Ctrl-C comes. Gradients belong to their step, so a dropped step leaves none behind. If the optimizer
@@ -22,7 +20,7 @@ The master is a bitplan WeightStore's: the version that is sent is derived from 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -121,6 +119,8 @@ class HostTraining:
         self.failure: Exception | None = None
         self.torn: str | None = None  # why the masters belong to two different steps
         self.is_settled = True  # whether all updates were waited for, and the model's Parameters made current
+        self.places_to_send: Callable[[str], Mapping[str, Tensor]] = lambda _block: {}  # of masters, in a plain type
+        self.sent: Collection[str] = ()  # the masters of a block that its last step has put there
         self.unencoded: set[str] = set()  # blocks whose bytes are older than their masters, after a failure
         self._open: StepGradients | None = None
         self._update: _Update | None = None  # the last update
@@ -302,10 +302,11 @@ class HostTraining:
             self._optimizers[block].make_moments(name)
 
     def _step_block(self, update: _Update, block: str) -> None:
-        sums = update.gradients.sums
+        sums, sent = update.gradients.sums, self.places_to_send(block)
         own = {name: sums[block, name] for name in self._masters[block] if (block, name) in sums}
         update.begun += 1
-        self._optimizers[block].step(own, update.lr, self._scratch)
+        self._optimizers[block].step(own, update.lr, self._scratch, sent)
+        self.sent = own.keys() & sent.keys()
         for store in self.stores[block].values():
             store.invalidate()
         update.stepped += 1

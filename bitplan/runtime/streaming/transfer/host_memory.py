@@ -50,6 +50,10 @@ class HostBlocks(ABC):
     def source(self, block: str, staging: Tensor | None) -> Tensor:
         """The bytes of a block, in memory that the device can copy from; may read a file."""
 
+    def buffer(self, block: str, layout: BlockLayout) -> Tensor | None:
+        """The bytes of a block, if they stay in memory and have this layout."""
+        return None
+
     def lost(self) -> list[str]:
         """Blocks whose bytes are gone, to be `put` again."""
         return []
@@ -80,6 +84,9 @@ class MemoryHost(HostBlocks):
             self._device.pin(buffer)
         self._layouts[block] = layout  # last: an interrupted block is made again
         return buffer
+
+    def buffer(self, block: str, layout: BlockLayout) -> Tensor | None:
+        return self._buffers[block] if self._layouts.get(block) == layout else None
 
     def source(self, block: str, staging: Tensor | None) -> Tensor:
         buffer = self._buffers[block]

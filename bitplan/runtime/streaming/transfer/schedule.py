@@ -4,12 +4,18 @@ A training step walks the blocks up and then down again; a forward alone walks u
 direction of the walk tell which blocks come next, and the blocks behind are used last:
 
     forward, at 3   [ 2 | 3 | 4 | 5 ]   2 is behind: 6 takes its slot
-    turn, at 7      [ 4 | 5 | 6 | 7 ]   nothing follows: the tail stays, and backward starts on it
+    turn, at 7      [ 4 | 5 | 6 | 7 ]   the tail stays, and backward starts on it
     backward, at 6  [ 4 | 5 | 6 | 7 ]   7 is behind: 3 takes its slot
     end, at 0       [ 0 | 1 | 2 | 3 ]   the head stays for the next step
 
 Each turn saves as many transfers as there are slots. A forward alone has no turn: it `wraps`, and the head is loaded
 while the tail computes. Resident blocks keep slots of their own and need no decision.
+
+A block whose weights all lie in the scratch (`decoded`) computes without its slot, which takes another block meanwhile:
+
+    forward, at 3   [ 4 | 5 | 6 | 3 ]   3 is decoded: 7 takes its slot
+    turn, at 7      [ 4 | 5 | 6 | 7 ]   7 is decoded, and computes its backward from the scratch too: 3 takes its slot
+    end, at 0       [ 0 | 1 | 2 | 3 ]   0 is decoded, and the next step begins with it: 4 takes its slot
 """
 
 from __future__ import annotations
@@ -32,13 +38,17 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """Where the computation is (None: nowhere yet), which way it goes, and over which blocks."""
+    """Where the computation is (None: nowhere yet), which way it goes, and over which blocks.
+
+    goes_on: after the backward the next step begins with the same weights, so that its blocks may be loaded.
+    """
 
     count: int
     resident: frozenset[int] = frozenset()
     position: int | None = None
     direction: int = 1
     wraps: bool = False
+    goes_on: bool = True
 
     def moved_to(self, block: int, *, wraps: bool) -> Walk:
         """The walk after `block` was asked for. A jump from one end to the other is a new round, not a turn."""
@@ -47,26 +57,48 @@ class Walk:
             direction = 1 if block > self.position else -1
         if block == 0 and self.position is not None and self.position > 1:
             direction = 1
-        return Walk(self.count, self.resident, block, direction, wraps)
+        return replace(self, position=block, direction=direction, wraps=wraps)
 
-    def upcoming(self, depth: int) -> list[int]:
-        """The next `depth` streamed blocks, nearest first, without the block that computes now."""
+    def upcoming(self, depth: int, decoded: int | None = None) -> list[int]:
+        """The next `depth` streamed blocks that need a slot, nearest first, without the slot that computes now.
+
+        decoded: the block whose weights all lie in the scratch. It needs no slot where it is the next to compute.
+        """
+        at_work = None if self.position == decoded else self.position
+        coming: dict[int, None] = {}  # in the order of their next use
+        for block in (*self._pass(), *self._next_pass()):
+            if len(coming) >= depth:
+                break
+            if block in self.resident or block == at_work or (block == decoded and not coming):
+                continue
+            coming[block] = None
+        return list(coming)
+
+    def in_this_pass(self, depth: int) -> list[int]:
+        """The next `depth` streamed blocks of the present forward or backward alone."""
+        return [block for block in self._pass() if block not in self.resident][:depth]
+
+    def _pass(self) -> range:
+        """What comes in the present forward or backward, after the block that computes now."""
         if self.position is None:
-            ahead = list(range(self.count))
-        elif self.direction < 0:
-            # Past block 0 comes the next forward: blocks 1, 2, ..., which are the ones just behind.
-            ahead = [*range(self.position - 1, -1, -1)]
-        else:
-            ahead = [*range(self.position + 1, self.count)]
-            if self.wraps:
-                ahead += range(self.position)
-        return [block for block in ahead if block not in self.resident][:depth]
+            return range(self.count)
+        return range(self.position - 1, -1, -1) if self.direction < 0 else range(self.position + 1, self.count)
+
+    def _next_pass(self) -> range:
+        """What comes after it: a forward is followed by the backward, or by another forward, and so is a backward."""
+        if self.direction > 0 and not self.wraps:
+            return range(self.count - 1, -1, -1)
+        return range(self.count if self.goes_on or self.wraps else 0)
 
 
-def loads_ahead(walk: Walk, held: Sequence[int | None]) -> list[Load]:
-    """The loads to start now, nearest block first; `held`: the block that each ring slot holds or is filled with."""
-    wanted = walk.upcoming(len(held) - _computing(walk, held))
-    free = _free_slots(walk, held, wanted)
+def loads_ahead(walk: Walk, held: Sequence[int | None], decoded: int | None = None) -> list[Load]:
+    """The loads to start now, nearest block first.
+
+    held: the block that each ring slot holds or is filled with; decoded: the block that lies in the scratch as a whole.
+    """
+    computes = walk.position in held and walk.position != decoded
+    wanted = walk.upcoming(len(held) - computes, decoded)
+    free = _free_slots(held, {*wanted, walk.position} if computes else wanted, walk.position)
     missing = [block for block in wanted if block not in held]
     return [Load(slot, block) for slot, block in zip(free, missing, strict=False)]
 
@@ -74,20 +106,17 @@ def loads_ahead(walk: Walk, held: Sequence[int | None]) -> list[Load]:
 def allowed_loads(walk: Walk, loads: Sequence[Load], limits: RuntimeLimitHints, in_flight: int) -> list[Load]:
     """The `loads` that limits allow; `in_flight`: started copies for which the computation has not waited yet.
 
-    Without speculation only the certain next block is loaded, and no block of another round: whether there is another
-    round is known when it begins. Slots keep what they hold.
+    Without speculation only the certain next block is loaded, and no block of another pass: whether there is another
+    one is known when it begins. Slots keep what they hold.
     """
-    if limits.suppress_speculative:
-        near = replace(walk, wraps=False).upcoming(1)
-    else:
-        near = walk.upcoming(limits.prefetch_window_cap)
+    near = walk.in_this_pass(1) if limits.suppress_speculative else walk.upcoming(limits.prefetch_window_cap)
     within = [load for load in loads if load.block in near]
     return within[: max(0, limits.max_inflight_h2d - in_flight)]
 
 
 def load_now(walk: Walk, held: Sequence[int | None], block: int) -> Load:
     """The slot for a block that is needed at once and is not loaded; `walk` is already at this block."""
-    free = _free_slots(walk, held, walk.upcoming(len(held) - 1))
+    free = _free_slots(held, {*walk.upcoming(len(held) - 1), block}, block)
     return Load(free[0] if free else 0, block)
 
 
@@ -106,14 +135,9 @@ def share_slots(count: int, fitting: int) -> tuple[int, frozenset[int]]:
     return ring, spread_residents(count, fitting - ring)
 
 
-def _computing(walk: Walk, held: Sequence[int | None]) -> int:
-    return 1 if walk.position is not None and walk.position in held else 0
-
-
-def _free_slots(walk: Walk, held: Sequence[int | None], wanted: Collection[int]) -> list[int]:
+def _free_slots(held: Sequence[int | None], needed: Collection[int | None], position: int | None) -> list[int]:
     """Slots that may be overwritten: empty ones first, then those whose block is used last."""
-    needed = {*wanted, walk.position}
     empty = [slot for slot, block in enumerate(held) if block is None]
     passed = [slot for slot, block in enumerate(held) if block is not None and block not in needed]
-    passed.sort(key=lambda slot: -abs((held[slot] or 0) - (walk.position or 0)))
+    passed.sort(key=lambda slot: -abs((held[slot] or 0) - (position or 0)))
     return empty + passed
