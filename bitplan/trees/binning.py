@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from bitplan.kernels.base import row_pieces
 from bitplan.kernels.base.jit import on_threads
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.files.pieces import TablePieces
@@ -25,7 +27,8 @@ MAX_CATEGORY = 2**16 - 1  # the largest number that may stand for a category
 ONE_COLUMN = 256  # categories; more have several columns
 MAX_COLUMNS = 16  # of bins, for one feature
 SAMPLE_ROWS = 200_000
-ROWS_AT_ONCE = 2**12  # a block of 28 float64 columns stays in the L2 cache
+ROWS_AT_ONCE = 2**14  # of categories
+BIN_NS = 4.0  # of a number
 CACHE_LINE = 64  # bytes
 
 
@@ -118,27 +121,42 @@ def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:
         for panel, width in zip(made.panels, widths, strict=True)
     ]
 
-    limits = np.full((features, trees_rows.MISSING), np.inf)
+    limits = np.full((features, trees_rows.MISSING + 1), np.inf)
     for column, (edges, is_category) in enumerate(zip(bins.edges, bins.is_category, strict=True)):
         if not is_category:
             limits[column, : len(edges)] = edges
+    in_groups = {kind: _in_groups(limits, kind) for kind in (np.float32, np.float64)}
     numeric, sets = np.flatnonzero(~bins.is_category), np.flatnonzero(bins.is_category)
 
-    def work(piece: tuple[int, int, Array]) -> None:
-        start, before, block = piece
-        part = np.ascontiguousarray(block[start : start + ROWS_AT_ONCE], np.float64)  # one form: one loop is compiled
+    for before, block in blocks_of(x):
+        table = block if block.dtype in in_groups and block.dtype.isnative else block.astype(np.float64)
+        loop = trees_rows.bin_float32 if table.dtype == np.float32 else trees_rows.bin_float64
+        where = table.ctypes.data, *table.strides, row_pieces.First(), row_pieces.End(), before
         for number, first in enumerate(firsts):
             here = numeric[(numeric >= first) & (numeric < first + PANEL)]
-            more = before + start, bytes_[number], first, columns
-            trees_rows.bin_numbers(part, here, bins.features, limits, *more)
-        for column in sets:
-            into = bytes_[column // PANEL], columns[column], column % PANEL
-            numbers = np.ascontiguousarray(part[:, bins.features[column]])
-            trees_rows.bin_categories(numbers, bins.edges[column], before + start, *into)
-
-    for before, block in blocks_of(x):
-        on_threads(work, [(start, before, block) for start in range(0, len(block), ROWS_AT_ONCE)])
+            more = here, bins.features, in_groups[table.dtype.type], bytes_[number], first, columns
+            row_pieces.run(loop, len(table), BIN_NS * len(here), *where, *more)
+        parts = [(start, before, table) for start in range(0, len(table), ROWS_AT_ONCE)] if len(sets) else []
+        on_threads(lambda part: _bin_categories(*part, sets, bins, bytes_, columns), parts)
     return made
+
+
+def _in_groups(limits: Array, kind: Any) -> Array:
+    """As `trees.loops.rows` wants them. For float32 the largest that are not above: numbers lie on the same sides."""
+    made = limits.astype(kind)
+    made = np.where(made > limits, np.nextafter(made, kind(-np.inf)), made)
+    ends = made[:, trees_rows.GROUP - 1 :: trees_rows.GROUP]
+    return np.concatenate([ends, made], axis=1).reshape(-1)
+
+
+def _bin_categories(
+    start: int, before: int, table: Array, sets: Array, bins: Bins, panels: list[Array], columns: Array
+) -> None:
+    part = table[start : start + ROWS_AT_ONCE]
+    for column in sets:
+        into = panels[column // PANEL], columns[column], column % PANEL
+        numbers = np.ascontiguousarray(part[:, bins.features[column]], np.float64)  # one form: one loop is compiled
+        trees_rows.bin_categories(numbers, bins.edges[column], before + start, *into)
 
 
 def _gather(x: Array | TablePieces, chosen: Array) -> Array:
