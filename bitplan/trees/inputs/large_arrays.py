@@ -1,4 +1,4 @@
-"""Looks at all of a large array by all threads: what numpy and scikit-learn do with one would take longer than trees."""
+"""Looks at all of a large array by all threads: numpy and scikit-learn would take longer for it than trees do."""
 
 from __future__ import annotations
 
