@@ -1,4 +1,5 @@
-"""A tree grown by a team of threads that never ask for the interpreter: each calls `grow_tree` once for a tree.
+"""A tree grown by a team of threads that never ask for the interpreter: each calls `grow_tree` once for a tree. A
+thread that comes late is not waited for: the tree is the same without it.
 
 Leaves of fewer than `shared_rows` rows are expanded by one thread each, ahead of the queue (`nodes.take`); a larger one
 is expanded by all of them: its rows are divided, each thread sums a histogram of its own part, then each adds up a part
@@ -34,11 +35,11 @@ from bitplan.trees.loops.split import (
 )
 
 # Places in `sync`, a LINE apart; the last is the first of a line for each thread.
-LOCK, CALLED_OFF, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, NEXT, LEFTS = (
-    LINE * place for place in range(11)
+LOCK, CAME, TEAM, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, NEXT, LEFTS = (
+    LINE * place for place in range(12)
 )
 # Places in `sizes`: what a tree's loops are told.
-NARROW, NARROW_ROWS, SHARED_ROWS, CELLS, WIDE_FROM = range(5)
+NARROW, NARROW_ROWS, SHARED_ROWS, CELLS, WIDE_FROM, MOST_THREADS, PATIENCE = range(7)
 # Places in `kernels`, addresses of what is compiled apart; from the last on, the loop that adds rows to each panel.
 TAKE, DIVIDE, JUDGE_PACKED, JUDGE, ADDERS = range(5)
 # Places in `counts`, behind those of `nodes`: free slots for narrow cells; the next, for wide ones.
@@ -291,8 +292,6 @@ def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, opti
 
 @compiled
 def grow_tree(  # type: ignore[no-untyped-def]
-    me,
-    team,
     sync,
     sizes,
     kernels,
@@ -308,11 +307,10 @@ def grow_tree(  # type: ignore[no-untyped-def]
     options,
     own,
 ):
-    """What each of `team` threads calls, `me` from 0; the tree is in `tables` and `order` when all are back.
-
-    Nothing is done unless all come: see CALLED_OFF.
-    """
-    if not join(sync, MEETING, team, CALLED_OFF):
+    """What each thread calls; those that come in time are a team. The tree is in `tables` and `order` when all are
+    back."""
+    me, team = join(sync, CAME, TEAM, sizes[MOST_THREADS], sizes[PATIENCE])
+    if me < 0:
         return
     nodes, reals, goes_left = tables
     leaves, splits, counts, ready, top = order
