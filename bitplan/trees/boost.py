@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bitplan.kernels.base import row_pieces
-from bitplan.kernels.base.jit import on_threads
+from bitplan.kernels.base.jit import on_threads, thread_count
 from bitplan.optional import require
 from bitplan.trees.binning import Bins, bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
@@ -89,16 +89,16 @@ class Booster:
 
     def scores(self, x: Array | TablePieces) -> Array:
         """Raw scores (rows, outputs)."""
-        return self.scores_checked(x)[0]
+        return self.scores_checked(x, thread_count())[0]
 
-    def scores_checked(self, x: Array | TablePieces) -> tuple[Array, bool]:
+    def scores_checked(self, x: Array | TablePieces, threads: int) -> tuple[Array, bool]:
         """The same, and whether a number of x is infinite, if there are trees."""
         scores, has_infinity = np.empty((len(x), self.outputs)), False
         scores[:] = self.start
         if type(x) is np.ndarray and self.trees:
-            return scores, self.forest().add_to(scores, x)
+            return scores, self.forest().add_to(scores, x, threads)
         for first, block in blocks_of(x) if self.trees else ():
-            has_infinity |= self.forest().add_to(scores[first : first + len(block)], block)
+            has_infinity |= self.forest().add_to(scores[first : first + len(block)], block, threads)
         return scores, has_infinity
 
     def forest(self) -> Forest:
