@@ -107,8 +107,8 @@ class TeamSpace:
         packs = options[-1]
         needed = precise, packs, not packs or len(features[1]) > 0 or count > most
         if needed not in self._addresses:
-            given = needed[2], gradients, rows, tables, order, growth.best_first, features, options
-            self._addresses[needed] = self._kernels(*given)
+            used_by = needed[2], gradients, rows, tables, order, growth.best_first, features, options
+            self._addresses[needed] = self._kernels(*used_by)
         kernels = self._addresses[needed]
         self._sync[:] = 0
         given = (

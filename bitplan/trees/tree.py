@@ -26,7 +26,8 @@ HELPER_NS = 20_000.0  # of work, for which a thread is asked to help
 GIVEN = struct.Struct(f"{predict.OUTPUTS}q")  # the part of a job that each prediction has of its own
 PARTS_A_THREAD = 4
 SET_WORDS = 8  # at least: 256 categories
-ADDRESS, BYTE = ctypes.addressof, ctypes.c_char.from_buffer
+ADDRESS: Any = ctypes.addressof
+BYTE: Any = ctypes.c_char.from_buffer
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ class Forest:
 def _address(array: Array) -> int:
     """Where an array lies, in a fifth of the time that `array.ctypes.data` takes if it can be written to as a whole."""
     try:
-        return ADDRESS(BYTE(array))
+        return int(ADDRESS(BYTE(array)))
     except (TypeError, ValueError, BufferError):
         return int(array.ctypes.data)
 

@@ -158,6 +158,6 @@ def test_a_team_begins_without_a_thread_that_does_not_come(monkeypatch):
         with use_threads(threads):
             grower = TreeGrower(data, bins, rules(4))
             grown.append(grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(4)).tree)
-        monkeypatch.setattr(helper_threads, "run", lambda function, job, _threads, sets: function(job))
+        monkeypatch.setattr(helper_threads, "run", lambda function, job, *_, **__: function(job))
     np.testing.assert_array_equal(grown[0].leaf_value, grown[1].leaf_value)
     assert grown[0].leaves > 2

@@ -59,7 +59,7 @@ class CallWriter:
             fields = [self.load(word + at) for at in range(5 + 2 * kind.ndim)]
             shape, strides = fields[5 : 5 + kind.ndim], fields[5 + kind.ndim :]
             return self.array(kind, fields[3], fields[4], shape, strides), word + len(fields)
-        if isinstance(kind, types.BaseTuple):
+        if isinstance(kind, types.BaseTuple):  # type: ignore[attr-defined]
             values = []
             for each in kind.types:
                 value, word = self.value(each, word)

@@ -32,9 +32,9 @@ def _find_bin(limits, number):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _bin_numbers(
+def _bin_numbers(  # type: ignore[no-untyped-def]
     table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, bins, kind
-):  # type: ignore[no-untyped-def]
+):
     """Write the bins of some columns of rows first..last into `bins`, by column, and into the bytes of their panel.
 
     Column k of bins is that of feature `features[k]` of the table at this address; its first row is number `before`
@@ -56,17 +56,17 @@ def _bin_numbers(
 
 
 @compiled
-def bin_float32(
+def bin_float32(  # type: ignore[no-untyped-def]
     table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, bins
-):  # type: ignore[no-untyped-def]
+):
     where = table, row_bytes, column_bytes, first, last, before
     _bin_numbers(*where, columns, features, limits, panel, first_column, bins, np.float32)
 
 
 @compiled
-def bin_float64(
+def bin_float64(  # type: ignore[no-untyped-def]
     table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, bins
-):  # type: ignore[no-untyped-def]
+):
     where = table, row_bytes, column_bytes, first, last, before
     _bin_numbers(*where, columns, features, limits, panel, first_column, bins, np.float64)
 
