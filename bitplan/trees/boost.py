@@ -28,7 +28,9 @@ from bitplan.trees.tree import Forest, Tree
 
 NO_WEIGHTS = np.empty(0)
 DEVICES = ("cpu", "cuda")
-ADD_NS = 3.0  # of a row: to add its leaf's value
+# Of a row: to add its leaf's value. It takes 2, but threads that write to the same lines wait for each other: 100,000
+# rows took 0.22 ms on one thread, 0.39 on 16 and 0.8 on 4 of a virtual machine with 16 cores.
+ADD_NS = 0.3
 
 
 @dataclass(frozen=True)

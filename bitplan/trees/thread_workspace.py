@@ -19,7 +19,7 @@ from bitplan.trees.loops import grow_tree as loops
 from bitplan.trees.loops import histogram as histogram_loops
 from bitplan.trees.loops import nodes as nodes_loops
 from bitplan.trees.loops import split
-from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL
+from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL, words_a_row
 from bitplan.trees.tree_tables import Growth
 
 TEAM_ROWS = 2**16  # smaller tables are not worth a team, nor compiling its loops
@@ -57,6 +57,7 @@ class TeamSpace:
         self._sync = np.zeros(loops.LEFTS + LINE * size, np.int64)
         groups = [-(-width // GROUP) for width in data.widths]
         self._cells = ((len(groups) - 1) * PANEL + groups[-1] * GROUP) * BINS
+        self._row_bytes = np.array([8 * words_a_row(width) for width in data.widths])
         self._pool = np.empty(0, np.int64)
         self._parts: tuple[Array, Array, Array] | None = None
         # Asking numba for them takes a millisecond a tree.
@@ -73,12 +74,13 @@ class TeamSpace:
     def grow(
         self,
         growth: Growth,
-        rows: tuple[Array, Array, Array],
+        entries: tuple[Array, Array],
         gradients: Gradients,
         features: tuple[Array, Array, Array],
         options: tuple[Any, ...],
     ) -> None:
-        """Grow the tree whose root is in `growth`."""
+        """Grow the tree whose root is in `growth`, from entries, with as much space beside them."""
+        rows = (*entries, self._data.space, self._data.is_there, self._data.words.view(np.uint8), self._row_bytes)
         precise, team = gradients.precision is GradientPrecision.F32, self.size
         narrow, count, most = 2 if precise else 1, len(rows[0]), histogram.NARROW_ROWS
         places, wide_places = len(growth.nodes) // 2 + 2 + team, count // most + 4
@@ -126,7 +128,7 @@ class TeamSpace:
         self,
         judges_all: bool,
         gradients: Gradients,
-        rows: tuple[Array, Array, Array],
+        rows: tuple[Array, ...],
         tables: tuple[Array, Array, Array],
         order: tuple[Array, Array, Array, Array, Array],
         best_first: bool,
@@ -134,7 +136,7 @@ class TeamSpace:
         options: tuple[Any, ...],
     ) -> Array:
         """Addresses of the loops that this tree needs; 0 for those it does not."""
-        (entries, spare, columns), (nodes, reals, goes_left), cells = rows, tables, self._pool
+        (entries, spare, columns, *_), (nodes, reals, goes_left), cells = rows, tables, self._pool
         bins, scales, numbers, is_category, monotone, judging, packs = options
         at, dividing = (0, 0, nodes, reals, goes_left), (entries, columns, spare, goes_left, nodes, reals)
         space, by_bin = self._own[3][0], self._own[4][0]

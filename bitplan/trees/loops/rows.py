@@ -1,7 +1,8 @@
 """Loops over rows of boosted trees: numbers to bins, rows to children, leaves to scores.
 
-Bins are kept twice: in panels for histograms (`histogram`), and feature by feature for the partition, which reads
-one feature of many rows: a byte a row, 64 rows to a cache line, instead of a line for each row.
+Bins lie in panels, for histograms (`histogram`). A column that divides a large node is copied out of its panel first:
+the partition reads one feature of many rows, a byte a row, 64 rows to a cache line, instead of a line for each row. Of
+a small node each row has a line of its own in either form, so that no copy is made for it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def _find_bin(limits, number):  # type: ignore[no-untyped-def]
 
 @inlined
 def _bin_numbers(  # type: ignore[no-untyped-def]
-    table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, bins, kind
+    table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, width, kind
 ):
-    """Write the bins of some columns of rows first..last into `bins`, by column, and into the bytes of their panel.
+    """Write the bins of some columns of rows first..last into the bytes of their panel.
 
     Column k of bins is that of feature `features[k]` of the table at this address; its first row is number `before`
     there. `limits` are 256 for each column, filled up with infinity, in groups of 16, after the last limits of all 16
@@ -43,36 +44,38 @@ def _bin_numbers(  # type: ignore[no-untyped-def]
     """
     for start in range(first, last, TILE):
         stop = min(start + TILE, last)
+        for row in range(start, stop):  # of no column
+            for place in range(width, panel.shape[1]):
+                panel[U(before + row), U(place)] = 0
         for k in columns:
-            at, column, place = table + features[k] * column_bytes, bins[k], k - first_column
+            at, place = table + features[k] * column_bytes, k - first_column
             ends = k * (GROUP + MISSING + 1)
             for row in range(start, stop):
                 number = read(at + row * row_bytes, kind)
                 group = count_below(limits, ends, number, GROUP)
                 bin_ = GROUP * group + count_below(limits, ends + GROUP * (group + 1), number, GROUP)
                 bin_ = bin_ if number == number else np.int64(MISSING)
-                column[U(before + row)] = bin_
                 panel[U(before + row), U(place)] = bin_
 
 
 @compiled
 def bin_float32(  # type: ignore[no-untyped-def]
-    table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, bins
+    table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, width
 ):
     where = table, row_bytes, column_bytes, first, last, before
-    _bin_numbers(*where, columns, features, limits, panel, first_column, bins, np.float32)
+    _bin_numbers(*where, columns, features, limits, panel, first_column, width, np.float32)
 
 
 @compiled
 def bin_float64(  # type: ignore[no-untyped-def]
-    table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, bins
+    table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, width
 ):
     where = table, row_bytes, column_bytes, first, last, before
-    _bin_numbers(*where, columns, features, limits, panel, first_column, bins, np.float64)
+    _bin_numbers(*where, columns, features, limits, panel, first_column, width, np.float64)
 
 
 @compiled
-def bin_categories(numbers, categories, first_row, panel, column, place):  # type: ignore[no-untyped-def]
+def bin_categories(numbers, categories, first_row, panel, place):  # type: ignore[no-untyped-def]
     """The same for a categorical feature: its bin is the place in `categories`, sorted; unknown is missing."""
     for i in range(numbers.size):
         number = np.float64(numbers[i])
@@ -81,8 +84,13 @@ def bin_categories(numbers, categories, first_row, panel, column, place):  # typ
             at = _find_bin(categories, number)
             if at < categories.size and categories[at] == number:
                 bin_ = at
-        column[first_row + i] = bin_
         panel[first_row + i, place] = bin_
+
+
+@compiled
+def copy_column(panel, place, column):  # type: ignore[no-untyped-def]
+    for i in range(column.size):
+        column[U(i)] = panel[U(i), U(place)]
 
 
 @compiled
@@ -101,6 +109,23 @@ def part_rows(entries, start, stop, columns, feature, goes_left, node, spare):  
         spare[right] = entry
         left += is_left
         right += U(1) - is_left
+    return np.int64(left) - start
+
+
+@inlined
+def part_by_panel(entries, start, stop, bins, row_bytes, goes_left, node, spare):  # type: ignore[no-untyped-def]
+    """The same by bins that lie `row_bytes` apart, and the others follow those that went left."""
+    left, right, last = U(start), U(start), stop - 1
+    for i in range(start, stop):
+        prefetch(bins, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW) * row_bytes)
+        entry = entries[U(i)]
+        is_left = U(goes_left[U(node), U(bins[(entry & ROW) * U(row_bytes)])])
+        entries[left] = entry
+        spare[right] = entry
+        left += is_left
+        right += U(1) - is_left
+    for i in range(U(stop) - left):
+        entries[left + U(i)] = spare[U(start) + U(i)]
     return np.int64(left) - start
 
 
