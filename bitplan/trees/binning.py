@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from bitplan.kernels.base import row_pieces
 from bitplan.kernels.base.jit import on_threads
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.files.pieces import TablePieces
@@ -25,7 +27,8 @@ MAX_CATEGORY = 2**16 - 1  # the largest number that may stand for a category
 ONE_COLUMN = 256  # categories; more have several columns
 MAX_COLUMNS = 16  # of bins, for one feature
 SAMPLE_ROWS = 200_000
-ROWS_AT_ONCE = 2**12  # a block of 28 float64 columns stays in the L2 cache
+ROWS_AT_ONCE = 2**14  # of categories
+BIN_NS, COPY_NS = 4.0, 1.0  # of a number
 CACHE_LINE = 64  # bytes
 
 
@@ -46,22 +49,45 @@ class Bins:
 
 @dataclass(frozen=True)
 class BinnedRows:
-    """The same bins twice: columns (columns, rows) for partitions, panels of up to 32 columns for histograms."""
+    """Bins in panels of up to 32 columns, for histograms; and space for columns (columns, rows), for partitions.
 
-    columns: Array
+    A team of threads copies the columns that it needs (`trees.loops.grow_tree`): space that is not written to is not
+    memory yet.
+    """
+
+    space: Array
+    is_there: Array  # by column: 1 if it is copied
     words: Array  # uint64, all panels, one after the other
     firsts: Array  # where each panel begins
     widths: tuple[int, ...]  # columns in each panel
 
     @property
     def rows(self) -> int:
-        return int(self.columns.shape[1])
+        return int(self.space.shape[1])
 
     @property
     def panels(self) -> tuple[Array, ...]:
         """`words_a_row` of them a row."""
         sizes = [self.rows * words_a_row(width) for width in self.widths]
         return tuple(self.words[first : first + size] for first, size in zip(self.firsts, sizes, strict=True))
+
+    @property
+    def panel_bytes(self) -> list[Array]:
+        """The panels as bytes, a row each."""
+        widths = (8 * words_a_row(width) for width in self.widths)
+        return [
+            panel.view(np.uint8).reshape(self.rows, width) for panel, width in zip(self.panels, widths, strict=True)
+        ]
+
+    @property
+    def columns(self) -> Array:
+        """All columns; those that are not there are copied."""
+        panels = self.panel_bytes
+        for column in np.flatnonzero(self.is_there == 0).tolist():
+            cut = row_pieces.Cut(panels[column // PANEL]), column % PANEL, row_pieces.Cut(self.space[column])
+            row_pieces.run(trees_rows.copy_column, self.rows, COPY_NS, *cut)
+        self.is_there[:] = 1
+        return self.space
 
 
 def blocks_of(x: Array | TablePieces) -> Iterator[tuple[int, Array]]:
@@ -107,38 +133,48 @@ def find_bins(x: Array | TablePieces, categorical: Array, max_bins: int, seed: i
 def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:
     """Every number of x replaced by its bin."""
     rows, features = len(x), len(bins.edges)
-    columns = np.empty((features, rows), np.uint8)
     firsts = range(0, features, PANEL)
     widths = tuple(min(PANEL, features - first) for first in firsts)
     lines = [-(-rows * words_a_row(width) * 8 // CACHE_LINE) for width in widths]
     begins = np.cumsum([0, *lines[:-1]]) * (CACHE_LINE // 8)
-    made = BinnedRows(columns, _aligned(sum(lines)), begins, widths)
-    bytes_ = [
-        panel.view(np.uint8).reshape(rows, 8 * words_a_row(width))
-        for panel, width in zip(made.panels, widths, strict=True)
-    ]
+    space, is_there = np.empty((features, rows), np.uint8), np.zeros(features, np.uint8)
+    made = BinnedRows(space, is_there, _aligned(sum(lines)), begins, widths)
+    bytes_ = made.panel_bytes
 
-    limits = np.full((features, trees_rows.MISSING), np.inf)
+    limits = np.full((features, trees_rows.MISSING + 1), np.inf)
     for column, (edges, is_category) in enumerate(zip(bins.edges, bins.is_category, strict=True)):
         if not is_category:
             limits[column, : len(edges)] = edges
+    in_groups = {kind: _in_groups(limits, kind) for kind in (np.float32, np.float64)}
     numeric, sets = np.flatnonzero(~bins.is_category), np.flatnonzero(bins.is_category)
 
-    def work(piece: tuple[int, int, Array]) -> None:
-        start, before, block = piece
-        part = np.ascontiguousarray(block[start : start + ROWS_AT_ONCE], np.float64)  # one form: one loop is compiled
+    for before, block in blocks_of(x):
+        table = block if block.dtype in in_groups and block.dtype.isnative else block.astype(np.float64)
+        loop = trees_rows.bin_float32 if table.dtype == np.float32 else trees_rows.bin_float64
+        where = table.ctypes.data, *table.strides, row_pieces.First(), row_pieces.End(), before
         for number, first in enumerate(firsts):
             here = numeric[(numeric >= first) & (numeric < first + PANEL)]
-            more = before + start, bytes_[number], first, columns
-            trees_rows.bin_numbers(part, here, bins.features, limits, *more)
-        for column in sets:
-            into = bytes_[column // PANEL], columns[column], column % PANEL
-            numbers = np.ascontiguousarray(part[:, bins.features[column]])
-            trees_rows.bin_categories(numbers, bins.edges[column], before + start, *into)
-
-    for before, block in blocks_of(x):
-        on_threads(work, [(start, before, block) for start in range(0, len(block), ROWS_AT_ONCE)])
+            more = here, bins.features, in_groups[table.dtype.type], bytes_[number], first, widths[number]
+            row_pieces.run(loop, len(table), BIN_NS * (len(here) + 1), *where, *more)
+        parts = [(start, before, table) for start in range(0, len(table), ROWS_AT_ONCE)] if len(sets) else []
+        on_threads(lambda part: _bin_categories(*part, sets, bins, bytes_), parts)
     return made
+
+
+def _in_groups(limits: Array, kind: Any) -> Array:
+    """As `trees.loops.rows` wants them. For float32 the largest that are not above: numbers lie on the same sides."""
+    made = limits.astype(kind)
+    made = np.where(made > limits, np.nextafter(made, kind(-np.inf)), made)
+    ends = made[:, trees_rows.GROUP - 1 :: trees_rows.GROUP]
+    return np.concatenate([ends, made], axis=1).reshape(-1)
+
+
+def _bin_categories(start: int, before: int, table: Array, sets: Array, bins: Bins, panels: list[Array]) -> None:
+    part = table[start : start + ROWS_AT_ONCE]
+    for column in sets:
+        into = panels[column // PANEL], column % PANEL
+        numbers = np.ascontiguousarray(part[:, bins.features[column]], np.float64)  # one form: one loop is compiled
+        trees_rows.bin_categories(numbers, bins.edges[column], before + start, *into)
 
 
 def _gather(x: Array | TablePieces, chosen: Array) -> Array:
@@ -155,9 +191,9 @@ def _gather(x: Array | TablePieces, chosen: Array) -> Array:
 
 
 def _aligned(lines: int) -> Array:
-    """Zeros that begin with a cache line: then no row lies in two."""
+    """Memory that begins with a cache line: then no row lies in two. Not zeros: numpy asks for large pages without."""
     spare = CACHE_LINE // 8
-    space = np.zeros((lines + 1) * spare, np.uint64)
+    space = np.empty((lines + 1) * spare, np.uint64)
     first = -space.ctypes.data % CACHE_LINE // 8
     return space[first : first + lines * spare]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bitplan.kernels.base import row_pieces
-from bitplan.kernels.base.jit import on_threads
+from bitplan.kernels.base.jit import on_threads, thread_count
 from bitplan.optional import require
 from bitplan.trees.binning import Bins, bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
@@ -28,7 +28,9 @@ from bitplan.trees.tree import Forest, Tree
 
 NO_WEIGHTS = np.empty(0)
 DEVICES = ("cpu", "cuda")
-ADD_NS = 3.0  # of a row: to add its leaf's value
+# Of a row: to add its leaf's value. It takes 2, but threads that write to the same lines wait for each other: 100,000
+# rows took 0.22 ms on one thread, 0.39 on 16 and 0.8 on 4 of a virtual machine with 16 cores.
+ADD_NS = 0.3
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,16 @@ class Booster:
 
     def scores(self, x: Array | TablePieces) -> Array:
         """Raw scores (rows, outputs)."""
-        return self.scores_checked(x)[0]
+        return self.scores_checked(x, thread_count())[0]
 
-    def scores_checked(self, x: Array | TablePieces) -> tuple[Array, bool]:
+    def scores_checked(self, x: Array | TablePieces, threads: int) -> tuple[Array, bool]:
         """The same, and whether a number of x is infinite, if there are trees."""
         scores, has_infinity = np.empty((len(x), self.outputs)), False
         scores[:] = self.start
         if type(x) is np.ndarray and self.trees:
-            return scores, self.forest().add_to(scores, x)
+            return scores, self.forest().add_to(scores, x, threads)
         for first, block in blocks_of(x) if self.trees else ():
-            has_infinity |= self.forest().add_to(scores[first : first + len(block)], block)
+            has_infinity |= self.forest().add_to(scores[first : first + len(block)], block, threads)
         return scores, has_infinity
 
     def forest(self) -> Forest:

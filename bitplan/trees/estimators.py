@@ -11,16 +11,19 @@ import numpy as np
 from sklearn.base import ClassifierMixin, RegressorMixin  # type: ignore[import-untyped]
 from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
 
+from bitplan.kernels.base.jit import use_threads
 from bitplan.trees.boost import Rows
 from bitplan.trees.checks import number, one_of, targets_of, weights_of
 from bitplan.trees.distributed.agreement import merge_classes
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.inputs.large_arrays import distinct_labels, places_among
 from bitplan.trees.inputs.weights import class_weights
 from bitplan.trees.losses.regression import OBJECTIVES
 from bitplan.trees.models.base import BoostedTreesBase, FitOptions, leaves_model_if_refused
 from bitplan.trees.models.continuing import Initial
 from bitplan.trees.objectives import Binary, Custom, Multiclass, Objective
+from bitplan.trees.threads import threads_of
 
 
 class _FitToTargets(BoostedTreesBase):
@@ -49,9 +52,10 @@ class _FitToTargets(BoostedTreesBase):
     ) -> Self:
         options = options or FitOptions()
         initial = self._initial(options)
-        x, targets = self._read_both(X, y, initial, shards)
-        x = self._agree(x, targets, sample_weight, eval_set, initial, shards)
-        rows = self._rows(x, targets, sample_weight, shards)
+        with use_threads(threads_of(self.n_jobs)):
+            x, targets = self._read_both(X, y, initial, shards)
+            x = self._agree(x, targets, sample_weight, eval_set, initial, shards)
+            rows = self._rows(x, targets, sample_weight, shards)
         objective = self._objective()
         watched = self._eval_sets(objective, eval_set, options, shards)
         self._boost(rows, objective, watched, options, initial, shards)
@@ -73,20 +77,22 @@ class BoostedTreesClassifier(ClassifierMixin, _FitToTargets):  # type: ignore[mi
     def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
         table, labels = super()._read_both(x, y, initial, shards)
         if len(labels):
-            check_classification_targets(labels)
+            # scikit-learn sorts what it gets, and warns of labels that are nearly all different.
+            few = distinct_labels(labels)
+            check_classification_targets(labels if 2 * len(few) >= len(labels) else np.repeat(few, 3))
         return table, labels
 
     def _rows(self, x: Array, labels: Array, sample_weight: Any, shards: Shards) -> Rows:
-        self.classes_ = merge_classes(np.unique(labels), shards)
+        self.classes_ = merge_classes(distinct_labels(labels), shards)
         if len(self.classes_) < 2:
             raise TreesError(
                 f"y: a classifier needs at least two classes, and these {len(labels)} labels have only one class, "
                 f"{self.classes_[0]!r}; check how the labels were selected"
             )
-        places = np.searchsorted(self.classes_, labels)
+        places = places_among(self.classes_, labels)
         weights = weights_of(sample_weight, x, shards)
         weights = class_weights(self.class_weight, self.scale_pos_weight, self.classes_, places, weights, shards)
-        return Rows(x, places.astype(np.float32), weights)  # exact: a class is a small number
+        return Rows(x, places, weights)
 
     def _targets(self, y: Array) -> Array:
         unknown = ~np.isin(y, self.classes_)

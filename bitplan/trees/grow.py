@@ -158,7 +158,7 @@ class TreeGrower:
         precise = gradients.precision is GradientPrecision.F32
         growth = Growth(min(self._rules.max_leaves, max(rows, 1)), self._rules.best_first)
         growth.set_root(rows, np.zeros(3, np.int64))
-        size = team_size(self._data.rows, self._data.columns.shape[0], self._rules.max_leaves)
+        size = team_size(self._data.rows, len(self._data.is_there), self._rules.max_leaves)
         if self._team is None or self._team.size != size:
             self._team = TeamSpace(self._data, size)
         is_category = self._bins.is_category[features]
@@ -166,7 +166,7 @@ class TreeGrower:
         packs = self._packed is not None and not precise
         self._team.grow(
             growth,
-            (self._entries, self._spare, self._data.columns),
+            (self._entries, self._spare),
             gradients,
             (numeric, categories, features),
             (

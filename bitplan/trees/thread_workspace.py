@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from numba import typeof
 
+from bitplan.kernels.base import helper_threads
 from bitplan.kernels.base.atomics import LINE
 from bitplan.kernels.base.jit import address_of, thread_count, worthwhile_threads
+from bitplan.kernels.base.loop_calls import caller, words_of
 from bitplan.trees import histogram
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
@@ -17,7 +19,7 @@ from bitplan.trees.loops import grow_tree as loops
 from bitplan.trees.loops import histogram as histogram_loops
 from bitplan.trees.loops import nodes as nodes_loops
 from bitplan.trees.loops import split
-from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL
+from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL, words_a_row
 from bitplan.trees.tree_tables import Growth
 
 TEAM_ROWS = 2**16  # smaller tables are not worth a team, nor compiling its loops
@@ -25,6 +27,10 @@ TEAM_ROWS = 2**16  # smaller tables are not worth a team, nor compiling its loop
 ROW_NS, ROW_FEATURE_NS, LEAF_FEATURE_NS = 2.0, 0.4, 2000.0
 # All threads expand a node together in its time over their number, and about as long as one thread takes for 3750 rows.
 TOGETHER_ROWS = 3750
+SETS = 4  # fits that have helpers at the same time; a fifth one's trees are grown by one thread
+# How often the first thread looks for the others (a look is about half a microsecond), and more of a large table: who
+# is late is missed to the end of the tree.
+LOOKS, ROWS_A_LOOK = 600, 1000
 
 
 def team_size(rows: int, features: int, leaves: int) -> int:
@@ -44,17 +50,19 @@ def shared_rows(rows: int, team: int) -> int:
 
 
 class TeamSpace:
-    """`size` threads of their own: a team waits for all of its threads, which must not wait for another fit's."""
+    """For up to `size` threads, those that come in time."""
 
     def __init__(self, data: BinnedRows, size: int) -> None:
         self.size, self._data = size, data
-        self._helpers = ThreadPoolExecutor(size - 1, thread_name_prefix="bitplan-trees") if size > 1 else None
         self._sync = np.zeros(loops.LEFTS + LINE * size, np.int64)
         groups = [-(-width // GROUP) for width in data.widths]
         self._cells = ((len(groups) - 1) * PANEL + groups[-1] * GROUP) * BINS
+        self._row_bytes = np.array([8 * words_a_row(width) for width in data.widths])
         self._pool = np.empty(0, np.int64)
         self._parts: tuple[Array, Array, Array] | None = None
-        self._addresses: dict[tuple[bool, bool, bool], Array] = {}  # asking numba for them takes a millisecond a tree
+        # Asking numba for them takes a millisecond a tree.
+        self._addresses: dict[tuple[bool, bool, bool], Array] = {}
+        self._loops: dict[tuple[bool, bool, bool], tuple[Any, int]] = {}
         self._own = (
             np.zeros((2 * size, split.NODE_COLUMNS), np.int64),
             np.zeros((2 * size, 3)),
@@ -66,12 +74,13 @@ class TeamSpace:
     def grow(
         self,
         growth: Growth,
-        rows: tuple[Array, Array, Array],
+        entries: tuple[Array, Array],
         gradients: Gradients,
         features: tuple[Array, Array, Array],
         options: tuple[Any, ...],
     ) -> None:
-        """Grow the tree whose root is in `growth`."""
+        """Grow the tree whose root is in `growth`, from entries, with as much space beside them."""
+        rows = (*entries, self._data.space, self._data.is_there, self._data.words.view(np.uint8), self._row_bytes)
         precise, team = gradients.precision is GradientPrecision.F32, self.size
         narrow, count, most = 2 if precise else 1, len(rows[0]), histogram.NARROW_ROWS
         places, wide_places = len(growth.nodes) // 2 + 2 + team, count // most + 4
@@ -83,10 +92,11 @@ class TeamSpace:
         free[1, :wide_places] = wide_from + np.arange(wide_places)[::-1] * (self._cells * histogram.WIDE)
         growth.counts[loops.FREE :] = places, wide_places
         shared = min(shared_rows(count, team), most + 1)
-        sizes = np.array([narrow, most, shared, self._cells, wide_from], np.int64)
+        patience = LOOKS + count // ROWS_A_LOOK
+        sizes = np.array([narrow, most, shared, self._cells, wide_from, team, patience], np.int64)
         if self._parts is None or self._parts[0].shape[1] != self._cells * narrow:
             block = min(loops.BLOCK, most)
-            wide = self._cells * histogram.WIDE if -(-self._data.rows // block) > team * (most // block) else 0
+            wide = self._cells * histogram.WIDE if -(-self._data.rows // block) > most // block else 0
             self._parts = (
                 np.empty((team, self._cells * narrow), np.int64),
                 np.empty((team, wide), np.int64),
@@ -99,38 +109,26 @@ class TeamSpace:
         packs = options[-1]
         needed = precise, packs, not packs or len(features[1]) > 0 or count > most
         if needed not in self._addresses:
-            given = needed[2], gradients, rows, tables, order, growth.best_first, features, options
-            self._addresses[needed] = self._kernels(*given)
+            used_by = needed[2], gradients, rows, tables, order, growth.best_first, features, options
+            self._addresses[needed] = self._kernels(*used_by)
         kernels = self._addresses[needed]
         self._sync[:] = 0
-
-        def run(me: int) -> None:
-            try:
-                loops.grow_tree(
-                    me, team, self._sync, sizes, kernels, tables, order, growth.best_first, rows, data,
-                    self._pool, free, self._parts, features, options, self._own,
-                )  # fmt: skip
-            except BaseException:
-                self._sync[loops.CALLED_OFF] = 1
-                raise
-
-        running = []
-        try:
-            if self._helpers:
-                running = [self._helpers.submit(run, me) for me in range(1, team)]
-            run(0)
-        except BaseException:  # before the team has met: afterwards there is no Python to raise
-            self._sync[loops.CALLED_OFF] = 1
-            raise
-        finally:
-            for helper in running:
-                helper.result()
+        given = (
+            self._sync, sizes, kernels, tables, order, growth.best_first, rows, data, self._pool, free, self._parts,
+            features, options, self._own,
+        )  # fmt: skip
+        if needed not in self._loops:
+            kinds = tuple(map(typeof, given))
+            self._loops[needed] = caller(kinds), address_of(loops.grow_tree, kinds=kinds)
+        function, address = self._loops[needed]
+        words = np.array([address, *words_of(given)])
+        helper_threads.run(function, words.ctypes.data, team, sets=SETS)
 
     def _kernels(
         self,
         judges_all: bool,
         gradients: Gradients,
-        rows: tuple[Array, Array, Array],
+        rows: tuple[Array, ...],
         tables: tuple[Array, Array, Array],
         order: tuple[Array, Array, Array, Array, Array],
         best_first: bool,
@@ -138,7 +136,7 @@ class TeamSpace:
         options: tuple[Any, ...],
     ) -> Array:
         """Addresses of the loops that this tree needs; 0 for those it does not."""
-        (entries, spare, columns), (nodes, reals, goes_left), cells = rows, tables, self._pool
+        (entries, spare, columns, *_), (nodes, reals, goes_left), cells = rows, tables, self._pool
         bins, scales, numbers, is_category, monotone, judging, packs = options
         at, dividing = (0, 0, nodes, reals, goes_left), (entries, columns, spare, goes_left, nodes, reals)
         space, by_bin = self._own[3][0], self._own[4][0]

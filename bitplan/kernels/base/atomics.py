@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -17,6 +18,7 @@ from bitplan.kernels.base.jit import inlined
 
 LINE = 16  # int64 between places: two cache lines, since processors fetch them in pairs
 SPINS = 256
+CLOSED = 2**40  # more threads than there are
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
 
@@ -111,17 +113,20 @@ def meet(places, place, team):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def join(places, place, team, called_off):  # type: ignore[no-untyped-def]
-    """The first `meet` of a team; False if places[called_off] is set: then a thread will not come."""
-    turn, spins = read(places, place + LINE), 0
-    if fetch_add(places, place, 1) == team - 1:
-        write(places, place, 0)
-        fetch_add(places, place + LINE, 1)
-        return True
-    while read(places, place + LINE) == turn:
-        if read(places, called_off) != 0:
-            return False
-        spins += 1
-        if spins > SPINS:
-            give_way()
-    return True
+def join(places, came, size, most, patience):  # type: ignore[no-untyped-def]
+    """The number of this thread in a team, from 0, and how many it has; -1: it began without this thread.
+
+    At most `most` come. The first waits for the others, but no longer than `patience` looks: which is sure to end.
+    """
+    me, looks = fetch_add(places, came, 1), 0
+    if me >= CLOSED:
+        return np.int64(-1), np.int64(0)
+    if me == 0:
+        while read(places, came) < most and looks < patience:
+            looks += 1
+            if looks > SPINS:
+                give_way()
+        write(places, size, exchange(places, came, CLOSED))
+    else:
+        wait_for_change(places, size, 0)
+    return me, read(places, size)

@@ -5,8 +5,8 @@ These never ask for it. The caller begins at once and takes pieces until none is
 and one that comes too late goes to sleep again. The caller waits only for helpers that began. So little work takes no
 longer than on one thread, and threads wake each other.
 
-A helper looks for the next work for about a tenth of a millisecond before it sleeps. There is one set of helpers in a
-process: where another thread is using it, the caller works alone.
+A helper looks for the next work for about a tenth of a millisecond before it sleeps. Where another thread is using the
+process's helpers, the caller works alone, or, for long work, has a second set of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COUNT, TO_WAKE, IS_OPEN, INSIDE, CAME, MOST, FUNCTION, JOB, OWNED, STOP, SEMAPHO
     8 * LINE * place for place in range(12)
 )
 # A request: the pool, whether this is a helper, and what the caller wants done.
-POOL, IS_HELPER, WANTED_FUNCTION, WANTED_JOB, HELPERS = (8 * place for place in range(5))
+POOL, IS_HELPER, WANTED_FUNCTION, WANTED_JOB, HELPERS, IS_DONE = (8 * place for place in range(6))
 INT32 = ir.IntType(32)
 
 
@@ -126,8 +126,7 @@ def _help(pool):  # type: ignore[no-untyped-def]
 @inlined
 def _run(pool, function, job, helpers):  # type: ignore[no-untyped-def]
     if swap(pool + OWNED, 1) != 0:
-        call(function, job)
-        return
+        return 0
     write(pool + FUNCTION, function)
     write(pool + JOB, job)
     write(pool + MOST, helpers)
@@ -149,6 +148,7 @@ def _run(pool, function, job, helpers):  # type: ignore[no-untyped-def]
         if looks > LOOKS:
             give_way()
     swap(pool + OWNED, 0)
+    return 1
 
 
 def serve(request):  # type: ignore[no-untyped-def]
@@ -157,7 +157,8 @@ def serve(request):  # type: ignore[no-untyped-def]
         _help(pool)
     else:
         wanted = read(request + WANTED_FUNCTION, np.int64), read(request + WANTED_JOB, np.int64)
-        _run(pool, wanted[0], wanted[1], read(request + HELPERS, np.int64))
+        is_done = _run(pool, wanted[0], wanted[1], read(request + HELPERS, np.int64))
+        write(request + IS_DONE, np.int64(is_done))
 
 
 @functools.cache
@@ -175,11 +176,13 @@ class _Helpers:
         self._starting = threading.Lock()
         self.has_semaphores = ctypes.CDLL(None).sem_init(ctypes.c_void_p(self._address + SEMAPHORE), 0, 0) == 0
 
-    def run(self, function: Any, job: int, helpers: int) -> None:
+    def run(self, function: Any, job: int, helpers: int) -> bool:
+        """False, and nothing is done, if another thread is using them."""
         if len(self._threads) < helpers:
             self._start(helpers)
-        request = np.array([self._address, 0, function.address, job, helpers])
+        request = np.array([self._address, 0, function.address, job, helpers, 0])
         _server()(request.ctypes.data)
+        return bool(request[-1])
 
     def _start(self, helpers: int) -> None:
         request = np.array([self._address, 1])
@@ -201,47 +204,48 @@ class _Helpers:
 
 
 _lock = threading.Lock()
-_helpers: _Helpers | None = None
+_sets: list[_Helpers] = []
 
 
-def _shared() -> _Helpers | None:
+def _set(place: int) -> _Helpers | None:
     """None where the system has no semaphores without names: macOS, Windows."""
-    global _helpers
-    if _helpers is None and sys.platform.startswith("linux"):
+    if len(_sets) <= place and sys.platform.startswith("linux"):
         with _lock:
-            _helpers = _helpers or _Helpers()
-    return _helpers if _helpers and _helpers.has_semaphores else None
+            if len(_sets) <= place:
+                _sets.append(_Helpers())
+    return _sets[place] if _sets and _sets[place].has_semaphores else None
 
 
-def run(function: Any, job: int, threads: int) -> None:
+def run(function: Any, job: int, threads: int, sets: int = 1) -> None:
     """Call a `c_function` with the address of a job on up to `threads` threads, this one included.
 
-    All calls together do the work, each takes pieces until none is left; how many there are is not certain.
+    All calls together do the work, each takes pieces until none is left; how many there are is not certain. Where other
+    threads are using all of `sets` sets of helpers, there is one call.
     """
-    if threads == 1:
-        function(job)
+    if threads > 1 and _set(0) is None:
+        with use_threads(threads):
+            on_threads(lambda _: function(job), range(threads))
         return
-    helpers = _shared()
-    if helpers is not None:
-        helpers.run(function, job, threads - 1)
-        return
-    with use_threads(threads):
-        on_threads(lambda _: function(job), range(threads))
+    for place in range(sets if threads > 1 else 0):
+        helpers = _set(place)
+        if helpers is not None and helpers.run(function, job, threads - 1):
+            return
+    function(job)
 
 
 def _forget() -> None:
-    """A forked process has the pool, but none of its threads."""
-    global _helpers, _lock
-    _helpers, _lock = None, threading.Lock()
+    """A forked process has the pools, but none of their threads."""
+    global _sets, _lock
+    _sets, _lock = [], threading.Lock()
 
 
 @atexit.register
 def stop() -> None:
     """End all helpers; the next `run` starts others."""
-    ended = _helpers
+    ended = _sets
     _forget()
-    if ended is not None:
-        ended.stop()
+    for each in ended:
+        each.stop()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,37 +1,29 @@
 """Runs a compiled loop over rows on threads that need no interpreter (`helper_threads`), piece by piece.
 
-A thread takes the next piece of rows until none is left. The loop's arguments lie in one block of memory, a *job*, in
-the form in which numba's machine code takes them; a small function, written in LLVM's language so that it takes numba
-no time, cuts arrays to the piece and calls the loop.
+A thread takes the next piece of rows until none is left. The loop's arguments lie in one block of memory, a *job*; a
+small function (`loop_calls`) cuts arrays to the piece and calls the loop.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import itertools
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils, types
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.registry import cpu_target
+from numba.core import types
 
 from bitplan.kernels.base import helper_threads
 from bitplan.kernels.base.jit import address_of, thread_count
+from bitplan.kernels.base.loop_calls import CallWriter, words_of, written
 
 Array = np.ndarray[Any, Any]
 HELPER_NS = 20_000.0  # of work, for which a thread is asked to help
 PIECES_A_THREAD = 4
 STEP = 1024  # rows: pieces are multiples of it, so that no two share a cache line
-INT64 = ir.IntType(64)
 # Words of a job: the next row, rows of a piece and of all, the loop's address; then the arguments.
 NEXT, PIECE, COUNT, LOOP, GIVEN = range(5)
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -98,19 +90,9 @@ def _form_of(given: Any) -> tuple[Any, int, int]:
 
 
 def _words(given: Any) -> list[int]:
-    """As numba has it: of an array no owner, its size, bytes of a number, where it lies, its shape and strides."""
-    if isinstance(given, Cut):
-        given = given.array
-    if isinstance(given, np.ndarray):
-        return [0, 0, given.size, given.itemsize, given.ctypes.data, *given.shape, *given.strides]
     if isinstance(given, First):
         return [given.more]
-    if isinstance(given, End):
-        return [0]
-    if isinstance(given, float):
-        return list(struct.unpack("q", struct.pack("d", given)))
-    number = int(given)
-    return [number - 2**64 if number >= 2**63 else number]
+    return [0] if isinstance(given, End) else words_of(given.array if isinstance(given, Cut) else given)
 
 
 @functools.cache
@@ -121,73 +103,33 @@ def _address(loop: Any, kinds: tuple[Any, ...]) -> int:
 @functools.cache
 def _taker(forms: tuple[tuple[Any, int, int], ...]) -> Any:
     """A C function of a job's address, which takes pieces and calls the loop."""
-    context = cpu_target.target_context
-    context.refresh()
-    library = context.codegen().create_library("take_pieces")
-    module = library.create_ir_module("take_pieces")
-    name = f"bitplan_take_pieces_{next(_numbers)}"  # of its own, also where two threads make one at once
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [INT64]), name)
-    builder = ir.IRBuilder(function.append_basic_block())
-    job = builder.inttoptr(function.args[0], ir.PointerType(INT64))
+    return written(lambda writer: _write_taker(writer, forms))
 
-    def number(value: int) -> Any:
-        return ir.Constant(INT64, value)
 
-    def place(word: int) -> Any:
-        return builder.gep(job, [number(word)])
-
-    piece, count, loop = (builder.load(place(word)) for word in (PIECE, COUNT, LOOP))
-    again, work, done = (function.append_basic_block() for _ in range(3))
+def _write_taker(writer: CallWriter, forms: tuple[tuple[Any, int, int], ...]) -> None:
+    builder, number = writer.builder, writer.number
+    piece, count, loop = (writer.load(word) for word in (PIECE, COUNT, LOOP))
+    again, work, done = (writer.function.append_basic_block() for _ in range(3))
     builder.branch(again)
     builder.position_at_end(again)
-    first = builder.atomic_rmw("add", place(NEXT), piece, "monotonic")
+    first = builder.atomic_rmw("add", writer.place(NEXT), piece, "monotonic")
     builder.cbranch(builder.icmp_signed("<", first, count), work, done)
     builder.position_at_end(work)
     end = builder.add(first, piece)
     end = builder.select(builder.icmp_signed("<", end, count), end, count)
     values, word = [], GIVEN
     for kind, axis, share in forms:
-        if axis == -3:
-            values.append(end)
-        elif isinstance(kind, types.Array):
-            view = context.make_array(kind)(context, builder)
-            fields = [builder.load(place(word + at)) for at in range(5 + 2 * kind.ndim)]
-            shape, strides = fields[5 : 5 + kind.ndim], fields[5 + kind.ndim :]
-            data = fields[4]
-            if axis >= 0:
-                begin = builder.sdiv(first, number(share))
-                rows = builder.sub(builder.sdiv(builder.add(end, number(share - 1)), number(share)), begin)
-                data = builder.add(data, builder.mul(begin, strides[axis]))
-                shape[axis] = rows
-            size = number(1)
-            for length in shape:
-                size = builder.mul(size, length)
-            view.data = builder.inttoptr(data, context.get_data_type(kind.dtype).as_pointer())
-            view.nitems, view.itemsize = size, fields[3]
-            view.shape, view.strides = cgutils.pack_array(builder, shape), cgutils.pack_array(builder, strides)
-            view.meminfo = cgutils.get_null_value(view.meminfo.type)
-            view.parent = cgutils.get_null_value(view.parent.type)
-            values.append(view._getvalue())
-        else:
-            held = builder.load(place(word))
-            if axis == -2:
-                held = builder.add(held, first)
-            elif kind == types.float64:
-                held = builder.bitcast(held, ir.DoubleType())
-            elif kind == types.boolean:
-                held = builder.icmp_signed("!=", held, number(0))
-            values.append(held)
-        word += 5 + 2 * kind.ndim if isinstance(kind, types.Array) else 1
-    kinds = [kind for kind, _, _ in forms]
-    target = builder.inttoptr(loop, ir.PointerType(context.call_conv.get_function_type(types.none, kinds)))
-    context.call_conv.call_function(builder, target, types.none, kinds, values)
+        if axis >= 0:
+            itemsize, data, *rest = (writer.load(word + at) for at in range(3, 5 + 2 * kind.ndim))
+            shape, strides = rest[: kind.ndim], rest[kind.ndim :]
+            begin = builder.sdiv(first, number(share))
+            shape[axis] = builder.sub(builder.sdiv(builder.add(end, number(share - 1)), number(share)), begin)
+            data = builder.add(data, builder.mul(begin, strides[axis]))
+            values.append(writer.array(kind, itemsize, data, shape, strides))
+            word += 5 + 2 * kind.ndim
+            continue
+        value, word = writer.value(kind, word)
+        values.append(end if axis == -3 else builder.add(value, first) if axis == -2 else value)
+    writer.call(loop, [kind for kind, _, _ in forms], values)
     builder.branch(again)
     builder.position_at_end(done)
-    builder.ret_void()
-    with global_compiler_lock:
-        library.add_ir_module(module)
-        library.finalize()
-        address = library.get_pointer_to_function(name)
-    made: Any = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
-    made.keeps, made.address = library, address
-    return made

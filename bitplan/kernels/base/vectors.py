@@ -207,9 +207,24 @@ def _prefetch(writer: VectorWriter, array: Any, index: Any) -> Any:
     return writer.context.get_dummy_value()
 
 
+def _count_below(writer: VectorWriter, array: Any, index: Any, number: Any, width: Any) -> Any:
+    numbers = _load(
+        VectorWriter(writer.context, writer.builder, (*writer.kinds[:2], writer.kinds[3])), array, index, width
+    )
+    nothing = ir.Constant(numbers.type, ir.Undefined)
+    first = writer.builder.insert_element(nothing, number, ir.Constant(INT32, 0))
+    size = numbers.type.count
+    is_below = writer.builder.fcmp_ordered("<", numbers, writer.shuffle(first, nothing, [0] * size))
+    bits = writer.builder.bitcast(is_below, ir.IntType(size))
+    return writer.builder.zext(writer.call(f"llvm.ctpop.i{size}", bits.type, [bits]), ir.IntType(64))
+
+
 # load(array, index, width), width a literal; store(array, index, vector): contiguous arrays.
 load = define(3, lambda array, _index, width: VectorType(array.dtype, width.literal_value), _load)
 store = define(3, lambda _array, _index, _vector: types.void, _store)
+# count_below(array, index, number, width): how many of `width` floats from array[index] on are below the number, of
+# their type; none is below NaN.
+count_below = define(4, lambda *_kinds: types.int64, _count_below)
 # Prefetch the cache line at array[index]. The index may lie past the end: it is a hint, never a fault.
 prefetch = define(2, lambda _array, _index: types.void, _prefetch)
 

@@ -20,10 +20,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from bitplan.errors import BitplanError
+from bitplan.kernels.base.jit import on_threads
 from bitplan.records import parse_json
+from bitplan.trees.loops import gradients as loops
 
 Array = np.ndarray[Any, Any]
-SUM_ROWS = 2**16
+SUM_ROWS = 2**17
+LARGE_POWER = 900  # of two: with less, and 61 bits more, float64 are normal numbers
 MAX_ROWS = 2**48  # of all processes: what no table has
 
 
@@ -120,17 +123,23 @@ def sum_exactly(parts: Sequence[Array], shards: Shards) -> list[float]:
     for place, (part, top, bits) in enumerate(zip(parts, tops, widths, strict=True)):
         if not 0 < top < math.inf:
             continue
-        for start in range(0, len(part), SUM_ROWS):  # so that no second copy of a long array is made
-            piece = part[start : start + SUM_ROWS].astype(np.float64, copy=False)
-            coarse = fixed_point(piece, top, bits)
-            rest = piece - np.ldexp(coarse.astype(np.float64), math.frexp(top)[1] - bits)
-            fine = np.rint(np.ldexp(rest, 2 * bits - math.frexp(top)[1])).astype(np.int64)
-            limbs[place] += coarse.sum(), fine.sum()
+        limbs[place] = sum(_limbs(part, float(top), bits), start=limbs[place])
     limbs = shards.add(limbs, "sums")
     return [
         _joined(int(coarse), int(fine), float(top), bits)
         for (coarse, fine), top, bits in zip(limbs, tops, widths, strict=True)
     ]
+
+
+def _limbs(part: Array, top: float, bits: int) -> list[Array]:
+    """Coarse and fine sums, of a piece at a time: no second copy of a long array is made."""
+    power = bits - math.frexp(top)[1]
+
+    def add_up(start: int) -> Array:
+        piece = np.ascontiguousarray(part[start : start + SUM_ROWS], np.float64)
+        return np.array(loops.sum_limbs(piece, power, bits, abs(power) > LARGE_POWER))
+
+    return on_threads(add_up, range(0, len(part), SUM_ROWS))
 
 
 def average(numbers: Array, weights: Array, shards: Shards) -> float:

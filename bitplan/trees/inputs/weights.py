@@ -18,6 +18,7 @@ def class_weights(
     """A weight for each row; `places` are those of the rows' classes, `weights` the rows' own, or none."""
     if given is None and scale_pos_weight is None:
         return weights
+    places = places.astype(np.int64)
     by_class = _by_class(given, classes, places, shards)
     if scale_pos_weight is not None:
         if len(classes) != 2:

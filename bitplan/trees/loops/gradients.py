@@ -90,6 +90,26 @@ def sum_rows(rows, grads, hess, grad_unit, hess_unit):  # type: ignore[no-untype
     return grad, weight
 
 
+@compiled
+def sum_limbs(numbers, power, finer, is_extreme):  # type: ignore[no-untyped-def]
+    """Sums of numbers * 2^power, rounded, and of what is left * 2^(power + finer), rounded."""
+    coarse_sum, fine_sum = np.int64(0), np.int64(0)
+    up, down, further = 1.0, 1.0, 1.0
+    if not is_extreme:  # else these are not all normal numbers
+        up, down, further = math.ldexp(1.0, power), math.ldexp(1.0, -power), math.ldexp(1.0, power + finer)
+    for i in range(numbers.size):
+        number = numbers[U(i)]
+        if is_extreme:
+            coarse = np.rint(math.ldexp(number, power))
+            fine = np.rint(math.ldexp(number - math.ldexp(coarse, -power), power + finer))
+        else:
+            coarse = np.rint(number * up)
+            fine = np.rint((number - coarse * down) * further)
+        coarse_sum += np.int64(coarse)
+        fine_sum += np.int64(fine)
+    return coarse_sum, fine_sum
+
+
 # ---- objectives: y, raw scores, weights (or an empty array) -> grads, hess -------------------------------------------
 
 

@@ -1,4 +1,5 @@
-"""A tree grown by a team of threads that never ask for the interpreter: each calls `grow_tree` once for a tree.
+"""A tree grown by a team of threads that never ask for the interpreter: each calls `grow_tree` once for a tree. A
+thread that comes late is not waited for: the tree is the same without it.
 
 Leaves of fewer than `shared_rows` rows are expanded by one thread each, ahead of the queue (`nodes.take`); a larger one
 is expanded by all of them: its rows are divided, each thread sums a histogram of its own part, then each adds up a part
@@ -18,7 +19,7 @@ from bitplan.kernels.base.vectors import prefetch
 from bitplan.trees.loops.compiling import called, compiled, inlined
 from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
 from bitplan.trees.loops.nodes import DROPPED, HOPELESS, QUEUED, READY, SIZE, WAIT
-from bitplan.trees.loops.rows import AHEAD
+from bitplan.trees.loops.rows import AHEAD, part_by_panel
 from bitplan.trees.loops.split import (
     CHILD,
     FEATURE,
@@ -34,16 +35,17 @@ from bitplan.trees.loops.split import (
 )
 
 # Places in `sync`, a LINE apart; the last is the first of a line for each thread.
-LOCK, CALLED_OFF, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, NEXT, LEFTS = (
-    LINE * place for place in range(11)
+LOCK, CAME, TEAM, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, NEXT, LEFTS = (
+    LINE * place for place in range(12)
 )
 # Places in `sizes`: what a tree's loops are told.
-NARROW, NARROW_ROWS, SHARED_ROWS, CELLS, WIDE_FROM = range(5)
+NARROW, NARROW_ROWS, SHARED_ROWS, CELLS, WIDE_FROM, MOST_THREADS, PATIENCE = range(7)
 # Places in `kernels`, addresses of what is compiled apart; from the last on, the loop that adds rows to each panel.
 TAKE, DIVIDE, JUDGE_PACKED, JUDGE, ADDERS = range(5)
 # Places in `counts`, behind those of `nodes`: free slots for narrow cells; the next, for wide ones.
 FREE = 8
 WIDE = 3  # words
+COPY_SHARE = 64  # of nodes with fewer rows than one in so many, a column has a cache line for each, as its panel has
 BLOCK = 2048  # rows of a histogram that a thread takes at once
 U = np.uint64
 
@@ -62,14 +64,24 @@ def _add_part(entries, first, last, data, kernels, scales, pairs, cells, words):
 # ---- one node, all threads -------------------------------------------------------------------------------------------
 
 
+@inlined
+def _lies_at(work, data, feature):  # type: ignore[no-untyped-def]
+    """The bins of a column, and how many bytes apart they are: its copy, or where its panel has them."""
+    columns, is_there, panels, row_bytes = work[2], work[3], work[4], work[5]
+    if is_there[feature]:
+        return columns.reshape(columns.size)[feature * columns.shape[1] :], np.int64(1)
+    panel = feature // PANEL
+    return panels[8 * data[1][panel] + feature % PANEL :], row_bytes[panel]
+
+
 @called
-def _part_apart(entries, start, stop, columns, feature, goes_left, node, spare):  # type: ignore[no-untyped-def]
+def _part_apart(entries, start, stop, bins, row_bytes, goes_left, node, spare):  # type: ignore[no-untyped-def]
     """Copy entries to the same part of `spare`: those that go left from its start on, the others from its end back."""
-    column, left, right, last = columns[U(feature)], U(start), U(stop - 1), stop - 1
+    left, right, last = U(start), U(stop - 1), stop - 1
     for i in range(start, stop):
-        prefetch(column, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW))
+        prefetch(bins, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW) * row_bytes)
         entry = entries[U(i)]
-        is_left = U(goes_left[U(node), U(column[entry & ROW])])
+        is_left = U(goes_left[U(node), U(bins[(entry & ROW) * U(row_bytes)])])
         spare[left] = entry
         spare[right] = entry  # of the last one both places are the same
         left += is_left
@@ -78,13 +90,31 @@ def _part_apart(entries, start, stop, columns, feature, goes_left, node, spare):
 
 
 @called
-def _partition(me, team, sync, entries, spare, columns, goes_left, nodes, node):  # type: ignore[no-untyped-def]
+def _copy_column(me, team, sync, work, data, feature):  # type: ignore[no-untyped-def]
+    """All threads copy a column out of its panel."""
+    columns, is_there = work[2], work[3]
+    bins, row_bytes = _lies_at(work, data, feature)
+    count = columns.shape[1]
+    for row in range(count * me // team, count * (me + 1) // team):
+        columns[U(feature), U(row)] = bins[U(row) * U(row_bytes)]
+    meet(sync, MEETING, team)
+    if me == 0:
+        is_there[feature] = 1
+    meet(sync, MEETING, team)
+
+
+@called
+def _partition(me, team, sync, work, data, goes_left, nodes, node):  # type: ignore[no-untyped-def]
     """Rows that go left first, in their order; returns how many."""
-    start, stop = nodes[node, START], nodes[node, STOP]
+    entries, spare, columns, is_there = work[0], work[1], work[2], work[3]
+    start, stop, feature = nodes[node, START], nodes[node, STOP], nodes[node, FEATURE]
+    if not is_there[feature] and (stop - start) * COPY_SHARE > columns.shape[1]:
+        _copy_column(me, team, sync, work, data, feature)
     share = (stop - start + team - 1) // team
     first = min(start + me * share, stop)
     last = min(first + share, stop)
-    sync[LEFTS + me * LINE] = _part_apart(entries, first, last, columns, nodes[node, FEATURE], goes_left, node, spare)
+    bins, row_bytes = _lies_at(work, data, feature)
+    sync[LEFTS + me * LINE] = _part_apart(entries, first, last, bins, row_bytes, goes_left, node, spare)
     meet(sync, MEETING, team)
     here, before, total = sync[LEFTS + me * LINE], np.int64(0), np.int64(0)
     for other in range(team):
@@ -261,11 +291,15 @@ def _merge_parts(team, node, side, tables, own):  # type: ignore[no-untyped-def]
 @called
 def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, options, space, by_bin, pairs):  # type: ignore[no-untyped-def]
     """Expand a node whose cells are narrow; returns which of its two slots are free now: 1 the new one, 2 its own."""
-    entries, spare, columns = work
+    entries, spare, columns, is_there = work[0], work[1], work[2], work[3]
     nodes, reals, goes_left = tables
     numeric, categories, every = features
     bins, scales, rules, is_category, monotone, judging, packs = options
-    left_size = np.int64(-1)
+    left_size, feature = np.int64(-1), nodes[node, FEATURE]
+    if not is_there[feature]:
+        source, row_bytes = _lies_at(work, data, feature)
+        where = nodes[node, START], nodes[node, STOP]
+        left_size = part_by_panel(entries, where[0], where[1], source, row_bytes, goes_left, node, spare)
     more = nodes, reals, node, left_size, monotone, scales, rules
     small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *more))
     if small < 0:
@@ -291,8 +325,6 @@ def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, opti
 
 @compiled
 def grow_tree(  # type: ignore[no-untyped-def]
-    me,
-    team,
     sync,
     sizes,
     kernels,
@@ -308,15 +340,14 @@ def grow_tree(  # type: ignore[no-untyped-def]
     options,
     own,
 ):
-    """What each of `team` threads calls, `me` from 0; the tree is in `tables` and `order` when all are back.
-
-    Nothing is done unless all come: see CALLED_OFF.
-    """
-    if not join(sync, MEETING, team, CALLED_OFF):
+    """What each thread calls; those that come in time are a team. The tree is in `tables` and `order` when all are
+    back."""
+    me, team = join(sync, CAME, TEAM, sizes[MOST_THREADS], sizes[PATIENCE])
+    if me < 0:
         return
     nodes, reals, goes_left = tables
     leaves, splits, counts, ready, top = order
-    entries, spare, columns = work
+    entries, spare, columns = work[0], work[1], work[2]
     narrow_parts, wide_parts, pairs = parts
     scales, rules, monotone = options[1], options[2], options[4]
     chosen, is_root = np.int64(0), True
@@ -328,7 +359,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
             if me == 0:
                 sync[SMALL_SLOT] = _slot_for(counts, free, nodes[0, STOP], sizes)
         else:
-            left_size = _partition(me, team, sync, entries, spare, columns, goes_left, nodes, chosen)
+            left_size = _partition(me, team, sync, work, data, goes_left, nodes, chosen)
             if me == 0:
                 more = nodes, reals, chosen, left_size, monotone, scales, rules
                 small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *more))

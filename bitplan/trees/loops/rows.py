@@ -1,19 +1,23 @@
 """Loops over rows of boosted trees: numbers to bins, rows to children, leaves to scores.
 
-Bins are kept twice: in panels for histograms (`histogram`), and feature by feature for the partition, which reads
-one feature of many rows: a byte a row, 64 rows to a cache line, instead of a line for each row.
+Bins lie in panels, for histograms (`histogram`). A column that divides a large node is copied out of its panel first:
+the partition reads one feature of many rows, a byte a row, 64 rows to a cache line, instead of a line for each row. Of
+a small node each row has a line of its own in either form, so that no copy is made for it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from bitplan.kernels.base.vectors import prefetch
+from bitplan.kernels.base.addresses import read
+from bitplan.kernels.base.vectors import count_below, prefetch
 from bitplan.trees.loops.compiling import compiled, inlined
 from bitplan.trees.loops.histogram import ROW
 
 MISSING = 255
 AHEAD = 32  # rows
+GROUP = 16  # limits of bins that a number is held against at once
+TILE = 64  # rows whose numbers stay in the L1 cache from column to column
 U = np.uint64
 
 
@@ -29,46 +33,49 @@ def _find_bin(limits, number):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _step(limits, low, step, number):  # type: ignore[no-untyped-def]
-    return low + step if limits[U(low + step - 1)] < number else low
+def _bin_numbers(  # type: ignore[no-untyped-def]
+    table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, width, kind
+):
+    """Write the bins of some columns of rows first..last into the bytes of their panel.
 
-
-@inlined
-def _put(column, panel, place, row, number, bin_number):  # type: ignore[no-untyped-def]
-    bin_ = bin_number if number == number else MISSING
-    column[U(row)] = bin_
-    panel[U(row), U(place)] = bin_
-
-
-@compiled
-def bin_numbers(block, columns, features, all_limits, first_row, panel, first_column, bins):  # type: ignore[no-untyped-def]
-    """Write the bins of some columns into `bins`, by column, and into the bytes of their panel.
-
-    Column k of bins is that of feature `features[k]` in the rows of `block`. `all_limits` are as many as bins can be,
-    filled up with infinity. Four searches at a time, of eight steps each: a step waits for the one before it, other
-    searches do not. Past the end the last number is done again.
+    Column k of bins is that of feature `features[k]` of the table at this address; its first row is number `before`
+    there. `limits` are 256 for each column, filled up with infinity, in groups of 16, after the last limits of all 16
+    groups: how many of these are below a number says which group it is in, how many of that group's, which bin.
     """
-    last = block.shape[0] - 1
-    for k in columns:
-        feature, limits, column, place = features[k], all_limits[k], bins[k], k - first_column
-        for at in range(0, last + 1, 4):
-            at_b, at_c, at_d = at + 1, at + 2, at + 3
-            if at_d > last:
-                at_b, at_c, at_d = at_b if at_b < last else last, at_c if at_c < last else last, last
-            a, b, c, d = block[at, feature], block[at_b, feature], block[at_c, feature], block[at_d, feature]
-            in_a, in_b, in_c, in_d = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-            for power in range(8):
-                step = 128 >> power
-                in_a, in_b = _step(limits, in_a, step, a), _step(limits, in_b, step, b)
-                in_c, in_d = _step(limits, in_c, step, c), _step(limits, in_d, step, d)
-            _put(column, panel, place, first_row + at, a, in_a)
-            _put(column, panel, place, first_row + at_b, b, in_b)
-            _put(column, panel, place, first_row + at_c, c, in_c)
-            _put(column, panel, place, first_row + at_d, d, in_d)
+    for start in range(first, last, TILE):
+        stop = min(start + TILE, last)
+        for row in range(start, stop):  # of no column
+            for place in range(width, panel.shape[1]):
+                panel[U(before + row), U(place)] = 0
+        for k in columns:
+            at, place = table + features[k] * column_bytes, k - first_column
+            ends = k * (GROUP + MISSING + 1)
+            for row in range(start, stop):
+                number = read(at + row * row_bytes, kind)
+                group = count_below(limits, ends, number, GROUP)
+                bin_ = GROUP * group + count_below(limits, ends + GROUP * (group + 1), number, GROUP)
+                bin_ = bin_ if number == number else np.int64(MISSING)
+                panel[U(before + row), U(place)] = bin_
 
 
 @compiled
-def bin_categories(numbers, categories, first_row, panel, column, place):  # type: ignore[no-untyped-def]
+def bin_float32(  # type: ignore[no-untyped-def]
+    table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, width
+):
+    where = table, row_bytes, column_bytes, first, last, before
+    _bin_numbers(*where, columns, features, limits, panel, first_column, width, np.float32)
+
+
+@compiled
+def bin_float64(  # type: ignore[no-untyped-def]
+    table, row_bytes, column_bytes, first, last, before, columns, features, limits, panel, first_column, width
+):
+    where = table, row_bytes, column_bytes, first, last, before
+    _bin_numbers(*where, columns, features, limits, panel, first_column, width, np.float64)
+
+
+@compiled
+def bin_categories(numbers, categories, first_row, panel, place):  # type: ignore[no-untyped-def]
     """The same for a categorical feature: its bin is the place in `categories`, sorted; unknown is missing."""
     for i in range(numbers.size):
         number = np.float64(numbers[i])
@@ -77,8 +84,13 @@ def bin_categories(numbers, categories, first_row, panel, column, place):  # typ
             at = _find_bin(categories, number)
             if at < categories.size and categories[at] == number:
                 bin_ = at
-        column[first_row + i] = bin_
         panel[first_row + i, place] = bin_
+
+
+@compiled
+def copy_column(panel, place, column):  # type: ignore[no-untyped-def]
+    for i in range(column.size):
+        column[U(i)] = panel[U(i), U(place)]
 
 
 @compiled
@@ -97,6 +109,23 @@ def part_rows(entries, start, stop, columns, feature, goes_left, node, spare):  
         spare[right] = entry
         left += is_left
         right += U(1) - is_left
+    return np.int64(left) - start
+
+
+@inlined
+def part_by_panel(entries, start, stop, bins, row_bytes, goes_left, node, spare):  # type: ignore[no-untyped-def]
+    """The same by bins that lie `row_bytes` apart, and the others follow those that went left."""
+    left, right, last = U(start), U(start), stop - 1
+    for i in range(start, stop):
+        prefetch(bins, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW) * row_bytes)
+        entry = entries[U(i)]
+        is_left = U(goes_left[U(node), U(bins[(entry & ROW) * U(row_bytes)])])
+        entries[left] = entry
+        spare[right] = entry
+        left += is_left
+        right += U(1) - is_left
+    for i in range(U(stop) - left):
+        entries[left + U(i)] = spare[U(start) + U(i)]
     return np.int64(left) - start
 
 

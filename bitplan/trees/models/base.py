@@ -40,6 +40,7 @@ from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.inputs.categories import encode, learn_categories
 from bitplan.trees.inputs.features import category_flags, interaction_groups, monotone_signs
+from bitplan.trees.inputs.large_arrays import has_infinity, is_large_table
 from bitplan.trees.models.continuing import Initial, initial_of
 from bitplan.trees.models.fitted import IMPORTANCES, FittedTrees
 from bitplan.trees.objectives import Objective
@@ -150,12 +151,13 @@ class BoostedTreesBase(FittedTrees):
         has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
         if has_types:  # text that spells a number would pass as one
             refuse_text(x)
+        is_large = is_large_table(x) and not has_infinity(x)  # then scikit-learn need not look, with one thread
         try:
             return validate_data(
                 self,
                 x,
                 dtype=[np.float64, np.float32],
-                ensure_all_finite="allow-nan",
+                ensure_all_finite=False if is_large else "allow-nan",
                 ensure_min_samples=fewest,
                 **more,
             )

@@ -87,8 +87,8 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         # The loops look at the numbers of a plain array, too: another look takes longer than many threads do.
         is_plain = bool(booster.trees) and self._is_plain(x)
         table = x if is_plain else self._read(x)
-        with use_threads(threads_for(self.n_jobs, booster.forest().parts(len(table)))):
-            scores, has_infinity = booster.scores_checked(table)
+        parts = booster.forest().parts(len(table))
+        scores, has_infinity = booster.scores_checked(table, min(parts, threads_for(self.n_jobs, parts)))
         if is_plain and has_infinity:
             self._read(x)  # refuses it
         return scores
