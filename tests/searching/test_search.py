@@ -131,8 +131,8 @@ def test_page_and_console_say_what_the_solver_left_and_what_an_unmeasured_plan_p
     words = {
         (0.0, 0.0, 0): "No choice of these formats is predicted to cost less.",
         (0.0, 0.0, 2): "It is the best of 3 solved plans by measurement.",
-        (0.0, 0.12, 1): "corrected by that, predictions promise 12 % less for a plan not measured.",
-        (0.02, 0.0, 0): "The solver stopped within 2 % of the best possible.",
+        (0.0, 0.12, 1): "corrected by that, predictions promise 12\N{NO-BREAK SPACE}% less for a plan not measured.",
+        (0.02, 0.0, 0): "The solver stopped within 2.0\N{NO-BREAK SPACE}% of the best possible.",
     }
     for (gap, promised, corrections), line in words.items():
         solution = replace(result.solution, gap=gap, promised=promised)
