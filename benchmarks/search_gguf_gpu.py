@@ -4,9 +4,9 @@ python benchmarks/search_gguf_gpu.py --bin llama.cpp/build/bin --model FOLDER --
 
 A GPU gathers the statistics and measures plans on the windows for checks. Processes of one thread each predict, round
 what plans need and no more, make files and judge them. The evidence is gathered once; plans are solved for one size
-after another, each is measured, and corrects the predictions for those that follow. `--without` names formats: each
-size is also solved without them. Rows are kept in the result file, so that a run that is cut goes on, and llama.cpp's
-rows (`--part theirs`) may come from another machine.
+after another, each is measured, and corrects the predictions for those that follow. `--without` names formats: a
+size that says `:fewer` is solved without them. Rows are kept in the result file, so that a run that is cut goes on,
+and llama.cpp's rows (`--part theirs`) may come from another machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,14 @@ from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import EVIDENCE, InputStatistics
 from bitplan.searching.groups import group_tensors
 from bitplan.searching.phases import no_stage
-from bitplan.searching.prepare import SearchText, prepare
+from bitplan.searching.prepare import LEAST_WINDOWS, SearchText, prepare
 from bitplan.searching.runtime_formats import candidates, target_of
 from bitplan.store.export.targets import export_model
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.rounding.round_weight import round_weight
 
 THEIRS = ("Q4_0", "IQ4_NL", "Q4_K_M", "Q5_K_M", "Q6_K", "Q3_K_M", "Q4_K_S", "Q5_K_S")
-MATCHED = ("IQ4_NL", "Q4_K_M", "Q5_K_M", "Q6_K")
-BITS = (4.5, 5.0, 6.0)
+SIZES = ("IQ4_NL:fewer", "Q4_K_M:fewer", "IQ4_NL", "Q5_K_M:fewer", "Q6_K:fewer")
 AGREES, WORTH = 0.1, 0.02  # as in a search
 
 
@@ -70,6 +70,15 @@ class Source:
         return subject, text
 
 
+@cache
+def open_weights(model: Path) -> SearchSubject:
+    """The model without the text, which takes long to cut into tokens; once in each process."""
+    no_text = [torch.zeros(LEAST_WINDOWS, 8, dtype=torch.int64)]
+    subject, _ = prepare(model, no_text, None, no_text)
+    subject.aim_at(target_of("llama.cpp"))
+    return subject
+
+
 def one_thread() -> None:
     torch.set_num_threads(1)
 
@@ -79,16 +88,17 @@ def round_in_process(ours: Ours, name: str, fmt: str) -> tuple[str, str]:
     return name, fmt
 
 
-def warm_in_process(fmt: str) -> None:
-    """Compile what rounds to a format, once for all processes: the file cache has it then."""
-    unit = torch.eye(576)
-    round_weight(torch.randn(576, 576), fmt, hessian=unit, outputs=unit)
+def warm_in_process(model: Path, fmt: str) -> None:
+    """Open the model, and compile what rounds to a format, while a GPU gathers statistics."""
+    open_weights(model)
+    round_weight(torch.randn(128, 768), fmt, hessian=torch.eye(768), outputs=torch.eye(128))
 
 
-def predict_in_process(source: Source, projection: str) -> dict[str, dict[str, tuple[int, float]]]:
+def predict_in_process(
+    source: Source, projection: str, fingerprint: Mapping[str, str]
+) -> dict[str, dict[str, tuple[int, float]]]:
     """What every format costs the groups of a projection: bytes and nats."""
-    subject, text = source.open(None)
-    fingerprint = collect.fingerprint_of_search(subject, text.statistics, text.checks)
+    subject = open_weights(source.model)
     rounded = RoundedWeights(subject, InputStatistics.load(source.found, fingerprint))
     wanted, tensors, found = collect.groups_with_formats(subject, source.formats), subject.tensors, {}
     for name, own in group_tensors(tensors, fused=subject.fused).items():
@@ -167,7 +177,9 @@ class Run:
         tensors = subject.tensors
         costs: dict[str, dict[str, tuple[int, float]]] = {}
         projections = dict.fromkeys(map(projection_of, subject.sites))
-        for task in as_completed([self.pool.submit(predict_in_process, self.source, each) for each in projections]):
+        for task in as_completed(
+            [self.pool.submit(predict_in_process, self.source, each, fingerprint) for each in projections]
+        ):
             costs |= task.result()
         for name, own in group_tensors(tensors, fused=subject.fused).items():
             held = {each: (tensors[each].shape, tensors[each].role) for each in own}
@@ -194,15 +206,13 @@ class Run:
 
     def plans(self, evidence: SearchEvidence, meter: PlanMeter) -> None:
         """One size after another; what is measured of one plan corrects the evidence for the next."""
-        without = tuple(self.options.without)
         corrections = Corrections(evidence)
         checked = {name: group.checked for name, group in evidence.groups.items()}
         corrections.add(checked, self.measured(evidence, meter, checked, "the checked format for all"))
         corrections.apply()
         self.lap("checks")
-        for label, goal, formats in self.goals(evidence, without):
-            known = {name: cost for name, cost in self.found["rows"].items() if name == label}
-            if known:
+        for label, goal, formats in self.goals(evidence):
+            if label in self.found["rows"]:
                 continue
             try:
                 choice = self.corrected(evidence, meter, corrections, goal, formats)
@@ -217,19 +227,19 @@ class Run:
             self.take(all_of_them=False)
             self.lap(f"rounded {label}")
 
-    def goals(self, evidence: SearchEvidence, without: tuple[str, ...]) -> list[tuple[str, Goal, set[str]]]:
-        """Labels, goals and formats that are left out; what says most comes first."""
-        sizes = {
-            f"{kind}'s bytes": Goal(nbytes=room_for(evidence, self.found["their_bytes"][kind]))
-            for kind in MATCHED
-            if kind in self.found["their_bytes"]
-        }
-        sizes |= {f"{bits} bits": Goal(bits=bits) for bits in self.options.bits}
-        every = [(f"searched, {name}", goal, set[str]()) for name, goal in sizes.items()]
-        if not without:
-            return every
-        fewer = [(f"searched, {name}, fewer formats", goal, set(without)) for name, goal in sizes.items()]
-        return [row for pair in zip(fewer, every, strict=True) for row in pair]
+    def goals(self, evidence: SearchEvidence) -> list[tuple[str, Goal, set[str]]]:
+        """Labels, goals and formats that are left out, in the order of `--sizes`."""
+        found = []
+        for words in self.options.sizes:
+            size, _, fewer = words.partition(":")
+            name = f"{size} bits" if size[0].isdigit() else f"{size}'s bytes"
+            if size[0].isdigit():
+                goal = Goal(bits=float(size))
+            else:
+                goal = Goal(nbytes=room_for(evidence, self.found["their_bytes"][size]))
+            without = set(self.options.without) if fewer else set[str]()
+            found.append((f"searched, {name}{', fewer formats' if fewer else ''}", goal, without))
+        return found
 
     def corrected(
         self, evidence: SearchEvidence, meter: PlanMeter, corrections: Corrections, goal: Goal, without: set[str]
@@ -276,8 +286,7 @@ def their_part(run: Run) -> None:
 def our_part(run: Run) -> None:
     RoundedWeights.round_all = lambda rounded, pairs, on_done: run.round_in_pool(rounded, pairs, on_done)  # type: ignore[method-assign]
     (run.ours.work / "rounded").mkdir(exist_ok=True)
-    narrow = [fmt for fmt in run.source.formats if not fmt.endswith("_k_gguf")]
-    warm = [run.pool.submit(warm_in_process, fmt) for fmt in narrow]
+    warm = [run.pool.submit(warm_in_process, run.source.model, fmt) for fmt in run.source.formats]
     base = threading.Thread(target=run.base_of_judge)
     base.start()
     searcher, fingerprint = run.statistics()
@@ -351,10 +360,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--part", choices=("ours", "theirs"), default="ours")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--bits", type=float, nargs="*", default=BITS)
+    parser.add_argument(
+        "--sizes", nargs="*", default=list(SIZES), help="bits, or a type for its bytes; with :fewer without --without"
+    )
     parser.add_argument("--near-bits", type=float, default=5.4, help="the size at which projections are checked")
     parser.add_argument("--formats", nargs="*", default=[], help="candidates; all that llama.cpp loads unless given")
-    parser.add_argument("--without", nargs="*", default=[], help="formats that each size is also solved without")
+    parser.add_argument("--without", nargs="*", default=[], help="formats that sizes with :fewer do without")
     parser.add_argument("--theirs", nargs="*", default=list(THEIRS), help="types of llama-quantize")
     parser.add_argument("--corrections", type=int, default=1, help="how often a size is solved again at most")
     parser.add_argument("--windows", type=int, default=32, help="windows for statistics")
