@@ -26,12 +26,12 @@ class Judge:
     threads: int
 
     def prepare(self, chunks: int, calibration_chunks: int) -> None:
-        """What all rows need: the float32 file's own predictions, and an importance matrix."""
+        """What all rows need: the float32 file's own predictions, and an importance matrix, unless of no chunks."""
         plain, matrix, base = self.work / "float32.gguf", self.work / "imatrix.gguf", self._base(chunks)
         if not base.exists():
             text, options = self.work / "judge.txt", self._options(chunks)
             self._make(base, lambda part: ["llama-perplexity", "-m", plain, "-f", text, *options, BASE, part])
-        if not matrix.exists():
+        if calibration_chunks and not matrix.exists():
             text, more = self.work / "calibration.txt", self._options(calibration_chunks)
             self._make(matrix, lambda part: ["llama-imatrix", "-m", plain, "-f", text, "-o", part, *more])
 

@@ -243,7 +243,7 @@ def searched_rows(evidence: SearchEvidence, bits: Iterable[float], theirs: Mappi
 
     rows = []
     for kind in (each for each in MATCHED if each in theirs):
-        goal = Goal(nbytes=_room(evidence, theirs[kind]["tensor_bytes"]))
+        goal = Goal(nbytes=room_for(evidence, theirs[kind]["tensor_bytes"]))
         rows.append(row(f"searched, {kind}'s bytes", "searched", solve(evidence, goal).choice))
     for each in bits:
         solution = solve(evidence, Goal(bits=each))
@@ -267,7 +267,7 @@ def random_rows(evidence: SearchEvidence, count: int) -> list[Row]:
     ]
 
 
-def _room(evidence: SearchEvidence, their_bytes: int) -> int:
+def room_for(evidence: SearchEvidence, their_bytes: int) -> int:
     """The bytes that a plan may have so that our file has no more tensor bytes: norms are float32 in both files."""
     stays = sum(tensor.nbytes for tensor in evidence.stays.values())
     in_float32 = 4 * sum(math.prod(tensor.shape) for tensor in evidence.stays.values())

@@ -338,9 +338,18 @@ def solve_and_correct(
         best = min(reached, key=lambda solution: solution.nbytes) if reached else nearest
         return replace(best, nats=evidence.predict(best.choice)), len(tried) - 1, error
     best = min(tried, key=lambda pair: pair[0])[1]
-    harm, bound = evidence.harm(best.choice), solve(evidence, goal).bound  # by the evidence as it is now
-    gap = max(0.0, 1 - bound / harm) if harm > 0 else 0.0
-    return replace(best, nats=evidence.predict(best.choice), bound=bound, gap=gap), len(tried) - 1, error
+    return _by_all_evidence(evidence, goal, best, [other for _, other in tried]), len(tried) - 1, error
+
+
+def _by_all_evidence(evidence: SearchEvidence, goal: Goal, best: Solution, tried: Sequence[Solution]) -> Solution:
+    """The plan that was measured to be best, by evidence that the last measurement has corrected, too.
+
+    By that another plan may promise less damage. Where it was measured, it is known to be worse.
+    """
+    last, harm = solve(evidence, goal), evidence.harm(best.choice)
+    is_new = harm > 0 and all(last.choice != other.choice for other in tried)
+    promised = max(0.0, 1 - evidence.harm(last.choice) / harm) if is_new else 0.0
+    return replace(best, nats=evidence.predict(best.choice), bound=last.bound, gap=last.gap, promised=promised)
 
 
 def _is_worth_it(evidence: SearchEvidence, goal: Goal, solution: Solution, tried: Sequence[Solution]) -> bool:

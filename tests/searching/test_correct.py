@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.searching import FormatCost, Goal, SearchEvidence, TensorGroup
+from bitplan.searching import FormatCost, Goal, SearchEvidence, TensorGroup, run
 from bitplan.searching.decide.correct import Corrections
 from bitplan.searching.decide.rivals import nearest_uniform
+from bitplan.searching.decide.solve import solve
 from bitplan.searching.gather.damage import damage_of_rows
 from bitplan.searching.gather.passes import draw_tokens
 from bitplan.searching.gather.searched_model import WeightSite
@@ -85,6 +86,17 @@ def test_plans_are_corrected_by_uniform_plans_and_come_near_the_best_there_is():
     assert meter.kl(evidence, solution.choice, "") < 1.1 * uniform
 
 
+def test_what_an_unmeasured_plan_promises_is_said_apart_from_what_the_solver_left(monkeypatch):
+    evidence, goal = made_evidence(), Goal(bits=4.4)
+    monkeypatch.setattr(run, "MOST_CORRECTIONS", 0)  # so that what is measured last corrects no plan
+    solution, _, _ = solve_and_correct(evidence, goal, TrueMeter(evidence, {("down_proj", "mxfp4"): 10.0}))  # type: ignore[arg-type]
+    best = solve(evidence, goal)
+    assert best.choice != solution.choice
+    assert solution.promised == pytest.approx(1 - evidence.harm(best.choice) / evidence.harm(solution.choice))
+    assert solution.promised > 0.01
+    assert solution.gap < 1e-5
+
+
 def test_a_uniform_plan_just_above_the_goal_is_cut_to_it_where_no_solved_plan_is_better(monkeypatch):
     """A layer is said to need many bits, and does not; as if no correction had found that out."""
     evidence, goal = made_evidence(), Goal(bits=4.497)
@@ -94,6 +106,7 @@ def test_a_uniform_plan_just_above_the_goal_is_cut_to_it_where_no_solved_plan_is
     monkeypatch.setattr(Corrections, "apply", lambda _self: None)
     solution, _, _ = solve_and_correct(evidence, goal, meter)  # type: ignore[arg-type]
     assert "cut to the goal" in meter.labels[-1]
+    assert solution.promised == 0.0  # the plan that is predicted to cost less was measured, and is worse
     assert solution.nbytes <= 4.497 * evidence.numbers / 8
     assert "int8_row" not in solution.choice.values()
     uniform = meter.kl(evidence, dict.fromkeys(evidence.groups, "iq4_nl_gguf"), "")

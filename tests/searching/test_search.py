@@ -126,6 +126,25 @@ def test_a_plan_above_the_goal_loses_to_a_measured_one_within_it_or_is_called_so
     assert f"The goal is missed: {line}." in (tmp_path / "page.html").read_text()
 
 
+def test_page_and_console_say_what_the_solver_left_and_what_an_unmeasured_plan_promises(found, tmp_path, capsys):
+    _, _, result = found
+    words = {
+        (0.0, 0.0, 0): "No choice of these formats is predicted to cost less.",
+        (0.0, 0.0, 2): "It is the best of 3 solved plans by measurement.",
+        (0.0, 0.12, 1): "corrected by that, predictions promise 12\N{NO-BREAK SPACE}% less for a plan not measured.",
+        (0.02, 0.0, 0): "The solver stopped within 2.0\N{NO-BREAK SPACE}% of the best possible.",
+    }
+    for (gap, promised, corrections), line in words.items():
+        solution = replace(result.solution, gap=gap, promised=promised)
+        changed = replace(result, solution=solution, corrections=corrections)
+        changed.save(tmp_path)
+        write_report([tmp_path / "front.json"], tmp_path / "page.html")
+        assert line in (tmp_path / "page.html").read_text()
+        show_result(changed)
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("a plan that was not measured promises 12.0% less damage" in said) is (promised > 0)
+
+
 def test_a_larger_plan_that_needs_no_search_and_is_better_is_named(found, capsys):
     _, _, result = found
     near, far = sorted(result.rivals, key=lambda each: each.kl.mean)[:: len(result.rivals) - 1]

@@ -160,10 +160,11 @@ def show_result(result: SearchResult) -> None:
         say("plans that are predicted to lose were not measured; --all-rivals measures them")
     if floor is not None:
         say(f"perplexity of the model: {result.reference.perplexity:.3f}; noise floor of KL: {floor.kl.mean:.2g}")
-    gap = result.solution.gap
+    solution = result.solution
+    more = f"; a plan that was not measured promises {solution.promised:.1%} less damage" if solution.promised else ""
     say(
-        f"solved to within {gap:.2g} of the best possible, {result.corrections} corrections; front.json has "
-        f"{len(result.front)} sizes"
+        f"solved to within {solution.gap:.2g} of the best possible, {result.corrections} corrections{more}; front.json "
+        f"has {len(result.front)} sizes"
     )
     times = result.times
     if times is not None and result.goal.faster is not None:

@@ -117,7 +117,7 @@ def _answers(found: RecordFields) -> Markup:
     between = f" (95 % {significant(interval[0])} to {significant(interval[1])})" if interval else ""
     smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
     rows = [
-        ("What was decided", f"{mix}. {_solved(_gap(found))}"),
+        ("What was decided", f"{mix}. {_solved(found)}"),
         (
             "Why",
             f"The least damage within {_goal(found)}, by damage predicted from the really rounded weights and checked "
@@ -138,14 +138,16 @@ def _answers(found: RecordFields) -> Markup:
     return tag("dl", *(join([tag("dt", title), tag("dd", words)]) for title, words in rows), class_="answers")
 
 
-def _gap(found: RecordFields) -> float:
-    return float(found.fields("solution").number("gap", 0.0))
-
-
-def _solved(gap: float) -> str:
-    if gap < 1e-5:
-        return "No choice of these formats is predicted to cost less."
-    return f"Solved to within {percent(gap)} of the best possible."
+def _solved(found: RecordFields) -> str:
+    """How good the plan is among all choices: by the solver's proof, and by measurements that corrected predictions."""
+    solution, tried = found.fields("solution"), 1 + int(found.number("corrections", 0))
+    gap, promised = solution.number("gap", 0.0), solution.number("promised", 0.0)
+    if gap >= 1e-5:
+        return f"The solver stopped within {percent(gap)} of the best possible."
+    by = f"the best of {tried} solved plans by measurement" if tried > 1 else "solved exactly"
+    if promised >= 1e-3:
+        return f"It is {by}; corrected by that, predictions promise {percent(promised)} less for a plan not measured."
+    return "No choice of these formats is predicted to cost less." if tried == 1 else f"It is {by}."
 
 
 def _rival(found: RecordFields) -> str:

@@ -29,7 +29,12 @@ What = Literal["nats", "harm", "bytes", "us"]  # harm: nats, each group by its w
 
 @dataclass(frozen=True)
 class Solution:
-    """A format for every group; `bound` is the least that any choice could cost, `gap` the relative distance to it."""
+    """A format for every group.
+
+    bound      the least that any choice could cost
+    gap        how far the solver may be from that, relative to what the best choice that it knows costs
+    promised   by what share another plan, which was not measured, is predicted to cost less after the last correction
+    """
 
     choice: Mapping[str, str]
     nats: float
@@ -37,6 +42,7 @@ class Solution:
     us: float | None
     bound: float
     gap: float
+    promised: float = 0.0
 
     def to_dict(self, evidence: SearchEvidence) -> dict[str, Any]:
         return {
@@ -46,6 +52,7 @@ class Solution:
             **({} if self.us is None else {"us": self.us}),
             "bound": self.bound,
             "gap": self.gap,
+            "promised": self.promised,
             "choice": dict(self.choice),
         }
 
