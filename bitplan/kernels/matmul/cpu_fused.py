@@ -41,6 +41,9 @@ MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in 
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 
 Call = Callable[[Tensor, Sequence[int]], Tensor]
+_Job = tuple["array[int]", int, int]  # its fields, their address, the number of threads
+_Scratch = tuple[int, int, Tensor]  # the address, the bytes, the memory itself
+_scratches: list[_Scratch] = []  # memory of calls that are over: as many pieces as calls ever ran at once
 
 
 class FusedOnCpu:
@@ -62,7 +65,11 @@ class FusedOnCpu:
         return (_constants(weight),)
 
     def join(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
-        return None
+        """The numbers of all; None where they differ (nvfp4's factors of whole tensors), and for torch's copies."""
+        first = parts[0][0]
+        if first.dtype == torch.uint8 or any(not torch.equal(part[0], first) for part in parts):
+            return None
+        return (first,)
 
     def launches(self, weight: Encoded, rows: int) -> Sequence[Mapping[str, int]]:
         return ()
@@ -182,21 +189,48 @@ def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None)
     stride = 4 * unit * (1 + units * tiled) + 64  # threads share no cache line
     template, holds = _job(weight, constants, inputs=inputs, scratch_stride=stride)
     template[cpu_rows.BIAS] = 0 if bias is None else bias.data_ptr()
-    x_at, y_at, scratch_at, piece_at = cpu_rows.X, cpu_rows.Y, cpu_rows.SCRATCH, cpu_rows.PIECE
+    x_at, y_at, scratch_at = cpu_rows.X, cpu_rows.Y, cpu_rows.SCRATCH
+    next_row, next_thread = cpu_rows.NEXT_ROW, cpu_rows.NEXT_THREAD
     function, is_small = products_of(weight.fmt.name), rows * width * inputs < LEAST_FOR_THREADS
-    empty, float32, uint8 = torch.empty, torch.float32, torch.uint8
+    empty, float32 = torch.empty, torch.float32
+    jobs: list[_Job] = []  # those that no call uses now
+
+    def new_job(threads: int) -> _Job:
+        fields = template[:]
+        fields[cpu_rows.PIECE] = _piece(rows, threads)
+        return fields, fields.buffer_info()[0], threads
 
     def call(x: Tensor, shape: Sequence[int], _holds: Any = (holds, bias)) -> Tensor:
         threads = 1 if is_small else thread_count()
         wide = x if x.dtype == float32 and x.is_contiguous() else x.to(float32).contiguous()
-        y, scratch = empty(shape, dtype=float32), empty(threads * stride, dtype=uint8)
-        job = template[:]
-        job[x_at], job[y_at], job[scratch_at] = wide.data_ptr(), y.data_ptr(), scratch.data_ptr()
-        job[piece_at] = _piece(rows, threads)
-        run(function, job.buffer_info()[0], threads)
+        y = empty(shape, dtype=float32)
+        job, scratch = _taken(jobs), _taken(_scratches)
+        if job is None or job[2] != threads:
+            job = new_job(threads)
+        if scratch is None or scratch[1] < threads * stride:
+            scratch = _new_scratch(threads * stride)
+        fields = job[0]
+        fields[x_at], fields[y_at], fields[scratch_at] = wide.data_ptr(), y.data_ptr(), scratch[0]
+        fields[next_row] = fields[next_thread] = 0
+        run(function, job[1], threads)
+        jobs.append(job)
+        _scratches.append(scratch)
         return y if x.dtype == float32 else y.to(x.dtype)
 
     return call
+
+
+def _taken(spare: list[Any]) -> Any | None:
+    """One of them, which no other thread gets; None if there is none."""
+    try:
+        return spare.pop()
+    except IndexError:
+        return None
+
+
+def _new_scratch(size: int) -> _Scratch:
+    memory = torch.empty(size, dtype=torch.uint8)
+    return memory.data_ptr(), size, memory
 
 
 def _job(weight: Encoded, constants: Tensor, **fields: int) -> tuple[array[int], Any]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from bitplan.formats import Encoded
 from bitplan.kernels.matmul.fused import FusedMatmul, Prepared, fused_for
+from bitplan.runtime.packed.product_strategy import INPUTS
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed_weight import PackedWeight
 
@@ -64,10 +65,8 @@ class JointProjection:
 
     def __init__(self, layers: Sequence[QuantLinear], name: str) -> None:
         self.layers, self.name = list(layers), name
-        self.outputs = 0
-        for layer in layers:
-            layer.joint, layer.joint_at = self, self.outputs
-            self.outputs += layer.out_features
+        for place, layer in enumerate(layers):
+            layer.joint, layer.joint_at = self, place
         self._begin()
 
     def _begin(self) -> None:
@@ -75,8 +74,9 @@ class JointProjection:
         self._was_refused = False
         self._runs: dict[Any, bool] = {}
         self._x: Tensor | None = None
-        self._y: Tensor | None = None
+        self._parts: Sequence[Tensor] | None = None
         self._version = 0
+        self._sizes = [layer.out_features for layer in self.layers]
 
     def drop(self, token: int) -> None:
         """Forget everything, because a weight or a layer's settings changed; the next call makes it anew."""
@@ -88,16 +88,16 @@ class JointProjection:
             return None
         compiling = torch.compiler.is_compiling()
         version = 0 if compiling or x.is_inference() else x._version
-        y = self._y
-        if y is None or self._x is not x or self._version != version:
+        parts = self._parts
+        if parts is None or self._x is not x or self._version != version:
             if not (self._settle_for(x) if compiling else self._runs_for(x)):
                 return None
             assert self.layer is not None
-            y = self.layer(x)
-            self._x, self._y, self._version = x, y, version
-        if layer.joint_at + layer.out_features == self.outputs:  # the last layer has its part: forget input and product
-            self._x = self._y = None
-        return y.narrow(-1, layer.joint_at, layer.out_features)
+            parts = self.layer.forward(x).split_with_sizes(self._sizes, -1)
+            self._x, self._parts, self._version = x, parts, version
+        if layer.joint_at == len(parts) - 1:  # the last layer has its part: forget input and products
+            self._x = self._parts = None
+        return parts[layer.joint_at]
 
     def _runs_for(self, x: Tensor) -> bool:
         key = (x.shape, x.dtype)
@@ -147,7 +147,7 @@ class JointProjection:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "name": self.name, "outputs": self.outputs}
+        return {"layers": self.layers, "name": self.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -175,7 +175,8 @@ class JointLinear(QuantLinear):
         self._own = prepared
 
     def picks_fused(self, rows: int, dtype: torch.dtype) -> bool:
-        return dtype == torch.bfloat16 and self._pick(rows, dtype).strategy == "fused"
+        is_taken = dtype == torch.bfloat16 or (self.weight.device.type == "cpu" and dtype in INPUTS)
+        return is_taken and self._pick(rows, dtype).strategy == "fused"
 
     def _prepare(self, fused: FusedMatmul) -> Prepared:
         made = fused.join([self._own])  # each stream has counters of its own
