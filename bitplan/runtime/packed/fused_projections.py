@@ -5,11 +5,12 @@
 The layers stay where they are, under their names: their packed bytes become views of one matrix, so that a state_dict
 holds the same tensors as before, in the same memory. The first of them to be called with an input runs the product of
 all, and the others take their part of it when they are called with the same tensor. That is one launch instead of
-three, and a matrix that fills the GPU.
+three, and a matrix that fills the GPU; on a CPU it is one call, and one start of all threads, instead of three.
 
-It is for the fused kernel alone, and for inference: where another strategy is faster (many rows), where a gradient is
-needed, and on a CPU, each layer runs by itself. Layers with a bias stay alone. An input that is written in place
-between the calls is not seen in compiled graphs and in inference mode.
+It is for the fused kernel alone, and for inference: where another strategy is faster (many rows on a GPU) and where a
+gradient is needed, each layer runs by itself. So do layers that get different inputs, as in cross-attention, after a
+few calls, and on a CPU tensors with factors of their own (nvfp4). Layers with a bias stay alone. An input that is
+written in place between the calls is not seen in compiled graphs and in inference mode.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed_weight import PackedWeight
 
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+MOST_UNCLAIMED = 4  # products of which not all layers took their part, before each layer runs by itself
 
 
 def fuse_projections(model: nn.Module, projections: Iterable[Sequence[str]] = PROJECTIONS) -> list[str]:
@@ -67,16 +69,16 @@ class JointProjection:
         self.layers, self.name = list(layers), name
         for place, layer in enumerate(layers):
             layer.joint, layer.joint_at = self, place
+        self.sizes = [layer.out_features for layer in layers]
         self._begin()
 
     def _begin(self) -> None:
         self.layer: JointLinear | None = None
         self._was_refused = False
         self._runs: dict[Any, bool] = {}
-        self._x: Tensor | None = None
-        self._parts: Sequence[Tensor] | None = None
-        self._version = 0
-        self._sizes = [layer.out_features for layer in self.layers]
+        # The last input, its version and its products: one tuple, so that threads do not mix those of two inputs.
+        self._last: tuple[Tensor, int, Sequence[Tensor]] | None = None
+        self._unclaimed = 0
 
     def drop(self, token: int) -> None:
         """Forget everything, because a weight or a layer's settings changed; the next call makes it anew."""
@@ -88,18 +90,22 @@ class JointProjection:
             return None
         compiling = torch.compiler.is_compiling()
         version = 0 if compiling or x.is_inference() else x._version
-        parts = self._parts
-        if parts is None or self._x is not x or self._version != version:
+        last = self._last
+        if last is None or last[0] is not x or last[1] != version:
             if not (self._settle_for(x) if compiling else self._runs_for(x)):
                 return None
+            if (last is not None or layer.joint_at) and not compiling:  # others did not take theirs, or came before
+                self._unclaimed += 1
             assert self.layer is not None
-            parts = self.layer.forward(x).split_with_sizes(self._sizes, -1)
-            self._x, self._parts, self._version = x, parts, version
-        if layer.joint_at == len(parts) - 1:  # the last layer has its part: forget input and products
-            self._x = self._parts = None
-        return parts[layer.joint_at]
+            last = x, version, self.layer.forward(x).split_with_sizes(self.sizes, -1)
+            self._last = last
+        if layer.joint_at == len(self.sizes) - 1:  # the last layer has its part: forget input and products
+            self._last = None
+        return last[2][layer.joint_at]
 
     def _runs_for(self, x: Tensor) -> bool:
+        if self._unclaimed >= MOST_UNCLAIMED:
+            return False
         key = (x.shape, x.dtype)
         runs = self._runs.get(key)
         if runs is None:
@@ -147,7 +153,7 @@ class JointProjection:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "name": self.name}
+        return {"layers": self.layers, "name": self.name, "sizes": self.sizes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -12,7 +12,7 @@ A call takes one of three paths, which give the same numbers:
 
 | path | when | what it costs the host |
 |---|---|---|
-| bound | fused on a GPU, no gradient, the same shape as a call before | a launch, and a few comparisons |
+| bound | fused, no gradient, the same shape as a call before | a launch, and a few comparisons |
 | direct | no gradient | choosing, once for every power of two of rows |
 | operator | gradients, autocast, torch.compile, torch.export, other kinds of tensors | torch's dispatch as well |
 
@@ -367,7 +367,18 @@ class QuantLinear(nn.Module):
 class _BoundCall:
     """A call in which everything but the input is fixed; valid as long as the layer does not change."""
 
-    __slots__ = ("_bias", "_buffers", "_call", "_changes", "_parts", "_picked", "_shape", "_weight")
+    __slots__ = (
+        "_bias",
+        "_buffers",
+        "_call",
+        "_changes",
+        "_device",
+        "_on_cpu",
+        "_parts",
+        "_picked",
+        "_shape",
+        "_weight",
+    )
 
     def __init__(self, call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked: Pick) -> None:
         weight, bias = layer.weight, layer.bias
@@ -375,6 +386,7 @@ class _BoundCall:
         self._weight, self._changes, self._buffers = weight, weight._changes, weight._buffers
         self._parts = [(name, part, _version(part)) for name, part in weight._buffers.items() if part is not None]
         self._bias = (bias, 0 if bias is None else bias.data_ptr())
+        self._device, self._on_cpu = weight.device, weight.device.type == "cpu"
 
     def __call__(self, x: Tensor, layer: QuantLinear) -> Tensor | None:
         """The product; None where the layer or the mode has changed: the call takes another path, and is bound anew."""
@@ -388,7 +400,8 @@ class _BoundCall:
                 return None
         if bias is not None and bias.data_ptr() != address:
             return None
-        if not _is_plain(x) or x.device != self._parts[0][1].device or torch.is_autocast_enabled(x.device.type):
+        is_elsewhere = not x.is_cpu if self._on_cpu else x.device != self._device  # comparing devices is slow
+        if is_elsewhere or not _is_plain(x) or torch.is_autocast_enabled(self._device.type):
             return None
         if torch.is_grad_enabled() and (x.requires_grad or _learns(bias)):
             return None
