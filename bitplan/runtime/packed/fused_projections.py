@@ -92,20 +92,29 @@ class JointProjection:
         version = 0 if compiling or x.is_inference() else x._version
         last = self._last
         if last is None or last[0] is not x or last[1] != version:
-            if not (self._settle_for(x) if compiling else self._runs_for(x)):
+            y = self._product(layer, x, compiling)
+            if y is None:
                 return None
-            if (last is not None or layer.joint_at) and not compiling:  # others did not take theirs, or came before
-                self._unclaimed += 1
-            assert self.layer is not None
-            last = x, version, self.layer.forward(x).split_with_sizes(self.sizes, -1)
-            self._last = last
+            last = self._last = x, version, y.split_with_sizes(self.sizes, -1)
         if layer.joint_at == len(self.sizes) - 1:  # the last layer has its part: forget input and products
             self._last = None
         return last[2][layer.joint_at]
 
-    def _runs_for(self, x: Tensor) -> bool:
+    def _product(self, layer: QuantLinear, x: Tensor, compiling: bool) -> Tensor | None:
+        if compiling:
+            return self._made(x) if self._settle_for(x) else None
         if self._unclaimed >= MOST_UNCLAIMED:
-            return False
+            return None
+        if self._last is not None or layer.joint_at:  # others did not take their parts, or came before
+            self._unclaimed += 1
+        y = None if self.layer is None else self.layer.bound_product(x)
+        return self._made(x) if y is None and self._runs_for(x) else y
+
+    def _made(self, x: Tensor) -> Tensor:
+        assert self.layer is not None
+        return self.layer.forward(x)
+
+    def _runs_for(self, x: Tensor) -> bool:
         key = (x.shape, x.dtype)
         runs = self._runs.get(key)
         if runs is None:

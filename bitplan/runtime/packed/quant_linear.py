@@ -51,6 +51,7 @@ from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 
 _PICKS_KEPT = 64
+_STRIDED = torch.strided
 
 
 # ---- the layer -------------------------------------------------------------------------------------------------------
@@ -150,19 +151,21 @@ class QuantLinear(nn.Module):
         return choose(self.weight, rows, dtype or usual, self.strategy, self.cache, where=self.name, measure=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_tensor(x, self.name)
+        if type(x) is not Tensor or x.layout is not _STRIDED:
+            check_tensor(x, self.name)
         if self.joint is not None:
-            part: Tensor | None = self.joint.part(self, x)
-            if part is not None:
-                return part
-        if torch.compiler.is_compiling():
-            return self._in_graph(x)
-        bound = self._bound.get((x.shape, x.dtype))
-        if bound is not None:
-            y = bound(x, self)
+            y: Tensor | None = self.joint.part(self, x)
             if y is not None:
                 return y
-        return self._forward(x)
+        if torch.compiler.is_compiling():
+            return self._in_graph(x)
+        y = self.bound_product(x)
+        return self._forward(x) if y is None else y
+
+    def bound_product(self, x: Tensor) -> Tensor | None:
+        """The product by the path that costs the host least; None where that path is not prepared for this call."""
+        bound = self._bound.get((x.shape, x.dtype))
+        return None if bound is None else bound(x, self)
 
     def _forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
@@ -401,7 +404,7 @@ class _BoundCall:
         if bias is not None and bias.data_ptr() != address:
             return None
         is_elsewhere = not x.is_cpu if self._on_cpu else x.device != self._device  # comparing devices is slow
-        if is_elsewhere or not _is_plain(x) or torch.is_autocast_enabled(self._device.type):
+        if is_elsewhere or type(x) not in _PLAIN or _modes() or torch.is_autocast_enabled(self._device.type):
             return None
         if torch.is_grad_enabled() and (x.requires_grad or _learns(bias)):
             return None
