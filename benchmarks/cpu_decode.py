@@ -1,12 +1,14 @@
 """Packed weights on a CPU: single products and a whole model, against float32 in the same run.
 
-    python benchmarks/cpu_decode.py [--model MODEL.gguf] [--llama-bench PROGRAM --gguf q4_0=FILE ...] [--threads 2]
+    python benchmarks/cpu_decode.py [--model MODEL.gguf | --random-model] [--llama-bench PROGRAM --gguf q4_0=FILE ...]
 
 products   QuantLinear under `auto` against F.linear in float32, in turns; the floor is the packed bytes over the speed
            of a copy (which reads and writes: half of what it moves counts)
-model      a language model that transformers reads from a GGUF file, float32 and packed by `apply_plan` (embedding and
-           head too): one token at a time after a short prompt, in turns; resident memory beyond the libraries, of a
-           process that has this model alone and has made some tokens
+model      a language model that transformers reads from a GGUF file, or one of SmolLM2's shape with random weights:
+           in float32, and packed by `quantize_file` (embedding and head too) and read by `load_packed`. One token at a
+           time after a short prompt, in turns. "free" is the same model with linear layers that do nothing: no packed
+           layer can make a token faster than that. Resident memory beyond the libraries is that of a process that has
+           one model alone and has made some tokens
 llama.cpp  `llama-bench` on files of the same model in its own formats, after the others
 """
 
@@ -40,8 +42,20 @@ FORMATS = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row", "q4_0_gguf", "i
 BATCHES = (1, 4, 16, 32, 64, 128)
 MODEL_FORMATS = ("int8_row", "q8_0_gguf", "int4_g32", "q4_0_gguf", "mxfp4")
 MEMORY_FORMATS = ("float32", "int8_row", "int4_g32")
+FREE = "free"
 PROMPT = (1, 504, 3575, 282, 4649, 314)
 TOKENS = 16
+SMOLLM2: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+}
 Row = dict[str, Any]
 
 
@@ -86,13 +100,46 @@ def product_rows(
 # ---- a model ---------------------------------------------------------------------------------------------------------
 
 
+class FreeLinear(nn.Module):
+    """Gives zeros of a linear layer's shape: all of a token's work but its products is left."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.outputs, self.one_row = outputs, torch.zeros(1, 1, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one_row if x.shape[:-1] == (1, 1) else x.new_zeros(*x.shape[:-1], self.outputs)
+
+
+def save_model(source: Path | None, folder: Path) -> str:
+    """Write a float32 model to folder/float32: that of a GGUF file, or one with random weights; returns its name."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    if source is None:
+        torch.manual_seed(0)
+        plain: Any = LlamaForCausalLM(LlamaConfig(**SMOLLM2, dtype=torch.float32))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        del model.config.quantization_config  # transformers would not save what came from GGUF
+        plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+        plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder / "float32")
+    return "SmolLM2-135M's shape, random weights" if source is None else source.name
+
+
 def load(folder: Path, fmt: str) -> nn.Module:
+    """The model in this format, as a user loads it."""
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    if fmt != "float32":
-        bitplan.apply_plan(model, fmt, pad="zero")
-    return model
+    if fmt in ("float32", FREE):
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder / "float32", dtype=torch.float32).eval()
+        for path, layer in list(model.named_modules()):
+            if fmt == FREE and isinstance(layer, nn.Linear):
+                model.set_submodule(path, FreeLinear(layer.out_features))
+        return model
+    if not (folder / fmt).exists():
+        bitplan.quantize_file(folder / "float32", folder / fmt, fmt, pad="zero")
+    return bitplan.load_packed(folder / fmt)[0].eval()
 
 
 @torch.inference_mode()
@@ -109,7 +156,7 @@ def token_times(model: Any, count: int) -> list[float]:
 
 
 def model_rows(folder: Path, formats: list[str], repeats: int) -> list[Row]:
-    models = {name: load(folder, name) for name in ("float32", *formats)}
+    models = {name: load(folder, name) for name in ("float32", FREE, *formats)}
     first = {}
     for name, model in models.items():
         started = time.perf_counter()
@@ -152,11 +199,9 @@ def print_memory(folder: Path, fmt: str) -> None:
     layer = QuantLinear(encode(torch.ones(64, 256), "int8_row" if fmt == "float32" else fmt))
     layer(torch.ones(1, 256))
     before = resident_mb()
-    model = load(folder, "float32")
+    model = load(folder, fmt)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # not the file's pages
-    if fmt != "float32":
-        bitplan.apply_plan(model, fmt, pad="zero")
     token_times(model, 4)
     print(json.dumps({"format": fmt, "resident_mb": resident_mb() - before}))
 
@@ -164,6 +209,7 @@ def print_memory(folder: Path, fmt: str) -> None:
 def memory_rows(folder: Path, threads: int) -> list[Row]:
     rows = []
     for fmt in MEMORY_FORMATS:
+        load(folder, fmt)  # writes its folder
         command = [sys.executable, __file__, "--memory-of", fmt, "--model", str(folder), "--threads", str(threads)]
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
@@ -187,6 +233,7 @@ def llama_rows(program: str, files: list[str], threads: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a GGUF file that transformers reads")
+    parser.add_argument("--random-model", action="store_true", help="SmolLM2's shape with random weights, and no file")
     parser.add_argument("--llama-bench", help="llama.cpp's program")
     parser.add_argument("--gguf", nargs="*", default=[], help="NAME=FILE for it")
     parser.add_argument("--parts", default="products,model,memory", help="what to measure")
@@ -220,20 +267,10 @@ def main() -> None:
         shapes = ((128, 256),) if options.tiny else SHAPES
         found = [product_rows(shape, batches, formats, options.repeats, speed) for shape in shapes]
         document["products"] = [row for rows in found for row in rows]
-    if options.model is not None:
-        from transformers import AutoModelForCausalLM
-
+    if options.model is not None or options.random_model:
         with tempfile.TemporaryDirectory() as kept:
             folder = Path(kept)
-            model = AutoModelForCausalLM.from_pretrained(
-                options.model.parent, gguf_file=options.model.name, dtype=torch.float32
-            )
-            del model.config.quantization_config  # transformers would not save what came from GGUF
-            plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-            plain.load_state_dict(model.state_dict())
-            plain.save_pretrained(folder)
-            del model, plain
-            document["model"] = options.model.name
+            document["model"] = save_model(options.model, folder)
             if "model" in parts:
                 document["model_rows"] = model_rows(folder, list(MODEL_FORMATS), max(2, options.repeats // 3))
             if "memory" in parts:

@@ -41,6 +41,8 @@ MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in 
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 
 Call = Callable[[Tensor, Sequence[int]], Tensor]
+_Job = tuple["array[int]", int, int, int, Tensor]  # fields, their address; memory for threads: address, bytes, itself
+_jobs: list[_Job] = []  # those of calls that are over, still in the CPU's cache: as many as calls ever ran at once
 
 
 class FusedOnCpu:
@@ -62,7 +64,11 @@ class FusedOnCpu:
         return (_constants(weight),)
 
     def join(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
-        return None
+        """The numbers of all; None where they differ (nvfp4's factors of whole tensors), and for torch's copies."""
+        first = parts[0][0]
+        if first.dtype == torch.uint8 or any(not torch.equal(part[0], first) for part in parts):
+            return None
+        return (first,)
 
     def launches(self, weight: Encoded, rows: int) -> Sequence[Mapping[str, int]]:
         return ()
@@ -81,9 +87,7 @@ class FusedOnCpu:
             return x_MK.new_empty((0, weight.shape[0]))
         if prepared[0].dtype == torch.uint8:
             return cpu_matmul.four_bit_linear(x_MK, weight, prepared[0], wide).to(x_MK.dtype)
-        if inputs > _most_inputs(weight):
-            return _over_panels(x_MK.detach().float().contiguous(), weight, prepared[0], wide).to(x_MK.dtype)
-        return _bound(inputs, weight, prepared[0], wide)(x_MK, (inputs, weight.shape[0]))
+        return _call_for(inputs, weight, prepared[0], wide)(x_MK, (inputs, weight.shape[0]))
 
     def bind(
         self,
@@ -94,10 +98,13 @@ class FusedOnCpu:
         launch: Mapping[str, int] | None,
     ) -> Call | None:
         """The product for further inputs of this many rows; valid while weight and bias stay where they are."""
-        is_other = prepared[0].dtype == torch.uint8 or not 0 < x_MK.shape[0] <= _most_inputs(weight)
-        if is_other or (bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous())):
+        if (
+            prepared[0].dtype == torch.uint8
+            or not x_MK.shape[0]
+            or (bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous()))
+        ):
             return None
-        return _bound(x_MK.shape[0], weight, prepared[0], None if bias is None else bias.detach())
+        return _call_for(x_MK.shape[0], weight, prepared[0], None if bias is None else bias.detach())
 
     def note(self, weight: Encoded) -> str:
         if _takes_torch(weight, torch.float32):
@@ -128,6 +135,10 @@ def _most_inputs(weight: Encoded) -> int:
     from bitplan.kernels.matmul.cpu.codes import LOOKS_UP
 
     return MOST_WITHOUT_LOOKUP if weight.fmt.name in NIBBLES and not LOOKS_UP else MOST_INPUTS
+
+
+def _call_for(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Call:
+    return (_bound_panels if inputs > _most_inputs(weight) else _bound)(inputs, weight, constants, bias)
 
 
 def _takes_torch(weight: Encoded, dtype: torch.dtype) -> bool:
@@ -184,19 +195,36 @@ def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None)
     template[cpu_rows.BIAS] = 0 if bias is None else bias.data_ptr()
     x_at, y_at, scratch_at, piece_at = cpu_rows.X, cpu_rows.Y, cpu_rows.SCRATCH, cpu_rows.PIECE
     function, is_small = products_of(weight.fmt.name), rows * width * inputs < LEAST_FOR_THREADS
-    empty, float32, uint8 = torch.empty, torch.float32, torch.uint8
+    empty, float32, pieces = torch.empty, torch.float32, [0, _piece(rows, 1)]  # by the number of threads
 
     def call(x: Tensor, shape: Sequence[int], _holds: Any = (holds, bias)) -> Tensor:
         threads = 1 if is_small else thread_count()
         wide = x if x.dtype == float32 and x.is_contiguous() else x.to(float32).contiguous()
-        y, scratch = empty(shape, dtype=float32), empty(threads * stride, dtype=uint8)
-        job = template[:]
-        job[x_at], job[y_at], job[scratch_at] = wide.data_ptr(), y.data_ptr(), scratch.data_ptr()
-        job[piece_at] = _piece(rows, threads)
-        run(function, job.buffer_info()[0], threads)
+        y = empty(shape, dtype=float32)
+        while threads >= len(pieces):
+            pieces.append(_piece(rows, len(pieces)))
+        try:
+            job = _jobs.pop()  # no other thread gets it
+        except IndexError:
+            job = _new_job(threads * stride)
+        fields, address, scratch, size, _ = job
+        if size < threads * stride:
+            job = fields, address, scratch, _, _ = _new_job(threads * stride)
+        fields[:] = template
+        fields[x_at], fields[y_at], fields[scratch_at] = wide.data_ptr(), y.data_ptr(), scratch
+        fields[piece_at] = pieces[threads]
+        run(function, address, threads)
+        _jobs.append(job)
         return y if x.dtype == float32 else y.to(x.dtype)
 
     return call
+
+
+def _new_job(size: int) -> _Job:
+    from bitplan.kernels.matmul.cpu.rows import JOB
+
+    fields, scratch = array("q", [0]) * len(JOB), torch.empty(size, dtype=torch.uint8)
+    return fields, fields.buffer_info()[0], scratch.data_ptr(), size, scratch
 
 
 def _job(weight: Encoded, constants: Tensor, **fields: int) -> tuple[array[int], Any]:
@@ -226,35 +254,41 @@ def _piece(rows: int, threads: int) -> int:
 # ---- many inputs -----------------------------------------------------------------------------------------------------
 
 
-def _over_panels(x_MK: Tensor, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Tensor:
+def _bound_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Call:
+    """As `_bound`, for more inputs: panels are made of x, then multiplied."""
     from bitplan.kernels.base.jit import thread_count
     from bitplan.kernels.base.openmp_threads import run
     from bitplan.kernels.matmul.cpu import panels
     from bitplan.kernels.matmul.cpu import rows as fields
     from bitplan.kernels.matmul.cpu.codes import decoder_of
 
-    (inputs, width), rows, threads, name = x_MK.shape, weight.shape[0], thread_count(), weight.fmt.name
+    (rows, width), name, most = weight.shape, weight.fmt.name, min(inputs, MOST_IN_PANELS)
     unit = fields.STEP if name in NIBBLES else fields.LANES
     count = -(-weight.fmt.padded_cols(width) // unit) * unit
-    most = min(inputs, MOST_IN_PANELS)
-    piece = panels.piece_rows(rows, threads)
-    for_arranging, for_products = panels.arranging_bytes(count), panels.product_bytes(piece, most)
-    scratch = torch.empty(threads * max(for_arranging, for_products), dtype=torch.uint8)
-    arranged = torch.empty(panels.numbers_in_panels(most, count))
-    y = x_MK.new_empty((inputs, rows))
     order = "bytes" if name in BYTES else "halves" if name == "q4_0_gguf" else "pairs"
     arrange, multiply, decoder = panels.panels_of(order), panels.panel_products(), decoder_of(name)
-    shared = {"count": count, "unit": unit, "scratch": scratch.data_ptr(), "decoder": decoder.address}
-    shared["bias"] = 0 if bias is None else bias.data_ptr()
-    job, _holds = _job(weight, constants, **shared)
-    for first in range(0, inputs, MOST_IN_PANELS):
-        x_at, y_at = x_MK.data_ptr() + 4 * width * first, y.data_ptr() + 4 * rows * first
-        for function, source, result, stride in (
-            (arrange, x_at, arranged.data_ptr(), for_arranging),
-            (multiply, arranged.data_ptr(), y_at, for_products),
-        ):
-            each = job[:]
-            each[fields.X], each[fields.Y], each[fields.INPUTS] = source, result, min(MOST_IN_PANELS, inputs - first)
-            each[fields.PIECE], each[fields.SCRATCH_STRIDE] = piece, stride
-            run(function, each.buffer_info()[0], threads)
-    return y
+    shared = {"count": count, "unit": unit, "decoder": decoder.address, "bias": 0 if bias is None else bias.data_ptr()}
+    template, holds = _job(weight, constants, **shared)
+    for_arranging, numbers = panels.arranging_bytes(count), panels.numbers_in_panels(most, count)
+    empty, float32 = torch.empty, torch.float32
+
+    def call(x: Tensor, shape: Sequence[int], _holds: Any = (holds, bias)) -> Tensor:
+        threads = thread_count()
+        piece = panels.piece_rows(rows, threads)
+        for_products = panels.product_bytes(piece, most)
+        wide = x.detach().to(float32).contiguous()
+        scratch = empty(threads * max(for_arranging, for_products), dtype=torch.uint8)
+        arranged, y = empty(numbers, dtype=float32), empty(shape, dtype=float32)
+        for first in range(0, inputs, MOST_IN_PANELS):
+            x_at, y_at = wide.data_ptr() + 4 * width * first, y.data_ptr() + 4 * rows * first
+            for function, source, result, stride in (
+                (arrange, x_at, arranged.data_ptr(), for_arranging),
+                (multiply, arranged.data_ptr(), y_at, for_products),
+            ):
+                job = template[:]
+                job[fields.X], job[fields.Y], job[fields.INPUTS] = source, result, min(MOST_IN_PANELS, inputs - first)
+                job[fields.PIECE], job[fields.SCRATCH], job[fields.SCRATCH_STRIDE] = piece, scratch.data_ptr(), stride
+                run(function, job.buffer_info()[0], threads)
+        return y if x.dtype == float32 else y.to(x.dtype)
+
+    return call

@@ -5,11 +5,12 @@
 The layers stay where they are, under their names: their packed bytes become views of one matrix, so that a state_dict
 holds the same tensors as before, in the same memory. The first of them to be called with an input runs the product of
 all, and the others take their part of it when they are called with the same tensor. That is one launch instead of
-three, and a matrix that fills the GPU.
+three, and a matrix that fills the GPU; on a CPU it is one call, and one start of all threads, instead of three.
 
-It is for the fused kernel alone, and for inference: where another strategy is faster (many rows), where a gradient is
-needed, and on a CPU, each layer runs by itself. Layers with a bias stay alone. An input that is written in place
-between the calls is not seen in compiled graphs and in inference mode.
+It is for the fused kernel alone, and for inference: where another strategy is faster (many rows on a GPU) and where a
+gradient is needed, each layer runs by itself. So do layers that get different inputs, as in cross-attention, after a
+few calls, and on a CPU tensors with factors of their own (nvfp4). Layers with a bias stay alone. An input that is
+written in place between the calls is not seen in compiled graphs and in inference mode.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from torch.compiler import is_compiling
 
 from bitplan.formats import Encoded
 from bitplan.kernels.matmul.fused import FusedMatmul, Prepared, fused_for
+from bitplan.runtime.packed.product_strategy import INPUTS
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed_weight import PackedWeight
 
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+MOST_UNCLAIMED = 4  # products of which not all layers took their part, before each layer runs by itself
 
 
 def fuse_projections(model: nn.Module, projections: Iterable[Sequence[str]] = PROJECTIONS) -> list[str]:
@@ -65,19 +68,18 @@ class JointProjection:
 
     def __init__(self, layers: Sequence[QuantLinear], name: str) -> None:
         self.layers, self.name = list(layers), name
-        self.outputs = 0
-        for layer in layers:
-            layer.joint, layer.joint_at = self, self.outputs
-            self.outputs += layer.out_features
+        for place, layer in enumerate(layers):
+            layer.joint, layer.joint_at = self, place
+        self.sizes = [layer.out_features for layer in layers]
         self._begin()
 
     def _begin(self) -> None:
         self.layer: JointLinear | None = None
         self._was_refused = False
         self._runs: dict[Any, bool] = {}
-        self._x: Tensor | None = None
-        self._y: Tensor | None = None
-        self._version = 0
+        # The last input, its version and its products: one tuple, so that threads do not mix those of two inputs.
+        self._last: tuple[Tensor, int, Sequence[Tensor]] | None = None
+        self._unclaimed = 0
 
     def drop(self, token: int) -> None:
         """Forget everything, because a weight or a layer's settings changed; the next call makes it anew."""
@@ -89,16 +91,29 @@ class JointProjection:
             return None
         compiling = is_compiling()
         version = 0 if compiling or x.is_inference() else x._version
-        y = self._y
-        if y is None or self._x is not x or self._version != version:
-            if not (self._settle_for(x) if compiling else self._runs_for(x)):
+        last = self._last
+        if last is None or last[0] is not x or last[1] != version:
+            y = self._product(layer, x, compiling)
+            if y is None:
                 return None
-            assert self.layer is not None
-            y = self.layer(x)
-            self._x, self._y, self._version = x, y, version
-        if layer.joint_at + layer.out_features == self.outputs:  # the last layer has its part: forget input and product
-            self._x = self._y = None
-        return y.narrow(-1, layer.joint_at, layer.out_features)
+            last = self._last = x, version, y.split_with_sizes(self.sizes, -1)
+        if layer.joint_at == len(self.sizes) - 1:  # the last layer has its part: forget input and products
+            self._last = None
+        return last[2][layer.joint_at]
+
+    def _product(self, layer: QuantLinear, x: Tensor, compiling: bool) -> Tensor | None:
+        if compiling:
+            return self._made(x) if self._settle_for(x) else None
+        if self._unclaimed >= MOST_UNCLAIMED:
+            return None
+        if self._last is not None or layer.joint_at:  # others did not take their parts, or came before
+            self._unclaimed += 1
+        y = None if self.layer is None else self.layer.bound_product(x)
+        return self._made(x) if y is None and self._runs_for(x) else y
+
+    def _made(self, x: Tensor) -> Tensor:
+        assert self.layer is not None
+        return self.layer.forward(x)
 
     def _runs_for(self, x: Tensor) -> bool:
         key = (x.shape, x.dtype)
@@ -148,7 +163,7 @@ class JointProjection:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "name": self.name, "outputs": self.outputs}
+        return {"layers": self.layers, "name": self.name, "sizes": self.sizes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -176,7 +191,8 @@ class JointLinear(QuantLinear):
         self._own = prepared
 
     def picks_fused(self, rows: int, dtype: torch.dtype) -> bool:
-        return dtype == torch.bfloat16 and self._pick(rows, dtype).strategy == "fused"
+        is_taken = dtype == torch.bfloat16 or (self.weight.device.type == "cpu" and dtype in INPUTS)
+        return is_taken and self._pick(rows, dtype).strategy == "fused"
 
     def _prepare(self, fused: FusedMatmul) -> Prepared:
         made = fused.join([self._own])  # each stream has counters of its own

@@ -12,7 +12,7 @@ A call takes one of three paths, which give the same numbers:
 
 | path | when | what it costs the host |
 |---|---|---|
-| bound | fused on a GPU, no gradient, the same shape as a call before | a launch, and a few comparisons |
+| bound | fused, no gradient, the same shape as a call before | a launch, and a few comparisons |
 | direct | no gradient | choosing, once for every power of two of rows |
 | operator | gradients, autocast, torch.compile, torch.export, other kinds of tensors | torch's dispatch as well |
 
@@ -52,6 +52,7 @@ from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 
 _PICKS_KEPT = 64
+_STRIDED = torch.strided
 _packed_linear: Callable[..., Tensor] = torch.ops.bitplan.packed_linear
 
 
@@ -152,19 +153,21 @@ class QuantLinear(nn.Module):
         return choose(self.weight, rows, dtype or usual, self.strategy, self.cache, where=self.name, measure=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_tensor(x, self.name)
+        if type(x) is not Tensor or x.layout is not _STRIDED:
+            check_tensor(x, self.name)
         if self.joint is not None:
-            part: Tensor | None = self.joint.part(self, x)
-            if part is not None:
-                return part
-        if is_compiling():
-            return self._in_graph(x)
-        bound = self._bound.get((x.shape, x.dtype))
-        if bound is not None:
-            y = bound(x, self)
+            y: Tensor | None = self.joint.part(self, x)
             if y is not None:
                 return y
-        return self._forward(x)
+        if is_compiling():
+            return self._in_graph(x)
+        y = self.bound_product(x)
+        return self._forward(x) if y is None else y
+
+    def bound_product(self, x: Tensor) -> Tensor | None:
+        """The product by the path that costs the host least; None where that path is not prepared for this call."""
+        bound = self._bound.get((x.shape, x.dtype))
+        return None if bound is None else bound(x, self)
 
     def _forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
@@ -372,7 +375,18 @@ class QuantLinear(nn.Module):
 class _BoundCall:
     """A call in which everything but the input is fixed; valid as long as the layer does not change."""
 
-    __slots__ = ("_bias", "_buffers", "_call", "_changes", "_parts", "_picked", "_shape", "_weight")
+    __slots__ = (
+        "_bias",
+        "_buffers",
+        "_call",
+        "_changes",
+        "_device",
+        "_on_cpu",
+        "_parts",
+        "_picked",
+        "_shape",
+        "_weight",
+    )
 
     def __init__(self, call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked: Pick) -> None:
         weight, bias = layer.weight, layer.bias
@@ -380,6 +394,7 @@ class _BoundCall:
         self._weight, self._changes, self._buffers = weight, weight._changes, weight._buffers
         self._parts = [(name, part, _version(part)) for name, part in weight._buffers.items() if part is not None]
         self._bias = (bias, 0 if bias is None else bias.data_ptr())
+        self._device, self._on_cpu = weight.device, weight.device.type == "cpu"
 
     def __call__(self, x: Tensor, layer: QuantLinear) -> Tensor | None:
         """The product; None where the layer or the mode has changed: the call takes another path, and is bound anew."""
@@ -393,7 +408,8 @@ class _BoundCall:
                 return None
         if bias is not None and bias.data_ptr() != address:
             return None
-        if not _is_plain(x) or x.device != self._parts[0][1].device or torch.is_autocast_enabled(x.device.type):
+        is_elsewhere = not x.is_cpu if self._on_cpu else x.device != self._device  # comparing devices is slow
+        if is_elsewhere or type(x) not in _PLAIN or _modes() or torch.is_autocast_enabled(self._device.type):
             return None
         if torch.is_grad_enabled() and (x.requires_grad or _learns(bias)):
             return None

@@ -118,7 +118,7 @@ def load_packed(
         place_all(target, values, parameters, layers)
         check_filled(target, str(path))
         target.to(place)  # buffers that a model of the user's computes itself
-        if place.type == "cuda":
+        if place.type in ("cuda", "cpu"):
             fuse_projections(target)
         folder = source if source.is_dir() else None
         remember(target, file, assignment.recipes, folder=folder, config=config, plan=plan)

@@ -149,7 +149,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             )
             place_all(model, values, {}, layers)
             check_filled(model, str(self._folder))
-            if self._device.type == "cuda":
+            if self._device.type in ("cuda", "cpu"):
                 fuse_projections(model)
             remember(model, file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan)
         adapt_to_transformers(model)
