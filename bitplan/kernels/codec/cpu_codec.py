@@ -20,14 +20,13 @@ from bitplan.formats import codec as definition
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.gguf.ggml_encoders import GgufMxfp4
-from bitplan.formats.gguf.search import SearchBySums
 from bitplan.formats.registry import get_format
 from bitplan.formats.scales.rules import reciprocal
 from bitplan.kernels.base.jit import on_threads
 from bitplan.kernels.codec import cpu_decode, cpu_encode
-from bitplan.kernels.codec.gguf_search import NumbaSums
+from bitplan.kernels.codec.gguf_block_search import CompiledSearch
 
-BLOCK_SEARCH = SearchBySums(NumbaSums())  # for GGUF's blocks, whose scales are searched
+BLOCK_SEARCH = CompiledSearch()  # for GGUF's blocks, whose scales are searched
 Array = np.ndarray[Any, Any]
 Encoder = Callable[[Tensor, Format], tuple[Tensor, Tensor | None]]
 Decoder = Callable[[Encoded, torch.dtype], Tensor]

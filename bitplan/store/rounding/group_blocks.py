@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.gguf.layouts import Layout
-from bitplan.formats.gguf.search import BlockSearch, SearchBySums, TorchSums, search_blocks
+from bitplan.formats.gguf.search import SearchBySums, TorchSums, search_blocks
 from bitplan.store.rounding.code_grids import Grid
 from bitplan.store.rounding.group_scales import GroupScales
 from bitplan.store.rounding.layout import unordered
@@ -40,6 +40,8 @@ def round_groups(
     scales = GroupScales.empty(matrix, fmt.layout)
     if in_batches(matrix):
         codes = _compensate_batches(matrix, factor, fmt.layout, grid_of_groups(fmt), blocks, at, scales)
+    elif is_compiled(matrix):
+        codes = _compensate_compiled(matrix, factor, fmt, blocks, at, scales)
     else:
         codes = _compensate(matrix, factor, fmt, blocks, at, scales)
     _sweep(matrix, hessian, codes, scales, fmt, sweeps)
@@ -50,7 +52,7 @@ def round_groups(
 def _compensate(
     matrix: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, scales: GroupScales
 ) -> Tensor:
-    layout, loops, grid, search = fmt.layout, loops_for(matrix), grid_of_groups(fmt), _search(matrix)
+    layout, loops, grid, search = fmt.layout, loops_for(matrix), grid_of_groups(fmt), SearchBySums(TorchSums())
     left, codes, width = matrix[:, at].contiguous(), torch.empty_like(matrix), layout.numbers
     for place, block in enumerate(blocks):
         first, last = place * width, (place + 1) * width
@@ -65,6 +67,24 @@ def _compensate(
         codes[:, at[first:last]] = own_codes
         left[:, last:] -= errors @ factor[first:last, last:]
     return codes
+
+
+def _compensate_compiled(
+    matrix: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, scales: GroupScales
+) -> Tensor:
+    """As `_compensate`, by compiled loops: of small matrices calls of torch take longer than what they compute."""
+    from bitplan.store.rounding.round_columns_cpu import BlockRounder
+
+    width = fmt.layout.numbers
+    left, codes = matrix[:, at].contiguous(), torch.empty_like(matrix)
+    weights = _block_weights(unordered(factor.diagonal().square().reciprocal()[None], at)[0], width)
+    rounder = BlockRounder(fmt.layout, grid_of_groups(fmt), weights, at % width, scales)
+    for place, block in enumerate(blocks):
+        own = slice(place * width, (place + 1) * width)
+        codes[:, own], errors = rounder.round(left[:, own], factor[own, own], block, own)
+        if own.stop < matrix.shape[1]:
+            left[:, own.stop :] -= errors @ factor[own, own.stop :]
+    return unordered(codes, at)
 
 
 def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, fmt: GgufBlocks, sweeps: int) -> None:
@@ -164,11 +184,3 @@ def _block_weights(weights: Tensor, width: int) -> Tensor:
 
 def _columns(block: int, width: int) -> slice:
     return slice(block * width, (block + 1) * width)
-
-
-def _search(matrix: Tensor) -> BlockSearch:
-    if not is_compiled(matrix):
-        return SearchBySums(TorchSums())
-    from bitplan.kernels.codec.gguf_search import NumbaSums
-
-    return SearchBySums(NumbaSums())

@@ -17,6 +17,7 @@ from torch import Tensor
 from bitplan.formats.gguf.layouts import Layout
 from bitplan.kernels.base.jit import compiled, inlined, on_threads, thread_count
 from bitplan.kernels.base.vectors import same_bits
+from bitplan.kernels.codec.gguf_block_search import RowSearch
 from bitplan.store.rounding.code_grids import Grid
 from bitplan.store.rounding.group_scales import GroupScales
 
@@ -62,6 +63,49 @@ def weighted_cost(piece: Tensor, weights: Tensor, scales: Tensor, grid: Grid) ->
     return cost
 
 
+class BlockRounder:
+    """Rounds blocks of GGUF's groups, one after the other: searches what is stored for a block, then its codes.
+
+    weights   [K] of columns, as the search takes them
+    inside    [K]: the place within its block of each column, in the order in which columns are rounded
+    """
+
+    def __init__(self, layout: Layout, grid: Grid, weights: Tensor, inside: Tensor, scales: GroupScales) -> None:
+        self._layout, self._scales, self._search = layout, scales, RowSearch(layout)
+        self._weights = weights.reshape(-1, layout.group_count, layout.group).numpy()
+        self._inside, self._groups = inside.numpy(), (inside // layout.group).numpy()
+        self._grid = _numbers_of(grid)
+
+    def round(self, piece: Tensor, factor: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
+        """Codes and errors [R, n] of a block's numbers, in the order of `columns`; its scales go to where they belong."""
+        given, shares = piece.contiguous().numpy(), factor.contiguous().numpy()
+        codes, errors = torch.empty(piece.shape), torch.empty(piece.shape)
+        outs = codes.numpy(), errors.numpy()
+        inside, groups, weights = self._inside[columns], self._groups[columns], self._weights[block]
+        step = _rows_at_once(len(given))
+
+        def work(first: int) -> None:
+            rows = slice(first, first + step)
+            numbers = np.empty_like(given[rows])
+            numbers[:, inside] = given[rows]
+            steps, offsets = self._store(self._search(numbers.reshape(len(numbers), -1, self._layout.group), weights), block, rows)
+            _round_rows(given[rows], shares, steps, offsets, groups, *(each[rows] for each in outs), *self._grid)
+
+        on_threads(work, range(0, len(given), step))
+        return codes, errors
+
+    def _store(self, found: tuple[Any, ...], block: int, rows: slice) -> tuple[Any, Any]:
+        """What a code is multiplied by and what is added, [R, groups]; rounded once, as the decoder does."""
+        d, dmin, scales, mins = found
+        into, own = self._scales, self._scales.groups(block)
+        if scales is None:
+            into.d.numpy()[rows, block], into.dmin.numpy()[rows, block] = d[:, 0], dmin[:, 0]
+            return d, dmin
+        into.d.numpy()[rows, block], into.dmin.numpy()[rows, block] = d[:, 0], -dmin[:, 0]
+        into.scales.numpy()[rows, own], into.mins.numpy()[rows, own] = scales, mins
+        return d * scales, -dmin * mins
+
+
 def sweep_groups(
     gradient: Tensor, codes: Tensor, hessian: Tensor, scales: GroupScales, grid: Grid, sweeps: int
 ) -> None:
@@ -71,8 +115,7 @@ def sweep_groups(
     matrix product.
     """
     layout, columns = scales.layout, gradient.shape[1]
-    table = None if grid.table is None else np.array(grid.table, F32)
-    numbers = (*_limits(layout), F32(grid.low), F32(grid.high), F32(grid.mantissa), F32(grid.least), grid.is_float)
+    numbers = (*_limits(layout), *_numbers_of(grid))
     given = [each.numpy() for each in (codes, scales.d, scales.dmin, scales.scales, scales.mins)]
     step = _rows_at_once(len(gradient))
     width = max(PIECE, layout.numbers)
@@ -90,7 +133,7 @@ def sweep_groups(
             def work(at: int) -> None:
                 rows = slice(at, at + step)
                 parts = [each[rows] for each in given]
-                _sweep_groups(slopes[rows], out[rows], matrix, own_sums, *parts, first, *numbers, table)  # noqa: B023
+                _sweep_groups(slopes[rows], out[rows], matrix, own_sums, *parts, first, *numbers)  # noqa: B023
 
             on_threads(work, range(0, len(gradient), step))
             gradient -= changes @ hessian[cols]
@@ -107,8 +150,7 @@ def _by_rows(
     """`loop` on some rows of the piece, and of what is given by row, at a time."""
     whole = piece.contiguous().numpy()
     arrays: list[Any] = [each.contiguous().numpy() for each in given]
-    table = None if grid.table is None else np.array(grid.table, F32)  # None: loops without a table are compiled apart
-    numbers = (F32(grid.low), F32(grid.high), F32(grid.mantissa), F32(grid.least), grid.is_float, table)
+    numbers = _numbers_of(grid)
     step = _rows_at_once(len(whole))
 
     def work(first: int) -> None:
@@ -116,6 +158,11 @@ def _by_rows(
         loop(whole[rows], *(each[rows] if place in by_row else each for place, each in enumerate(arrays)), *numbers)
 
     on_threads(work, range(0, len(whole), step))
+
+
+def _numbers_of(grid: Grid) -> tuple[Any, ...]:
+    table = None if grid.table is None else np.array(grid.table, F32)  # None: loops without a table are compiled apart
+    return F32(grid.low), F32(grid.high), F32(grid.mantissa), F32(grid.least), grid.is_float, table
 
 
 def _rows_at_once(rows: int) -> int:
