@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--model-formats", default=",".join(MODEL_FORMATS))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
@@ -250,7 +251,7 @@ def main() -> None:
         print_memory(options.model, options.memory_of)
         return
     speed = copy_gb_per_s(3 if options.tiny else 10)
-    print(f"copy: {speed:.1f} GB/s read")
+    print(f"copy: {speed:.1f} GB/s read", flush=True)
     document: dict[str, Any] = {
         "benchmark": "packed weights on a CPU",
         "machine": harness.machine("cpu"),
@@ -272,7 +273,8 @@ def main() -> None:
             folder = Path(kept)
             document["model"] = save_model(options.model, folder)
             if "model" in parts:
-                document["model_rows"] = model_rows(folder, list(MODEL_FORMATS), max(2, options.repeats // 3))
+                chosen = options.model_formats.split(",")
+                document["model_rows"] = model_rows(folder, chosen, max(2, options.repeats // 3))
             if "memory" in parts:
                 document["memory"] = memory_rows(folder, options.threads)
     if options.llama_bench:
