@@ -153,7 +153,8 @@ class Run:
             self.lap(f"judged {row.label}: {done['tensor_bytes'] / 1e6:.2f} MB, KL {done['kl']:.5f}")
 
     def base_of_judge(self) -> None:
-        replace(self.judge, threads=self.options.threads).prepare(self.options.chunks, 0)
+        """What judges need: with half of the threads, for it waits actively, and processes compile beside it."""
+        replace(self.judge, threads=max(1, self.options.threads // 2)).prepare(self.options.chunks, 0)
 
     # ---- the search ------------------------------------------------------------------------------------------------
 
