@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ BITS = (3.5, 4.0, 4.5, 5.0, 6.0)
 
 
 def spearman(first: list[float], second: list[float]) -> float:
-    """Rank correlation; ties get their order's rank, which random plans do not have."""
+    """Rank correlation of pairs that are not tied: see `rank_of_plans`."""
 
     def ranks(values: list[float]) -> torch.Tensor:
         order = sorted(range(len(values)), key=values.__getitem__)
@@ -41,6 +41,15 @@ def spearman(first: list[float], second: list[float]) -> float:
         return found
 
     return float(torch.corrcoef(torch.stack((ranks(first), ranks(second))))[0, 1])
+
+
+def rank_of_plans(pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Predicted and measured KL of plans, and their rank correlation; a plan that was drawn twice counts once."""
+    distinct = sorted({(float(predicted), float(measured)) for predicted, measured in pairs})
+    found: dict[str, Any] = {"pairs": [list(pair) for pair in pairs], "distinct": len(distinct)}
+    if len(distinct) > 2:
+        found["spearman"] = spearman([pair[0] for pair in distinct], [pair[1] for pair in distinct])
+    return found
 
 
 def random_plan(evidence: SearchEvidence, generator: random.Random) -> dict[str, str]:
@@ -125,9 +134,7 @@ def main() -> None:
     for index in range(options.plans):
         choice = random_plan(evidence, generator)
         pairs.append([evidence.predict(choice), searcher.judge.kl(evidence, choice, f"random plan {index}")])
-        found["random_plans"] = {"pairs": pairs}
-        if len(pairs) > 2:
-            found["random_plans"]["spearman"] = spearman([each[0] for each in pairs], [each[1] for each in pairs])
+        found["random_plans"] = rank_of_plans(pairs)
         harness.save("search", found, options.result)
 
 

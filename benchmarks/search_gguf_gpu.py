@@ -28,6 +28,7 @@ from engines import Engine
 from llama_judge import CONTEXT, Judge
 from search_gguf import CALIBRATION_SHARE, Ours, Row, comparison, judge_in_process, room_for
 
+from bitplan.formats import Encoded
 from bitplan.records import read_json, read_text
 from bitplan.searching import Goal, Searcher
 from bitplan.searching.decide.correct import Corrections
@@ -144,7 +145,7 @@ class Run:
 
     def take(self, *, all_of_them: bool) -> None:
         """Write down rows that are judged."""
-        tasks = as_completed(dict(self.waiting)) if all_of_them else [each for each in self.waiting if each.done()]
+        tasks = as_completed(list(self.waiting)) if all_of_them else [each for each in self.waiting if each.done()]
         for task in tasks:
             row = self.waiting.pop(task)
             self.found["rows"][row.label] = done = task.result()
@@ -152,7 +153,8 @@ class Run:
             self.lap(f"judged {row.label}: {done['tensor_bytes'] / 1e6:.2f} MB, KL {done['kl']:.5f}")
 
     def base_of_judge(self) -> None:
-        replace(self.judge, threads=self.options.threads).prepare(self.options.chunks, 0)
+        """What judges need: with half of the threads, for it waits actively, and processes compile beside it."""
+        replace(self.judge, threads=max(1, self.options.threads // 2)).prepare(self.options.chunks, 0)
 
     # ---- the search ------------------------------------------------------------------------------------------------
 
@@ -199,9 +201,12 @@ class Run:
         ]
         for task in as_completed(tasks):
             task.result()
+            self.take(all_of_them=False)  # rows that were judged meanwhile are not lost where a run is cut
         for name, fmt in missing:
             with open_tensors(self.ours.kept(name, fmt)) as file:
-                rounded._write(rounded.subject.sites[name], fmt, file.read(name))
+                made = file.read(name)
+            assert isinstance(made, Encoded)
+            rounded._write(rounded.subject.sites[name], fmt, made)
             on_done(name, fmt)
 
     def plans(self, evidence: SearchEvidence, meter: PlanMeter) -> None:
@@ -284,7 +289,7 @@ def their_part(run: Run) -> None:
 
 
 def our_part(run: Run) -> None:
-    RoundedWeights.round_all = lambda rounded, pairs, on_done: run.round_in_pool(rounded, pairs, on_done)  # type: ignore[method-assign]
+    RoundedWeights.round_all = lambda rounded, pairs, on_done: run.round_in_pool(rounded, pairs, on_done)  # type: ignore[method-assign,assignment]
     (run.ours.work / "rounded").mkdir(exist_ok=True)
     warm = [run.pool.submit(warm_in_process, run.source.model, fmt) for fmt in run.source.formats]
     base = threading.Thread(target=run.base_of_judge)

@@ -618,6 +618,28 @@ def searched_table() -> str:
     return "\n".join(lines)
 
 
+def searched_smollm2_table() -> str:
+    """SmolLM2 in the bytes of llama.cpp's types, each beside the best of their files that has no more bytes."""
+    rows = _read("search_gguf_smollm2_135m")["rows"]
+    theirs = {label: row for label, row in rows.items() if row["by"] == "llama.cpp"}
+    lines = [
+        "| SmolLM2-135M, in llama.cpp | MB | KL | llama.cpp's best in no more bytes, with an imatrix | of it "
+        "| predicted |",
+        "|---|---|---|---|---|---|",
+    ]
+    for label, row in sorted(theirs.items(), key=lambda item: item[1]["tensor_bytes"]):
+        kl = f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
+        lines.append(f"| llama.cpp's {label} | {row['tensor_bytes'] / 1e6:.2f} | {kl} | | | |")
+    for label, row in sorted(rows.items(), key=lambda item: item[1]["tensor_bytes"]):
+        if row["by"] == "searched":
+            most = theirs[label.removeprefix("searched, ").partition("'")[0]]["tensor_bytes"]
+            best = min(each["kl"] for each in theirs.values() if each["tensor_bytes"] <= most)
+            cells = [label, f"{row['tensor_bytes'] / 1e6:.2f}", f"{row['kl']:.4f} ± {row['kl_error']:.4f}"]
+            cells += [f"{best:.4f}", f"{row['kl'] / best:.2f}", f"{row['predicted']:.4f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def short_searched_table() -> str:
     """The same for the README: sizes in bits a weight alone."""
     lines = [
