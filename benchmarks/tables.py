@@ -481,7 +481,8 @@ def trees_gpu_table() -> str:
 def _trees_table(run: dict[str, Any]) -> str:
     rows = f"{run['rows'] // 10**6}M" if run["rows"] >= 10**6 else f"{run['rows'] // 1000}k"
     named = {"regression": ", a number", "classes": ", ten classes", "flights": ", like flights"}
-    return f"{rows} x {run['features']}{named.get(run.get('task', 'binary'), '')}, {run['trees']} of {run['leaves']} leaves"
+    task = named.get(run.get("task", "binary"), "")
+    return f"{rows} x {run['features']}{task}, {run['trees']} of {run['leaves']} leaves"
 
 
 def _trainer(contender: str) -> str:
