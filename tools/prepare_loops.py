@@ -60,6 +60,7 @@ def run_all() -> None:
         BoostedTreesRegressor(**of, categorical_features=[1]).fit(coded[:, :8], y).predict(coded[:, :8])
         BoostedTreesRegressor(**of, monotone_constraints=[1] * 8, l1=0.1).fit(x[:, :8], y)
     thread_workspace.TEAM_ROWS = team
+    BoostedTreesRegressor(**small).fit(x[:, :8].astype(np.float32), y)
     for objective in ("absolute_error", "quantile", "huber", "poisson", "gamma", "tweedie"):
         BoostedTreesRegressor(**small, objective=objective).fit(x[:, :8], np.exp(y))
     few = BoostedTreesClassifier(**small).fit(x[:, :8], np.digitize(y, [-1, 1]))

@@ -15,7 +15,7 @@ import numpy as np
 from bitplan.kernels.base import row_pieces
 from bitplan.kernels.base.jit import on_threads, thread_count
 from bitplan.optional import require
-from bitplan.trees.binning import Bins, bin_rows, blocks_of, find_bins
+from bitplan.trees.binning import SAMPLE_ROWS, Bins, bin_rows, blocks_of, find_bins, give_back_memory
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.evaluation.metrics import Metric
 from bitplan.trees.files.pieces import TablePieces
@@ -143,6 +143,8 @@ def boost(
     span = Span.of(len(rows.x), shards)
     grow_on = _grower_of(settings, categorical, shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
+    if len(rows.x) > SAMPLE_ROWS:
+        give_back_memory()
     grower = grow_on(_binned(rows.x, bins, objective, settings), bins, settings.rules, shards)
     if initial is None:
         booster = Booster(objective.start(rows.y, rows.weights, shards), rows.x.shape[1])

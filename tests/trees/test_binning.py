@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bitplan.trees.binning import bin_rows, find_bins
+from bitplan.kernels.base import row_pieces
+from bitplan.trees.binning import Bins, bin_rows, find_bins
 from bitplan.trees.gradients import TreesError
 
 
@@ -81,3 +82,28 @@ def test_many_categories_have_several_columns():
 def test_what_is_no_category_is_refused(wrong):
     with pytest.raises(TreesError, match=r"feature 0 is categorical.*OrdinalEncoder"):
         bins_of([1, wrong], categorical=(0,))
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ">f8"])
+def test_bins_are_numpys_and_a_table_is_not_copied(monkeypatch, order, dtype):
+    rng = np.random.default_rng(0)
+    x = np.asarray(rng.standard_normal((3000, 5)).round(2).astype(dtype), order=order)
+    x[::7, 1], x[::5, 2] = np.nan, 0.0
+    bins = find_bins(x, np.zeros(5, bool), 255, 0)
+    used = []
+    run = row_pieces.run
+    monkeypatch.setattr(row_pieces, "run", lambda loop, *given: used.append(given[2]) or run(loop, *given))
+    data = bin_rows(x, bins)
+    assert (used == [x.ctypes.data]) == x.dtype.isnative
+    for column, (edges, numbers) in enumerate(zip(bins.edges, x.T.astype(np.float64), strict=True)):
+        expected = np.where(np.isnan(numbers), 255, np.searchsorted(edges, numbers))
+        np.testing.assert_array_equal(data.columns[column], expected)
+
+
+def test_float32_limits_keep_numbers_on_their_sides():
+    """Limits between two float32 that touch, and beyond the largest."""
+    numbers = np.array([1.0, np.nextafter(np.float32(1), np.float32(2)), 3.4e38, -3.4e38, 0.0, -0.0], np.float32)
+    limits = np.sort(np.array([1.0 + 2.0**-25, 1e300, -1e300, -0.0, 3.4e38]))
+    data = bin_rows(np.tile(numbers, (1, 1)).T, Bins((limits,), np.zeros(1, bool), np.zeros(1, np.int64)))
+    np.testing.assert_array_equal(data.columns[0], np.searchsorted(limits, numbers.astype(np.float64)))

@@ -161,3 +161,28 @@ def test_a_team_begins_without_a_thread_that_does_not_come(monkeypatch):
         monkeypatch.setattr(helper_threads, "run", lambda function, job, *_, **__: function(job))
     np.testing.assert_array_equal(grown[0].leaf_value, grown[1].leaf_value)
     assert grown[0].leaves > 2
+
+
+@pytest.mark.parametrize("features", [5, 40])
+def test_columns_are_copied_for_large_nodes_alone(features):
+    """The tree is that of columns that were all there; small nodes are divided by panels."""
+    x, y = table(6000, features)
+    gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), GradientPrecision.I16, 3)
+    grown = []
+    for threads, copies_all in ((2, True), (2, False), (1, False)):
+        data, bins = binned(x)
+        assert not data.is_there.any()
+        if copies_all:
+            assert data.columns.shape == (features, len(x))
+        with use_threads(threads):
+            grower = TreeGrower(data, bins, rules(features, max_leaves=200, min_child_rows=2))
+            grown.append(grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(features)))
+    used = set(grown[0].columns.tolist())
+    assert 0 < data.is_there.sum() < len(used)
+    for other in grown[1:]:
+        for name in ("feature", "threshold", "left", "right", "leaf_value", "leaf_rows"):
+            np.testing.assert_array_equal(getattr(grown[0].tree, name), getattr(other.tree, name))
+        for a, b in zip(grown[0].leaf_rows, other.leaf_rows, strict=True):
+            np.testing.assert_array_equal(np.sort(a), np.sort(b))
+    filled = data.columns.copy()
+    np.testing.assert_array_equal(filled, binned(x)[0].columns)

@@ -94,7 +94,7 @@ def test_a_hundred_million_rows_in_one_bin_do_not_overflow(precision, sign):
     columns = np.full((1, block), 200, np.uint8)
     panel = np.zeros((block, 8), np.uint8)
     panel[:, 0] = 200
-    data = BinnedRows(columns, panel.view(np.uint64).reshape(-1), np.zeros(1, np.int64), (1,))
+    data = BinnedRows(columns, np.ones(1, np.uint8), panel.view(np.uint64).reshape(-1), np.zeros(1, np.int64), (1,))
     grads, hess = np.full(block, sign, np.float32), np.ones(block, np.float32)
     gradients = prepare(grads, hess, GradientPrecision(precision), None)
     if precision == "f32":  # the unit depends on how many rows there are
@@ -114,7 +114,13 @@ def test_a_hundred_million_rows_in_one_bin_do_not_overflow(precision, sign):
 def test_wide_nodes_are_built_in_blocks():
     rows = 2 * kernels.NARROW_ROWS + 5
     panel = np.zeros((rows, 8), np.uint8)
-    data = BinnedRows(np.zeros((1, rows), np.uint8), panel.view(np.uint64).reshape(-1), np.zeros(1, np.int64), (1,))
+    data = BinnedRows(
+        np.zeros((1, rows), np.uint8),
+        np.ones(1, np.uint8),
+        panel.view(np.uint64).reshape(-1),
+        np.zeros(1, np.int64),
+        (1,),
+    )
     gradients = prepare(np.full(rows, -1, np.float32), np.ones(rows, np.float32), GradientPrecision.I16, None)
     builder = HistogramBuilder(data, gradients, np.arange(1))
     result = builder.build(builder.enter(np.arange(rows, dtype=np.uint32)))
