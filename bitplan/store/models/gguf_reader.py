@@ -1,6 +1,6 @@
 """Lets transformers read a GGUF file once: it opens the file for the config, the tokenizer and the weights.
 
-gguf's reader takes a slice of a memory map for every token of the vocabulary, each of which runs Python code of NumPy's;
+gguf's reader takes a slice of a memory map for every token of the vocabulary, and each runs Python code of NumPy's;
 of a plain array over the same bytes it does not. Opening SmolLM2-135M took 35 s of CPU time, and takes 24.
 """
 
