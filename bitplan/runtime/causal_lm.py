@@ -34,6 +34,7 @@ from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.schemes.tensors import SchemeTensors
 from bitplan.store.files.tensor_file import TensorFile
+from bitplan.store.models.gguf_reader import one_gguf_reader
 from bitplan.store.models.transformers_names import (
     REPORTED,
     foreign_reason,
@@ -198,7 +199,8 @@ def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:
             f"{source}: is split, and transformers reads GGUF from one file; merge it with llama-gguf-split"
         )
     place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    return _read("AutoTokenizer", source, "the tokenizer", place), read_model(source, place)
+    with one_gguf_reader():
+        return _read("AutoTokenizer", source, "the tokenizer", place), read_model(source, place)
 
 
 def read_model(source: Path, place: dict[str, Any] | None = None, dtype: torch.dtype | str = torch.float32) -> Any:

@@ -23,6 +23,7 @@ from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, S
 from bitplan.searching import run as runner
 from bitplan.searching.gather import blocks, collect, damage, passes, searched_model
 from bitplan.searching.gather.collect import EVIDENCE
+from bitplan.searching.gather.passes import add_upper_products, mirror
 from bitplan.searching.gather.searched_model import subject_of
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
 from bitplan.searching.runtime_formats import TARGETS
@@ -404,3 +405,13 @@ def test_what_is_packed_already_stays_where_it_is_kept():
     tensors = {"kept": packed, "free": packed, "same": Stored((64, 64), searched_model.ANY_ROWS, True)}
     plan = choose_formats(tensors, searched_model.ANY_ROWS, keep=["kept", "same"], pad=True)
     assert {name for name, entry in plan.entries.items() if searched_model._may_change(entry)} == {"free"}
+
+
+@pytest.mark.parametrize("columns", [5, 191, 400, 1200])
+def test_products_of_all_pairs_of_columns_are_computed_once(columns):
+    rows = torch.randn(3, 16, columns, generator=torch.Generator().manual_seed(0))
+    found = torch.zeros(columns, columns)
+    for part in rows:
+        add_upper_products(found, part)
+    every = rows.reshape(-1, columns).double()
+    torch.testing.assert_close(mirror(found).double(), every.T @ every, rtol=1e-5, atol=1e-4)

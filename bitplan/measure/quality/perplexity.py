@@ -147,7 +147,8 @@ class CachedLogits:
             if logits.nbytes <= self.budget_bytes:
                 self.budget_bytes -= logits.nbytes
                 self._cached[keys[row]] = logits.clone()  # a view would hold the whole batch
-        return torch.stack([computed[row] if row in computed else self._cached[key] for row, key in enumerate(keys)])
+        found = [computed[row] if row in computed else self._cached[key] for row, key in enumerate(keys)]
+        return found[0][None] if len(found) == 1 else torch.stack(found)  # of a large vocabulary a copy takes long
 
 
 def measure_perplexity(

@@ -31,6 +31,7 @@ GRADIENT_TOKENS = 16384  # gradients are of the first so many
 MOST_OUTPUTS = GRADIENT_TOKENS // TOKENS_PER_OUTPUT  # of a layer whose outputs' gradients are taken together
 BATCH = 2048  # tokens in one call of a block
 SEED = 0
+MOST_STRIPS, FEWEST_COLUMNS = 6, 192  # of a symmetric product, which strip by strip is little more than half the work
 RUN = 256  # tokens of the vocabulary whose probabilities are added up first, to draw one
 _MATRICES = (f".{INPUTS}", f".{BETWEEN}")
 
@@ -321,14 +322,13 @@ class _Passes:
     def _add_squares(self, key: str, vectors: Tensor) -> None:
         """Sums of products of all pairs of columns; where they are, for they may be the largest thing in memory."""
         rows = vectors.detach().reshape(-1, vectors.shape[-1]).float()
-        if key in self._sums:
-            self._sums[key].addmm_(rows.T, rows)
-        else:
-            self._sums[key] = rows.T @ rows
+        if key not in self._sums:
+            self._sums[key] = rows.new_zeros(rows.shape[1], rows.shape[1])
+        add_upper_products(self._sums[key], rows)
 
     def _flush(self) -> None:
         """Matrices to a file: together they are as large as the model. The rest are vectors."""
-        large = {key: self._sums.pop(key) for key in list(self._sums) if key.endswith(_MATRICES)}
+        large = {key: mirror(self._sums.pop(key)) for key in list(self._sums) if key.endswith(_MATRICES)}
         if not large:
             return
         path = self._scratch / f"sums-{self._first}-{len(self._files)}"
@@ -349,6 +349,25 @@ def draw_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     inside = runs.gather(1, run.unsqueeze(-1).expand(-1, -1, RUN)).squeeze(1).double().cumsum(-1)
     place = torch.searchsorted(inside, drawn - before, right=True).clamp(max=RUN - 1)
     return (run * RUN + place).clamp(max=count - 1)
+
+
+def add_upper_products(into: Tensor, rows: Tensor) -> None:
+    """Add rows^T rows strip by strip, each from the diagonal to the right: the rest is the same again."""
+    for strip in _strips(into):
+        into[strip, strip.start :].addmm_(rows[:, strip].T, rows[:, strip.start :])
+
+
+def mirror(upper: Tensor) -> Tensor:
+    """Below the strips' diagonal, what is above it; where it is."""
+    for strip in _strips(upper):
+        upper[strip.stop :, strip] = upper[strip, strip.stop :].T
+    return upper
+
+
+def _strips(square: Tensor) -> list[slice]:
+    count = max(1, min(MOST_STRIPS, len(square) // FEWEST_COLUMNS))
+    step = -(-len(square) // count)
+    return [slice(first, min(first + step, len(square))) for first in range(0, len(square), step)]
 
 
 def _experts_by_block(subject: SearchSubject) -> dict[int, list[ExpertSlice]]:

@@ -77,7 +77,7 @@ class BlockRounder:
         self._grid = _numbers_of(grid)
 
     def round(self, piece: Tensor, factor: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
-        """Codes and errors [R, n] of a block's numbers, in the order of `columns`; its scales go to where they belong."""
+        """Codes and errors [R, n] of a block's numbers, in the order of `columns`; its scales are put in place."""
         given, shares = piece.contiguous().numpy(), factor.contiguous().numpy()
         codes, errors = torch.empty(piece.shape), torch.empty(piece.shape)
         outs = codes.numpy(), errors.numpy()
@@ -88,7 +88,9 @@ class BlockRounder:
             rows = slice(first, first + step)
             numbers = np.empty_like(given[rows])
             numbers[:, inside] = given[rows]
-            steps, offsets = self._store(self._search(numbers.reshape(len(numbers), -1, self._layout.group), weights), block, rows)
+            steps, offsets = self._store(
+                self._search(numbers.reshape(len(numbers), -1, self._layout.group), weights), block, rows
+            )
             _round_rows(given[rows], shares, steps, offsets, groups, *(each[rows] for each in outs), *self._grid)
 
         on_threads(work, range(0, len(given), step))

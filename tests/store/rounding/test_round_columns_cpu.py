@@ -10,10 +10,13 @@ import torch
 from bitplan.formats import get_format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.kernels.base.jit import thread_count
-from bitplan.store.rounding import round_columns
+from bitplan.store.rounding import group_blocks, round_columns
 from bitplan.store.rounding.code_grids import grid_of
+from bitplan.store.rounding.error_compensation import InputHessian
 from bitplan.store.rounding.group_blocks import grid_of_groups
-from bitplan.store.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads, loops_for
+from bitplan.store.rounding.group_scales import GroupScales
+from bitplan.store.rounding.layout import layout_of
+from bitplan.store.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads, loops_for, rounding_rows_of
 
 cpu_pieces = pytest.importorskip("bitplan.store.rounding.round_columns_cpu", exc_type=ImportError)
 
@@ -54,3 +57,24 @@ def test_large_matrices_are_rounded_by_the_compiled_loops() -> None:
     with compiled_on_threads(before + 1):
         assert thread_count() == before + 1
     assert thread_count() == before
+
+
+@pytest.mark.parametrize(
+    ("fmt", "rows"), [("iq4_nl_gguf", 19), ("q4_1_gguf", 19), ("q2_k_gguf", 19), ("q4_k_gguf", 70)]
+)
+def test_blocks_of_groups_are_compensated_as_the_definition_does_it(fmt: str, rows: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    found, columns = get_format(fmt), 512
+    assert isinstance(found, GgufBlocks)
+    matrix = torch.randn(rows, columns, generator=generator)
+    matrix[4] = 0
+    inputs = torch.randn(800, columns, generator=generator) * torch.rand(columns, generator=generator)
+    layout = layout_of(found, (rows, columns))
+    by = InputHessian(inputs.T @ inputs).factor(layout, "activation", 0.01, matrix.device, fmt)
+    given = matrix, by.factor, found, by.blocks, by.columns
+    plain, compiled = (GroupScales.empty(matrix, found.layout) for _ in range(2))
+    with rounding_rows_of(torch.empty(SMALLEST_FOR_CPU)), compiled_on_threads(2):
+        codes = group_blocks._compensate_compiled(*given, compiled)
+    assert torch.equal(codes, group_blocks._compensate(*given, plain))
+    for part in ("d", "dmin", "scales", "mins"):
+        assert torch.equal(getattr(compiled, part), getattr(plain, part)), part
