@@ -24,7 +24,7 @@ from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
-from bitplan.store.files.headers import plan_for_file
+from bitplan.store.files.headers import is_packed_by, plan_for_file
 from bitplan.store.files.open_files import container_for, open_tensors, require_container
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.schemes.tensors import SchemeTensors
@@ -38,7 +38,6 @@ from bitplan.store.packed_folder import (
     is_model_folder,
     is_packed_config,
     packed_config,
-    plan_with_shapes,
     read_config,
     shapes_of_transposed,
     side_files,
@@ -183,34 +182,36 @@ def quantize_file(
     with ExitStack() as opened:
         file = opened.enter_context(open_tensors(source))
         statistics = None if evidence is None else opened.enter_context(open_evidence(evidence))
-        shapes = {} if container_for(output) else shapes_of_transposed(file)
-        fmt = plan_with_shapes(fmt, shapes, shapes) if isinstance(fmt, Plan) else fmt
-        plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output, shapes=shapes)
+        is_folder = container_for(output) is None
+
+        def planned(keep: Sequence[str]) -> Plan:
+            padded = pad is not None
+            return plan_for_file(file, fmt, keep=keep, only=only, pad=padded, output=output, packs_folder=is_folder)
+
+        plan = planned(keep)
         if unpacked := _without_layer(file, plan, output):
-            keep = (*keep, *unpacked)
-            plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output, shapes=shapes)
+            plan = planned((*keep, *unpacked))
             plan = _with_reason(plan, unpacked, "no packed layer holds it, so it stays")
             report.notes.append(
                 f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (transposed matrices, "
                 f"nn.MultiheadAttention): {listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
             )
         plan.require_whole(str(source))
-        plain = [name for name in shapes if plan.entries[name].stored or get_format(plan[name].format).is_cast]
-        plan = plan_with_shapes(plan, plain, {name: file.specs[name].shape for name in plain})
-        transposed = {name: shape for name, shape in shapes.items() if name not in plain}
+        shapes = shapes_of_transposed(file) if is_folder else {}
+        transposed = {name: shape for name, shape in shapes.items() if is_packed_by(plan, name)}
         known = None if statistics is None else evidence_for(statistics, file)
         if known is not None:
             known.require_use(name for name in file.specs if not get_format(plan[name].format).is_cast)
         options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known, transposed)
         report.notes += [] if known is None else known.notes
         inputs = [*file.files, *([] if statistics is None else [statistics.path])]
-        folder = None if container_for(output) else _folder_contents(file, options, shard_bytes)
-        if folder is not None:
+        contents = _folder_contents(file, options, shard_bytes) if is_folder else None
+        if contents is not None:
             check_packed_output(output, inputs=inputs, force=force)
-            report.notes += _unstackable(folder)
+            report.notes += _unstackable(contents)
             write_packed_folder(
                 output,
-                folder,
+                contents,
                 lambda writer, promises: _quantize_each(file, promises, writer, options, report, on_tensor),
                 force=force,
             )

@@ -16,6 +16,7 @@ from bitplan.formats import encode, get_format
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from bitplan.store.compare import compare_files
+from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.safetensors import write_safetensors
 from bitplan.store.files.tensor_file import Promise
@@ -527,3 +528,23 @@ def test_a_run_that_changed_nothing_says_so(tmp_path):
     assert report.warnings == [
         "every tensor is as it was: none was put into another format; `bitplan inspect` shows them"
     ]
+
+
+def test_a_plan_counts_the_bytes_of_experts_as_a_packed_folder_has_them(tmp_path):
+    """gpt-oss's float experts lie transposed: a format with a scale for each row has other bytes in a packed folder."""
+    names = [f"model.layers.0.mlp.experts.{local}" for local in ("gate_up_proj", "down_proj")]
+    tensors = {names[0]: torch.randn(2, 64, 96), names[1]: torch.randn(2, 48, 64)}
+    model = tmp_path / "model"
+    model.mkdir()
+    safetensors.torch.save_file(tensors, model / "model.safetensors")
+    (model / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    with open_tensors(model) as file:
+        packed = plan_for_file(file, "int8_row", packs_folder=True)
+        kept = plan_for_file(file, "int8_row", keep=[names[1]], packs_folder=True)
+        as_they_lie = plan_for_file(file, "int8_row")
+        again = plan_for_file(file, kept, packs_folder=True)
+    assert [packed.entries[name].shape for name in names] == [(2, 96, 64), (2, 64, 48)]
+    assert [kept.entries[name].shape for name in names] == [(2, 96, 64), (2, 48, 64)]
+    assert [as_they_lie.entries[name].shape for name in names] == [(2, 64, 96), (2, 48, 64)]
+    assert [again.entries[name].shape for name in names] == [(2, 96, 64), (2, 48, 64)]
+    assert packed.nbytes == quantize_file(model, tmp_path / "packed", "int8_row").bytes_after != as_they_lie.nbytes

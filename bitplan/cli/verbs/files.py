@@ -162,7 +162,7 @@ def quantize(
     from bitplan.records import read_text
     from bitplan.store.files.headers import plan_for_file
     from bitplan.store.files.open_files import container_for, open_tensors
-    from bitplan.store.packed_folder import check_packed_output, plan_with_shapes, shapes_of_transposed
+    from bitplan.store.packed_folder import check_packed_output
 
     # Refuse what can be refused without torch, whose import takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
@@ -182,10 +182,14 @@ def quantize(
         else:  # a folder
             check_packed_output(output, inputs=inputs, force=force)
         given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
-        shapes = {} if container else shapes_of_transposed(file)
-        given = plan_with_shapes(given, shapes, shapes) if isinstance(given, Plan) else given
         chosen = plan_for_file(
-            file, given, keep=keep or (), only=only or (), pad=pad is not None, output=output, shapes=shapes
+            file,
+            given,
+            keep=keep or (),
+            only=only or (),
+            pad=pad is not None,
+            output=output,
+            packs_folder=container is None,
         )
 
     from bitplan.store.quantize_files import quantize_file

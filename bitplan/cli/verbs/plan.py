@@ -144,7 +144,7 @@ def plan(
         if output is not None:
             check_output(output, inputs=[*manifest, *file.files], force=force)
         how_to_fill = '"padding": "zero" in the manifest'
-        resolved = plan_for_file(file, rules or fmt or "", keep=keep or (), how_to_fill=how_to_fill)
+        resolved = plan_for_file(file, rules or fmt or "", keep=keep or (), how_to_fill=how_to_fill, packs_folder=True)
     _show_plan(
         resolved, f"{checkpoint} under {manifest[0] if manifest else fmt}", output, mermaid=mermaid, as_json=as_json
     )

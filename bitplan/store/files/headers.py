@@ -13,6 +13,7 @@ from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.store.files.open_files import container_for
 from bitplan.store.files.safetensors import INDEX_SUFFIX
+from bitplan.store.packed_folder import plan_with_shapes, shapes_of_transposed
 from bitplan.text import counted
 
 if TYPE_CHECKING:
@@ -43,16 +44,19 @@ def plan_for_file(
     output: str | Path | None = None,
     substitutes: Substitutes | None = None,
     how_to_fill: str | None = "--pad zero",
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    packs_folder: bool = False,
 ) -> Plan:
     """The plan of `choose_formats` for a file that is to be written as `output`; rows that do not fit are refused.
 
     substitutes   what an engine holds in place of a format that does not fit
-    shapes        of tensors that are packed in another shape than the file's
+    packs_folder  for a packed folder: experts that lie transposed in the model's file have their rows' shape there,
+                  in a plan that is given, too; those that are not packed keep the file's
     """
     ShellPatterns((*keep, *only)).check(file.specs, str(file.path))  # a tied name follows its tensor's
     gguf = output is not None and is_gguf(output)
-    others = shapes or {}
+    others = shapes_of_transposed(file) if packs_folder else {}
+    if isinstance(formats, Plan):
+        formats = plan_with_shapes(formats, others, others)
     tensors = {
         name: _stored(file.spec(name), others.get(name, file.spec(name).shape)) for name in (*file.specs, *file.tied)
     }
@@ -69,7 +73,14 @@ def plan_for_file(
     if gguf:
         plan = _wide_norms(plan)
     _check_rows(file, plan, how_to_fill, substitutes or GGUF_SUBSTITUTES, others)
-    return plan
+    plain = {name: file.specs[name].shape for name in others if not is_packed_by(plan, name)}
+    return plan_with_shapes(plan, plain, plain)
+
+
+def is_packed_by(plan: Plan, name: str) -> bool:
+    """Whether a plan packs a tensor: it is not packed already, and does not stay a plain type."""
+    entry = plan.entries[name]
+    return entry.stored is None and not get_format(entry.choice.format).is_cast
 
 
 def _wide_norms(plan: Plan) -> Plan:
