@@ -273,6 +273,28 @@ def fp8_layers_table() -> str:
     return "\n".join(lines)
 
 
+def fp8_full_table() -> str:
+    """Two llama layers, all FP8, by the kernels as they are now."""
+    lines = ["| layers, now | run | tokens | BF16, ms | all FP8 | torchao tensorwise |", "|---|---|---|---|---|---|"]
+    rows = _read("fp8_full_nvidia_h200")["rows"]
+    for row in sorted(rows, key=lambda row: (row["size"], row["timing"], row["tokens"])):
+        cells = [*_layer_cells(row), f"{row['arms']['bf16']['median_ms']:.2f}"]
+        cells += [_times(row["arms"].get(name)) for name in ("full", "torchao tensorwise")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fp8_profile_table() -> str:
+    """Where the time of two llama layers goes."""
+    kinds = ("products", "attention", "casts", "checks", "norms", "others", "gaps")
+    lines = ["| us of a step | tokens | all | " + " | ".join(kinds) + " | bound |", "|---" * (len(kinds) + 4) + "|"]
+    for row in sorted(_read("fp8_profile_nvidia_h200")["rows"], key=lambda row: (row["tokens"], row["arm"])):
+        cells = [{"bf16": "BF16", "full": "all FP8"}[row["arm"]], f"{row['tokens']:,}", f"{row['us']:,.0f}"]
+        cells += [f"{row['kinds'].get(kind, 0):,.0f}" for kind in kinds]
+        lines.append("| " + " | ".join([*cells, f"{row['bound_us']:,.0f}" if "bound_us" in row else ""]) + " |")
+    return "\n".join(lines)
+
+
 def fp8_fsdp_table() -> str:
     """A training step under FSDP2, one process on one GPU."""
     lines = [
@@ -679,6 +701,8 @@ PLACES = {  # page: its tables
         fp8_cast_table,
         fp8_fsdp_table,
         fp8_layers_table,
+        fp8_full_table,
+        fp8_profile_table,
         fp8_held_out_table,
         fp8_training_table,
         fp8_training_speed_table,
