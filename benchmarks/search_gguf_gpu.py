@@ -6,7 +6,8 @@ A GPU gathers the statistics and measures plans on the windows for checks. Proce
 what plans need and no more, make files and judge them. The evidence is gathered once; plans are solved for one size
 after another, each is measured, and corrects the predictions for those that follow. `--without` names formats: a
 size that says `:fewer` is solved without them. Rows are kept in the result file, so that a run that is cut goes on,
-and llama.cpp's rows (`--part theirs`) may come from another machine.
+and llama.cpp's rows (`--part theirs`) may come from another machine. `--part solved --evidence FILE` solves what a cut
+run had gathered elsewhere.
 """
 
 from __future__ import annotations
@@ -225,12 +226,29 @@ class Run:
                 self.found.setdefault("out_of_reach", {})[label] = str(error)
                 self.lap(f"{label}: {error}")
                 continue
-            size = {"bits": evidence.bits(evidence.nbytes(choice)), "predicted": evidence.predict(choice)}
-            mixed = {fmt: sum(1 for each in choice.values() if each == fmt) for fmt in sorted(set(choice.values()))}
-            facts = {**size, "formats": mixed, "choice": dict(choice)}
-            self.judge_row(Row(label, "searched", explain_plan(evidence, choice).to_document(), facts=facts))
+            self.judge_row(self.row_of(evidence, label, choice))
             self.take(all_of_them=False)
             self.lap(f"rounded {label}")
+
+    def plans_of_evidence(self, evidence: SearchEvidence) -> None:
+        """Plans as they are solved, none measured before it is judged: of evidence that another machine gathered."""
+        for label, goal, without in self.goals(evidence):
+            if label not in self.found["rows"]:
+                groups = {name: _left(group, without) for name, group in evidence.groups.items()}
+                choice = solve(replace(evidence, groups=groups), goal).choice
+                weights = {name: fmt for group, fmt in choice.items() for name in evidence.groups[group].tensors}
+                missing = [pair for pair in weights.items() if not self.ours.kept(*pair).exists()]
+                for task in as_completed([self.pool.submit(round_in_process, self.ours, *pair) for pair in missing]):
+                    task.result()
+                    self.take(all_of_them=False)
+                self.judge_row(self.row_of(evidence, label, choice))
+                self.lap(f"rounded {label}")
+
+    def row_of(self, evidence: SearchEvidence, label: str, choice: Mapping[str, str]) -> Row:
+        size = {"bits": evidence.bits(evidence.nbytes(choice)), "predicted": evidence.predict(choice)}
+        mixed = {fmt: sum(1 for each in choice.values() if each == fmt) for fmt in sorted(set(choice.values()))}
+        facts = {**size, "formats": mixed, "choice": dict(choice)}
+        return Row(label, "searched", explain_plan(evidence, choice).to_document(), facts=facts)
 
     def goals(self, evidence: SearchEvidence) -> list[tuple[str, Goal, set[str]]]:
         """Labels, goals and formats that are left out, in the order of `--sizes`."""
@@ -288,6 +306,16 @@ def their_part(run: Run) -> None:
             run.lap(f"judged {kind}: {row['tensor_bytes'] / 1e6:.2f} MB, KL {row['kl']:.5f}")
 
 
+def solved_part(run: Run) -> None:
+    """Plans of evidence that was gathered elsewhere: statistics to round with are gathered here."""
+    (run.ours.work / "rounded").mkdir(exist_ok=True)
+    run.judge.prepare(run.options.chunks, 0)
+    run.statistics()
+    run.lap("statistics")
+    run.plans_of_evidence(SearchEvidence.load(run.options.evidence))
+    run.take(all_of_them=True)
+
+
 def our_part(run: Run) -> None:
     RoundedWeights.round_all = lambda rounded, pairs, on_done: run.round_in_pool(rounded, pairs, on_done)  # type: ignore[method-assign,assignment]
     (run.ours.work / "rounded").mkdir(exist_ok=True)
@@ -314,7 +342,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = read_json(options.result) if options.result.exists() else {"benchmark": "search_gguf"}
-    if options.part == "ours":
+    if options.part != "theirs":
         engine = Engine(options.bin, options.threads)
         found |= {"command": harness.command(), "model": options.model.name, "machine": harness.machine(options.device)}
         found |= {"commit": harness.commit(), "versions": {**harness.versions(), "llama.cpp": engine.version}}
@@ -341,6 +369,8 @@ def main() -> None:
             judge.prepare(options.chunks, options.imatrix_chunks)
             run.lap("llama.cpp's base and imatrix")
             their_part(run)
+        elif options.part == "solved":
+            solved_part(run)
         else:
             our_part(run)
     found["comparison"] = comparison(found["rows"])
@@ -363,7 +393,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="a folder for files on the way")
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--part", choices=("ours", "theirs"), default="ours")
+    parser.add_argument("--part", choices=("ours", "theirs", "solved"), default="ours")
+    parser.add_argument("--evidence", type=Path, help="with --part solved: evidence.json of another machine")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--sizes", nargs="*", default=list(SIZES), help="bits, or a type for its bytes; with :fewer without --without"
