@@ -19,7 +19,7 @@ from bitplan.kernels.base.vectors import prefetch
 from bitplan.trees.loops.compiling import called, compiled, inlined
 from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
 from bitplan.trees.loops.nodes import DROPPED, HOPELESS, QUEUED, READY, SIZE, WAIT
-from bitplan.trees.loops.rows import AHEAD, part_by_panel
+from bitplan.trees.loops.rows import AHEAD, bins_of, part_by_panel
 from bitplan.trees.loops.split import (
     CHILD,
     FEATURE,
@@ -64,16 +64,6 @@ def _add_part(entries, first, last, data, kernels, scales, pairs, cells, words):
 # ---- one node, all threads -------------------------------------------------------------------------------------------
 
 
-@inlined
-def _lies_at(work, data, feature):  # type: ignore[no-untyped-def]
-    """The bins of a column, and how many bytes apart they are: its copy, or where its panel has them."""
-    columns, is_there, panels, row_bytes = work[2], work[3], work[4], work[5]
-    if is_there[feature]:
-        return columns.reshape(columns.size)[feature * columns.shape[1] :], np.int64(1)
-    panel = feature // PANEL
-    return panels[8 * data[1][panel] + feature % PANEL :], row_bytes[panel]
-
-
 @called
 def _part_apart(entries, start, stop, bins, row_bytes, goes_left, node, spare):  # type: ignore[no-untyped-def]
     """Copy entries to the same part of `spare`: those that go left from its start on, the others from its end back."""
@@ -93,7 +83,7 @@ def _part_apart(entries, start, stop, bins, row_bytes, goes_left, node, spare): 
 def _copy_column(me, team, sync, work, data, feature):  # type: ignore[no-untyped-def]
     """All threads copy a column out of its panel."""
     columns, is_there = work[2], work[3]
-    bins, row_bytes = _lies_at(work, data, feature)
+    bins, row_bytes = bins_of(work, data, feature)
     count = columns.shape[1]
     for row in range(count * me // team, count * (me + 1) // team):
         columns[U(feature), U(row)] = bins[U(row) * U(row_bytes)]
@@ -113,7 +103,7 @@ def _partition(me, team, sync, work, data, goes_left, nodes, node):  # type: ign
     share = (stop - start + team - 1) // team
     first = min(start + me * share, stop)
     last = min(first + share, stop)
-    bins, row_bytes = _lies_at(work, data, feature)
+    bins, row_bytes = bins_of(work, data, feature)
     sync[LEFTS + me * LINE] = _part_apart(entries, first, last, bins, row_bytes, goes_left, node, spare)
     meet(sync, MEETING, team)
     here, before, total = sync[LEFTS + me * LINE], np.int64(0), np.int64(0)
@@ -297,7 +287,7 @@ def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, opti
     bins, scales, rules, is_category, monotone, judging, packs = options
     left_size, feature = np.int64(-1), nodes[node, FEATURE]
     if not is_there[feature]:
-        source, row_bytes = _lies_at(work, data, feature)
+        source, row_bytes = bins_of(work, data, feature)
         where = nodes[node, START], nodes[node, STOP]
         left_size = part_by_panel(entries, where[0], where[1], source, row_bytes, goes_left, node, spare)
     more = nodes, reals, node, left_size, monotone, scales, rules

@@ -12,7 +12,7 @@ import numpy as np
 from bitplan.kernels.base.addresses import read
 from bitplan.kernels.base.vectors import count_below, prefetch
 from bitplan.trees.loops.compiling import compiled, inlined
-from bitplan.trees.loops.histogram import ROW
+from bitplan.trees.loops.histogram import PANEL, ROW
 
 MISSING = 255
 AHEAD = 32  # rows
@@ -110,6 +110,16 @@ def part_rows(entries, start, stop, columns, feature, goes_left, node, spare):  
         left += is_left
         right += U(1) - is_left
     return np.int64(left) - start
+
+
+@inlined
+def bins_of(work, data, feature):  # type: ignore[no-untyped-def]
+    """The bins of a column, and how many bytes apart they are: its copy, or where its panel has them."""
+    columns, is_there, panels, row_bytes = work[2], work[3], work[4], work[5]
+    if is_there[feature]:
+        return columns.reshape(columns.size)[feature * columns.shape[1] :], np.int64(1)
+    panel = feature // PANEL
+    return panels[8 * data[1][panel] + feature % PANEL :], row_bytes[panel]
 
 
 @inlined
