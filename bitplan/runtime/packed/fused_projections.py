@@ -114,7 +114,7 @@ class JointProjection:
         return part
 
     def _is_held(self, layer: QuantLinear) -> bool:
-        """Whether the layer has the weight and parts with which it was joined, and no bias; bytes are looked at later."""
+        """Whether the layer has the weight and parts with which it was joined, and no bias; bytes are checked later."""
         weight, parts = self._held[layer.joint_at]
         if layer._modules["weight"] is not weight or layer._parameters["bias"] is not None:
             return False
