@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -71,14 +72,17 @@ class JointProjection:
         for place, layer in enumerate(layers):
             layer.joint, layer.joint_at = self, place
         self.sizes = [layer.out_features for layer in layers]
+        self._joining = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
         self.layer: JointLinear | None = None
         self._was_refused = False
         self._runs: dict[Any, bool] = {}
-        # The last input, its version and its products: one tuple, so that threads do not mix those of two inputs.
-        self._last: tuple[Tensor, int, Sequence[Tensor]] | None = None
+        # What each layer had when they were joined.
+        self._held: list[tuple[PackedWeight, list[tuple[str, Tensor | None]]]] = []
+        # The last input, its version and products not yet taken: one tuple, so that threads do not mix two inputs.
+        self._last: tuple[Tensor, int, dict[int, Tensor]] | None = None
         self._unclaimed = 0
 
     def drop(self, token: int) -> None:
@@ -89,17 +93,33 @@ class JointProjection:
         """This layer's product with x; None where it has to run by itself."""
         if is_grad_enabled() and x.requires_grad:
             return None
-        compiling = is_compiling()
+        compiling, place = is_compiling(), layer.joint_at
+        if not compiling and self._held and not self._is_held(layer):
+            self._begin()
         version = 0 if compiling or x.is_inference() else x._version
-        last = self._last
-        if last is None or last[0] is not x or last[1] != version:
+        last, part = self._last, None
+        if last is not None and last[0] is x and last[1] == version:
+            part = last[2].pop(place, None)  # once: whoever got it may have written into it
+        if part is None:
             y = self._product(layer, x, compiling)
             if y is None:
                 return None
-            last = self._last = x, version, y.split_with_sizes(self.sizes, -1)
-        if layer.joint_at == len(self.sizes) - 1:  # the last layer has its part: forget input and products
+            # Outside of graphs each part is a tensor of its own to autograd, so that it may be written in place.
+            split = y.split_with_sizes if compiling else y.unsafe_split_with_sizes
+            parts = dict(enumerate(split(self.sizes, -1)))
+            part = parts.pop(place)
+            self._last = x, version, parts
+        if place == len(self.sizes) - 1:  # the last layer has its part: forget input and products
             self._last = None
-        return last[2][layer.joint_at]
+        return part
+
+    def _is_held(self, layer: QuantLinear) -> bool:
+        """Whether the layer has the weight and parts with which it was joined, and no bias; bytes are checked later."""
+        weight, parts = self._held[layer.joint_at]
+        if layer._modules["weight"] is not weight or layer._parameters["bias"] is not None:
+            return False
+        found = weight._buffers
+        return all(found[name] is part for name, part in parts)
 
     def _product(self, layer: QuantLinear, x: Tensor, compiling: bool) -> Tensor | None:
         if compiling:
@@ -111,9 +131,9 @@ class JointProjection:
         y = None if self.layer is None else self.layer.bound_product(x)
         return self._made(x) if y is None and self._runs_for(x) else y
 
-    def _made(self, x: Tensor) -> Tensor:
-        assert self.layer is not None
-        return self.layer.forward(x)
+    def _made(self, x: Tensor) -> Tensor | None:
+        layer = self.layer
+        return None if layer is None else layer.forward(x)  # None: another thread has changed a weight
 
     def _runs_for(self, x: Tensor) -> bool:
         key = (x.shape, x.dtype)
@@ -137,13 +157,17 @@ class JointProjection:
 
     def made(self) -> JointLinear | None:
         """The layer of all projections together; None where there is no fused kernel that can join them."""
-        if self.layer is not None or self._was_refused:
-            return self.layer
+        with self._joining:
+            return self.layer if self.layer is not None or self._was_refused else self._join()
+
+    def _join(self) -> JointLinear | None:
         first = self.layers[0]
         fused = fused_for(first.weight.device.type)
         if fused is None or type(first.weight.data) is not Tensor or first.strategy not in ("auto", "fused"):
             return None
         if any(layer.strategy != first.strategy or layer.cache is not first.cache for layer in self.layers):
+            return None
+        if any(layer.bias is not None for layer in self.layers):  # it was set after they were joined
             return None
         if fused.why_not(first.weight.encoded, torch.bfloat16) is not None:
             return None
@@ -152,10 +176,12 @@ class JointProjection:
             self._was_refused = True
             return None
         weights = [layer.weight for layer in self.layers]
-        self.layer = JointLinear(_joined(weights), prepared, first, self.name)
+        made = JointLinear(_joined(weights), prepared, first, self.name)
         for weight in weights:
             weight.add_listener(self)
-        return self.layer
+        self._held = [(weight, list(weight._buffers.items())) for weight in weights]
+        self.layer = made
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JointProjection:
         memo[id(self)] = twin = JointProjection.__new__(JointProjection)
@@ -167,6 +193,7 @@ class JointProjection:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._joining = threading.Lock()
         self._begin()
 
 

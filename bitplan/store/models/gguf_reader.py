@@ -6,6 +6,7 @@ of a plain array over the same bytes it does not. Opening SmolLM2-135M took 35 s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +14,16 @@ from typing import Any
 
 import numpy as np
 
+_replacing = threading.RLock()
+
 
 @contextmanager
 def one_gguf_reader() -> Iterator[None]:
-    """Within the block, readers of one file that gguf makes are one."""
+    """Within the block, readers of one file that gguf makes are one. Threads come into it one after the other."""
     import gguf
+    from gguf.gguf_reader import GGUFReader  # not the name that is replaced
 
-    class PlainReader(gguf.GGUFReader):  # type: ignore[misc]
+    class PlainReader(GGUFReader):  # type: ignore[misc]
         data: Any
 
         def _get(self, *args: Any, **options: Any) -> Any:
@@ -37,9 +41,10 @@ def one_gguf_reader() -> Iterator[None]:
             made[place] = PlainReader(path)
         return made[place]
 
-    before = gguf.GGUFReader
-    try:
-        gguf.GGUFReader = reader  # transformers imports it by name when it reads a file
-        yield
-    finally:
-        gguf.GGUFReader = before
+    with _replacing:
+        before = gguf.GGUFReader
+        try:
+            gguf.GGUFReader = reader  # transformers imports it by name when it reads a file
+            yield
+        finally:
+            gguf.GGUFReader = before

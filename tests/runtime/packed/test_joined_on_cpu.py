@@ -15,6 +15,7 @@ from bitplan.kernels.matmul import cpu_fused
 from bitplan.kernels.matmul.cpu_fused import FusedOnCpu
 from bitplan.runtime.packed.fused_projections import MOST_UNCLAIMED, JointLinear, fuse_projections
 from bitplan.runtime.packed.quant_linear import QuantLinear
+from bitplan.runtime.packed_weight import PackedWeight
 from tests.crosses import few
 from tests.runtime.packed.linear_samples import normal, packed
 
@@ -140,3 +141,48 @@ def test_a_folder_loads_joined_and_saves_the_same_bytes(tmp_path: Path) -> None:
     first = (tmp_path / "packed" / "model.safetensors").read_bytes()
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == first
     assert (tmp_path / "once-more" / "model.safetensors").read_bytes() == first
+
+
+def test_a_part_is_given_once_so_that_it_may_be_written_in_place() -> None:
+    model, alone = Attention("int8_row"), Attention("int8_row")
+    fuse_projections(model)
+    x = normal(1, 128)
+    with torch.no_grad():
+        model.q_proj(x).zero_()
+        assert torch.equal(model.q_proj(x), alone.q_proj(x))
+    with torch.inference_mode():  # where tensors count no writes
+        x = normal(1, 128)
+        model.q_proj(x)
+        x.add_(1)
+        assert torch.equal(model.q_proj(x), alone.q_proj(x))
+
+
+def test_what_learns_may_be_added_in_place_to_a_part() -> None:
+    model = Attention("int8_row")
+    fuse_projections(model)
+    learned = nn.Parameter(torch.ones(64))
+    made = model.q_proj(normal(1, 128))
+    assert model.q_proj.joint.layer is not None
+    made += learned
+    made.sum().backward()
+    assert learned.grad is not None
+
+
+@pytest.mark.parametrize("change", ["bias", "weight", "parts"])
+def test_what_is_set_after_the_layers_were_joined_counts(change: str) -> None:
+    model, alone = Attention("int8_row"), Attention("int8_row")
+    fuse_projections(model)
+    x, other, before = normal(1, 128), packed("int8_row", 33, 128, seed=9), model.k_proj.weight
+    with torch.no_grad():
+        model(x)
+        assert model.q_proj.joint.layer is not None
+        for each in (model, alone):
+            if change == "bias":
+                each.k_proj.bias = nn.Parameter(torch.ones(33))
+            elif change == "weight":
+                each.k_proj.weight = PackedWeight(other)
+            else:
+                each.k_proj.weight.data, each.k_proj.weight.scales = other.data.clone(), other.scales.clone()
+        for _ in range(2):
+            assert all(torch.equal(*pair) for pair in zip(alone(x), model(x), strict=True))
+    assert before.fmt.name == "int8_row"  # kept: a weight that is freed says so itself

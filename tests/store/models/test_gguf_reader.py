@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -32,3 +33,27 @@ def test_a_file_is_read_once_with_the_fields_and_tensors_of_ggufs_reader(tmp_pat
         name: field.contents() for name, field in plain.fields.items()
     }
     assert np.array_equal(found.tensors[0].data, plain.tensors[0].data)
+
+
+def test_ggufs_reader_is_back_after_an_error_and_after_two_threads() -> None:
+    before, found, is_inside = gguf.GGUFReader, [], threading.Event()
+
+    def read() -> None:
+        is_inside.wait()
+        with one_gguf_reader():
+            found.append(gguf.GGUFReader)
+
+    def fail() -> None:
+        with one_gguf_reader():
+            is_inside.set()
+            other.join(0.2)
+            assert not found  # it waits
+            raise RuntimeError("broken")
+
+    other = threading.Thread(target=read)
+    other.start()
+    with pytest.raises(RuntimeError, match="broken"):
+        fail()
+    other.join()
+    assert len(found) == 1
+    assert gguf.GGUFReader is before
