@@ -175,7 +175,7 @@ def _in_groups(limits: Array, kind: Any) -> Array:
     """As `trees.loops.rows` wants them. For float32 the largest that are not above: numbers lie on the same sides."""
     with np.errstate(over="ignore"):  # limits of other processes' float64
         made = limits.astype(kind)
-    made = np.where(made > limits, np.nextafter(made, kind(-np.inf)), made)
+        made = np.where(made > limits, np.nextafter(made, kind(-np.inf)), made)
     ends = made[:, trees_rows.GROUP - 1 :: trees_rows.GROUP]
     return np.concatenate([ends, made], axis=1).reshape(-1)
 
@@ -223,7 +223,8 @@ def _limits(numbers: Array, max_bins: int) -> Array:
     else:
         cuts = np.arange(1, len(starts))
     below, above = (present[starts[at]].astype(np.float64) for at in (cuts - 1, cuts))
-    middle = below + (above - below) / 2
+    with np.errstate(over="ignore"):  # a difference of huge numbers is infinite, and so is no middle
+        middle = below + (above - below) / 2
     return np.where(middle < above, middle, below)  # two floats that touch have no middle
 
 

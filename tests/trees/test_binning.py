@@ -50,6 +50,17 @@ def test_neighbours_are_kept_apart(dtype):
     assert data.columns[0].tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_largest_numbers_are_kept_apart_without_a_warning(dtype):
+    """The difference of two of them is infinite; -largest has no number below it that a limit could be."""
+    largest = np.finfo(dtype).max
+    x = np.array([-largest, np.nextafter(-largest, dtype(0)), 0, largest], dtype)[:, None]
+    bins = find_bins(x, np.zeros(1, bool), 255, 0)
+    assert bin_rows(x, bins).columns[0].tolist() == [0, 1, 2, 3]
+    wide = find_bins(np.array([[-1.7e308], [1.7e308]]), np.zeros(1, bool), 255, 0)
+    assert bin_rows(np.array([[-1.7e308], [1.7e308]]), wide).columns[0].tolist() == [0, 1]
+
+
 def test_constant_and_all_missing():
     data, bins = bins_of([5, 5], [np.nan, np.nan])
     assert bins.counts.tolist() == [1, 1]

@@ -204,7 +204,8 @@ def _row_stats(
         rstd_T = 1.0 / tl.sqrt(tl.sum(x_TC * x_TC, axis=1) / cols + norm_eps)
         tl.store(rstd_ptr + r_T, rstd_T, mask=ok_T)
         if AMAX:
-            y_TC = x_TC * rstd_T[:, None] * weight_C[None, :]  # zeros beyond the last row
+            rstd_T = tl.where(ok_T, rstd_T, 0.0)  # it is infinite without an epsilon, and zeros are wanted here
+            y_TC = x_TC * rstd_T[:, None] * weight_C[None, :]
             if HAS_BIAS:
                 y_TC = tl.where(here_TC, y_TC + bias_C[None, :], 0.0)
             largest_C = tl.maximum(largest_C, tl.max(magnitude_bits(y_TC), axis=0))

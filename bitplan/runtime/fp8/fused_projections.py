@@ -156,11 +156,25 @@ class _Join:
     def __init__(self, by_new: dict[str, list[Renamed]]) -> None:
         self.by_new = by_new
 
-    def __call__(self, _module: nn.Module, state: dict[str, Any], prefix: str, *_more: Any) -> None:
+    def __call__(self, _module: nn.Module, state: dict[str, Any], prefix: str, *more: Any) -> None:
+        errors: list[str] = more[-1]
         for new, parts in self.by_new.items():
             if all(prefix + part.old in state for part in parts):
                 tensors = [state.pop(prefix + part.old) for part in parts]
-                state[prefix + new] = tensors[0] if parts[0].rows is None else torch.cat(tensors)
+                if parts[0].rows is None:
+                    state[prefix + new] = tensors[0]
+                    continue
+                # One by one: rows that are too many in one part and too few in another would fit as a whole.
+                wrong = [
+                    f"size mismatch for {prefix}{part.old}: it has {part.rows[1] - part.rows[0]} rows here, and shape "
+                    f"{tuple(tensor.shape)} in the checkpoint."
+                    for part, tensor in zip(parts, tensors, strict=True)
+                    if part.rows is not None and tensor.shape[:1] != (part.rows[1] - part.rows[0],)
+                ]
+                if wrong:
+                    errors.extend(wrong)
+                else:
+                    state[prefix + new] = torch.cat(tensors)
 
 
 def keep_names(module: nn.Module, renamed: Sequence[Renamed]) -> None:

@@ -102,3 +102,17 @@ def test_names_are_kept_with_rows_and_without():
     assert torch.equal(head.fused.weight, torch.cat(list(new.values())))
     result = outer.load_state_dict({name: new[name] for name in list(new)[:2]}, strict=False)
     assert result.missing_keys == ["model.a.fused.weight"]  # a part that is missing is not made up
+
+
+def test_parts_with_the_rows_of_others_are_refused():
+    """As many rows in all, but those of two parts are exchanged."""
+    head, second, third = fused()
+    model = nn.ModuleDict({"a": head, "b": second, "c": third})
+    names = [Renamed("a.weight", "a.fused.weight", (0, 4)), Renamed("b.weight", "a.fused.weight", (4, 7))]
+    keep_names(model, [*names, Renamed("c.weight", "a.fused.weight", (7, 9))])
+    state, before = model.state_dict(), head.fused.weight.detach().clone()
+    state = {"a.weight": state["a.weight"] + 1, "b.weight": state["c.weight"], "c.weight": state["b.weight"]}
+    message = r"size mismatch for b.weight: it has 3 rows here, and shape \(2, 4\) in the checkpoint"
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(state, strict=False)
+    assert torch.equal(head.fused.weight, before)

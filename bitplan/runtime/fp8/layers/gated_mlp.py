@@ -13,7 +13,7 @@ the code of the MLP itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,8 +57,6 @@ class GatedMlp(nn.Module):
         named = {name: getattr(self, name) for name in (*self.names, *([activation] if activation else []))}
         self._joined = tuple(named.items())
         self._watched = tuple(each for child in self.children() for each in child.modules())
-        # The dictionaries themselves, which stay a module's own: to look at all of them takes less than one look-up.
-        self._hooks = tuple(hooks for each in self._watched for hooks in _hooks_of(each))
 
     def forward(self, x: Tensor) -> Tensor:
         (_, gate), _, (_, down), *_ = self._joined
@@ -82,9 +80,15 @@ class GatedMlp(nn.Module):
                 return False
         if torch.compiler.is_compiling():
             return not has_hooks(self._watched)
-        if any(self._hooks) or torch.nn.modules.module._has_any_global_hook():
+        if torch.nn.modules.module._has_any_global_hook():
             return False
-        return all("forward" not in each.__dict__ for each in self._watched)
+        for each in self._watched:  # their dictionaries: this is done in each call, and an attribute takes longer
+            own = each.__dict__
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+                return False
+            if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return False
+        return True
 
 
 def _fits(x: Tensor, first: Any) -> bool:
@@ -107,11 +111,10 @@ def gating_obstacle(first: nn.Module, down: nn.Module) -> str | None:
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    return any(hooks for each in modules for hooks in _hooks_of(each))
-
-
-def _hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(
+        each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
+        for each in modules
+    )
 
 
 class _Gated(torch.autograd.Function):

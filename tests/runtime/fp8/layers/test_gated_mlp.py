@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -155,6 +156,14 @@ def test_a_pickled_model_is_whole(tmp_path) -> None:
     loaded.mlp.down_proj.register_forward_hook(lambda *_: seen.append(True))
     loaded(x)
     layer(x)
+    assert seen == [True]
+
+
+def test_a_hook_is_called_after_all_hooks_were_taken_away_by_a_new_dictionary() -> None:
+    layer, seen = block()[1], []
+    layer.mlp.down_proj._forward_hooks = OrderedDict()
+    layer.mlp.down_proj.register_forward_hook(lambda *_: seen.append(True))
+    layer(torch.randn(TOKENS, WIDTH).bfloat16())
     assert seen == [True]
 
 
