@@ -140,7 +140,8 @@ def _run(pool, function, job, helpers):  # type: ignore[no-untyped-def]
     swap(pool + IS_OPEN, 0)
     add(pool + COUNT, -swap(pool + TO_WAKE, 0))  # those that nobody woke sleep on
     left = see(pool + COUNT)
-    while left > 0 and not take_one(pool + COUNT, left):
+    while left > 0:
+        take_one(pool + COUNT, left)
         left = see(pool + COUNT)
     looks = 0
     while see(pool + INSIDE) > 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -60,3 +62,18 @@ def test_a_forked_process_has_helpers_of_its_own(mark):
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_work_that_nobody_took_is_not_left_for_helpers_to_find():
+    """Else they go through thousands of ended runs, and the next caller waits for them."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("helpers wait by semaphores without names, which Linux has")
+    function, job = c_function(_nothing), np.zeros(1, np.int64)
+    for _ in range(2000):
+        helper_threads.run(function, job.ctypes.data, 16)
+        count = helper_threads._sets[0]._address + helper_threads.COUNT
+        assert ctypes.c_int64.from_address(count).value <= 0
+
+
+def _nothing(_job):
+    return None
