@@ -80,7 +80,7 @@ class JointProjection:
         self._was_refused = False
         self._runs: dict[Any, bool] = {}
         # What each layer had when they were joined.
-        self._held: list[tuple[PackedWeight, list[tuple[str, Tensor | None]]]] = []
+        self._held: list[tuple[PackedWeight, Tensor | None, Tensor | None, Tensor | None]] = []
         # The last input, its version and products not yet taken: one tuple, so that threads do not mix two inputs.
         self._last: tuple[Tensor, int, dict[int, Tensor]] | None = None
         self._unclaimed = 0
@@ -115,11 +115,11 @@ class JointProjection:
 
     def _is_held(self, layer: QuantLinear) -> bool:
         """Whether the layer has the weight and parts with which it was joined, and no bias; bytes are checked later."""
-        weight, parts = self._held[layer.joint_at]
+        weight, data, scales, base = self._held[layer.joint_at]
         if layer._modules["weight"] is not weight or layer._parameters["bias"] is not None:
             return False
         found = weight._buffers
-        return all(found[name] is part for name, part in parts)
+        return found["data"] is data and found["scales"] is scales and found.get("base") is base
 
     def _product(self, layer: QuantLinear, x: Tensor, compiling: bool) -> Tensor | None:
         if compiling:
@@ -179,7 +179,10 @@ class JointProjection:
         made = JointLinear(_joined(weights), prepared, first, self.name)
         for weight in weights:
             weight.add_listener(self)
-        self._held = [(weight, list(weight._buffers.items())) for weight in weights]
+        parts = [weight._buffers.get for weight in weights]
+        self._held = [
+            (weight, part("data"), part("scales"), part("base")) for weight, part in zip(weights, parts, strict=True)
+        ]
         self.layer = made
         return made
 
