@@ -163,7 +163,7 @@ def show_result(result: SearchResult) -> None:
     solution = result.solution
     more = f"; a plan that was not measured promises {solution.promised:.1%} less damage" if solution.promised else ""
     say(
-        f"solved to within {solution.gap:.2g} of the best possible, {result.corrections} corrections{more}; front.json "
+        f"solved to within {solution.gap:.2g} of the best possible, {result.corrections} correction{'' if result.corrections == 1 else 's'}{more}; front.json "
         f"has {len(result.front)} sizes"
     )
     times = result.times

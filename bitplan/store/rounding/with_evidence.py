@@ -28,11 +28,17 @@ def open_evidence(path: str | Path) -> EvidenceFile:
     source, head = Path(path), b""
     if source.is_file():
         with source.open("rb") as file:
-            head = file.read(4)
-    if head == b"GGUF":
+            head = file.read(8)
+    if head[:4] == b"GGUF":
         from bitplan.store.rounding.imatrix import ImatrixFile
 
         return ImatrixFile(source)
+    if head[:1] == b"{" and 0 not in head:  # the length of a safetensors header has zeros
+        beside = source.with_suffix(".safetensors")
+        raise StoreError(
+            f"{source}: is JSON, and statistics are expected in safetensors or GGUF: a search writes them beside its "
+            f"evidence.json; give {beside if beside.is_file() else 'its evidence.safetensors'}"
+        )
     return EvidenceFile(source)
 
 

@@ -70,6 +70,13 @@ def test_evidence_of_another_model_is_refused(folder: Path) -> None:
         )
 
 
+def test_the_json_of_a_search_is_no_statistics(folder: Path) -> None:
+    (folder / "evidence.json").write_text('{"document": "evidence"}')
+    with pytest.raises(StoreError, match=r"evidence\.json: is JSON, .*give .*evidence\.safetensors"):
+        quantize_file(folder / "in.safetensors", folder / "out.safetensors", "mxfp4", evidence=folder / "evidence.json")
+    assert not (folder / "out.safetensors").exists()
+
+
 def test_evidence_is_of_the_weights_that_it_names(folder: Path) -> None:
     """Another model of the same names and shapes is refused; a copy of this one in bfloat16 is not."""
     weights = safetensors.torch.load_file(folder / "in.safetensors")
