@@ -163,8 +163,8 @@ def show_result(result: SearchResult) -> None:
     solution = result.solution
     more = f"; a plan that was not measured promises {solution.promised:.1%} less damage" if solution.promised else ""
     say(
-        f"solved to within {solution.gap:.2g} of the best possible, {result.corrections} correction{'' if result.corrections == 1 else 's'}{more}; front.json "
-        f"has {len(result.front)} sizes"
+        f"solved to within {solution.gap:.2g} of the best possible, corrections: {result.corrections}{more}; "
+        f"front.json has {len(result.front)} sizes"
     )
     times = result.times
     if times is not None and result.goal.faster is not None:
