@@ -663,7 +663,7 @@ PLACES = {  # page: its tables
     "docs/trees.md": (trees_table, trees_threads_table, trees_predict_table, trees_100k_table, trees_gpu_table),
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),
     "docs/rounding.md": (rounding_gguf_table,),
-    "docs/search.md": (searched_table,),
+    "docs/search.md": (searched_table, searched_smollm2_table),
 }
 
 
