@@ -7,7 +7,7 @@ what plans need and no more, make files and judge them. The evidence is gathered
 after another, each is measured, and corrects the predictions for those that follow. `--without` names formats: a
 size that says `:fewer` is solved without them. Rows are kept in the result file, so that a run that is cut goes on,
 and llama.cpp's rows (`--part theirs`) may come from another machine. `--part solved --evidence FILE` solves what a cut
-run had gathered elsewhere.
+run had gathered elsewhere; `--nearest` rounds these plans to nearest, which takes no statistics and little time.
 """
 
 from __future__ import annotations
@@ -232,16 +232,18 @@ class Run:
 
     def plans_of_evidence(self, evidence: SearchEvidence) -> None:
         """Plans as they are solved, none measured before it is judged: of evidence that another machine gathered."""
-        for label, goal, without in self.goals(evidence):
+        nearest = self.options.nearest
+        for name, goal, without in self.goals(evidence):
+            label = f"{name}, to nearest" if nearest else name
             if label not in self.found["rows"]:
                 groups = {name: _left(group, without) for name, group in evidence.groups.items()}
                 choice = solve(replace(evidence, groups=groups), goal).choice
                 weights = {name: fmt for group, fmt in choice.items() for name in evidence.groups[group].tensors}
-                missing = [pair for pair in weights.items() if not self.ours.kept(*pair).exists()]
+                missing = [pair for pair in weights.items() if not nearest and not self.ours.kept(*pair).exists()]
                 for task in as_completed([self.pool.submit(round_in_process, self.ours, *pair) for pair in missing]):
                     task.result()
                     self.take(all_of_them=False)
-                self.judge_row(self.row_of(evidence, label, choice))
+                self.judge_row(replace(self.row_of(evidence, label, choice), nearest=nearest))
                 self.lap(f"rounded {label}")
 
     def row_of(self, evidence: SearchEvidence, label: str, choice: Mapping[str, str]) -> Row:
@@ -307,11 +309,12 @@ def their_part(run: Run) -> None:
 
 
 def solved_part(run: Run) -> None:
-    """Plans of evidence that was gathered elsewhere: statistics to round with are gathered here."""
+    """Plans of evidence that was gathered elsewhere: statistics to round with, if any, are gathered here."""
     (run.ours.work / "rounded").mkdir(exist_ok=True)
     run.judge.prepare(run.options.chunks, 0)
-    run.statistics()
-    run.lap("statistics")
+    if not run.options.nearest:
+        run.statistics()
+        run.lap("statistics")
     run.plans_of_evidence(SearchEvidence.load(run.options.evidence))
     run.take(all_of_them=True)
 
@@ -394,6 +397,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="a folder for files on the way")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--part", choices=("ours", "theirs", "solved"), default="ours")
+    parser.add_argument("--nearest", action="store_true", help="with --part solved: weights are rounded to nearest")
     parser.add_argument("--evidence", type=Path, help="with --part solved: evidence.json of another machine")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(

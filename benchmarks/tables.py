@@ -727,7 +727,7 @@ PLACES = {  # page: its tables
     ),
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),
     "docs/rounding.md": (rounding_gguf_table,),
-    "docs/search.md": (searched_table,),
+    "docs/search.md": (searched_table, searched_smollm2_table),
 }
 
 
