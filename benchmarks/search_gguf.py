@@ -153,7 +153,7 @@ def tensor_bytes(path: Path) -> int:
 # ---- what processes do -----------------------------------------------------------------------------------------------
 
 
-def _one_thread() -> None:
+def one_thread() -> None:
     torch.set_num_threads(1)
 
 
@@ -352,7 +352,7 @@ def main() -> None:
     cut = int(len(text) * CALIBRATION_SHARE)
     ours = Ours(options.model, options.work)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.threads, mp_context=context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(options.threads, mp_context=context, initializer=one_thread) as pool:
         run = Run(options, found, result, ours, Judge(options.bin, options.work, 1), pool)
         (options.work / "calibration.txt").write_text(text[:cut], encoding="utf-8")
         (options.work / "judge.txt").write_text(text[cut:], encoding="utf-8")

@@ -27,7 +27,7 @@ import harness
 import torch
 from engines import Engine
 from llama_judge import CONTEXT, Judge
-from search_gguf import CALIBRATION_SHARE, Ours, Row, comparison, judge_in_process, room_for
+from search_gguf import CALIBRATION_SHARE, Ours, Row, comparison, judge_in_process, one_thread, room_for
 
 from bitplan.formats import Encoded
 from bitplan.records import read_json, read_text
@@ -79,10 +79,6 @@ def open_weights(model: Path) -> SearchSubject:
     subject, _ = prepare(model, no_text, None, no_text)
     subject.aim_at(target_of("llama.cpp"))
     return subject
-
-
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def round_in_process(ours: Ours, name: str, fmt: str) -> tuple[str, str]:
