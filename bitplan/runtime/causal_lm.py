@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from bitplan.errors import MeasureError
 from bitplan.measure.quality.perplexity import windows_of
 from bitplan.optional import require
+from bitplan.store.export.tokenizer_of_gguf import tokenizer_of_gguf
 from bitplan.store.files.headers import check_model_source, is_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
@@ -199,8 +200,9 @@ def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:
             f"{source}: is split, and transformers reads GGUF from one file; merge it with llama-gguf-split"
         )
     place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    made = tokenizer_of_gguf(file.metadata, source)
     with one_gguf_reader():
-        return _read("AutoTokenizer", source, "the tokenizer", place), read_model(source, place)
+        return made or _read("AutoTokenizer", source, "the tokenizer", place), read_model(source, place)
 
 
 def read_model(source: Path, place: dict[str, Any] | None = None, dtype: torch.dtype | str = torch.float32) -> Any:

@@ -2,7 +2,7 @@
 
 The way back from `bitplan.store.export.gguf`, by the same table of names: rows of q and k get transformers' order
 again, experts are taken apart, Gemma's norms are one less. Packed tensors stay packed where only rows move. The
-tokenizer is what transformers makes of the file's metadata.
+tokenizer is made from the file's metadata.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from bitplan.records import on_failure, write_json
 from bitplan.store.export.gguf import GGUFNames, heads_of, is_plus_one, row_order
 from bitplan.store.export.gguf_config import config_of
 from bitplan.store.export.gguf_metadata import ModelConfig
+from bitplan.store.export.tokenizer_of_gguf import tokenizer_of_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
@@ -70,7 +72,7 @@ class GGUFModel(TensorFile):
                 )
             write_json(self.folder / "config.json", config_of(path, self._file))
             _check_tokenizer(self._file)
-            _write_tokenizer(path, self.folder)
+            read_gguf_tokenizer(path, self._file).save_pretrained(self.folder)
             self._origins = dict(_origins(self._file, ModelConfig(self.folder)))
         self.specs = {name: self._spec(name) for name in self._origins}
 
@@ -120,11 +122,14 @@ def _check_tokenizer(file: TensorFile) -> None:
         raise StoreError(f"{file.path}: a {kind} tokenizer, which transformers does not read from a Gemma's GGUF")
 
 
-def _write_tokenizer(path: Path, folder: Path) -> None:
+def read_gguf_tokenizer(path: Path, file: TensorFile) -> Any:
+    """The tokenizer of an open file; what is not made here is read by transformers."""
+    if (made := tokenizer_of_gguf(file.metadata, path)) is not None:
+        return made
     transformers = require("transformers", purpose=f"reading the tokenizer of {path.name}", extra="models")
     place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
     try:
-        transformers.AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+        return transformers.AutoTokenizer.from_pretrained(**place)
     except MemoryError:
         raise
     except Exception as error:  # its many readers raise whatever they raise

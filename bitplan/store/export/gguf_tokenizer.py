@@ -29,11 +29,11 @@ _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_END}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_END}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2 = "byte-level regex"
+BYTE_LEVEL_REGEX, DIGITS = "byte-level regex", "digits"
 # How text is split, step by step -> llama.cpp's name for it.
 PRETOKENIZERS = {
-    (_GPT2,): "gpt-2",
-    ("digits", _GPT2): "smollm",
+    (BYTE_LEVEL_REGEX,): "gpt-2",
+    (DIGITS, BYTE_LEVEL_REGEX): "smollm",
     (_WORDS + r"\p{N}{1,3}" + _REST,): "llama-bpe",
     (_WORDS + r"\p{N}" + _REST,): "qwen2",
     (_O200K,): "gpt-4o",
@@ -115,9 +115,9 @@ def _steps(rules: dict[str, Any]) -> Iterator[str]:
             yield from _steps(inner)
     elif kind == "ByteLevel":
         if rules.get("use_regex", True):
-            yield _GPT2
+            yield BYTE_LEVEL_REGEX
     elif kind == "Digits" and rules.get("individual_digits"):
-        yield "digits"
+        yield DIGITS
     elif kind == "Split" and rules.get("behavior") == "Isolated" and not rules.get("invert"):
         yield str(rules.get("pattern", {}).get("Regex"))
     else:

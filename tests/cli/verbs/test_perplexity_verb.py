@@ -315,7 +315,7 @@ def write_gguf(folder, path):
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(TOKENS)
     writer.add_token_types([2, 3] + [1] * (len(TOKENS) - 2))  # unknown, control, normal
     writer.add_token_merges([" ".join(pair) for pair in MERGES])

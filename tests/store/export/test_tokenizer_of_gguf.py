@@ -1,0 +1,107 @@
+"""The tokenizer that a GGUF file's metadata gives: the tokens of the tokenizer from which the file was made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gguf.constants import GGUFValueType
+
+from bitplan.errors import StoreError
+from bitplan.store.export.gguf_metadata import array, flag, text, whole
+from bitplan.store.export.gguf_tokenizer import PRETOKENIZERS, tokenizer_metadata
+from bitplan.store.export.tokenizer_of_gguf import tokenizer_of_gguf
+
+SPECIAL = ["<start>", "<end>", "<pad>"]
+LESSON = [
+    "In 2024 we don't count 1234567 words, they'll say.",
+    "WE'LL see 12 34\n\n  2024 2024 1234567 don't don't",
+] * 4
+SAMPLE = "In 2024, don't  WE'LL\n\n count 1234567 words… é日本 <end>x"
+
+
+def rules_of(steps):
+    rules = [
+        {"type": "Digits", "individual_digits": True}
+        if step == "digits"
+        else {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        if step == "byte-level regex"
+        else {"type": "Split", "pattern": {"Regex": step}, "behavior": "Isolated", "invert": False}
+        for step in steps
+    ]
+    if "byte-level regex" not in steps:
+        rules.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
+    return {"type": "Sequence", "pretokenizers": rules}
+
+
+def trained(folder, steps, **config):
+    """A tokenizer of these rules that learnt from a few lines, saved as transformers does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    empty = json.loads(Tokenizer(models.BPE()).to_str()) | {"pre_tokenizer": rules_of(steps)}
+    tokenizer = Tokenizer.from_str(json.dumps(empty))
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(LESSON, trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<start>", eos_token="<end>", pad_token="<pad>", chat_template="{{ 1 }}"
+    )
+    made.save_pretrained(folder)
+    if config:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return made
+
+
+@pytest.mark.parametrize("steps", PRETOKENIZERS, ids=PRETOKENIZERS.values())
+def test_tokens_and_special_tokens_are_those_of_the_folder(steps, tmp_path):
+    pytest.importorskip("transformers")
+    before = trained(tmp_path, steps, add_bos_token=False)
+    metadata = tokenizer_metadata(tmp_path, len(before))
+    after = tokenizer_of_gguf(metadata, Path("model.gguf"))
+    assert after(SAMPLE)["input_ids"] == before(SAMPLE)["input_ids"]
+    assert after.decode(after(SAMPLE)["input_ids"]) == SAMPLE
+    assert (after.bos_token, after.eos_token, after.pad_token) == ("<start>", "<end>", "<pad>")
+    assert after.chat_template == "{{ 1 }}"
+    after.save_pretrained(tmp_path / "again")  # and GGUF's keys of it are the same
+    again = tokenizer_metadata(tmp_path / "again", len(before))
+    for key in ("pre", "tokens", "token_type", "merges", "eos_token_id"):
+        assert again[f"tokenizer.ggml.{key}"].value == metadata[f"tokenizer.ggml.{key}"].value
+
+
+def test_tokens_around_a_text_are_those_that_the_file_asks_for(tmp_path):
+    pytest.importorskip("transformers")
+    before = trained(tmp_path, ("byte-level regex",))
+    keys = tokenizer_metadata(tmp_path, len(before)) | {"tokenizer.ggml.add_bos_token": flag(True)}
+    keys["tokenizer.ggml.add_eos_token"] = flag(True)
+    plain = before("some words", add_special_tokens=False)["input_ids"]
+    assert tokenizer_of_gguf(keys, Path("model.gguf"))("some words")["input_ids"] == [0, *plain, 1]
+    keys["tokenizer.ggml.add_eos_token"] = flag(False)
+    assert tokenizer_of_gguf(keys, Path("model.gguf"))("some words")["input_ids"] == [0, *plain]
+    del keys["tokenizer.ggml.add_bos_token"]
+    assert tokenizer_of_gguf(keys, Path("model.gguf"))("some words")["input_ids"] == plain
+    keys["tokenizer.ggml.pre"] = text("llama-bpe")  # llama.cpp's default for these
+    assert tokenizer_of_gguf(keys, Path("model.gguf"))("some words")["input_ids"][0] == 0
+
+
+def test_other_kinds_are_left_to_transformers_with_a_warning_where_tokens_may_differ():
+    assert tokenizer_of_gguf({"tokenizer.ggml.model": text("llama")}, Path("model.gguf")) is None
+    keys = {"tokenizer.ggml.model": text("gpt2"), "tokenizer.ggml.pre": text("tekken")}
+    with pytest.warns(UserWarning, match=r"model\.gguf: splits text by the rules 'tekken'"):
+        assert tokenizer_of_gguf(keys, Path("model.gguf")) is None
+
+
+def test_damaged_tokenizers_are_refused():
+    pytest.importorskip("transformers")
+    keys = {"tokenizer.ggml.model": text("gpt2"), "tokenizer.ggml.pre": text("gpt-2")}
+    with pytest.raises(StoreError, match="0 tokens, 0 kinds of tokens, no merges"):
+        tokenizer_of_gguf(keys, Path("model.gguf"))
+    keys["tokenizer.ggml.tokens"] = array(GGUFValueType.STRING, ["a", "b"])
+    keys["tokenizer.ggml.merges"] = array(GGUFValueType.STRING, ["a c"])
+    with pytest.raises(StoreError, match="its tokenizer cannot be used"):
+        tokenizer_of_gguf(keys, Path("model.gguf"))
+    with pytest.raises(StoreError, match="eos_token_id is 7; the file has 2 tokens"):
+        tokenizer_of_gguf(keys | {"tokenizer.ggml.eos_token_id": whole(7)}, Path("model.gguf"))
