@@ -113,10 +113,11 @@ class RoundedWeights:
     @contextmanager
     def compiling(self, formats: Sequence[str]) -> Iterator[None]:
         """Compile what rounds to these formats while something else goes on: it takes a core some time, once."""
-        if self._processes is not None:
-            self._processes.start(formats)
         largest = max(math.prod(site.shape) for site in self.subject.sites.values())
-        if self.subject.device.type != "cpu" or self.subject.target.streamed or largest < SMALLEST_FOR_CPU:
+        is_compiled = largest >= SMALLEST_FOR_CPU and not self.subject.target.streamed
+        if is_compiled and self._processes is not None:
+            self._processes.start(formats)
+        if self.subject.device.type != "cpu" or not is_compiled:
             yield
             return
         stopped, weight = threading.Event(), torch.randn(SMALLEST_FOR_CPU // 512, 512)
