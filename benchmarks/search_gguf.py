@@ -85,7 +85,9 @@ class Run:
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def lap(self, what: str) -> None:
-        """Write down what is found until now, and when."""
+        """Write down what is found until now, and when; without llama.cpp's base there is nothing to go on for."""
+        if self.prepared is not None and self.prepared.done():
+            self.prepared.result()
         with self.lock:
             self.found["seconds"][what] = round(time.perf_counter() - self.began, 1)
             self.found["comparison"] = comparison(self.found["rows"])
