@@ -104,6 +104,8 @@ class Run:
     def add(self, row: Row, weights: tuple[SearchEvidence, RoundedWeights] | None = None) -> None:
         """Begin to make a file and to judge it, unless it is known; `wait` waits for it."""
         if row.label not in self.found["rows"]:
+            with self.lock:
+                self.found["unjudged"][row.label] = {"by": row.by, **row.facts}
             self.waiting.append(self.judges.submit(self._judge, row, weights))
 
     def wait(self) -> None:
@@ -129,6 +131,7 @@ class Run:
         path.unlink()
         with self.lock:
             self.found["rows"][row.label] = done
+            del self.found["unjudged"][row.label]
             if weights is None:
                 self.found["their_bytes"][row.label] = size["tensor_bytes"]
         self.lap(f"judged {row.label}: {size['tensor_bytes'] / 1e6:.2f} MB, KL {done['kl']:.5f}")
@@ -342,6 +345,7 @@ def main() -> None:
     found["settings"] = {name: getattr(options, name) for name in named}
     found["settings"] |= {"text": options.text.name, "calibration_share": CALIBRATION_SHARE, "context": CONTEXT}
     found |= {"rows": found.get("rows", {}), "their_bytes": found.get("their_bytes", {}), "seconds": {}}
+    found["unjudged"] = {}
     found["their_bytes"] |= {
         label: row["tensor_bytes"] for label, row in found["rows"].items() if row["by"] == "llama.cpp"
     }
@@ -365,6 +369,7 @@ def main() -> None:
     if len(pairs) > 2:
         rank = spearman([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         found["random_plans"] = {"count": len(pairs), "spearman": rank}
+    del found["unjudged"]
     run.lap("all")
     print_table(found)
 
