@@ -52,6 +52,7 @@ def search(
     gradients: str | Path | None = None,
     fp8_policy: str | Path | None = None,
     all_rivals: bool = False,
+    workers: int = 0,
     out: str | Path | None = None,
     stage: Stage = no_stage,
 ) -> SearchResult:
@@ -66,6 +67,8 @@ def search(
     gradients  for training: a saved state of selective precision; groups count by the gradients it saw
     fp8_policy   with a speed goal: a policy file, by whose times formats fp8_* count
     all_rivals   measure heuristics that are predicted to lose as well
+    workers    processes of one thread each that round weights on CPUs, beside a GPU or in place of threads; a script
+               that asks for some begins under `if __name__ == "__main__":`
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
     stage      shows progress: called with a name and a number of steps, gives a context of what to call for each
     """
@@ -86,7 +89,15 @@ def search(
         subject.aim_at(runtime)
         folder = None if out is None else Path(out)
         searcher = Searcher(
-            subject, cut, names, folder, stage, gradients=gradients, fp8_policy=fp8_policy, all_rivals=all_rivals
+            subject,
+            cut,
+            names,
+            folder,
+            stage,
+            gradients=gradients,
+            fp8_policy=fp8_policy,
+            all_rivals=all_rivals,
+            workers=workers,
         )
         return searcher.find(wanted)
 
@@ -104,6 +115,7 @@ class Searcher:
     gradients: str | Path | None = None
     fp8_policy: str | Path | None = None
     all_rivals: bool = False
+    workers: int = 0
 
     def __post_init__(self) -> None:
         self.clock = PhaseClock(self.stage)
@@ -142,6 +154,7 @@ class Searcher:
                 unscored=self.text.unscored,
                 near_bits=None if most is None else 8 * most / self.subject.numbers,
                 rows=rows,
+                workers=self.workers,
                 stage=self.stage,
             )
             self._add_evidence_of_training(*self._collected, goal)

@@ -50,6 +50,9 @@ def search(
     all_rivals: Annotated[
         bool, typer.Option("--all-rivals", help="Measure plans without a search that are predicted to lose, too.")
     ] = False,
+    workers: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Processes that round weights, one core each; none: threads.")
+    ] = 0,
     out: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go.")] = Path("search"),
     force: Force = False,
     as_json: Json = False,
@@ -96,6 +99,7 @@ def search(
             gradients=gradients,
             fp8_policy=fp8_policy,
             all_rivals=all_rivals,
+            workers=workers,
             out=out,
             stage=progress,
         )

@@ -94,6 +94,7 @@ def collect_evidence(
     unscored: int = 1,
     near_bits: float | None = None,
     rows: int | None = None,
+    workers: int = 0,
     stage: Stage = no_stage,
 ) -> tuple[SearchEvidence, PlanMeter]:
     """Everything that a plan is solved from; and the meter on the windows for checks, for corrections.
@@ -102,13 +103,14 @@ def collect_evidence(
     checks      other windows of it, on which each projection is measured in one format, in all layers at once
     near_bits   the size that is wanted: groups are measured in the best format of about this size
     rows        also time every format at so many rows
+    workers     processes that round weights; none unless given
     """
     kept = EvidenceFolder(folder)
     fingerprint = fingerprint_of_search(subject, windows, checks)
     before = kept.evidence()
     if before is not None:
         require_same(before, fingerprint, str(folder))
-    rounded = RoundedWeights(subject, kept.statistics(fingerprint))
+    rounded = RoundedWeights(subject, kept.statistics(fingerprint), workers)
     if rounded.statistics.windows < len(windows):
         with rounded.compiling(formats):
             rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject, WeightSite
 from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
 from bitplan.searching.groups import group_name, place_of
+from bitplan.searching.rounding_processes import RoundingJob, RoundingProcesses, as_array
 from bitplan.store.rounding.error_compensation import InputHessian
 from bitplan.store.rounding.layout import layout_of
 from bitplan.store.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads
@@ -38,10 +40,14 @@ UNSEEN = 0.5  # how often a token that the text did not have counts as seen
 
 @dataclass
 class RoundedWeights:
-    """Weights in formats, each rounded once; they lie in files of a scratch folder, which goes with this object."""
+    """Weights in formats, each rounded once; they lie in files of a scratch folder, which goes with this object.
+
+    workers   processes for `round_all`; without them it rounds where the model is, on a CPU on several threads
+    """
 
     subject: SearchSubject
     statistics: InputStatistics
+    workers: int = 0
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bitplan-search-")))
     _files: dict[tuple[str, str], dict[str, StoredTensor]] = field(default_factory=dict, repr=False)
     _weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -50,9 +56,13 @@ class RoundedWeights:
     _hessian: tuple[str, InputHessian] | None = field(default=None, repr=False)
     _writer: ScratchWriter = field(default_factory=ScratchWriter, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # what is read and remembered
+    _processes: RoundingProcesses | None = field(default=None, repr=False)
+    _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)  # of files that processes write
 
     def __post_init__(self) -> None:
         weakref.finalize(self, shutil.rmtree, self.scratch, ignore_errors=True)
+        if self.workers and not self.subject.target.streamed:
+            self._processes = RoundingProcesses(self.workers)
 
     def encoded(self, name: str, fmt: str) -> Encoded:
         site = self.subject.sites[name]
@@ -70,13 +80,19 @@ class RoundedWeights:
             self._files[site.name, fmt] = self._writer.write(path, made.parts)
 
     def round_all(self, pairs: Iterable[tuple[str, str]], on_done: Callable[[str, str], None]) -> None:
-        """Round weights to formats that are not rounded yet, those of different inputs on several threads.
+        """Round weights to formats that are not rounded yet, those of different inputs on several threads or processes.
 
         Matrices of some hundred rows and columns keep one thread busy, and no more.
         """
         jobs: dict[str, list[tuple[str, str]]] = {}
         for name, fmt in self.missing(pairs):
             jobs.setdefault(self.statistics.owner(name), []).append((name, fmt))
+        if self._processes is not None:
+            longest_first = sorted(jobs.values(), key=self._work, reverse=True)
+            for name, fmt, places in self._processes.round(map(self._job_for_process, longest_first)):
+                self._files[name, fmt] = places
+                on_done(name, fmt)
+            return
         widest = max((self.subject.sites[name].shape[-1] for job in jobs.values() for name, _ in job), default=1)
         workers = min(torch.get_num_threads(), len(jobs), INPUTS_AT_ONCE // widest**2)
         if workers < 2 or self.subject.device.type != "cpu":
@@ -98,7 +114,10 @@ class RoundedWeights:
     def compiling(self, formats: Sequence[str]) -> Iterator[None]:
         """Compile what rounds to these formats while something else goes on: it takes a core some time, once."""
         largest = max(math.prod(site.shape) for site in self.subject.sites.values())
-        if self.subject.device.type != "cpu" or self.subject.target.streamed or largest < SMALLEST_FOR_CPU:
+        is_compiled = largest >= SMALLEST_FOR_CPU and not self.subject.target.streamed
+        if is_compiled and self._processes is not None:
+            self._processes.start(formats)
+        if self.subject.device.type != "cpu" or not is_compiled:
             yield
             return
         stopped, weight = threading.Event(), torch.randn(SMALLEST_FOR_CPU // 512, 512)
@@ -131,6 +150,18 @@ class RoundedWeights:
         """About how long weights take to round, in any unit."""
         shapes = [self.subject.sites[name].shape for name, _ in pairs]
         return sum(math.prod(shape) * shape[-1] for shape in shapes)
+
+    def _job_for_process(self, pairs: list[tuple[str, str]]) -> RoundingJob:
+        """Weights of one input, with all that rounds them."""
+        names = list(dict.fromkeys(name for name, _ in pairs))
+        hessian, statistics = self.statistics.hessian(names[0]), self.statistics
+        return RoundingJob(
+            {name: as_array(self.subject.weight(name)) for name in names},
+            [(name, fmt, self.scratch / f"rounded-{next(self._numbers)}") for name, fmt in pairs],
+            None if hessian is None else as_array(hessian),
+            {name: as_array(found) for name in names if (found := statistics.moments(name)) is not None},
+            {name: as_array(found) for name in names if (found := statistics.outputs(name)) is not None},
+        )
 
     def _round_job(self, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Weights of one input, with one Hessian."""

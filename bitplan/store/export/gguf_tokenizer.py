@@ -62,7 +62,7 @@ def tokenizer_metadata(folder: Path, vocabulary: int, pretokenizer: str | None =
     model = {} if document is None else document.get("model", {})
     if document is not None and model.get("type") != "BPE":
         raise StoreError(f"{folder}: a tokenizer of type {model.get('type')!r}; exported are BPE and SentencePiece's")
-    if document is not None and not model.get("byte_fallback"):
+    if document is not None and _is_byte_level(document):
         name = pretokenizer or _pretokenizer(folder, document)
         pieces, keys = _byte_level(document, vocabulary), {"tokenizer.ggml.model": text("gpt2"), **_pre(name)}
     else:
@@ -77,6 +77,12 @@ def tokenizer_metadata(folder: Path, vocabulary: int, pretokenizer: str | None =
     keys[Keys.Tokenizer.LIST] = array(GGUFValueType.STRING, [piece.text for piece in pieces])
     keys[Keys.Tokenizer.TOKEN_TYPE] = array(GGUFValueType.INT32, [int(piece.kind) for piece in pieces])
     return keys | _special(folder, vocabulary, with_merges="gpt2" in str(keys["tokenizer.ggml.model"].value))
+
+
+def _is_byte_level(document: dict[str, Any]) -> bool:
+    """Whether its pieces are of bytes as letters. transformers 5.17 says byte_fallback, too, of one read from GGUF."""
+    splits = json.dumps(document.get("pre_tokenizer"))
+    return not document["model"].get("byte_fallback") or '"ByteLevel"' in splits
 
 
 def _pre(name: str) -> dict[str, GGUFValue]:

@@ -100,3 +100,11 @@ def test_rules_that_split_text_are_known_by_what_they_are(tmp_path):
     write_json(tmp_path, model={"type": "Unigram"})
     with pytest.raises(StoreError, match="a tokenizer of type 'Unigram'"):
         values(tmp_path)
+
+
+def test_byte_level_pieces_are_no_sentencepiece_whatever_the_tokenizer_falls_back_to(tmp_path):
+    model = {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+    write_json(tmp_path, pre_tokenizer={"type": "ByteLevel", "use_regex": True}, model=model, added_tokens=[])
+    found = values(tmp_path)
+    assert found["tokenizer.ggml.model"] == "gpt2"
+    assert found["tokenizer.ggml.pre"] == "gpt-2"

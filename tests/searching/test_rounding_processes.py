@@ -1,0 +1,56 @@
+"""Weights rounded in other processes are those that are rounded here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bitplan
+from bitplan.errors import FormatError
+from bitplan.searching import Goal
+from bitplan.searching.gather import damage
+from bitplan.searching.gather.damage import RoundedWeights
+from bitplan.searching.gather.passes import add_windows
+from bitplan.searching.gather.searched_model import subject_of
+from bitplan.searching.gather.statistics import InputStatistics
+from bitplan.searching.rounding_processes import RoundingJob, RoundingProcesses
+from tests.searching.test_search import tiny_llama, tokens
+
+
+def test_weights_are_rounded_in_processes_as_here(tmp_path):
+    subject, statistics = subject_of(tiny_llama()), InputStatistics()
+    add_windows(subject, tokens(), statistics, tmp_path, lambda _: None)
+    pairs = [(name, fmt) for name in subject.sites for fmt in ("mxfp4", "q4_0_gguf")]
+    found = []
+    for workers in (0, 2):
+        rounded, done = RoundedWeights(subject, statistics, workers), []
+        rounded.round_all(pairs, lambda name, fmt, done=done: done.append((name, fmt)))
+        assert sorted(done) == sorted(pairs)
+        assert not rounded.missing(pairs)
+        found.append([rounded.encoded(*pair).parts for pair in pairs])
+    for here, there in zip(*found, strict=True):
+        assert here.keys() == there.keys()
+        assert all(torch.equal(part, there[key]) for key, part in here.items())
+
+
+def test_a_search_finds_the_same_plan_with_workers(monkeypatch):
+    counts: list[int] = []
+
+    class InThisProcess(RoundingProcesses):
+        def __post_init__(self):
+            counts.append(self.count)
+
+        def round(self, jobs):
+            return (done for job in jobs for done in job.run())
+
+    monkeypatch.setattr(damage, "RoundingProcesses", InThisProcess)
+    options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row")}
+    plain, found = (bitplan.search(tiny_llama(), tokens(), workers=count, **options) for count in (0, 3))
+    assert counts == [3]
+    assert found.plan.to_document() == plain.plan.to_document()
+
+
+def test_an_error_of_a_process_is_raised_here(tmp_path):
+    job = RoundingJob({"a": torch.ones(2, 32).numpy()}, [("a", "no_such_format", tmp_path / "a")], None, {}, {})
+    with pytest.raises(FormatError, match="no_such_format"):
+        list(RoundingProcesses(1).round([job]))
