@@ -68,6 +68,22 @@ class PackedWeight(EncodedModule):
         self._derived_state: State = ()
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_buffers", ()):
+            self.forget()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse, because a model's own code reads the weight of a layer as if it were numbers."""
+        name = getattr(func, "__name__", str(func))
+        found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, cls)), None)
+        what = "a packed weight" if found is None else f"a weight of shape {tuple(found.shape)} in {found.fmt.name}"
+        raise StoreError(
+            f"{name} got {what}: the model's code reads this weight itself, not through its layer, so it cannot be "
+            "packed; quantize the model again and leave it as it is (--keep NAME)"
+        )
+
     @property
     def encoded(self) -> Encoded:
         parts = {name: part for name, part in self._buffers.items() if part is not None}

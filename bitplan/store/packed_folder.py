@@ -62,6 +62,15 @@ SIDE_FILES = (
 # Model types of transformers whose matrices of these names are transposed (its Conv1D); GPT-BigCode's are not.
 _TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 _TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
+# Model types whose code reads the weights of these names itself: multiplies by them, or casts to their type.
+_READ_DIRECTLY = {
+    "mamba": "dt_proj|embeddings|lm_head",
+    "falcon_mamba": "dt_proj|embeddings|lm_head",
+    "mamba2": "embeddings|lm_head",
+    "jamba": "dt_proj",
+    "deepseek_v32": "weights_proj",
+    "glm_moe_dsa": "weights_proj",
+}
 # Experts [experts, inputs, outputs], which a packed layer holds as [experts, outputs, inputs].
 _TRANSPOSED_EXPERTS = {"gpt_oss": re.compile(r"\.experts\.(gate_up|down)_proj$")}
 _ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
@@ -194,7 +203,10 @@ def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> lis
     is_transposed = any(part.get("model_type") in _TRANSPOSED_TYPES for part in parts)
     owners = {name.removesuffix(_ATTENTION) for name in known if name.endswith(_ATTENTION)}
     attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
-    return [name for name in known if name in attention or (is_transposed and _TRANSPOSED.search(name))]
+    kinds = {part.get("model_type") for part in parts}
+    read = [re.compile(rf"(^|\.)({names})\.weight$") for kind, names in _READ_DIRECTLY.items() if kind in kinds]
+    patterns = [*read, _TRANSPOSED] if is_transposed else read
+    return [name for name in known if name in attention or any(pattern.search(name) for pattern in patterns)]
 
 
 def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

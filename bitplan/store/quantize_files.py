@@ -194,7 +194,8 @@ def quantize_file(
             plan = _with_reason(plan, unpacked, "no packed layer holds it, so it stays")
             report.notes.append(
                 f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (transposed matrices, "
-                f"nn.MultiheadAttention): {listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
+                "nn.MultiheadAttention, weights that a model's code reads itself): "
+                f"{listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
             )
         plan.require_whole(str(source))
         shapes = shapes_of_transposed(file) if is_folder else {}

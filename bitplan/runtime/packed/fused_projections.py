@@ -27,7 +27,7 @@ from torch.compiler import is_compiling
 
 from bitplan.formats import Encoded
 from bitplan.kernels.matmul.fused import FusedMatmul, Prepared, fused_for
-from bitplan.runtime.packed.product_strategy import INPUTS
+from bitplan.runtime.packed.product_strategy import INPUTS, input_type
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed_weight import PackedWeight
 
@@ -81,8 +81,8 @@ class JointProjection:
         self._runs: dict[Any, bool] = {}
         # What each layer had when they were joined.
         self._held: list[tuple[PackedWeight, Tensor | None, Tensor | None, Tensor | None]] = []
-        # The last input, its version and products not yet taken: one tuple, so that threads do not mix two inputs.
-        self._last: tuple[Tensor, int, dict[int, Tensor]] | None = None
+        # The last input, its version and type, and products not yet taken: one tuple, so that threads do not mix two.
+        self._last: tuple[Tensor, tuple[int, torch.dtype], dict[int, Tensor]] | None = None
         self._unclaimed = 0
 
     def drop(self, token: int) -> None:
@@ -97,8 +97,9 @@ class JointProjection:
         if not compiling and self._held and not self._is_held(layer):
             self._begin()
         version = 0 if compiling or x.is_inference() else x._version
+        mark = version, input_type(x)  # autocast may be switched between two layers
         last, part = self._last, None
-        if last is not None and last[0] is x and last[1] == version:
+        if last is not None and last[0] is x and last[1] == mark:
             part = last[2].pop(place, None)  # once: whoever got it may have written into it
         if part is None:
             y = self._product(layer, x, compiling)
@@ -108,7 +109,7 @@ class JointProjection:
             split = y.split_with_sizes if compiling else y.unsafe_split_with_sizes
             parts = dict(enumerate(split(self.sizes, -1)))
             part = parts.pop(place)
-            self._last = x, version, parts
+            self._last = x, mark, parts
         if place == len(self.sizes) - 1:  # the last layer has its part: forget input and products
             self._last = None
         return part
@@ -158,6 +159,8 @@ class JointProjection:
     def made(self) -> JointLinear | None:
         """The layer of all projections together; None where there is no fused kernel that can join them."""
         with self._joining:
+            if self._held and not all(self._is_held(layer) for layer in self.layers):
+                self._begin()
             return self.layer if self.layer is not None or self._was_refused else self._join()
 
     def _join(self) -> JointLinear | None:
@@ -171,12 +174,17 @@ class JointProjection:
             return None
         if fused.why_not(first.weight.encoded, torch.bfloat16) is not None:
             return None
-        prepared = fused.join([fused.prepare(layer.weight.encoded) for layer in self.layers])
+        weights = [layer.weight for layer in self.layers]
+        alone = [fused.prepare(weight.encoded) for weight in weights]
+        prepared = fused.join(alone)
         if prepared is None:
             self._was_refused = True
             return None
-        weights = [layer.weight for layer in self.layers]
-        made = JointLinear(_joined(weights), prepared, first, self.name)
+        with torch.inference_mode(False):  # else load_state_dict could not write them outside of inference mode
+            made = JointLinear(_joined(weights), prepared, first, self.name)
+        if first.weight.device.type == "cpu":  # a few numbers, for exported graphs of any number of rows
+            for layer, own in zip(self.layers, alone, strict=True):
+                layer.graph.hold_prepared(layer.weight, own)
         for weight in weights:
             weight.add_listener(self)
         parts = [weight._buffers.get for weight in weights]

@@ -2,7 +2,7 @@
 
 | layer | becomes |
 |---|---|
-| nn.Linear | QuantLinear |
+| nn.Linear, and Falcon's, which computes the same | QuantLinear |
 | nn.Embedding, and transformers' that multiplies its rows | QuantEmbedding |
 | experts of transformers, stacked as `gate_up_proj` and `down_proj` [experts, outputs, inputs] | StackedExperts |
 | those of gpt-oss, [experts, inputs, outputs] with biases: packed as [experts, outputs, inputs] | StackedExperts |
@@ -55,11 +55,15 @@ class StackedExperts(QuantExperts):
 
 def packed_kind(module: nn.Module, local: str) -> str | None:
     """The packed layer that holds this parameter of this layer; None where there is none."""
-    if local == "weight" and type(module) is nn.Linear:
+    if local == "weight" and _is_linear(module):
         return "QuantLinear"
     if local == "weight" and _is_table(module):
         return "QuantEmbedding"
     return "StackedExperts" if local in EXPERTS and _why_not_experts(module) is None else None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and type(module).__name__ == "FalconLinear")
 
 
 def _is_table(module: nn.Module) -> bool:

@@ -21,8 +21,12 @@ which rounds inputs to 8-bit integers, and `strategy="decode"` does not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, float64, get_autocast_dtype, is_autocast_enabled
+from torch.autograd import forward_ad
 
 from bitplan.errors import BitplanError, did_you_mean
 from bitplan.formats import Encoded
@@ -36,6 +40,7 @@ INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STRATEGIES = ("auto", "eager", "fused", "tile_cache", "decode")
 FUSED_ROWS_UNMEASURED = 32
 _DENSE = (torch.strided, torch.jagged)
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 class LayerError(BitplanError, RuntimeError):
@@ -64,6 +69,19 @@ def check_tensor(given: object, where: str, what: str = "the input") -> None:
         raise LayerError(f"{where}: {what} must be a torch.Tensor, got a {type(given).__name__}")
     if given.layout not in _DENSE:
         raise LayerError(f"{where}: {what} must be a dense tensor, got {given.layout}; call to_dense() first")
+
+
+def is_transformed() -> bool:
+    """Whether tensors may carry more than their numbers, which a kernel would drop: tangents, axes of vmap."""
+    return forward_ad._current_level >= 0 or _transform() is not None
+
+
+def refuse_transforms(where: str) -> None:
+    if is_transformed():
+        raise LayerError(
+            f"{where}: packed products take no part in forward-mode derivatives and torch.func (vmap, grad, jvp, ...); "
+            "use backward or torch.autograd.grad on an input that requires a gradient"
+        )
 
 
 def input_type(x: Tensor) -> torch.dtype:

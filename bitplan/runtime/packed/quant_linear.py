@@ -47,6 +47,8 @@ from bitplan.runtime.packed.product_strategy import (
     compute_dtype,
     input_type,
     is_capturing,
+    is_transformed,
+    refuse_transforms,
 )
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
@@ -117,8 +119,15 @@ class QuantLinear(nn.Module):
     ) -> Self:
         """Pack a linear layer's weight; the bias is shared with it. Options are those of `bitplan.encode`."""
         encoded = encode(linear.weight, fmt, name=f"{name}.weight", **encode_options)
-        made = cls(encoded, linear.bias, strategy=strategy, cache=cache, name=name)
-        return made.train(linear.training)
+        return cls(encoded, linear.bias, strategy=strategy, cache=cache, name=name).train(linear.training)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("weight", "bias") and self.__dict__.get("joint") is not None:
+            self.joint.drop(0)  # compiled graphs of joined layers see this alone
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_picks": {}, "_bound": {}}  # bound calls hold addresses of this layer's bytes
 
     @property
     def strategy(self) -> str:
@@ -171,6 +180,7 @@ class QuantLinear(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
+        refuse_transforms(self.name)
         dtype = input_type(x)
         flat = _flat(x.to(dtype))
         self.last_pick = picked = self._pick(flat.shape[0], dtype)
@@ -411,7 +421,7 @@ class _BoundCall:
         is_elsewhere = not x.is_cpu if self._on_cpu else x.device != self._device  # comparing devices is slow
         if is_elsewhere or type(x) not in _PLAIN or _modes() or torch.is_autocast_enabled(self._device.type):
             return None
-        if torch.is_grad_enabled() and (x.requires_grad or _learns(bias)):
+        if is_transformed() or (torch.is_grad_enabled() and (x.requires_grad or _learns(bias))):
             return None
         y = self._call(x, self._shape)
         if layer.last_pick is not self._picked:  # a module's attributes are slow to write

@@ -186,3 +186,52 @@ def test_what_is_set_after_the_layers_were_joined_counts(change: str) -> None:
         for _ in range(2):
             assert all(torch.equal(*pair) for pair in zip(alone(x), model(x), strict=True))
     assert before.fmt.name == "int8_row"  # kept: a weight that is freed says so itself
+
+
+@pytest.mark.parametrize("change", ["bias", "weight"])
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_compiled_graph_of_joined_layers_sees_what_is_set(change: str, compiled_first: bool) -> None:
+    torch._dynamo.reset()
+    model, alone, x = Attention("int8_row"), Attention("int8_row"), normal(1, 128)
+    fuse_projections(model)
+    graph = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        (graph if compiled_first else model)(x)
+        assert model.q_proj.joint.layer is not None
+        for each in (model, alone):
+            if change == "bias":
+                each.q_proj.bias = nn.Parameter(torch.ones(64))
+            else:
+                each.q_proj.weight = PackedWeight(packed("int8_row", 64, 128, seed=9))
+        assert all(torch.equal(*pair) for pair in zip(alone(x), graph(x), strict=True))
+
+
+def test_layers_that_were_joined_in_inference_mode_load_a_state() -> None:
+    model, other, x = Attention("int8_row"), Attention("int8_row"), normal(1, 128)
+    fuse_projections(model)
+    with torch.inference_mode():
+        model(x)
+    assert model.q_proj.joint.layer is not None
+    other.k_proj.weight = PackedWeight(packed("int8_row", 33, 128, seed=9))
+    model.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        assert all(torch.equal(*pair) for pair in zip(other(x), model(x), strict=True))
+
+
+def test_autocast_may_be_switched_between_joined_layers() -> None:
+    model, x = Attention("int8_row"), normal(1, 128)
+    fuse_projections(model)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            first = model.q_proj(x)
+        assert (first.dtype, model.k_proj(x).dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_joined_layers_are_exported_for_any_number_of_rows() -> None:
+    model, x = Attention("int8_row"), normal(3, 128)
+    fuse_projections(model)
+    with torch.no_grad():
+        model(x)
+        made = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},)).module()
+        more = normal(40, 128)
+        assert all(torch.equal(*pair) for pair in zip(model(more), made(more), strict=True))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -427,3 +429,36 @@ def test_what_inference_mode_kept_serves_training(way: str) -> None:
     result(x).sum().backward()
     assert torch.equal(result(x), expected)
     assert x.grad is not None
+
+
+# ---- copies, parts that are set, transforms --------------------------------------------------------------------------
+
+
+def test_a_copy_of_a_layer_that_ran_reads_its_own_bytes_and_can_be_pickled() -> None:
+    original, x = layer("int8_row", "auto"), normal(2, 256)
+    before = original(x)
+    twins = copy.deepcopy(original), pickle.loads(pickle.dumps(original))
+    original.weight.replace(packed("int8_row", seed=7))
+    assert not torch.equal(original(x), before)
+    assert all(torch.equal(twin(x), before) for twin in twins)
+
+
+@pytest.mark.parametrize("way", ["eager", "tile_cache", "auto"])
+def test_a_part_of_the_weight_that_is_set_counts(way: str) -> None:
+    changed, other, x = layer("int8_row", way), packed("int8_row", seed=7), normal(2, 256)
+    changed(x)
+    assert other.scales is not None
+    changed.weight.data, changed.weight.scales = other.data, other.scales
+    cache = TileCache(10**6) if way == "tile_cache" else None
+    assert torch.equal(changed(x), QuantLinear(other, strategy=way, cache=cache)(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, as it enters a dual level
+def test_transforms_that_a_kernel_would_drop_are_refused() -> None:
+    one, x = layer("int8_row", "auto"), normal(2, 256)
+    one(x)
+    with forward_ad.dual_level(), pytest.raises(LayerError, match=r"forward-mode derivatives and torch\.func"):
+        one(forward_ad.make_dual(x, torch.ones_like(x)))
+    for transform in (torch.func.vmap(one), torch.func.grad(lambda x: one(x).sum())):
+        with pytest.raises(LayerError, match=r"forward-mode derivatives and torch\.func"):
+            transform(x)

@@ -42,7 +42,10 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
         except Exception as error:  # transformers raises any kind of error on a bad config
             raise FileFormatError(f"{folder / CONFIG}: no model can be made of it: {foreign_reason(error)}") from error
         if (folder / GENERATION).is_file() and model.can_generate():  # type: ignore[operator]
-            model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
+            try:
+                model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
+            except Exception as error:  # as above
+                raise FileFormatError(f"{folder / GENERATION}: cannot be read: {foreign_reason(error)}") from error
     return model.eval()
 
 

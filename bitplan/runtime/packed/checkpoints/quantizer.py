@@ -7,6 +7,7 @@ numbers and only warns.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         if not checkpoint_files:
             raise StoreError("from_pretrained: a packed model is loaded from the folder that holds it")
         self._folder = Path(checkpoint_files[0]).parent
+        _check_inside(getattr(model.config, "_name_or_path", ""), checkpoint_files)
         where = str(self._folder)
         self._config = read_config(self._folder)
         has_plan = (self._folder / check_packed_config(self._folder, self._config)["plan"]).is_file()
@@ -155,6 +157,18 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         adapt_to_transformers(model)
         self._layers.clear()
         return model
+
+
+def _check_inside(folder: str, files: list[str]) -> None:
+    """Refuse an index that names files outside of the folder: transformers would follow it."""
+    root = Path(os.path.abspath(folder))
+    if not folder or not root.is_dir():  # a name on the hub
+        return
+    for file in files:
+        if not Path(os.path.abspath(file)).is_relative_to(root):
+            raise StoreError(
+                f"{folder}: its index names {file!r}, which is not in the folder; copy or quantize the folder again"
+            )
 
 
 def register() -> None:

@@ -7,7 +7,7 @@ load as well.
 
 from __future__ import annotations
 
-import types
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ def adapt_to_transformers(model: nn.Module) -> None:
     """
     for name, ours in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _resize_token_embeddings)):
         if hasattr(model, name):
-            setattr(model, name, types.MethodType(ours, model))
+            setattr(model, name, functools.partial(ours, model))  # which can be pickled, as a method cannot
 
 
 def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -172,6 +173,27 @@ def test_transformers_loads_a_model_whose_initialisation_reads_the_weights_of_ch
     assert torch.equal(*results)
 
 
+def test_a_loaded_model_that_ran_is_pickled(packed, tmp_path):
+    model, _ = bitplan.load_packed(packed)
+    expected = logits(model)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(again), expected)
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(bitplan.load_packed(tmp_path / "again").model), expected)
+
+
+def test_models_whose_linear_layers_are_not_plain(tmp_path):
+    keys = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
+    falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**keys, num_attention_heads=4))
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**keys, state_size=8, time_step_rank=32))
+    for model, stays in ((falcon, 0), (mamba, 2)):
+        source = save(model, tmp_path / model.config.model_type)
+        report = quantize.quantize_file(source, tmp_path / "packed", "int8_row", force=True)
+        assert [row["reason"] for row in report.rows].count("no packed layer holds it, so it stays") == stays
+        loaded, _ = bitplan.load_packed(tmp_path / "packed")
+        assert (logits(loaded) - logits(model)).abs().max() < 0.05 * logits(model).abs().max()
+
+
 def test_a_model_packed_in_memory_is_saved_and_loaded_under_its_own_names(tmp_path):
     torch.manual_seed(0)
     model = mixtral()
@@ -282,6 +304,7 @@ def test_everything_that_does_not_fit_is_one_error(packed, tmp_path):
         (lambda _, config: config["quantization_config"].update(plan="../x"), "the plan '../x' is not in the folder"),
         (lambda folder, _: (folder / "bitplan_plan.json").write_text("{}"), "is not the plan by which this folder was"),
         (lambda _, config: config.update(architectures=["MyModel"]), "'MyModel' is not one of transformers"),
+        (lambda folder, _: (folder / "generation_config.json").write_text("[1]"), "generation_config.json: cannot be"),
         (lambda _, config: config.update(hidden_size=-1), "config.json: no model can be made of it"),
         (
             lambda _, config: config.update(num_hidden_layers="two"),
@@ -299,6 +322,16 @@ def test_a_folder_that_is_not_whole_is_refused_in_one_line(packed, tmp_path, cha
     with pytest.raises(FileFormatError, match=said) as caught:
         bitplan.load_packed(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_transformers_is_not_led_out_of_the_folder_by_an_index(packed, tmp_path):
+    folder = tmp_path / "bad"
+    shutil.copytree(packed, folder)
+    index = json.loads((packed / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: str(packed / file) for name, file in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(StoreError, match=r"its index names .* which is not in the folder"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_a_plan_of_another_model_is_refused(packed, tmp_path):
