@@ -2,7 +2,10 @@
 
 Torch counts in-place writes to a tensor (`_version`), but not those of its fused optimizers (2.11 and 2.13) or of other
 libraries' kernels; Hugging Face's Trainer uses a fused optimizer by default. So after every step of any optimizer a
-write is counted here for each parameter that had a gradient. Steps that a CUDA graph replays are not noticed.
+write is counted here for each of its parameters that is trained. Steps that a CUDA graph replays are not noticed.
+
+Nor does torch count writes through `weight.data`, as in loops without an optimizer. They are told by the gradient
+(`GradientWatch`): before the next step it is cleared.
 """
 
 from __future__ import annotations
@@ -41,8 +44,39 @@ def count_optimizer_steps() -> None:
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     groups = optimizer.param_groups
-    stepped = [each for group in groups for each in group["params"] if each.grad is not None]
-    torch.autograd.graph.increment_version([each for each in stepped if not each.is_inference()])
+    trained = [each for group in groups for each in group["params"] if each.requires_grad]  # the step may clear `grad`
+    torch.autograd.graph.increment_version([each for each in trained if not each.is_inference()])
+
+
+_NO_GRADIENT = -2
+
+
+class GradientWatch:
+    """Tells by a weight's gradient whether a step is over, since something was derived from that weight.
+
+    Between steps gradients are only added up: torch counts one write to `grad` for each backward. A gradient that was
+    taken away, or written to by others, means that a step may be over. Asking too soon costs time, and nothing else.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._writes, self._backwards = _gradient_writes(weight), 0
+
+    def count_backward(self, gradient: Tensor) -> None:
+        """Say that this gradient was computed; where it is the first, torch takes it as the weight's own."""
+        if self._writes == _NO_GRADIENT and not self._backwards:
+            self._writes = gradient._version - 1
+        self._backwards += 1
+
+    def is_step_over(self, weight: Tensor) -> bool:
+        if not self._backwards:
+            return False
+        return _gradient_writes(weight) != self._writes + self._backwards
+
+
+def _gradient_writes(weight: Tensor) -> int:
+    """How often the weight's gradient was written to."""
+    gradient = weight.grad if weight.is_leaf else None
+    return _NO_GRADIENT if gradient is None else gradient._version
 
 
 class _OfStorage(Protocol):
