@@ -9,9 +9,10 @@ trainer that take `model.parameters()` work as with any layer. A forward that fi
 `weight`, in place. A frozen weight (adapters, inference) has no master and takes one byte; dgrad's transpose takes one
 more while it is kept.
 
-A state_dict holds all three; it loads into such a layer, not into nn.Linear. A master that was not saved starts from
-the FP8 weight. For tensorwise and blockwise the transposed codes are the cast of the transpose; rowwise and mxfp8 scale
-the two layouts differently and are refused. Under torch.compile the layer runs between graphs.
+A state_dict holds all three; it loads into such a layer, not into nn.Linear. A state_dict of nn.Linear loads too: its
+weight is cast. A master that was not saved starts from the FP8 weight. For tensorwise and blockwise the transposed
+codes are the cast of the transpose; rowwise and mxfp8 scale the two layouts differently and are refused. Under
+torch.compile the layer runs between graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from bitplan.formats.fp8 import ScaledFp8, decode_scaled, empty_scale, scaling_o
 from bitplan.formats.fp8_recipes import BF16, RECIPES
 from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.runtime.fp8.layer_settings import Fp8LayerError
-from bitplan.runtime.fp8.layers.linear_function import run_linear
+from bitplan.runtime.fp8.layers.linear_function import INPUT_TYPES, run_linear
 from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
 from bitplan.runtime.fp8.layers.weight_source import WeightSource
 from bitplan.store.models.weight_changes import UNCOUNTED, GradientWatch, count_optimizer_steps, state_of
@@ -48,7 +49,23 @@ def store_in_fp8(layer: Any) -> None:
     layer._stored_state = None if master is None else state_of(master)
     layer._stored_step = None if master is None else GradientWatch(master)
     count_optimizer_steps()
+    layer.register_load_state_dict_pre_hook(_store_plain_weight)
     layer.register_load_state_dict_pre_hook(_start_master_from_weight)
+
+
+def _store_plain_weight(layer: Any, state: dict[str, Any], prefix: str, *_more: Any) -> None:
+    """Let a weight that is not FP8 load, from a checkpoint of nn.Linear: its numbers are cast, and are the master."""
+    plain = state.get(prefix + "weight")
+    if plain is None or prefix + "weight_scale" in state or layer.weight.is_meta or plain.is_meta:
+        return
+    if plain.dtype not in INPUT_TYPES or plain.shape != layer.weight.shape:
+        return
+    plain = plain.detach().to(layer.weight.device)
+    cast = cast_layouts(plain, storage_recipe(layer), eps=layer.recipe.eps.weight, is_weight=True, cols=False).rows
+    assert cast is not None
+    state[prefix + "weight"], state[prefix + "weight_scale"] = cast.codes, cast.scale
+    if layer.weight_master is not None:
+        state[prefix + "weight_master"] = plain.float()
 
 
 def _start_master_from_weight(layer: Any, state: dict[str, Any], prefix: str, *_more: Any) -> None:
