@@ -2,7 +2,8 @@
 
 Torch counts in-place writes to a tensor (`_version`), but not those of its fused optimizers (2.11 and 2.13) or of other
 libraries' kernels; Hugging Face's Trainer uses a fused optimizer by default. So after every step of any optimizer a
-write is counted here for each of its parameters that is trained. Steps that a CUDA graph replays are not noticed.
+write is counted here for each parameter that had a gradient, before the step or after it. Steps that a CUDA graph
+replays are not noticed.
 
 Nor does torch count writes through `weight.data`, as in loops without an optimizer. They are told by the gradient
 (`GradientWatch`): before the next step it is cleared.
@@ -13,15 +14,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 UNCOUNTED = -1  # for a tensor that was made in inference mode, which may change unnoticed
 _lock = threading.Lock()
 _hook: object = None
+_in_step: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()
 
 
 def writes_of(tensor: Tensor) -> int:
@@ -39,13 +42,23 @@ def count_optimizer_steps() -> None:
     global _hook
     if _hook is None:
         with _lock:
-            _hook = _hook or register_optimizer_step_post_hook(_after_step)
+            _hook = _hook or (
+                register_optimizer_step_pre_hook(_before_step),
+                register_optimizer_step_post_hook(_after_step),
+            )
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    _in_step[optimizer] = _with_gradients(optimizer)  # the step may clear them
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    groups = optimizer.param_groups
-    trained = [each for group in groups for each in group["params"] if each.requires_grad]  # the step may clear `grad`
-    torch.autograd.graph.increment_version([each for each in trained if not each.is_inference()])
+    stepped = {id(each): each for each in (*_in_step.get(optimizer, ()), *_with_gradients(optimizer))}
+    torch.autograd.graph.increment_version([each for each in stepped.values() if not each.is_inference()])
+
+
+def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
 
 
 _NO_GRADIENT = -2
