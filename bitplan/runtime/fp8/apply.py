@@ -57,11 +57,12 @@ from bitplan.plan.fp8.vocabulary import (
 )
 from bitplan.plan.names import listed
 from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, inputs_without_example, seen_inputs
-from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_site, find_gated, has_fp8, join_gated, put_built
+from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_gated, build_site, find_gated, has_fp8
 from bitplan.runtime.fp8.find_linears import Site, block_of, find_sites
 from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8Recipe, fp8_obstacle
 from bitplan.runtime.fp8.layers.linear import cast_weights_together
 from bitplan.runtime.fp8.model_files import find_policy, open_yaml_model
+from bitplan.runtime.fp8.replacements import Replacements
 from bitplan.runtime.fp8.summary import AppliedFp8, Confirmed, LayerRow
 from bitplan.runtime.fp8.token_watch import TokenWatch
 
@@ -107,7 +108,12 @@ def apply_fp8(
     emulate: bool = False,
     stopwatch: Stopwatch | None = None,
 ) -> AppliedFp8:
-    """Replace the layers of a model that the policy puts in FP8; return what was decided and why."""
+    """Replace the layers of a model that the policy puts in FP8; return what was decided and why.
+
+    On an error the model stays as it was.
+    """
+    if not isinstance(policy, Policy | str | Path | None):
+        raise Fp8Error(f"policy must be a Policy, the path of its file, or None, got a {type(policy).__name__}")
     rules = load_policy(policy) if isinstance(policy, str | Path) else policy
     unknown = set(parts) - set(PARTS)
     if unknown or not parts:
@@ -213,6 +219,8 @@ class _Trial:
 
 
 def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emulate: bool) -> AppliedFp8:
+    if not isinstance(model, nn.Module):
+        raise Fp8Error(f"FP8 goes into a model that is loaded, a torch.nn.Module, got a {type(model).__name__}")
     if has_fp8(model):
         raise Fp8Error("the model has FP8 layers already; apply a policy to the model as it was loaded")
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
@@ -383,7 +391,16 @@ def _moved(decided: _Decided, block: str) -> _Decided:
 
 
 def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> list[str]:
-    """Make the FP8 layers one after the other, and put each into the model when it is made."""
+    """Make the FP8 layers one after the other, and put each into the model when it is made; on an error, none."""
+    replaced = Replacements(model)
+    try:
+        return _build_into(model, decided, replaced, watch=watch)
+    except BaseException as error:
+        replaced.restore(error)
+        raise
+
+
+def _build_into(model: nn.Module, decided: list[_Decided], replaced: Replacements, *, watch: bool) -> list[str]:
     notes: dict[str, None] = {}
     watched: dict[str, tuple[str, list[Fp8Choice], Site]] = {}
     gated = find_gated(model, [each.site for each in decided if each.choice and not each.fp8_param])
@@ -399,13 +416,16 @@ def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> 
             each.recipe,
             fp8_param=each.fp8_param,
         )
-        put_built(model, built)
+        replaced.put_built(built)
         notes |= dict.fromkeys(built.notes)
         if each.fp8_param:
             notes[FP8_PARAM_NOTE] = None
         if each.site.kind not in GROUPED_KINDS:
             watched.setdefault(each.site.part, (built.first, [], each.site))[1].append(each.choice)
-    joined = join_gated(model, gated)
+    joined: dict[str, str] = {}
+    for together, names in build_gated(model, gated):
+        replaced.put(names.path, together)
+        joined |= {f"{names.path}.{name}": names.path for name in (names.gate, names.up, names.down)}
     cast_weights_together(model)
     if watch:
         for first, choices, _site in watched.values():

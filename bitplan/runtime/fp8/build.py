@@ -10,7 +10,7 @@ by its own choice (`experts`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -29,7 +29,6 @@ from bitplan.runtime.fp8.fused_projections import (
     NormTakenOver,
     Renamed,
     join_rows,
-    keep_names,
 )
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.gated_mlp import GatedMlp, gating_obstacle, has_hooks
@@ -72,14 +71,6 @@ def build_site(
     if norm is not None:
         built.notes = (f"{type(norm).__name__} is neither RMS nor layer norm as we know them: it stays apart",)
     return built
-
-
-def put_built(model: nn.Module, built: Built) -> None:
-    """Put a layer into the model."""
-    for path, module in built.modules.items():
-        model.set_submodule(path, module)
-    for path, renamed in built.renamed.items():
-        keep_names(model.get_submodule(path), renamed)
 
 
 def has_fp8(model: nn.Module) -> bool:
@@ -129,7 +120,7 @@ class GatedNames:
 def find_gated(model: nn.Module, sites: Sequence[Site]) -> list[GatedNames]:
     """MLPs among these sites that compute down(silu(gate(x)) * up(x)), behind a norm that gate and up take over.
 
-    They are found before their layers are replaced, which `join_gated` does afterwards.
+    They are found before their layers are replaced, which `build_gated` does afterwards.
     """
     downs = {_parent(site.modules[0]): site.modules[0] for site in sites if site.name == "fc2" and not site.is_grouped}
     found = []
@@ -182,18 +173,14 @@ def _names_only_gating(mlp: nn.Module, *layers: str) -> bool:
     return all(each is functional.silu or type(each).__name__ in ("SiLU", "SiLUActivation") for each in kinds)
 
 
-def join_gated(model: nn.Module, found: Sequence[GatedNames]) -> dict[str, str]:
-    """Put a `GatedMlp` where both layers became FP8 so that it can run -> the MLP's path by those of its layers."""
-    joined: dict[str, str] = {}
+def build_gated(model: nn.Module, found: Sequence[GatedNames]) -> Iterator[tuple[GatedMlp, GatedNames]]:
+    """A `GatedMlp` for each MLP whose two layers became FP8 so that it can run."""
     for each in found:
         mlp = model.get_submodule(each.path)
         head, down = mlp.get_submodule(each.gate), mlp.get_submodule(each.down)
         if gating_obstacle(getattr(head, "fused", head), down) is None:
             names = (each.gate, each.up, each.down)
-            together = GatedMlp(mlp, *names, activation_name(mlp, *names))
-            model.set_submodule(each.path, together)
-            joined |= {f"{each.path}.{name}": each.path for name in (each.gate, each.up, each.down)}
-    return joined
+            yield GatedMlp(mlp, *names, activation_name(mlp, *names)), each
 
 
 # ---- dense -----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ to a site if nothing else reads its output, which is known only for the block cl
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ _VISION = ("visual", "vision_tower", "vision_model", "image_encoder", "vit")
 _SHARED = ("shared_expert", "shared_experts")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BASE = "base_layer"
+_GATING = "_default_apply_gate"  # transformers' own
+_EXPERT_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 _NEVER = ("lm_head", "router", "merger", "projector", "multi_modal_projector", "embed_tokens", "shared_expert_gate")
 
 
@@ -168,9 +171,9 @@ class _Seen:
         for child, kind, name in (("gate_up_proj", "column_grouped", "fc1"), ("down_proj", "row_grouped", "fc2")):
             weight: Tensor = getattr(module, child)
             topk = self.topk or getattr(self.modules.get(path.rpartition(".")[0]), "top_k", None)
-            obstacle = None if getattr(module, "is_transposed", False) is False else "its weights are transposed"
-            if any(getattr(module, f"{each}_bias", None) is not None for each in ("gate_up_proj", "down_proj")):
-                obstacle = "its experts have biases"
+            obstacle = experts_obstacle(module)
+            if self.uses[id(weight)] > 1:
+                obstacle = f"{path}.{child} is shared with another module"
             if weight.is_cuda and weight.dtype != torch.bfloat16:
                 obstacle = f"grouped products on a GPU take bfloat16, its weights are {weight.dtype}"
             shape = (weight.shape[1], weight.shape[2])
@@ -183,7 +186,7 @@ class _Seen:
         for path, linear in zip(paths, linears, strict=True):
             if type(linear) is not nn.Linear:
                 return f"{path} is a {type(linear).__name__}, whose forward is not Linear's own"
-            if "forward" in linear.__dict__ or any(getattr(linear, hooks, None) for hooks in _HOOKS):
+            if _has_hooks(linear):
                 return f"{path} has hooks, which would be lost"
             if self.uses[id(linear.weight)] > 1:
                 return f"the weight of {path} is shared with another module"
@@ -200,20 +203,54 @@ class _Seen:
         if name in _LATENT_NORMS:
             norm = f"{path}.{_LATENT_NORMS[name]}"
             known = type(module).__name__.removesuffix("Attention") in _BLOCKS
-            return norm if known and norm in self.modules else None
+            return norm if known and self._is_own(norm) else None
         block_path, _, own = path.rpartition(".")
         block = self.modules.get(block_path)
         family = type(block).__name__.removesuffix("DecoderLayer")
         if family not in _BLOCKS or own not in _BLOCK_NORMS:
             return None
         norm = f"{block_path}.{_BLOCK_NORMS[own]}".lstrip(".")
-        return norm if norm in self.modules else None
+        return norm if self._is_own(norm) else None
+
+    def _is_own(self, norm: str) -> bool:
+        """Whether a norm is there, has no hooks, which would be lost, and no weight that another module has too."""
+        module = self.modules.get(norm)
+        if module is None or _has_hooks(module):
+            return False
+        return all(self.uses[id(each)] == 1 for each in module._parameters.values() if each is not None)
 
 
 def is_experts(module: nn.Module) -> bool:
     """A module that holds the weights of many experts, as transformers does."""
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     return all(isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights)
+
+
+def experts_obstacle(module: nn.Module) -> str | None:
+    """Why the experts of a module are not known to be down(act(gate(x)) * up(x)), called as transformers does."""
+    if getattr(module, "is_transposed", False) is not False:
+        return "its weights are transposed"
+    if any(getattr(module, f"{each}_bias", None) is not None for each in ("gate_up_proj", "down_proj")):
+        return "its experts have biases"
+    if (
+        getattr(module, "is_concatenated", True) is not True
+        or getattr(module, "has_post_expert_norm", False) is not False
+    ):
+        return "its gate and up are interleaved, or its experts have a norm of their own"
+    gating = getattr(type(module), "_apply_gate", None)
+    if not callable(getattr(module, "act_fn", None)) or getattr(gating, "__name__", _GATING) != _GATING:
+        return f"{type(module).__name__} gates its experts in its own way, not by act(gate) * up"
+    if set(module._parameters) != {"gate_up_proj", "down_proj"} or list(_arguments(module)) != _EXPERT_ARGUMENTS:
+        return f"{type(module).__name__} has other tensors or arguments than {', '.join(_EXPERT_ARGUMENTS)}"
+    return "it has hooks, which would be lost" if _has_hooks(module) else None
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
 def _linear_at(name: str, child: nn.Module) -> str | None:

@@ -7,8 +7,9 @@ once, and was measured so; the three therefore become one layer, inside the firs
     k_proj     FusedPart: gives the part that was kept for it, once
     norm       NormTakenOver: hands its input on; the layer behind it does the norm, in the cast where it can
 
-A part is given only for the very tensor that the head was run on; for another tensor the head is run again, which costs
-time and never gives a wrong number. Parts are kept only from the first to the last call of one forward.
+A part is given only for the very tensor that the head was run on, if neither that tensor nor the weight has changed
+since; otherwise the head is run again, which costs time and never gives a wrong number. Parts are kept only from the
+first to the last call of one forward.
 
 Checkpoints keep their names: `state_dict` splits fused tensors and `load_state_dict` joins them (`keep_names`), so a
 model with fused layers reads and writes the same files as before. Parameters themselves are fused: make the optimizer
@@ -19,12 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from bitplan.runtime.fp8.layer_settings import Fp8LayerError
+from bitplan.store.models.weight_changes import writes_of
+
+_State = tuple[int, int, bool] | None
 
 
 class FusedProjections(nn.Module):
@@ -34,30 +39,46 @@ class FusedProjections(nn.Module):
         super().__init__()
         self.fused = fused
         self.sizes = tuple(sizes)
-        self._input: Tensor | None = None
-        self._waiting: list[Tensor | None] = []
+        self._waiting: tuple[Tensor, _State, list[Tensor | None]] | None = None  # input, its state, parts
 
     def forward(self, x: Tensor) -> Tensor:
+        state = self._state(x)
         first, *rest = self._parts(x)
-        self._input, self._waiting = x, list(rest)
+        self._waiting = (x, state, list(rest))
         return first
 
+    def _state(self, x: Tensor) -> _State:
+        """What parts depend on beside the input; in a compiled graph nothing changes between two of its calls."""
+        if torch.compiler.is_compiling():
+            return None
+        return writes_of(x), writes_of(self.fused.weight), torch.is_grad_enabled()  # type: ignore[arg-type]
+
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        if not torch.compiler.is_compiling() and "_hf_hook" in self.fused.__dict__:
-            _refuse_offloading(self.fused.__dict__["_hf_hook"])
+        if not torch.compiler.is_compiling():
+            own = self.fused.__dict__
+            if "_hf_hook" in own:
+                _refuse_offloading(own["_hf_hook"])
+            if "base_layer" in own["_modules"]:
+                raise Fp8LayerError(
+                    "an adapter was put on projections that apply_fp8 has joined (q, k, v; gate, up), whose "
+                    "norm it would not see; make adapters first (get_peft_model), then apply_fp8"
+                )
         together: Tensor = self.fused(x)
         parts: tuple[Tensor, ...] = together.split(self.sizes, dim=-1)
         return parts
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """The part of projection `index`, from 1; taking the last part clears all of them."""
-        if self._input is not x or self._waiting[index - 1] is None:
+        waiting = self._waiting
+        if waiting is None or waiting[0] is not x or waiting[1] != self._state(x):
             return self._parts(x)[index]
-        part = self._waiting[index - 1]
-        self._waiting[index - 1] = None
-        if all(each is None for each in self._waiting):
-            self._input, self._waiting = None, []
-        assert part is not None
+        parts = waiting[2]
+        part = parts[index - 1]
+        if part is None:
+            return self._parts(x)[index]
+        parts[index - 1] = None
+        if all(each is None for each in parts):
+            self._waiting = None
         return part
 
     def rows(self, index: int) -> Tensor:
@@ -72,7 +93,10 @@ class FusedProjections(nn.Module):
         return self.rows(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_input": None, "_waiting": []}  # a copied model does not copy activations
+        return self.__dict__ | {"_waiting": None}  # a copied model does not copy activations
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        raise _refuse_to_freeze_one()
 
     def extra_repr(self) -> str:
         return f"sizes={self.sizes}"
@@ -85,6 +109,13 @@ def _refuse_offloading(hook: Any) -> None:
             "accelerate offloads this model, and does not find weights that apply_fp8 has joined (q, k, v; gate, up); "
             "leave the model on the GPU, or offload it without apply_fp8"
         )
+
+
+def _refuse_to_freeze_one() -> Fp8LayerError:
+    return Fp8LayerError(
+        "apply_fp8 has joined these projections (q, k, v; gate, up) into one parameter, which is trained or frozen "
+        "as a whole: freeze before apply_fp8 (projections that differ stay in BF16), or freeze the module around them"
+    )
 
 
 class FusedPart(nn.Module):
@@ -101,6 +132,15 @@ class FusedPart(nn.Module):
     @property
     def weight(self) -> Tensor:
         return self._head[0].rows(self.index)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        raise _refuse_to_freeze_one()
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise Fp8LayerError(
+            "nn.DataParallel cannot copy projections that apply_fp8 has joined; train with DistributedDataParallel "
+            "(torchrun --nproc_per_node ...), or show one GPU alone (CUDA_VISIBLE_DEVICES=0)"
+        )
 
     def extra_repr(self) -> str:
         return f"part {self.index} of {len(self._head[0].sizes)}"
@@ -121,6 +161,10 @@ class NormTakenOver(nn.Module):
     @property
     def bias(self) -> Any:
         return self._norm[0].bias
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self._norm[0].requires_grad_(requires_grad)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -147,7 +191,18 @@ class _Split:
                 continue
             whole = state.pop(prefix + new)
             for part in parts:
-                state[prefix + part.old] = whole if part.rows is None else whole[part.rows[0] : part.rows[1]]
+                state[prefix + part.old] = whole if part.rows is None else _with_own_storage(whole, part.rows)
+
+
+def _with_own_storage(whole: Tensor, rows: tuple[int, int]) -> Tensor:
+    """Rows of a tensor: the same memory and the same count of writes, but a storage that has these rows alone.
+
+    accelerate and safetensors take tensors of one storage for names of one tensor, and save only one of them.
+    """
+    part = whole[rows[0] : rows[1]]
+    if type(whole) is Tensor and whole.device.type in ("cpu", "cuda") and whole.is_contiguous() and part.numel():
+        part.data = from_dlpack(whole[rows[0] : rows[1]])
+    return part
 
 
 class _Join:
@@ -177,13 +232,18 @@ class _Join:
                     state[prefix + new] = torch.cat(tensors)
 
 
-def keep_names(module: nn.Module, renamed: Sequence[Renamed]) -> None:
-    """Let a module read and write state dicts under the names it had; names are relative to the module."""
+def keep_names(module: nn.Module, renamed: Sequence[Renamed]) -> tuple[Any, Any]:
+    """Let a module read and write state dicts under the names it had; names are relative to the module.
+
+    Returns handles that end this.
+    """
     by_new: dict[str, list[Renamed]] = {}
     for each in renamed:
         by_new.setdefault(each.new, []).append(each)
-    module.register_state_dict_post_hook(_Split(by_new))
-    module.register_load_state_dict_pre_hook(_Join(by_new))
+    return (
+        module.register_state_dict_post_hook(_Split(by_new)),
+        module.register_load_state_dict_pre_hook(_Join(by_new)),
+    )
 
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:

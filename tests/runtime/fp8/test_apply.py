@@ -77,7 +77,7 @@ def test_everything_wins_and_the_model_computes_nearly_the_same():
     assert float((fused.weight.grad - expected).norm() / expected.norm()) < 0.15
     expected = plain.model.layers[0].input_layernorm.weight.grad
     assert float((fused.norm.weight.grad - expected).norm() / expected.norm()) < 0.15
-    assert mine.self_attn.q_proj._input is None  # nothing of the step is kept
+    assert mine.self_attn.q_proj._waiting is None  # nothing of the step is kept
 
 
 def test_each_layer_by_its_own_rule():
@@ -299,6 +299,70 @@ def test_twice_is_refused():
     apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True)
     with pytest.raises(Fp8Error, match="has FP8 layers already"):
         apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True)
+
+
+@pytest.mark.parametrize("fp8_param", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_an_error_half_way_leaves_the_model_as_it_was(fp8_param, held, monkeypatch):
+    model = llama()
+    modules = {name: type(one) for name, one in model.named_modules()}
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    parameters = dict(model.named_parameters()) if held else {}  # as an optimizer that was made before holds them
+    made = []
+
+    def fail_late(build):
+        def build_or_fail(*args, **more):
+            made.append(1)
+            if len(made) == 7:
+                raise RuntimeError("out of memory")
+            return build(*args, **more)
+
+        return build_or_fail
+
+    monkeypatch.setattr(fp8_apply, "build_site", fail_late(fp8_apply.build_site))
+    given = {"tokens": 100, "recipe": "tensorwise", "emulate": True, "fp8_param": fp8_param}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        apply_fp8(model, None, **given)
+    assert {name: type(one) for name, one in model.named_modules()} == modules
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    assert all(one.is_leaf and one.requires_grad for one in model.parameters())
+    assert all(dict(model.named_parameters())[name] is one for name, one in parameters.items())
+    monkeypatch.undo()
+    assert apply_fp8(model, None, **given).fp8_layers == 8
+    assert fp8_param or model.state_dict().keys() == state.keys()
+
+
+def test_frozen_weights_stored_in_fp8_before_an_error_are_named(monkeypatch):
+    model = llama(num_hidden_layers=1).requires_grad_(False)
+    monkeypatch.setattr(fp8_apply, "cast_weights_together", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as raised:
+        apply_fp8(model, None, tokens=100, recipe="tensorwise", emulate=True, fp8_param=True)
+    assert "self_attn.q_proj" in raised.value.__notes__[0]
+    assert "load the model again" in raised.value.__notes__[0]
+    assert not fp8_apply.has_fp8(model)
+    assert not any(one.requires_grad for one in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("model.safetensors", None), "a torch.nn.Module, got a str"),
+        ((nn.Linear(2, 2), 3), "the path of its file, or None, got a int"),
+    ],
+)
+def test_what_is_no_model_or_no_policy_is_refused(given, message):
+    with pytest.raises(Fp8Error, match=message):
+        apply_fp8(*given, tokens=100, emulate=True)
+
+
+def test_a_parametrized_layer_has_a_state_dict():
+    model = llama(num_hidden_layers=1)
+    apply_fp8(model, None, tokens=100, recipe="tensorwise", emulate=True)
+    layer = model.model.layers[0].self_attn.o_proj
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    assert "model.layers.0.self_attn.o_proj.parametrizations.weight.original1" in model.state_dict()
+    model.eval()(input_ids=tokens_of(32))
 
 
 def test_fp8_param_stores_weights_in_fp8():

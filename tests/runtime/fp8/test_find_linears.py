@@ -39,6 +39,58 @@ def built(kind, **more):
         return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
+class PlainExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.zeros(2, 32, 16)), nn.Parameter(torch.zeros(2, 16, 16))
+        self.act_fn = nn.functional.silu
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        raise NotImplementedError
+
+
+class ClampedExperts(PlainExperts):
+    def _apply_gate(self, gate_up):
+        raise NotImplementedError
+
+
+class SortedExperts(PlainExperts):
+    def forward(self, hidden_states):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        (PlainExperts, lambda _: None, None),
+        (ClampedExperts, lambda _: None, "in its own way"),
+        (SortedExperts, lambda _: None, "other tensors or arguments"),
+        (PlainExperts, lambda one: delattr(one, "act_fn"), "in its own way"),
+        (PlainExperts, lambda one: setattr(one, "has_post_expert_norm", True), "norm of their own"),
+        (PlainExperts, lambda one: setattr(one, "is_concatenated", False), "interleaved"),
+        (PlainExperts, lambda one: one.register_forward_hook(print), "hooks, which would be lost"),
+    ],
+)
+def test_experts_that_compute_something_else_stay_as_they_are(kind, change, says):
+    model = nn.ModuleDict({"experts": kind()})
+    change(model["experts"])
+    for site in find_sites(model).sites:
+        assert site.obstacle is None if says is None else says in site.obstacle
+    assert len(find_sites(model).sites) == 2
+
+
+@pytest.mark.parametrize("change", ["hook", "shared"])
+def test_a_norm_that_others_use_stays_apart(change):
+    model = built("Llama", num_hidden_layers=1)
+    block = model.model.layers[0]
+    assert [site.norm is not None for site in find_sites(model).sites if site.name == "qkv"] == [True]
+    if change == "hook":
+        block.input_layernorm.register_forward_hook(print)
+    else:
+        model.another = block.input_layernorm
+    assert [site.norm is not None for site in find_sites(model).sites if site.name == "qkv"] == [False]
+
+
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

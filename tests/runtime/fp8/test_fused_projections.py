@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import safetensors.torch as safetensors_torch
 import torch
 from torch import nn
 
@@ -32,8 +33,7 @@ def test_one_product_for_all_parts():
     parts = head(x), second(x), third(x)
     assert head.fused.calls == 1
     assert torch.equal(torch.cat(parts, -1), nn.functional.linear(x, head.fused.weight))
-    assert head._input is None  # no activation outlives the forward
-    assert head._waiting == []
+    assert head._waiting is None  # no activation outlives the forward
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1), (1, 1), (2, 2)])
@@ -55,6 +55,44 @@ def test_another_input_is_never_given_the_kept_part():
     assert torch.equal(second(x), nn.functional.linear(x, head.fused.weight)[:, 4:7])
 
 
+@pytest.mark.parametrize("change", ["input", "weight", "gradients", "thread"])
+def test_a_part_of_another_state_is_never_given(change):
+    head, second, _ = fused()
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        head(x)
+        if change == "input":
+            x.mul_(3)
+        elif change == "weight":
+            head.fused.weight.mul_(3)
+        elif change == "thread":  # another one calls the head on its own input meanwhile
+            head(torch.randn(5, 4))
+    part = second(x)
+    assert part.requires_grad  # the kept one was made without gradients
+    assert torch.equal(part, nn.functional.linear(x, head.fused.weight)[:, 4:7])
+
+
+def test_one_projection_of_several_is_not_frozen_in_silence():
+    head, second, _ = fused()
+    for each in (head, second):
+        with pytest.raises(Fp8LayerError, match="freeze before apply_fp8"):
+            each.requires_grad_(False)
+    nn.ModuleList([head, second]).requires_grad_(False)
+    assert not head.fused.weight.requires_grad
+    norm = nn.LayerNorm(4)
+    NormTakenOver(norm).requires_grad_(False)
+    assert not norm.weight.requires_grad
+
+
+def test_what_cannot_work_is_refused_with_what_to_do():
+    head, second, _ = fused()
+    with pytest.raises(Fp8LayerError, match="train with DistributedDataParallel"):
+        second._replicate_for_data_parallel()
+    head.fused.base_layer = nn.Linear(4, 9)  # as an adapter of peft has it
+    with pytest.raises(Fp8LayerError, match="make adapters first"):
+        head(torch.randn(5, 4))
+
+
 def test_without_the_head_being_called():
     head, second, _ = fused()
     x = torch.randn(5, 4)
@@ -73,7 +111,7 @@ def test_a_copy_has_its_own_head_and_no_activations():
     model["a"](torch.randn(5, 4))
     other = copy.deepcopy(model)
     assert other["b"]._head[0] is other["a"]
-    assert other["a"]._input is None
+    assert other["a"]._waiting is None
 
 
 def test_offloading_by_accelerate_is_refused_with_what_to_do():
@@ -102,6 +140,23 @@ def test_names_are_kept_with_rows_and_without():
     assert torch.equal(head.fused.weight, torch.cat(list(new.values())))
     result = outer.load_state_dict({name: new[name] for name in list(new)[:2]}, strict=False)
     assert result.missing_keys == ["model.a.fused.weight"]  # a part that is missing is not made up
+
+
+def test_parts_in_a_state_dict_have_storages_of_their_own(tmp_path):
+    head, second, third = fused()
+    model = nn.ModuleDict({"a": head, "b": second, "c": third})
+    rows = {"a": (0, 4), "b": (4, 7), "c": (7, 9)}
+    keep_names(model, [Renamed(f"{name}.weight", "a.fused.weight", each) for name, each in rows.items()])
+    state = model.state_dict()
+    storages = [each.untyped_storage() for each in state.values()]
+    assert [each.nbytes() for each in storages] == [64, 48, 32]  # else accelerate saves one of the three alone
+    version = head.fused.weight._version
+    state["b.weight"].zero_()  # and they are still the model's own memory
+    assert not head.fused.weight[4:7].any()
+    assert head.fused.weight._version > version
+    safetensors_torch.save_model(model, str(tmp_path / "model.safetensors"))
+    saved = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], one) for name, one in state.items())
 
 
 def test_parts_with_the_rows_of_others_are_refused():

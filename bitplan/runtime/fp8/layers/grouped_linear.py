@@ -33,10 +33,11 @@ from bitplan.kernels.fp8.experts.products import lay_out, pick_impl, token_pad
 from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
 from bitplan.runtime.fp8.layers.linear_function import INPUT_TYPES
 from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT, WEIGHT, guess_for
-from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
+from bitplan.runtime.fp8.layers.weight_casts import count_backward, derived_layouts
+from bitplan.runtime.fp8.layers.weight_source import CastsWeight
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(CastsWeight):
     """weight [experts, out_features, in_features]; `gemms` of None: all three products by the recipe's own name.
 
     `impl` chooses the FP8 products: "auto", "gluon", "torch", "triton" or "reference". On a GPU "auto" decides by shape
@@ -223,6 +224,8 @@ class _Grouped(torch.autograd.Function):
             dw = kernels.grouped_sums(dy_cols, x_cols, call.layout, weight.dtype, **call.options("wgrad"))
         elif need_w:
             dw = plain_sums(dy, kept, call.layout).to(weight.dtype)
+        if dw is not None and call.reuse:
+            count_backward(weight, dw)
         if need_b:
             ones = dy.new_ones((dy.shape[0], 16))  # the narrowest matrix that the grouped product takes
             db = plain_sums(dy, ones, call.layout)[:, :, 0].to(ctx.bias_dtype)

@@ -28,11 +28,11 @@ from bitplan.runtime.fp8.layers.sharded_weight import (
     plain_numbers,
     shard_in_fp8,
 )
-from bitplan.runtime.fp8.layers.stored_weight import linear_of_fp8_param, store_in_fp8
-from bitplan.runtime.fp8.layers.weight_source import CASTS
+from bitplan.runtime.fp8.layers.stored_weight import linear_of_fp8_param, store_in_fp8, stored_numbers
+from bitplan.runtime.fp8.layers.weight_source import CASTS, CastsWeight
 
 
-class Fp8Linear(nn.Linear):
+class Fp8Linear(CastsWeight, nn.Linear):
     """nn.Linear with FP8 products. `gemms` of None: all three by the recipe's own name."""
 
     def __init__(
@@ -91,7 +91,17 @@ class Fp8Linear(nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = plain_numbers(destination[f"{prefix}weight"])
+        if f"{prefix}weight" in destination:  # under torch.nn.utils.parametrize it has another name
+            destination[f"{prefix}weight"] = plain_numbers(destination[f"{prefix}weight"])
+
+    def plain_weight(self) -> Tensor:
+        """The weight's numbers: the master's, or the decoded ones, where it is stored in FP8."""
+        return self.weight if not self.fp8_param else stored_numbers(self)
+
+    def train(self, mode: bool = True) -> Self:
+        if mode != self.training and self.fp8_param:
+            self._stored_state = None
+        return super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fp8_param:
@@ -113,13 +123,14 @@ def gather_weights_in_fp8(module: nn.Module) -> dict[str, str]:
     Returns the layers whose weights cross as they are, and why.
     """
     group, left = new_group(), {}
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Fp8Linear)}
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, CastsWeight)}
     if not layers:
         raise Fp8LayerError("gather_weights_in_fp8: the model has no FP8 layers; call apply_fp8 first")
-    fp8_weight_casts.drop_casts(layer.weight for layer in layers.values())
+    fp8_weight_casts.drop_casts(layer.get_parameter("weight") for layer in layers.values())
     for name, layer in layers.items():
         layer.reuse_weight_cast = False
-        if why := shard_in_fp8(layer, group):
+        why = shard_in_fp8(layer, group) if isinstance(layer, Fp8Linear) else "its experts have a scale each"
+        if why:
             left[name] = why
     return left
 

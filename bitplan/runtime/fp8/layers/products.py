@@ -157,6 +157,8 @@ def gradients_of(
         dw = scaled_product(dy_cols, x_cols, grad_type, fast_accum=fast)
     elif need_w:
         dw = plain_product(dy_MN.t(), kept).to(grad_type)
+    if dw is not None:
+        source.count_backward(weight, dw)
     return dx, dw
 
 

@@ -9,9 +9,10 @@ trainer that take `model.parameters()` work as with any layer. A forward that fi
 `weight`, in place. A frozen weight (adapters, inference) has no master and takes one byte; dgrad's transpose takes one
 more while it is kept.
 
-A state_dict holds all three; it loads into such a layer, not into nn.Linear. A master that was not saved starts from
-the FP8 weight. For tensorwise and blockwise the transposed codes are the cast of the transpose; rowwise and mxfp8 scale
-the two layouts differently and are refused. Under torch.compile the layer runs between graphs.
+A state_dict holds all three; it loads into such a layer, not into nn.Linear. A state_dict of nn.Linear loads too: its
+weight is cast. A master that was not saved starts from the FP8 weight. For tensorwise and blockwise the transposed
+codes are the cast of the transpose; rowwise and mxfp8 scale the two layouts differently and are refused. Under
+torch.compile the layer runs between graphs.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from bitplan.formats.fp8 import ScaledFp8, decode_scaled, empty_scale, scaling_o
 from bitplan.formats.fp8_recipes import BF16, RECIPES
 from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.runtime.fp8.layer_settings import Fp8LayerError
-from bitplan.runtime.fp8.layers.linear_function import run_linear
+from bitplan.runtime.fp8.layers.linear_function import INPUT_TYPES, run_linear
 from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
 from bitplan.runtime.fp8.layers.weight_source import WeightSource
-from bitplan.store.models.weight_changes import UNCOUNTED, count_optimizer_steps, state_of
+from bitplan.store.models.weight_changes import UNCOUNTED, GradientWatch, count_optimizer_steps, state_of
 
 
 def store_in_fp8(layer: Any) -> None:
@@ -46,8 +47,25 @@ def store_in_fp8(layer: Any) -> None:
     layer.register_buffer("weight_scale", scale)
     layer.register_parameter("weight_master", master)
     layer._stored_state = None if master is None else state_of(master)
+    layer._stored_step = None if master is None else GradientWatch(master)
     count_optimizer_steps()
+    layer.register_load_state_dict_pre_hook(_store_plain_weight)
     layer.register_load_state_dict_pre_hook(_start_master_from_weight)
+
+
+def _store_plain_weight(layer: Any, state: dict[str, Any], prefix: str, *_more: Any) -> None:
+    """Let a weight that is not FP8 load, from a checkpoint of nn.Linear: its numbers are cast, and are the master."""
+    plain = state.get(prefix + "weight")
+    if plain is None or prefix + "weight_scale" in state or layer.weight.is_meta or plain.is_meta:
+        return
+    if plain.dtype not in INPUT_TYPES or plain.shape != layer.weight.shape:
+        return
+    plain = plain.detach().to(layer.weight.device)
+    cast = cast_layouts(plain, storage_recipe(layer), eps=layer.recipe.eps.weight, is_weight=True, cols=False).rows
+    assert cast is not None
+    state[prefix + "weight"], state[prefix + "weight_scale"] = cast.codes, cast.scale
+    if layer.weight_master is not None:
+        state[prefix + "weight_master"] = plain.float()
 
 
 def _start_master_from_weight(layer: Any, state: dict[str, Any], prefix: str, *_more: Any) -> None:
@@ -72,14 +90,15 @@ def _follow_master(layer: Any) -> None:
         return
     capturing = master.is_cuda and torch.cuda.is_current_stream_capturing()
     state = state_of(master)
-    if state == layer._stored_state and state[0] != UNCOUNTED and not capturing:
+    is_same = state == layer._stored_state and state[0] != UNCOUNTED and not layer._stored_step.is_step_over(master)
+    if is_same and not capturing:
         return
     recipe, eps = storage_recipe(layer), layer.recipe.eps.weight
     cast = cast_layouts(master.detach(), recipe, eps=eps, is_weight=True, cols=False).rows
     assert cast is not None
     layer.weight.copy_(cast.codes)
     layer.weight_scale.copy_(cast.scale)
-    layer._stored_state = state
+    layer._stored_state, layer._stored_step = state, GradientWatch(master)
 
 
 def storage_recipe(layer: Any) -> str:
@@ -98,6 +117,12 @@ def stored_weight(layer: Any) -> ScaledFp8:
     return ScaledFp8(layer.weight, layer.weight_scale, scaling_of(storage_recipe(layer), is_weight=True))
 
 
+def stored_numbers(layer: Any) -> Tensor:
+    """The weight's numbers: the master's if there is one, else the decoded ones."""
+    master: Tensor | None = layer.weight_master
+    return decode_scaled(stored_weight(layer)) if master is None else master
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_of_fp8_param(layer: Any, x: Tensor) -> Tensor:
     if layer.weight.dtype != torch.float8_e4m3fn:
@@ -106,7 +131,7 @@ def linear_of_fp8_param(layer: Any, x: Tensor) -> Tensor:
             "it as any other; move such a layer with .to(device), and build it again"
         )
     _follow_master(layer)
-    source = StoredWeight(stored_weight(layer))
+    source = StoredWeight(stored_weight(layer), layer._stored_step)
     return run_linear(x, layer.weight, layer.bias, layer._text, source, layer.weight_master)
 
 
@@ -115,9 +140,13 @@ class StoredWeight(WeightSource):
 
     grad_type = torch.float32
 
-    def __init__(self, stored: ScaledFp8) -> None:
+    def __init__(self, stored: ScaledFp8, step: GradientWatch | None) -> None:
         super().__init__(reuse=True)
-        self.stored = stored
+        self.stored, self.step = stored, step
+
+    def count_backward(self, weight: Tensor, gradient: Tensor) -> None:
+        if self.step is not None:
+            self.step.count_backward(gradient)
 
     def rows(self, weight: Tensor, recipe: str, eps: float, *, with_cols: bool) -> ScaledFp8:
         return self.stored

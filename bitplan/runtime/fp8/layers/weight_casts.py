@@ -6,8 +6,10 @@ the next forward casts anew, in eager mode and in compiled graphs alike; reading
 the GPU. A cast keeps its two layouts, so a weight of N x K costs 2 N K bytes more while it is kept;
 `reuse_weight_cast=False` keeps none.
 
-Writes that torch does not count are not noticed: those through `weight.data`, and FSDP2's gathering of shards, which
-keeps the version on purpose. Call `drop_weight_casts` after such a write, or do not reuse.
+Writes through `weight.data` are not counted by torch. They are noticed where a training loop makes them: a cast whose
+weight has got a gradient holds while gradients are only added up (`GradientWatch`), and `train()` and `eval()` end all
+casts of their layers. Call `drop_weight_casts` after any other such write. FSDP2 fills the memory of weights anew, and
+keeps the version on purpose: layers that it shards do not reuse casts (`weight_source.CastsWeight`).
 
 CUDA graphs replay kernels without checking versions. So a captured graph casts every weight in each of its forwards,
 and is right whatever happens between replays; it reads only casts made by `hold_weight_casts` from outside. Those stay
@@ -38,7 +40,13 @@ from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.runtime.fp8.compiled_graphs import allocate_outside, in_compiled_graphs
 from bitplan.runtime.fp8.layers.scale_guesses import WEIGHT, guess_for
-from bitplan.store.models.weight_changes import UNCOUNTED, KeptByStorage, count_optimizer_steps, writes_of
+from bitplan.store.models.weight_changes import (
+    UNCOUNTED,
+    GradientWatch,
+    KeptByStorage,
+    count_optimizer_steps,
+    writes_of,
+)
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 _How = tuple[str, float]  # recipe, amax epsilon
@@ -51,6 +59,7 @@ class _Kept:
 
     storage: StorageWeakRef
     version: int
+    step: GradientWatch
     rows: dict[_How, ScaledFp8] = field(default_factory=dict)
     cols: dict[_How, ScaledFp8] = field(default_factory=dict)
     captured: bool = False  # made inside a CUDA graph: only the backward of that graph may read it
@@ -116,7 +125,7 @@ def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reu
     """The weight [N, K] for fprop. `with_cols`: dgrad will ask for the other layout of the same cast."""
     how = (recipe, eps)
     was_asked = reuse
-    kept, reuse = _find_to_reuse(weight, reuse)
+    kept, reuse = _find_to_reuse(weight, reuse, is_forward=True)
     if was_asked and not reuse and with_cols and (fixed := _pair_of_graphs(weight, how, make=True)) is not None:
         return _cast_into(fixed, weight, how)
     capturing = _is_capturing(weight)
@@ -154,9 +163,9 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
     return pair.cols
 
 
-def _find_to_reuse(weight: Tensor, reuse: bool) -> tuple[_Kept | None, bool]:
+def _find_to_reuse(weight: Tensor, reuse: bool, *, is_forward: bool = False) -> tuple[_Kept | None, bool]:
     """(the kept casts, whether a new cast may be kept). Compiled graphs may only read held casts, and keep none."""
-    kept = _find(weight) if reuse else None
+    kept = _find(weight, is_forward=is_forward) if reuse else None
     if reuse and (kept is None or not kept.held) and in_compiled_graphs(weight):
         return None, False
     return kept, reuse
@@ -211,7 +220,7 @@ def derived_layouts(
     A forward asks for rows, and for the cols that its backward will ask for alone. In a captured CUDA graph each
     forward casts anew, since replays cannot check whether the weight changed; its backward takes what that one left.
     """
-    kept, capturing = _find(weight) if reuse else None, _is_capturing(weight)
+    kept, capturing = _find(weight, is_forward=rows) if reuse else None, _is_capturing(weight)
     is_held = kept is not None and kept.held
     if kept is not None and (kept.captured != capturing or (capturing and rows)):
         kept = None
@@ -255,7 +264,7 @@ def _refresh_together(weight: Tensor, recipe: str, eps: float) -> bool:
 
 
 def _is_current(weight: Tensor, how: _How) -> bool:
-    kept = _find(weight)
+    kept = _find(weight, is_forward=True)
     return kept is not None and how in kept.rows and how in kept.cols
 
 
@@ -298,9 +307,18 @@ def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
 
 
 def expire_casts(weights: Iterable[Tensor]) -> None:
-    """Have these weights cast anew at their next use, as after an optimizer's step."""
+    """Have these weights cast anew at their next use, as after an optimizer's step; held casts stay."""
     for weight in weights:
-        _kept.pop(_place(weight), None)
+        place = _place(weight)
+        if place in _kept and not _kept[place].held:
+            del _kept[place]
+
+
+def count_backward(weight: Tensor, gradient: Tensor) -> None:
+    """Say that a gradient was computed for this weight, for its kept cast if it has one."""
+    kept = _kept.get(_place(weight))
+    if kept is not None:
+        kept.step.count_backward(gradient)
 
 
 def drop_weight_casts(module: nn.Module | None = None) -> None:
@@ -326,7 +344,7 @@ def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
     if kept is None or kept.captured or captured:
         last = _kept.get(place)
         storage = StorageWeakRef(weight.untyped_storage()) if last is None else last.storage
-        kept = _Kept(storage, version, captured=captured)
+        kept = _Kept(storage, version, GradientWatch(weight), captured=captured)
         _kept.add(place, kept)
     if pair.rows is not None:
         kept.rows[how] = pair.rows
@@ -334,10 +352,16 @@ def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
         kept.cols[how] = pair.cols
 
 
-def _find(weight: Tensor, place: _Place | None = None, *, any_version: bool = False) -> _Kept | None:
+def _find(
+    weight: Tensor, place: _Place | None = None, *, any_version: bool = False, is_forward: bool = False
+) -> _Kept | None:
+    """The casts that hold. Only a forward asks whether a step is over: a backward reads what its forward made."""
     version = writes_of(weight)
     kept = _kept.get(place or _place(weight)) if version != UNCOUNTED else None
     if kept is None or kept.version == version or any_version:
+        if kept is not None and is_forward and not kept.held and kept.step.is_step_over(weight):
+            del _kept[place or _place(weight)]
+            return None
         return kept
     if kept.held:
         _refresh(weight, kept)

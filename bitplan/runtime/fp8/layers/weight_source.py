@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from typing import Any, Self, cast
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitplan.formats.fp8 import CastPair, ScaledFp8
 from bitplan.formats.fp8_recipes import BF16
 from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.runtime.fp8.layers.scale_guesses import guess_for
-from bitplan.runtime.fp8.layers.weight_casts import weight_cols, weight_rows
+from bitplan.runtime.fp8.layers.weight_casts import count_backward, expire_casts, weight_cols, weight_rows
+
+log = logging.getLogger("bitplan")
 
 
 class WeightSource:
@@ -30,6 +36,11 @@ class WeightSource:
     def cols(self, weight: Tensor, recipe: str, eps: float) -> ScaledFp8:
         """The weight transposed, [K, N], for dgrad."""
         return weight_cols(weight, recipe, eps, reuse=self.reuse)
+
+    def count_backward(self, weight: Tensor, gradient: Tensor) -> None:
+        """A gradient was computed for the weight: from now on see whether a step is over."""
+        if self.reuse:
+            count_backward(weight, gradient)
 
     def plain(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight for products that are not FP8."""
@@ -58,3 +69,40 @@ class WeightSource:
 
 
 CASTS = (WeightSource(reuse=False), WeightSource(reuse=True))  # by whether casts are reused
+
+
+class CastsWeight(nn.Module):
+    """A layer that keeps casts of its `weight` from one call to the next, as long as it may."""
+
+    reuse_weight_cast: bool
+
+    def train(self, mode: bool = True) -> Self:
+        """As ever. What was written between training and evaluation need not be counted: weights are cast anew."""
+        if mode != self.training and self.reuse_weight_cast:
+            expire_casts([cast(Tensor, self.weight)])
+        return super().train(mode)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As ever; FSDP2 puts its shards in place so, and from then on every forward casts what was gathered."""
+        super().__setattr__(name, value)
+        if name == "weight" and self.__dict__.get("reuse_weight_cast") and _is_shard(value):
+            self.reuse_weight_cast = False
+            _say_that_casts_are_not_reused()
+
+
+def _is_shard(weight: Any) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")  # FSDP2 has imported it
+    return tensors is not None and isinstance(weight, tensors.DTensor)
+
+
+_said = False
+
+
+def _say_that_casts_are_not_reused() -> None:
+    global _said
+    if not _said:
+        _said = True
+        log.warning(
+            "bitplan: FSDP2 shards FP8 layers, so every forward casts their weights, in each micro-batch; call "
+            "gather_weights_in_fp8(model) before fully_shard to cast once a step and to gather one byte a number"
+        )

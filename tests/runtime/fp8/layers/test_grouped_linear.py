@@ -27,13 +27,16 @@ def made(gemms: GemmChoice, fp8: str = "e4m3", *, experts: int = 4, bias: bool =
     return GroupedLinear(experts, 128, 256, recipe=recipe, gemms=gemms, bias=bias, **options)
 
 
-def ran(layer: GroupedLinear, counts: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
+def ran(
+    layer: GroupedLinear, counts: list[int], dtype: torch.dtype = torch.float32, *, add: bool = False
+) -> list[Tensor | None]:
     """y, dx, dw, db."""
     generator = torch.Generator().manual_seed(1)
     device = layer.weight.device
     x = torch.randn(sum(counts), layer.in_features, generator=generator).to(device, dtype).requires_grad_()
     dy = torch.randn(sum(counts), layer.out_features, generator=generator).to(device, dtype)
-    layer.weight.grad = None
+    if not add:
+        layer.weight.grad = None
     y = layer(x, torch.tensor(counts, device=device))
     y.backward(dy)
     return [y.detach(), x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad]
@@ -120,16 +123,18 @@ def test_weight_casts_are_shared_until_the_weight_changes(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "cast_experts", lambda *given, **how: casts.append(how) or cast(*given, **how))
     layer = made(GemmChoice.all("rowwise"))
     first = ran(layer, [4, 4, 4, 4])[0]
-    ran(layer, [2, 2, 2, 2])
+    ran(layer, [2, 2, 2, 2], add=True)
     assert casts == [{"rows": True, "cols": True, "guess": None}]  # guesses are for tensorwise casts on a GPU
     with torch.no_grad():
         layer.weight.mul_(2)
     again = ran(layer, [4, 4, 4, 4])[0]
     assert len(casts) == 2
     close(again, 2 * first.double(), 1e-6)
-    layer.weight.data.mul_(0.5)  # a write that torch does not count
-    drop_weight_casts(layer)
+    layer.weight.data.mul_(0.5)  # a write that torch does not count: told by the gradient, which `ran` clears
     close(ran(layer, [4, 4, 4, 4])[0], first.double(), 1e-6)
+    layer.weight.data.mul_(2)
+    drop_weight_casts(layer)
+    close(ran(layer, [4, 4, 4, 4], add=True)[0], 2 * first.double(), 1e-6)
     without = made(GemmChoice.all("rowwise"), reuse_weight_cast=False)
     casts.clear()
     close(ran(without, [4, 4, 4, 4])[0], first.double(), 1e-6)

@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe
-from bitplan.runtime.fp8.layers import sharded_weight
+from bitplan.runtime.fp8.layers import sharded_weight, weight_source
+from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear, gather_weights_in_fp8
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.runtime.fp8.layers.weight_source import CastsWeight
 from tests.runtime.fp8.layers.test_parallel import in_processes
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -123,3 +125,31 @@ def test_other_recipes_cross_as_they_are_and_are_named():
     assert not any(layer.reuse_weight_cast for layer in model.modules() if isinstance(layer, Fp8Linear))
     with pytest.raises(Fp8LayerError, match="has no FP8 layers; call apply_fp8 first"):
         gather_weights_in_fp8(nn.Linear(2, 2))
+
+
+def test_a_sharded_layer_without_fp8_gathering_reuses_no_cast_and_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(weight_source, "_said", False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, one = make_model(), make_model()
+        model.append(GroupedLinear(2, 16, 16, recipe=Fp8Recipe("tensorwise")))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        assert not any(each.reuse_weight_cast for each in model.modules() if isinstance(each, CastsWeight))
+        assert caplog.text.count("call gather_weights_in_fp8(model) before fully_shard") == 1
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, one)]
+        del model[3]
+        for step in range(3):
+            outputs = [each(batch(step, 0, 0)) for each in (model, one)]
+            assert torch.equal(*outputs)
+            for output, optimizer in zip(outputs, optimizers, strict=True):
+                output.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_experts_are_named_among_what_crosses_as_it_is():
+    model = nn.Sequential(GroupedLinear(2, 16, 16, recipe=Fp8Recipe("tensorwise")))
+    assert gather_weights_in_fp8(model) == {"0": "its experts have a scale each"}
+    assert not model[0].reuse_weight_cast

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from bitplan.formats.fp8 import cast_reference, decode_scaled
 from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice
@@ -140,6 +141,19 @@ def test_a_state_dict_goes_there_and_back() -> None:
     saved = {name: tensor for name, tensor in stored.state_dict().items() if name != "weight_master"}
     other.load_state_dict(saved)  # for inference: no masters
     assert torch.equal(other.weight_master, decode_scaled(stored_weight(stored)))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_checkpoint_of_a_plain_linear_loads(trained, strict) -> None:
+    torch.manual_seed(0)
+    plain, other = (nn.Linear(32, 32, dtype=torch.bfloat16).requires_grad_(trained) for _ in range(2))
+    how = {"recipe": Fp8Recipe("tensorwise"), "fp8_param": True}
+    layer, expected = Fp8Linear.from_linear(other, **how), Fp8Linear.from_linear(plain, **how)
+    layer.load_state_dict(plain.state_dict(), strict=strict)
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    assert torch.equal(layer(x), expected(x))
+    assert not trained or torch.equal(layer.weight_master, plain.weight.float())
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "128x128"])

@@ -82,6 +82,71 @@ def test_weights_are_cast_anew_after_a_step_of_any_optimizer(fused) -> None:
         assert torch.equal(model(x), fresh(model)(x))
 
 
+class ClearsGradients(torch.optim.Optimizer):
+    """As users write them: past torch's counting, and the gradient is gone when the step ends."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    def step(self) -> None:
+        for each in self.param_groups[0]["params"]:
+            each.data.add_(each.grad, alpha=-0.5)
+            each.grad = None
+
+
+def write_past_the_counting(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.data -= 0.5 * each.grad
+
+
+def zero_in_place(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.grad.zero_()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    ("step", "clear"),
+    [
+        (write_past_the_counting, nn.Module.zero_grad),
+        (write_past_the_counting, zero_in_place),
+        (
+            lambda model: ClearsGradients([each for each in model.parameters() if each.requires_grad]).step(),
+            lambda _: 0,
+        ),
+    ],
+)
+def test_steps_past_torchs_counting_are_noticed_by_the_gradients(step, clear, stored) -> None:
+    drop_casts()
+    torch.manual_seed(0)
+    model = nn.Sequential(Fp8Linear(32, 32, False, recipe=Fp8Recipe("tensorwise"), fp8_param=stored))
+    trained = nn.ModuleList() if stored else model
+    if stored:
+        trained.register_parameter("master", model[0].weight_master)
+    x = torch.randn(16, 32)
+    for _ in range(3):
+        for _ in range(2):
+            model(x).square().mean().backward()
+        numbers = (model[0].weight_master if stored else model[0].weight).detach()
+        step(trained)
+        clear(trained)
+        expected = Fp8Linear(32, 32, False, recipe=Fp8Recipe("tensorwise"))
+        expected.weight = nn.Parameter(numbers.clone())
+        assert torch.equal(model(x), expected(x))
+
+
+def test_weights_that_are_swapped_for_an_evaluation_are_noticed() -> None:
+    drop_casts()
+    model, x = stack(1, "cpu").train(), torch.randn(16, SIZE)
+    expected = model(x)
+    kept = model[0].weight.detach().clone()
+    model.eval()
+    model[0].weight.data.mul_(0.5)  # as moving averages are put in place, past torch's counting
+    assert torch.equal(model(x), expected / 2)
+    model[0].weight.data.copy_(kept)
+    assert torch.equal(model.train()(x), expected)
+
+
 def test_nothing_is_kept_while_compiled_graphs_are_made(monkeypatch) -> None:
     model = stack(device="cpu")
     x = torch.randn(4, SIZE, requires_grad=True)

@@ -1,0 +1,85 @@
+"""Puts FP8 layers into a model, and the model's own modules back if something fails half-way.
+
+Weights of joined projections (q, k and v) are copied into one tensor, and the old ones are not kept: a model would need
+the memory twice. They are made again from the rows of the joined weight, bit for bit; modules and parameters that
+others still hold, such as an optimizer, are put back themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import ref
+
+from torch import Tensor, nn
+
+from bitplan.runtime.fp8.build import Built
+from bitplan.runtime.fp8.fused_projections import FusedPart, FusedProjections, keep_names
+from bitplan.runtime.fp8.layers.linear import Fp8Linear
+
+
+class Replacements:
+    """Modules of a model that were replaced, in order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._undo: list[Callable[[], None]] = []
+        self._lost: list[str] = []  # layers whose numbers are no longer there
+
+    def put(self, path: str, module: nn.Module) -> None:
+        """Put a module in the place of another."""
+        old = self._model.get_submodule(path)
+        make_old = self._maker_of(path, old, module)
+        self._undo.append(lambda: self._model.set_submodule(path, make_old()))
+        self._model.set_submodule(path, module)
+
+    def put_built(self, built: Built) -> None:
+        """Put a layer into the model, with the names that state dicts keep."""
+        for path, module in built.modules.items():
+            self.put(path, module)
+        for path, renamed in built.renamed.items():
+            for handle in keep_names(self._model.get_submodule(path), renamed):
+                self._undo.append(handle.remove)
+
+    def restore(self, error: BaseException) -> None:
+        """Make the model what it was; what cannot be is said with the error."""
+        for undo in reversed(self._undo):
+            undo()
+        if self._lost:
+            error.add_note(
+                f"apply_fp8 failed half-way, and frozen weights of {', '.join(self._lost)} had been stored in FP8: "
+                "they are now as FP8 rounds them; load the model again. All other layers are as they were"
+            )
+
+    def _maker_of(self, path: str, old: nn.Module, new: nn.Module) -> Callable[[], nn.Module]:
+        head = new._head[0] if isinstance(new, FusedPart) else new
+        layer = head.fused if isinstance(head, FusedProjections) else head
+        if not isinstance(old, nn.Linear) or not isinstance(layer, Fp8Linear) or layer.weight is old.weight:
+            return lambda: old  # the new module has its tensors
+        start = sum(new._head[0].sizes[: new.index]) if isinstance(new, FusedPart) else 0
+        if layer.fp8_param and layer.weight_master is None:
+            self._lost.append(path)
+        return _maker_from_rows(old, layer, slice(start, start + old.out_features))
+
+
+def _maker_from_rows(old: nn.Linear, layer: Fp8Linear, rows: slice) -> Callable[[], nn.Module]:
+    """A function that returns this linear, or one like it with the rows of a layer."""
+    kept, own = ref(old), vars(old) | {"_parameters": dict.fromkeys(old._parameters)}
+    tensors = {name: (ref(one), one.dtype, one.requires_grad) for name, one in old.named_parameters()}
+
+    def make() -> nn.Module:
+        module = kept()
+        if module is not None:
+            return module
+        module = nn.Linear.__new__(nn.Linear)
+        vars(module).update(own)
+        for name, (parameter, dtype, trained) in tensors.items():
+            numbers = layer.plain_weight() if name == "weight" else layer.get_parameter(name)
+            made = nn.Parameter(_rows(numbers, rows).to(dtype), requires_grad=trained)
+            module._parameters[name] = parameter() if parameter() is not None else made
+        return module
+
+    return make
+
+
+def _rows(numbers: Tensor, rows: slice) -> Tensor:
+    return numbers.detach()[rows].clone()
