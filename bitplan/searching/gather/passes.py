@@ -101,7 +101,7 @@ class _Passes:
         with_gradients = equal_lengths(self._windows[: self._watched], size)
         batches = with_gradients + equal_lengths(self._windows[self._watched :], size)
         runner = self._runner
-        with _frozen(runner.model), closing(self._writer):
+        with _frozen(runner.model), closing(self._writer), runner.fewer_threads():
             with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
                 states = [runner.enter(ids) for ids in batches]
             for index in range(len(runner.blocks)):
