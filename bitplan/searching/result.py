@@ -98,7 +98,7 @@ class SearchResult:
             return None
         return (
             f"no token of the text was sent to {count} of {whole} experts: they are rounded by what all experts of "
-            "their layer got, and nothing was measured of them; give more text, or raise --windows"
+            "their layer got; give more text, or raise --windows"
         )
 
     def to_document(self) -> dict[str, Any]:

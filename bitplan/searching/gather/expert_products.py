@@ -9,8 +9,8 @@ to it:
     gradient    mean of g^2 over these tokens, times all tokens: the damage of an expert counts by how many it gets
 
 An expert that few tokens were sent to is given some of what all experts of its layer got. Those that got none have
-that alone: one matrix for all of them, under `unseen_name` of their stack. Rounded by it, an expert has a quarter to all
-of the error that rounding to nearest has (docs/log.md).
+that alone: one matrix for all of them, under `unseen_name` of their stack. Rounded by it, an expert has a quarter of
+the error that rounding to nearest has, or as much at worst (docs/log.md).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.plan.names import listed
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.blocks import TokenStates, equal_lengths
 from bitplan.searching.gather.expert_products import (
@@ -194,9 +195,13 @@ class _Passes:
 
     def _require_finite(self, logits: Tensor, window: int) -> None:
         if not bool(torch.stack(torch.aminmax(logits)).isfinite().all()):  # of NaN it gives NaN
+            broken = self._subject.not_finite()
+            found = (
+                f"its weights have some in {listed(broken, 4)}" if broken else "its weights are finite, it overflows"
+            )
             raise SearchError(
-                f"{self._subject.where}: the model gives NaN or infinity in window {window} of the text; "
-                "look for NaN or overflow in its weights"
+                f"{self._subject.where}: the model gives NaN or infinity in window {window} of the text: {found}; "
+                "give a model that gives finite numbers"
             )
 
     # ---- hooks and sums ----------------------------------------------------------------------------------------------

@@ -162,6 +162,15 @@ class SearchSubject:
             self._stack = site.slice.stack, self.runner.read(site.slice.stack).detach()
         return site.slice.read(self._stack[1]).to(self.device).float().contiguous()
 
+    def not_finite(self) -> list[str]:
+        """Parameters that hold NaN or infinity, by the model's names; of experts that are searched, which ones."""
+        broken: list[str] = []
+        for name, _ in self.model.named_parameters():
+            if not bool(self.runner.read(name).isfinite().all()):
+                own = [each.name for each in self.sites.values() if each.slice is not None and each.slice.stack == name]
+                broken += [each for each in own if not bool(self.weight(each).isfinite().all())] or [name]
+        return broken
+
     def numbers_with(self, name: str) -> int:
         """How many numbers a weight has; an expert's, those of all experts in its stack."""
         site = self.sites[name]
