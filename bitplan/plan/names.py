@@ -60,8 +60,8 @@ def _prefixes(name: str) -> list[str]:
 
 def _as_shell_pattern(pattern: str) -> str:
     """A hint how to write a pattern that looks like a regular expression; '' for others."""
-    if not re.search(r"[\\^$()|+{}]|\.\*", pattern):
-        return ""
+    if pattern[:1] in ("*", "?") or not re.search(r"[\\^$()|+{}]|\.\*", pattern):
+        return ""  # no regular expression begins so
     text = re.sub(r"\(?(\\d|\[0-9\])[+*]?\)?|\.[*+]", "*", pattern.removeprefix("^").removesuffix("$")).replace(
         "\\.", "."
     )

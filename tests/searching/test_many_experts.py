@@ -11,12 +11,13 @@ import transformers
 
 import bitplan
 from bitplan.cli.verbs.search import show_result
+from bitplan.errors import PlanError
 from bitplan.formats import get_format
 from bitplan.kernels import encode
 from bitplan.kernels.codec.dispatch import SMALLEST_FOR_CPU, explain_encode, parts_of, size_with_others
 from bitplan.report.page import write_report
 from bitplan.runtime import model_on_disk
-from bitplan.searching.errors import SearchError
+from bitplan.searching.errors import GoalError, SearchError
 from bitplan.searching.gather import damage, timing
 from bitplan.searching.gather.damage import RoundedWeights
 from bitplan.searching.gather.expert_products import is_unseen
@@ -125,6 +126,14 @@ def test_nan_in_one_expert_is_found_by_its_name(found, tmp_path):
     save_tokenizer(tmp_path / "model")
     with pytest.raises(SearchError, match=rf"NaN or infinity in window 0 .* some in '{name}'; "):
         bitplan.search(tmp_path / "model", [IDS], goal={"bits": 6.0}, formats=FORMATS)
+
+
+def test_a_goal_that_kept_experts_make_unreachable_says_so(found):
+    folder, _ = found
+    with pytest.raises(GoalError, match=r"no plan has .*bytes stay as they are, .*: kept with model.*: a packed layer"):
+        bitplan.search(folder / "model", [IDS], goal={"bits": 6.0}, formats=FORMATS, keep=["*.experts.3.*"])
+    with pytest.raises(PlanError, match=r"the pattern '\*\.experts\.9\.\*' matches no tensor; `bitplan inspect`"):
+        bitplan.search(folder / "model", [IDS], goal={"bits": 6.0}, formats=FORMATS, keep=["*.experts.9.*"])
 
 
 # ---- what is compiled, read and timed once for all experts of a layer ------------------------------------------------
