@@ -124,7 +124,7 @@ class RoutedTokens:
             for each in known:
                 missing = FEWEST_TOKENS - self._of(each)
                 if missing > 0:
-                    sums[f"{each.name}.{key}"].add_(pooled, alpha=missing / got)
+                    sums[f"{each.name}.{key}"] += pooled * (missing / got)
             if len(known) < len(owners):
                 sums[f"{unseen_name(stack)}.{key}"] = pooled * (FEWEST_TOKENS / got)
 
