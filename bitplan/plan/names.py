@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from bitplan.errors import PlanError, did_you_mean
 
 MOST_UNMATCHED_SHOWN = 6
+_EXPERT = re.compile(r"(^|\.)experts\.[0-9]+(?=\.)")
 
 
 class ShellPatterns:
@@ -59,8 +60,8 @@ def _prefixes(name: str) -> list[str]:
 
 def _as_shell_pattern(pattern: str) -> str:
     """A hint how to write a pattern that looks like a regular expression; '' for others."""
-    if not re.search(r"[\\^$()|+{}]|\.\*", pattern):
-        return ""
+    if pattern[:1] in ("*", "?") or not re.search(r"[\\^$()|+{}]|\.\*", pattern):
+        return ""  # no regular expression begins so
     text = re.sub(r"\(?(\\d|\[0-9\])[+*]?\)?|\.[*+]", "*", pattern.removeprefix("^").removesuffix("$")).replace(
         "\\.", "."
     )
@@ -93,6 +94,11 @@ def split_layer(name: str) -> tuple[str, str, str]:
     """The name before the layer's number, the number, and the name after it; without a number: the name, '', ''."""
     match = re.fullmatch(r"((?:[^.]*\.)*?)([0-9]{1,9})(\..*)", name)
     return (match[1], match[2], match[3]) if match else (name, "", "")
+
+
+def without_expert(name: str) -> str:
+    """The name that a projection's weights have in common, of all experts of a layer: without the expert's number."""
+    return _EXPERT.sub(r"\1experts", name)
 
 
 def number_ranges(numbers: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ decide where each tensor comes from (`checkpoints.tensor_sources`), as for packe
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import torch
@@ -21,16 +22,20 @@ from bitplan.store.packed_folder import CONFIG, QUANTIZATION_KEYS, read_config
 
 
 class ModelOnDisk:
-    """A model with its parameters on the meta device; `read` gives the numbers of one of them."""
+    """A model with its parameters on the meta device; `read` gives the numbers of one of them.
+
+    The file stays open as long as this object lives.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         model = empty_model(folder, read_config(folder), torch.float32, torch.device("cpu"))
         if getattr(model, "get_output_embeddings", lambda: None)() is None:
             raise MeasureError(f"{folder}: {type(model).__name__} is not a causal language model: it gives no logits")
-        with open_tensors(folder) as file:
-            assignment = assign(model, file, str(folder))
-            stored = {name: spec.nbytes for name, spec in file.specs.items()}
+        self._file = open_tensors(folder)  # its header alone takes longer to read than most tensors
+        weakref.finalize(self, self._file.close)
+        assignment = assign(model, self._file, str(folder))
+        stored = {name: spec.nbytes for name, spec in self._file.specs.items()}
         self._recipes = {target: recipe for recipe in assignment.recipes for target in recipe.targets}
         for alias, name in assignment.ties.items():
             _share(model, alias, name)
@@ -49,8 +54,7 @@ class ModelOnDisk:
 
     def read(self, name: str) -> Tensor:
         """A parameter by its name in the model, in the type of the file."""
-        with open_tensors(self.folder) as file:  # not kept open: nobody would know when to close it
-            return read_plain(self._recipes[name], file, self.lm.model)[name]
+        return read_plain(self._recipes[name], self._file, self.lm.model)[name]
 
 
 def is_plain_folder(path: Path) -> bool:

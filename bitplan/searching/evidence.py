@@ -10,7 +10,8 @@ The document, version 1. It needs no torch and no model to solve again for anoth
 
     {"document": "bitplan-evidence", "version": 1,
      "model": NAME, "numbers": N, "fingerprint": {"weights": HASH, "text": HASH, "settings": TEXT, "versions": {...}},
-     "text": {"windows": N, "context": N, "checks": N}, "together": RATIO, "reference_bytes": N,
+     "text": {"windows": N, "context": N, "checks": N, "experts": N, "unseen_experts": N},
+     "together": RATIO, "reference_bytes": N,
      "complete": true or false, where the search was stopped,
      "stays": {NAME: {"format": F, "shape": [...], "role": R, "stored": DTYPE, "bytes": N, "reason": R}},
      "groups": {GROUP: {"tensors": {NAME: {"shape": [...], "role": R}}, "factor": RATIO, "checked": F,

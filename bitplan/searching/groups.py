@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from bitplan.plan.names import natural_order, split_layer
+from bitplan.plan.names import natural_order, split_layer, without_expert
 
 # The last part of a module's name -> the part that runtimes fuse it with.
 _FUSED = {
@@ -30,13 +30,12 @@ _FUSED = {
     "w1": "gate_up",
     "w3": "gate_up",
 }
-_EXPERT = re.compile(r"(^|\.)experts\.[0-9]+(?=\.)")
 _ITEM = re.compile(r"\[[0-9]+\]$")  # of a tensor that has all experts
 
 
 def group_name(tensor: str, *, fused: bool = True) -> str:
     """The group of a tensor; `fused` False where the runtime takes q, k, v, gate and up one by one."""
-    module = _EXPERT.sub(r"\1experts", _ITEM.sub("", tensor).removesuffix(".weight"))
+    module = without_expert(_ITEM.sub("", tensor).removesuffix(".weight"))
     parent, _, last = module.rpartition(".")
     last = _FUSED.get(last, last) if fused else last
     return f"{parent}.{last}" if parent else last

@@ -90,6 +90,17 @@ class SearchResult:
             f"--bits {bits + 5e-4:.3f} would take it"
         )
 
+    @property
+    def unseen_experts(self) -> str | None:
+        """What to say where no token of the text was sent to some experts."""
+        count, whole = (self.evidence.text.get(key, 0) for key in ("unseen_experts", "experts"))
+        if not count:
+            return None
+        return (
+            f"no token of the text was sent to {count} of {whole} experts: they are rounded by what all experts of "
+            "their layer got; give more text, or raise --windows"
+        )
+
     def to_document(self) -> dict[str, Any]:
         """front.json."""
         evidence = self.evidence
@@ -115,6 +126,7 @@ class SearchResult:
             "why_lost": self.why_lost,
             "missed_goal": self.missed_goal,
             "better_beyond_goal": self.better_beyond_goal,
+            "unseen_experts": self.unseen_experts,
             "against_best_rival": None if best is None else _against(self.winner, best),
             "measured": [each.to_dict(evidence) for each in self.rivals],
             "unmeasured": [_predicted(evidence, each) for each in self.unmeasured],

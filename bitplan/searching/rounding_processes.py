@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bitplan.kernels.codec.dispatch import parts_of
 from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.store.rounding.error_compensation import InputHessian
 from bitplan.store.rounding.pick_loops import SMALLEST_FOR_CPU
@@ -30,6 +31,7 @@ class RoundingJob:
     """Weights of one input and the formats they are wanted in, each with the file for it; float32 arrays."""
 
     weights: Mapping[str, Array]
+    together: Mapping[str, int]  # numbers of a weight and of those that are rounded as it is: experts of a layer
     wanted: Sequence[tuple[str, str, Path]]
     hessian: Array | None
     moments: Mapping[str, Array]  # of those that have some
@@ -41,14 +43,15 @@ class RoundingJob:
         inputs = None if hessian is None else InputHessian(hessian)
         writer, done = ScratchWriter(), []
         for name, fmt, path in self.wanted:
-            made = round_weight(
-                torch.from_numpy(self.weights[name]),
-                fmt,
-                moments=_tensor(self.moments.get(name)),
-                hessian=inputs,
-                outputs=_tensor(self.outputs.get(name)),
-                name=name,
-            )
+            with parts_of(self.together[name]):
+                made = round_weight(
+                    torch.from_numpy(self.weights[name]),
+                    fmt,
+                    moments=_tensor(self.moments.get(name)),
+                    hessian=inputs,
+                    outputs=_tensor(self.outputs.get(name)),
+                    name=name,
+                )
             done.append((name, fmt, writer.write(path, made.parts)))
         return done
 

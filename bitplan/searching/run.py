@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -245,7 +246,17 @@ class Searcher:
         """A size that no plan has is refused before minutes are spent."""
         most, least = goal.most_bytes(self.subject.numbers), smallest_bytes(self.subject, self.formats)
         if most is not None and least > most:
-            raise GoalError(size_out_of_reach(most, least, self.subject.numbers))
+            raise GoalError(size_out_of_reach(most, least, self.subject.numbers) + self._why_so_large(most))
+
+    def _why_so_large(self, most: int) -> str:
+        """Where tensors that stay take more than is allowed: why most of their bytes do."""
+        by_reason = Counter[str]()
+        for each in self.subject.stays.values():
+            by_reason[each.reason] += each.nbytes
+        if by_reason.total() <= most:
+            return ""
+        reason, nbytes = by_reason.most_common(1)[0]
+        return f"; {by_reason.total():,} bytes stay as they are, {nbytes:,} of them: {reason}"
 
     def _save_corrected(self, evidence: SearchEvidence) -> None:
         """Corrections into the file, which may know formats that this search did not ask for."""

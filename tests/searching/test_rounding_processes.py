@@ -51,6 +51,8 @@ def test_a_search_finds_the_same_plan_with_workers(monkeypatch):
 
 
 def test_an_error_of_a_process_is_raised_here(tmp_path):
-    job = RoundingJob({"a": torch.ones(2, 32).numpy()}, [("a", "no_such_format", tmp_path / "a")], None, {}, {})
+    job = RoundingJob(
+        {"a": torch.ones(2, 32).numpy()}, {"a": 64}, [("a", "no_such_format", tmp_path / "a")], None, {}, {}
+    )
     with pytest.raises(FormatError, match="no_such_format"):
         list(RoundingProcesses(1).round([job]))

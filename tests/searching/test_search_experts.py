@@ -143,7 +143,7 @@ def test_an_expert_that_few_tokens_came_to_gets_some_of_what_all_got(monkeypatch
     assert {name: each.tolist() for name, each in sums.items()} == {
         "0.inputs": [6.0],
         "1.inputs": [14.0],
-        "2.inputs": [8.0],
+        "stack[unseen].inputs": [8.0],  # of those that got none
     }
     gradients = {"0.g": torch.tensor([12.0]), "1.g": torch.tensor([12.0])}
     routed.complete_gradients(slices, gradients, "g", 10)

@@ -181,6 +181,8 @@ def show_result(result: SearchResult) -> None:
         say(f"the search lost: {result.why_lost}")
     if result.better_beyond_goal is not None:
         say(f"a larger plan is better: {result.better_beyond_goal}")
+    if result.unseen_experts is not None:
+        say(result.unseen_experts)
 
 
 def diff(

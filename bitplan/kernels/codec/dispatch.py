@@ -10,6 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -37,6 +40,7 @@ _MODULES = {
     "cpu": ("numba", "bitplan.kernels.codec.cpu_codec"),
     "cuda": ("triton", "bitplan.kernels.codec.triton_codec"),
 }
+_whole: ContextVar[int] = ContextVar("numbers of what tensors are parts of", default=0)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,21 @@ class Picked:
 
     implementation: str
     reason: str
+
+
+@contextmanager
+def parts_of(numbers: int) -> Iterator[None]:
+    """Within the block tensors are parts of so many numbers: small ones, too, take what is compiled for large ones."""
+    before = _whole.set(max(numbers, _whole.get()))
+    try:
+        yield
+    finally:
+        _whole.reset(before)
+
+
+def size_with_others(numbers: int) -> int:
+    """How many numbers a tensor has together with those that it is a part of."""
+    return max(numbers, _whole.get())
 
 
 def encode(x: Tensor, fmt: Format | str, **options: Any) -> Encoded:
@@ -149,7 +168,7 @@ def _explain(table: str, fmt: Format, device: torch.device, shape: tuple[int, ..
         return Picked("torch", f"{dtype} has no twin")
     if fmt.padded_cols(cols) != cols:
         return Picked("torch", "the last block of a row is not whole")
-    if device.type == "cpu" and count < SMALLEST_FOR_CPU:
+    if device.type == "cpu" and size_with_others(count) < SMALLEST_FOR_CPU:
         return Picked("torch", f"small: {count} numbers")
     if not _is_installed(library):
         return Picked("torch", f"{library} is not installed")

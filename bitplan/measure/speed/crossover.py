@@ -182,12 +182,12 @@ def measure_crossover(
     return Crossover(weight.fmt.name, weight.shape[0], weight.shape[1], tuple(timings), refused, stopped)
 
 
-def compile_together(device: torch.device, calls: Sequence[Call]) -> None:
+def compile_together(device: torch.device, calls: Sequence[Callable[[], object]]) -> None:
     """Run every call once, several at a time, so that their kernels are compiled in parallel. Errors are ignored."""
     if device.type != "cuda" or len(calls) < 2:
         return
 
-    def run(call: Call) -> None:
+    def run(call: Callable[[], object]) -> None:
         with torch.cuda.device(device), torch.no_grad(), contextlib.suppress(Exception):
             call()
 

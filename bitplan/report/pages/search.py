@@ -85,6 +85,12 @@ def _missed(found: RecordFields) -> str:
     return f" The goal is missed: {missed}." if missed else ""
 
 
+def _unseen(found: RecordFields) -> str:
+    """A sentence where no token of the text was sent to some experts."""
+    unseen = found.text("unseen_experts", "")
+    return f" {unseen[:1].upper()}{unseen[1:]}." if unseen else ""
+
+
 def _facts(found: RecordFields) -> list[Fact]:
     plan, reference, floor = found.fields("plan"), found.fields("reference"), found.fields("noise_floor")
     smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
@@ -121,7 +127,7 @@ def _answers(found: RecordFields) -> Markup:
         (
             "Why",
             f"The least damage within {_goal(found)}, by damage predicted from the really rounded weights and checked "
-            f"by measurement. A byte matters most in {why}.",
+            f"by measurement. A byte matters most in {why}.{_unseen(found)}",
         ),
         (
             "What it cost",

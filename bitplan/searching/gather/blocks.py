@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from bitplan.runtime.causal_lm import logits_of
 from bitplan.store.models.morph import ParameterPlace, places_of
 
+SMALL_EXPERT = 2**18  # numbers of an expert's matrix
 # The numbers of a parameter, by its name in the model; None where it stays as it is.
 Replaced = Callable[[str], Tensor | None]
 
@@ -75,6 +76,8 @@ class BlockRunner:
             at = next((index for index, head in enumerate(heads) if place.name.startswith(head)), None)
             (self._outside if at is None else self._in_block[at]).append(place)
         self._gives_tuples = False
+        stacks = [place.parameter for own in self._in_block for place in own if place.parameter.dim() == 3]
+        self._small_experts = bool(stacks) and max(stack[0].numel() for stack in stacks) <= SMALL_EXPERT
         self._move_buffers()
 
     def check_order(self, ids: Tensor) -> None:
@@ -148,6 +151,19 @@ class BlockRunner:
                 if buffer is not None and buffer.device != self.device:
                     module._buffers[name] = buffer.to(self.device)
 
+    @contextmanager
+    def fewer_threads(self) -> Iterator[None]:
+        """One torch thread where experts are small: in a product with each, several wait longer than they work."""
+        before = torch.get_num_threads()
+        if not self._small_experts or self.device.type != "cpu":
+            yield
+            return
+        try:
+            torch.set_num_threads(1)
+            yield
+        finally:
+            torch.set_num_threads(before)
+
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def enter(self, ids: Tensor, *, calls: int | None = None, strict: bool = False) -> TokenStates:
@@ -202,7 +218,7 @@ class BlockRunner:
         """All windows after the last block, without gradients."""
         with torch.no_grad(), self.outside(replaced):
             states = [self.enter(ids) for ids in batches]
-        with torch.no_grad():
+        with torch.no_grad(), self.fewer_threads():
             for index in range(len(self.blocks)):
                 with self.block_weights(index, replaced):
                     states = [self.run_block(index, each) for each in states]

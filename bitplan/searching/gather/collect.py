@@ -115,6 +115,7 @@ def collect_evidence(
         with rounded.compiling(formats):
             rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
     evidence = _begin(subject, fingerprint, before, windows, checks)
+    evidence.text |= count_experts(subject, rounded.statistics)
     meter = PlanMeter(rounded, checks, unscored=unscored)
     wanted = groups_with_formats(subject, formats)
     missing = {
@@ -238,6 +239,18 @@ def _begin(
         together,
         complete=False,
     )
+
+
+def count_experts(subject: SearchSubject, statistics: InputStatistics) -> dict[str, int]:
+    """How many experts all layers have, and to how many of them no token of the text was sent; nothing without any."""
+
+    def experts(names: Iterable[str]) -> int:
+        slices = [subject.sites[name].slice for name in names]
+        return len({(each.stack.rpartition(".")[0], each.expert) for each in slices if each is not None})
+
+    whole = experts(subject.sites)
+    unseen = experts(name for name in statistics.unseen if name in subject.sites)
+    return {"experts": whole, "unseen_experts": unseen} if whole else {}
 
 
 def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bitplan.formats import Encoded, get_format
 from bitplan.kernels import decode, encode
+from bitplan.kernels.codec.dispatch import parts_of
 from bitplan.plan.names import natural_order
 from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject, WeightSite
@@ -113,7 +114,7 @@ class RoundedWeights:
     @contextmanager
     def compiling(self, formats: Sequence[str]) -> Iterator[None]:
         """Compile what rounds to these formats while something else goes on: it takes a core some time, once."""
-        largest = max(math.prod(site.shape) for site in self.subject.sites.values())
+        largest = max(map(self.subject.numbers_with, self.subject.sites))
         is_compiled = largest >= SMALLEST_FOR_CPU and not self.subject.target.streamed
         if is_compiled and self._processes is not None:
             self._processes.start(formats)
@@ -157,6 +158,7 @@ class RoundedWeights:
         hessian, statistics = self.statistics.hessian(names[0]), self.statistics
         return RoundingJob(
             {name: as_array(self.subject.weight(name)) for name in names},
+            {name: self.subject.numbers_with(name) for name in names},
             [(name, fmt, self.scratch / f"rounded-{next(self._numbers)}") for name, fmt in pairs],
             None if hessian is None else as_array(hessian),
             {name: as_array(found) for name in names if (found := statistics.moments(name)) is not None},
@@ -177,11 +179,17 @@ class RoundedWeights:
         """Weights and formats that are not rounded yet, in the order in which least is computed twice."""
         absent = [pair for pair in dict.fromkeys(pairs) if pair not in self._files]
         place = {name: at for at, name in enumerate(self.subject.sites)}
+        first: dict[str, int] = {}  # of each stack, which is read as a whole, and of each input
+        for name, site in self.subject.sites.items():
+            first.setdefault(self.statistics.owner(name), place[name])
+            if site.slice is not None:
+                first.setdefault(site.slice.stack, place[name])
 
-        def order(pair: tuple[str, str]) -> tuple[int, int, int]:
+        def order(pair: tuple[str, str]) -> tuple[int, int, int, int]:
             name, fmt = pair
-            inputs = self.statistics.owner(name)
-            return place.get(inputs, place[name]), _width(self.subject.sites[name].shape, fmt), place[name]
+            site, inputs = self.subject.sites[name], first[self.statistics.owner(name)]
+            whole = inputs if site.slice is None else first[site.slice.stack]
+            return whole, inputs, _width(site.shape, fmt), place[name]
 
         return sorted(absent, key=order)
 
@@ -263,14 +271,15 @@ class RoundedWeights:
                 return encode(weight if rows is None else weight[rows], fmt, name=site.name)
             moments, hessian = self.statistics.moments(site.name), inputs or self._input_hessian(site.name)
             outputs = self.statistics.outputs(site.name) if rows is None else None
-        return round_weight(
-            weight if rows is None else weight[rows],
-            fmt,
-            moments=moments,
-            hessian=hessian,
-            outputs=outputs,
-            name=site.name,
-        )
+        with parts_of(self.subject.numbers_with(site.name)):
+            return round_weight(
+                weight if rows is None else weight[rows],
+                fmt,
+                moments=moments,
+                hessian=hessian,
+                outputs=outputs,
+                name=site.name,
+            )
 
     def _input_hessian(self, name: str) -> InputHessian | None:
         """The last one is remembered: formats of a weight, and layers that read one input, come one after the other."""

@@ -8,7 +8,9 @@ to it:
     inputs      sum of x x^T over the tokens that it got
     gradient    mean of g^2 over these tokens, times all tokens: the damage of an expert counts by how many it gets
 
-An expert that few tokens were sent to is given some of what all experts of its layer got.
+An expert that few tokens were sent to is given some of what all experts of its layer got. Those that got none have
+that alone: one matrix for all of them, under `unseen_name` of their stack. Rounded by it, an expert has a quarter of
+the error that rounding to nearest has, or as much at worst (docs/log.md).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 FEWEST_TOKENS = 256  # an expert that got fewer is taken to have got so many, the rest of them like those of all
 
 
+_UNSEEN = "[unseen]"
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
@@ -49,6 +52,16 @@ class ExpertSlice:
     def write(self, stack: Tensor, numbers: Tensor) -> None:
         """The numbers of this weight into a stack."""
         self.read(stack).copy_(numbers)  # a view, however the stack lies
+
+
+def unseen_name(stack: str) -> str:
+    """Whose the statistics are that experts of a stack have to which no token was sent."""
+    return stack + _UNSEEN
+
+
+def is_unseen(owner: str) -> bool:
+    """Whether statistics of this name are those of experts to which no token was sent."""
+    return owner.endswith(_UNSEEN)
 
 
 # Called with a stack's name, the expert's number, the inputs [tokens, K] and the outputs [tokens, N] of a product.
@@ -99,18 +112,21 @@ class RoutedTokens:
         self._counts[stack, expert] = self._counts.get((stack, expert), 0) + tokens
 
     def complete_inputs(self, slices: Sequence[ExpertSlice], sums: dict[str, Tensor], key: str) -> None:
-        """Give experts that got few tokens some of what all got together; `sums` has NAME.key of those that got any."""
-        for owners in _stacks_of(slices).values():
+        """Give experts that got few tokens some of what all got together; `sums` has NAME.key of those that got any.
+
+        Those that got none share one sum.
+        """
+        for stack, owners in _stacks_of(slices).items():
             known = [each for each in owners if f"{each.name}.{key}" in sums]
             if not known or all(self._of(each) >= FEWEST_TOKENS for each in owners):
                 continue
             pooled, got = _added_up(sums[f"{each.name}.{key}"] for each in known), sum(map(self._of, known))
-            for each in owners:
+            for each in known:
                 missing = FEWEST_TOKENS - self._of(each)
                 if missing > 0:
-                    some = pooled * (missing / got)
-                    name = f"{each.name}.{key}"
-                    sums[name] = sums[name].add_(some) if name in sums else some
+                    sums[f"{each.name}.{key}"] += pooled * (missing / got)
+            if len(known) < len(owners):
+                sums[f"{unseen_name(stack)}.{key}"] = pooled * (FEWEST_TOKENS / got)
 
     def complete_gradients(self, slices: Sequence[ExpertSlice], sums: dict[str, Tensor], key: str, tokens: int) -> None:
         """Means over the tokens of each expert, times all tokens; of an expert without any, the mean over all."""

@@ -18,9 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.plan.names import listed
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.blocks import TokenStates, equal_lengths
-from bitplan.searching.gather.expert_products import ExpertSlice, RoutedTokens, WatchedProducts, one_by_one
+from bitplan.searching.gather.expert_products import (
+    ExpertSlice,
+    RoutedTokens,
+    WatchedProducts,
+    one_by_one,
+    unseen_name,
+)
 from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, WEIGHED, InputStatistics
@@ -95,16 +102,14 @@ class _Passes:
         with_gradients = equal_lengths(self._windows[: self._watched], size)
         batches = with_gradients + equal_lengths(self._windows[self._watched :], size)
         runner = self._runner
-        with _frozen(runner.model), closing(self._writer):
+        with _frozen(runner.model), closing(self._writer), runner.fewer_threads():
             with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
                 states = [runner.enter(ids) for ids in batches]
             for index in range(len(runner.blocks)):
                 self._write_states(index, states[: len(with_gradients)])
                 with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
                     states = [runner.run_block(index, each) for each in states]
-                owners = [each for each in self._slices(index) if each.name not in self._shared]
-                self._require_products(owners)
-                self._routed.complete_inputs(owners, self._sums, INPUTS)
+                self._complete_experts(self._slices(index))
                 self._routed.clear()
                 self._flush()
                 self._on_step(1)
@@ -115,7 +120,7 @@ class _Passes:
                 self._back(with_gradients, states, gradients)
         tokens = sum(map(len, self._windows))
         self._into.sums.add(self._sums, self._files)
-        self._into.shared |= self._shared
+        self._into.share(self._shared)
         self._into.tokens += tokens
         self._into.gradient_tokens += sum(map(len, self._windows[: self._watched]))
         self._into.windows += len(self._windows)
@@ -190,9 +195,13 @@ class _Passes:
 
     def _require_finite(self, logits: Tensor, window: int) -> None:
         if not bool(torch.stack(torch.aminmax(logits)).isfinite().all()):  # of NaN it gives NaN
+            broken = self._subject.not_finite()
+            found = (
+                f"its weights have some in {listed(broken, 4)}" if broken else "its weights are finite, it overflows"
+            )
             raise SearchError(
-                f"{self._subject.where}: the model gives NaN or infinity in window {window} of the text; "
-                "look for NaN or overflow in its weights"
+                f"{self._subject.where}: the model gives NaN or infinity in window {window} of the text: {found}; "
+                "give a model that gives finite numbers"
             )
 
     # ---- hooks and sums ----------------------------------------------------------------------------------------------
@@ -243,9 +252,7 @@ class _Passes:
         modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in {each.stack for each in slices}}
         stacks = {name: module.get_parameter(name.rpartition(".")[2]) for name, module in modules.items()}
 
-        by_expert: dict[tuple[str, int], list[ExpertSlice]] = {}
-        for each in slices:
-            by_expert.setdefault((each.stack, each.expert), []).append(each)
+        by_expert = _by_expert(slices)
 
         def on_product(stack: str, expert: int, x: Tensor, output: Tensor) -> None:
             own = by_expert.get((stack, expert), [])
@@ -255,11 +262,20 @@ class _Passes:
             if gradients and output.requires_grad:
                 output.register_hook(lambda gradient: self._add_gradients(own, gradient))
 
-        if inputs:
-            for owner, *others in by_expert.values():
-                self._shared |= {each.name: owner.name for each in others}
         with one_by_one(list(modules.values())), WatchedProducts(stacks, on_product):
             yield
+
+    def _complete_experts(self, slices: Sequence[ExpertSlice]) -> None:
+        """Whose inputs each expert of a block has: its own, which gate and up share, or those of all that got none."""
+        experts = _by_expert(slices).values()
+        owners = [own[0] for own in experts]
+        self._require_products(owners)
+        self._routed.complete_inputs(owners, self._sums, INPUTS)
+        for first, *others in experts:
+            inputs = f"{first.name}.{INPUTS}"
+            is_seen = inputs in self._sums or inputs in self._into.sums
+            owner = first.name if is_seen else unseen_name(first.stack)
+            self._shared |= {each.name: owner for each in ([] if is_seen else [first]) + others}
 
     def _require_products(self, owners: Sequence[ExpertSlice]) -> None:
         """Experts that are multiplied in a way that nobody watches would be taken to do no damage."""
@@ -376,6 +392,14 @@ def _experts_by_block(subject: SearchSubject) -> dict[int, list[ExpertSlice]]:
     found: dict[int, list[ExpertSlice]] = {}
     for each in slices:
         found.setdefault(block[each.stack], []).append(each)
+    return found
+
+
+def _by_expert(slices: Sequence[ExpertSlice]) -> dict[tuple[str, int], list[ExpertSlice]]:
+    """The weights of each expert that read one input."""
+    found: dict[tuple[str, int], list[ExpertSlice]] = {}
+    for each in slices:
+        found.setdefault((each.stack, each.expert), []).append(each)
     return found
 
 

@@ -158,13 +158,25 @@ class SearchSubject:
         site = self.sites[name]
         if site.slice is None:
             return self.runner.read(self.names[name]).detach().to(self.device).float()
-        if site.tensor:
-            if self._stack is None or self._stack[0] != site.slice.stack:
-                self._stack = site.slice.stack, self.runner.read(site.slice.stack).detach()
-            return site.slice.read(self._stack[1]).to(self.device).float().contiguous()
-        assert self.path is not None
-        with open_tensors(self.path) as file:
-            return file.read_float(name).to(self.device).float()
+        if self._stack is None or self._stack[0] != site.slice.stack:
+            self._stack = site.slice.stack, self.runner.read(site.slice.stack).detach()
+        return site.slice.read(self._stack[1]).to(self.device).float().contiguous()
+
+    def not_finite(self) -> list[str]:
+        """Parameters that hold NaN or infinity, by the model's names; of experts that are searched, which ones."""
+        broken: list[str] = []
+        for name, _ in self.model.named_parameters():
+            if not bool(self.runner.read(name).isfinite().all()):
+                own = [each.name for each in self.sites.values() if each.slice is not None and each.slice.stack == name]
+                broken += [each for each in own if not bool(self.weight(each).isfinite().all())] or [name]
+        return broken
+
+    def numbers_with(self, name: str) -> int:
+        """How many numbers a weight has; an expert's, those of all experts in its stack."""
+        site = self.sites[name]
+        if site.slice is None:
+            return math.prod(site.shape)
+        return self.model.get_parameter(site.slice.stack).numel()
 
     def replaced_by(self, weights: Callable[[str], Tensor | None]) -> Replaced:
         """What the runner takes, of numbers by the file's names."""

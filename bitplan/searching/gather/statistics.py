@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bitplan.searching.errors import EvidenceFileError
+from bitplan.searching.gather.expert_products import is_unseen
 from bitplan.searching.gather.scratch_tensors import StoredTensor
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.safetensors import SafetensorsFile
@@ -137,6 +138,16 @@ class InputStatistics:
         ratio = squares.to(inputs.device) / float(gradient.sum()) / inputs.diagonal().clamp_min(TINY)
         return ratio.clamp(0, MOST_RATIO).sqrt()
 
+    def share(self, owners: Mapping[str, str]) -> None:
+        """Weights that have another's inputs; one that has got inputs of its own since has those."""
+        own = {name for name in self.shared if f"{name}.{INPUTS}" in self.sums}
+        self.shared = {name: owner for name, owner in self.shared.items() if name not in own} | dict(owners)
+
+    @property
+    def unseen(self) -> list[str]:
+        """Experts' weights to which no token of the text was sent."""
+        return [name for name, owner in self.shared.items() if is_unseen(owner)]
+
     def owner(self, name: str) -> str:
         """The weight whose `hessian` is this one's, too."""
         return name if f"{name}.{LOOKUP}" in self.sums else self.shared.get(name, name)
@@ -182,7 +193,7 @@ class InputStatistics:
         for name in (name for name in names if f"{name}.{BETWEEN}" in self.sums):
             parts[f"{name}{OUTPUTS}"] = (len(self.sums.small[f"{name}.{GRADIENT}"]),) * 2
         shared = {f"{SHARED}{name}": owner for name, owner in sorted(self.shared.items())}
-        weights = {f"{WEIGHTS}{name}": digests[name] for name in names}
+        weights = {f"{WEIGHTS}{name}": digests[name] for name in names if not is_unseen(name)}
         rest = [key for key in keys if not self._is_in_evidence(key)]
         columns_of = {key: self.columns(key.rpartition(".")[0]) for key in rest if key not in self.sums.small}
         with write_evidence(folder / EVIDENCE, parts, facts | shared | weights) as evidence:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from bitplan.formats import get_format
 from bitplan.kernels import encode
+from bitplan.measure.speed.crossover import compile_together
 from bitplan.measure.speed.paired_timing import OK, Arm, stopwatch_of, time_in_turns
 from bitplan.runtime.packed.apply_plan import apply_plan
 from bitplan.runtime.packed.quant_linear import QuantLinear
+from bitplan.runtime.packed.warm_up import warm_up
 from bitplan.searching.errors import SearchError
-from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.evidence import SearchEvidence, TensorGroup
 from bitplan.searching.gather.expert_timing import ExpertArms, experts_of_stacks
 from bitplan.searching.gather.searched_model import SearchSubject
 
 REFERENCE = "BF16"
 TURNS, WARMUP = 7, 2
+COMPILED_AT_ONCE = 2**30  # numbers of weights whose kernels are compiled side by side
 Times = dict[str, float]  # microseconds by format
 
 
@@ -40,22 +46,23 @@ def time_groups(
     takes no time here. A format that the runtime has no product for gets none.
     """
     by_shape: dict[tuple[int, ...], Times] = {}
-    tensors = subject.tensors
+    tried: dict[tuple[int, ...], set[str]] = {}  # some have no time: the runtime has no product for them
+    missing_of: dict[str, list[str]] = {}
     for name, group in evidence.groups.items():
-        wanted = [fmt for fmt in formats if fmt in group.formats and rows not in group.formats[fmt].us]
-        if not wanted and rows in group.reference_us:
-            continue
-        weights = [weight for tensor in group.tensors for weight in tensors[tensor].weights]
-        products: dict[tuple[int, ...], list[Callable[[], Tensor]]] = {}  # by shape, each with what gives its numbers
-        for each in (each for each in weights if subject.sites[each].linears):
-            products.setdefault(subject.sites[each].shape, []).append(partial(subject.weight, each))
-        for shape, numbers in experts_of_stacks(subject, weights):
-            products.setdefault(shape, []).append(numbers)
+        absent = [fmt for fmt in formats if fmt in group.formats and rows not in group.formats[fmt].us]
+        if absent or rows not in group.reference_us:
+            missing_of[name] = absent
+    products_of = {name: _products(subject, evidence.groups[name]) for name in missing_of}
+    if subject.device.type == "cuda":
+        compile_first(subject, [(shape, missing_of[name]) for name in missing_of for shape in products_of[name]], rows)
+    for name, wanted in missing_of.items():
+        group, products = evidence.groups[name], products_of[name]
         for shape, own in products.items():
             known = by_shape.setdefault(shape, {})
-            missing = [fmt for fmt in wanted if fmt not in known]
+            missing = [fmt for fmt in wanted if fmt not in tried.setdefault(shape, set())]
             if missing or REFERENCE not in known:
                 known |= _time_shape(subject, own[0](), missing, rows)
+                tried[shape] |= set(missing)
         shapes = [shape for shape, own in products.items() for _ in own]
         group.reference_us = {**group.reference_us, rows: sum(by_shape[shape][REFERENCE] for shape in shapes)}
         for fmt in wanted:
@@ -65,6 +72,40 @@ def time_groups(
                 cost = group.formats[fmt]
                 group.formats[fmt] = replace(cost, us={**cost.us, rows: total})
         advance(1, name)
+
+
+def _products(subject: SearchSubject, group: TensorGroup) -> dict[tuple[int, ...], list[Callable[[], Tensor]]]:
+    """Products with the tensors of a group, by shape, each with what gives its numbers."""
+    tensors = subject.tensors
+    weights = [weight for tensor in group.tensors for weight in tensors[tensor].weights]
+    found: dict[tuple[int, ...], list[Callable[[], Tensor]]] = {}
+    for each in (each for each in weights if subject.sites[each].linears):
+        found.setdefault(subject.sites[each].shape, []).append(partial(subject.weight, each))
+    for shape, numbers in experts_of_stacks(subject, weights):
+        found.setdefault(shape, []).append(numbers)
+    return found
+
+
+def compile_first(subject: SearchSubject, wanted: Iterable[tuple[tuple[int, ...], Sequence[str]]], rows: int) -> None:
+    """Compile kernels of many shapes and formats side by side: one after the other, as they are timed, takes minutes.
+
+    What does not compile fails once more when it is timed, and says why there.
+    """
+    pairs = list(dict.fromkeys((shape, fmt) for shape, own in wanted for fmt in own if not get_format(fmt).is_cast))
+    while pairs:
+        count = max(1, sum(total <= COMPILED_AT_ONCE for total in accumulate(math.prod(shape) for shape, _ in pairs)))
+        some, pairs = pairs[:count], pairs[count:]
+        layers, calls = nn.ModuleList(), []
+        for shape, fmt in some:
+            with suppress(Exception):
+                numbers = torch.randn(shape, device=subject.device, generator=torch.Generator(subject.device))
+                if len(shape) == 2:
+                    layers.append(QuantLinear(encode(numbers, fmt), name=fmt))
+                else:
+                    calls.append(ExpertArms(subject, numbers, rows).packed(fmt)())
+        compile_together(subject.device, calls)
+        with suppress(Exception):
+            warm_up(layers, (rows,))
 
 
 def is_timed(evidence: SearchEvidence, rows: int) -> bool:

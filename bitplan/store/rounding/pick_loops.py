@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
+from bitplan.kernels.codec.dispatch import parts_of, size_with_others
+
 # Below this, compiling for the first time takes longer than plain torch.
 SMALLEST_FOR_CPU = 2**16
-_whole: ContextVar[int] = ContextVar("numbers of the weight that pieces are of", default=0)
 
 
 def loops_for(matrix: Tensor) -> Any:
@@ -31,17 +30,12 @@ def in_batches(matrix: Tensor) -> bool:
 
 
 def is_compiled(matrix: Tensor) -> bool:
-    return matrix.device.type == "cpu" and max(matrix.numel(), _whole.get()) >= SMALLEST_FOR_CPU and _has("numba")
+    return matrix.device.type == "cpu" and size_with_others(matrix.numel()) >= SMALLEST_FOR_CPU and _has("numba")
 
 
-@contextmanager
-def rounding_rows_of(matrix: Tensor) -> Iterator[None]:
+def rounding_rows_of(matrix: Tensor) -> AbstractContextManager[None]:
     """Some rows of a weight at a time take the loops that the whole of it would."""
-    before = _whole.set(matrix.numel())
-    try:
-        yield
-    finally:
-        _whole.reset(before)
+    return parts_of(matrix.numel())
 
 
 def compiled_on_threads(count: int) -> AbstractContextManager[None]:

@@ -7,12 +7,14 @@ each expert of a layer. Whoever writes a file under other names asks under both.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from bitplan.errors import StoreError
+from bitplan.plan.names import without_expert
 from bitplan.store.rounding.input_statistics import EvidenceFile, expert_name, weight_digest
 
 if TYPE_CHECKING:
@@ -45,12 +47,14 @@ def open_evidence(path: str | Path) -> EvidenceFile:
 @dataclass(frozen=True)
 class WeightEvidence:
     """Statistics for the tensors of a file: `names` has, for each that has some, where they are found, and which
-    expert's they are. Tensors in `stacks` have all experts of a layer, and statistics of each.
+    expert's they are. Tensors in `stacks` have all experts of a layer, and statistics of each. `together` has how many
+    numbers all experts of a projection have, by `without_expert` of their names.
     """
 
     file: EvidenceFile
     names: Mapping[str, tuple[str, int | None]]
     stacks: frozenset[str] = frozenset()
+    together: Mapping[str, int] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
         return name in self.names
@@ -74,14 +78,18 @@ class WeightEvidence:
         where: str,
     ) -> tuple[Encoded, Rounding]:
         """A weight in a format, its numbers chosen for the inputs that it met."""
+        from bitplan.kernels.codec.dispatch import parts_of
+
         named, expert = self.names[name]
         if name not in self.stacks:
-            return self._round(named, expert, numbers, fmt, pad, base, where)
+            with parts_of(self.together.get(without_expert(name), 0)):
+                return self._round(named, expert, numbers, fmt, pad, base, where)
         base = _base_of_all(numbers, fmt, pad, where) if base is None else base
-        each = [
-            self._round(expert_name(named, index), None, item, fmt, pad, base, f"{where}, expert {index}")
-            for index, item in enumerate(numbers)
-        ]
+        with parts_of(numbers.numel()):
+            each = [
+                self._round(expert_name(named, index), None, item, fmt, pad, base, f"{where}, expert {index}")
+                for index, item in enumerate(numbers)
+            ]
         return _stacked([encoded for encoded, _ in each]), _together([rounding for _, rounding in each])
 
     def _round(
@@ -160,7 +168,10 @@ def evidence_for(
                 f"{statistics.path}: evidence of another model: {named!r} has statistics of {columns} columns, "
                 f"and is {list(shape)} in {file.path}; give the evidence of this model"
             )
-    return WeightEvidence(statistics, names, frozenset(stacks))
+    together = Counter[str]()
+    for name in names:
+        together[without_expert(name)] += math.prod(file.specs[name].shape)
+    return WeightEvidence(statistics, names, frozenset(stacks), together)
 
 
 def _base_of_all(numbers: Tensor, fmt: Format, pad: Literal["zero"] | None, where: str) -> float | None:
