@@ -290,7 +290,7 @@ def _bytes_4x1(number, scale, codes, scales_at, x, width, block):
             start = place * block + chunk * LANES
             at = min(start, last)
             numbers = (number(codes[0] + at), number(codes[1] + at), number(codes[2] + at), number(codes[3] + at))
-            prefetch_later(codes[0] + (4 + chunk % 4) * width + at)  # of the next four rows, in turn
+            prefetch_later(codes[0] + (4 + start // LANES % 4) * width + at)  # of the next four rows, in turn
             parts = multiply_in(parts, numbers, _one_input(x + 4 * start))
         of_rows = (
             scale(scales_at[0], place),
