@@ -38,6 +38,7 @@ LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread co
 PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
 MOST_INPUTS, MOST_WITHOUT_LOOKUP = 20, 8  # of products in registers; the second for 4-bit codes without AVX-512
 MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in turns
+MOST_KEPT = 2**21  # bytes of scratch memory that a thread's calls leave for the next
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 
 Call = Callable[[Tensor, Sequence[int]], Tensor]
@@ -199,32 +200,43 @@ def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None)
 
     def call(x: Tensor, shape: Sequence[int], _holds: Any = (holds, bias)) -> Tensor:
         threads = 1 if is_small else thread_count()
-        wide = x if x.dtype == float32 and x.is_contiguous() else x.to(float32).contiguous()
+        dtype = x.dtype
+        wide = x if dtype is float32 and x.is_contiguous() else x.to(float32).contiguous()
         y = empty(shape, dtype=float32)
         while threads >= len(pieces):
             pieces.append(_piece(rows, len(pieces)))
-        try:
-            job = _jobs.pop()  # no other thread gets it
-        except IndexError:
-            job = _new_job(threads * stride)
-        fields, address, scratch, size, _ = job
-        if size < threads * stride:
-            job = fields, address, scratch, _, _ = _new_job(threads * stride)
+        job = _taken_job(threads * stride)
+        fields, address, scratch, _, _ = job
         fields[:] = template
         fields[x_at], fields[y_at], fields[scratch_at] = wide.data_ptr(), y.data_ptr(), scratch
         fields[piece_at] = pieces[threads]
         run(function, address, threads)
-        _jobs.append(job)
-        return y if x.dtype == float32 else y.to(x.dtype)
+        _give_back(job)
+        return y if dtype is float32 else y.to(dtype)
 
     return call
+
+
+def _taken_job(size: int) -> _Job:
+    """A job with scratch memory of at least this size, for this thread alone."""
+    try:
+        job = _jobs.pop()
+    except IndexError:
+        return _new_job(size)
+    return job if job[3] >= size else _new_job(size)
+
+
+def _give_back(job: _Job) -> None:
+    if job[3] <= MOST_KEPT:
+        _jobs.append(job)
 
 
 def _new_job(size: int) -> _Job:
     from bitplan.kernels.matmul.cpu.rows import JOB
 
-    fields, scratch = array("q", [0]) * len(JOB), torch.empty(size, dtype=torch.uint8)
-    return fields, fields.buffer_info()[0], scratch.data_ptr(), size, scratch
+    fields, scratch = array("q", [0]) * len(JOB), torch.empty(size + 64, dtype=torch.uint8)
+    address = scratch.data_ptr()
+    return fields, fields.buffer_info()[0], address + -address % 64, size, scratch
 
 
 def _job(weight: Encoded, constants: Tensor, **fields: int) -> tuple[array[int], Any]:
@@ -264,31 +276,43 @@ def _bound_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor 
 
     (rows, width), name, most = weight.shape, weight.fmt.name, min(inputs, MOST_IN_PANELS)
     unit = fields.STEP if name in NIBBLES else fields.LANES
-    count = -(-weight.fmt.padded_cols(width) // unit) * unit
+    count = weight.fmt.padded_cols(width)
+    if name in BYTES:
+        count = -(-count // unit) * unit
     order = "bytes" if name in BYTES else "halves" if name == "q4_0_gguf" else "pairs"
     arrange, multiply, decoder = panels.panels_of(order), panels.panel_products(), decoder_of(name)
     shared = {"count": count, "unit": unit, "decoder": decoder.address, "bias": 0 if bias is None else bias.data_ptr()}
     template, holds = _job(weight, constants, **shared)
-    for_arranging, numbers = panels.arranging_bytes(count), panels.numbers_in_panels(most, count)
+    for_arranging, for_panels = panels.arranging_bytes(count), 4 * panels.numbers_in_panels(most, count)
+    for_panels = -(-for_panels // 64) * 64
     empty, float32 = torch.empty, torch.float32
+
+    sizes: dict[int, tuple[int, int, int]] = {}  # by threads: rows of a piece, bytes of a thread, of all
 
     def call(x: Tensor, shape: Sequence[int], _holds: Any = (holds, bias)) -> Tensor:
         threads = thread_count()
-        piece = panels.piece_rows(rows, threads)
-        for_products = panels.product_bytes(piece, most)
-        wide = x.detach().to(float32).contiguous()
-        scratch = empty(threads * max(for_arranging, for_products), dtype=torch.uint8)
-        arranged, y = empty(numbers, dtype=float32), empty(shape, dtype=float32)
+        found = sizes.get(threads)
+        if found is None:
+            piece = panels.piece_rows(rows, threads)
+            stride = max(for_arranging, panels.product_bytes(piece, most))
+            found = sizes[threads] = piece, stride, for_panels + threads * stride
+        piece, stride, size = found
+        dtype = x.dtype
+        wide = x if dtype is float32 and x.is_contiguous() else x.detach().to(float32).contiguous()
+        y = empty(shape, dtype=float32)
+        job = _taken_job(size)
+        values, address, arranged, _, _ = job
+        x_at, y_at = wide.data_ptr(), y.data_ptr()
         for first in range(0, inputs, MOST_IN_PANELS):
-            x_at, y_at = wide.data_ptr() + 4 * width * first, y.data_ptr() + 4 * rows * first
-            for function, source, result, stride in (
-                (arrange, x_at, arranged.data_ptr(), for_arranging),
-                (multiply, arranged.data_ptr(), y_at, for_products),
-            ):
-                job = template[:]
-                job[fields.X], job[fields.Y], job[fields.INPUTS] = source, result, min(MOST_IN_PANELS, inputs - first)
-                job[fields.PIECE], job[fields.SCRATCH], job[fields.SCRATCH_STRIDE] = piece, scratch.data_ptr(), stride
-                run(function, job.buffer_info()[0], threads)
-        return y if x.dtype == float32 else y.to(x.dtype)
+            count = min(MOST_IN_PANELS, inputs - first)
+            for function, source, result in ((arrange, x_at, arranged), (multiply, arranged, y_at)):
+                values[:] = template
+                values[fields.X], values[fields.Y], values[fields.INPUTS] = source, result, count
+                values[fields.PIECE], values[fields.SCRATCH] = piece, arranged + for_panels
+                values[fields.SCRATCH_STRIDE] = stride
+                run(function, address, threads)
+            x_at, y_at = x_at + 4 * width * count, y_at + 4 * rows * count
+        _give_back(job)
+        return y if dtype is float32 else y.to(dtype)
 
     return call
