@@ -10,8 +10,9 @@ Ours is a float32 product of the decoded weights, up to the order of additions: 
 
 Up to 12 rows of x (8 for 4-bit codes without AVX-512), codes become numbers in registers (`cpu.rows`). For more, parts
 of the weight are decoded into a buffer that stays in the cache, and multiplied from there (`cpu.panels`), but for a few
-rows that would need a vector of inputs of their own. Two other ways were slower: the whole matrix decoded for a BLAS, since its numbers go to memory and back; and parts decoded for a
-BLAS, which copies each part and all inputs once more, and starts all threads for every part.
+rows that would need a vector of inputs of their own. Two other ways were slower: the whole matrix decoded for a BLAS,
+since its numbers go to memory and back; and parts decoded for a BLAS, which copies each part and all inputs once more,
+and starts all threads for every part.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from bitplan.kernels.matmul.fused import Bound, FusedMatmul, Prepared, fused_for
 from bitplan.measure.speed.crossover import ROW_COUNTS, Pick
 from bitplan.runtime.packed.operators.graph_weight import GraphWeight
 from bitplan.runtime.packed.operators.launch_choices import ProductWay, text_of
-from bitplan.runtime.packed.operators.linear import Matrix, multiply, remember
+from bitplan.runtime.packed.operators.linear import Matrix, check_transforms, multiply, remember
 from bitplan.runtime.packed.product_strategy import (
     INPUTS,
     LayerError,
@@ -141,7 +141,7 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self.weight.fmt.name}, strategy={self.strategy}"
+            f"format={self.weight.fmt.name}, strategy={self.strategy}, adapters=bitplan.peft.get_peft_model"
         )
 
     def explain(self, rows: int, dtype: torch.dtype | None = None) -> Pick:
@@ -180,6 +180,7 @@ class QuantLinear(nn.Module):
             if picked.strategy == "fused" and dtype == x.dtype:
                 self._bind(x, matrix.prepared, picked)
         else:
+            check_transforms(self.name)
             y = self._operator(flat, matrix, text_of([(None, picked)]))
         return y.reshape(*x.shape[:-1], self.out_features)
 
@@ -395,7 +396,7 @@ def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked:
         if layer._parameters["bias"] is not bias or (bias is not None and bias.data_ptr() != address):
             return None
         is_elsewhere = not x.is_cpu if on_cpu else x.device != device  # comparing devices is slow
-        if is_elsewhere or type(x) not in _PLAIN or _modes() or is_autocast_enabled(kind):
+        if is_elsewhere or type(x) not in _PLAIN or _modes() or is_autocast_enabled(kind) or _transform():
             return None
         if is_grad_enabled() and (x.requires_grad or _learns(bias)):
             return None
@@ -419,12 +420,13 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether no tensor subclass and no dispatch mode must see the call."""
-    return type(x) in _PLAIN and not _modes()
+    """Whether no tensor subclass, dispatch mode or transform of torch.func must see the call."""
+    return type(x) in _PLAIN and not _modes() and not _transform()
 
 
 _PLAIN = (Tensor, nn.Parameter)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # of torch.func: the innermost, or None
 
 
 def _learns(bias: Tensor | None) -> bool:

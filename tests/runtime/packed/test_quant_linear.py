@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -427,3 +428,39 @@ def test_what_inference_mode_kept_serves_training(way: str) -> None:
     result(x).sum().backward()
     assert torch.equal(result(x), expected)
     assert x.grad is not None
+
+
+# ---- copies, and transforms of torch.func ----------------------------------------------------------------------------
+
+
+def test_a_copy_of_a_layer_that_ran_reads_its_own_bytes() -> None:
+    """Calls are bound to bytes of one layer: a copy, and one that was pickled, binds its own."""
+    one, x = layer("int8_row", "auto"), normal(1, 256)
+    with torch.no_grad():
+        expected = one(x).clone()
+        assert torch.equal(one(x), expected)
+        twins = copy.deepcopy(one), pickle.loads(pickle.dumps(one))
+        one.weight.get_buffer("data").zero_()
+        assert all(torch.equal(twin(x), expected) for twin in twins)
+        assert not one(x).any()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_vmap_gives_the_products_of_all_samples(grad: bool) -> None:
+    one, x = layer("int8_row", "auto", normal(48, seed=2)), normal(3, 2, 256)
+    with torch.set_grad_enabled(grad):
+        expected = torch.stack([one(sample) for sample in x])
+        torch.testing.assert_close(torch.func.vmap(one)(x), expected)
+        torch.testing.assert_close(torch.func.vmap(one, in_dims=1)(x.transpose(0, 1)), expected)
+
+
+def test_other_transforms_and_mapped_biases_are_refused_by_name() -> None:
+    one, x = layer("int8_row", "auto", normal(48, seed=2)), normal(3, 2, 256)
+    with pytest.raises(LayerError, match=r"torch\.func\.grad does not go through packed layers"):
+        torch.func.grad(lambda sample: one(sample).sum())(x[0])
+    with pytest.raises(LayerError, match="its weight and bias may not"):
+        torch.func.vmap(lambda bias: torch.func.functional_call(one, {"bias": bias}, (x[0],)))(normal(3, 48))
+
+
+def test_what_peft_prints_of_a_layer_names_our_function() -> None:
+    assert "bitplan.peft.get_peft_model" in repr(layer("int8_row", "auto"))

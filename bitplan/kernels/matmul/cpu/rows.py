@@ -65,8 +65,6 @@ JOB = (
     "decoder",  # address of the C function that decodes
     "unit",  # numbers in a unit
 )
-
-
 X, INPUTS, WIDTH, CODES, CODES_STRIDE, SCALES, SCALES_STRIDE, Y, ROWS, BIAS, SCRATCH, SCRATCH_STRIDE = range(12)
 TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT, Y_STRIDE, DECODER, UNIT = range(12, len(JOB))
 
@@ -89,10 +87,8 @@ def _copy_with_zeros(x, width, first, start, to, count):
 
 @inlined
 def arrange_nibbles(x, width, padded, buffer, arranged, halves, without_gaps):
-    """without_gaps   lanes of the last register that repeat codes are left out, as `_decode_nibbles` does
-
-    So the last register comes first, and its vectors in turn from the last: each begins with lanes to be written over.
-    """
+    """`without_gaps` leaves out lanes of the last register that repeat codes, as `_decode_nibbles` does: it is
+    written first, and its vectors from the last on, for each begins with lanes that are written over."""
     steps = -(-padded // STEP)
     for turn in range(steps):
         step = steps - 1 - turn
@@ -245,7 +241,9 @@ def nibble_products(job, opened, low, high, scales, per_scale, halves):
     tiled = inputs if inputs == 1 else 4 * (-(-inputs // 4))
     for row in range(tiled):
         width = field(job, WIDTH) if row < inputs else 0
-        arrange_nibbles(field(job, X) + 4 * row * width, width, padded, mine, mine + 4 * STEP + row * stride, halves, False)
+        arrange_nibbles(
+            field(job, X) + 4 * row * width, width, padded, mine, mine + 4 * STEP + row * stride, halves, False
+        )
     x, table = mine + 4 * STEP, load_from(field(job, TABLE), F32, 16)
     row_bytes, piece = field(job, CODES_STRIDE), field(job, PIECE)
     first = take(job + 8 * NEXT_ROW, piece)
@@ -270,10 +268,8 @@ def nibble_products(job, opened, low, high, scales, per_scale, halves):
 
 @inlined
 def _decode_nibbles(opened, low, high, scales, table, codes, scales_at, row_bytes, per_scale, first, count, to):
-    """Registers first .. first + count of a row of codes -> STEP numbers each, of the row's last one those that are new.
-
-    They are written in `arrange_nibbles`' turn, with up to a register of other bytes before `to`.
-    """
+    """Registers first .. first + count of a row -> STEP numbers each; of the row's last one, those that are new.
+    They are written in `arrange_nibbles`' turn, with up to a register of other bytes before `to`."""
     for turn in range(count):
         step = count - 1 - turn
         start = (first + step) * REGISTER
