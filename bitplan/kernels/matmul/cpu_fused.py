@@ -8,10 +8,11 @@
 Ours is a float32 product of the decoded weights, up to the order of additions: with u = 2^-24 it lies within
 (K + 4) u sum_k |x_k w_nk| of the exact one. 16-bit inputs are computed in float32, and the result rounded once.
 
-Up to 20 rows of x (8 for 4-bit codes without AVX-512), codes become numbers in registers (`cpu.rows`). For more, parts
-of the weight are decoded into a buffer that stays in the cache, and multiplied from there (`cpu.panels`). Two other
-ways were slower: the whole matrix decoded for a BLAS, since its numbers go to memory and back; and parts decoded for a
-BLAS, which copies each part and all inputs once more, and starts all threads for every part.
+Up to 12 rows of x (8 for 4-bit codes without AVX-512), codes become numbers in registers (`cpu.rows`). For more, parts
+of the weight are decoded into a buffer that stays in the cache, and multiplied from there (`cpu.panels`), but for a few
+rows that would need a vector of inputs of their own. Two other ways were slower: the whole matrix decoded for a BLAS,
+since its numbers go to memory and back; and parts decoded for a BLAS, which copies each part and all inputs once more,
+and starts all threads for every part.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ FORMATS = NIBBLES + BYTES
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread costs more than it gains
 PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
-MOST_INPUTS, MOST_WITHOUT_LOOKUP = 20, 8  # of products in registers; the second for 4-bit codes without AVX-512
+MOST_INPUTS, MOST_WITHOUT_LOOKUP = 12, 8  # of products in registers; the second for 4-bit codes without AVX-512
 MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in turns
+MOST_KEPT = 2**21  # bytes of scratch memory that a thread's calls leave for the next
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 
 Call = Callable[[Tensor, Sequence[int]], Tensor]
+Into = Callable[[int, int], None]  # addresses of x and of the result, float32 and contiguous
 _Job = tuple["array[int]", int, int, int, Tensor]  # fields, their address; memory for threads: address, bytes, itself
 _jobs: list[_Job] = []  # those of calls that are over, still in the CPU's cache: as many as calls ever ran at once
 
@@ -138,7 +141,31 @@ def _most_inputs(weight: Encoded) -> int:
 
 
 def _call_for(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Call:
-    return (_bound_panels if inputs > _most_inputs(weight) else _bound)(inputs, weight, constants, bias)
+    """A call for this many inputs: all is fixed but x and the result."""
+    from bitplan.kernels.matmul.cpu.rows import LANES
+
+    most, rest = _most_inputs(weight), inputs % LANES
+    if inputs <= most:
+        product = _in_registers(inputs, weight, constants, bias)
+    elif 0 < rest <= LANES // 4:  # a panel for them would be mostly empty
+        product = _in_panels(inputs - rest, weight, constants, bias)
+        product_of_rest = _in_registers(rest, weight, constants, bias)
+    else:
+        product, rest = _in_panels(inputs, weight, constants, bias), 0
+    whole = 0 if inputs <= most else inputs - rest
+    rest_of_x, rest_of_y = 4 * weight.shape[1] * whole, 4 * weight.shape[0] * whole
+    has_rest, empty, float32 = 0 < whole < inputs, torch.empty, torch.float32
+
+    def call(x: Tensor, shape: Sequence[int]) -> Tensor:
+        dtype = x.dtype
+        wide = x if dtype is float32 and x.is_contiguous() else x.detach().to(float32).contiguous()
+        y = empty(shape, dtype=float32)
+        product(wide.data_ptr(), y.data_ptr())
+        if has_rest:
+            product_of_rest(wide.data_ptr() + rest_of_x, y.data_ptr() + rest_of_y)
+        return y if dtype is float32 else y.to(dtype)
+
+    return call
 
 
 def _takes_torch(weight: Encoded, dtype: torch.dtype) -> bool:
@@ -179,8 +206,8 @@ def _constants(weight: Encoded) -> Tensor:
     return constants
 
 
-def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Call:
-    """A call for this many inputs: its job is complete except for the addresses of x, the result and the scratch."""
+def _in_registers(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Into:
+    """The job is complete except for the addresses of x, the result and the scratch memory."""
     from bitplan.kernels.base.jit import thread_count
     from bitplan.kernels.base.openmp_threads import run
     from bitplan.kernels.matmul.cpu import rows as cpu_rows
@@ -195,36 +222,42 @@ def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None)
     template[cpu_rows.BIAS] = 0 if bias is None else bias.data_ptr()
     x_at, y_at, scratch_at, piece_at = cpu_rows.X, cpu_rows.Y, cpu_rows.SCRATCH, cpu_rows.PIECE
     function, is_small = products_of(weight.fmt.name), rows * width * inputs < LEAST_FOR_THREADS
-    empty, float32, pieces = torch.empty, torch.float32, [0, _piece(rows, 1)]  # by the number of threads
+    pieces = [0, _piece(rows, 1)]  # by the number of threads
 
-    def call(x: Tensor, shape: Sequence[int], _holds: Any = (holds, bias)) -> Tensor:
+    def product(x: int, y: int, _holds: Any = (holds, bias)) -> None:
         threads = 1 if is_small else thread_count()
-        wide = x if x.dtype == float32 and x.is_contiguous() else x.to(float32).contiguous()
-        y = empty(shape, dtype=float32)
         while threads >= len(pieces):
             pieces.append(_piece(rows, len(pieces)))
-        try:
-            job = _jobs.pop()  # no other thread gets it
-        except IndexError:
-            job = _new_job(threads * stride)
-        fields, address, scratch, size, _ = job
-        if size < threads * stride:
-            job = fields, address, scratch, _, _ = _new_job(threads * stride)
+        job = _taken_job(threads * stride)
+        fields, address, scratch, _, _ = job
         fields[:] = template
-        fields[x_at], fields[y_at], fields[scratch_at] = wide.data_ptr(), y.data_ptr(), scratch
-        fields[piece_at] = pieces[threads]
+        fields[x_at], fields[y_at], fields[scratch_at], fields[piece_at] = x, y, scratch, pieces[threads]
         run(function, address, threads)
-        _jobs.append(job)
-        return y if x.dtype == float32 else y.to(x.dtype)
+        _give_back(job)
 
-    return call
+    return product
+
+
+def _taken_job(size: int) -> _Job:
+    """A job with scratch memory of at least this size, for this thread alone."""
+    try:
+        job = _jobs.pop()
+    except IndexError:
+        return _new_job(size)
+    return job if job[3] >= size else _new_job(size)
+
+
+def _give_back(job: _Job) -> None:
+    if job[3] <= MOST_KEPT:
+        _jobs.append(job)
 
 
 def _new_job(size: int) -> _Job:
     from bitplan.kernels.matmul.cpu.rows import JOB
 
-    fields, scratch = array("q", [0]) * len(JOB), torch.empty(size, dtype=torch.uint8)
-    return fields, fields.buffer_info()[0], scratch.data_ptr(), size, scratch
+    fields, scratch = array("q", [0]) * len(JOB), torch.empty(size + 64, dtype=torch.uint8)
+    address = scratch.data_ptr()
+    return fields, fields.buffer_info()[0], address + -address % 64, size, scratch
 
 
 def _job(weight: Encoded, constants: Tensor, **fields: int) -> tuple[array[int], Any]:
@@ -254,8 +287,8 @@ def _piece(rows: int, threads: int) -> int:
 # ---- many inputs -----------------------------------------------------------------------------------------------------
 
 
-def _bound_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Call:
-    """As `_bound`, for more inputs: panels are made of x, then multiplied."""
+def _in_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Into:
+    """As `_in_registers`, for more inputs: panels are made of x, then multiplied."""
     from bitplan.kernels.base.jit import thread_count
     from bitplan.kernels.base.openmp_threads import run
     from bitplan.kernels.matmul.cpu import panels
@@ -264,31 +297,37 @@ def _bound_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor 
 
     (rows, width), name, most = weight.shape, weight.fmt.name, min(inputs, MOST_IN_PANELS)
     unit = fields.STEP if name in NIBBLES else fields.LANES
-    count = -(-weight.fmt.padded_cols(width) // unit) * unit
+    count = weight.fmt.padded_cols(width)
+    if name in BYTES:
+        count = -(-count // unit) * unit
     order = "bytes" if name in BYTES else "halves" if name == "q4_0_gguf" else "pairs"
     arrange, multiply, decoder = panels.panels_of(order), panels.panel_products(), decoder_of(name)
     shared = {"count": count, "unit": unit, "decoder": decoder.address, "bias": 0 if bias is None else bias.data_ptr()}
     template, holds = _job(weight, constants, **shared)
-    for_arranging, numbers = panels.arranging_bytes(count), panels.numbers_in_panels(most, count)
-    empty, float32 = torch.empty, torch.float32
+    for_arranging, for_panels = panels.arranging_bytes(count), 4 * panels.numbers_in_panels(most, count)
+    for_panels = -(-for_panels // 64) * 64
 
-    def call(x: Tensor, shape: Sequence[int], _holds: Any = (holds, bias)) -> Tensor:
+    sizes: dict[int, tuple[int, int, int]] = {}  # by threads: rows of a piece, bytes of a thread, of all
+
+    def product(x: int, y: int, _holds: Any = (holds, bias)) -> None:
         threads = thread_count()
-        piece = panels.piece_rows(rows, threads)
-        for_products = panels.product_bytes(piece, most)
-        wide = x.detach().to(float32).contiguous()
-        scratch = empty(threads * max(for_arranging, for_products), dtype=torch.uint8)
-        arranged, y = empty(numbers, dtype=float32), empty(shape, dtype=float32)
+        found = sizes.get(threads)
+        if found is None:
+            piece = panels.piece_rows(rows, threads)
+            stride = max(for_arranging, panels.product_bytes(piece, most))
+            found = sizes[threads] = piece, stride, for_panels + threads * stride
+        piece, stride, size = found
+        job = _taken_job(size)
+        values, address, arranged, _, _ = job
         for first in range(0, inputs, MOST_IN_PANELS):
-            x_at, y_at = wide.data_ptr() + 4 * width * first, y.data_ptr() + 4 * rows * first
-            for function, source, result, stride in (
-                (arrange, x_at, arranged.data_ptr(), for_arranging),
-                (multiply, arranged.data_ptr(), y_at, for_products),
-            ):
-                job = template[:]
-                job[fields.X], job[fields.Y], job[fields.INPUTS] = source, result, min(MOST_IN_PANELS, inputs - first)
-                job[fields.PIECE], job[fields.SCRATCH], job[fields.SCRATCH_STRIDE] = piece, scratch.data_ptr(), stride
-                run(function, job.buffer_info()[0], threads)
-        return y if x.dtype == float32 else y.to(x.dtype)
+            count = min(MOST_IN_PANELS, inputs - first)
+            for function, source, result in ((arrange, x, arranged), (multiply, arranged, y)):
+                values[:] = template
+                values[fields.X], values[fields.Y], values[fields.INPUTS] = source, result, count
+                values[fields.PIECE], values[fields.SCRATCH] = piece, arranged + for_panels
+                values[fields.SCRATCH_STRIDE] = stride
+                run(function, address, threads)
+            x, y = x + 4 * width * count, y + 4 * rows * count
+        _give_back(job)
 
-    return call
+    return product

@@ -40,7 +40,8 @@ INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STRATEGIES = ("auto", "eager", "fused", "tile_cache", "decode")
 FUSED_ROWS_UNMEASURED = 32
 _DENSE = (torch.strided, torch.jagged)
-_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func, or None
+_VMAP = torch._C._functorch.TransformType.Vmap
 
 
 class LayerError(BitplanError, RuntimeError):
@@ -77,10 +78,15 @@ def is_transformed() -> bool:
 
 
 def refuse_transforms(where: str) -> None:
-    if is_transformed():
+    """Refuse those that torch has no rule for; vmap has one."""
+    functorch = torch._C._functorch
+    other = [each.key() for each in functorch.get_interpreter_stack() or () if each.key() != _VMAP]
+    if other or forward_ad._current_level >= 0:
+        named = f"torch.func.{other[0].name.lower()}" if other else "forward-mode derivatives"
+        verb = "does" if other else "do"
         raise LayerError(
-            f"{where}: packed products take no part in forward-mode derivatives and torch.func (vmap, grad, jvp, ...); "
-            "use backward or torch.autograd.grad on an input that requires a gradient"
+            f"{where}: {named} {verb} not go through packed layers; use backward or torch.autograd.grad on an input "
+            "that requires a gradient; of torch.func vmap alone"
         )
 
 

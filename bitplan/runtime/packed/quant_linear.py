@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from bitplan.formats import Encoded, Format
@@ -150,7 +150,7 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self.weight.fmt.name}, strategy={self.strategy}"
+            f"format={self.weight.fmt.name}, strategy={self.strategy}, adapters=bitplan.peft.get_peft_model"
         )
 
     def explain(self, rows: int, dtype: torch.dtype | None = None) -> Pick:
@@ -185,7 +185,7 @@ class QuantLinear(nn.Module):
         flat = _flat(x.to(dtype))
         self.last_pick = picked = self._pick(flat.shape[0], dtype)
         matrix = self._matrix(picked, dtype)
-        if _is_plain(x) and not (torch.is_grad_enabled() and (x.requires_grad or _learns(self.bias))):
+        if _is_plain(x) and not (is_grad_enabled() and (x.requires_grad or _learns(self.bias))):
             y = multiply(flat, self.bias, matrix, ProductWay(picked.strategy, picked.launch))
             if picked.strategy == "fused" and dtype == x.dtype:
                 self._bind(x, matrix.prepared, picked)
@@ -336,7 +336,7 @@ class QuantLinear(nn.Module):
             if len(self._bound) >= _PICKS_KEPT:
                 self._bound.clear()
             shape = (*x.shape[:-1], self.out_features)
-            self._bound[x.shape, x.dtype] = _BoundCall(bound, shape, self, picked)
+            self._bound[x.shape, x.dtype] = _bound_call(bound, shape, self, picked)
 
     def _forget_picks(self) -> None:
         self._picks.clear()
@@ -382,51 +382,38 @@ class QuantLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class _BoundCall:
-    """A call in which everything but the input is fixed; valid as long as the layer does not change."""
+def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked: Pick) -> _BoundCall:
+    """A call in which everything but the input is fixed; valid as long as the layer does not change.
 
-    __slots__ = (
-        "_bias",
-        "_buffers",
-        "_call",
-        "_changes",
-        "_device",
-        "_on_cpu",
-        "_parts",
-        "_picked",
-        "_shape",
-        "_weight",
-    )
+    It gives None where the layer or the mode has changed: the call takes another path, and is bound anew.
+    """
+    weight, bias = layer.weight, layer.bias
+    changes, buffers, address = weight._changes, weight._buffers, 0 if bias is None else bias.data_ptr()
+    parts = tuple((name, part, _version(part)) for name, part in buffers.items() if part is not None)
+    device, kind, on_cpu = weight.device, weight.device.type, weight.device.type == "cpu"
 
-    def __init__(self, call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked: Pick) -> None:
-        weight, bias = layer.weight, layer.bias
-        self._call, self._shape, self._picked = call, shape, picked
-        self._weight, self._changes, self._buffers = weight, weight._changes, weight._buffers
-        self._parts = [(name, part, _version(part)) for name, part in weight._buffers.items() if part is not None]
-        self._bias = (bias, 0 if bias is None else bias.data_ptr())
-        self._device, self._on_cpu = weight.device, weight.device.type == "cpu"
-
-    def __call__(self, x: Tensor, layer: QuantLinear) -> Tensor | None:
-        """The product; None where the layer or the mode has changed: the call takes another path, and is bound anew."""
-        bias, address = self._bias
-        weight = self._weight
-        modules, parameters = layer._modules, layer._parameters
-        if modules["weight"] is not weight or weight._changes != self._changes or parameters["bias"] is not bias:
+    def run(x: Tensor, layer: QuantLinear) -> Tensor | None:
+        if layer._modules["weight"] is not weight or weight._changes != changes:
             return None
-        for name, part, version in self._parts:
-            if self._buffers[name] is not part or (version is not None and part._version != version):
+        for name, part, version in parts:
+            if buffers[name] is not part or (version is not None and part._version != version):
                 return None
-        if bias is not None and bias.data_ptr() != address:
+        if layer._parameters["bias"] is not bias or (bias is not None and bias.data_ptr() != address):
             return None
-        is_elsewhere = not x.is_cpu if self._on_cpu else x.device != self._device  # comparing devices is slow
-        if is_elsewhere or type(x) not in _PLAIN or _modes() or torch.is_autocast_enabled(self._device.type):
+        is_elsewhere = not x.is_cpu if on_cpu else x.device != device  # comparing devices is slow
+        if is_elsewhere or type(x) not in _PLAIN or _modes() or is_autocast_enabled(kind) or is_transformed():
             return None
-        if is_transformed() or (torch.is_grad_enabled() and (x.requires_grad or _learns(bias))):
+        if is_grad_enabled() and (x.requires_grad or _learns(bias)):
             return None
-        y = self._call(x, self._shape)
-        if layer.last_pick is not self._picked:  # a module's attributes are slow to write
-            layer.last_pick = self._picked
+        y = call(x, shape)
+        if layer.last_pick is not picked:  # a module's attributes are slow to write
+            layer.last_pick = picked
         return y
+
+    return run
+
+
+_BoundCall = Callable[[Tensor, QuantLinear], Tensor | None]
 
 
 def _version(part: Tensor) -> int | None:
@@ -438,8 +425,8 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether no tensor subclass and no dispatch mode must see the call."""
-    return type(x) in _PLAIN and not _modes()
+    """Whether no tensor subclass, dispatch mode or transform of torch.func must see the call."""
+    return type(x) in _PLAIN and not _modes() and not is_transformed()
 
 
 _PLAIN = (Tensor, nn.Parameter)

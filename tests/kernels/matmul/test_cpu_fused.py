@@ -80,6 +80,21 @@ def test_many_inputs_multiply_by_decoded_parts(name: str, monkeypatch: pytest.Mo
             check(run(x, weight, bias), x, weight, bias)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_inputs_need_not_fill_vectors_nor_rows_registers(name: str) -> None:
+    """A few inputs beyond whole vectors; rows that end within a register, and end right behind a part; no bias."""
+    for rows, cols, inputs in ((33, 576, 17), (50, 528, 36), (18, 160, 29)):
+        weight, x = encode(normal(rows, cols), name, pad="zero"), normal(inputs, cols, seed=1)
+        check(run(x, weight), x, weight)
+
+
+def test_many_inputs_give_the_sign_of_zero_with_and_without_a_bias() -> None:
+    weight, x = encode(-torch.ones(16, 128), "int8_row"), torch.zeros(16, 128)
+    plain, biased = run(x, weight), run(x, weight, torch.full((16,), -0.0))
+    assert torch.equal(torch.signbit(plain), torch.signbit(biased))
+    assert torch.equal(run(x, weight, torch.ones(16)), torch.ones(16, 16))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_inputs_are_rounded_once(dtype: torch.dtype) -> None:
     weight, x = encode(normal(8, 128), "int8_row"), normal(3, 128, seed=1).to(dtype)

@@ -457,8 +457,26 @@ def test_a_part_of_the_weight_that_is_set_counts(way: str) -> None:
 def test_transforms_that_a_kernel_would_drop_are_refused() -> None:
     one, x = layer("int8_row", "auto"), normal(2, 256)
     one(x)
-    with forward_ad.dual_level(), pytest.raises(LayerError, match=r"forward-mode derivatives and torch\.func"):
+    with forward_ad.dual_level(), pytest.raises(LayerError, match="forward-mode derivatives do not go through"):
         one(forward_ad.make_dual(x, torch.ones_like(x)))
-    for transform in (torch.func.vmap(one), torch.func.grad(lambda x: one(x).sum())):
-        with pytest.raises(LayerError, match=r"forward-mode derivatives and torch\.func"):
-            transform(x)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_vmap_gives_the_products_of_all_samples(grad: bool) -> None:
+    one, x = layer("int8_row", "auto", normal(48, seed=2)), normal(3, 2, 256)
+    with torch.set_grad_enabled(grad):
+        expected = torch.stack([one(sample) for sample in x])
+        torch.testing.assert_close(torch.func.vmap(one)(x), expected)
+        torch.testing.assert_close(torch.func.vmap(one, in_dims=1)(x.transpose(0, 1)), expected)
+
+
+def test_other_transforms_and_mapped_biases_are_refused_by_name() -> None:
+    one, x = layer("int8_row", "auto", normal(48, seed=2)), normal(3, 2, 256)
+    with pytest.raises(LayerError, match=r"torch\.func\.grad does not go through packed layers"):
+        torch.func.grad(lambda sample: one(sample).sum())(x[0])
+    with pytest.raises(LayerError, match="its weight and bias may not"):
+        torch.func.vmap(lambda bias: torch.func.functional_call(one, {"bias": bias}, (x[0],)))(normal(3, 48))
+
+
+def test_what_peft_prints_of_a_layer_names_our_function() -> None:
+    assert "bitplan.peft.get_peft_model" in repr(layer("int8_row", "auto"))

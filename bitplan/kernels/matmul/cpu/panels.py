@@ -22,11 +22,13 @@ import numpy as np
 
 from bitplan.kernels.base.addresses import (
     call_c,
+    load_from,
     load_tile,
     multiply_in,
     prefetch_later,
     prefetch_soon,
     read,
+    repeat_each,
     repeated,
     store_tile,
     take,
@@ -64,6 +66,7 @@ from bitplan.kernels.matmul.cpu.rows import (
     arrange_nibbles,
     field,
 )
+from bitplan.kernels.matmul.cpu.transposed import times_plus, transpose_tile
 
 F32, I64 = np.float32, np.int64
 VECTORS = 2  # of inputs in a panel
@@ -72,7 +75,7 @@ BLOCK = 512  # numbers of a row that are decoded at a time
 GROUP = 24  # rows that are decoded at a time
 ROW_BYTES = 4 * BLOCK + 64  # of a decoded row: other rows lie in other sets of the first-level cache
 LINE, AHEAD = 64, 2048  # bytes of a cache line; how far ahead of the loop inputs are asked for
-JOB_BYTES = -(-8 * len(JOB) // LINE) * LINE
+JOB_BYTES = (-(-8 * len(JOB) // LINE) + 1) * LINE  # and a line before decoded rows
 BUFFER_BYTES = ROW_BYTES * GROUP
 PIECES_PER_THREAD, MOST_GROUPS = 4, 4
 
@@ -124,20 +127,20 @@ def _panels(job, arrange):
             arrange(job, field(job, X) + 4 * (first + row) * here, here, mine, rows + row * stride)
         panel, wide = _panel(job, first)
         to = panel + 4 * (first % (VECTORS * LANES))
-        for k in range(count):
-            for row in range(LANES):
-                write(to + 4 * (k * wide + row), read(rows + row * stride + 4 * k, F32))
+        for k in range(0, count, LANES):
+            tile = transpose_tile(load_tile(rows + 4 * k, stride, LANES, 1, LANES))
+            store_tile(to + 4 * k * wide, 4 * wide, tile, 1)
         first = take(job + 8 * NEXT_ROW, LANES)
 
 
 @inlined
 def _in_pairs(job, x, width, buffer, to):
-    arrange_nibbles(x, width, 2 * field(job, CODES_STRIDE), buffer, to, False)
+    arrange_nibbles(x, width, 2 * field(job, CODES_STRIDE), buffer, to, False, True)
 
 
 @inlined
 def _in_halves(job, x, width, buffer, to):
-    arrange_nibbles(x, width, 2 * field(job, CODES_STRIDE), buffer, to, True)
+    arrange_nibbles(x, width, 2 * field(job, CODES_STRIDE), buffer, to, True, True)
 
 
 @inlined
@@ -207,6 +210,26 @@ def _prefetch_next(job, row, rows, k):
             prefetch_later(field(job, CODES) + n * stride + at)
 
 
+@inlined
+def _write_piece(job, first, stop, sums, stride):
+    """Sums of rows first .. stop, times the factor and with the bias, to y: squares, then what is left."""
+    factor, bias, inputs, rows = field(job, FACTOR), field(job, BIAS), field(job, INPUTS), field(job, ROWS)
+    whole, whole_inputs = (stop - first) // LANES * LANES, inputs // LANES * LANES
+    factors = repeat_each(load_from(factor, F32, 1), LANES)
+    for n in range(0, whole, LANES):
+        # Adding -0.0 changes no number.
+        addends = load_from(bias + 4 * (first + n), F32, LANES) if bias else zero_tile(1, LANES)[0] * F32(-1)
+        for m in range(0, whole_inputs, LANES):
+            tile = transpose_tile(load_tile(sums + n * stride + 4 * m, stride, LANES, 1, LANES))
+            to = field(job, Y) + 4 * (m * rows + first + n)
+            store_tile(to, 4 * rows, times_plus(tile, factors, addends), 1)
+    for m in range(inputs):
+        to, at = field(job, Y) + 4 * (m * rows + first), sums + 4 * m
+        for n in range(whole if m < whole_inputs else 0, stop - first):
+            result = read(at + n * stride, F32) * read(factor, F32)
+            write(to + 4 * n, result + read(bias + 4 * (first + n), F32) if bias else result)
+
+
 def _products(job):
     """x: panels; each thread has a copy of the job for the decoder."""
     inputs, rows, count, unit = field(job, INPUTS), field(job, ROWS), field(job, COUNT), field(job, UNIT)
@@ -226,7 +249,7 @@ def _products(job):
         for k in range(0, count, BLOCK):
             steps = min(BLOCK, count - k)
             write(mine + 8 * FIRST, k // unit)
-            write(mine + 8 * COUNT, steps // unit)
+            write(mine + 8 * COUNT, -(-steps // unit))
             for row in range(first, stop, GROUP):
                 write(mine + 8 * CODES, field(job, CODES) + row * field(job, CODES_STRIDE))
                 write(mine + 8 * SCALES, field(job, SCALES) + row * field(job, SCALES_STRIDE))
@@ -239,12 +262,7 @@ def _products(job):
                     wide = min(VECTORS, vectors - vector)
                     x = panels + 4 * LANES * (vector * count + wide * k)
                     _group(wide, buffer, x, steps, sums + 4 * LANES * vector, stride, k == 0)
-        factor, bias = read(field(job, FACTOR), F32), field(job, BIAS)
-        for m in range(inputs):
-            to, at = field(job, Y) + 4 * (m * rows + first), all_sums + 4 * m
-            for n in range(stop - first):
-                result = read(at + n * stride, F32) * factor
-                write(to + 4 * n, result + read(bias + 4 * (first + n), F32) if bias else result)
+        _write_piece(job, first, stop, all_sums, stride)
         first = take(job + 8 * NEXT_ROW, piece)
 
 

@@ -65,8 +65,6 @@ JOB = (
     "decoder",  # address of the C function that decodes
     "unit",  # numbers in a unit
 )
-
-
 X, INPUTS, WIDTH, CODES, CODES_STRIDE, SCALES, SCALES_STRIDE, Y, ROWS, BIAS, SCRATCH, SCRATCH_STRIDE = range(12)
 TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT, Y_STRIDE, DECODER, UNIT = range(12, len(JOB))
 
@@ -88,9 +86,12 @@ def _copy_with_zeros(x, width, first, start, to, count):
 
 
 @inlined
-def arrange_nibbles(x, width, padded, buffer, arranged, halves):
+def arrange_nibbles(x, width, padded, buffer, arranged, halves, without_gaps):
+    """`without_gaps` leaves out lanes of the last register that repeat codes, as `_decode_nibbles` does: it is
+    written first, and its vectors from the last on, for each begins with lanes that are written over."""
     steps = -(-padded // STEP)
-    for step in range(steps):
+    for turn in range(steps):
+        step = steps - 1 - turn
         start = step * STEP
         first = min(start, padded - STEP)
         whole = first == start and start + STEP <= width
@@ -98,25 +99,26 @@ def arrange_nibbles(x, width, padded, buffer, arranged, halves):
         if not whole:
             _copy_with_zeros(x, width, first, start, buffer, STEP)
             source = buffer
-        numbers, to = load_from(source, F32, STEP), arranged + 4 * STEP * step
+        numbers, gap = load_from(source, F32, STEP), (start - first) // 8 if without_gaps else 0
+        to, each = arranged + 4 * (start - gap), REGISTER - 4 * gap
         if halves:
+            write(to + 7 * each, every_fourth_of_halves(numbers, 7))
+            write(to + 6 * each, every_fourth_of_halves(numbers, 6))
+            write(to + 5 * each, every_fourth_of_halves(numbers, 5))
+            write(to + 4 * each, every_fourth_of_halves(numbers, 4))
+            write(to + 3 * each, every_fourth_of_halves(numbers, 3))
+            write(to + 2 * each, every_fourth_of_halves(numbers, 2))
+            write(to + each, every_fourth_of_halves(numbers, 1))
             write(to, every_fourth_of_halves(numbers, 0))
-            write(to + REGISTER, every_fourth_of_halves(numbers, 1))
-            write(to + 2 * REGISTER, every_fourth_of_halves(numbers, 2))
-            write(to + 3 * REGISTER, every_fourth_of_halves(numbers, 3))
-            write(to + 4 * REGISTER, every_fourth_of_halves(numbers, 4))
-            write(to + 5 * REGISTER, every_fourth_of_halves(numbers, 5))
-            write(to + 6 * REGISTER, every_fourth_of_halves(numbers, 6))
-            write(to + 7 * REGISTER, every_fourth_of_halves(numbers, 7))
         else:
+            write(to + 7 * each, every_eighth(numbers, 7))
+            write(to + 6 * each, every_eighth(numbers, 6))
+            write(to + 5 * each, every_eighth(numbers, 5))
+            write(to + 4 * each, every_eighth(numbers, 4))
+            write(to + 3 * each, every_eighth(numbers, 3))
+            write(to + 2 * each, every_eighth(numbers, 2))
+            write(to + each, every_eighth(numbers, 1))
             write(to, every_eighth(numbers, 0))
-            write(to + REGISTER, every_eighth(numbers, 1))
-            write(to + 2 * REGISTER, every_eighth(numbers, 2))
-            write(to + 3 * REGISTER, every_eighth(numbers, 3))
-            write(to + 4 * REGISTER, every_eighth(numbers, 4))
-            write(to + 5 * REGISTER, every_eighth(numbers, 5))
-            write(to + 6 * REGISTER, every_eighth(numbers, 6))
-            write(to + 7 * REGISTER, every_eighth(numbers, 7))
 
 
 @inlined
@@ -239,7 +241,9 @@ def nibble_products(job, opened, low, high, scales, per_scale, halves):
     tiled = inputs if inputs == 1 else 4 * (-(-inputs // 4))
     for row in range(tiled):
         width = field(job, WIDTH) if row < inputs else 0
-        arrange_nibbles(field(job, X) + 4 * row * width, width, padded, mine, mine + 4 * STEP + row * stride, halves)
+        arrange_nibbles(
+            field(job, X) + 4 * row * width, width, padded, mine, mine + 4 * STEP + row * stride, halves, False
+        )
     x, table = mine + 4 * STEP, load_from(field(job, TABLE), F32, 16)
     row_bytes, piece = field(job, CODES_STRIDE), field(job, PIECE)
     first = take(job + 8 * NEXT_ROW, piece)
@@ -264,18 +268,22 @@ def nibble_products(job, opened, low, high, scales, per_scale, halves):
 
 @inlined
 def _decode_nibbles(opened, low, high, scales, table, codes, scales_at, row_bytes, per_scale, first, count, to):
-    """Registers first .. first + count of a row of codes -> STEP numbers each."""
-    for step in range(count):
-        at = min((first + step) * REGISTER, row_bytes - REGISTER)
-        c, s, here = opened(load_from(codes + at, U32, LANES)), scales(scales_at, at // per_scale), to + 4 * STEP * step
+    """Registers first .. first + count of a row -> STEP numbers each; of the row's last one, those that are new.
+    They are written in `arrange_nibbles`' turn, with up to a register of other bytes before `to`."""
+    for turn in range(count):
+        step = count - 1 - turn
+        start = (first + step) * REGISTER
+        at = min(start, row_bytes - REGISTER)
+        c, s = opened(load_from(codes + at, U32, LANES)), scales(scales_at, at // per_scale)
+        here, each = to + 4 * STEP * step - (start - at), REGISTER - (start - at)
+        write(here + 7 * each, high(table, c, 3) * s)
+        write(here + 6 * each, low(table, c, 3) * s)
+        write(here + 5 * each, high(table, c, 2) * s)
+        write(here + 4 * each, low(table, c, 2) * s)
+        write(here + 3 * each, high(table, c, 1) * s)
+        write(here + 2 * each, low(table, c, 1) * s)
+        write(here + each, high(table, c, 0) * s)
         write(here, low(table, c, 0) * s)
-        write(here + REGISTER, high(table, c, 0) * s)
-        write(here + 2 * REGISTER, low(table, c, 1) * s)
-        write(here + 3 * REGISTER, high(table, c, 1) * s)
-        write(here + 4 * REGISTER, low(table, c, 2) * s)
-        write(here + 5 * REGISTER, high(table, c, 2) * s)
-        write(here + 6 * REGISTER, low(table, c, 3) * s)
-        write(here + 7 * REGISTER, high(table, c, 3) * s)
 
 
 # ---- 8-bit codes ----------------------------------------------------------------------------------------------------
@@ -290,7 +298,7 @@ def _bytes_4x1(number, scale, codes, scales_at, x, width, block):
             start = place * block + chunk * LANES
             at = min(start, last)
             numbers = (number(codes[0] + at), number(codes[1] + at), number(codes[2] + at), number(codes[3] + at))
-            prefetch_later(codes[0] + (4 + chunk % 4) * width + at)  # of the next four rows, in turn
+            prefetch_later(codes[0] + (4 + start // LANES % 4) * width + at)  # of the next four rows, in turn
             parts = multiply_in(parts, numbers, _one_input(x + 4 * start))
         of_rows = (
             scale(scales_at[0], place),

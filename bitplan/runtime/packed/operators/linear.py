@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -230,6 +230,24 @@ def _gradient_backward(ctx: Any, grad_of_grad: Tensor) -> tuple[Tensor | None, .
     return torch.ops.bitplan.packed_linear(grad_of_grad, None, *_saved(ctx)), *(None,) * 12
 
 
+# ---- torch.func ------------------------------------------------------------------------------------------------------
+
+
+def _batched(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
+    """vmap: rows of all samples at once. The weight and the bias are the same for all."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], x: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        if any(axis is not None for axis in in_dims[1:]):
+            raise LayerError(
+                "torch.func.vmap over a packed layer: its input may be mapped, its weight and bias may not; "
+                "call the layers one after the other"
+            )
+        samples = x.movedim(in_dims[0], 0)
+        return operator(samples.flatten(0, 1), *rest).unflatten(0, (info.batch_size, samples.shape[1])), 0
+
+    return rule
+
+
 _library = torch.library.Library("bitplan", "FRAGMENT")
 _library.define(f"packed_linear(Tensor x, Tensor? bias, {_WEIGHT.format(width='outputs')}) -> Tensor")
 _library.define(f"packed_input_gradient(Tensor grad, {_WEIGHT.format(width='inputs')}) -> Tensor")
@@ -241,3 +259,5 @@ torch.library.register_autograd("bitplan::packed_linear", _linear_backward, setu
 torch.library.register_autograd(
     "bitplan::packed_input_gradient", _gradient_backward, setup_context=_save_gradient, lib=_library
 )
+for _name in ("packed_linear", "packed_input_gradient"):
+    torch.library.register_vmap(f"bitplan::{_name}", _batched(getattr(torch.ops.bitplan, _name)), lib=_library)
