@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bitplan.kernels.adamw import pieces
 from bitplan.runtime.streaming.blocks.layout import ParameterSpec, Part, aligned
-from bitplan.runtime.streaming.training.host_adamw import pieces
 from bitplan.runtime.streaming.transfer.devices import StreamDevice
 from bitplan.runtime.streaming.transfer.host_memory import exact_buffer
 
