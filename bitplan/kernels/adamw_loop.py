@@ -17,7 +17,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from torch import Tensor
 
-from bitplan.kernels.adamw import AdamWRates, AdamWTensors, step_by_torch
+from bitplan.kernels.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
 from bitplan.kernels.base.jit import compiled
 from bitplan.kernels.base.row_pieces import Cut, run
 from bitplan.kernels.base.vectors import VectorType, VectorWriter, define, lanewise, load, store
@@ -39,7 +39,7 @@ TRIED_WAYS = (
 
 
 def step_by_loop(tensors: AdamWTensors, rates: AdamWRates) -> None:
-    """`adamw.step_by_torch`, to the bit; gradient and `sent` are float32 or bfloat16."""
+    """`step_by_torch`, to the bit; gradient and `sent` are float32 or bfloat16."""
     flat = [one.detach().view(-1) for one in tensors if one is not None]
     whole = len(flat[0]) // LANES * LANES
     if whole:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bitplan.kernels import adamw, adamw_loop
-from bitplan.kernels.adamw import AdamWRates, AdamWTensors, explain_adamw, step_adamw, step_by_torch
+from bitplan.kernels.adamw import explain_adamw, step_adamw
+from bitplan.kernels.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bitplan.kernels.adamw import pieces
+from bitplan.kernels.adamw_torch import pieces
 from bitplan.runtime.streaming.blocks.layout import ParameterSpec, Part, aligned
 from bitplan.runtime.streaming.transfer.devices import StreamDevice
 from bitplan.runtime.streaming.transfer.host_memory import exact_buffer

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bitplan.kernels.adamw import AdamWRates, AdamWTensors, prepare_adamw, step_adamw
+from bitplan.kernels.adamw import prepare_adamw, step_adamw
+from bitplan.kernels.adamw_torch import AdamWRates, AdamWTensors
 
 NUMBERS_AT_A_TIME = 2**24  # for torch's AdamW: with smaller pieces every call waits for all its threads
 
