@@ -35,9 +35,13 @@ Slots = int | str
 FEWEST_SLOTS = 2  # one computes while the other is filled
 
 
-def check_slots(slots: Slots) -> None:
+def check_slots(slots: Slots, vram_bytes: int | None = None) -> None:
     if slots != "auto" and (not isinstance(slots, int) or slots < FEWEST_SLOTS):
         raise StreamError(f"slots={slots!r}: expected 'auto' or a number from {FEWEST_SLOTS} on")
+    if not isinstance(vram_bytes, int | None) or (vram_bytes is not None and vram_bytes < 1):
+        raise StreamError(f"vram_bytes={vram_bytes!r}: expected a whole number of bytes, as int(8e9)")
+    if vram_bytes is not None and slots != "auto":
+        raise StreamError(f"vram_bytes= is what slots='auto' may take, and slots={slots!r}: give one of the two")
 
 
 class WeightLoader:
