@@ -16,7 +16,7 @@ from bitplan.runtime.streaming.blocks.formats import Formats
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.host_memory import HostKind
-from bitplan.runtime.streaming.weight_loader import Slots, check_slots
+from bitplan.runtime.streaming.transfer.schedule import Slots, check_slots
 
 
 @dataclass(frozen=True)

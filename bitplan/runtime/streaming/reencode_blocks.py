@@ -26,7 +26,8 @@ from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.options import StreamOptions
 from bitplan.runtime.streaming.training.host_training import HostTraining
 from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
-from bitplan.runtime.streaming.weight_loader import Slots, WeightLoader, check_slots
+from bitplan.runtime.streaming.transfer.schedule import Slots, check_slots
+from bitplan.runtime.streaming.weight_loader import WeightLoader
 
 
 class BlockUpkeep:

@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 
+from bitplan.runtime.streaming.blocks.layout import BlockLayout
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.crosses import few
 from tests.runtime.streaming.stream_samples import (
+    CHECKPOINTING,
     COUNT,
     assert_equal,
     batch,
@@ -82,6 +84,79 @@ def test_resident_blocks_that_keep_their_format_stay(start, then):
         assert device.allocated_bytes == memory + after - before
         twin = decoded_twin(source, stream.formats)
         twin(batch(2)).square().mean().backward()
+        assert_equal(result, gradients(twin))
+    assert device.allocated_bytes == 0
+
+
+@pytest.fixture
+def decodings(monkeypatch):
+    """The layouts that were decoded."""
+    made, decode_into = [], BlockLayout.decode_into
+    monkeypatch.setattr(BlockLayout, "decode_into", lambda *given: (made.append(given[0]), decode_into(*given)))
+    return made
+
+
+@pytest.mark.parametrize("formats", ["int8_row", {"layers.*.up.base.weight": "mxfp4"}], ids=["whole", "part"])
+@pytest.mark.parametrize("checkpointing", few(CHECKPOINTING, 2))
+def test_resident_blocks_are_decoded_once_where_memory_is_plentiful(decodings, formats, checkpointing):
+    model = make_stack(adapters=True)
+    model.checkpointing = checkpointing
+    source = copy.deepcopy(model)
+    with streaming(model, formats=formats, slots="auto") as stream:
+        assert (stream.stats.resident_blocks, stream.stats.decoded_blocks) == (COUNT, COUNT)
+        for step in range(3):
+            _, result = run_step(model, stream, step)
+            assert len(decodings) == COUNT
+            twin = decoded_twin(source, stream.formats)
+            twin(batch(step)).square().mean().backward()
+            assert_equal(result, gradients(twin))
+        with torch.no_grad():
+            for each in (model, source):
+                each.layers[2].up.base.weight.mul_(2)
+        _, result = run_step(model, stream, 3)
+        assert len(decodings) == COUNT + 1
+        twin = decoded_twin(source, stream.formats)
+        twin(batch(3)).square().mean().backward()
+        assert_equal(result, gradients(twin))
+
+
+def test_resident_blocks_stay_decoded_in_half_of_the_memory_that_is_left(decodings):
+    model = make_stack(adapters=True)
+    source, device = copy.deepcopy(model), SimulatedDevice()
+    with streaming(model, device, formats="int8_row", slots="auto", vram_bytes=2**30) as stream:
+        whole = stream.stats.vram_bytes
+        of_one = stream._loader.layouts[0].scratch_nbytes
+    needed = whole - COUNT * of_one  # slots of all blocks, and the common scratch
+    with streaming(model, device, formats="int8_row", slots="auto", vram_bytes=needed + 4 * of_one) as stream:
+        assert stream.stats.decoded_blocks == 2
+        assert stream.stats.vram_bytes == needed + 2 * of_one
+        run_step(model, stream, 0)
+        before = len(decodings)
+        _, result = run_step(model, stream, 1)
+        assert len(decodings) == before + 2 * (COUNT - 2) - 2  # at each turn a block computes twice from one decoding
+        twin = decoded_twin(source, stream.formats)
+        twin(batch(1)).square().mean().backward()
+        assert_equal(result, gradients(twin))
+    assert device.allocated_bytes == 0
+
+
+def test_decoded_memory_that_another_format_outgrows_is_given_back():
+    model = make_stack(adapters=True)
+    source, device = copy.deepcopy(model), SimulatedDevice()
+    formats = {
+        "layers.0": "int8_row",
+        "layers.*.up.base.weight": "mxfp4",
+    }  # block 0 is decoded whole, the others in part
+    with streaming(model, device, formats=formats, slots="auto", vram_bytes=2**30) as stream:
+        run_step(model, stream, 0)
+        assert stream.stats.decoded_blocks == COUNT
+        size = stream.stats.slot_bytes
+        stream.set_formats({"layers.3": "int8_row"})
+        _, result = run_step(model, stream, 1)
+        assert stream.stats.slot_bytes == size  # the same slots
+        assert stream.stats.decoded_blocks == COUNT - 1
+        twin = decoded_twin(source, stream.formats)
+        twin(batch(1)).square().mean().backward()
         assert_equal(result, gradients(twin))
     assert device.allocated_bytes == 0
 
