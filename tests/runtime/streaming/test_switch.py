@@ -220,3 +220,19 @@ def test_more_and_fewer_slots_take_effect_at_the_next_step_and_change_no_gradien
         assert sent == few_bytes
         with pytest.raises(StreamError, match="slots=1: expected 'auto' or a number from 2 on"):
             stream.set_slots(1)
+
+
+def test_fewer_blocks_stay_decoded_where_a_step_needs_the_memory(monkeypatch):
+    model, device = make_stack(adapters=True), SimulatedDevice(2**22)
+    with streaming(model, device, formats="int8_row", slots="auto") as stream:
+        run_step(model, stream, 0)
+        before = stream.stats
+        assert before.decoded_blocks == COUNT
+        needed = device.spare_bytes() + 3 * stream._loader.layouts[0].scratch_nbytes
+        monkeypatch.setattr(device, "peak_bytes", lambda: device.used_bytes() + needed)
+        run_step(model, stream, 1)
+        stream.begin_step(2)
+        assert 0 < stream.stats.decoded_blocks < COUNT
+        assert stream.stats.resident_blocks == COUNT
+        assert device.spare_bytes() >= needed
+        stream.end_step()
