@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import harness
 import stream_70b
@@ -44,6 +44,7 @@ import streaming_bound
 import torch
 from llama_stack import COMPILE, FULL, TINY, LlamaStack, PlainOffload, Size, compile_blocks
 from stream_decode import pinned_bandwidth
+from stream_rows import Row, Slots, line_of, slots_of, slots_order, table_of
 from torch import Tensor
 
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
@@ -54,8 +55,6 @@ MANY_TOKENS = 16_000
 STARTED = time.perf_counter()
 NO_STALL = 0.002
 ARMS = ("resident", "bf16", "int8", "mix60", "one-ahead", "pageable")
-Row = dict[str, Any]
-Slots = int | Literal["auto"]  # auto: as many as fit, which is what stream_blocks does by itself
 
 
 @dataclass(frozen=True)
@@ -260,25 +259,6 @@ def bound_of(row: Row, bandwidth: float, computed_ms: float, blocks: int) -> Row
     }
 
 
-def slots_order(slots: Slots) -> float:
-    return float("inf") if slots == "auto" else slots
-
-
-def slots_of(text: str) -> Slots:
-    return "auto" if text == "auto" else int(text)
-
-
-def line_of(row: Row) -> str:
-    text = f"{row['tokens']:>6} tokens  {row['variant']:<10} {row['median_ms']:9.2f} ms"
-    text += f"  {row['times_resident']:6.2f} x resident"
-    if "times_bound" in row:
-        text += f"  {row['slots']!s:>4} slots"
-        text += f"  floor {row['bound_ms']:8.2f} ms ({'transfer' if row['is_transfer_bound'] else 'compute'})"
-        text += f"  gap {row['times_bound'] - 1:+6.1%}"
-        text += f"  {row['h2d_gb_per_s'] or 0:.1f} GB/s  stall {row['stall_share']:.1%}"
-    return text
-
-
 def run_offload(model: LlamaStack, size: Size, device: StreamDevice, run: Run) -> list[Row]:
     """The same steps with block inputs on the device and in pinned memory; inputs are checkpointed both times."""
     batches = {tokens: inputs(size, tokens, device.torch_device) for tokens in size.tokens}
@@ -296,35 +276,6 @@ def run_offload(model: LlamaStack, size: Size, device: StreamDevice, run: Run) -
         text += f" (saved {row['saved_bytes'] / 1e9:.3f})  out {row['bytes_d2h'] / 1e9:.3f} GB"
         print(f"{text}  stall {row['stall_share']:.1%}", flush=True)
     return rows
-
-
-def table_of(rows: list[Row]) -> str:
-    """The steps as a Markdown table: the floor, the gap to it, and how others stand to each variant."""
-    lines = [
-        "| tokens | blocks sent as | slots | step ms | floor ms | gap | simulated ms | H2D of the pinned peak | stall "
-        "| one-ahead takes | pageable takes | resident takes |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    times = {(row["tokens"], row["variant"]): row["median_ms"] for row in rows if "times_bound" not in row}
-    for row in rows:
-        if "times_bound" not in row:
-            continue
-        others = [
-            f"{times[row['tokens'], name] / row['median_ms']:.2f}x" if (row["tokens"], name) in times else ""
-            for name in ("one-ahead", "pageable", "resident")
-        ]
-        what = "transfer" if row["is_transfer_bound"] else "compute"
-        lines.append(
-            f"| {row['tokens']} | {row['variant']} | {row['slots']} | {row['median_ms']:.1f} | "
-            f"{row['bound_ms']:.1f} ({what}) | {row['times_bound'] - 1:+.1%} | {row['simulated_ms']:.1f} | "
-            f"{h2d_share(row):.0%} | {row['stall_share']:.1%} | {' | '.join(others)} |"
-        )
-    return "\n".join(lines)
-
-
-def h2d_share(row: Row) -> float:
-    """Bytes over the whole step, gaps and all, of what pinned copies reach."""
-    return float(row["bytes_h2d"] / row["median_ms"] / 1e6 / row["pinned_gb_per_s"])
 
 
 # ---- what was asked for ----------------------------------------------------------------------------------------------
