@@ -91,6 +91,7 @@ def _factors(rates: AdamWRates) -> Any:
             math.sqrt(corrections[1]),
             rates.eps,
             -(rates.lr / corrections[0]),
+            rates.factor,
         ],
         F32,
     )
@@ -134,9 +135,9 @@ root = lanewise(lambda writer, a: writer.call(f"llvm.sqrt.v{LANES}f32", a.type, 
 @compiled
 def _step(master, gradient, first, second, sent, sends, factors):
     decay, share, is_large, beta2 = factors[0], factors[1], factors[2] != 0, factors[3]
-    square_share, correction, eps, size = factors[4], factors[5], factors[6], factors[7]
+    square_share, correction, eps, size, factor = factors[4], factors[5], factors[6], factors[7], factors[8]
     for i in range(0, master.size, LANES):
-        weight, grad, mean = load(master, i, LANES) * decay, read(gradient, i), load(first, i, LANES)
+        weight, grad, mean = load(master, i, LANES) * decay, read(gradient, i) * factor, load(first, i, LANES)
         mean = fused(share, grad - mean, grad) if is_large else fused(share, grad - mean, mean)
         square = fused(grad * square_share, grad, load(second, i, LANES) * beta2)
         weight = weight + mean * size / (root(square) / correction + eps)

@@ -10,13 +10,14 @@ from torch import Tensor
 
 
 class AdamWRates(NamedTuple):
-    """The settings of one step, as torch.optim.AdamW has them; the first step is step 1."""
+    """The settings of one step, as torch.optim.AdamW has them, and a factor of gradients; the first step is step 1."""
 
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     step: int
+    factor: float = 1.0
 
 
 class AdamWTensors(NamedTuple):
@@ -35,8 +36,10 @@ def step_by_torch(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> 
     count = torch.tensor(float(rates.step))
     given = (master, gradient, first, second) if sent is None else (master, gradient, first, second, sent)
     for weights, part, mean, square, *copies in pieces(given, len(scratch)):
-        if part.dtype != torch.float32:
+        if part.dtype != torch.float32 or rates.factor != 1.0:
             part = scratch[: len(part)].copy_(part)
+        if rates.factor != 1.0:
+            part.mul_(rates.factor)
         torch._fused_adamw_(
             [weights],
             [part],

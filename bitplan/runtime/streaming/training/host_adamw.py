@@ -32,12 +32,19 @@ class BlockAdamW:
             self.moments[name] = torch.zeros_like(master), torch.zeros_like(master)
 
     def step(
-        self, gradients: Mapping[str, Tensor], lr: float, scratch: Tensor, sent: Mapping[str, Tensor] | None = None
+        self,
+        gradients: Mapping[str, Tensor],
+        lr: float,
+        scratch: Tensor,
+        sent: Mapping[str, Tensor] | None = None,
+        factor: float = 1.0,
     ) -> None:
-        """Step every master that has a gradient, and copy it to `sent`; `scratch` is float32, of any size."""
+        """Step every master that has a gradient (times `factor`), and copy it to `sent`; `scratch` is float32, of any
+        size.
+        """
         for name, gradient in gradients.items():
             self.make_moments(name)
             tensors = AdamWTensors(self.masters[name], gradient, *self.moments[name], (sent or {}).get(name))
-            rates = AdamWRates(lr, self._betas, self._eps, self._weight_decay, self.steps[name] + 1)
+            rates = AdamWRates(lr, self._betas, self._eps, self._weight_decay, self.steps[name] + 1, factor)
             step_adamw(tensors, rates, scratch)
             self.steps[name] += 1
