@@ -82,7 +82,8 @@ class GradientPlaces:
                 sizes = [math.prod(spec.shape) for parameters in self.specs.values() for spec in parameters.values()]
                 self._measured = torch.empty(max(sizes))
             gradient = self._measured[: gradient.numel()].view(gradient.shape).copy_(gradient)
-        return torch.linalg.vector_norm(gradient)
+        norm: Tensor = torch.linalg.vector_norm(gradient)
+        return norm
 
     def close(self) -> None:
         for buffer in [self.staging, *self._buffers]:

@@ -64,6 +64,11 @@ class _Update:
     stepped: int = 0
     encoded: int = 0
 
+    def wake_waiters(self) -> None:
+        """Nothing more will come."""
+        for latch in (self.checked, *self.fresh.values()):
+            latch.set()
+
 
 class HostTraining:
     """Masters, gradients and optimizer of the streamed weights that require gradients."""
@@ -266,8 +271,7 @@ class HostTraining:
                     "weights are of two steps; load a state (stream.load or load_state_dict)"
                 )
             gradients.sums.clear()
-            for latch in (update.checked, *update.fresh.values()):
-                latch.set()
+            update.wake_waiters()
 
     def _require_whole(self, update: _Update, check_step: Callable[[], None]) -> None:
         self._gradients.drain(self._timeout_s)
@@ -321,6 +325,8 @@ class HostTraining:
             self.failure = self.failure or TransferError("the optimizer thread has died, or took too long")
             if not self._updates.is_alive:
                 self._updates = Worker("optimizer")  # so that its death is reported once
+                if self._update is not None:
+                    self._update.wake_waiters()  # it died before the update began
 
     def _replace_gradient_thread(self) -> None:
         """Start a new thread and new places: the old thread is dead, or hangs in a copy to the old ones."""
