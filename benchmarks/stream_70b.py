@@ -79,7 +79,7 @@ def make_large(size: Size) -> LlamaStack:
 
 
 def measure_large(
-    size: Size, device: StreamDevice, slots: int, repeats: int, step_of: Callable[[Any, int, Any], Callable[[], None]]
+    size: Size, device: StreamDevice, slots: Any, repeats: int, step_of: Callable[[Any, int, Any], Callable[[], None]]
 ) -> list[Row]:
     """One row for each format; `step_of` makes a step of a model, a number of tokens and a stream."""
     model, rows = make_large(size), []

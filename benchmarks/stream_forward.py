@@ -24,7 +24,8 @@ from typing import Any
 import harness
 import torch
 from llama_stack import FULL, TINY, LlamaStack, Size
-from streaming import Row, Run, document_of, inputs
+from stream_rows import Row
+from streaming import Run, document_of, inputs
 
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
 from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice

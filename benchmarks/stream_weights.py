@@ -11,7 +11,7 @@ The update of a step is applied as a whole, so it starts when the last gradient 
 step's forward. So this design has a bound of its own: computing, and what the optimizer takes longer than a forward.
 
 `--profile` adds the stages of a step on the host: copying gradients out (with waiting for the backward), waiting for
-the last of them, AdamW, writing the bytes to send; and the step by how many numbers AdamW takes at a time.
+the last of them, AdamW, writing the bytes to send; and the step with torch's own AdamW in place of the loop.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from llama_stack import LlamaStack, Size
 from stream_decode import pinned_bandwidth
 from torch import Tensor
 
+from bitplan.kernels import Picked, adamw
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import StreamDevice
@@ -38,7 +40,7 @@ Row = dict[str, Any]
 def measure_weights(
     size: Size,
     device: StreamDevice,
-    slots: int,
+    slots: Any,
     repeats: int,
     x_of: Callable[[int], Tensor],
     *,
@@ -87,14 +89,15 @@ def measure_weights(
                     "bound_of_design_ms": design,
                     "times_bound_of_design": median / design,
                     "threads": torch.get_num_threads(),
+                    "adamw": asdict(adamw.loop_choice()),
                 }
             )
             print(line_of(rows[-1]), flush=True)
             if profile:
                 rows[-1]["stages_ms"] = stages(stream, step, repeats, device)
-                rows[-1]["by_numbers_at_a_time_ms"] = by_numbers_at_a_time(stream, step, repeats, device)
+                rows[-1]["with_torchs_adamw_ms"] = with_torchs_adamw_ms(stream, step, repeats, device)
                 print("        stages", _figures(rows[-1]["stages_ms"]), flush=True)
-                print("        numbers at a time", _figures(rows[-1]["by_numbers_at_a_time_ms"]), flush=True)
+                print(f"        with torch's AdamW {rows[-1]['with_torchs_adamw_ms']:.1f}", flush=True)
     return {"rows": rows, "weights": weights}
 
 
@@ -132,17 +135,15 @@ def _clocked(training: Any, method: str, spent: dict[str, float], name: str) -> 
     setattr(training, method, run)
 
 
-def by_numbers_at_a_time(
-    stream: BlockStream, step: Callable[[], None], repeats: int, device: StreamDevice
-) -> dict[str, float]:
-    training: Any = stream.training
-    kept, times = training._scratch, {}
-    for power in (20, 21, 22, 24):
-        training._scratch = torch.zeros(2**power)
-        times[f"2^{power}"] = _median_ms(step, repeats, device)
+def with_torchs_adamw_ms(stream: BlockStream, step: Callable[[], None], repeats: int, device: StreamDevice) -> float:
+    chosen = adamw.loop_choice
+    adamw.loop_choice = lambda: Picked("torch", "for comparison")  # type: ignore[assignment]
+    try:
+        median = _median_ms(step, repeats, device)
         stream.synchronize()
-    training._scratch = kept
-    return times
+        return median
+    finally:
+        adamw.loop_choice = chosen
 
 
 def _figures(values: dict[str, float]) -> str:

@@ -1,6 +1,6 @@
 """Streaming blocks to a GPU: how close a step comes to the larger of computing and copying.
 
-    python benchmarks/streaming.py [--part steps|decode|offload|weights|70b] [--tiny --device cpu] [--slots 3 12]
+    python benchmarks/streaming.py [--part steps|decode|offload|weights|70b] [--tiny --device cpu] [--slots 3 12 auto]
     python benchmarks/streaming.py --arms resident,int8 --tokens 1024,4096 --trace int8   some rows, and what takes time
     python benchmarks/streaming.py --compile    blocks of every variant through torch.compile
 
@@ -44,6 +44,7 @@ import streaming_bound
 import torch
 from llama_stack import COMPILE, FULL, TINY, LlamaStack, PlainOffload, Size, compile_blocks
 from stream_decode import pinned_bandwidth
+from stream_rows import Row, Slots, line_of, slots_of, slots_order, table_of
 from torch import Tensor
 
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
@@ -54,14 +55,13 @@ MANY_TOKENS = 16_000
 STARTED = time.perf_counter()
 NO_STALL = 0.002
 ARMS = ("resident", "bf16", "int8", "mix60", "one-ahead", "pageable")
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Run:
     """What is measured: variants, each streamed one with these numbers of slots."""
 
-    slots: tuple[int, ...] = (3,)
+    slots: tuple[Slots, ...] = (3,)
     repeats: int = 7
     arms: tuple[str, ...] = ARMS
     trace: tuple[str, ...] = ()
@@ -149,7 +149,7 @@ def run_streamed(
         for slots in run.slots:
             stream.set_slots(slots)
             for tokens, x in batches.items():
-                if any(row["tokens"] == tokens and row["stall_share"] < NO_STALL for row in rows):
+                if slots != "auto" and any(row["tokens"] == tokens and row["stall_share"] < NO_STALL for row in rows):
                     continue  # more slots help where a step waits for copies
                 row = _timed(name, tokens, Stepper(model, x, stream), run, device.torch_device)
                 rows.append(row | {"slots": slots} | _figures_of(stream))
@@ -172,6 +172,8 @@ def _figures_of(stream: BlockStream) -> Row:
         "overlap": last.overlap,
         "vram_peak_bytes": last.vram_peak_bytes,
         "ring_bytes": stats.vram_bytes,
+        "ring_slots": stats.ring_slots,
+        "resident_blocks": stats.resident_blocks,
         "pinned_bytes": stats.pinned_bytes,
     }
 
@@ -228,7 +230,7 @@ def run_all(model: LlamaStack, size: Size, device: StreamDevice, run: Run) -> li
         rows += run_plain("one-ahead", model, batches, run, ahead=True)
     if "pageable" in run.arms:
         rows += run_plain("pageable", model, few, replace(run, repeats=1), ahead=False)
-    rows.sort(key=lambda row: (row["tokens"], row.get("slots", 0)))
+    rows.sort(key=lambda row: (row["tokens"], slots_order(row.get("slots", 0))))
     for row in rows:
         row["times_resident"] = row["median_ms"] / compute_ms[row["tokens"]]
         print(line_of(row), flush=True)
@@ -243,7 +245,8 @@ def bound_of(row: Row, bandwidth: float, computed_ms: float, blocks: int) -> Row
     if row["loads"]:
         packed = streaming_bound.packed_blocks(row["variant"], blocks)
         copy_ms = transfer_ms / row["loads"]
-        simulated = streaming_bound.simulate(blocks, row["slots"], computed_ms, copy_ms, packed=packed)
+        ring = row["ring_slots"], computed_ms, copy_ms, row["resident_blocks"]
+        simulated = streaming_bound.simulate(blocks, *ring, packed=packed)
         simulated_ms = simulated["step_ms"]
     return {
         "pinned_gb_per_s": bandwidth / 1e9,
@@ -254,17 +257,6 @@ def bound_of(row: Row, bandwidth: float, computed_ms: float, blocks: int) -> Row
         "simulated_ms": simulated_ms,
         "times_simulated": row["median_ms"] / simulated_ms,
     }
-
-
-def line_of(row: Row) -> str:
-    text = f"{row['tokens']:>6} tokens  {row['variant']:<10} {row['median_ms']:9.2f} ms"
-    text += f"  {row['times_resident']:6.2f} x resident"
-    if "times_bound" in row:
-        text += f"  {row['slots']:>2} slots"
-        text += f"  floor {row['bound_ms']:8.2f} ms ({'transfer' if row['is_transfer_bound'] else 'compute'})"
-        text += f"  gap {row['times_bound'] - 1:+6.1%}"
-        text += f"  {row['h2d_gb_per_s'] or 0:.1f} GB/s  stall {row['stall_share']:.1%}"
-    return text
 
 
 def run_offload(model: LlamaStack, size: Size, device: StreamDevice, run: Run) -> list[Row]:
@@ -286,35 +278,6 @@ def run_offload(model: LlamaStack, size: Size, device: StreamDevice, run: Run) -
     return rows
 
 
-def table_of(rows: list[Row]) -> str:
-    """The steps as a Markdown table: the floor, the gap to it, and how others stand to each variant."""
-    lines = [
-        "| tokens | blocks sent as | slots | step ms | floor ms | gap | simulated ms | H2D of the pinned peak | stall "
-        "| one-ahead takes | pageable takes | resident takes |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    times = {(row["tokens"], row["variant"]): row["median_ms"] for row in rows if "times_bound" not in row}
-    for row in rows:
-        if "times_bound" not in row:
-            continue
-        others = [
-            f"{times[row['tokens'], name] / row['median_ms']:.2f}x" if (row["tokens"], name) in times else ""
-            for name in ("one-ahead", "pageable", "resident")
-        ]
-        what = "transfer" if row["is_transfer_bound"] else "compute"
-        lines.append(
-            f"| {row['tokens']} | {row['variant']} | {row['slots']} | {row['median_ms']:.1f} | "
-            f"{row['bound_ms']:.1f} ({what}) | {row['times_bound'] - 1:+.1%} | {row['simulated_ms']:.1f} | "
-            f"{h2d_share(row):.0%} | {row['stall_share']:.1%} | {' | '.join(others)} |"
-        )
-    return "\n".join(lines)
-
-
-def h2d_share(row: Row) -> float:
-    """Bytes over the whole step, gaps and all, of what pinned copies reach."""
-    return float(row["bytes_h2d"] / row["median_ms"] / 1e6 / row["pinned_gb_per_s"])
-
-
 # ---- what was asked for ----------------------------------------------------------------------------------------------
 
 
@@ -330,7 +293,7 @@ def criteria(rows: list[Row]) -> list[Row]:
 
     for (tokens, slots, variant), row in streamed.items():
         demand(f"step over bound, {variant}, {tokens} tokens, {slots} slots", row["times_bound"], 1.03, at_least=False)
-    for tokens, slots in sorted({key[:2] for key in streamed}):
+    for tokens, slots in sorted({key[:2] for key in streamed}, key=lambda key: (key[0], slots_order(key[1]))):
         bf16, int8, mix = (streamed.get((tokens, slots, name)) for name in ("bf16", "int8", "mix60"))
         case = f"{tokens} tokens, {slots} slots"
         if bf16 is None:
@@ -413,7 +376,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of toy size, to see that everything runs")
     parser.add_argument("--blocks", type=int, default=FULL.blocks, help="how many blocks (not with --tiny)")
-    parser.add_argument("--slots", type=int, nargs="+", default=[3])
+    parser.add_argument("--slots", type=slots_of, nargs="+", default=[3], help="numbers, or auto: as many as fit")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--arms", default=",".join(ARMS), help="some variants alone; resident is always measured")
     parser.add_argument("--tokens", help="some token counts alone: 1024,4096")

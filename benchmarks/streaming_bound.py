@@ -139,9 +139,9 @@ def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
     blocks, rows = result["model"]["blocks"], []
     resident = {row["tokens"]: row["median_ms"] for row in result["rows"] if row["variant"] == "resident"}
     for row in result["rows"]:
-        if "bound_ms" not in row or row["tokens"] not in resident:
-            continue
         slots = row.get("slots", result["slots"])
+        if "bound_ms" not in row or row["tokens"] not in resident or slots == "auto":
+            continue
         packed = packed_blocks(row["variant"], blocks)
         simulated = simulate(blocks, slots, resident[row["tokens"]], row["transfer_ms"] / row["loads"], packed=packed)
         rows.append(

@@ -7,8 +7,8 @@ saves places instead of weights (`runtime.streaming.blocks.saved_tensors`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -99,8 +99,12 @@ class BlockCalls:
         weights = self._loader.weights(index, wraps=not block.module.training or self._train == "nothing")
         if grad and self._training is not None:
             weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
-        with save_weights_by_place(self._loader) if grad else nullcontext(), _swapped(block, weights):
-            output = forward(*args, **kwargs)
+        try:
+            _put_into_modules(block, weights)
+            with save_weights_by_place(self._loader) if grad else nullcontext():
+                output = forward(*args, **kwargs)
+        finally:
+            _put_into_modules(block, None)
         if self._finite is not None and not _in_backward():
             self._finite.look_at(index, output)
         return output
@@ -123,19 +127,12 @@ class BlockCalls:
         return leaf
 
 
-@contextmanager
-def _swapped(block: StreamedBlock, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the block's parameters are these tensors, set in the modules' dicts: they need not be Parameters."""
-    parameters = block.parameters
-    try:
-        for name, one in parameters.items():
-            for module, local in one.places:
-                module._parameters[local] = weights[name]  # type: ignore[assignment]
-        yield
-    finally:
-        for one in parameters.values():
-            for module, local in one.places:
-                module._parameters[local] = one.parameter
+def _put_into_modules(block: StreamedBlock, weights: Mapping[str, Tensor] | None) -> None:
+    """Make these tensors the block's parameters (None: its own again); in the modules' dicts any tensor may lie."""
+    for name, one in block.parameters.items():
+        held: Any = one.parameter if weights is None else weights[name]
+        for module, local in one.places:
+            module._parameters[local] = held
 
 
 def _in_backward() -> bool:

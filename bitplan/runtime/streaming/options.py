@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from bitplan.runtime.streaming.blocks.formats import Formats
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.host_memory import HostKind
-from bitplan.runtime.streaming.weight_loader import Slots
+from bitplan.runtime.streaming.transfer.schedule import Slots, check_slots
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class StreamOptions:
     def check(self) -> None:
         """Refuse options that contradict each other."""
         train = self.train
+        for name in ("check_finite", "offload_activations"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise StreamError(f"{name}={value!r}: expected True or False")
+        check_slots(self.slots, self.vram_bytes)
+        if not isinstance(self.slot_bytes, int | None) or (self.slot_bytes is not None and self.slot_bytes < 1):
+            raise StreamError(f"slot_bytes={self.slot_bytes!r}: expected a whole number of bytes, as int(4e8)")
+        if not isinstance(self.timeout_s, Real) or not self.timeout_s > 0:
+            raise StreamError(f"timeout_s={self.timeout_s!r}: expected seconds above 0")
         if not isinstance(self.compile, bool | Mapping):
             raise StreamError(
                 f"compile={self.compile!r}: expected True, False or a mapping of torch.compile's arguments"
@@ -71,5 +80,5 @@ class StreamOptions:
 
 
 def check_norm(what: str, max_norm: float) -> None:
-    if not (math.isfinite(max_norm) and max_norm > 0):
+    if not (isinstance(max_norm, Real) and math.isfinite(max_norm) and max_norm > 0):
         raise StreamError(f"{what}: expected a norm above 0, got {max_norm!r}")

@@ -21,11 +21,13 @@ from bitplan.runtime.streaming.block_bytes import BlockBytes
 from bitplan.runtime.streaming.blocks.find import StreamedBlock
 from bitplan.runtime.streaming.blocks.formats import BlockFormats, BlockSpecs, Formats, resolve_formats
 from bitplan.runtime.streaming.blocks.layout import BlockLayout, lay_out
+from bitplan.runtime.streaming.blocks.tree import BlockTree
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.options import StreamOptions
 from bitplan.runtime.streaming.training.host_training import HostTraining
 from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
-from bitplan.runtime.streaming.weight_loader import Slots, WeightLoader, check_slots
+from bitplan.runtime.streaming.transfer.schedule import Slots, check_slots
+from bitplan.runtime.streaming.weight_loader import WeightLoader
 
 
 class BlockUpkeep:
@@ -48,6 +50,7 @@ class BlockUpkeep:
         self.formats = formats
         self.pending: BlockFormats | None = None  # formats for the next step
         self.bytes = BlockBytes(host, blocks, training, options.train, loader.device.torch_device)
+        self._trees = {block.name: BlockTree(block, loader.device.torch_device) for block in blocks}
         if training is not None:
             training.places_to_send = self._places_to_send
 
@@ -70,7 +73,7 @@ class BlockUpkeep:
 
     def set_slots(self, slots: Slots, vram_bytes: int | None) -> None:
         """Divide the device's memory anew before the next step."""
-        check_slots(slots)
+        check_slots(slots, vram_bytes)
         self._slots, self._vram_bytes, self._is_resized = slots, vram_bytes, True
 
     def saw_step(self, peak_bytes: int) -> None:
@@ -89,6 +92,8 @@ class BlockUpkeep:
     def bring_up_to_date(self) -> None:
         """Before a step, put chosen formats and changed parameters into effect."""
         chosen, before = self.chosen, self.formats
+        for tree in self._trees.values():
+            tree.check()
         stale = self._stale(self._blocks, chosen)
         if self._is_resized:
             self._wait_for_readers()
@@ -108,6 +113,7 @@ class BlockUpkeep:
     def bring_block_up_to_date(self, block: StreamedBlock) -> None:
         """The same for one block that computes outside a step; formats chosen for the next step wait."""
         self._loader.mend()
+        self._trees[block.name].check()
         stale = self._stale([block], self.formats)
         if stale or not self._loader.is_allocated:
             self._prepare(stale)

@@ -46,7 +46,8 @@ from bitplan.runtime.streaming.transfer.copies import WAIT_TIMEOUT_S, Transfer
 from bitplan.runtime.streaming.transfer.devices import StreamDevice, open_device
 from bitplan.runtime.streaming.transfer.finite_check import FiniteCheck, SentFlags
 from bitplan.runtime.streaming.transfer.host_memory import HostKind, open_host
-from bitplan.runtime.streaming.weight_loader import Slots, WeightLoader
+from bitplan.runtime.streaming.transfer.schedule import Slots
+from bitplan.runtime.streaming.weight_loader import WeightLoader
 
 
 def stream_blocks(
@@ -294,12 +295,9 @@ class BlockStream:
             steps=self._telemetry.steps,
             bytes_h2d=self.device.bytes_in,
             bytes_d2h=self.device.bytes_out,
-            vram_bytes=0 if ring is None else ring.nbytes,
             pinned_bytes=self.device.pinned_bytes,
-            ring_slots=0 if ring is None else len(ring.slots),
-            slot_bytes=0 if ring is None else ring.slot_bytes,
-            resident_blocks=0 if ring is None else len(ring.resident),
             last=self._telemetry.last,
+            **({} if ring is None else ring.sizes),
         )
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------

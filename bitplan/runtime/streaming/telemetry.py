@@ -56,17 +56,21 @@ class StreamStepStats:
 
 @dataclass(frozen=True)
 class StreamStats:
-    """What a handle has done so far; `last` is the last step whose clocks have been read."""
+    """What a handle has done so far; `last` is the last step whose clocks have been read.
+
+    decoded_blocks: of the resident ones, those that stay decoded, too.
+    """
 
     steps: int
     bytes_h2d: int
     bytes_d2h: int
-    vram_bytes: int
     pinned_bytes: int
-    ring_slots: int
-    slot_bytes: int
-    resident_blocks: int
     last: StreamStepStats | None
+    vram_bytes: int = 0
+    ring_slots: int = 0
+    slot_bytes: int = 0
+    resident_blocks: int = 0
+    decoded_blocks: int = 0
 
 
 @dataclass(eq=False)

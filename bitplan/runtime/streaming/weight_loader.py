@@ -27,17 +27,19 @@ from bitplan.runtime.streaming.transfer.activation_offload import ActivationOffl
 from bitplan.runtime.streaming.transfer.copies import Transfer, Worker, wait_for
 from bitplan.runtime.streaming.transfer.devices import StreamDevice
 from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
-from bitplan.runtime.streaming.transfer.schedule import Load, Walk, allowed_loads, load_now, loads_ahead, share_slots
+from bitplan.runtime.streaming.transfer.schedule import (
+    FEWEST_SLOTS,
+    Load,
+    Slots,
+    Walk,
+    allowed_loads,
+    load_now,
+    loads_ahead,
+    share_decoded,
+    share_slots,
+)
 from bitplan.runtime.streaming.transfer.slot_decode import SlotDecoder
 from bitplan.runtime.streaming.transfer.slot_ring import RingSlot, SlotRing, Uploader
-
-Slots = int | str
-FEWEST_SLOTS = 2  # one computes while the other is filled
-
-
-def check_slots(slots: Slots) -> None:
-    if slots != "auto" and (not isinstance(slots, int) or slots < FEWEST_SLOTS):
-        raise StreamError(f"slots={slots!r}: expected 'auto' or a number from {FEWEST_SLOTS} on")
 
 
 class WeightLoader:
@@ -105,7 +107,9 @@ class WeightLoader:
         self.free()
         count, resident = self._share(layouts, slots, size, scratch, budget)
         own = {block: layouts[block].nbytes for block in resident}
-        self._ring = SlotRing(self.device, count, size, own, scratch)
+        spare = 0 if count else self._spare(budget)[0] - scratch - sum(own.values())
+        decoded = share_decoded({block: layouts[block].scratch_nbytes for block in sorted(own)}, spare)
+        self._ring = SlotRing(self.device, count, size, own, scratch, decoded)
         self._walk = self._first_walk(resident)
         self._uploader.resize(max(size, largest))
         self.is_allocated = True
@@ -141,6 +145,8 @@ class WeightLoader:
         """Give resident blocks whose size changed new memory; it fits, since each was counted as the largest block."""
         with on_failure(self.free):  # a buffer is missing: the next call allocates all
             for block, nbytes in list(self.ring.resident_bytes.items()):
+                if self.layouts[block].scratch_nbytes > self.ring.scratch_of(block).nbytes:
+                    self.ring.drop_scratch(block)
                 if self.layouts[block].nbytes != nbytes:
                     self.ring.resize_resident(block, self.layouts[block].nbytes)
 
@@ -154,18 +160,23 @@ class WeightLoader:
                     "or choose smaller formats"
                 )
         if slots == "auto":
-            spare = self.device.spare_bytes() if budget is None else budget - self.device.allocated_bytes
-            left = 0 if budget is not None else self._left_for_steps()
+            free, spare = self._spare(budget)
             least, fitting = min(FEWEST_SLOTS, len(layouts)), max(0, spare - scratch) // max(1, size)
-            fitting = min(fitting, max(least, (spare - scratch - left) // max(1, size)))
+            fitting = min(fitting, max(least, (free - scratch) // max(1, size)))
             if fitting < least:
                 raise StreamError(
                     f"the largest block takes {size} bytes, its decoded weights {scratch}, and {spare} bytes are spare "
                     f"on {self.device.torch_device}: it fits no slot; choose smaller formats or smaller blocks"
                 )
             return share_slots(len(layouts), fitting)
-        check_slots(slots)
         return min(int(slots), len(layouts)), frozenset()
+
+    def _spare(self, budget: int | None) -> tuple[int, int]:
+        """Memory that slots may take, without what steps are left, and with it."""
+        if budget is not None:
+            return budget - self.device.allocated_bytes, budget - self.device.allocated_bytes
+        spare = self.device.spare_bytes()
+        return spare - self._left_for_steps(), spare
 
     def _left_for_steps(self) -> int:
         return self.device.guessed_step_bytes() if self.step_bytes is None else self.step_bytes
@@ -179,10 +190,12 @@ class WeightLoader:
         if self._ring is None or (self.step_bytes is not None and needed <= self.step_bytes):
             return False
         self.step_bytes = needed
-        spare = self.device.spare_bytes() + self._ring.nbytes - self._ring.scratch_bytes - needed
+        free = self.device.spare_bytes()
+        spare = free + self._ring.nbytes - self._ring.scratch_bytes - needed
         count, present = len(self.names), len(self._ring.slots) + len(self._ring.resident)
         fitting = min(count, max(FEWEST_SLOTS, spare // max(1, self._ring.slot_bytes)))
-        return fitting < present or fitting > present + 1 or present < fitting == count
+        is_tight = free < needed and self._ring.sizes["decoded_blocks"] > 0
+        return is_tight or fitting < present or fitting > present + 1 or present < fitting == count
 
     def ran_out(self) -> None:
         """A step ran out of memory: leave it a quarter of what slots have, beside what it had."""
@@ -296,7 +309,7 @@ class WeightLoader:
     def weights(self, block: int, *, wraps: bool) -> dict[str, Tensor]:
         """The parameters of a block, for all work that is queued from now until another block is asked for."""
         self._acquire(block, wraps=wraps)
-        return self._decoder.weights(block, self._buffer, self.ring.scratch)
+        return self._decoder.weights(block, self._buffer, self.ring.scratch_of(block))
 
     @property
     def serial(self) -> int:
@@ -308,7 +321,7 @@ class WeightLoader:
 
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         owner = self.ring.owner(storage)
-        if owner is not None and owner[1]:
+        if owner is not None and owner[0] < 0:
             return None if self._decoded is None else (self._decoded, True)
         return owner
 
@@ -319,7 +332,7 @@ class WeightLoader:
                 "call backward between begin_step and end_step"
             )
         self._acquire(block, wraps=False)
-        return self._decoder.view(self.ring.scratch if in_scratch else self._buffer, place)
+        return self._decoder.view(self.ring.scratch_of(block) if in_scratch else self._buffer, place)
 
     def place(self, block: int) -> str:
         """A block and the step, for messages."""
@@ -328,7 +341,7 @@ class WeightLoader:
     @property
     def _buffer(self) -> Tensor:
         """Where the weights of the current block lie that are not in the scratch, if there are any."""
-        return self.ring.scratch if self._slot is None else self._slot.buffer
+        return self.ring.scratch_of(self._current) if self._slot is None else self._slot.buffer
 
     def _acquire(self, block: int, *, wraps: bool) -> None:
         if self._current == block:
@@ -350,10 +363,7 @@ class WeightLoader:
             if not leaves_slot:
                 self._prefetch()
             self._await(slot, block)
-            if self.layouts[block].scratch_nbytes:
-                self._decoded = None  # until the scratch is whole again
-                self._decoder.decode(block, slot.buffer, self.ring.scratch)
-                self._decoded = block
+            self._decode(block, slot)
             if leaves_slot:
                 slot.free_after = self.device.mark()
             else:
@@ -363,6 +373,15 @@ class WeightLoader:
         self._current = block
         if leaves_slot:
             self._prefetch()
+
+    def _decode(self, block: int, slot: RingSlot) -> None:
+        if slot.scratch is not None and not slot.is_decoded:
+            self._decoder.decode_once(block, slot.buffer, slot.scratch)
+            slot.is_decoded = True
+        elif slot.scratch is None and self.layouts[block].scratch_nbytes:
+            self._decoded = None  # until the scratch is whole again
+            self._decoder.decode(block, slot.buffer, self.ring.scratch)
+            self._decoded = block
 
     def _await(self, slot: RingSlot, block: int) -> None:
         transfer = slot.transfer

@@ -7,10 +7,11 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from bitplan.runtime.streaming.errors import StreamError
+from bitplan.runtime.streaming.stream_blocks import stream_blocks
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.crosses import few
 from tests.runtime.streaming.stream_samples import (
@@ -195,3 +196,30 @@ def test_weights_read_as_slices_and_transposes():
         model(x).sum().backward()
         stream.end_step()
         assert_equal(gradients(model), gradients(resident))
+
+
+class SparseMix(nn.Module):
+    """Autograd saves its sparse matrix, which has no address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixing = torch.eye(x.shape[0]).roll(1, 0).to_sparse()
+        return torch.sparse.mm(mixing, self.base(x) * self.scale)
+
+
+def test_blocks_that_save_sparse_tensors():
+    model = nn.Sequential(*[SparseMix() for _ in range(3)])
+    resident = copy.deepcopy(model)
+    x = torch.randn(5, 8)
+    resident(x).square().sum().backward()
+    with stream_blocks(model, "*", device="cpu", slots=2) as stream:
+        stream.begin_step(0)
+        model(x).square().sum().backward()
+        stream.end_step()
+    assert_equal(
+        *({name: one.grad for name, one in each.named_parameters() if one.requires_grad} for each in (model, resident))
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bitplan.runtime.streaming.errors import StreamError
+from bitplan.runtime.streaming.stream_blocks import BlockStream
 from tests.runtime.streaming.stream_samples import assert_equal, batch, decoded_twin, make_stack, streaming
 from tests.runtime.streaming.test_weights import SETTINGS, adamw, masters_of, run_streamed
 
@@ -245,6 +246,44 @@ def test_what_cannot_be_streamed_as_it_was_is_refused_by_name(change, says):
         model.layers[1].up.base.weight = nn.Parameter(stored.detach().float(), requires_grad=False)
         model.layers[1].up.base.bias.data = model.layers[1].up.base.bias.data.float()
         run_step(model, stream, 1)
+
+
+def test_a_module_that_takes_the_place_of_a_streamed_one_is_refused_by_name():
+    model = make_stack(adapters=True, count=3)
+    with streaming(model) as stream:
+        run_step(model, stream, 0)
+        own = model.layers[1].up
+        model.layers[1].up = copy.deepcopy(own)
+        for _ in range(2):
+            with pytest.raises(StreamError, match=r"layers\.1\.up\.base\.\w+: its module was replaced"):
+                stream.begin_step(1)
+        with torch.no_grad(), pytest.raises(StreamError, match=r"layers\.1\.up\.base\.\w+: its module was replaced"):
+            model(batch(0))
+        model.layers[1].up = own
+        run_step(model, stream, 1)
+
+
+def test_modules_that_change_no_streamed_weight_may_come_and_go():
+    model = make_stack(adapters=True, count=3)
+    resident = copy.deepcopy(model)
+    with streaming(model) as stream:
+        run_step(model, stream, 0)
+        for each in (model, resident):
+            inner = each.layers[1].up
+            each.layers[1].up = nn.Sequential(inner, nn.Identity())  # around a module, which is still there
+        assert torch.equal(_output(model, stream), resident(batch(0)).detach())
+        model.layers[1].note = nn.Linear(2, 2)
+        run_step(model, stream, 2)
+        model.layers[1].note.scale = nn.Parameter(torch.zeros(1, device="meta"))
+        with pytest.raises(StreamError, match=r"layers\.1\.note\.scale came into a streamed block and is on meta"):
+            stream.begin_step(3)
+
+
+def _output(model: nn.Module, stream: BlockStream) -> torch.Tensor:
+    stream.begin_step(1)
+    out = model(batch(0)).detach()
+    stream.end_step()
+    return out
 
 
 def test_weights_that_are_frozen_meanwhile_stay_as_they_are():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from bitplan.kernels import adamw as adamw_kernels
 from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
 from tests.crosses import few
@@ -44,6 +45,58 @@ def test_the_option_equals_torch_to_the_bit(checkpointing, max_norm):
         assert stream.training.gradient_norm == norms[-1]
         assert_equal(masters_of(stream), {name: one for name, one in expected.items() if name.startswith("layers.")})
     assert_equal(dict(model.named_parameters()), expected)
+
+
+@pytest.mark.parametrize("numbers", [1, 2**40], ids=["one pass", "torch"])
+def test_bfloat16_gradients_are_clipped_as_float32_ones_and_stay_as_they_came(monkeypatch, numbers):
+    monkeypatch.setattr(adamw_kernels, "SMALLEST_FOR_CPU", numbers)
+    model = make_stack(adapters=False, dtype=torch.bfloat16, count=3)
+    resident, names = copy.deepcopy(model), [name for name, _ in model.named_parameters() if name.startswith("layers.")]
+    own = dict(resident.named_parameters())
+    masters = {name: own[name].detach().float().clone() for name in names}
+    optimizer, outside = adamw(list(masters.values())), [one for name, one in own.items() if name not in names]
+    outer, norms = adamw(outside), []
+    for step in range(3):
+        resident(batch(10 * step, torch.bfloat16)).square().mean().backward()
+        for name, master in masters.items():
+            master.grad, own[name].grad = own[name].grad.float(), None
+        norms.append(float(clip_grad_norm_(masters.values(), TIGHT)))
+        for each in (optimizer, outer):
+            each.step()
+            each.zero_grad()
+        with torch.no_grad():
+            for name, master in masters.items():
+                own[name].copy_(master)
+    assert min(norms) > TIGHT
+    with streaming(model, train="weights", optimizer=SETTINGS, clip_grad_norm=TIGHT) as stream:
+        run_streamed(model, stream, 3, 1, torch.bfloat16)
+        assert stream.training.gradient_norm == norms[-1]
+        assert_equal(masters_of(stream), masters)
+        assert not stream.training._places._wide
+
+
+@pytest.mark.parametrize("then", ["clip", "backward"])
+def test_what_comes_after_clipping_finds_clipped_gradients(then):
+    model = make_stack(adapters=False, count=3)
+    resident = copy.deepcopy(model)
+    optimizer = adamw(resident.layers.parameters())
+    resident(batch(0)).square().mean().backward()
+    first = float(clip_grad_norm_(resident.layers.parameters(), TIGHT))
+    if then == "backward":
+        resident(batch(1)).square().mean().backward()
+    second = float(clip_grad_norm_(resident.layers.parameters(), TIGHT / 3))
+    optimizer.step()
+    with streaming(model, train="weights", optimizer=SETTINGS) as stream:
+        stream.begin_step(0)
+        model(batch(0)).square().mean().backward()
+        assert stream.clip_gradients(TIGHT) == first
+        if then == "backward":
+            model(batch(1)).square().mean().backward()
+        assert stream.clip_gradients(TIGHT / 3) == second
+        stream.end_step()
+        stream.synchronize()
+        expected = {f"layers.{name}": one.detach() for name, one in resident.layers.named_parameters()}
+        assert_equal(masters_of(stream), expected)
 
 
 def test_one_norm_for_blocks_and_what_is_outside_of_them():

@@ -7,6 +7,7 @@ import copy
 import os
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -300,3 +301,27 @@ def test_a_wait_lasts_until_its_deadline():
     assert late.polls == 3
     with pytest.raises(StreamError, match="a block: nothing came within 0 s"):
         wait_for(Latch(), None, 0.0, "a block")
+
+
+def test_an_optimizer_thread_that_dies_before_its_update_is_said_at_once():
+    model = make_stack(adapters=False, count=2)
+    with streaming(model, train="weights") as stream:
+        stream.begin_step(0)
+        model(batch(0)).square().mean().backward()
+
+        def die(*_: object) -> None:
+            raise SystemExit
+
+        stream.training._apply = die
+        with suppress(StreamError):  # it may have died by then
+            stream.end_step()
+        stream.training.finish()
+        del stream.training._apply
+        started = time.monotonic()
+        with suppress(StreamError):
+            stream.begin_step(1)
+        assert time.monotonic() - started < 2
+        stream.begin_step(1)
+        model(batch(1)).square().mean().backward()
+        stream.end_step()
+        stream.synchronize()

@@ -104,6 +104,21 @@ def test_other_arguments():
     refuse(model, "goes with host='file'", host_folder=".")
     for slots in (1, 0, "many"):
         refuse(model, "expected 'auto' or a number from 2 on", slots=slots)
+    refuse(model, r"blocks=\['layers.0'\]: expected one text", blocks=["layers.0"])
+    refuse(model, "check_finite='no': expected True or False", check_finite="no")
+    refuse(model, "offload_activations=1: expected True or False", offload_activations=1)
+    for given in (8e9, "8GB", 0):
+        refuse(model, "vram_bytes=.*: expected a whole number of bytes", vram_bytes=given)
+        refuse(model, "slot_bytes=.*: expected a whole number of bytes", slot_bytes=given)
+    refuse(model, "vram_bytes= is what slots='auto' may take, and slots=3", vram_bytes=2**30, slots=3)
+    refuse(model, "timeout_s=-1: expected seconds above 0", timeout_s=-1)
+    refuse(make_stack(adapters=False), "expected a norm above 0, got '1'", train="weights", clip_grad_norm="1")
+    for device in ("gpu", None):
+        refuse(model, "expected 'cuda', 'cuda:1', or 'cpu' to try it out", device=device)
+    with pytest.raises(StreamError, match=r"expected a model \(torch.nn.Module\), got str"):
+        stream_blocks("a name", device="cpu")
+    with streaming(model) as stream, pytest.raises(StreamError, match="give one of the two"):
+        stream.set_slots(3, vram_bytes=2**30)
     with pytest.raises(StreamError, match="streamed to CUDA devices"):
         open_device("meta")
     device = SimulatedDevice()

@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 
+from bitplan.runtime.streaming.blocks.layout import BlockLayout
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.crosses import few
 from tests.runtime.streaming.stream_samples import (
+    CHECKPOINTING,
     COUNT,
     assert_equal,
     batch,
@@ -86,6 +88,79 @@ def test_resident_blocks_that_keep_their_format_stay(start, then):
     assert device.allocated_bytes == 0
 
 
+@pytest.fixture
+def decodings(monkeypatch):
+    """The layouts that were decoded."""
+    made, decode_into = [], BlockLayout.decode_into
+    monkeypatch.setattr(BlockLayout, "decode_into", lambda *given: (made.append(given[0]), decode_into(*given)))
+    return made
+
+
+@pytest.mark.parametrize("formats", ["int8_row", {"layers.*.up.base.weight": "mxfp4"}], ids=["whole", "part"])
+@pytest.mark.parametrize("checkpointing", few(CHECKPOINTING, 2))
+def test_resident_blocks_are_decoded_once_where_memory_is_plentiful(decodings, formats, checkpointing):
+    model = make_stack(adapters=True)
+    model.checkpointing = checkpointing
+    source = copy.deepcopy(model)
+    with streaming(model, formats=formats, slots="auto") as stream:
+        assert (stream.stats.resident_blocks, stream.stats.decoded_blocks) == (COUNT, COUNT)
+        for step in range(3):
+            _, result = run_step(model, stream, step)
+            assert len(decodings) == COUNT
+            twin = decoded_twin(source, stream.formats)
+            twin(batch(step)).square().mean().backward()
+            assert_equal(result, gradients(twin))
+        with torch.no_grad():
+            for each in (model, source):
+                each.layers[2].up.base.weight.mul_(2)
+        _, result = run_step(model, stream, 3)
+        assert len(decodings) == COUNT + 1
+        twin = decoded_twin(source, stream.formats)
+        twin(batch(3)).square().mean().backward()
+        assert_equal(result, gradients(twin))
+
+
+def test_resident_blocks_stay_decoded_in_half_of_the_memory_that_is_left(decodings):
+    model = make_stack(adapters=True)
+    source, device = copy.deepcopy(model), SimulatedDevice()
+    with streaming(model, device, formats="int8_row", slots="auto", vram_bytes=2**30) as stream:
+        whole = stream.stats.vram_bytes
+        of_one = stream._loader.layouts[0].scratch_nbytes
+    needed = whole - COUNT * of_one  # slots of all blocks, and the common scratch
+    with streaming(model, device, formats="int8_row", slots="auto", vram_bytes=needed + 4 * of_one) as stream:
+        assert stream.stats.decoded_blocks == 2
+        assert stream.stats.vram_bytes == needed + 2 * of_one
+        run_step(model, stream, 0)
+        before = len(decodings)
+        _, result = run_step(model, stream, 1)
+        assert len(decodings) == before + 2 * (COUNT - 2) - 2  # at each turn a block computes twice from one decoding
+        twin = decoded_twin(source, stream.formats)
+        twin(batch(1)).square().mean().backward()
+        assert_equal(result, gradients(twin))
+    assert device.allocated_bytes == 0
+
+
+def test_decoded_memory_that_another_format_outgrows_is_given_back():
+    model = make_stack(adapters=True)
+    source, device = copy.deepcopy(model), SimulatedDevice()
+    formats = {
+        "layers.0": "int8_row",
+        "layers.*.up.base.weight": "mxfp4",
+    }  # block 0 is decoded whole, the others in part
+    with streaming(model, device, formats=formats, slots="auto", vram_bytes=2**30) as stream:
+        run_step(model, stream, 0)
+        assert stream.stats.decoded_blocks == COUNT
+        size = stream.stats.slot_bytes
+        stream.set_formats({"layers.3": "int8_row"})
+        _, result = run_step(model, stream, 1)
+        assert stream.stats.slot_bytes == size  # the same slots
+        assert stream.stats.decoded_blocks == COUNT - 1
+        twin = decoded_twin(source, stream.formats)
+        twin(batch(1)).square().mean().backward()
+        assert_equal(result, gradients(twin))
+    assert device.allocated_bytes == 0
+
+
 def test_a_resident_block_that_finds_no_memory_leaves_everything_as_it_was():
     model = make_stack(adapters=True)
     formats = dict.fromkeys((f"layers.{index}" for index in range(1, COUNT)), "int8_row") | {"layers.0": "bfloat16"}
@@ -145,3 +220,19 @@ def test_more_and_fewer_slots_take_effect_at_the_next_step_and_change_no_gradien
         assert sent == few_bytes
         with pytest.raises(StreamError, match="slots=1: expected 'auto' or a number from 2 on"):
             stream.set_slots(1)
+
+
+def test_fewer_blocks_stay_decoded_where_a_step_needs_the_memory(monkeypatch):
+    model, device = make_stack(adapters=True), SimulatedDevice(2**22)
+    with streaming(model, device, formats="int8_row", slots="auto") as stream:
+        run_step(model, stream, 0)
+        before = stream.stats
+        assert before.decoded_blocks == COUNT
+        needed = device.spare_bytes() + 3 * stream._loader.layouts[0].scratch_nbytes
+        monkeypatch.setattr(device, "peak_bytes", lambda: device.used_bytes() + needed)
+        run_step(model, stream, 1)
+        stream.begin_step(2)
+        assert 0 < stream.stats.decoded_blocks < COUNT
+        assert stream.stats.resident_blocks == COUNT
+        assert device.spare_bytes() >= needed
+        stream.end_step()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan import decode, encode
+from bitplan.kernels import adamw as adamw_kernels
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.training import host_training
@@ -110,6 +111,16 @@ def test_masters_equal_those_of_a_resident_model(dtype, formats):
     for name, one in model.named_parameters():  # closed: the model's own parameters are the masters
         if name in masters:
             assert torch.equal(one, masters[name].to(dtype)), name
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_masters_equal_those_of_a_resident_model_with_adamw_in_one_pass(monkeypatch, micro_batches):
+    monkeypatch.setattr(adamw_kernels, "SMALLEST_FOR_CPU", 1)
+    model = make_stack(adapters=False, dtype=torch.bfloat16, count=4)
+    resident = copy.deepcopy(model)
+    with streaming(model, train="weights", optimizer=SETTINGS, slots=2) as stream:
+        run_streamed(model, stream, 3, micro_batches, torch.bfloat16)
+        assert_equal(masters_of(stream), run_resident(resident, stream.formats, 3, micro_batches, torch.bfloat16))
 
 
 def test_formats_switch_between_steps_and_versions_are_not_stale():

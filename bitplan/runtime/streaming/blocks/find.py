@@ -52,6 +52,12 @@ class StreamedBlock:
 
 def find_blocks(model: nn.Module, pattern: str, train: Train) -> list[StreamedBlock]:
     """The blocks a pattern names, in the model's order; `*` stands for one part of a name."""
+    if not isinstance(model, nn.Module):
+        raise StreamError(f"stream_blocks: expected a model (torch.nn.Module), got {type(model).__name__}")
+    if not isinstance(pattern, str):
+        raise StreamError(
+            f"blocks={pattern!r}: expected one text, in which `*` stands for one part of a name: 'model.layers.*'"
+        )
     if train not in get_args(Train):
         raise StreamError(f"train={train!r}: there are {', '.join(map(repr, get_args(Train)))}")
     modules = dict(model.named_modules())

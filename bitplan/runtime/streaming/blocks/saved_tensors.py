@@ -78,11 +78,11 @@ def save_weights_by_place(source: StreamedWeights) -> torch.autograd.graph.saved
     low, high = source.addresses
 
     def pack(tensor: Tensor) -> Any:
-        if (
-            tensor.layout == torch.strided
-            and low <= tensor.data_ptr() < high
-            and (owner := source.owner_of(tensor.untyped_storage().data_ptr()))
-        ):
+        try:
+            is_near = low <= tensor.data_ptr() < high
+        except RuntimeError:  # a sparse tensor; asking for the layout of each would take longer than all else here
+            is_near = False
+        if is_near and (owner := source.owner_of(tensor.untyped_storage().data_ptr())):
             place = Place(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
             return SavedWeight(owner[0], owner[1], source.serial, place)
         return tensor if outer is None else _Passed(outer[0](tensor), outer[1])

@@ -3,21 +3,22 @@
 Memory that is new to the process is expensive: the kernel maps and clears each page at its first use, and a gradient of
 180 MB takes longer for that than for crossing the bus. So a gradient is copied by the device straight to its own place,
 in the type it has there, and stays in that type until AdamW reads it. A second gradient of the same weight in a step
-(accumulation), and clipping, need float32: such sums have places of their own, made when they are first needed.
+(accumulation) needs float32: such sums have places of their own, made when they are first needed.
 
 A place is free again when its gradient comes: the weight's forward of that step has waited for the update that read it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from bitplan.kernels.adamw_torch import pieces
 from bitplan.runtime.streaming.blocks.layout import ParameterSpec, Part, aligned
-from bitplan.runtime.streaming.training.host_adamw import pieces
 from bitplan.runtime.streaming.transfer.devices import StreamDevice
 from bitplan.runtime.streaming.transfer.host_memory import exact_buffer
 
@@ -33,6 +34,7 @@ class GradientPlaces:
         self.device, self.specs, self.pinned = device, specs, pinned
         self._places: dict[Key, Tensor] = {}
         self._wide: dict[Key, Tensor] = {}
+        self._measured: Tensor | None = None  # one gradient in float32
         self._buffers = [self._block(block, parameters) for block, parameters in specs.items()]
         largest = max((spec.nbytes for parameters in specs.values() for spec in parameters.values()), default=0)
         self.staging = exact_buffer(largest)
@@ -73,11 +75,22 @@ class GradientPlaces:
             self._wide[key] = torch.empty(gradient.shape)
         return self._wide[key].copy_(gradient)
 
+    def norm(self, gradient: Tensor) -> Tensor:
+        """The norm of a gradient, computed in float32."""
+        if gradient.dtype != torch.float32:
+            if self._measured is None:
+                sizes = [math.prod(spec.shape) for parameters in self.specs.values() for spec in parameters.values()]
+                self._measured = torch.empty(max(sizes))
+            gradient = self._measured[: gradient.numel()].view(gradient.shape).copy_(gradient)
+        norm: Tensor = torch.linalg.vector_norm(gradient)
+        return norm
+
     def close(self) -> None:
         for buffer in [self.staging, *self._buffers]:
             self.device.unpin(buffer)
         self._places.clear()
         self._wide.clear()
+        self._measured = None
         self._buffers, self.staging = [], exact_buffer(0)
 
 
@@ -88,6 +101,14 @@ class StepGradients:
     step: int
     places: GradientPlaces
     sums: dict[Key, Tensor] = field(default_factory=dict)
+    factor: float = 1.0  # that AdamW multiplies all of them with, in float32
     expected: int = 0
     arrived: int = 0
     failure: Exception | None = None
+
+    def apply_factor(self) -> None:
+        """Multiply the gradients themselves, for clipping that was done before."""
+        if self.factor != 1.0:
+            for key, gradient in self.sums.items():
+                self.sums[key] = self.places.wide(key, gradient).mul_(self.factor)
+            self.factor = 1.0

@@ -19,21 +19,20 @@ The master is a bitplan WeightStore's: the version that is sent is derived from 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from bitplan.formats import Encoded, Format
 from bitplan.runtime.streaming.blocks.find import StreamedBlock
 from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.runtime.streaming.telemetry import StepRecorder
 from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings, setting
+from bitplan.runtime.streaming.training.clipping import clip_step
 from bitplan.runtime.streaming.training.gradient_places import GradientPlaces, StepGradients
 from bitplan.runtime.streaming.training.host_adamw import NUMBERS_AT_A_TIME, BlockAdamW
 from bitplan.runtime.streaming.transfer.copies import WAIT_TIMEOUT_S, Latch, Worker, wait_for
@@ -65,12 +64,10 @@ class _Update:
     stepped: int = 0
     encoded: int = 0
 
-
-@dataclass
-class _Graded:
-    """An object with the one field of a parameter that torch's clipping reads."""
-
-    grad: Tensor
+    def wake_waiters(self) -> None:
+        """Nothing more will come."""
+        for latch in (self.checked, *self.fresh.values()):
+            latch.set()
 
 
 class HostTraining:
@@ -193,6 +190,7 @@ class HostTraining:
         recorder: StepRecorder,
     ) -> None:
         try:
+            gradients.apply_factor()  # of clipping before this backward
             before = gradients.sums.get(key)
             target = gradients.places.target(key, gradient.dtype, is_first=before is None)
             copied = self._device.copy_out(_bytes(target), _bytes(gradient), after)
@@ -228,21 +226,8 @@ class HostTraining:
 
     def _scale(self, gradients: StepGradients, max_norm: float, also: Sequence[Tensor] = ()) -> float:
         keys = [(block, name) for block, masters in self._masters.items() for name in masters]
-        for key in keys:
-            if key in gradients.sums:
-                gradients.sums[key] = gradients.places.wide(key, gradients.sums[key])
-        sums = [gradients.sums[key] for key in keys if key in gradients.sums]
-        sums += [one.grad for one in also if one.grad is not None]
-        total = get_total_norm(sums)
-        norm = float(total)
-        if not math.isfinite(norm):
-            raise BlockNonFiniteError(
-                f"step {gradients.step}: the norm of all gradients is {norm}; the masters are as before it"
-            )
-        if norm > max_norm:
-            clip_grads_with_norm_(cast(list[Tensor], [_Graded(one) for one in sums]), max_norm, total)
-        self.gradient_norm = norm
-        return norm
+        self.gradient_norm = clip_step(gradients, keys, max_norm, also)
+        return self.gradient_norm
 
     def abandon(self) -> None:
         """Forget a step that will not be ended; the update before it, and its failure, still count."""
@@ -286,8 +271,7 @@ class HostTraining:
                     "weights are of two steps; load a state (stream.load or load_state_dict)"
                 )
             gradients.sums.clear()
-            for latch in (update.checked, *update.fresh.values()):
-                latch.set()
+            update.wake_waiters()
 
     def _require_whole(self, update: _Update, check_step: Callable[[], None]) -> None:
         self._gradients.drain(self._timeout_s)
@@ -305,7 +289,7 @@ class HostTraining:
         sums, sent = update.gradients.sums, self.places_to_send(block)
         own = {name: sums[block, name] for name in self._masters[block] if (block, name) in sums}
         update.begun += 1
-        self._optimizers[block].step(own, update.lr, self._scratch, sent)
+        self._optimizers[block].step(own, update.lr, self._scratch, sent, update.gradients.factor)
         self.sent = own.keys() & sent.keys()
         for store in self.stores[block].values():
             store.invalidate()
@@ -341,6 +325,8 @@ class HostTraining:
             self.failure = self.failure or TransferError("the optimizer thread has died, or took too long")
             if not self._updates.is_alive:
                 self._updates = Worker("optimizer")  # so that its death is reported once
+                if self._update is not None:
+                    self._update.wake_waiters()  # it died before the update began
 
     def _replace_gradient_thread(self) -> None:
         """Start a new thread and new places: the old thread is dead, or hangs in a copy to the old ones."""

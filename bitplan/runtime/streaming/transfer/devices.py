@@ -332,7 +332,10 @@ def open_device(device: StreamDevice | torch.device | str) -> StreamDevice:
     """A device by name; "cpu" is the simulated one."""
     if isinstance(device, StreamDevice):
         return device
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise StreamError(f"device={device!r}: expected 'cuda', 'cuda:1', or 'cpu' to try it out") from error
     if kind == "cuda":
         return CudaDevice(device)
     if kind == "cpu":

@@ -20,12 +20,15 @@ A block whose weights all lie in the scratch (`decoded`) computes without its sl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bitplan.plan.selective.transfer_limits import RuntimeLimitHints
+from bitplan.runtime.streaming.errors import StreamError
 
+Slots = int | str
+FEWEST_SLOTS = 2  # one computes while the other is filled
 RING_SLOTS = 3  # for slots="auto": one computes, one is filled, one is ready; more memory serves better as residents
 
 
@@ -120,6 +123,15 @@ def load_now(walk: Walk, held: Sequence[int | None], block: int) -> Load:
     return Load(free[0] if free else 0, block)
 
 
+def check_slots(slots: Slots, vram_bytes: int | None = None) -> None:
+    if slots != "auto" and (not isinstance(slots, int) or slots < FEWEST_SLOTS):
+        raise StreamError(f"slots={slots!r}: expected 'auto' or a number from {FEWEST_SLOTS} on")
+    if not isinstance(vram_bytes, int | None) or (vram_bytes is not None and vram_bytes < 1):
+        raise StreamError(f"vram_bytes={vram_bytes!r}: expected a whole number of bytes, as int(8e9)")
+    if vram_bytes is not None and slots != "auto":
+        raise StreamError(f"vram_bytes= is what slots='auto' may take, and slots={slots!r}: give one of the two")
+
+
 def spread_residents(count: int, resident: int) -> frozenset[int]:
     """Which blocks stay on the device: evenly spread, so that streamed blocks arrive while resident ones compute."""
     if resident >= count:
@@ -133,6 +145,19 @@ def share_slots(count: int, fitting: int) -> tuple[int, frozenset[int]]:
         return 0, frozenset(range(count))
     ring = min(RING_SLOTS, fitting)
     return ring, spread_residents(count, fitting - ring)
+
+
+def share_decoded(sizes: Mapping[int, int], spare: int) -> dict[int, int]:
+    """slots="auto", where every block is resident: which ones also stay decoded, with half of the memory that is spare.
+
+    sizes: bytes of each block's decoded weights. The other half is left for steps that are larger than those seen.
+    """
+    decoded, left = {}, spare // 2
+    for block, nbytes in sizes.items():
+        if 0 < nbytes <= left:
+            decoded[block] = nbytes
+            left -= nbytes
+    return decoded
 
 
 def _free_slots(held: Sequence[int | None], needed: Collection[int | None], position: int | None) -> list[int]:

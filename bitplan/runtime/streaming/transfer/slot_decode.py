@@ -82,6 +82,11 @@ class SlotDecoder:
                 graph = self._graphs[key] = self._recorded(layout, slot, scratch)
             graph.replay()
 
+    def decode_once(self, block: int, slot: Tensor, scratch: Tensor) -> None:
+        """The same for memory that holds this block alone: nothing is recorded."""
+        with torch.no_grad():
+            self._layouts[block].decode_into(slot, scratch)
+
     def _recorded(self, layout: BlockLayout, slot: Tensor, scratch: Tensor) -> torch.cuda.CUDAGraph:
         """Records without `torch.cuda.graph`, which waits for the GPU and empties its cache; nothing is allocated."""
         if self._stream is None:

@@ -3,7 +3,7 @@
 A slot is a flat byte buffer that holds one block in whatever formats it has. Ring slots are all of the same size and
 change their block; a resident block has a slot of its own for good. Beside them lies one scratch buffer for decoded
 weights: all computation is on one stream, so the kernels that read the last block's weights were queued before the next
-block's decoding.
+block's decoding. Where memory is plentiful, resident blocks have scratch of their own, and are decoded once.
 
 A slot may be overwritten after its `free_after` mark, which is taken when the computation moves on to another block.
 The copy stream waits for that mark; the host never does.
@@ -32,15 +32,27 @@ class RingSlot:
     free_after: Mark
     block: int | None = None
     transfer: Transfer | None = None
+    scratch: Tensor | None = None  # its own, of a resident block
+    is_decoded: bool = False  # there
+
+    def hold(self, block: int | None, transfer: Transfer | None) -> None:
+        """Take another block, or the same one anew."""
+        self.block, self.transfer, self.is_decoded = block, transfer, False
 
 
 class SlotRing:
     """All slots and the scratch of one device."""
 
     def __init__(
-        self, device: StreamDevice, ring: int, slot_bytes: int, resident: Mapping[int, int], scratch_bytes: int
+        self,
+        device: StreamDevice,
+        ring: int,
+        slot_bytes: int,
+        resident: Mapping[int, int],
+        scratch_bytes: int,
+        decoded: Mapping[int, int] | None = None,
     ) -> None:
-        """resident: bytes of each block that gets a slot of its own."""
+        """resident: bytes of each block that gets a slot of its own; decoded: of its own scratch, if it gets one."""
         self.device, self.slot_bytes = device, slot_bytes
         self.scratch_bytes, self.resident_bytes = scratch_bytes, dict(resident)
         self._buffers: list[Tensor] = []
@@ -53,14 +65,32 @@ class SlotRing:
                 block: RingSlot(self._buffer(nbytes, f"resident block {block}"), device.mark())
                 for block, nbytes in resident.items()
             }
+            for block, nbytes in (decoded or {}).items():
+                self.resident[block].scratch = self._buffer(nbytes, f"decoded weights of resident block {block}")
         self._by_storage = {
             slot.buffer.untyped_storage().data_ptr(): slot for slot in [*self.slots, *self.resident.values()]
         }
         self._scratch_storage = self.scratch.untyped_storage().data_ptr()
+        self._by_scratch = {
+            slot.scratch.untyped_storage().data_ptr(): block
+            for block, slot in self.resident.items()
+            if slot.scratch is not None
+        }
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What slots are made of, by the names of StreamStats."""
+        return {
+            "vram_bytes": self.nbytes,
+            "ring_slots": len(self.slots),
+            "slot_bytes": self.slot_bytes,
+            "resident_blocks": len(self.resident),
+            "decoded_blocks": len(self._by_scratch),
+        }
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -81,11 +111,13 @@ class SlotRing:
         return next((slot for slot in self.slots if slot.block == block), None)
 
     def owner(self, storage: int) -> tuple[int, bool] | None:
-        """Which block's weights lie in a storage (by address), and whether it is the scratch (block -1 then)."""
+        """Which block's weights lie in a storage (by address; -1: the common scratch), and whether they are decoded."""
         if not storage:  # empty tensors have no address
             return None
         if storage == self._scratch_storage:
             return -1, True
+        if storage in self._by_scratch:
+            return self._by_scratch[storage], True
         slot = self._by_storage.get(storage)
         return None if slot is None or slot.block is None else (slot.block, False)
 
@@ -93,17 +125,32 @@ class SlotRing:
         """Blocks (None: all) must be loaded again: the host's bytes changed, or a step was interrupted."""
         for slot in [*self.slots, *self.resident.values()]:
             if blocks is None or slot.block in blocks:
-                slot.block = slot.transfer = None
+                slot.hold(None, None)
+
+    def scratch_of(self, block: int | None) -> Tensor:
+        """Where a block's decoded weights lie."""
+        slot = None if block is None else self.resident.get(block)
+        return self.scratch if slot is None or slot.scratch is None else slot.scratch
+
+    def drop_scratch(self, block: int) -> None:
+        """A resident block is decoded into the common scratch from now on."""
+        slot = self.resident[block]
+        if slot.scratch is not None:
+            self._buffers = [buffer for buffer in self._buffers if buffer is not slot.scratch]
+            self.device.give_back(slot.scratch)
+            del self._by_scratch[slot.scratch.untyped_storage().data_ptr()]
+            slot.scratch, slot.is_decoded = None, False
 
     def resize_resident(self, block: int, nbytes: int) -> None:
         """Give a resident block a new, empty buffer; copies into the old one must be done or waited for."""
         old = self.resident.pop(block)
+        scratch = old.scratch
         self._release(old)
         self._buffers = [buffer for buffer in self._buffers if buffer is not old.buffer]
         self.device.give_back(old.buffer)
         del self._by_storage[old.buffer.untyped_storage().data_ptr()]
         del old  # freed before the new one: both may not fit together
-        slot = RingSlot(self._buffer(nbytes, f"resident block {block}"), self.device.mark())
+        slot = RingSlot(self._buffer(nbytes, f"resident block {block}"), self.device.mark(), scratch=scratch)
         self.resident[block], self.resident_bytes[block] = slot, nbytes
         self._by_storage[slot.buffer.untyped_storage().data_ptr()] = slot
 
@@ -152,7 +199,7 @@ class Uploader:
         """Fill a slot with a block. `is_fresh` waits, on the transfer thread, until the host's bytes are up to date."""
         after = slot.free_after
         transfer = Transfer(what, after)
-        slot.block, slot.transfer = block, transfer
+        slot.hold(block, transfer)
         self.device.claim(slot.buffer)
 
         def copy() -> None:
