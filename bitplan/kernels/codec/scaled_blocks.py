@@ -164,7 +164,7 @@ def _as_stored(wanted, storage, is_power):
         field = min(U32(U32(same_bits(F32(wanted), U32) + TO_NEAREST_POWER) >> FRACTION_BITS), LARGEST_POWER)
         return same_bits(U32(field << FRACTION_BITS), F32) if field > U32(0) else SMALLEST_POWER
     mantissa, least, most, limit, base = storage[0], storage[1], storage[2], storage[3], storage[4]
-    number = min(F32(wanted / base), most) if base > ZERO else ZERO
+    number = min(F32(wanted / base), most) if base > ZERO and not abs(wanted) < SMALLEST else ZERO
     if not abs(number) < limit:
         return F32(np.nan)
     if mantissa > ZERO:
