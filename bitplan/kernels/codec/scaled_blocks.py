@@ -1,7 +1,8 @@
-"""Compiled loops for blocks that have one scale each: candidates of a scale, and sweeps over codes and scales.
+"""Compiled loops for blocks that have one scale each: scales are tried, codes rounded, and both swept over.
 
 `store.rounding` rounds with them a few rows at a time, a thousand times a weight: there calls of torch take longer than
-what they compute. Importing this module imports numba.
+what they compute. Candidates of a scale lie side by side, so that one vector instruction rounds a number with many of
+them. Importing this module imports numba.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -70,6 +71,48 @@ def candidates(piece, plain, multiples, high, storage, is_power, tried):
         for place in range(multiples.size):
             scale = _as_stored(F32(start * multiples[place]), storage, is_power)
             tried[row, 1 + place] = scale if abs(scale) < np.inf else ZERO
+
+
+@compiled
+def round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, mantissa, least, is_float, table):
+    width = piece.shape[1]
+    left = np.empty(width, F32)
+    for row in range(piece.shape[0]):
+        for j in range(width):  # not left[:] = ...: numba takes seconds to compile its error
+            left[j] = piece[row, j]
+        for j in range(width):
+            step, offset = steps[row, parts[j]], offsets[row, parts[j]]
+            scaled = F32(F32(left[j] - offset) * reciprocal(step))
+            code = nearest(scaled, low, high, mantissa, least, is_float, table)
+            error = F32(F32(left[j] - F32(F32(code * step) + offset)) / factor[j, j])
+            codes[row, j], errors[row, j] = code, error
+            rest, shares = left[j + 1 :], factor[j, j + 1 :]  # views from zero: else LLVM makes no vectors of it
+            for k in range(rest.size):
+                rest[k] -= F32(error * shares[k])
+
+
+@compiled
+def try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float, table):
+    width, count = piece.shape[1], scales.shape[1]
+    left, inverses, errors = np.empty((width, count), F32), np.empty(count, F32), np.empty(count, F32)
+    for row in range(piece.shape[0]):
+        for c in range(count):
+            inverses[c] = reciprocal(scales[row, c])
+            cost[row, c] = ZERO
+        for j in range(width):
+            for c in range(count):
+                left[j, c] = piece[row, j]
+        for j in range(width):
+            unit = factor[j, j]
+            for c in range(count):
+                code = nearest(F32(left[j, c] * inverses[c]), low, high, mantissa, least, is_float, table)
+                error = F32(F32(left[j, c] - F32(code * scales[row, c])) / unit)
+                errors[c] = error
+                cost[row, c] += F32(error * error)
+            for k in range(j + 1, width):
+                share, rest = factor[j, k], left[k]
+                for c in range(count):
+                    rest[c] -= F32(errors[c] * share)
 
 
 @compiled

@@ -199,9 +199,9 @@ def _compiled_blocks(matrix: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) 
     """Loops for a whole block of each row, where it has a scale of its own; None where they do not know the format."""
     if not is_compiled(matrix) or layout.height > 1 or layout.width > BATCH or layout.filled % layout.width:
         return None
-    from bitplan.store.rounding.round_columns_cpu import scaled_blocks_of
+    from bitplan.store.rounding.round_columns_cpu import scaled_rounder_of
 
-    return scaled_blocks_of(layout.width, ladder)
+    return scaled_rounder_of(layout.width, ladder)
 
 
 def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tuple[int, int]]]]]:

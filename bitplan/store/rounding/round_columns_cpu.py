@@ -1,7 +1,7 @@
 """The loops of `round_columns`, compiled for CPUs: the same numbers to the bit, in the same order of arithmetic.
 
-Candidates of a scale lie side by side, so that one vector instruction rounds a number with many of them. Sweeps over
-GGUF's blocks of groups, which `group_blocks` defines, add up in another order: a number that lies on a tie may differ.
+Sweeps over whole blocks, which `error_compensation` and `group_blocks` define, add up in another order: a number that
+lies on a tie may differ.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,7 @@ from bitplan.formats.gguf.layouts import Layout
 from bitplan.kernels.base.jit import compiled, inlined, on_threads, thread_count
 from bitplan.kernels.codec import scaled_blocks
 from bitplan.kernels.codec.gguf_block_search import RowSearch
-from bitplan.kernels.codec.scaled_blocks import HALF_SCALES, NEAREST, as_half, nearest, reciprocal
+from bitplan.kernels.codec.scaled_blocks import HALF_SCALES, NEAREST, as_half, nearest, reciprocal, round_rows, try_rows
 from bitplan.store.rounding.code_grids import Grid
 from bitplan.store.rounding.group_scales import GroupScales
 from bitplan.store.rounding.scale_search import ScaleLadder
@@ -36,14 +36,14 @@ def round_piece(
     """As `round_columns.round_piece`."""
     codes, errors = torch.empty(piece.shape), torch.empty(piece.shape)
     given = (factor, steps, offsets, parts, codes, errors)
-    _by_rows(_round_rows, piece, (1, 2, 4, 5), given, grid)
+    _by_rows(round_rows, piece, (1, 2, 4, 5), given, grid)
     return codes, errors
 
 
 def cost_of_scales(piece: Tensor, factor: Tensor, scales: Tensor, grid: Grid) -> Tensor:
     """As `round_columns.cost_of_scales`."""
     cost = torch.empty(scales.shape)
-    _by_rows(_try_rows, piece, (1, 2), (factor, scales, cost), grid)
+    _by_rows(try_rows, piece, (1, 2), (factor, scales, cost), grid)
     return cost
 
 
@@ -63,10 +63,10 @@ def weighted_cost(piece: Tensor, weights: Tensor, scales: Tensor, grid: Grid) ->
     return cost
 
 
-class ScaledBlocks:
+class ScaledRounder:
     """Blocks of a row that have one scale each: rounds them, one after the other, and sweeps over all of them.
 
-    storage   how scales are stored, as `scaled_blocks` knows it; see `scaled_blocks_of`
+    storage   how scales are stored, as `scaled_blocks` knows it; see `scaled_rounder_of`
     """
 
     def __init__(self, width: int, grid: Grid, storage: Any, *, is_power: bool, is_signed: bool) -> None:
@@ -89,9 +89,9 @@ class ScaledBlocks:
             tried, cost = (np.empty((len(given), 1 + len(wide)), F32) for _ in range(2))
             own_codes, own_errors, steps = (each[own] for each in outs)
             scaled_blocks.candidates(given, first_tried[own], wide, high, self._storage, self._is_power, tried)
-            _try_rows(given, shares, tried, cost, *self._grid)
+            try_rows(given, shares, tried, cost, *self._grid)
             scaled_blocks.pick(tried, cost, steps)
-            _round_rows(given, shares, steps, offsets, parts, own_codes, own_errors, *self._grid)
+            round_rows(given, shares, steps, offsets, parts, own_codes, own_errors, *self._grid)
 
         on_threads(work, range(0, rows, step))
         return codes, errors, scales.squeeze(1)
@@ -127,13 +127,13 @@ class ScaledBlocks:
                 _follow(gradient, changes, hessian, cols, is_last=done + 1 == sweeps)
 
 
-def scaled_blocks_of(width: int, ladder: ScaleLadder) -> ScaledBlocks | None:
+def scaled_rounder_of(width: int, ladder: ScaleLadder) -> ScaledRounder | None:
     """None where the loops do not know how the format stores scales."""
     storage = scaled_blocks.storage_of(ladder.fmt, ladder.base)
     if storage is None:
         return None
     is_power = ladder.fmt.power_of_two_scales
-    return ScaledBlocks(width, ladder.grid, storage, is_power=is_power, is_signed=ladder.is_signed)
+    return ScaledRounder(width, ladder.grid, storage, is_power=is_power, is_signed=ladder.is_signed)
 
 
 def _follow(gradient: Tensor, changes: Tensor, hessian: Tensor, columns: slice, *, is_last: bool) -> None:
@@ -171,7 +171,7 @@ class BlockRounder:
             steps, offsets = self._store(
                 self._search(numbers.reshape(len(numbers), -1, self._layout.group), weights), block, rows
             )
-            _round_rows(given[rows], shares, steps, offsets, groups, *(each[rows] for each in outs), *self._grid)
+            round_rows(given[rows], shares, steps, offsets, groups, *(each[rows] for each in outs), *self._grid)
 
         on_threads(work, range(0, len(given), step))
         return codes, errors
@@ -198,8 +198,8 @@ def sweep_groups(
     """
     layout, columns = scales.layout, gradient.shape[1]
     if not layout.has_groups and not layout.has_min:
-        blocks = ScaledBlocks(layout.numbers, grid, HALF_SCALES, is_power=False, is_signed=True)
-        blocks.sweep(gradient, codes, scales.d, hessian, sweeps)
+        rounder = ScaledRounder(layout.numbers, grid, HALF_SCALES, is_power=False, is_signed=True)
+        rounder.sweep(gradient, codes, scales.d, hessian, sweeps)
         return
     numbers = (*_limits(layout), *_numbers_of(grid))
     given = [each.numpy() for each in (codes, scales.d, scales.dmin, scales.scales, scales.mins)]
@@ -255,48 +255,6 @@ def _rows_at_once(rows: int) -> int:
     """What a thread takes at a time; all of them where there is one thread: each call costs as much as some rows."""
     threads = thread_count()
     return max(FEWEST_ROWS, rows if threads == 1 else -(-rows // (4 * threads)))
-
-
-@compiled
-def _round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, mantissa, least, is_float, table):
-    width = piece.shape[1]
-    left = np.empty(width, F32)
-    for row in range(piece.shape[0]):
-        for j in range(width):  # not left[:] = ...: numba takes seconds to compile its error
-            left[j] = piece[row, j]
-        for j in range(width):
-            step, offset = steps[row, parts[j]], offsets[row, parts[j]]
-            scaled = F32(F32(left[j] - offset) * reciprocal(step))
-            code = nearest(scaled, low, high, mantissa, least, is_float, table)
-            error = F32(F32(left[j] - F32(F32(code * step) + offset)) / factor[j, j])
-            codes[row, j], errors[row, j] = code, error
-            rest, shares = left[j + 1 :], factor[j, j + 1 :]  # views from zero: else LLVM makes no vectors of it
-            for k in range(rest.size):
-                rest[k] -= F32(error * shares[k])
-
-
-@compiled
-def _try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float, table):
-    width, count = piece.shape[1], scales.shape[1]
-    left, inverses, errors = np.empty((width, count), F32), np.empty(count, F32), np.empty(count, F32)
-    for row in range(piece.shape[0]):
-        for c in range(count):
-            inverses[c] = reciprocal(scales[row, c])
-            cost[row, c] = ZERO
-        for j in range(width):
-            for c in range(count):
-                left[j, c] = piece[row, j]
-        for j in range(width):
-            unit = factor[j, j]
-            for c in range(count):
-                code = nearest(F32(left[j, c] * inverses[c]), low, high, mantissa, least, is_float, table)
-                error = F32(F32(left[j, c] - F32(code * scales[row, c])) / unit)
-                errors[c] = error
-                cost[row, c] += F32(error * error)
-            for k in range(j + 1, width):
-                share, rest = factor[j, k], left[k]
-                for c in range(count):
-                    rest[c] -= F32(errors[c] * share)
 
 
 @compiled
