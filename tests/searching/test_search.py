@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import threading
 from contextlib import redirect_stderr
 from dataclasses import replace
 
@@ -187,6 +188,31 @@ def test_weights_are_rounded_on_several_threads_as_on_one(monkeypatch):
     torch.set_num_threads(before)
     assert sorted(done) == sorted(2 * pairs)
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
+
+
+def test_formats_are_predicted_on_several_threads_as_on_one(monkeypatch):
+    """Each thread has its own weights and matrices: they are not those that another asked for last."""
+    before, found, seen = torch.get_num_threads(), [], set()
+    subject, windows = subject_of(tiny_llama()), tokens(6)
+    predicted = damage.RoundedWeights.predicted
+    monkeypatch.setattr(
+        damage.RoundedWeights,
+        "predicted",
+        lambda *given: (seen.add(threading.current_thread().name), predicted(*given))[1],
+    )
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        evidence, _ = collect.collect_evidence(subject, windows[:4], windows[4:], FORMATS)
+        found.append(evidence.groups)
+        assert (threading.main_thread().name in seen) == (threads == 1)
+        seen.clear()
+    monkeypatch.undo()
+    torch.set_num_threads(before)
+    assert list(found[0]) == list(found[1])
+    for one, two in zip(found[0].values(), found[1].values(), strict=True):
+        assert list(one.formats) == list(two.formats)
+        for fmt, cost in one.formats.items():
+            assert cost.predicted == pytest.approx(two.formats[fmt].predicted, rel=1e-5)
 
 
 def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):

@@ -28,7 +28,8 @@ from bitplan.errors import MeasureError
 from bitplan.measure.quality.estimates import Estimate, clustered_mean
 
 MOST_NATS = 709.0  # exp of a larger number exceeds float64
-AT_ONCE = 2**22  # float64 logits that are worked on at once: 32 MB
+# Float64 logits that are worked on at once: on CPUs few enough for the cache of a core, elsewhere 32 MB.
+AT_ONCE, AT_ONCE_ON_CPU = 2**22, 2**18
 
 # Token ids [windows, length] -> logits [windows, length, vocabulary], or an object that has them as `.logits`.
 LogitsOf = Callable[[Tensor], Any]
@@ -228,7 +229,7 @@ def _score_window(window: Tensor, unscored: int, logits: Tensor, against: Tensor
     sums = {"tokens": float(len(targets)), "nll": 0.0}
     if against is not None:
         sums |= {"reference_nll": 0.0, "kl": 0.0, "agreed": 0.0}
-    step = max(1, AT_ONCE // logits.shape[-1])
+    step = max(1, (AT_ONCE_ON_CPU if logits.device.type == "cpu" else AT_ONCE) // logits.shape[-1])
     for start in range(0, len(targets), step):
         rows = slice(start, min(start + step, len(targets)))
         chosen = targets[rows].unsqueeze(-1).to(logits.device)

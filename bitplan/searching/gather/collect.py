@@ -20,7 +20,7 @@ from bitplan.measure.calibration import hash_tensors
 from bitplan.searching.decide.rivals import nearest_uniform
 from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
-from bitplan.searching.gather.damage import RoundedWeights, by_width, formats_that_hold
+from bitplan.searching.gather.damage import RoundedWeights, by_width, formats_that_hold, projection_of
 from bitplan.searching.gather.expert_damage import ExpertDamage, experts_together
 from bitplan.searching.gather.passes import add_windows, steps_of
 from bitplan.searching.gather.plan_meter import PlanMeter
@@ -118,28 +118,7 @@ def collect_evidence(
     evidence.text |= count_experts(subject, rounded.statistics)
     meter = PlanMeter(rounded, checks, unscored=unscored)
     wanted = groups_with_formats(subject, formats)
-    missing = {
-        name: [fmt for fmt in held if name not in evidence.groups or fmt not in evidence.groups[name].formats]
-        for name, held in wanted.items()
-    }
-    total = sum(map(len, missing.values()))
-    if total:
-        experts, tensors = ExpertDamage(rounded), subject.tensors
-        groups = group_tensors(tensors, fused=subject.fused)
-        with stage("rounding", total) as advance, rounded.one_torch_thread():
-            for name, absent in missing.items():
-                held = {each: (tensors[each].shape, tensors[each].role) for each in groups[name]}
-                group = evidence.groups.get(name) or TensorGroup(held)
-                weights = [weight for each in held for weight in tensors[each].weights]
-                in_order = by_width(subject.sites[weights[0]].shape, absent)
-                rounded.compare_rounding(weights, in_order)
-                for fmt in in_order:
-                    nbytes = sum(subject.target.nbytes(fmt, shape) for shape, _ in held.values())
-                    group.formats[fmt] = FormatCost(nbytes, _predicted(rounded, experts, weights, fmt))
-                    advance(1, f"{name} in {fmt}")
-                if absent:
-                    evidence.groups[name] = group
-                    kept.save(evidence)
+    _predict(rounded, evidence, wanted, kept, stage)
     parts = _unchecked_parts(evidence, wanted)
     if parts:
         bits = near_bits or USUAL_BITS
@@ -178,6 +157,53 @@ def _gather(
                 statistics.save(place, fingerprint, digests)
             statistics = InputStatistics.load(place, fingerprint)
     return statistics
+
+
+def _predict(
+    rounded: RoundedWeights,
+    evidence: SearchEvidence,
+    wanted: Mapping[str, Sequence[str]],
+    kept: EvidenceFolder,
+    stage: Stage,
+) -> None:
+    """Predict what formats cost groups, for all that the evidence does not have; saved group by group."""
+    subject, experts, tensors = rounded.subject, ExpertDamage(rounded), rounded.subject.tensors
+    members = group_tensors(tensors, fused=subject.fused)
+    weights = {name: [weight for each in members[name] for weight in tensors[each].weights] for name in wanted}
+    missing: dict[str, list[str]] = {}
+    for name, candidates in wanted.items():
+        known = evidence.groups[name].formats if name in evidence.groups else {}
+        absent = [fmt for fmt in candidates if fmt not in known]
+        if absent:
+            missing[name] = by_width(subject.sites[weights[name][0]].shape, absent)
+    if not missing:
+        return
+    compared: dict[str, dict[str, None]] = {}  # formats by the first weight of each projection
+    firsts: dict[str, str] = {}
+    for name, formats in missing.items():
+        for weight in weights[name]:
+            first = firsts.setdefault(projection_of(weight), weight)
+            compared.setdefault(first, {}).update(dict.fromkeys(formats))
+
+    def compare(weight: str) -> None:
+        rounded.compare_rounding([weight], compared[weight])
+
+    def costs(name: str) -> dict[str, float]:
+        return {fmt: _predicted(rounded, experts, weights[name], fmt) for fmt in missing[name]}
+
+    total = sum(map(len, compared.values())) + sum(map(len, missing.values()))
+    with stage("rounding", total) as advance, rounded.predicting() as each_of:
+        for weight, _ in zip(compared, each_of(compare, list(compared)), strict=True):
+            advance(len(compared[weight]), f"what statistics gain for {projection_of(weight)}")
+        for name, found in zip(missing, each_of(costs, list(missing)), strict=True):
+            held = {each: (tensors[each].shape, tensors[each].role) for each in members[name]}
+            group = evidence.groups.get(name) or TensorGroup(held)
+            for fmt, nats in found.items():
+                nbytes = sum(subject.target.nbytes(fmt, shape) for shape, _ in held.values())
+                group.formats[fmt] = FormatCost(nbytes, nats)
+            evidence.groups[name] = group
+            kept.save(evidence)
+            advance(len(found), name)
 
 
 def _unchecked_parts(evidence: SearchEvidence, names: Iterable[str]) -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,14 @@ INPUTS_AT_ONCE = 2**25  # numbers of Hessians that several threads may work on
 UNSEEN = 0.5  # how often a token that the text did not have counts as seen
 
 
+class _Recent(threading.local):
+    """What a thread read last: weights, for the formats of a group come one after the other, and a Hessian."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.hessian: tuple[str, InputHessian] | None = None
+
+
 @dataclass
 class RoundedWeights:
     """Weights in formats, each rounded once; they lie in files of a scratch folder, which goes with this object.
@@ -51,10 +60,9 @@ class RoundedWeights:
     workers: int = 0
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bitplan-search-")))
     _files: dict[tuple[str, str], dict[str, StoredTensor]] = field(default_factory=dict, repr=False)
-    _weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _recent: _Recent = field(default_factory=_Recent, repr=False)
     _quick: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _gains: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
-    _hessian: tuple[str, InputHessian] | None = field(default=None, repr=False)
     _writer: ScratchWriter = field(default_factory=ScratchWriter, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # what is read and remembered
     _processes: RoundingProcesses | None = field(default=None, repr=False)
@@ -94,22 +102,38 @@ class RoundedWeights:
                 self._files[name, fmt] = places
                 on_done(name, fmt)
             return
-        widest = max((self.subject.sites[name].shape[-1] for job in jobs.values() for name, _ in job), default=1)
-        workers = min(torch.get_num_threads(), len(jobs), INPUTS_AT_ONCE // widest**2)
-        if workers < 2 or self.subject.device.type != "cpu":
+        workers = min(len(jobs), self._workers(name for job in jobs.values() for name, _ in job))
+        if workers < 2:
             for name, fmt in (pair for job in jobs.values() for pair in job):
                 self.encoded(name, fmt)
                 on_done(name, fmt)
             return
-        with _fewer_torch_threads(workers) as threads:
-            pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
-            try:
-                longest_first = sorted(jobs.values(), key=self._work, reverse=True)  # no thread waits long at the end
-                for done in as_completed([pool.submit(self._round_job, job) for job in longest_first]):
-                    for name, fmt in done.result():
-                        on_done(name, fmt)
-            finally:
-                pool.shutdown(cancel_futures=True)
+        with _pool_of(workers) as pool:
+            longest_first = sorted(jobs.values(), key=self._work, reverse=True)  # no thread waits long at the end
+            for done in as_completed([pool.submit(self._round_job, job) for job in longest_first]):
+                for name, fmt in done.result():
+                    on_done(name, fmt)
+
+    def _workers(self, names: Iterable[str]) -> int:
+        """How many threads work on different weights at once."""
+        widest = max((self.subject.sites[name].shape[-1] for name in names), default=1)
+        return (
+            1
+            if self.subject.device.type != "cpu"
+            else max(1, min(torch.get_num_threads(), INPUTS_AT_ONCE // widest**2))
+        )
+
+    @contextmanager
+    def predicting(self) -> Iterator[Callable[..., Iterator[Any]]]:
+        """`map`, on several threads where matrices are small; results are in the order of the jobs."""
+        has_experts = any(site.slice is not None for site in self.subject.sites.values())
+        workers = 1 if has_experts else self._workers(self.subject.sites)  # formats of experts share what is computed
+        if workers < 2:
+            with self._one_torch_thread():
+                yield map
+            return
+        with _pool_of(workers) as pool:
+            yield pool.map
 
     @contextmanager
     def compiling(self, formats: Sequence[str]) -> Iterator[None]:
@@ -138,7 +162,7 @@ class RoundedWeights:
             compiled.result()
 
     @contextmanager
-    def one_torch_thread(self) -> Iterator[None]:
+    def _one_torch_thread(self) -> Iterator[None]:
         """For small matrices: torch's threads wait for each other longer than they work, compiled loops do not."""
         widest, threads = max(site.shape[-1] for site in self.subject.sites.values()), torch.get_num_threads()
         if self.subject.device.type != "cpu" or 2 * widest**2 > INPUTS_AT_ONCE:
@@ -194,18 +218,20 @@ class RoundedWeights:
         return sorted(absent, key=order)
 
     def _weight(self, name: str) -> Tensor:
-        """A weight; the last few are remembered, for the formats of a group come one after the other."""
-        if name not in self._weights:
+        """A weight; the last few are remembered."""
+        known = self._recent.weights
+        if name not in known:
             numbers = math.prod(self.subject.sites[name].shape)
-            while self._weights and not self._has_room(numbers):
-                del self._weights[next(iter(self._weights))]
-            self._weights[name] = self.subject.weight(name)
-        return self._weights[name]
+            while known and not self._has_room(numbers):
+                del known[next(iter(known))]
+            with self._lock:
+                known[name] = self.subject.weight(name)
+        return known[name]
 
     def _has_room(self, numbers: int) -> bool:
         """Whether one more weight may be remembered: those of a head can be larger than a block."""
-        known = sum(weight.numel() for weight in self._weights.values())
-        return len(self._weights) < MOST_WEIGHTS and known + numbers <= MOST_NUMBERS
+        known = self._recent.weights
+        return len(known) < MOST_WEIGHTS and numbers + sum(map(Tensor.numel, known.values())) <= MOST_NUMBERS
 
     def decoded(self, name: str, fmt: str) -> Tensor:
         return decode(self.encoded(name, fmt), torch.float32)
@@ -284,12 +310,23 @@ class RoundedWeights:
     def _input_hessian(self, name: str) -> InputHessian | None:
         """The last one is remembered: formats of a weight, and layers that read one input, come one after the other."""
         owner = self.statistics.owner(name)
-        if self._hessian is None or self._hessian[0] != owner:
+        if self._recent.hessian is None or self._recent.hessian[0] != owner:
             hessian = self.statistics.hessian(name)
             if hessian is None:
                 return None
-            self._hessian = owner, InputHessian(hessian.to(self.subject.device))
-        return self._hessian[1]
+            self._recent.hessian = owner, InputHessian(hessian.to(self.subject.device))
+        return self._recent.hessian[1]
+
+
+@contextmanager
+def _pool_of(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that share those of torch; what they have not begun is left out if one of them fails."""
+    with _fewer_torch_threads(workers) as threads:
+        pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
+        try:
+            yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ They lie in files, and are read one at a time: together they are as large as the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -48,6 +49,17 @@ MOST_RATIO = 1e3
 BETWEEN = OUTPUTS.removeprefix(".")
 
 
+class LastMatrix(threading.local):
+    """The matrix that a thread asked for last: formats come one after the other, and ask for the same again."""
+
+    key: object = None
+    matrix: Tensor | None = None
+
+    def remember(self, key: object, matrix: Tensor) -> Tensor:
+        self.key, self.matrix = key, matrix
+        return matrix
+
+
 @dataclass
 class SumFiles:
     """Sums by name: some in memory, others in files, where each is added up of parts when it is asked for."""
@@ -55,14 +67,13 @@ class SumFiles:
     small: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, list[StoredTensor]] = field(default_factory=dict)
     scratch: set[Path] = field(default_factory=set)  # files of parts that nobody else reads
-    _last: tuple[str, Tensor] | None = None  # formats come one after the other: the same sum is asked for again
+    _last: LastMatrix = field(default_factory=LastMatrix, repr=False)
 
     def get(self, key: str) -> Tensor | None:
         if key not in self.parts:
             return self.small.get(key)
-        if self._last is None or self._last[0] != key:
-            self._last = (key, self._read(key))
-        return self._last[1]
+        known = self._last.matrix if self._last.key == key else None
+        return self._last.remember(key, self._read(key)) if known is None else known
 
     def _read(self, key: str) -> Tensor:
         total: Tensor | None = None
@@ -90,7 +101,7 @@ class SumFiles:
         """Parts of more windows, in memory and in files of their own."""
         for key, part in small.items():
             self.small[key] = self.small[key] + part.cpu() if key in self.small else part.cpu()
-        self._last = None
+        self._last = LastMatrix()
         self.scratch |= {stored.path for stored in files.values()}
         for key, stored in files.items():
             self.parts.setdefault(key, []).append(stored)
@@ -109,22 +120,20 @@ class InputStatistics:
     tokens: int = 0
     gradient_tokens: int = 0
     windows: int = 0
-    _mean: tuple[tuple[str, int, torch.device | None], Tensor] | None = field(default=None, repr=False)
+    _mean: LastMatrix = field(default_factory=LastMatrix, repr=False)
 
     def mean(self, name: str, what: str, device: torch.device | None = None) -> Tensor | None:
         """The mean over tokens, None where the weight has no such part; the last matrix is remembered."""
         owner = self.shared.get(name, name) if what == INPUTS else name
         tokens = self.gradient_tokens if what in (GRADIENT, LOOKUP) else self.tokens
         key = f"{owner}.{what}", tokens, device
-        if self._mean is not None and self._mean[0] == key:
-            return self._mean[1]
+        if self._mean.matrix is not None and self._mean.key == key:
+            return self._mean.matrix
         total = self.sums.get(key[0])
         if total is None or not tokens:
             return None
         found = (total if device is None else total.to(device)) / tokens
-        if what == INPUTS:
-            self._mean = key, found
-        return found
+        return self._mean.remember(key, found) if what == INPUTS else found
 
     def column_steps(self, name: str, inputs: Tensor) -> Tensor | None:
         """[K]: what columns of `inputs`, A, are multiplied by on both sides, so that its diagonal is `weighed`.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.store.rounding.layout import ScaledBlocks, unordered
-from bitplan.store.rounding.pick_loops import in_batches, loops_for
+from bitplan.store.rounding.pick_loops import in_batches, is_compiled, loops_for
 from bitplan.store.rounding.scale_search import ScaleLadder, block_slices, candidates_of, least_of, search_scales
 
 Order = Literal["activation", "given"]
@@ -158,6 +158,7 @@ def compensate(
     """Round [R, filled] numbers; `at` are their columns in order, `factor` is in that order."""
     if _takes_batches(matrix, layout, ladder):
         return Codes(*_compensate_batches(matrix, factor, plain, layout, ladder, blocks, at))
+    compiled = _compiled_blocks(matrix, layout, ladder)
     left, loops = matrix[:, at].contiguous(), loops_for(matrix)
     codes, scales = torch.empty_like(left), plain.clone()
     tries = layout.width <= BATCH
@@ -172,6 +173,13 @@ def compensate(
         for place, (first, last) in pieces:
             block = blocks[place] if tries else 0
             piece, own = left[:, first:last], factor[first:last, first:last]
+            if compiled is not None:
+                found = compiled.round(piece, own, plain[:, block], ladder.multiples)
+                codes[:, first:last], own_errors, scales[:, block] = found
+                errors[:, first - start : last - start] = own_errors
+                if last < stop:
+                    left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
+                continue
             if tries:
                 tried = candidates_of(piece, plain[:, block], layout, ladder)
                 cost = layout.sum_of_strips(loops.cost_of_scales(piece, own, layout.to_rows(tried), ladder.grid))
@@ -185,6 +193,15 @@ def compensate(
     unordered = torch.empty_like(codes)
     unordered[:, at] = codes
     return Codes(unordered, scales)
+
+
+def _compiled_blocks(matrix: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Any:
+    """Loops for a whole block of each row, where it has a scale of its own; None where they do not know the format."""
+    if not is_compiled(matrix) or layout.height > 1 or layout.width > BATCH or layout.filled % layout.width:
+        return None
+    from bitplan.store.rounding.round_columns_cpu import scaled_rounder_of
+
+    return scaled_rounder_of(layout.width, ladder)
 
 
 def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tuple[int, int]]]]]:
@@ -207,6 +224,10 @@ def sweep(
 
         for done in range(sweeps):
             sweep_batches(gradient, codes, scales, hessian, _block_scales(layout, ladder), is_last=done + 1 == sweeps)
+        return Codes(codes, scales)
+    compiled = _compiled_blocks(matrix, layout, ladder)
+    if compiled is not None:
+        compiled.sweep(gradient, codes, scales, hessian, sweeps)
         return Codes(codes, scales)
     for _ in range(sweeps):
         if not narrow:

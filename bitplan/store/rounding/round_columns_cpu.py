@@ -1,7 +1,7 @@
 """The loops of `round_columns`, compiled for CPUs: the same numbers to the bit, in the same order of arithmetic.
 
-Candidates of a scale lie side by side, so that one vector instruction rounds a number with many of them. Sweeps over
-GGUF's blocks of groups, which `group_blocks` defines, add up in another order: a number that lies on a tie may differ.
+Sweeps over whole blocks, which `error_compensation` and `group_blocks` define, add up in another order: a number that
+lies on a tie may differ.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from bitplan.formats.gguf.layouts import Layout
 from bitplan.kernels.base.jit import compiled, inlined, on_threads, thread_count
-from bitplan.kernels.base.vectors import same_bits
+from bitplan.kernels.codec import scaled_blocks
 from bitplan.kernels.codec.gguf_block_search import RowSearch
+from bitplan.kernels.codec.scaled_blocks import HALF_SCALES, NEAREST, as_half, nearest, reciprocal, round_rows, try_rows
 from bitplan.store.rounding.code_grids import Grid
 from bitplan.store.rounding.group_scales import GroupScales
+from bitplan.store.rounding.scale_search import ScaleLadder
 
-F32, U32 = np.float32, np.uint32
-EXPONENT, OPPOSITE = U32(0x7F800000), U32(0x7F000000)
-NEAREST = F32(1.5 * 2.0**23)  # x + NEAREST - NEAREST is x to the nearest integer, ties to even, for |x| < 2^22
-ZERO, HALF, ONE = F32(0), F32(0.5), F32(1)
+F32 = np.float32
+ZERO = F32(0)
 FEWEST_ROWS = 16
-PIECE = 256  # columns at once: a K-quant's block, or eight of 32
-HALF_STEP, HALF_LEAST, HALF_LIMIT = F32(2.0**-10), F32(2.0**-24), F32(65520.0)  # of a float16; above, it is infinite
+SPAN = 128  # columns swept at once, of blocks that have one scale
+PIECE = 256  # the same of blocks of groups: a K-quant's block, or eight of 32
 
 
 def round_piece(
@@ -36,14 +36,14 @@ def round_piece(
     """As `round_columns.round_piece`."""
     codes, errors = torch.empty(piece.shape), torch.empty(piece.shape)
     given = (factor, steps, offsets, parts, codes, errors)
-    _by_rows(_round_rows, piece, (1, 2, 4, 5), given, grid)
+    _by_rows(round_rows, piece, (1, 2, 4, 5), given, grid)
     return codes, errors
 
 
 def cost_of_scales(piece: Tensor, factor: Tensor, scales: Tensor, grid: Grid) -> Tensor:
     """As `round_columns.cost_of_scales`."""
     cost = torch.empty(scales.shape)
-    _by_rows(_try_rows, piece, (1, 2), (factor, scales, cost), grid)
+    _by_rows(try_rows, piece, (1, 2), (factor, scales, cost), grid)
     return cost
 
 
@@ -61,6 +61,86 @@ def weighted_cost(piece: Tensor, weights: Tensor, scales: Tensor, grid: Grid) ->
     cost = torch.empty(scales.shape)
     _by_rows(_weigh_rows, piece, (1, 2), (weights, scales, cost), grid)
     return cost
+
+
+class ScaledRounder:
+    """Blocks of a row that have one scale each: rounds them, one after the other, and sweeps over all of them.
+
+    storage   how scales are stored, as `scaled_blocks` knows it; see `scaled_rounder_of`
+    """
+
+    def __init__(self, width: int, grid: Grid, storage: Any, *, is_power: bool, is_signed: bool) -> None:
+        self._width, self._storage, self._is_power, self._is_signed = width, storage, is_power, is_signed
+        self._grid = _numbers_of(grid)
+
+    def round(
+        self, piece: Tensor, factor: Tensor, plain: Tensor, multiples: tuple[float, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes and errors [R, g] of a block, and its scales [R]: the best of what `candidates_of` gives."""
+        numbers, shares, first_tried = (each.contiguous().numpy() for each in (piece, factor, plain))
+        rows, wide, high = len(numbers), np.array(multiples, F32), self._grid[1]
+        codes, errors, scales = torch.empty(piece.shape), torch.empty(piece.shape), torch.empty(rows, 1)
+        outs = codes.numpy(), errors.numpy(), scales.numpy()
+        step, parts = _rows_at_once(rows), np.zeros(piece.shape[1], np.int64)
+
+        def work(first: int) -> None:
+            own = slice(first, first + step)
+            given, offsets = numbers[own], np.zeros((len(numbers[own]), 1), F32)
+            tried, cost = (np.empty((len(given), 1 + len(wide)), F32) for _ in range(2))
+            own_codes, own_errors, steps = (each[own] for each in outs)
+            scaled_blocks.candidates(given, first_tried[own], wide, high, self._storage, self._is_power, tried)
+            try_rows(given, shares, tried, cost, *self._grid)
+            scaled_blocks.pick(tried, cost, steps)
+            round_rows(given, shares, steps, offsets, parts, own_codes, own_errors, *self._grid)
+
+        on_threads(work, range(0, rows, step))
+        return codes, errors, scales.squeeze(1)
+
+    def sweep(self, gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, sweeps: int) -> None:
+        """Better codes [R, K] and scales [R, blocks], where they are; `gradient` [R, K] is (weight - value) @ hessian.
+
+        Some whole blocks at a time, of all rows; between them the gradient moves by a matrix product.
+        """
+        columns = gradient.shape[1]
+        width = max(1, SPAN // self._width) * self._width
+        pieces = [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
+        owns = [hessian[cols, cols].contiguous().numpy() for cols in pieces]
+        settings = self._width, self._storage, self._is_power, self._is_signed, *self._grid
+        step = _rows_at_once(len(gradient))
+        for done in range(sweeps):
+            for cols, own in zip(pieces, owns, strict=True):
+                blocks = slice(cols.start // self._width, cols.stop // self._width)
+                slopes, own_codes, own_scales = (
+                    each.clone(memory_format=torch.contiguous_format)
+                    for each in (gradient[:, cols], codes[:, cols], scales[:, blocks])
+                )
+                changes = torch.empty_like(slopes)
+                given = [each.numpy() for each in (slopes, changes, own_codes, own_scales)]
+
+                def work(at: int) -> None:
+                    rows = slice(at, at + step)
+                    slope, change, code, scale = (each[rows] for each in given)  # noqa: B023
+                    scaled_blocks.sweep_blocks(slope, change, own, code, scale, *settings)  # noqa: B023
+
+                on_threads(work, range(0, len(gradient), step))
+                codes[:, cols], scales[:, blocks] = own_codes, own_scales
+                _follow(gradient, changes, hessian, cols, is_last=done + 1 == sweeps)
+
+
+def scaled_rounder_of(width: int, ladder: ScaleLadder) -> ScaledRounder | None:
+    """None where the loops do not know how the format stores scales."""
+    storage = scaled_blocks.storage_of(ladder.fmt, ladder.base)
+    if storage is None:
+        return None
+    is_power = ladder.fmt.power_of_two_scales
+    return ScaledRounder(width, ladder.grid, storage, is_power=is_power, is_signed=ladder.is_signed)
+
+
+def _follow(gradient: Tensor, changes: Tensor, hessian: Tensor, columns: slice, *, is_last: bool) -> None:
+    """The gradient after values of some columns changed; after the last sweep only what comes next is asked for."""
+    others = slice(columns.stop if is_last else 0, gradient.shape[1])
+    if others.start < others.stop:
+        gradient[:, others].addmm_(changes, hessian[columns, others], alpha=-1)
 
 
 class BlockRounder:
@@ -91,7 +171,7 @@ class BlockRounder:
             steps, offsets = self._store(
                 self._search(numbers.reshape(len(numbers), -1, self._layout.group), weights), block, rows
             )
-            _round_rows(given[rows], shares, steps, offsets, groups, *(each[rows] for each in outs), *self._grid)
+            round_rows(given[rows], shares, steps, offsets, groups, *(each[rows] for each in outs), *self._grid)
 
         on_threads(work, range(0, len(given), step))
         return codes, errors
@@ -117,6 +197,10 @@ def sweep_groups(
     matrix product.
     """
     layout, columns = scales.layout, gradient.shape[1]
+    if not layout.has_groups and not layout.has_min:
+        rounder = ScaledRounder(layout.numbers, grid, HALF_SCALES, is_power=False, is_signed=True)
+        rounder.sweep(gradient, codes, scales.d, hessian, sweeps)
+        return
     numbers = (*_limits(layout), *_numbers_of(grid))
     given = [each.numpy() for each in (codes, scales.d, scales.dmin, scales.scales, scales.mins)]
     step = _rows_at_once(len(gradient))
@@ -124,7 +208,7 @@ def sweep_groups(
     pieces = [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
     owns = [hessian[cols, cols].contiguous() for cols in pieces]
     sums = [own.reshape(-1, layout.group, len(own)).sum(1).numpy() for own in owns]
-    for _ in range(sweeps):
+    for done in range(sweeps):
         for cols, own, own_sums in zip(pieces, owns, sums, strict=True):
             slopes, changes = (
                 gradient[:, cols].clone(memory_format=torch.contiguous_format).numpy(),
@@ -138,7 +222,7 @@ def sweep_groups(
                 _sweep_groups(slopes[rows], out[rows], matrix, own_sums, *parts, first, *numbers)  # noqa: B023
 
             on_threads(work, range(0, len(gradient), step))
-            gradient -= changes @ hessian[cols]
+            _follow(gradient, changes, hessian, cols, is_last=done + 1 == sweeps)
 
 
 def _limits(layout: Layout) -> tuple[int, int, bool, bool, np.float32, np.float32]:
@@ -174,48 +258,6 @@ def _rows_at_once(rows: int) -> int:
 
 
 @compiled
-def _round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, mantissa, least, is_float, table):
-    width = piece.shape[1]
-    left = np.empty(width, F32)
-    for row in range(piece.shape[0]):
-        for j in range(width):  # not left[:] = ...: numba takes seconds to compile its error
-            left[j] = piece[row, j]
-        for j in range(width):
-            step, offset = steps[row, parts[j]], offsets[row, parts[j]]
-            scaled = F32(F32(left[j] - offset) * _reciprocal(step))
-            code = _nearest(scaled, low, high, mantissa, least, is_float, table)
-            error = F32(F32(left[j] - F32(F32(code * step) + offset)) / factor[j, j])
-            codes[row, j], errors[row, j] = code, error
-            rest, shares = left[j + 1 :], factor[j, j + 1 :]  # views from zero: else LLVM makes no vectors of it
-            for k in range(rest.size):
-                rest[k] -= F32(error * shares[k])
-
-
-@compiled
-def _try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float, table):
-    width, count = piece.shape[1], scales.shape[1]
-    left, inverses, errors = np.empty((width, count), F32), np.empty(count, F32), np.empty(count, F32)
-    for row in range(piece.shape[0]):
-        for c in range(count):
-            inverses[c] = _reciprocal(scales[row, c])
-            cost[row, c] = ZERO
-        for j in range(width):
-            for c in range(count):
-                left[j, c] = piece[row, j]
-        for j in range(width):
-            unit = factor[j, j]
-            for c in range(count):
-                code = _nearest(F32(left[j, c] * inverses[c]), low, high, mantissa, least, is_float, table)
-                error = F32(F32(left[j, c] - F32(code * scales[row, c])) / unit)
-                errors[c] = error
-                cost[row, c] += F32(error * error)
-            for k in range(j + 1, width):
-                share, rest = factor[j, k], left[k]
-                for c in range(count):
-                    rest[c] -= F32(errors[c] * share)
-
-
-@compiled
 def _sweep_rows(gradient, codes, hessian, steps, parts, changes, low, high, mantissa, least, is_float, table):
     width = gradient.shape[1]
     slope = np.empty(width, F32)
@@ -225,7 +267,7 @@ def _sweep_rows(gradient, codes, hessian, steps, parts, changes, low, high, mant
         for j in range(width):
             step = steps[row, parts[j]]
             best = F32(F32(codes[row, j] * step) + F32(slope[j] / hessian[j, j]))
-            code = _nearest(F32(best * _reciprocal(step)), low, high, mantissa, least, is_float, table)
+            code = nearest(F32(best * reciprocal(step)), low, high, mantissa, least, is_float, table)
             if step == ZERO:
                 code = codes[row, j]
             change = F32(F32(code - codes[row, j]) * step)
@@ -242,12 +284,12 @@ def _weigh_rows(piece, weights, scales, cost, low, high, mantissa, least, is_flo
     inverses = np.empty(count, F32)
     for row in range(piece.shape[0]):
         for c in range(count):
-            inverses[c] = _reciprocal(scales[row, c])
+            inverses[c] = reciprocal(scales[row, c])
             cost[row, c] = ZERO
         for j in range(piece.shape[1]):
             number, weight = piece[row, j], weights[j]
             for c in range(count):
-                code = _nearest(F32(number * inverses[c]), low, high, mantissa, least, is_float, table)
+                code = nearest(F32(number * inverses[c]), low, high, mantissa, least, is_float, table)
                 error = F32(number - F32(code * scales[row, c]))
                 cost[row, c] += F32(weight * F32(error * error))
 
@@ -329,7 +371,7 @@ def _sweep_groups(
                     curve += way * change[k]
                 units = dmins if is_minimum else ds
                 now = units[row, block]
-                wanted = _as_half(F32(now + F32(rise / curve))) if curve > ZERO else now
+                wanted = as_half(F32(now + F32(rise / curve))) if curve > ZERO else now
                 if is_minimum and has_groups:
                     wanted = min(wanted, ZERO)
                 move = F32(wanted - now)
@@ -342,7 +384,7 @@ def _sweep_groups(
                 step = F32(ds[row, block] * scales[row, at])
                 if step != ZERO:
                     best = F32(F32(code[k] * step) + F32(slope[k] / hessian[k, k]))
-                    better = _nearest(F32(best * _reciprocal(step)), low, high, mantissa, least, is_float, table)
+                    better = nearest(F32(best * reciprocal(step)), low, high, mantissa, least, is_float, table)
                     move = F32(F32(better - code[k]) * step)
                     if move != ZERO:
                         code[k] = better
@@ -374,38 +416,3 @@ def _better_integer(now, unit, rise, curve, low, high, slope, change):
     for each in range(slope.size):
         slope[each] -= move * change[each]
     return wanted
-
-
-@inlined
-def _as_half(number):
-    """The nearest float16; what has none stays out: it is given as NaN, which no comparison takes."""
-    size = abs(number)
-    if not size < HALF_LIMIT:
-        return F32(np.nan)
-    power = U32(F32(size).view(U32) & EXPONENT).view(F32)
-    step = max(F32(power * HALF_STEP), HALF_LEAST)
-    inverse = U32(OPPOSITE - F32(step).view(U32)).view(F32)
-    return F32(F32(F32(F32(number * inverse) + NEAREST) - NEAREST) * step)
-
-
-@inlined
-def _reciprocal(scale):
-    return ZERO if scale == ZERO else F32(ONE / scale)
-
-
-@inlined
-def _nearest(scaled, low, high, mantissa, least, is_float, table):
-    """The nearest number of the grid. Steps of floats are powers of two: exponents give their inverse."""
-    if table is not None:
-        place = 0
-        for below in range(table.size - 1):
-            if F32(scaled) > F32(F32(table[below] + table[below + 1]) * HALF):
-                place += 1
-        return table[place]
-    inside = min(max(F32(scaled), low), high)
-    if not is_float:
-        return F32(F32(inside + NEAREST) - NEAREST)
-    power = same_bits(U32(same_bits(F32(inside), U32) & EXPONENT), F32)
-    step = max(F32(power * mantissa), least)
-    inverse = same_bits(U32(OPPOSITE - same_bits(F32(step), U32)), F32)
-    return F32(F32(F32(F32(inside * inverse) + NEAREST) - NEAREST) * step)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from bitplan.formats import get_format
 from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.kernels import encode
 from bitplan.kernels.base.jit import thread_count
-from bitplan.store.rounding import group_blocks, round_columns
+from bitplan.store.rounding import group_blocks, pick_loops, round_columns
 from bitplan.store.rounding.code_grids import grid_of
-from bitplan.store.rounding.error_compensation import InputHessian
+from bitplan.store.rounding.error_compensation import InputHessian, compensate
 from bitplan.store.rounding.group_blocks import grid_of_groups
 from bitplan.store.rounding.group_scales import GroupScales
-from bitplan.store.rounding.layout import layout_of
+from bitplan.store.rounding.layout import layout_of, scales_of
 from bitplan.store.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads, loops_for, rounding_rows_of
+from bitplan.store.rounding.scale_search import ScaleLadder, candidates_of
 
 cpu_pieces = pytest.importorskip("bitplan.store.rounding.round_columns_cpu", exc_type=ImportError)
 
@@ -47,6 +50,46 @@ def test_the_compiled_loops_equal_the_definition(fmt: str) -> None:
     for name, given in (("cost_of_scales", factor), ("weighted_cost", weights)):
         ours, theirs = (getattr(module, name)(piece, given, scales, grid) for module in (cpu_pieces, round_columns))
         assert torch.equal(ours, theirs), name
+
+
+SCALED = ["mxfp4", "nvfp4", "int4_g32", "q4_0_gguf", "int8_g64", "int8_g128"]
+
+
+@pytest.mark.parametrize("fmt", SCALED)
+def test_candidates_of_a_scale_are_those_of_the_definition(fmt: str) -> None:
+    """With zeros, and numbers whose scales are at either end of what is stored."""
+    generator, found = torch.Generator().manual_seed(3), get_format(fmt)
+    sizes = torch.logspace(-36 if found.power_of_two_scales else -44, 38, 400).unsqueeze(-1)  # exp2(-126) is not exact
+    piece = torch.cat([torch.zeros(1, 16), torch.rand(400, 16, generator=generator) * sizes])
+    grid, base = grid_of(found.element), torch.tensor(0.0123) if fmt == "nvfp4" else None
+    assert grid is not None
+    ladder = ScaleLadder(found, grid, base)
+    plain, layout = torch.rand(len(piece), generator=generator), layout_of(found, (len(piece), 128))
+    tried = torch.empty(len(piece), 1 + len(ladder.multiples))
+    blocks = cpu_pieces.scaled_blocks
+    multiples, is_power = np.array(ladder.multiples, np.float32), found.power_of_two_scales
+    numbers = piece.numpy(), plain.numpy(), multiples, np.float32(grid.high), blocks.storage_of(found, base)
+    blocks.candidates(*numbers, is_power, tried.numpy())
+    assert torch.equal(tried, candidates_of(piece, plain, layout, ladder))
+
+
+@pytest.mark.parametrize("fmt", SCALED)
+def test_scaled_blocks_are_compensated_as_the_definition_does_it(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, found, rows, columns = torch.Generator().manual_seed(4), get_format(fmt), 19, 384
+    matrix = torch.randn(rows, columns, generator=generator)
+    matrix[4] = 0
+    inputs = torch.randn(800, columns, generator=generator) * torch.rand(columns, generator=generator)
+    plain, layout = encode(matrix, found), layout_of(found, (rows, columns))
+    by = InputHessian(inputs.T @ inputs).factor(layout, "activation", 0.01, matrix.device, fmt)
+    grid = grid_of(found.element)
+    assert grid is not None
+    given = by.factor, scales_of(plain, layout), layout, ScaleLadder(found, grid, plain.base), by.blocks, by.columns
+    with rounding_rows_of(torch.empty(SMALLEST_FOR_CPU)), compiled_on_threads(2):
+        compiled = compensate(matrix, *given)
+    monkeypatch.setattr(pick_loops, "SMALLEST_FOR_CPU", 2**40)
+    definition = compensate(matrix, *given)
+    assert torch.equal(compiled.codes, definition.codes)
+    assert torch.equal(compiled.scales, definition.scales)
 
 
 def test_large_matrices_are_rounded_by_the_compiled_loops() -> None:

@@ -134,7 +134,7 @@ def test_scales_and_minima_of_groups_follow_the_codes() -> None:
         assert errors[1].after < 0.97 * errors[0].after < errors[0].before
 
 
-@pytest.mark.parametrize("fmt", ["q4_k_gguf", pytest.param("iq4_nl_gguf", marks=pytest.mark.long)])
+@pytest.mark.parametrize("fmt", ["q4_k_gguf", "nvfp4", "mxfp4", pytest.param("iq4_nl_gguf", marks=pytest.mark.long)])
 def test_compiled_sweeps_are_as_good_as_their_definition(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit they are not: sums run in another order."""
     pytest.importorskip("numba")
