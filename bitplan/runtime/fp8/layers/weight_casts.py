@@ -154,6 +154,15 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
     return pair.cols
 
 
+def kept_layouts(weight: Tensor, recipe: str, eps: float) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
+    """What is kept of the weight's present state, (rows, cols), found quickly; not to be called in CUDA graphs."""
+    kept = _kept.get(_place(weight))
+    if kept is None or kept.captured or kept.version != weight._version or weight.is_inference():
+        return None, None
+    how = (recipe, eps)
+    return kept.rows.get(how), kept.cols.get(how)
+
+
 def _find_to_reuse(weight: Tensor, reuse: bool) -> tuple[_Kept | None, bool]:
     """(the kept casts, whether a new cast may be kept). Compiled graphs may only read held casts, and keep none."""
     kept = _find(weight) if reuse else None
