@@ -114,7 +114,7 @@ def dependent_options() -> dict[str, Any]:
 
 
 # Memory on the current device, as generated code allocates it: torch.empty takes the host three times as long.
-empty_on_gpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = guards._empty_strided_cuda
+empty_on_gpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = guards._empty_strided_cuda  # type: ignore[attr-defined]
 # As torch.cuda.current_stream(device).cuda_stream. There is one where torch was built for CUDA.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 

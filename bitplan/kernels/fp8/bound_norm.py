@@ -1,4 +1,4 @@
-"""A norm with its tensorwise cast, and the norm's gradient, for matrices of one shape and with little work for the host.
+"""A norm with its tensorwise cast, and the norm's gradient, of one shape and with little work for the host.
 
 They launch the kernels of `triton_norm` and `triton_cast` with addresses alone, on the current device. Kernels must
 have been launched before, by `norm_and_cast` and `norm_gradient`: before that there is nothing to bind, and the result
@@ -7,7 +7,7 @@ is None. Norms with a bias are not bound. The caller ensures that all addresses 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ NormGradient = Callable[[int, int, int, int, int, int], tuple[Tensor, Tensor]]
 
 
 def bind_norm_cast(
-    shape: tuple[int, int],
+    shape: Sequence[int],
     types: tuple[torch.dtype, torch.dtype],
     norm: tuple[str, float],
     eps: float,
@@ -35,15 +35,17 @@ def bind_norm_cast(
 ) -> NormCast | None:
     """`types`: of x and of the norm's weight. `norm`: kind and epsilon. Rows are not padded."""
     kind, norm_eps = norm
+    rows, width = shape
     with_types = (("SOURCE", types[0]), ("WEIGHT", types[1]))
-    programs, find = plan_norm(shape, kind, with_types, (("HAS_BIAS", False), ("AMAX", True)), norm_eps)
+    programs, find = plan_norm((rows, width), kind, with_types, (("HAS_BIAS", False), ("AMAX", True)), norm_eps)
     key = (kind, types[1], False)
-    plan = plan_cast(shape, types[0], True, "tensor", "e4m3", eps, shape[0], True, cols, False, None, key, programs)
+    how = ("tensor", "e4m3", float(eps), rows, True, cols, False, None, key, programs)
+    plan = plan_cast((rows, width), types[0], True, *how)
     stats = find.bind(index_of(device)) if find is not None else None
     cast = plan.cast.bind(index_of(device)) if stats is not None and plan.paired else None
     if stats is None or cast is None:
         return None
-    (rows, width), fp8, is_layer = shape, FP8_DTYPES["e4m3"], kind == "layer"
+    fp8, is_layer = FP8_DTYPES["e4m3"], kind == "layer"
 
     def run(stream: int, x: int, weight: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
         rstd = empty_on_gpu((rows,), (1,), torch.float32)
@@ -63,17 +65,17 @@ def bind_norm_cast(
 
 
 def bind_norm_gradient(
-    shape: tuple[int, int], types: tuple[torch.dtype, torch.dtype, torch.dtype], kind: str, device: torch.device
+    shape: Sequence[int], types: tuple[torch.dtype, torch.dtype, torch.dtype], kind: str, device: torch.device
 ) -> NormGradient | None:
     """`types`: of dy, x and the norm's weight."""
     of_grad, of_x, of_weight = types
+    rows, width = shape
     named = (("SOURCE", of_x), ("GRAD", of_grad), ("WEIGHT", of_weight))
-    programs, find = plan_norm(shape, kind, named, (("HAS_BIAS", False),))
+    programs, find = plan_norm((rows, width), kind, named, (("HAS_BIAS", False),))
     gradient = find.bind(index_of(device)) if find is not None else None
-    add = plan_sum(programs, shape[1], 1, float_name(of_weight)).bind(index_of(device)) if gradient is not None else None
+    add = plan_sum(programs, width, 1, float_name(of_weight)).bind(index_of(device)) if gradient is not None else None
     if gradient is None or add is None:
         return None
-    rows, width = shape
 
     def run(stream: int, dy: int, x: int, weight: int, rstd: int, mean: int) -> tuple[Tensor, Tensor]:
         dx = empty_on_gpu((rows, width), (width, 1), of_x)

@@ -44,7 +44,14 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from bitplan.formats.fp8 import FP8_DTYPES, CastPair, ScaledFp8
-from bitplan.kernels.base.launch import PreparedLaunch, can_overlap, dependent_options, empty_on_gpu, index_of, launch_in_turn
+from bitplan.kernels.base.launch import (
+    PreparedLaunch,
+    can_overlap,
+    dependent_options,
+    empty_on_gpu,
+    index_of,
+    launch_in_turn,
+)
 from bitplan.kernels.base.numbers import float_name, magnitude_bits
 from bitplan.kernels.fp8.fast_tile import amax_of_tile, fits_pairs, load_tile, place_of, store_by_one_scale
 from bitplan.kernels.fp8.general_tile import read_numbers, write_codes
@@ -191,11 +198,10 @@ def bind_cast(
     if cast is None or check is None:
         return None
     drift = drift_on(device).data_ptr()
-    strides = [None if shape is None else (shape[1], 1) for shape in (rows, cols)]
 
     def run(stream: int, state: int, *sources: int) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        codes = None if rows is None else empty_on_gpu(rows, strides[0], dtype)
-        codes_t = None if cols is None else empty_on_gpu(cols, strides[1], dtype)
+        codes = None if rows is None else empty_on_gpu(rows, (rows[1], 1), dtype)
+        codes_t = None if cols is None else empty_on_gpu(cols, (cols[1], 1), dtype)
         scale = empty_on_gpu((), (), torch.float32)
         first = 0 if codes is None else codes.data_ptr()
         second = 0 if codes_t is None else codes_t.data_ptr()

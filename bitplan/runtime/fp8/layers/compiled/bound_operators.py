@@ -57,10 +57,12 @@ def _is_ready(device: int, weight: Tensor, *tensors: Tensor) -> bool:
     """Whether these can be read by address, on the current device, while no graph is recorded."""
     if _current_device() != device or _is_capturing() or in_compiled_graphs(weight):
         return False
+    addresses = 0
     for each in tensors:
-        if each.data_ptr() & 15 or not each.is_contiguous():
+        if not each.is_contiguous():
             return False
-    return True
+        addresses |= each.data_ptr()
+    return not addresses & 15
 
 
 class _Products:
@@ -124,12 +126,12 @@ def bind_linear(
     return run
 
 
-def linear_backward_key(dy: Tensor, kept: Tensor, kept_scale: Tensor, weight: Tensor, *constants: Any) -> Key:  # noqa: ARG001
+def linear_backward_key(dy: Tensor, _kept: Tensor, _scale: Tensor, weight: Tensor, *constants: Any) -> Key:
     return dy.get_device(), dy.shape, weight.shape, dy.dtype, weight.dtype, constants
 
 
 def bind_linear_backward(
-    dy: Tensor, kept: Tensor, kept_scale: Tensor, weight: Tensor, text: str, need_x: bool, need_w: bool, reuse: bool  # noqa: ARG001
+    dy: Tensor, _kept: Tensor, _scale: Tensor, weight: Tensor, text: str, need_x: bool, need_w: bool, reuse: bool
 ) -> Bound | None:
     if not (need_x and need_w) or not _fits(dy, (weight, text)):
         return _never
@@ -190,14 +192,14 @@ def bind_norm_linear(
 
 def norm_linear_backward_key(
     dy: Tensor,
-    kept: Tensor,  # noqa: ARG001
-    kept_scale: Tensor,  # noqa: ARG001
+    _kept: Tensor,
+    _scale: Tensor,
     weight: Tensor,
     x: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor | None,
-    rstd: Tensor,  # noqa: ARG001
-    mean: Tensor,  # noqa: ARG001
+    _rstd: Tensor,
+    _mean: Tensor,
     *constants: Any,
 ) -> Key:
     types = (dy.dtype, weight.dtype, x.dtype, norm_weight.dtype)
@@ -206,14 +208,14 @@ def norm_linear_backward_key(
 
 def bind_norm_linear_backward(
     dy: Tensor,
-    kept: Tensor,  # noqa: ARG001
-    kept_scale: Tensor,  # noqa: ARG001
+    _kept: Tensor,
+    _scale: Tensor,
     weight: Tensor,
     x: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor | None,
-    rstd: Tensor,  # noqa: ARG001
-    mean: Tensor,  # noqa: ARG001
+    _rstd: Tensor,
+    _mean: Tensor,
     text: str,
     need_x: bool,
     need_w: bool,

@@ -58,7 +58,7 @@ class Layer:
         gated = call("fp8_gated_mlp_forward", x, norm, None, first, down, *texts, *flags)
         if not wgrad:
             return [*linear, *normed, *gated]
-        dy, (y, *kept) = gated[0], gated
+        dy, kept = gated[0], gated[1:]
         of_gated = call("fp8_gated_mlp_backward", dy, x, norm, None, first, down, *kept, *texts, *flags)
         of_linear = call("fp8_linear_backward", linear[0], *linear[1:], weight, self.plain, True, True, True)
         kept_of_norm = (*normed[1:3], weight, x, norm, None, *normed[3:])
@@ -185,5 +185,6 @@ def test_bound_calls_compute_what_operators_compute(norm: str, fp8: str) -> None
             results.append([layer.step(call) for _ in range(4)])
     for expected, made in zip(*results, strict=True):
         for index, (one, other) in enumerate(zip(expected, made, strict=True)):
-            assert one.dtype == other.dtype and one.shape == other.shape
+            assert one.dtype == other.dtype
+            assert one.shape == other.shape
             assert torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other))), index
