@@ -18,7 +18,6 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
-from torch.utils import _pytree as pytree
 
 
 class _Into(ir.ExternKernelOut):  # type: ignore[misc]
@@ -79,6 +78,6 @@ def call_operator(operator: Any, imports: str, function: str) -> None:
         made = node.create(operator, *given)  # type: ignore[attr-defined]
         for each in made:
             each.skip_size_stride_alignment_checks = True  # each takes the host a microsecond, in every call
-        return pytree.tree_map(lambda each: each.wrap_for_lowering(), made)
+        return [ir.TensorBox.create(each) for each in made]
 
     register_lowering(operator, type_promotion_kind=None)(lower)
