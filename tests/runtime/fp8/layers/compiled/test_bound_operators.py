@@ -104,9 +104,10 @@ class PretendedGpu:
 
             return run, (), kernel
 
-        def product(a: Tensor, b: Tensor, *scales_and_more: Any) -> Tensor:
+        def product(a: Tensor, b: Tensor, *scales_and_more: Any, out: Tensor | None = None) -> Tensor:
             self._record("product", (a.shape[0], b.shape[1], a.shape[1]), (), (*scales_and_more[4:],))
-            return torch.zeros((a.shape[0], b.shape[1]), dtype=scales_and_more[4])
+            made = torch.zeros((a.shape[0], b.shape[1]), dtype=scales_and_more[4])
+            return made if out is None else out.copy_(made)
 
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
