@@ -1,7 +1,8 @@
 """Has torch's compiler (Inductor) call the functions of FP8 layers' operators past torch's dispatcher.
 
 Importing it registers the lowerings of all operators that are defined; loading Inductor takes seconds, so the fakes of
-the operators import it, when Inductor is loaded.
+the operators import it, when Inductor is loaded. Generated code stays in torch's cache on disk: the name `FUNCTIONS`,
+the operators' names and their arguments may only be added to.
 """
 
 from __future__ import annotations
