@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._C._dynamo import guards
 
 from bitplan.kernels.base.numbers import INTERPRETED
 
@@ -110,6 +111,17 @@ def can_overlap() -> bool:
 def dependent_options() -> dict[str, Any]:
     """Options of the second of two such kernels."""
     return {"launch_pdl": True} if can_overlap() else {}
+
+
+# Memory on the current device, as generated code allocates it: torch.empty takes the host three times as long.
+empty_on_gpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = guards._empty_strided_cuda  # type: ignore[attr-defined]
+# As torch.cuda.current_stream(device).cuda_stream. There is one where torch was built for CUDA.
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def index_of(device: torch.device) -> int:
+    """As `Tensor.get_device` gives it."""
+    return -1 if device.index is None else device.index
 
 
 def _three(grid: tuple[int, ...]) -> tuple[int, int, int]:

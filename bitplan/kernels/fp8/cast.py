@@ -85,9 +85,9 @@ def _plan(
     scaling = scaling_of(recipe, is_weight=is_weight)
     padded = _rows_of_cast(shape[0], recipe, is_weight)
     if guessed and scaling == "tensor" and 0 not in shape and (rows or cols):
-        from bitplan.kernels.fp8.guessed_cast import GuessPlan
+        from bitplan.kernels.fp8.guessed_cast import plan_guess
 
-        return GuessPlan(shape, dtype, aligned, fp8, eps, padded, rows, cols, launch).run
+        return plan_guess(shape, dtype, aligned, fp8, eps, padded, rows, cols, launch).run
     from bitplan.kernels.fp8.triton_cast import cast_tiles
 
     def cast(x: Tensor, _: Tensor | None) -> CastPair:

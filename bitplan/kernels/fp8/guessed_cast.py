@@ -33,6 +33,8 @@ Legend: R rows, C columns of the matrix cast, T rows of a tile; "cols" is the la
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +44,14 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from bitplan.formats.fp8 import FP8_DTYPES, CastPair, ScaledFp8
-from bitplan.kernels.base.launch import PreparedLaunch, can_overlap, dependent_options, launch_in_turn
+from bitplan.kernels.base.launch import (
+    PreparedLaunch,
+    can_overlap,
+    dependent_options,
+    empty_on_gpu,
+    index_of,
+    launch_in_turn,
+)
 from bitplan.kernels.base.numbers import float_name, magnitude_bits
 from bitplan.kernels.fp8.fast_tile import amax_of_tile, fits_pairs, load_tile, place_of, store_by_one_scale
 from bitplan.kernels.fp8.general_tile import read_numbers, write_codes
@@ -71,6 +80,8 @@ CHECKING_PROGRAMS = 264  # of the check: enough to cast at nearly full speed, fe
 # 132.3; of 128x64 in 8 warps 76.1, 110.3, 127.6; of 64x64 80.1, 118.7, 138.0.
 GUESS_LAUNCH = CastLaunch(128, 64, 4, vector=4)
 
+# The stream and the addresses of the state and of what is read -> codes, those of the transpose, their scale.
+BoundCast = Callable[..., tuple[Tensor | None, Tensor | None, Tensor]]
 _drifts: dict[torch.device, Tensor] = {}
 
 
@@ -164,6 +175,41 @@ class GuessPlan:
             None if codes is None else ScaledFp8(codes, scale, "tensor"),
             None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
         )
+
+    def bind(self, device: torch.device) -> BoundCast | None:
+        return bind_cast(self.launches, device, self.rows, self.cols, self.dtype)
+
+
+plan_guess = functools.lru_cache(maxsize=4096)(GuessPlan)
+
+
+def bind_cast(
+    launches: tuple[PreparedLaunch, PreparedLaunch],
+    device: torch.device,
+    rows: tuple[int, int] | None,
+    cols: tuple[int, int] | None,
+    dtype: torch.dtype,
+) -> BoundCast | None:
+    """A cast and its check with little work for the host, on the current device; None before their first launch.
+
+    The caller ensures that addresses are multiples of 16.
+    """
+    cast, check = (each.bind(index_of(device)) for each in launches)
+    if cast is None or check is None:
+        return None
+    drift = drift_on(device).data_ptr()
+
+    def run(stream: int, state: int, *sources: int) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        codes = None if rows is None else empty_on_gpu(rows, (rows[1], 1), dtype)
+        codes_t = None if cols is None else empty_on_gpu(cols, (cols[1], 1), dtype)
+        scale = empty_on_gpu((), (), torch.float32)
+        first = 0 if codes is None else codes.data_ptr()
+        second = 0 if codes_t is None else codes_t.data_ptr()
+        cast(stream, *sources, first, second, state, drift)
+        check(stream, *sources, first, second, state, drift, scale.data_ptr())
+        return codes, codes_t, scale
+
+    return run
 
 
 # ---- the state -------------------------------------------------------------------------------------------------------

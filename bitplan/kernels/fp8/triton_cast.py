@@ -109,7 +109,7 @@ def cast_tiles(
     count = pieces.shape[0] if pieces is not None else None
     x = x_RC if x_RC.is_contiguous() else x_RC.contiguous()
     how = (scaling, fp8, float(eps), padded, rows, cols, plain, launch, kind, count)
-    return _plan_cast(x.shape, x.dtype, is_aligned(x), *how).run(x, norm, pieces)
+    return plan_cast(x.shape, x.dtype, is_aligned(x), *how).run(x, norm, pieces)
 
 
 class Room:
@@ -233,4 +233,4 @@ class _CastPlan:
         )
 
 
-_plan_cast = functools.lru_cache(maxsize=4096)(_CastPlan)
+plan_cast = functools.lru_cache(maxsize=4096)(_CastPlan)

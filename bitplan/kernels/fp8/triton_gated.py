@@ -28,7 +28,16 @@ from bitplan.formats.fp8 import FP8_DTYPES, CastPair, ScaledFp8, padded_tokens
 from bitplan.kernels.base.launch import PreparedLaunch, can_overlap, dependent_options, launch_in_turn
 from bitplan.kernels.base.numbers import INTERPRETED
 from bitplan.kernels.fp8.fast_tile import amax_of_tile, load_tile, place_of, store_by_one_scale
-from bitplan.kernels.fp8.guessed_cast import CHECKING_PROGRAMS, LARGEST, USED, drift_on, guess_of, settle
+from bitplan.kernels.fp8.guessed_cast import (
+    CHECKING_PROGRAMS,
+    LARGEST,
+    USED,
+    BoundCast,
+    bind_cast,
+    drift_on,
+    guess_of,
+    settle,
+)
 from bitplan.kernels.fp8.triton_cast import CastLaunch
 from bitplan.kernels.fp8.triton_fp8_rounding import high_float, low_float, pair_of_floats, quick_inverse
 
@@ -67,7 +76,7 @@ def cast_by_guess(
     launch: CastLaunch | None = None,
 ) -> CastPair:
     """silu(gate) * up, or with `dh_RF` the gradient of y, cast by the guess of this state (`guessed_cast`)."""
-    return _plan(y_R2F.shape, dh_RF is not None, fp8, eps, rows, cols, launch).run(y_R2F, dh_RF, state)
+    return plan_gated(y_R2F.shape, dh_RF is not None, fp8, eps, rows, cols, launch).run(y_R2F, dh_RF, state)
 
 
 class _GatedPlan:
@@ -111,8 +120,12 @@ class _GatedPlan:
             None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
         )
 
+    def bind(self, device: torch.device) -> BoundCast | None:
+        """The cast of the address of y and of dh, 0 without one."""
+        return bind_cast(self.launches, device, self.rows, self.cols, self.dtype)
 
-_plan = functools.lru_cache(maxsize=1024)(_GatedPlan)
+
+plan_gated = functools.lru_cache(maxsize=1024)(_GatedPlan)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def row_stats(
     """The statistics of each row, and with `with_amax` the largest normalised magnitudes by strips of rows."""
     types = (("SOURCE", x_RC.dtype), ("WEIGHT", weight_C.dtype))
     flags = (("HAS_BIAS", bias_C is not None), ("AMAX", with_amax))
-    programs, find = _plan(x_RC.shape, kind, types, flags, float(norm_eps))
+    programs, find = plan_norm(x_RC.shape, kind, types, flags, float(norm_eps))
     rows, device = x_RC.shape[0], x_RC.device
     rstd = torch.empty(rows, dtype=torch.float32, device=device)
     mean = torch.empty(rows, dtype=torch.float32, device=device) if kind == "layer" else None
@@ -81,7 +81,7 @@ def norm_gradient(dy_RC: Tensor, x_RC: Tensor, norm: Norm) -> tuple[Tensor, Tens
     """(dx, the weight's gradient, the bias's), the last two in the weight's type."""
     has_bias = norm.bias is not None
     types = (("SOURCE", x_RC.dtype), ("GRAD", dy_RC.dtype), ("WEIGHT", norm.weight.dtype))
-    programs, find = _plan(x_RC.shape, norm.kind, types, (("HAS_BIAS", has_bias),))
+    programs, find = plan_norm(x_RC.shape, norm.kind, types, (("HAS_BIAS", has_bias),))
     dx = torch.empty_like(x_RC)
     shape = (2, programs, x_RC.shape[1]) if has_bias else (programs, x_RC.shape[1])
     sums = torch.empty(*shape, dtype=torch.float32, device=x_RC.device)
@@ -98,12 +98,12 @@ def _sum_of_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
     if not parts:
         return sums.sum(-2).to(dtype)
     total = torch.empty((*first, cols), dtype=dtype, device=sums.device)
-    _sum_plan(parts, cols, first[0] if first else 1, float_name(dtype))(sums, total)
+    plan_sum(parts, cols, first[0] if first else 1, float_name(dtype))(sums, total)
     return total
 
 
 @functools.lru_cache(maxsize=1024)
-def _sum_plan(parts: int, cols: int, matrices: int, out: str) -> PreparedLaunch:
+def plan_sum(parts: int, cols: int, matrices: int, out: str) -> PreparedLaunch:
     constants, options = {"OUT": out, "PARTS": 64, "WIDTH": 32, "OVERLAP": can_overlap()}, dependent_options()
     grid = (triton.cdiv(cols, 32), matrices)
     return PreparedLaunch(_add_parts, grid, (parts, cols), constants, num_warps=8, **options)
@@ -133,7 +133,7 @@ def _add_parts(
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def plan_norm(
     shape: tuple[int, int],
     kind: str,
     types: tuple[tuple[str, torch.dtype], ...],

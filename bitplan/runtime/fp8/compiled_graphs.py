@@ -24,9 +24,12 @@ def in_compiled_graphs(weight: Tensor) -> bool:
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None or not weight.is_cuda or not torch._C._is_key_in_tls("tree_manager_containers"):
         return False  # graphs of another thread do not concern this one
-    manager = trees.get_manager(weight.device.index, create_if_none_exists=False)
+    # As trees.get_manager does, which makes what it does not find, under a lock: this is asked in every call.
+    container = trees.get_obj(trees.local, "tree_manager_containers").get(weight.get_device())
+    if container is None or container.tree_manager is None:
+        return False
     # torch warms up and records on a stream of its own. (Its flag for recording is set only afterwards.)
-    return manager is not None and manager.stream == torch.cuda.current_stream(weight.device)
+    return bool(container.tree_manager.stream == torch.cuda.current_stream(weight.device))
 
 
 def allocate_outside(make: Callable[[], Made]) -> Made:

@@ -186,7 +186,7 @@ def test_which_kernel_casts(kernel, dtype, scaling, shape, device, monkeypatch) 
     prepared, real = [], triton_fp8_cast.PreparedLaunch
     watched = lambda kernel, *a, **k: prepared.append(kernel) or real(kernel, *a, **k)
     monkeypatch.setattr(triton_fp8_cast, "PreparedLaunch", watched)
-    triton_fp8_cast._plan_cast.cache_clear()
+    triton_fp8_cast.plan_cast.cache_clear()
     x = numbers(*shape, dtype).to(device)
     for _ in range(2):  # the second time there is a plan
         cast_tiles(x, scaling, "e4m3", 0.0, shape[0], rows=True, cols=True)

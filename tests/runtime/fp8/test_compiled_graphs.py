@@ -15,9 +15,10 @@ from bitplan.runtime.fp8.compiled_graphs import allocate_outside, in_compiled_gr
 def test_they_are_known_by_their_stream(stream, is_theirs, monkeypatch) -> None:
     from torch._inductor import cudagraph_trees
 
-    weight = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    weight = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), get_device=lambda: 0)
     manager = None if stream is None else SimpleNamespace(stream="theirs")
-    monkeypatch.setattr(cudagraph_trees, "get_manager", lambda *_index, **_how: manager)
+    containers = {0: SimpleNamespace(tree_manager=manager)}
+    monkeypatch.setattr(cudagraph_trees, "get_obj", lambda _local, _name: containers)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
     assert in_compiled_graphs(weight) == is_theirs  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from bitplan.formats.fp8 import FP8_DTYPES, empty_scale, padded_tokens, scaling_of
 from bitplan.formats.fp8_recipes import BF16
+from bitplan.runtime.compiled_code import register_lowerings
 from bitplan.runtime.fp8.layer_settings import Fp8LayerError
 from bitplan.runtime.fp8.layers.products import (
     Fp8Settings,
@@ -126,12 +127,15 @@ class _Fp8Product(torch.autograd.Function):
 # ---- operators for compiled graphs ----------------------------------------------------------------------------------
 
 _LIBRARY = torch.library.Library("bitplan", "FRAGMENT")
+_MOST_BOUND = 4096
+FUNCTIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {}  # of the operators, by name; generated code calls them
 
 
 def define_operator(signature: str, run: Callable[..., tuple[Tensor | None, ...]], fake: Callable[..., Any]) -> Any:
     """An operator `bitplan::...` for every device, whose last argument says whether weight casts are reused.
 
-    torch.library.custom_op also checks each call for aliases, which costs the host as much as a launch.
+    torch.library.custom_op also checks each call for aliases, which costs the host as much as a launch. Generated code
+    calls the function past the dispatcher (`inductor_lowering`).
     """
 
     def in_graph(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -139,11 +143,45 @@ def define_operator(signature: str, run: Callable[..., tuple[Tensor | None, ...]
         made = run(x, *rest[:-1], CASTS[rest[-1]])
         return tuple(x.new_empty(0) if each is None else each for each in made)
 
+    def shapes(*given: Any) -> Any:
+        register_lowerings("bitplan.runtime.fp8.layers.compiled.inductor_lowering")
+        return fake(*given)
+
     name = signature.split("(")[0]
-    _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, in_graph, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"bitplan::{name}", fake, lib=_LIBRARY)
+    FUNCTIONS[name] = with_bound_calls(name, in_graph)
+    _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _LIBRARY.impl(name, FUNCTIONS[name], "CompositeExplicitAutograd")
+    torch.library.register_fake(f"bitplan::{name}", shapes, lib=_LIBRARY)
     return getattr(torch.ops.bitplan, name).default
+
+
+def with_bound_calls(name: str, operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """The function of this operator; on a GPU with calls that are bound for what they depend on."""
+    bound: dict[tuple[Any, ...], Any] = {}
+    key_of: Any = None
+    bind: Any = None
+
+    def run(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        nonlocal key_of, bind
+        if not x.is_cuda:
+            return operator(x, *rest)
+        if bind is None:
+            from bitplan.runtime.fp8.layers.compiled.bound_operators import BINDERS  # it needs Triton
+
+            key_of, bind = BINDERS[name]
+        key = key_of(x, *rest)
+        call = bound.get(key)
+        made: tuple[Tensor, ...] | None = call(x, *rest) if call is not None else None
+        if made is not None:
+            return made
+        made = operator(x, *rest)
+        if call is None and (new := bind(x, *rest)) is not None:
+            if len(bound) >= _MOST_BOUND:
+                bound.clear()
+            bound[key] = new
+        return made
+
+    return run
 
 
 def _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001

@@ -82,7 +82,7 @@ class _Together:
         places = [_place(weight) for weight in present]
         if len(present) < len(self.weights) or (_place(asked), how) not in zip(places, self.hows, strict=True):
             return False
-        current = sum(_is_current(weight, each) for weight, each in zip(present, self.hows, strict=True))
+        current = sum(map(_is_current, present, places, self.hows))
         if 2 * current >= len(present):
             return False
         if self.places != places:  # the first time, or a weight has other memory now
@@ -93,7 +93,7 @@ class _Together:
         for weight, place, each, pair in zip(present, places, self.hows, self.made, strict=True):
             kept = _kept.get(place)
             if kept is None or not kept.held:  # held casts stay at their address
-                _keep(weight, each, pair, captured=False)
+                _keep(weight, each, pair, captured=False, place=place)
         return True
 
     def _record(self, weights: Sequence[Tensor]) -> None:
@@ -161,6 +161,19 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
     if reuse and not capturing:
         _keep(weight, how, pair, captured=False)
     return pair.cols
+
+
+def kept_layouts(
+    weight: Tensor, recipe: str, eps: float, *, is_forward: bool
+) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
+    """What is kept of the weight's present state, (rows, cols), found quickly; not to be called in CUDA graphs."""
+    kept = _kept.get(_place(weight))
+    if kept is None or kept.captured or kept.version != writes_of(weight):
+        return None, None
+    if is_forward and not kept.held and kept.step.is_step_over(weight):
+        return None, None
+    how = (recipe, eps)
+    return kept.rows.get(how), kept.cols.get(how)
 
 
 def _find_to_reuse(weight: Tensor, reuse: bool, *, is_forward: bool = False) -> tuple[_Kept | None, bool]:
@@ -263,8 +276,8 @@ def _refresh_together(weight: Tensor, recipe: str, eps: float) -> bool:
     return together is not None and together.refresh(weight, (recipe, eps))
 
 
-def _is_current(weight: Tensor, how: _How) -> bool:
-    kept = _find(weight, is_forward=True)
+def _is_current(weight: Tensor, place: _Place, how: _How) -> bool:
+    kept = _find(weight, place, is_forward=True)
     return kept is not None and how in kept.rows and how in kept.cols
 
 
@@ -334,12 +347,12 @@ def kept_casts(weight: Tensor) -> CastPair | None:
     return CastPair(next(iter(kept.rows.values()), None), next(iter(kept.cols.values()), None))
 
 
-def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
+def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool, place: _Place | None = None) -> None:
     version = writes_of(weight)
     if version == UNCOUNTED:
         return
     count_optimizer_steps()
-    place = _place(weight)
+    place = place or _place(weight)
     kept = _find(weight, place)
     if kept is None or kept.captured or captured:
         last = _kept.get(place)

@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering, to_dtype
-from torch._inductor.virtualized import V
 
 from bitplan.formats import get_format
 from bitplan.kernels.codec.dispatch import has_decoder
 from bitplan.kernels.matmul.expert_routing import WIDEST_TILE
+from bitplan.runtime.inductor_calls import call_into, call_returned, for_cpp
 from bitplan.runtime.packed.operators.compiled_calls import TENSORS, Key
 from bitplan.runtime.packed.operators.launch_choices import ProductWay, way_at
 
@@ -35,27 +34,8 @@ _GRADIENT = torch.ops.bitplan.packed_input_gradient.default
 _aten = torch.ops.aten
 
 
-class _Into(ir.ExternKernelOut):  # type: ignore[misc]
-    """A call that writes into `out`."""
-
-    def codegen(self, wrapper: Any) -> None:
-        wrapper.add_import_once(_IMPORT)
-        super().codegen(wrapper)
-
-
-class _Returned(ir.ExternKernelAlloc):  # type: ignore[misc]
-    """A call that returns its result."""
-
-    def codegen(self, wrapper: Any) -> None:
-        wrapper.add_import_once(_IMPORT)
-        super().codegen(wrapper)
-
-
-def _node(kind: Any, key: Key, inputs: Sequence[Any], size: Sequence[Any], dtype: torch.dtype) -> Any:
-    """A box around the result of a call, a matrix."""
-    ready = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(each)) for each in inputs]
-    layout = ir.FixedLayout(ready[0].get_device(), dtype, list(size), [size[1], 1])
-    return ir.TensorBox.create(kind(layout, ready, python_kernel_name=f"bitplan_calls[{key!r}]"))
+def _function(key: Key) -> str:
+    return f"bitplan_calls[{key!r}]"
 
 
 def _present(names: Sequence[str], tensors: Sequence[Any]) -> tuple[str, list[Any]]:
@@ -65,7 +45,7 @@ def _present(names: Sequence[str], tensors: Sequence[Any]) -> tuple[str, list[An
 
 
 def _lower_linear(x: Any, bias: Any, *weight: Any) -> Any:
-    if V.graph.cpp_wrapper or V.graph.fx_wrapper:
+    if for_cpp():
         return fallback_handler(_LINEAR, add_to_fallback_set=False)(x, bias, *weight)
     data, scales, base, arranged, factor, counters, expanded, name, outputs, ways, _, _ = weight
     (rows, inputs), dtype = x.get_size(), x.get_dtype()
@@ -75,7 +55,8 @@ def _lower_linear(x: Any, bias: Any, *weight: Any) -> Any:
             given, more = _present(("bias", "base"), (bias, base))
             types = (str(arranged.get_dtype()), len(factor.get_size()), None if bias is None else str(bias.get_dtype()))
             key = ("fused", name, outputs, int(inputs), int(rows), types, given, ways)
-            return _node(_Into, key, [x, data, scales, arranged, factor, counters, *more], [rows, outputs], dtype)
+            read = [x, data, scales, arranged, factor, counters, *more]
+            return call_into(_IMPORT, _function(key), read, [rows, outputs], dtype)
     elif way is not None and _is_on_gpu(x):
         numbers = _numbers(way, data, scales, base, expanded, name, (outputs, inputs), dtype)
         if numbers is not None:
@@ -84,11 +65,12 @@ def _lower_linear(x: Any, bias: Any, *weight: Any) -> Any:
                 return lowerings[_aten.mm.default](x, across)
             return lowerings[_aten.addmm.default](to_dtype(bias, dtype), x, across)
     given, present = _present(TENSORS, (bias, *weight[:7]))
-    return _node(_Returned, ("linear", given, *weight[7:]), [x, *present], [rows, outputs], dtype)
+    function = _function(("linear", given, *weight[7:]))
+    return call_returned(_IMPORT, function, [x, *present], [rows, outputs], dtype)
 
 
 def _lower_gradient(grad: Any, *weight: Any) -> Any:
-    if V.graph.cpp_wrapper or V.graph.fx_wrapper:
+    if for_cpp():
         return fallback_handler(_GRADIENT, add_to_fallback_set=False)(grad, *weight)
     data, scales, base, _, _, _, expanded, name, inputs, ways, _, _ = weight
     (rows, outputs), dtype = grad.get_size(), grad.get_dtype()
@@ -98,7 +80,8 @@ def _lower_gradient(grad: Any, *weight: Any) -> Any:
         if numbers is not None:
             return lowerings[_aten.mm.default](grad, numbers)
     given, present = _present(TENSORS[1:], weight[:7])
-    return _node(_Returned, ("input_gradient", given, *weight[7:]), [grad, *present], [rows, inputs], dtype)
+    function = _function(("input_gradient", given, *weight[7:]))
+    return call_returned(_IMPORT, function, [grad, *present], [rows, inputs], dtype)
 
 
 def _fixed_way(x: Any, ways: str) -> ProductWay | None:
@@ -136,7 +119,7 @@ def _numbers(
         return None
     given, more = _present(("base",), (base,))
     key = ("decode", name, int(shape[0]), int(shape[1]), str(dtype).removeprefix("torch."), given)
-    return _node(_Into, key, [data, scales, *more], shape, dtype)
+    return call_into(_IMPORT, _function(key), [data, scales, *more], shape, dtype)
 
 
 register_lowering(_LINEAR, type_promotion_kind=None)(_lower_linear)

@@ -15,8 +15,6 @@ exist. It expands the weight again, or reads `expanded`, and refuses a weight th
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -34,6 +32,7 @@ from bitplan.kernels.matmul.decode_row_slices import (
     linear_over_pieces,
 )
 from bitplan.kernels.matmul.fused import Bound, Prepared, fused_for
+from bitplan.runtime.compiled_code import register_lowerings
 from bitplan.runtime.packed.operators.launch_choices import ProductWay, way_at
 from bitplan.runtime.packed.product_strategy import LayerError, compute_dtype, is_capturing
 from bitplan.runtime.packed.tile_cache import TileCache
@@ -46,6 +45,7 @@ _WEIGHT = (
 )
 CHANGED = "a packed weight was written between forward and backward; run backward first, or the forward again"
 _GONE = "strategy 'tile_cache': the layer that this product belongs to is gone; run it again"
+_LOWERINGS = "bitplan.runtime.packed.operators.inductor_lowering"
 _MOST_BOUND = 16384
 _bound: dict[tuple[Any, ...], Bound] = {}
 _weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
@@ -172,19 +172,13 @@ def _matrix(arguments: tuple[Any, ...], *, width: str, other: int) -> tuple[Matr
 
 
 def _fake_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:  # noqa: ARG001
-    _tell_inductor()
+    register_lowerings(_LOWERINGS)
     return x.new_empty((x.shape[0], weight[8]))
 
 
 def _fake_gradient(grad: Tensor, *weight: Any) -> Tensor:
-    _tell_inductor()
+    register_lowerings(_LOWERINGS)
     return grad.new_empty((grad.shape[0], weight[8]))
-
-
-def _tell_inductor() -> None:
-    """Register direct calls with torch's compiler, if it is loaded: it runs fakes before it generates code."""
-    if "torch._inductor.compile_fx" in sys.modules:
-        importlib.import_module("bitplan.runtime.packed.operators.inductor_lowering")
 
 
 def _save(ctx: Any, weight: tuple[Any, ...], width: int) -> None:

@@ -1,0 +1,1 @@
+"""What code that torch.compile generated calls for FP8 layers."""

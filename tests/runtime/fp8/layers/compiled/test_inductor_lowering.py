@@ -1,0 +1,86 @@
+"""Code that torch.compile generates calls FP8 operators' functions directly, and computes what eager mode does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe
+from bitplan.runtime.fp8.layers import gated_mlp, linear_function
+from bitplan.runtime.fp8.layers.linear import Fp8Linear
+from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
+
+RECIPES = ["tensorwise", pytest.param("blockwise", marks=pytest.mark.long)]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No graph and no generated code of earlier tests."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    torch._dynamo.reset()
+    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+class Layers(nn.Module):
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made: Any = {"recipe": Fp8Recipe(recipe), "bias": False, "dtype": torch.bfloat16}
+        self.first, self.second = Fp8NormLinear(128, 256, **made), Fp8Linear(256, 128, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        return y
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))]
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_generated_code_calls_the_functions(recipe: str) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    model = Layers(recipe)
+    x = torch.randn(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
+    compiled = copy.deepcopy(model)
+    compiled.compile(fullgraph=True)
+    made, code = run_and_get_code(gradients, compiled, x)
+    text = "\n".join(code)
+    for name in ("linear_forward", "linear_backward", "norm_linear_forward", "norm_linear_backward"):
+        assert f"fp8_functions['fp8_{name}'](" in text
+    assert "torch.ops.bitplan" not in "\n".join(line for line in text.splitlines() if not line.strip().startswith("#"))
+    for one, other in zip(gradients(model, x), made, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_every_operator_has_a_function_and_is_bound() -> None:
+    pytest.importorskip("triton")
+    from bitplan.runtime.fp8.layers.compiled.bound_operators import BINDERS
+
+    assert set(linear_function.FUNCTIONS) == set(BINDERS)
+
+
+def test_operators_keep_torchs_rules() -> None:
+    layers = Layers("tensorwise")
+    settings = layers.first._text, layers.second._text
+    x, norm = torch.randn(32, 64).bfloat16(), torch.ones(64, dtype=torch.bfloat16)
+    first, down = torch.randn(128, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    given = (x, norm, None, first, down, *settings, True, True, True, True)
+    checks: Any = {"test_utils": ("test_autograd_registration", "test_faketensor")}  # others multiply FP8 numbers
+    torch.library.opcheck(gated_mlp.forward_op, given, **checks)
+    _, *kept = gated_mlp.forward_op(*given)
+    torch.library.opcheck(gated_mlp.backward_op, (x, x, norm, None, first, down, *kept, *given[5:]), **checks)
+    torch.library.opcheck(linear_function.forward_op, (x, down, None, settings[1], True, True, True), **checks)
