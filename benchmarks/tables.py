@@ -101,17 +101,12 @@ def fused_table() -> str:
 
 def decode_table() -> str:
     """Whole llamas of 8B's shape, token by token, compiled and as a CUDA graph."""
-    return _decode("decode_nvidia_h200", "8b", "llama, 8B's shape, 16 layers", ("graph", "overlapped"))
+    return _decode("decode_8b_nvidia_h200", "8b", "llama, 8B's shape, 16 layers", ("graph", "overlapped", "prefill"))
 
 
 def decode_small_table() -> str:
     """The same for 1B's shape."""
     return _decode("decode_nvidia_h200", "1b", "llama, 1B's shape, 16 layers", ("graph", "overlapped"))
-
-
-def decode_compiled_table() -> str:
-    """Prefills without a graph, and 64 sequences, by a later run in which compiled code calls products directly."""
-    return _decode("decode_compiled_nvidia_h200", "8b", "8B's shape, later run", ("graph", "prefill"))
 
 
 def _decode(name: str, size: str, heading: str, modes: tuple[str, ...]) -> str:
@@ -144,8 +139,7 @@ def launched_table() -> str:
         "compiled in turns": "compiled layers, no graph",
         "generate": "transformers' `generate`",
     }
-    results = (_read("decode_nvidia_h200"), _read("decode_compiled_nvidia_h200"))
-    rows = [row for result in results for row in result["rows"] if row["mode"] in labels]
+    rows = [row for row in _read("decode_8b_nvidia_h200")["rows"] if row["mode"] in labels]
     times = {(row["mode"], row["format"]): f"{row['ms']:.1f}" for row in rows}
     formats = list(dict.fromkeys(row["format"] for row in rows))
     lines = [f"| ms a token | {' | '.join(formats)} |", "|---" * (len(formats) + 1) + "|"]
@@ -189,6 +183,25 @@ def streaming_table() -> str:
         cells += [f"{bound} {row['bound_ms']:.0f}", f"{row['times_bound'] - 1:+.1%}", f"{row['h2d_gb_per_s']:.1f} GB/s"]
         slower = ["" if other is None else f"{other / row['median_ms']:.2f}x" for other in others]
         lines.append("| " + " | ".join([*cells, f"{row['stall_share']:.0%}", *slower]) + " |")
+    return "\n".join(lines)
+
+
+def streaming_auto_table() -> str:
+    """The same with the slots of `slots="auto"`, beside three."""
+    document = _read("streaming_auto_nvidia_h200")["rows"]
+    rows = {(row["tokens"], row["variant"], row.get("slots")): row for row in document}
+    lines = [
+        "| tokens a step | blocks cross as | all on the GPU, ms | three slots, ms | over its bound "
+        '| `slots="auto"`, ms | over its bound |',
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (tokens, variant, slots), row in rows.items():
+        if slots == "auto":
+            three, resident = rows[tokens, variant, 3], rows[tokens, "resident", None]
+            cells = [f"{tokens:,}", STREAMED[variant], f"{resident['median_ms']:.0f}"]
+            for each in (three, row):
+                cells += [f"{each['median_ms']:.0f}", f"{each['times_bound'] - 1:+.1%}"]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -276,7 +289,7 @@ def fp8_layers_table() -> str:
 def fp8_full_table() -> str:
     """Two llama layers, all FP8, by the kernels as they are now."""
     lines = ["| layers, now | run | tokens | BF16, ms | all FP8 | torchao tensorwise |", "|---|---|---|---|---|---|"]
-    rows = _read("fp8_full_nvidia_h200")["rows"]
+    rows = [*_read("fp8_full_nvidia_h200")["rows"], *_read("fp8_launched_nvidia_h200")["rows"]]
     for row in sorted(rows, key=lambda row: (row["size"], row["timing"], row["tokens"])):
         cells = [*_layer_cells(row), f"{row['arms']['bf16']['median_ms']:.2f}"]
         cells += [_times(row["arms"].get(name)) for name in ("full", "torchao tensorwise")]
@@ -701,8 +714,8 @@ PLACES = {  # page: its tables
     "README.md": (short_searched_table, demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),
     "docs/manifest.md": (fused_table, auto_table),
-    "docs/packed.md": (decode_table, decode_small_table, decode_compiled_table, launched_table),
-    "docs/streaming.md": (streaming_table,),
+    "docs/packed.md": (decode_table, decode_small_table, launched_table),
+    "docs/streaming.md": (streaming_table, streaming_auto_table),
     "docs/selective-precision.md": (selective_table, four_bits_table, six_and_five_bits_table),
     "docs/adaptive-fp8.md": (
         fp8_linear_table,
