@@ -70,10 +70,11 @@ def test_a_search_that_is_interrupted_says_what_is_there_and_how_it_goes_on(tmp_
             raise KeyboardInterrupt
         real(*given)
 
-    def rounded(weight, fmt, **_options):
-        if weight.shape[0] == weight.shape[1]:
+    def predicted(rounded, _experts, weights, _fmt):
+        rows, columns = rounded.subject.sites[weights[0]].shape
+        if rows == columns:
             raise KeyboardInterrupt
-        return encode(weight, fmt)
+        return 0.1
 
     def interrupted(*more):
         words = ["search", "llama", "--text", "text.txt", "--context", "16", "--bits", "6", "--formats", FORMATS]
@@ -82,7 +83,7 @@ def test_a_search_that_is_interrupted_says_what_is_there_and_how_it_goes_on(tmp_
 
     monkeypatch.setattr(collect, "add_windows", add_windows)
     monkeypatch.setattr(passes, "AT_ONCE", 32)
-    monkeypatch.setattr(damage, "round_weight", rounded)
+    monkeypatch.setattr(collect, "_predicted", predicted)
     assert "interrupted; nothing was measured yet" in interrupted()
     assert "the statistics of 2 windows: the same command without --force goes on" in interrupted("--force")
     assert "what formats cost 3 groups: the same command goes on" in interrupted()
