@@ -61,6 +61,7 @@ class BlockCalls:
 
     def unwrap(self) -> None:
         for block, own_forward in self._wrapped:
+            block.put_back()
             for name in (STREAMED, "_apply", "forward"):
                 block.module.__dict__.pop(name, None)
             if own_forward is not None:

@@ -196,14 +196,22 @@ class BlockUpkeep:
             self._training.settle(self._by_name)
 
     def hook_state_dicts(self) -> list[RemovableHandle]:
-        """With train="weights": the model's state_dict holds trained weights, and load_state_dict waits for updates."""
-        if self._training is None:
-            return []
-        training, hooks = self._training, []
+        """With train="weights": the model's state_dict holds trained weights, and load_state_dict waits for updates.
+        Both find Parameters in all modules, after Ctrl-C too.
+        """
+        hooks = []
         for block in self._blocks:
-            hooks.append(block.module.register_state_dict_pre_hook(lambda *_: self.settle()))
-            hooks.append(block.module.register_load_state_dict_pre_hook(lambda *_: training.settle(self._by_name)))
+            for register, settle in (
+                (block.module.register_state_dict_pre_hook, self.settle),
+                (block.module.register_load_state_dict_pre_hook, self._settle_updates),
+            ):
+                hooks.append(register(lambda *_, block=block: block.put_back()))
+                hooks.append(register(lambda *_, settle=settle: settle()))
         return hooks
+
+    def _settle_updates(self) -> None:
+        if self._training is not None:
+            self._training.settle(self._by_name)
 
     def refuse_changes_within(self, step: int) -> None:
         """Refuse weights that changed within a step: its gradients are those of the weights it began with."""

@@ -320,7 +320,7 @@ class WeightLoader:
         return self.ring.addresses
 
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
-        owner = self.ring.owner(storage)
+        owner = None if self._ring is None else self._ring.owner(storage)  # Ctrl-C may leave hooks of a closed stream
         if owner is not None and owner[0] < 0:
             return None if self._decoded is None else (self._decoded, True)
         return owner
