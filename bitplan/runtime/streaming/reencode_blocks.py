@@ -10,7 +10,9 @@ for updates first, code that edits weights calls `synchronize` before, and an ed
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -201,15 +203,16 @@ class BlockUpkeep:
         """
         hooks = []
         for block in self._blocks:
-            for register, settle in (
-                (block.module.register_state_dict_pre_hook, self.settle),
-                (block.module.register_load_state_dict_pre_hook, self._settle_updates),
-            ):
-                hooks.append(register(lambda *_, block=block: block.put_back()))
-                hooks.append(register(lambda *_, settle=settle: settle()))
+            hooks.append(block.module.register_state_dict_pre_hook(functools.partial(self._before_saving, block)))
+            hooks.append(block.module.register_load_state_dict_pre_hook(functools.partial(self._before_loading, block)))
         return hooks
 
-    def _settle_updates(self) -> None:
+    def _before_saving(self, block: StreamedBlock, *_: Any) -> None:
+        block.put_back()
+        self.settle()
+
+    def _before_loading(self, block: StreamedBlock, *_: Any) -> None:
+        block.put_back()
         if self._training is not None:
             self._training.settle(self._by_name)
 

@@ -37,7 +37,7 @@ class StreamedParameter:
         return ParameterSpec(tuple(self.parameter.shape), self.parameter.dtype)
 
     def put_back(self) -> None:
-        """Give its modules the Parameter again where a call, broken off by Ctrl-C, left the tensor that was streamed."""
+        """Give its modules the Parameter again where a call, broken off by Ctrl-C, left the streamed tensor."""
         for module, local in self.places:
             held = module._parameters.get(local)
             if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):

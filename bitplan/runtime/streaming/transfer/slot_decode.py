@@ -5,7 +5,7 @@ is more than the GPU needs to compute the block. But the addresses repeat: there
 distinct layouts. So for each pair of slot and layout the tensors are kept, and on CUDA the launches are recorded in a
 graph, which one call replays. The first decoding of a layout, in whatever slot, compiles kernels and is not recorded.
 
-No buffer requires gradients, so nothing here needs torch.no_grad(), which Ctrl-C could leave on for the rest of the run.
+No buffer requires gradients, so nothing needs torch.no_grad(), which Ctrl-C could leave on for the rest of the run.
 """
 
 from __future__ import annotations
