@@ -167,7 +167,7 @@ def test_a_thread_that_ends_at_every_line(thread):
     trial.check(range(trial.lines))
 
 
-@pytest.mark.parametrize("then", ["begin_step", "state_dict", "load_state_dict", "close"])
+@pytest.mark.parametrize("then", ["begin_step", "edit", "state_dict", "load_state_dict", "close"])
 @pytest.mark.parametrize("train", ["weights", "nothing"])
 def test_an_interrupt_while_parameters_are_put_back_leaves_no_streamed_tensor(monkeypatch, train, then):
     model = make_model()
@@ -192,6 +192,12 @@ def test_an_interrupt_while_parameters_are_put_back_leaves_no_streamed_tensor(mo
             with pytest.raises(KeyboardInterrupt):
                 model(batch(0))
         if then == "begin_step":
+            stream.begin_step(2)
+        elif then == "edit":
+            stream.synchronize()
+            with torch.no_grad():
+                model.layers[0].down.weight.mul_(2)
+            expected["layers.0.down.weight"] = 2 * expected["layers.0.down.weight"]
             stream.begin_step(2)
         elif then == "state_dict":
             assert same(model.state_dict(), expected)
