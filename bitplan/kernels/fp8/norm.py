@@ -60,8 +60,9 @@ def norm_and_cast(
     impl: str = "auto",
 ) -> Normed:
     """Normalise, and cast by the recipe of each layout; None for a layout that is not wanted."""
+    x_RC = x_RC.contiguous()  # and so is the normalised matrix, as operators promise torch's compiler
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
-        return _by_triton(x_RC.contiguous(), norm, rows_by, cols_by, fp8, eps, plain)
+        return _by_triton(x_RC, norm, rows_by, cols_by, fp8, eps, plain)
     mean, rstd = reference_stats(x_RC, norm)
     normed = apply_norm(x_RC, norm, mean, rstd)
     rows = cast_layouts(normed, rows_by, fp8, eps, cols=False, impl="reference").rows if rows_by else None

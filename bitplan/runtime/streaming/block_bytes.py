@@ -132,10 +132,9 @@ class BlockBytes:
 def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
     """The Parameter that all places of `one` hold."""
     parameters: dict[int, nn.Parameter] = {}
+    one.put_back()
     for module, local in one.places:
         held = module._parameters.get(local)
-        if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
-            held = module._parameters[local] = one.parameter  # an interrupted call did not put it back
         if held is None:
             raise StreamError(f"{full_name} is gone from its module; close the stream and stream again")
         parameters[id(held)] = held
@@ -156,7 +155,9 @@ def _look_at(one: StreamedParameter) -> tuple[Any, ...]:
     parameter = one.parameter
     for module, local in one.places:
         if module._parameters.get(local) is not parameter:
-            return REPLACED
+            one.put_back()
+            if module._parameters.get(local) is not parameter:
+                return REPLACED
     return id(parameter), *state_of(parameter), parameter.requires_grad
 
 

@@ -61,6 +61,7 @@ class BlockCalls:
 
     def unwrap(self) -> None:
         for block, own_forward in self._wrapped:
+            block.put_back()
             for name in (STREAMED, "_apply", "forward"):
                 block.module.__dict__.pop(name, None)
             if own_forward is not None:
@@ -104,7 +105,11 @@ class BlockCalls:
             with save_weights_by_place(self._loader) if grad else nullcontext():
                 output = forward(*args, **kwargs)
         finally:
-            _put_into_modules(block, None)
+            try:
+                _put_into_modules(block, None)
+            except BaseException:  # Ctrl-C
+                block.put_back()
+                raise
         if self._finite is not None and not _in_backward():
             self._finite.look_at(index, output)
         return output

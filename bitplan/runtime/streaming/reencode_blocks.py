@@ -10,7 +10,9 @@ for updates first, code that edits weights calls `synchronize` before, and an ed
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -196,14 +198,23 @@ class BlockUpkeep:
             self._training.settle(self._by_name)
 
     def hook_state_dicts(self) -> list[RemovableHandle]:
-        """With train="weights": the model's state_dict holds trained weights, and load_state_dict waits for updates."""
-        if self._training is None:
-            return []
-        training, hooks = self._training, []
+        """With train="weights": the model's state_dict holds trained weights, and load_state_dict waits for updates.
+        Both find Parameters in all modules, after Ctrl-C too.
+        """
+        hooks = []
         for block in self._blocks:
-            hooks.append(block.module.register_state_dict_pre_hook(lambda *_: self.settle()))
-            hooks.append(block.module.register_load_state_dict_pre_hook(lambda *_: training.settle(self._by_name)))
+            hooks.append(block.module.register_state_dict_pre_hook(functools.partial(self._before_saving, block)))
+            hooks.append(block.module.register_load_state_dict_pre_hook(functools.partial(self._before_loading, block)))
         return hooks
+
+    def _before_saving(self, block: StreamedBlock, *_: Any) -> None:
+        block.put_back()
+        self.settle()
+
+    def _before_loading(self, block: StreamedBlock, *_: Any) -> None:
+        block.put_back()
+        if self._training is not None:
+            self._training.settle(self._by_name)
 
     def refuse_changes_within(self, step: int) -> None:
         """Refuse weights that changed within a step: its gradients are those of the weights it began with."""

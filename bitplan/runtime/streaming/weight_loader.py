@@ -107,7 +107,7 @@ class WeightLoader:
         self.free()
         count, resident = self._share(layouts, slots, size, scratch, budget)
         own = {block: layouts[block].nbytes for block in resident}
-        spare = 0 if count else self._spare(budget)[0] - scratch - sum(own.values())
+        spare = 0 if count else self._spare(budget)[0] - scratch - size * len(own)  # see `_resize_residents`
         decoded = share_decoded({block: layouts[block].scratch_nbytes for block in sorted(own)}, spare)
         self._ring = SlotRing(self.device, count, size, own, scratch, decoded)
         self._walk = self._first_walk(resident)
@@ -320,7 +320,7 @@ class WeightLoader:
         return self.ring.addresses
 
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
-        owner = self.ring.owner(storage)
+        owner = None if self._ring is None else self._ring.owner(storage)  # Ctrl-C may leave hooks of a closed stream
         if owner is not None and owner[0] < 0:
             return None if self._decoded is None else (self._decoded, True)
         return owner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -45,6 +46,28 @@ def test_the_option_equals_torch_to_the_bit(checkpointing, max_norm):
         assert stream.training.gradient_norm == norms[-1]
         assert_equal(masters_of(stream), {name: one for name, one in expected.items() if name.startswith("layers.")})
     assert_equal(dict(model.named_parameters()), expected)
+
+
+@pytest.mark.parametrize("share", [1.0, 1 + 5e-7, 2.0])
+@pytest.mark.parametrize("size", [1.0, 1e-7])
+def test_norms_up_to_the_limit_are_scaled_as_torch_scales_them(share, size):
+    """It adds 1e-6 to the norm, so norms that are a little smaller than the limit are scaled as well."""
+    model = make_stack(adapters=False, count=3)
+    resident = copy.deepcopy(model)
+    (resident(batch(0)).square().mean() * size).backward()
+    inside = list(resident.layers.parameters())
+    max_norm = share * float(clip_grad_norm_(inside, 1e6))
+    clip_grad_norm_(inside, max_norm)
+    settings = dataclasses.replace(SETTINGS, eps=1.0)  # or the first step is the same for gradients of all sizes
+    how = {"lr": settings.lr, "betas": settings.betas, "eps": 1.0, "weight_decay": settings.weight_decay}
+    torch.optim.AdamW(inside, fused=True, **how).step()
+    with streaming(model, train="weights", optimizer=settings, clip_grad_norm=max_norm) as stream:
+        stream.begin_step(0)
+        (model(batch(0)).square().mean() * size).backward()
+        stream.end_step()
+        stream.synchronize()
+        expected = {f"layers.{name}": one.detach() for name, one in resident.layers.named_parameters()}
+        assert_equal(masters_of(stream), expected)
 
 
 @pytest.mark.parametrize("numbers", [1, 2**40], ids=["one pass", "torch"])

@@ -6,18 +6,20 @@ the lines, those marked `long` take all of them.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
 import pytest
 import torch
 
+from bitplan.runtime.streaming import block_calls
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
 from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.runtime.streaming.interrupts import Interrupter
-from tests.runtime.streaming.stream_samples import Stack, batch
+from tests.runtime.streaming.stream_samples import WIDTH, Stack, batch
 
 SOME = 4  # lines of each quick test
 TIMEOUT_S = 60.0
@@ -163,3 +165,65 @@ def test_an_interrupt_at_every_line(scene):
 def test_a_thread_that_ends_at_every_line(thread):
     trial = Trial("pageable", thread)
     trial.check(range(trial.lines))
+
+
+@pytest.mark.parametrize("then", ["begin_step", "edit", "state_dict", "load_state_dict", "close"])
+@pytest.mark.parametrize("train", ["weights", "nothing"])
+def test_an_interrupt_while_parameters_are_put_back_leaves_no_streamed_tensor(monkeypatch, train, then):
+    model = make_model()
+    expected = {name: one.clone() for name, one in model.state_dict().items()}
+    put = block_calls._put_into_modules
+
+    def interrupted(block, weights) -> None:
+        if weights is None:
+            raise KeyboardInterrupt
+        put(block, weights)
+
+    stream = stream_blocks(model, "layers.*", device="cpu", slots=2, formats="int8_row", train=train)
+    with stream:
+        if train == "weights":  # an update that nobody has waited for
+            run_step(model, stream, 0, None)
+            stream.synchronize()
+            expected = {name: one.clone() for name, one in model.state_dict().items()}
+            stream.training.is_settled = False
+        stream.begin_step(1)
+        with monkeypatch.context() as patch, torch.set_grad_enabled(train == "weights"):
+            patch.setattr(block_calls, "_put_into_modules", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(batch(0))
+        if then == "begin_step":
+            stream.begin_step(2)
+        elif then == "edit":
+            stream.synchronize()
+            with torch.no_grad():
+                model.layers[0].down.weight.mul_(2)
+            expected["layers.0.down.weight"] = 2 * expected["layers.0.down.weight"]
+            stream.begin_step(2)
+        elif then == "state_dict":
+            assert same(model.state_dict(), expected)
+        elif then == "load_state_dict":
+            expected = {name: 2 * one for name, one in expected.items()}
+            model.load_state_dict(expected)
+    assert {type(one) for one in model.parameters()} == {torch.nn.Parameter}
+    assert same(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize("formats", [None, "int8_row"])
+def test_an_interrupt_in_a_block_leaves_gradients_on_and_harms_no_other_stream(formats):
+    model, hooks = make_model(), torch._C._autograd
+    try:
+        with stream_blocks(model, "layers.*", device="cpu", slots=2, formats=formats, train="weights") as stream:
+            counter = Interrupter(None)
+            stream.begin_step(0)
+            with counter.on():
+                model.layers[0](torch.ones(2, WIDTH))
+            for at in range(counter.lines):
+                stream.begin_step(0)
+                interrupter = Interrupter(at)
+                with contextlib.suppress(KeyboardInterrupt), interrupter.on():
+                    model.layers[0](torch.ones(2, WIDTH))
+                assert torch.is_grad_enabled(), interrupter.where
+        torch.nn.Linear(4, 4)(torch.ones(1, 4)).tanh().sum().backward()
+    finally:
+        while hooks._top_saved_tensors_default_hooks(True) is not None:  # left by interrupts at the end of a `with`
+            hooks._pop_saved_tensors_default_hooks()

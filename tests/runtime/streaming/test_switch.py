@@ -161,6 +161,21 @@ def test_decoded_memory_that_another_format_outgrows_is_given_back():
     assert device.allocated_bytes == 0
 
 
+def test_blocks_that_grow_beside_decoded_ones_stay_within_the_limit():
+    model = make_stack(adapters=True)
+    with streaming(copy.deepcopy(model), slots=6) as stream:
+        limit = int(stream.stats.slot_bytes * (COUNT + 3.5))
+    formats = {f"layers.{index}": "mxfp4" for index in range(1, COUNT)}
+    with streaming(model, formats=formats, slots="auto", vram_bytes=limit) as stream:
+        assert stream.stats.resident_blocks == COUNT
+        assert stream.stats.decoded_blocks > 0
+        run_step(model, stream, 0)
+        stream.set_formats("float32")
+        run_step(model, stream, 1)
+        assert stream.stats.resident_blocks == COUNT
+        assert stream.stats.vram_bytes <= limit
+
+
 def test_a_resident_block_that_finds_no_memory_leaves_everything_as_it_was():
     model = make_stack(adapters=True)
     formats = dict.fromkeys((f"layers.{index}" for index in range(1, COUNT)), "int8_row") | {"layers.0": "bfloat16"}

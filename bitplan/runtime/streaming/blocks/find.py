@@ -36,6 +36,13 @@ class StreamedParameter:
     def spec(self) -> ParameterSpec:
         return ParameterSpec(tuple(self.parameter.shape), self.parameter.dtype)
 
+    def put_back(self) -> None:
+        """Give its modules the Parameter again where a call, broken off by Ctrl-C, left the streamed tensor."""
+        for module, local in self.places:
+            held = module._parameters.get(local)
+            if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
+                module._parameters[local] = self.parameter
+
 
 @dataclass(frozen=True, eq=False)
 class StreamedBlock:
@@ -48,6 +55,10 @@ class StreamedBlock:
     @property
     def specs(self) -> dict[str, ParameterSpec]:
         return {name: parameter.spec for name, parameter in self.parameters.items()}
+
+    def put_back(self) -> None:
+        for one in self.parameters.values():
+            one.put_back()
 
 
 def find_blocks(model: nn.Module, pattern: str, train: Train) -> list[StreamedBlock]:

@@ -37,8 +37,9 @@ def clip_step(gradients: StepGradients, keys: Sequence[Key], max_norm: float, al
         raise BlockNonFiniteError(
             f"step {gradients.step}: the norm of all gradients is {norm}; the masters are as before it"
         )
-    if norm > max_norm:
-        gradients.factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))  # below 1 for norms just under max_norm, too
+    if factor < 1.0:
+        gradients.factor = factor
         clip_grads_with_norm_(cast(list[Tensor], [_Graded(one) for one in others]), max_norm, total)
     return norm
 

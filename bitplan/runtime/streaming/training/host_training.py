@@ -355,12 +355,11 @@ class HostTraining:
 
     def write_back(self, blocks: Mapping[str, StreamedBlock]) -> None:
         """Copy the masters into the model's own Parameters."""
-        with torch.no_grad():
-            for block, masters in self._masters.items():
-                for name, master in masters.items():
-                    parameter = blocks[block].parameters[name].parameter
-                    if parameter.data_ptr() != master.data_ptr():
-                        parameter.data.copy_(master)
+        for block, masters in self._masters.items():
+            for name, master in masters.items():
+                parameter = blocks[block].parameters[name].parameter
+                if parameter.data_ptr() != master.data_ptr():
+                    parameter.data.copy_(master.detach())
 
     def take(self, block: str, name: str, parameter: Tensor) -> None:
         """Copy the model's Parameter into its master where they differ; AdamW's moments stay."""

@@ -40,9 +40,8 @@ class FiniteCheck:
 
     def look_at(self, block: int, output: Any) -> None:
         """Note whether a block's output is finite; queues two small kernels."""
-        with torch.no_grad():
-            for tensor in _float_tensors(output):
-                self._by_block[block].add_(tensor.sum(dtype=torch.float32), alpha=0)  # infinity times 0 is NaN
+        for tensor in _float_tensors(output):  # detached: Ctrl-C could leave torch.no_grad() on for the rest of the run
+            self._by_block[block].add_(tensor.detach().sum(dtype=torch.float32), alpha=0)  # infinity times 0 is NaN
 
     def send(self, step: int) -> SentFlags:
         """Send the step's flags to the host."""

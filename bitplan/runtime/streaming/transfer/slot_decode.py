@@ -4,6 +4,8 @@ A block of seven matrices takes seven decoders, and each launch costs the host 5
 is more than the GPU needs to compute the block. But the addresses repeat: there are a few slots, one scratch, and few
 distinct layouts. So for each pair of slot and layout the tensors are kept, and on CUDA the launches are recorded in a
 graph, which one call replays. The first decoding of a layout, in whatever slot, compiles kernels and is not recorded.
+
+No buffer requires gradients, so nothing needs torch.no_grad(), which Ctrl-C could leave on for the rest of the run.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class SlotDecoder:
         weights = self._weights.get(key)
         if weights is None:
             pieces = self._layouts[block].pieces
-            with torch.inference_mode(False), torch.no_grad():  # the tensors are kept, and must work with gradients too
+            with torch.inference_mode(False):  # the tensors are kept, and must work with gradients too
                 weights = {name: piece.weight(slot, scratch) for name, piece in pieces.items()}
             self._weights[key] = weights
         return weights
@@ -56,7 +58,7 @@ class SlotDecoder:
         key = (buffer.data_ptr(), place)
         view = self._views.get(key)
         if view is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False):
                 view = buffer.view(place.dtype).as_strided(place.size, place.stride, place.offset)
             self._views[key] = view
         return view
@@ -66,26 +68,24 @@ class SlotDecoder:
         layout = self._layouts[block]
         if not layout.scratch_nbytes:
             return
-        with torch.no_grad():
-            if not slot.is_cuda:
-                layout.decode_into(slot, scratch)
-                return
-            alike = self._alike[block]
-            if not self._can_record.get(alike):
-                layout.decode_into(slot, scratch)
-                if alike not in self._can_record:
-                    self._can_record[alike] = layout.has_kernels(slot)
-                return
-            key = (slot.data_ptr(), alike)
-            graph = self._graphs.get(key)
-            if graph is None:
-                graph = self._graphs[key] = self._recorded(layout, slot, scratch)
-            graph.replay()
+        if not slot.is_cuda:
+            layout.decode_into(slot, scratch)
+            return
+        alike = self._alike[block]
+        if not self._can_record.get(alike):
+            layout.decode_into(slot, scratch)
+            if alike not in self._can_record:
+                self._can_record[alike] = layout.has_kernels(slot)
+            return
+        key = (slot.data_ptr(), alike)
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._recorded(layout, slot, scratch)
+        graph.replay()
 
     def decode_once(self, block: int, slot: Tensor, scratch: Tensor) -> None:
         """The same for memory that holds this block alone: nothing is recorded."""
-        with torch.no_grad():
-            self._layouts[block].decode_into(slot, scratch)
+        self._layouts[block].decode_into(slot, scratch)
 
     def _recorded(self, layout: BlockLayout, slot: Tensor, scratch: Tensor) -> torch.cuda.CUDAGraph:
         """Records without `torch.cuda.graph`, which waits for the GPU and empties its cache; nothing is allocated."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitplan.runtime.fp8.layer_settings import Fp8Recipe
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers import gated_mlp, linear_function
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
@@ -63,6 +63,19 @@ def test_generated_code_calls_the_functions(recipe: str) -> None:
         assert f"fp8_functions['fp8_{name}'](" in text
     assert "torch.ops.bitplan" not in "\n".join(line for line in text.splitlines() if not line.strip().startswith("#"))
     for one, other in zip(gradients(model, x), made, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+def test_a_transposed_input_is_kept_as_the_compiler_was_told() -> None:
+    torch.manual_seed(0)
+    gemms = GemmChoice("tensorwise", "tensorwise", "bf16")  # x itself is kept for the weight's gradient
+    layer = Fp8NormLinear(128, 64, recipe=Fp8Recipe("tensorwise"), gemms=gemms, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(128, 32, dtype=torch.bfloat16).t().requires_grad_()
+    compiled = copy.deepcopy(layer)
+    compiled.compile(fullgraph=True)
+    for one, other in zip(gradients(layer, x), gradients(compiled, x), strict=True):
         assert torch.equal(one, other)
 
 
