@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import bitplan
 from bitplan.errors import FormatError
-from bitplan.searching import Goal
+from bitplan.searching import Goal, SearchError
 from bitplan.searching.gather import damage
 from bitplan.searching.gather.damage import RoundedWeights
 from bitplan.searching.gather.passes import add_windows
@@ -56,3 +58,13 @@ def test_an_error_of_a_process_is_raised_here(tmp_path):
     )
     with pytest.raises(FormatError, match="no_such_format"):
         list(RoundingProcesses(1).round([job]))
+
+
+class _EndingJob(RoundingJob):
+    def run(self):
+        os._exit(1)
+
+
+def test_a_process_that_is_killed_is_an_error_of_the_search():
+    with pytest.raises(SearchError, match=r"one of 1, ended without an answer.*fewer --workers"):
+        list(RoundingProcesses(1).round([_EndingJob({}, {}, [], None, {}, {})]))
