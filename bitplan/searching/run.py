@@ -327,7 +327,7 @@ def solve_and_correct(
     """
     tried: list[tuple[float, Solution]] = []
     error, corrections = 1.0, Corrections(evidence)
-    # Beside other limits a plan has the least damage it can: whether that is within `max_kl` is measured, not predicted.
+    # Beside other limits a plan has the least damage it can; whether that is within `max_kl` is measured.
     limits = goal if goal.asks_for_fewest_bytes else replace(goal, max_kl=None)
 
     def measured(choice: Mapping[str, str], label: str) -> float:

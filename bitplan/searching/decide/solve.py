@@ -79,9 +79,7 @@ def solve(
     return found
 
 
-def kl_out_of_reach(
-    evidence: SearchEvidence, most: float, least: float, force: Mapping[str, str] | None = None
-) -> str:
+def kl_out_of_reach(evidence: SearchEvidence, most: float, least: float, force: Mapping[str, str] | None = None) -> str:
     """What is said where the other limits leave no plan within a KL, but one of `least` nats."""
     alone = _Problem(evidence, None, dict(force or {})).best("bytes", {"nats": most}, GAP)
     needed = "no choice of these formats reaches it" if alone is None else _size(evidence, alone.nbytes)

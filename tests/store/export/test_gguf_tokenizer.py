@@ -111,7 +111,7 @@ def test_byte_level_pieces_are_no_sentencepiece_whatever_the_tokenizer_falls_bac
 
 
 def test_a_space_before_the_text_is_refused_and_no_token_before_it_is_said(tmp_path):
-    """Byte-level BPE in llama.cpp puts no space before a text; it adds a first token by some rules unless told not to."""
+    """llama.cpp's byte-level BPE puts no space before a text; by some rules it adds a token unless told not to."""
     model = {"type": "BPE", "byte_fallback": False, "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
     rules = {"type": "ByteLevel", "use_regex": True, "add_prefix_space": True}
     write_json(tmp_path, pre_tokenizer=rules, model=model, added_tokens=[])
