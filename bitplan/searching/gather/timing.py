@@ -58,11 +58,11 @@ def time_groups(
     for name, wanted in missing_of.items():
         group, products = evidence.groups[name], products_of[name]
         for shape, own in products.items():
-            known = by_shape.setdefault(shape, {})
-            missing = [fmt for fmt in wanted if fmt not in tried.setdefault(shape, set())]
+            known, done = by_shape.setdefault(shape, {}), tried.setdefault(shape, set())
+            missing = [fmt for fmt in wanted if fmt not in done]
             if missing or REFERENCE not in known:
                 known |= _time_shape(subject, own[0](), missing, rows)
-                tried[shape] |= set(missing)
+                done |= set(missing)
         shapes = [shape for shape, own in products.items() for _ in own]
         group.reference_us = {**group.reference_us, rows: sum(by_shape[shape][REFERENCE] for shape in shapes)}
         for fmt in wanted:
