@@ -9,6 +9,8 @@ import multiprocessing
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 
 from bitplan.kernels.codec.dispatch import parts_of
+from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.store.rounding.error_compensation import InputHessian
 from bitplan.store.rounding.pick_loops import SMALLEST_FOR_CPU
@@ -72,26 +75,39 @@ class RoundingProcesses:
 
     def start(self, formats: Sequence[str]) -> None:
         """Start all of them, and have them compile what rounds to these formats; this does not wait for them."""
-        for _ in range(self.count):
-            self._pool.submit(_compile, tuple(formats))
+        with self._ends_are_named():
+            for _ in range(self.count):
+                self._pool.submit(_compile, tuple(formats))
 
     def round(self, jobs: Iterable[RoundingJob]) -> Iterator[tuple[str, str, dict[str, StoredTensor]]]:
         """What is rounded, as it comes; jobs are asked for a few at a time."""
         waiting: set[Future[list[tuple[str, str, dict[str, StoredTensor]]]]] = set()
         try:
-            for job in jobs:
-                waiting.add(self._pool.submit(job.run))
-                while len(waiting) >= self.count + AHEAD:
+            with self._ends_are_named():
+                for job in jobs:
+                    waiting.add(self._pool.submit(job.run))
+                    while len(waiting) >= self.count + AHEAD:
+                        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                        for each in done:
+                            yield from each.result()
+                while waiting:
                     done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                     for each in done:
                         yield from each.result()
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for each in done:
-                    yield from each.result()
         finally:
             for each in waiting:
                 each.cancel()
+
+    @contextmanager
+    def _ends_are_named(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenProcessPool as error:
+            raise SearchError(
+                f"a process that rounds weights, one of {self.count}, ended without an answer: it was killed, as for "
+                "memory, or could not start; ask for fewer --workers (0: none), and in Python begin the script under "
+                '`if __name__ == "__main__":`'
+            ) from error
 
 
 def _compile(formats: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from bitplan.measure.quality.perplexity import Quality
 from bitplan.searching.decide.correct import Corrections
 from bitplan.searching.decide.explain import explain_plan
 from bitplan.searching.decide.rivals import RivalPlan, best_uniform, may_win, rivals_of
-from bitplan.searching.decide.solve import Solution, front, size_out_of_reach, solve, within
+from bitplan.searching.decide.solve import Solution, front, kl_out_of_reach, size_out_of_reach, solve, within
 from bitplan.searching.errors import GoalError, SearchError
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, smallest_bytes
@@ -327,6 +327,8 @@ def solve_and_correct(
     """
     tried: list[tuple[float, Solution]] = []
     error, corrections = 1.0, Corrections(evidence)
+    # Beside other limits a plan has the least damage it can; whether that is within `max_kl` is measured.
+    limits = goal if goal.asks_for_fewest_bytes else replace(goal, max_kl=None)
 
     def measured(choice: Mapping[str, str], label: str) -> float:
         meter.prepare(evidence, [choice], stage)
@@ -336,11 +338,16 @@ def solve_and_correct(
         corrections.add(choice, found)
         return found
 
-    uniform = best_uniform(evidence, solve(evidence, goal).nbytes)
+    uniform = best_uniform(evidence, solve(evidence, limits).nbytes)
     rivals = [(measured(rival.choice, rival.label), rival.choice) for rival in uniform]
     corrections.apply()
     for done in range(MOST_CORRECTIONS + 1):
-        solution = solve(evidence, goal)
+        try:
+            solution = solve(evidence, limits)
+        except GoalError:  # by corrected predictions; what was measured within the goal counts more
+            if not any(kl <= (goal.max_kl or 0.0) for kl, _ in tried):
+                raise
+            break
         if not _is_worth_it(evidence, goal, solution, [other for _, other in tried]):
             break
         predicted = evidence.predict(solution.choice)
@@ -352,7 +359,7 @@ def solve_and_correct(
             break
         corrections.apply()
     kl, choice = min(rivals, key=lambda pair: pair[0], default=(math.inf, {}))
-    cut = _cut_to_goal(evidence, goal, choice) if kl < min(found for found, _ in tried) else None
+    cut = _cut_to_goal(evidence, limits, choice) if kl < min(found for found, _ in tried) else None
     if cut is not None and all(cut.choice != other.choice for _, other in tried):
         tried.append((measured(cut.choice, "the best uniform plan, cut to the goal"), cut))
     corrections.apply()
@@ -361,8 +368,10 @@ def solve_and_correct(
         nearest = min(tried, key=lambda pair: pair[0])[1]
         best = min(reached, key=lambda solution: solution.nbytes) if reached else nearest
         return replace(best, nats=evidence.predict(best.choice)), len(tried) - 1, error
-    best = min(tried, key=lambda pair: pair[0])[1]
-    return _by_all_evidence(evidence, goal, best, [other for _, other in tried]), len(tried) - 1, error
+    least, best = min(tried, key=lambda pair: pair[0])
+    if goal.max_kl is not None and least > goal.max_kl:
+        raise GoalError(kl_out_of_reach(evidence, goal.max_kl, least))
+    return _by_all_evidence(evidence, limits, best, [other for _, other in tried]), len(tried) - 1, error
 
 
 def _by_all_evidence(evidence: SearchEvidence, goal: Goal, best: Solution, tried: Sequence[Solution]) -> Solution:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.searching import FormatCost, Goal, SearchEvidence, TensorGroup, run
+from bitplan.searching import FormatCost, Goal, GoalError, SearchEvidence, TensorGroup, run
 from bitplan.searching.decide.correct import Corrections
 from bitplan.searching.decide.rivals import nearest_uniform
 from bitplan.searching.decide.solve import solve
@@ -111,6 +111,34 @@ def test_a_uniform_plan_just_above_the_goal_is_cut_to_it_where_no_solved_plan_is
     assert "int8_row" not in solution.choice.values()
     uniform = meter.kl(evidence, dict.fromkeys(evidence.groups, "iq4_nl_gguf"), "")
     assert meter.kl(evidence, solution.choice, "") < 1.05 * uniform
+
+
+@pytest.mark.parametrize(("off", "bits"), [({("o_proj", "int4_g32"): 0.3}, 4.4), ({("o_proj", "int8_row"): 5.0}, 6.0)])
+def test_a_plan_that_is_measured_within_two_limits_is_not_refused_by_predictions(off, bits):
+    evidence = made_evidence()
+    meter = TrueMeter(evidence, off)
+    least = meter.kl(evidence, solve_and_correct(evidence, Goal(bits=bits), meter)[0].choice, "")  # type: ignore[arg-type]
+    evidence, goal = made_evidence(), Goal(bits=bits, max_kl=1.01 * least)
+    solution, _, _ = solve_and_correct(evidence, goal, TrueMeter(evidence, off))  # type: ignore[arg-type]
+    assert meter.kl(evidence, solution.choice, "") <= 1.01 * least
+    evidence, goal = made_evidence(), Goal(bits=bits, max_kl=0.9 * least)
+    with pytest.raises(GoalError, match=f"the least KL is {least:.4g} nats"):
+        solve_and_correct(evidence, goal, TrueMeter(evidence, off))  # type: ignore[arg-type]
+
+
+def test_a_plan_measured_within_its_distance_is_kept_where_corrections_leave_no_other(monkeypatch):
+    """Measured within the goal but a tenth beside the prediction; by what that corrects no plan is within it."""
+    evidence, goal = made_evidence(), Goal(max_kl=0.01)
+    meter = TrueMeter(evidence, {})
+    monkeypatch.setattr(meter, "kl", lambda *_given: 0.005)
+
+    def corrected(_self: Corrections) -> None:
+        evidence.together = 100.0
+
+    applied = iter([lambda _self: None])
+    monkeypatch.setattr(Corrections, "apply", lambda self: next(applied, corrected)(self))
+    solution, _, _ = solve_and_correct(evidence, goal, meter)  # type: ignore[arg-type]
+    assert solution.choice
 
 
 def test_projections_are_checked_in_the_uniform_plan_that_is_measured_later():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import bitplan
 from bitplan.errors import FormatError
-from bitplan.searching import Goal
+from bitplan.searching import Goal, SearchError
 from bitplan.searching.gather import damage
 from bitplan.searching.gather.damage import RoundedWeights
 from bitplan.searching.gather.passes import add_windows
@@ -37,6 +39,8 @@ def test_weights_are_rounded_in_processes_as_here_and_errors_come_back(tmp_path)
     assert rounded._processes is not None
     with pytest.raises(FormatError, match="no_such_format"):
         list(rounded._processes.round([job]))
+    with pytest.raises(SearchError, match=r"one of 1, ended without an answer.*fewer --workers"):
+        list(rounded._processes.round([_EndingJob({}, {}, [], None, {}, {})]))
 
 
 def test_a_search_finds_the_same_plan_with_workers(monkeypatch):
@@ -54,3 +58,8 @@ def test_a_search_finds_the_same_plan_with_workers(monkeypatch):
     plain, found = (bitplan.search(tiny_llama(), tokens(), workers=count, **options) for count in (0, 3))
     assert counts == [3]
     assert found.plan.to_document() == plain.plan.to_document()
+
+
+class _EndingJob(RoundingJob):
+    def run(self):
+        os._exit(1)

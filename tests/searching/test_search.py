@@ -336,6 +336,16 @@ def test_bad_input_is_one_line(change, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("option", [{"keep": ["model.layers.0.self_attn.v_proj.weight"]}, {"only": ["*mlp*"]}])
+def test_evidence_of_other_tensors_of_the_model_is_refused_by_name(found, option):
+    """What was left out has no statistics: it would cost nothing; and groups have other members."""
+    model, folder, _ = found
+    before = (folder / EVIDENCE).read_bytes()
+    with pytest.raises(EvidenceFileError, match=r"searched was '.* tensors, .*', is '.* tensors, .*'"):
+        bitplan.search(model, tokens(), goal={"bits": 40.0}, formats=FORMATS, out=folder, **option)
+    assert (folder / EVIDENCE).read_bytes() == before
+
+
 def test_a_model_that_gives_nan_is_refused():
     model = tiny_llama()
     with torch.no_grad():

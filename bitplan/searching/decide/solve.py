@@ -75,13 +75,18 @@ def solve(
     if found is None:
         raise GoalError(_nearest(evidence, problem, goal, limits))
     if goal.max_kl is not None and found.nats > goal.max_kl:
-        alone = problem.best("bytes", {"nats": goal.max_kl}, gap)
-        needed = "no choice of these formats reaches it" if alone is None else _size(evidence, alone.nbytes)
-        raise GoalError(
-            f"within the other limits the least KL is {found.nats:.4g} nats, and {goal.max_kl:g} was asked for; "
-            f"the fewest bytes for that: {needed}"
-        )
+        raise GoalError(kl_out_of_reach(evidence, goal.max_kl, found.nats, force))
     return found
+
+
+def kl_out_of_reach(evidence: SearchEvidence, most: float, least: float, force: Mapping[str, str] | None = None) -> str:
+    """What is said where the other limits leave no plan within a KL, but one of `least` nats."""
+    alone = _Problem(evidence, None, dict(force or {})).best("bytes", {"nats": most}, GAP)
+    needed = "no choice of these formats reaches it" if alone is None else _size(evidence, alone.nbytes)
+    return (
+        f"within the other limits the least KL is {least:.4g} nats, and {most:g} was asked for; "
+        f"the fewest bytes for that: {needed}"
+    )
 
 
 def within(evidence: SearchEvidence, goal: Goal, choice: Mapping[str, str], kl: float) -> bool:

@@ -7,6 +7,7 @@ and versions; what is of another model or text is refused by name.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,11 +78,18 @@ def fingerprint_of_search(
     return {
         "weights": subject.fingerprint(),
         "text": hash_tensors([*windows, *checks]),
+        "searched": _searched(subject),
         "grouping": "streamed" if subject.target.streamed else "fused" if subject.fused else "single",
         "files": subject.target.export or "bitplan",  # by which bytes are counted
         "bitplan": __version__,
         "torch": torch.__version__.partition("+")[0],
     }
+
+
+def _searched(subject: SearchSubject) -> str:
+    """The tensors that are not left as they are, which --keep, --only and the target say: others have no statistics."""
+    digest = hashlib.blake2b("\n".join(sorted(subject.tensors)).encode(), digest_size=8).hexdigest()
+    return f"{len(subject.tensors)} tensors, {digest}"
 
 
 def collect_evidence(

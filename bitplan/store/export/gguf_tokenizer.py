@@ -29,7 +29,7 @@ _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_END}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_END}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-BYTE_LEVEL_REGEX, DIGITS = "byte-level regex", "digits"
+BYTE_LEVEL_REGEX, DIGITS, ADDED_SPACE = "byte-level regex", "digits", "a space before the text"
 # How text is split, step by step -> llama.cpp's name for it.
 PRETOKENIZERS = {
     (BYTE_LEVEL_REGEX,): "gpt-2",
@@ -65,6 +65,7 @@ def tokenizer_metadata(folder: Path, vocabulary: int, pretokenizer: str | None =
     if document is not None and _is_byte_level(document):
         name = pretokenizer or _pretokenizer(folder, document)
         pieces, keys = _byte_level(document, vocabulary), {"tokenizer.ggml.model": text("gpt2"), **_pre(name)}
+        keys[Keys.Tokenizer.ADD_BOS] = flag(False)  # unless the folder says so: without it llama-bpe's rules add one
     else:
         pieces = _sentencepiece(folder, document, vocabulary)
         keys = {"tokenizer.ggml.model": text("llama"), **_pre(pretokenizer or "default")}
@@ -106,6 +107,12 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _pretokenizer(folder: Path, document: dict[str, Any]) -> str:
     steps = tuple(_steps(document.get("pre_tokenizer") or {}))
+    if ADDED_SPACE in steps:
+        raise StoreError(
+            f"{folder}: tokenizer.json puts a space before a text (add_prefix_space), which no rules of llama.cpp's "
+            "byte-level BPE do; export with add_prefix_space false if the model was trained so, or name its rules "
+            "(--pretokenizer)"
+        )
     if steps not in PRETOKENIZERS:
         raise StoreError(
             f"{folder}: tokenizer.json splits text by rules that are none of {', '.join(PRETOKENIZERS.values())}; "
@@ -120,6 +127,8 @@ def _steps(rules: dict[str, Any]) -> Iterator[str]:
         for inner in rules.get("pretokenizers", []):
             yield from _steps(inner)
     elif kind == "ByteLevel":
+        if rules.get("add_prefix_space"):
+            yield ADDED_SPACE
         if rules.get("use_regex", True):
             yield BYTE_LEVEL_REGEX
     elif kind == "Digits" and rules.get("individual_digits"):

@@ -108,3 +108,15 @@ def test_byte_level_pieces_are_no_sentencepiece_whatever_the_tokenizer_falls_bac
     found = values(tmp_path)
     assert found["tokenizer.ggml.model"] == "gpt2"
     assert found["tokenizer.ggml.pre"] == "gpt-2"
+
+
+def test_a_space_before_the_text_is_refused_and_no_token_before_it_is_said(tmp_path):
+    """llama.cpp's byte-level BPE puts no space before a text; by some rules it adds a token unless told not to."""
+    model = {"type": "BPE", "byte_fallback": False, "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+    rules = {"type": "ByteLevel", "use_regex": True, "add_prefix_space": True}
+    write_json(tmp_path, pre_tokenizer=rules, model=model, added_tokens=[])
+    with pytest.raises(StoreError, match=r"a space before a text \(add_prefix_space\)"):
+        values(tmp_path)
+    write_json(tmp_path, pre_tokenizer=rules | {"add_prefix_space": False}, model=model, added_tokens=[])
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert values(tmp_path)["tokenizer.ggml.add_bos_token"] is False

@@ -59,7 +59,7 @@ def trained(folder, steps, **config):
 @pytest.mark.parametrize("steps", PRETOKENIZERS, ids=PRETOKENIZERS.values())
 def test_tokens_and_special_tokens_are_those_of_the_folder(steps, tmp_path):
     pytest.importorskip("transformers")
-    before = trained(tmp_path, steps, add_bos_token=False)
+    before = trained(tmp_path, steps)
     metadata = tokenizer_metadata(tmp_path, len(before))
     after = tokenizer_of_gguf(metadata, Path("model.gguf"))
     assert after(SAMPLE)["input_ids"] == before(SAMPLE)["input_ids"]
