@@ -27,9 +27,10 @@ from bitplan.store import open_tensors, quantize_file
 from bitplan.store.rounding import round_columns_cpu, round_weight
 from bitplan.store.rounding.pick_loops import loops_for
 from bitplan.store.rounding.with_evidence import evidence_for, open_evidence
+from tests.searching.tiny_mixtral import HIDDEN, INNER, rounding_to_nearest, save_mixtral
 from tests.store.export.tiny_models import save_tokenizer
 
-HIDDEN, INNER, EXPERTS = 64, 32, 6
+EXPERTS = 6
 UNSEEN = (4, 5)
 FORMATS = ("int4_g32", "int8_row")
 GATE = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
@@ -38,9 +39,7 @@ IDS = torch.randint(96, (12, 16), generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_rounding():
-    """Rounding that compensates errors has tests of its own, and takes most of a search's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
+    with rounding_to_nearest():
         yield
 
 
@@ -48,26 +47,7 @@ def plain_rounding():
 def found(tmp_path_factory):
     """A tiny Mixtral whose router sends nothing to its last two experts, and a search of it."""
     folder = tmp_path_factory.mktemp("moe")
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=96,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        initializer_range=0.15,
-    )
-    model = transformers.MixtralForCausalLM(config).eval()
-    with torch.no_grad():
-        router = model.model.layers[0].mlp.gate.weight
-        router.copy_(torch.tensor([1.0, 2.0, -1.0, -2.0, 0.0, 0.0])[:, None] * router[0])
-    with redirect_stderr(io.StringIO()):  # its progress bar
-        model.save_pretrained(folder / "model")
-    save_tokenizer(folder / "model")
+    save_mixtral(folder / "model", EXPERTS, router=(1.0, 2.0, -1.0, -2.0, 0.0, 0.0))
     result = bitplan.search(folder / "model", [IDS], goal={"bits": 6.0}, formats=FORMATS, out=folder / "found")
     return folder, result
 

@@ -34,6 +34,7 @@ from bitplan.store.export.mlx import QUANTIZATIONS
 from bitplan.store.export.targets import FORMATS as EXPORTED
 from bitplan.store.export.targets import ExportRequest, prepare_export
 from bitplan.store.files.gguf_tensors import GGUF_TYPES
+from tests.searching.tiny_mixtral import rounding_to_nearest
 
 GGUF_CASTS = ("float32", "float16", "bfloat16")
 FORMATS = ("mxfp4", "nvfp4", "int8_row", "bfloat16")
@@ -61,9 +62,7 @@ def tokens(windows: int = 24) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_rounding():
-    """Rounding that compensates errors has tests of its own, and takes most of a search's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
+    with rounding_to_nearest():
         yield
 
 

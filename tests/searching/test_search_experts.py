@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import redirect_stderr
-
 import pytest
 import torch
-import transformers
 
 import bitplan
 from bitplan.formats import get_format
-from bitplan.kernels import encode
-from bitplan.searching.gather import damage, expert_products
+from bitplan.searching.gather import expert_products
 from bitplan.searching.gather.expert_products import ExpertSlice, RoutedTokens
 from bitplan.searching.gather.statistics import GRADIENT, INPUTS, InputStatistics
 from bitplan.searching.prepare import prepare
 from bitplan.searching.runtime_formats import TARGETS
 from bitplan.store import open_tensors, quantize_file
 from bitplan.store.rounding.with_evidence import evidence_for, open_evidence
-from tests.store.export.tiny_models import save_tokenizer
+from tests.searching.tiny_mixtral import HIDDEN, INNER, rounding_to_nearest, save_mixtral
 
-HIDDEN, INNER, EXPERTS = 64, 32, 4
+EXPERTS = 4
 FORMATS = ("int4_g32", "int8_row", "nvfp4")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_rounding():
-    """Rounding that compensates errors has tests of its own, and takes most of a search's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
+    with rounding_to_nearest() as patch:
         patch.setattr(expert_products, "FEWEST_TOKENS", 1)  # so that sums are of what each expert got, and no more
         yield
 
@@ -38,23 +31,7 @@ def plain_rounding():
 def found(tmp_path_factory):
     """A tiny Mixtral as a folder, and a search of it."""
     folder = tmp_path_factory.mktemp("moe")
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=96,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        initializer_range=0.15,
-    )
-    model = transformers.MixtralForCausalLM(config).eval()
-    with redirect_stderr(io.StringIO()):  # its progress bar
-        model.save_pretrained(folder / "model")
-    save_tokenizer(folder / "model")
+    model = save_mixtral(folder / "model", EXPERTS)
     ids = torch.randint(96, (12, 16), generator=torch.Generator().manual_seed(1))
     result = bitplan.search(folder / "model", [ids], goal={"bits": 6.0}, formats=FORMATS, out=folder / "found")
     return model, folder, ids, result

@@ -13,9 +13,8 @@ import transformers
 
 import bitplan
 from bitplan.cli import run
-from bitplan.kernels import encode
 from bitplan.searching.errors import SearchError
-from bitplan.searching.gather import damage, timing
+from bitplan.searching.gather import timing
 from bitplan.searching.gather.damage import RoundedWeights
 from bitplan.searching.gather.expert_damage import ExpertDamage
 from bitplan.searching.gather.expert_items import items_of_gguf
@@ -30,6 +29,7 @@ from bitplan.store.files.tensor_file import Promise
 from bitplan.store.rounding.input_statistics import expert_name
 from bitplan.store.rounding.round_weight import round_weight
 from bitplan.store.rounding.with_evidence import open_evidence
+from tests.searching.tiny_mixtral import rounding_to_nearest
 from tests.store.export.tiny_models import save_tokenizer
 
 EXPERTS, HIDDEN, INNER = 4, 64, 32
@@ -53,9 +53,7 @@ HELD_OUT = torch.randint(96, (3, 16), generator=torch.Generator().manual_seed(2)
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_rounding():
-    """Rounding that compensates errors has tests of its own, and takes most of a search's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
+    with rounding_to_nearest():
         yield
 
 

@@ -17,7 +17,7 @@ A model whose blocks do not follow one another in this way, or that has none, ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,17 @@ from bitplan.store.models.morph import ParameterPlace, places_of
 SMALL_EXPERT = 2**18  # numbers of an expert's matrix
 # The numbers of a parameter, by its name in the model; None where it stays as it is.
 Replaced = Callable[[str], Tensor | None]
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Inside, torch uses so many threads."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -151,18 +162,9 @@ class BlockRunner:
                 if buffer is not None and buffer.device != self.device:
                     module._buffers[name] = buffer.to(self.device)
 
-    @contextmanager
-    def fewer_threads(self) -> Iterator[None]:
+    def fewer_threads(self) -> AbstractContextManager[None]:
         """One torch thread where experts are small: in a product with each, several wait longer than they work."""
-        before = torch.get_num_threads()
-        if not self._small_experts or self.device.type != "cpu":
-            yield
-            return
-        try:
-            torch.set_num_threads(1)
-            yield
-        finally:
-            torch.set_num_threads(before)
+        return torch_threads(1) if self._small_experts and self.device.type == "cpu" else nullcontext()
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from bitplan.formats import Encoded, get_format
 from bitplan.kernels import decode, encode
 from bitplan.kernels.codec.dispatch import parts_of
 from bitplan.plan.names import natural_order
+from bitplan.searching.gather.blocks import torch_threads
 from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject, WeightSite
 from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
@@ -168,7 +169,7 @@ class RoundedWeights:
         if self.subject.device.type != "cpu" or 2 * widest**2 > INPUTS_AT_ONCE:
             yield
             return
-        with _fewer_torch_threads(threads), compiled_on_threads(threads):
+        with torch_threads(1), compiled_on_threads(threads):
             yield
 
     def _work(self, pairs: list[tuple[str, str]]) -> int:
@@ -321,23 +322,13 @@ class RoundedWeights:
 @contextmanager
 def _pool_of(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that share those of torch; what they have not begun is left out if one of them fails."""
-    with _fewer_torch_threads(workers) as threads:
+    threads = max(1, torch.get_num_threads() // workers)  # its share for each
+    with torch_threads(threads):
         pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
         try:
             yield pool
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _fewer_torch_threads(workers: int) -> Iterator[int]:
-    """Each of several threads gets its share of the threads that torch uses."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(max(1, before // workers))
-        yield max(1, before // workers)
-    finally:
-        torch.set_num_threads(before)
 
 
 def by_width(shape: tuple[int, ...], formats: Iterable[str]) -> list[str]:

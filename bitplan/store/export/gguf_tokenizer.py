@@ -39,7 +39,7 @@ PRETOKENIZERS = {
     (_O200K,): "gpt-4o",
 }
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_SPECIAL_KEYS = {
+SPECIAL_KEYS = {
     "bos": Keys.Tokenizer.BOS_ID,
     "eos": Keys.Tokenizer.EOS_ID,
     "unk": Keys.Tokenizer.UNK_ID,
@@ -246,7 +246,7 @@ def _special(folder: Path, vocabulary: int, *, with_merges: bool) -> dict[str, G
     if with_merges:
         keys[Keys.Tokenizer.MERGES] = array(GGUFValueType.STRING, found.merges)
     keys |= {
-        _SPECIAL_KEYS[kind]: whole(number) for kind, number in found.special_token_ids.items() if kind in _SPECIAL_KEYS
+        SPECIAL_KEYS[kind]: whole(number) for kind, number in found.special_token_ids.items() if kind in SPECIAL_KEYS
     }
     keys |= {_ADD_KEYS[kind]: flag(value) for kind, value in found.add_special_token.items() if kind in _ADD_KEYS}
     if isinstance(found.chat_template, str):

@@ -17,20 +17,13 @@ from gguf.constants import Keys, TokenType
 
 from bitplan.errors import StoreError
 from bitplan.optional import require
-from bitplan.store.export.gguf_tokenizer import BYTE_LEVEL_REGEX, DIGITS, PRETOKENIZERS
+from bitplan.store.export.gguf_tokenizer import BYTE_LEVEL_REGEX, DIGITS, PRETOKENIZERS, SPECIAL_KEYS
 from bitplan.store.files.gguf_values import GGUFValue
 
 _LLAMA_3 = "llama-bpe"
 _SAME_RULES = {"llama3": _LLAMA_3, "llama-v3": _LLAMA_3, "phi-2": "gpt-2"}  # llama.cpp's other names
 _NORMALIZERS = {"qwen2": {"type": "NFC"}}
-_SPECIAL = {
-    "bos_token": Keys.Tokenizer.BOS_ID,
-    "eos_token": Keys.Tokenizer.EOS_ID,
-    "unk_token": Keys.Tokenizer.UNK_ID,
-    "sep_token": Keys.Tokenizer.SEP_ID,
-    "pad_token": Keys.Tokenizer.PAD_ID,
-    "mask_token": Keys.Tokenizer.MASK_ID,
-}
+_SPECIAL = {f"{kind}_token": key for kind, key in SPECIAL_KEYS.items()}
 _STEPS = {name: steps for steps, name in PRETOKENIZERS.items()}
 
 
