@@ -53,7 +53,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    stepped = {id(each): each for each in (*_in_step.get(optimizer, ()), *_with_gradients(optimizer))}
+    stepped = {id(each): each for each in (*_in_step.pop(optimizer, ()), *_with_gradients(optimizer))}
     torch.autograd.graph.increment_version([each for each in stepped.values() if not each.is_inference()])
 
 
