@@ -16,9 +16,13 @@ bandwidth of a device copy, and the kernels of a step times what a kernel costs 
 has a TileCache for the whole model, which `auto` uses where it is faster; its bytes are in `memory_gib`. `off` is how
 far the logits of a mode lie from those of eager, relative to their norm.
 
-generate   transformers' own `generate` of 32 tokens, eager, BF16 and packed in turns
+generate   transformers' own `generate` after a prompt of 512 tokens, eager, all formats in turns: to the first token,
+           and for each token after it
+prompts    prompts of 128 to 8192 tokens through transformers' own llama, eager, all formats in turns
 peers      torchao's weight-only int4 and int8 in the same model, and gemlite's mxfp4, int4 and int8, where installed
-host       microseconds of the host for a call of a layer
+host       microseconds of the host for a call of a layer at 1 and 512 rows
+
+`generate@3b` and `prompts@3b` take the 3B's shape, of which no record is shipped and on which nothing was tuned.
 """
 
 from __future__ import annotations
@@ -49,10 +53,13 @@ from bitplan.runtime.packed.warm_up import warm_up
 
 MODELS = (
     "8b:bfloat16:1,4,16,64 8b:mxfp4:1,4,16,64 8b:int8_g128:1,4,16,64 8b:mxfp4+cache:64 8b:int4_g32:1,64 8b:nvfp4:1,64 "
-    "8b:fp8_e4m3_row:1,64 eager compiled generate peers 1b:bfloat16:1,64 1b:mxfp4:1,64 1b:int8_g128:1,64 1b:int4_g32:1 "
+    "8b:fp8_e4m3_row:1,64 eager compiled generate@3b generate prompts prompts@3b peers "
+    "1b:bfloat16:1,64 1b:mxfp4:1,64 1b:int8_g128:1,64 1b:int4_g32:1 "
     "1b:nvfp4:1 1b:fp8_e4m3_row:1 8b:int8_g128+cache:64"
 )
-EAGER = ("bfloat16", "mxfp4", "int8_g128", "int4_g32", "nvfp4", "fp8_e4m3_row")
+PROMPTS = (128, 512, 1024, 2048, 8192)
+PROMPT = 512
+EAGER = ("bfloat16", "mxfp4", "int8_g128", "int4_g32", "nvfp4", "fp8_e4m3_row", "int8_row")
 PEER_SECONDS = 60  # of looking for its launches, after which a peer is given up
 CONTEXT, PREFILL, STEPS = 512, 2048, 8
 REPEATS = 7
@@ -278,22 +285,22 @@ def _times(samples: list[float]) -> Row:
 
 
 def host_us(device: str) -> Row:
-    """Host microseconds of a call, with nothing to wait for."""
+    """Host microseconds of a call, with nothing to wait for, by rows and format."""
     linear = nn.Linear(4096, 4096, bias=False, device=device, dtype=torch.bfloat16)
-    layers = {"F.linear": linear, **{fmt: QuantLinear.from_linear(linear, fmt) for fmt in ("mxfp4", "int8_g128")}}
-    x = torch.randn(1, 1, 4096, device=device, dtype=torch.bfloat16)
-    samples: dict[str, list[float]] = {name: [] for name in layers}
+    formats = [fmt for fmt in EAGER if fmt != "bfloat16"]
+    layers = {"F.linear": linear, **{fmt: QuantLinear.from_linear(linear, fmt) for fmt in formats}}
+    samples: dict[str, list[float]] = {}
     with torch.no_grad():
-        for layer in layers.values():
-            for _ in range(5):
-                layer(x)
-        for _ in range(21):
-            for name, layer in layers.items():
-                _synchronize()
-                started = time.perf_counter()
-                for _ in range(100):
-                    layer(x)
-                samples[name].append((time.perf_counter() - started) * 1e4)
+        for rows in (1, 512):
+            x = torch.randn(1, rows, 4096, device=device, dtype=torch.bfloat16)
+            for turn in range(21):
+                for name, layer in layers.items():
+                    _synchronize()
+                    started = time.perf_counter()
+                    for _ in range(20):  # few enough that the GPU's queue has room
+                        layer(x)
+                    if turn:
+                        samples.setdefault(f"{name}, {rows} rows", []).append((time.perf_counter() - started) * 5e4)
     return {name: round(statistics.median(each), 2) for name, each in samples.items()}
 
 
@@ -339,8 +346,8 @@ def in_turns(steps: dict[str, Step], repeats: int = 2 * REPEATS) -> dict[str, li
     return samples
 
 
-def generate(device: str, size: str = "8b", tokens: int = 32) -> list[Row]:
-    """Tokens by transformers' generate, eager, BF16 and packed in turns."""
+def transformers_model(size: str, fmt: str, device: str) -> Any:
+    """transformers' own llama of a shape, in a format, its projections joined as `from_pretrained` joins them."""
     transformers = importlib.import_module("transformers")
     shape = SHAPES[size]
     config = transformers.LlamaConfig(
@@ -349,33 +356,96 @@ def generate(device: str, size: str = "8b", tokens: int = 32) -> list[Row]:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         vocab_size=VOCABULARY,
+        max_position_embeddings=16384,
     )
-    ids = torch.randint(0, VOCABULARY, (1, 64), device=device)
-    models = {}
-    for fmt in ("bfloat16", "mxfp4", "int8_g128"):
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device(device):
-            model = transformers.LlamaForCausalLM(config).eval()
-        torch.set_default_dtype(torch.float32)
-        if fmt != "bfloat16":
-            pack(model, fmt, None)
-            fuse_projections(model)
-        models[fmt] = model
-    samples: dict[str, list[float]] = {fmt: [] for fmt in models}
-    gc.collect()
-    gc.freeze()
-    for turn in range(5):
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    if fmt != "bfloat16":
+        pack(model, fmt, None)
+        fuse_projections(model)
+    return model
+
+
+def generate(device: str, size: str = "8b", prompt: int = PROMPT, tokens: int = 32) -> list[Row]:
+    """transformers' generate, eager, all formats in turns: milliseconds to the first token, and for each one after it.
+
+    The row of the first format of a shape without a record also says how long the very first answer took.
+    """
+    ids = torch.randint(0, VOCABULARY, (1, prompt), device=device)
+    models = {fmt: transformers_model(size, fmt, device) for fmt in EAGER}
+    samples: dict[tuple[str, str], list[float]] = {(fmt, part): [] for fmt in models for part in ("first", "after")}
+    answer: dict[str, float] = {}
+    for turn in range(6):
         for fmt, model in models.items():
-            _synchronize()
-            started = time.perf_counter()
-            model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
-            _synchronize()
-            if turn:  # the first one warms up
-                samples[fmt].append((time.perf_counter() - started) * 1e3 / tokens)
+            times = {count: _generate_ms(model, ids, count) for count in (1, 1 + tokens)}
+            if not turn:  # the first one compiles
+                answer[fmt] = round(times[1] / 1e3, 2)
+                gc.collect()
+                gc.freeze()
+                continue
+            samples[fmt, "first"].append(times[1])
+            samples[fmt, "after"].append((times[1 + tokens] - times[1]) / tokens)
     return [
-        {"size": size, "format": fmt, "batch": 1, "mode": "generate", **_times(each)} for fmt, each in samples.items()
+        {
+            "size": size,
+            "format": fmt,
+            "batch": 1,
+            "mode": f"generate {part}",
+            "prompt": prompt,
+            "first_answer_s": answer[fmt],
+            **_times(each),
+        }
+        for (fmt, part), each in samples.items()
     ]
+
+
+def _generate_ms(model: Any, ids: Tensor, tokens: int) -> float:
+    _synchronize()
+    started = time.perf_counter()
+    model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    _synchronize()
+    return (time.perf_counter() - started) * 1e3
+
+
+def prompts(device: str, size: str = "8b") -> Iterator[Row]:
+    """A prompt through transformers' own llama, eager, all formats in turns; nothing was warmed up but by a call."""
+    with torch.no_grad():
+        models = {fmt: transformers_model(size, fmt, device) for fmt in EAGER}
+        for length in PROMPTS:
+            ids = torch.randint(0, VOCABULARY, (1, length), device=device)
+            others = torch.randint(
+                0, VOCABULARY, (1, length - 3), device=device
+            )  # users' prompts have no round lengths
+            samples: dict[str, list[float]] = {fmt: [] for fmt in models}
+            for turn in range(12):
+                for fmt, model in models.items():
+                    _synchronize()
+                    started = time.perf_counter()
+                    for tokens in (ids, others):
+                        model(tokens, use_cache=True, logits_to_keep=1)
+                    _synchronize()
+                    if turn > 1:
+                        samples[fmt].append((time.perf_counter() - started) * 1e3 / 2)
+                if not turn:
+                    gc.collect()
+                    gc.freeze()
+            for fmt, each in samples.items():
+                times = _times(each)
+                ratio = round(statistics.median(samples["bfloat16"]) / times["ms"], 3)
+                yield {
+                    "size": size,
+                    "format": fmt,
+                    "batch": 1,
+                    "mode": "prompt",
+                    "prompt": length,
+                    "times_bfloat16": ratio,
+                    **times,
+                }
 
 
 def peers(device: str, size: str = "8b", batches: tuple[int, ...] = (1,)) -> Iterator[Row]:
@@ -461,7 +531,9 @@ def guarded(what: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,... eager compiled generate peers")
+    parser.add_argument(
+        "--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,... eager compiled generate prompts peers"
+    )
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no new model after so many")
@@ -505,6 +577,9 @@ def main() -> None:
         "eager": eager,
         "compiled": compiled,
         "generate": generate,
+        "generate@3b": partial(generate, size="3b"),
+        "prompts": prompts,
+        "prompts@3b": partial(prompts, size="3b"),
         "peers": peers,
     }
     jobs: list[tuple[str, Callable[[], Iterator[Row] | list[Row]]]] = []
@@ -527,11 +602,21 @@ def main() -> None:
 
 def line_of(row: Row) -> str:
     text = (
-        f"{row.get('size', ''):4} {row['format']:18} batch {row.get('batch', 1):3} {row['mode']:9} {row['ms']:8.3f} ms"
+        f"{row.get('size', ''):4} {row['format']:18} batch {row.get('batch', 1):3} {row['mode']:15} "
+        f"{row.get('prompt', ''):>5} {row['ms']:8.3f} ms"
     )
     extra = [
         f"{key} {row[key]}"
-        for key in ("floor_ms", "kernels", "memory_gib", "first_use_s", "compile_s", "picks")
+        for key in (
+            "times_bfloat16",
+            "first_answer_s",
+            "floor_ms",
+            "kernels",
+            "memory_gib",
+            "first_use_s",
+            "compile_s",
+            "picks",
+        )
         if key in row
     ]
     return f"{text}  {'  '.join(extra)}"

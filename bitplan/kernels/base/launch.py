@@ -137,7 +137,7 @@ def launch_in_turn(launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor 
             each._launch_ordinarily(pointers[: each._count])
         return
     device = pointers[0].get_device()
-    if device < 0 or _current_device() == device:
+    if device < 0 or current_device() == device:
         _launch(device, launches, pointers)
         return
     with torch.cuda.device(device):
@@ -145,7 +145,7 @@ def launch_in_turn(launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor 
 
 
 # As torch.cuda.current_device, without its check that CUDA is initialised: there is a tensor on it.
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def _launch(device: int, launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor | None, ...]) -> None:

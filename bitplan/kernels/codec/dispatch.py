@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -128,6 +128,18 @@ def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
         return formats.decode(encoded, dtype)
     numbers: Tensor = _twins(encoded.device.type).DECODERS[encoded.fmt.name](encoded, dtype)
     return numbers
+
+
+def bind_decode(encoded: Encoded, dtype: torch.dtype) -> Callable[[], Tensor | None] | None:
+    """A call that decodes these parts on their GPU and checks nothing; None where no kernel decoded them before.
+
+    It is valid as long as the parts stay where they are, and gives None where another GPU is the present one.
+    """
+    if encoded.device.type != "cuda" or explain_decode(encoded, dtype).implementation != "triton":
+        return None
+    from bitplan.kernels.codec import triton_decode
+
+    return triton_decode.bind_decode(encoded, dtype)
 
 
 def explain_encode(x: Tensor, fmt: Format | str, **options: Any) -> Picked:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.encoded import Encoded
-from bitplan.kernels.base.launch import PreparedLaunch
+from bitplan.kernels.base.launch import PreparedLaunch, current_device, current_stream, empty_on_gpu, index_of
 from bitplan.kernels.base.numbers import (
     Launch,
     element_name,
@@ -72,6 +72,27 @@ def decode_launch(encoded: Encoded, dtype: torch.dtype) -> PreparedLaunch:
     if encoded.fmt.block.rows == 1 and encoded.fmt.block.cols is not None:
         return _byte_groups_launch(encoded, dtype, BYTE_GROUPS)
     return _tiles_launch(encoded, dtype, TILES)
+
+
+def bind_decode(encoded: Encoded, dtype: torch.dtype) -> Callable[[], Tensor | None] | None:
+    """A call that decodes these parts into new memory; None if no such launch was compiled, or an address is odd."""
+    index = index_of(encoded.device)
+    launch = decode_launch(encoded, dtype).bind(index)
+    assert encoded.scales is not None
+    third = () if encoded.fmt.packing is None else (encoded.scales if encoded.base is None else encoded.base,)
+    addresses = tuple(part.data_ptr() for part in (encoded.data, encoded.scales, *third))
+    if launch is None or any(address & 15 for address in addresses):
+        return None
+    shape, strides = encoded.shape, (encoded.shape[1], 1)
+
+    def run() -> Tensor | None:
+        if current_device() != index:
+            return None
+        out = empty_on_gpu(shape, strides, dtype)
+        launch(current_stream(index), *addresses, out.data_ptr())
+        return out
+
+    return run
 
 
 def _run(

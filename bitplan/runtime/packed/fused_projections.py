@@ -7,9 +7,10 @@ holds the same tensors as before, in the same memory. The first of them to be ca
 all, and the others take their part of it when they are called with the same tensor. That is one launch instead of
 three, and a matrix that fills the GPU; on a CPU it is one call, and one start of all threads, instead of three.
 
-It is for the fused kernel alone, and for inference: where another strategy is faster (many rows on a GPU) and where a
-gradient is needed, each layer runs by itself. So do layers that get different inputs, as in cross-attention, after a
-few calls, and on a CPU tensors with factors of their own (nvfp4). Layers with a bias stay alone. An input that is
+It is for inference: for the fused kernel and, on a GPU and outside of graphs, for weights that are decoded in each call
+and have no factor of their own (nvfp4 has). With a tile cache and where a gradient is needed each layer runs by itself.
+So do layers that get different inputs, as in cross-attention, after a few calls, and on a CPU tensors with factors of
+their own. Layers with a bias stay alone. An input that is
 written in place between the calls is not seen in compiled graphs and in inference mode.
 """
 
@@ -26,6 +27,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from bitplan.formats import Encoded
+from bitplan.kernels.codec.dispatch import has_decoder
 from bitplan.kernels.matmul.fused import FusedMatmul, Prepared, fused_for
 from bitplan.runtime.packed.product_strategy import INPUTS, input_type
 from bitplan.runtime.packed.quant_linear import QuantLinear
@@ -137,10 +139,12 @@ class JointProjection:
         return None if layer is None else layer.forward(x)  # None: another thread has changed a weight
 
     def _runs_for(self, x: Tensor) -> bool:
-        key = (x.shape, x.dtype)
+        rows = math.prod(x.shape[:-1])
+        key = ((rows - 1).bit_length(), x.dtype)  # as picks are made
         runs = self._runs.get(key)
         if runs is None:
-            runs = self._runs[key] = self.decide(math.prod(x.shape[:-1]), x.dtype)
+            made = self.made()
+            runs = self._runs[key] = made is not None and made.runs_joined(rows, x.dtype)
         return runs
 
     def _settle_for(self, x: Tensor) -> bool:
@@ -150,9 +154,10 @@ class JointProjection:
         return self.decide(rows, x.dtype) if has_static_value(rows) else False
 
     def decide(self, rows: int, dtype: torch.dtype) -> bool:
-        """Whether an input of `rows` rows runs as one product. A traced graph calls this once and holds the answer."""
+        """Whether a graph runs an input of `rows` rows as one product; a traced graph calls this once."""
         made = self.made()
-        return made is not None and made.picks_fused(rows, dtype)
+        self._runs.clear()
+        return made is not None and made.picks_fused(rows, dtype, measure=True)
 
     decide._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see QuantLinear.settle
 
@@ -222,15 +227,24 @@ def _joined(weights: Sequence[PackedWeight]) -> Encoded:
 
 
 class JointLinear(QuantLinear):
-    """A layer over the rows of several weights, which runs on the fused kernel only."""
+    """A layer over the rows of several weights."""
 
     def __init__(self, weight: Encoded, prepared: Prepared, like: QuantLinear, name: str) -> None:
         super().__init__(weight, strategy=like.strategy, cache=like.cache, name=name)
         self._own = prepared
 
-    def picks_fused(self, rows: int, dtype: torch.dtype) -> bool:
+    def picks_fused(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> bool:
         is_taken = dtype == torch.bfloat16 or (self.weight.device.type == "cpu" and dtype in INPUTS)
-        return is_taken and self._pick(rows, dtype).strategy == "fused"
+        return is_taken and self._pick(rows, dtype, measure=measure).strategy == "fused"
+
+    def runs_joined(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether one product is better than several: fused ones, and decoded ones on a GPU, which the host delays."""
+        if self.picks_fused(rows, dtype):
+            return True
+        is_decoded = self.weight.encoded.base is None and has_decoder(
+            self.weight.fmt, self.weight.device, self.weight.shape, dtype
+        )
+        return self.weight.device.type == "cuda" and is_decoded and self._pick(rows, dtype).strategy == "decode"
 
     def _prepare(self, fused: FusedMatmul) -> Prepared:
         made = fused.join([self._own])  # each stream has counters of its own

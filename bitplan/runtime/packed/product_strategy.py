@@ -10,9 +10,9 @@
 
 Only `auto` chooses: a strategy asked for by name runs or raises. Every pick says why.
 
-`auto` on CUDA goes by a measured record (`measure.speed.crossover`). Where there is none and none can be made (under
-CUDA graph capture, out of memory), up to 32 rows are fused and more are decoded: on an H200 the fused kernel loses to
-the vendor's product on expanded weights from 64 rows on.
+`auto` on CUDA goes by a measured record (`measure.speed.crossover`); `warm_up` and torch.compile make it. Without one,
+so that a model answers at once, up to 32 rows are fused and more are decoded: on an H200 the fused kernel loses to the
+vendor's product on expanded weights from 64 rows on.
 
 `auto` on a CPU needs no record: the fused product (`cpu_fused`) where it has the format, else a cached tile where a
 cache has room, else decode. On x86 it is exact up to float32's rounding; on Arm int4_g32 runs on torch's 4-bit kernel,
@@ -115,9 +115,9 @@ def choose(
     cache: TileCache | None,
     *,
     where: str,
-    measure: bool = True,
+    measure: bool = False,
 ) -> Pick:
-    """The strategy for this many rows of this type, with its reason. measure=False takes records only."""
+    """The strategy for this many rows of this type, with its reason. `measure`: what has no record is measured now."""
     if strategy == "auto":
         return _auto(weight, rows, dtype, cache, measure=measure)
     if strategy == "fused":
@@ -181,7 +181,7 @@ def _auto(weight: PackedWeight, rows: int, dtype: torch.dtype, cache: TileCache 
     if record is not None and (record.refused or record.stopped or record.timings[-1].rows >= bucket_of(rows)):
         return pick(record, rows, room=room)
     why_never = table.why_never(weight.fmt.name, *weight.shape)
-    why = why_never or ("a CUDA graph is being captured" if capturing else "not measured yet, which the first use does")
+    why = why_never or ("a CUDA graph is being captured" if capturing else "not measured, which bitplan.warm_up does")
     if rows <= FUSED_ROWS_UNMEASURED:
         return Pick("fused", f"default for up to {FUSED_ROWS_UNMEASURED} rows: {why}")
     return _unfused(room, f"default for more than {FUSED_ROWS_UNMEASURED} rows: {why}")

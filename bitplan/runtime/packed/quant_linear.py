@@ -12,25 +12,28 @@ A call takes one of three paths, which give the same numbers:
 
 | path | when | what it costs the host |
 |---|---|---|
-| bound | fused, no gradient, the same shape as a call before | a launch, and a few comparisons |
+| bound | no gradient, the same shape as a call before; decoded on a GPU about as many rows | launches, comparisons |
 | direct | no gradient | choosing, once for every power of two of rows |
 | operator | gradients, autocast, torch.compile, torch.export, other kinds of tensors | torch's dispatch as well |
 
-A graph holds the operator. How it runs is chosen when the graph is traced, and is a constant of the graph: by the
-number of rows if that is fixed, else by a table of row counts, for which nothing is measured.
+Calls measure nothing: what has no record goes by a rule, until `warm_up` measures it. A graph holds the operator. How
+it runs is chosen when the graph is traced, and is a constant of the graph: by the number of rows if that is fixed
+(measured then), else by a table of row counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_compiling
+from torch.nn.functional import linear
 
 from bitplan.formats import Encoded, Format
 from bitplan.kernels import decode, encode
+from bitplan.kernels.codec.dispatch import bind_decode
 from bitplan.kernels.matmul.decode_row_slices import why_no_rows
 from bitplan.kernels.matmul.fused import Bound, FusedMatmul, Prepared, fused_for
 from bitplan.measure.speed.crossover import ROW_COUNTS, Pick
@@ -102,7 +105,7 @@ class QuantLinear(nn.Module):
         self.joint: Any = None  # a JointProjection, where the layer runs together with others
         self.joint_at = 0
         self._picks: dict[Any, Pick] = {}
-        self._bound: dict[Any, _BoundCall] = {}
+        self._bound: dict[Any, _BoundCall] = {}  # by shape and type; decoded products by bits of the row count and type
         self._strategy, self._cache = check_strategy(strategy, name), cache
         self.last_pick: Pick | None = None
 
@@ -175,7 +178,10 @@ class QuantLinear(nn.Module):
 
     def bound_product(self, x: Tensor) -> Tensor | None:
         """The product by the path that costs the host least; None where that path is not prepared for this call."""
-        bound = self._bound.get((x.shape, x.dtype))
+        calls = self._bound
+        bound = calls.get((x.shape, x.dtype))
+        if bound is None and calls and x.shape[-1:] == (self.in_features,):
+            bound = calls.get(((x.numel() // self.in_features - 1).bit_length(), x.dtype))
         return None if bound is None else bound(x, self)
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -187,7 +193,7 @@ class QuantLinear(nn.Module):
         matrix = self._matrix(picked, dtype)
         if _is_plain(x) and not (is_grad_enabled() and (x.requires_grad or _learns(self.bias))):
             y = multiply(flat, self.bias, matrix, ProductWay(picked.strategy, picked.launch))
-            if picked.strategy == "fused" and dtype == x.dtype:
+            if dtype == x.dtype:
                 self._bind(x, matrix.prepared, picked)
         else:
             y = self._operator(flat, matrix, text_of([(None, picked)]))
@@ -327,16 +333,23 @@ class QuantLinear(nn.Module):
         return fused.prepare(self.weight.encoded)
 
     def _bind(self, x: Tensor, prepared: Prepared, picked: Pick) -> None:
-        """Keep the bound call for later inputs of this shape."""
-        fused = fused_for(x.device.type)
-        if fused is None or is_capturing(x.device) or not x.numel():
+        """Keep the bound call for later inputs of this shape, or of about as many rows."""
+        if is_capturing(x.device) or not x.numel():
             return
-        bound = fused.bind(_flat(x), self.weight.encoded, prepared, self.bias, picked.launch)
+        bound: Bound | None = None
+        key: Hashable = (x.shape, x.dtype)
+        if picked.strategy == "fused":
+            fused = fused_for(x.device.type)
+            assert fused is not None
+            bound = fused.bind(_flat(x), self.weight.encoded, prepared, self.bias, picked.launch)
+        elif picked.strategy == "decode" and (self.cache is None or self.strategy == "decode"):
+            bound = _bound_decode(self.weight.encoded, x.dtype, self.bias)
+            key = ((x.numel() // self.in_features - 1).bit_length(), x.dtype)
         if bound is not None:
             if len(self._bound) >= _PICKS_KEPT:
                 self._bound.clear()
             shape = (*x.shape[:-1], self.out_features)
-            self._bound[x.shape, x.dtype] = _bound_call(bound, shape, self, picked)
+            self._bound[key] = _bound_call(bound, shape, self, picked)
 
     def _forget_picks(self) -> None:
         self._picks.clear()
@@ -358,18 +371,22 @@ class QuantLinear(nn.Module):
         if x.device != device:
             raise LayerError(f"{self.name}: the input lies on {x.device}, the weight on {device}; move one")
 
-    def _pick(self, rows: int, dtype: torch.dtype, *, measure: bool = True) -> Pick:
+    def _pick(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> Pick:
         """As `choose`, decided once for every power of two of rows, as crossovers are measured."""
         weight, cache, strategy = self.weight, self.cache, self.strategy
         bucket = 1 << max(0, rows - 1).bit_length()
-        if strategy not in ("auto", "fused") or is_capturing(weight.device) or not measure:
+        is_kept = strategy in ("auto", "fused") and type(weight.data) is Tensor and not is_capturing(weight.device)
+        if not is_kept:
             return choose(weight, bucket, dtype, strategy, cache, where=self.name, measure=measure)
         room = cache is not None and cache.has_room(weight, compute_dtype(weight.device, dtype))
         key = (bucket, dtype, room, weight.token, weight.state)
-        if key not in self._picks:
+        if measure or key not in self._picks:
             if len(self._picks) >= _PICKS_KEPT:
                 self._picks.clear()
-            self._picks[key] = choose(weight, bucket, dtype, strategy, cache, where=self.name)
+            picked = choose(weight, bucket, dtype, strategy, cache, where=self.name, measure=measure)
+            if self._picks.get(key, picked) != picked:
+                self._bound.clear()  # calls that were bound before it was measured
+            self._picks[key] = picked
         return self._picks[key]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -380,6 +397,19 @@ class QuantLinear(nn.Module):
                 "load the state before the plan is applied, or a state that was saved after it"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _bound_decode(weight: Encoded, dtype: torch.dtype, bias: Tensor | None) -> Bound | None:
+    """A call that decodes the weight and multiplies; None where no kernel decodes it, or the bias has another type."""
+    decoded = bind_decode(weight, dtype) if bias is None or bias.dtype == dtype else None
+    if decoded is None:
+        return None
+
+    def run(x: Tensor, _shape: Sequence[int]) -> Tensor | None:
+        numbers = decoded()
+        return None if numbers is None else linear(x, numbers, bias)
+
+    return run
 
 
 def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked: Pick) -> _BoundCall:

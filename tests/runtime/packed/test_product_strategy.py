@@ -23,6 +23,7 @@ from bitplan.runtime.packed import product_strategy
 from bitplan.runtime.packed.product_strategy import LayerError, choose, compute_dtype
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed.warm_up import warm_up
 from bitplan.runtime.packed_weight import PackedWeight
 from tests.runtime.packed.linear_samples import FORMATS, exact_linear, normal, packed
 
@@ -180,7 +181,7 @@ class Gpu:
         cache: Any = SimpleNamespace(has_room=lambda *_: room, budget_bytes=1)
         weight: Any = Somewhere()
         dtype = options.pop("dtype", torch.bfloat16)
-        return choose(weight, rows, dtype, way, cache, where="up", **options)
+        return choose(weight, rows, dtype, way, cache, where="up", **{"measure": True, **options})
 
 
 def test_auto_measures_once_and_goes_by_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_auto_measures_once_and_goes_by_the_record(monkeypatch: pytest.MonkeyPat
 def test_explaining_and_capturing_measure_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu = Gpu(monkeypatch, tmp_path, Crossover("mxfp4", 64, 128, TIMINGS))
     assert gpu.choose(32, measure=False) == Pick(
-        "fused", "default for up to 32 rows: not measured yet, which the first use does"
+        "fused", "default for up to 32 rows: not measured, which bitplan.warm_up does"
     )
     assert gpu.choose(33, measure=False).strategy == "decode"
     assert gpu.choose(33, measure=False, room=True).strategy == "tile_cache"
@@ -284,18 +285,51 @@ def test_every_strategy_on_a_gpu(name: str, way: str, rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_own_cache_dir")
-def test_auto_on_a_gpu_measures_picks_and_is_right() -> None:
+def test_auto_on_a_gpu_answers_by_a_rule_and_by_measurements_after_warming_up() -> None:
     one = packed("mxfp4", 1024, 2048)
     layer = QuantLinear(one).cuda()
-    assert "not measured yet" in layer.explain(1).reason
-    for rows in (1, 4096):
-        x = normal(rows, 2048).bfloat16()
-        y = layer(x.cuda())
-        expected, _ = exact_linear(x, one)
-        assert (y.cpu().double() - expected).norm() / expected.norm() < 2.0**-7
-        assert layer.last_pick is not None
-        assert "measured for" in layer.last_pick.reason
+    for reason in ("not measured", "measured for"):
+        for rows in (1, 4096):
+            x = normal(rows, 2048).bfloat16()
+            with torch.no_grad():
+                y = layer(x.cuda())
+            expected, _ = exact_linear(x, one)
+            assert (y.cpu().double() - expected).norm() / expected.norm() < 2.0**-7
+            assert layer.last_pick is not None
+            assert reason in layer.last_pick.reason
+        warm_up(layer, (1, 4096))
     assert layer.explain(1).strategy == "fused"  # 4-bit weights at one row: bytes decide
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_own_cache_dir")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_bound_decoded_products_on_a_gpu_see_every_change(
+    name: str, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bias = normal(160, seed=2).bfloat16() if with_bias else None
+    layer = QuantLinear(packed(name, 160, 512), bias, strategy="decode").cuda()
+    by_hand = lambda x: torch.nn.functional.linear(x, fast_decode(layer.weight.encoded, torch.bfloat16), layer.bias)
+    x = normal(2, 150, 512).bfloat16().cuda()
+    with torch.no_grad():
+        assert torch.equal(layer(x), by_hand(x))
+        calls = []
+        forward = layer._forward
+        monkeypatch.setattr(layer, "_forward", lambda x: calls.append(x) or forward(x))
+        for again in (x, x[:, :140], x[0].repeat(2, 1)[:290], x.transpose(0, 1)):  # other lengths and strides
+            assert torch.equal(layer(again), by_hand(again))
+        assert not calls  # all of them bound
+        layer.weight.data.copy_(packed(name, 160, 512, seed=5).data)
+        assert torch.equal(layer(x), by_hand(x))
+        assert len(calls) == 1
+        with torch.autocast("cuda", torch.float16):
+            assert layer(x).dtype == torch.float16
+    with pytest.raises(LayerError, match="512 features"):
+        layer(x[..., :500])
+    given = x.clone().requires_grad_()
+    layer(given).sum().backward()
+    assert given.grad is not None
 
 
 @pytest.mark.gpu
