@@ -407,7 +407,10 @@ def _bound_decode(weight: Encoded, dtype: torch.dtype, bias: Tensor | None) -> B
 
     def run(x: Tensor, _shape: Sequence[int]) -> Tensor | None:
         numbers = decoded()
-        return None if numbers is None else linear(x, numbers, bias)
+        if numbers is None:
+            return None
+        # Of an input with gaps torch would round the product before it adds the bias.
+        return linear(x if x.is_contiguous() else x.contiguous(), numbers, bias)
 
     return run
 
