@@ -34,6 +34,13 @@ def test_a_name_loads_what_it_needs_and_starts_no_gpu() -> None:
     assert not modules_after(code) & {"transformers", "lightning", "tensorboard", "triton"}
 
 
+def test_trees_are_fitted_without_torch() -> None:
+    code = "import numpy as np; from bitplan.trees import BoostedTreesRegressor\n"
+    code += "X = np.random.default_rng(0).normal(size=(500, 3))\n"
+    code += "BoostedTreesRegressor(n_estimators=2).fit(X, X[:, 0]).predict(X)"
+    assert not modules_after(code) & {"torch", "triton", "transformers", "gguf"}
+
+
 def test_completion_offers_names_and_loads_no_heavy_library() -> None:
     offered = {
         ("quantize", "a", "b", "--format", "mxf"): {"mxfp4", "mxfp4_gguf", "mxfp8_e4m3"},

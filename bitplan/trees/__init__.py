@@ -5,7 +5,7 @@ from bitplan.optional import require
 require("sklearn", purpose="bitplan.trees", extra="trees")  # before the modules below import it
 
 from bitplan.trees.distributed.fit import DistributedFit, fit_distributed
-from bitplan.trees.distributed.ranks import ProcessLostError
+from bitplan.trees.distributed.shards import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.evaluation.callbacks import RoundState
 from bitplan.trees.files.load import from_lightgbm, load_trees

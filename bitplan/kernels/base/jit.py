@@ -16,13 +16,13 @@ import functools
 import gc
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numba
-import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
@@ -166,8 +166,17 @@ def use_threads(count: int) -> Iterator[None]:
 
 
 def thread_count() -> int:
-    """The count of `use_threads`, else as many threads as torch uses."""
-    return _chosen.get() or torch.get_num_threads()
+    """The count of `use_threads`, else as many threads as torch uses, else as this process may use cores."""
+    return _chosen.get() or (sys.modules["torch"].get_num_threads() if "torch" in sys.modules else _usual_threads())
+
+
+@functools.cache
+def _usual_threads() -> int:
+    """OMP_NUM_THREADS, which torch and scikit-learn go by, or the cores that this process may run on."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if wanted.isdecimal() and int(wanted):
+        return int(wanted)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def worthwhile_threads(work_ns: float) -> int:

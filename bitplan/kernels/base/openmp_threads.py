@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from numba.core import types
 from numba.core.ccallback import CFunc
 
@@ -54,6 +53,8 @@ def run(function: Any, job: int, threads: int) -> None:
 @functools.cache
 def _openmp() -> Any | None:
     """GNU OpenMP's function that starts a parallel region, from torch's library; None if torch has another OpenMP."""
+    import torch  # whoever runs products has it
+
     places = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))
     if not places or "OpenMP" not in torch.__config__.parallel_info():
         return None

@@ -17,7 +17,7 @@ import dask.array
 import distributed
 
 from bitplan.trees.dask import on_worker
-from bitplan.trees.distributed.ranks import ProcessLostError
+from bitplan.trees.distributed.shards import ProcessLostError
 from bitplan.trees.gradients import TreesError
 
 LOOK_S = 0.5  # how often the client looks whether all workers are still there

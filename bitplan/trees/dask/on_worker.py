@@ -18,7 +18,8 @@ from sklearn.base import clone  # type: ignore[import-untyped]
 
 from bitplan.errors import BitplanError
 from bitplan.trees.distributed.fit import fit_by_ranks
-from bitplan.trees.distributed.ranks import Meeting, ProcessLostError, Ranks
+from bitplan.trees.distributed.ranks import Meeting, Ranks
+from bitplan.trees.distributed.shards import ProcessLostError
 from bitplan.trees.gradients import Array, TreesError
 
 _stores: dict[str, Any] = {}  # by fit: those that this process hosts

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bitplan.trees.checks import number
-from bitplan.trees.distributed.ranks import Ranks
 from bitplan.trees.distributed.shards import gather_json
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import TreesError
+
+if TYPE_CHECKING:
+    from bitplan.trees.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def fit_distributed(
         raise TreesError(
             f"model: expected a BoostedTreesClassifier or BoostedTreesRegressor, got {type(model).__name__}"
         )
+    from bitplan.trees.distributed.ranks import Ranks  # loads torch
+
     return fit_by_ranks(model, Ranks(number("timeout_s", timeout_s, 0, above=True)), X, y, sample_weight, eval_set)
 
 

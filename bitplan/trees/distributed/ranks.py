@@ -25,17 +25,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bitplan.errors import BitplanError
 from bitplan.trees.distributed.agreement import SAME_VERSION
-from bitplan.trees.distributed.shards import Array
+from bitplan.trees.distributed.shards import Array, ProcessLostError
 from bitplan.trees.gradients import TreesError
 
 MAX_PART_BYTES = 2**36  # of one process in one step: more is a lie, and would be allocated
 ROLL_CALL_S = 5.0  # how long the others have to say that they are there
-
-
-class ProcessLostError(BitplanError, RuntimeError):
-    """Another process of a distributed fit failed, died or hangs; this one has stopped too."""
 
 
 @dataclass(frozen=True)

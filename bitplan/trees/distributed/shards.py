@@ -30,6 +30,10 @@ LARGE_POWER = 900  # of two: with less, and 61 bits more, float64 are normal num
 MAX_ROWS = 2**48  # of all processes: what no table has
 
 
+class ProcessLostError(BitplanError, RuntimeError):
+    """Another process of a distributed fit failed, died or hangs; this one has stopped too."""
+
+
 class Shards(Protocol):
     """All processes of one fit, in one order; `what` names the step in errors."""
 
