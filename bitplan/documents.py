@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from bitplan.errors import BitplanError, FileFormatError, did_you_mean
-from bitplan.records import read_json
+from bitplan.records import read_bytes, read_json
 
 MAX_DOCUMENT_BYTES = 64 * 2**20
 MAX_RANK = 64
@@ -257,13 +257,25 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+def load_bytes(path: str | Path, error: type[BitplanError], *, max_bytes: int, what: str = "JSON document") -> bytes:
+    """The bytes of a file; any failure to read it is an `error` of one line that names the file."""
+    try:
+        return read_bytes(path, max_bytes=max_bytes, what=what)
+    except (OSError, ValueError) as fault:
+        raise reading_error(fault, path, error) from None
+
+
 def load_document(path: str | Path, error: type[BitplanError], *, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
     """The JSON in a file; any failure to read it is an `error` of one line that names the file."""
     try:
         return read_json(path, max_bytes=max_bytes)
-    except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror or fault}") from None
-    except error:
-        raise
-    except FileFormatError as fault:
-        raise error(str(fault)) from None
+    except (OSError, ValueError) as fault:
+        raise reading_error(fault, path, error) from None
+
+
+def reading_error(fault: OSError | ValueError, path: str | Path, error: type[BitplanError]) -> BitplanError:
+    """A failure to read a file as an `error`; a ValueError that is not ours is of a path with a null character."""
+    if isinstance(fault, FileFormatError):
+        return fault if isinstance(fault, error) else error(str(fault))
+    reason = fault.strerror if isinstance(fault, OSError) else None
+    return error(f"{short(str(path))}: cannot be read: {reason or fault}")

@@ -29,6 +29,7 @@ if sys.platform != "win32":
     import fcntl
 
 MAX_JSON_BYTES = 256 * 2**20
+MAX_TEXT_BYTES = 256 * 2**20
 # The memory that a document may take beyond twice its bytes: an empty list is two bytes of text, but a hundred in
 # memory.
 MAX_JSON_MEMORY = 128 * 2**20
@@ -320,19 +321,38 @@ def write_json(path: str | Path, document: Any) -> None:
         file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
+def read_bytes(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, what: str = "JSON document") -> bytes:
+    """The bytes of a regular file, or of a pipe until its end; anything else is refused, and so is what is too long.
+
+    A device has no end: /dev/zero would be read until the memory is full.
+    """
+    status = os.stat(path)
+    if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFIFO):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise FileFormatError(f"{path}: is {kind}, and a {what} is read from a regular file or a pipe")
+    size = status.st_size
+    if size <= max_bytes:
+        with open(path, "rb") as file:
+            pieces = [file.read(size + 1)]
+            size = len(pieces[0])
+            while pieces[-1] and size <= max_bytes:  # a pipe, or a file that grows
+                pieces.append(file.read(2**20))
+                size += len(pieces[-1])
+    if size > max_bytes:
+        count = f"{size} bytes is" if status.st_size > max_bytes else f"more than {max_bytes} bytes are"
+        raise FileFormatError(f"{path}: {count} too large for a {what} (limit {max_bytes})")
+    return b"".join(pieces[:-1])
+
+
 def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file, refusing one too large to be a document, with duplicate keys, or not JSON."""
-    source = Path(path)
-    size = source.stat().st_size
-    if size > max_bytes:
-        raise FileFormatError(f"{source}: {size} bytes is too large for a JSON document (limit {max_bytes})")
-    return parse_json(source.read_bytes(), where=str(source))
+    return parse_json(read_bytes(path, max_bytes=max_bytes), where=str(path))
 
 
-def read_text(path: str | Path) -> str:
+def read_text(path: str | Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """The text of a file; a file that is not text is refused by name."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_bytes(path, max_bytes=max_bytes, what="text").decode()
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{path}: not UTF-8 text (byte {error.start}); give a plain text file") from None
     if not text.strip():

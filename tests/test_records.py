@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.logs import JsonLog
-from bitplan.records import atomic_file, atomic_folder, check_output, parse_json, read_json, write_json
+from bitplan.records import (
+    atomic_file,
+    atomic_folder,
+    check_output,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_text,
+    write_json,
+)
 from tests.limits import assert_quick
 from tests.processes import Program
 
@@ -105,6 +116,44 @@ def test_a_file_too_large_to_be_a_document_is_refused(tmp_path):
     (tmp_path / "d.json").write_text("[1, 2, 3]")
     with pytest.raises(FileFormatError, match="9 bytes is too large"):
         read_json(tmp_path / "d.json", max_bytes=8)
+
+
+DEVICE = Path("/dev/zero")
+
+
+@pytest.mark.skipif(not DEVICE.exists(), reason="no device that is read without end")
+@pytest.mark.parametrize("read", [read_json, read_text, read_bytes])
+def test_a_device_is_refused_before_it_is_read(read):
+    with pytest.raises(FileFormatError, match=r"/dev/zero: is a device, and a .* is read from a regular file or a pipe"):
+        read(DEVICE)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_pipe_is_read_to_its_end_or_its_limit(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+
+    def written(data):
+        writer = threading.Thread(target=lambda: suppressed_write(tmp_path / "pipe", data))
+        writer.start()
+        return writer
+
+    writer = written(b" " * 2**20 + b"[1]")
+    assert read_json(tmp_path / "pipe") == [1]
+    writer.join()
+    writer = written(b"[1]" * 2**22)
+    with pytest.raises(FileFormatError, match="more than 100 bytes are too large for a JSON document"):
+        read_json(tmp_path / "pipe", max_bytes=100)
+    writer.join()
+
+
+def suppressed_write(path, data):
+    with contextlib.suppress(BrokenPipeError):
+        path.write_bytes(data)
+
+
+def test_a_folder_is_no_document(tmp_path):
+    with pytest.raises(FileFormatError, match="is a folder, and a text is read from a regular file or a pipe"):
+        read_text(tmp_path)
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):

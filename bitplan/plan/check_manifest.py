@@ -6,6 +6,7 @@ finding has a code, the place it is about, and a line that says what was expecte
 | code | what it says |
 |---|---|
 | other-model | no tensor matches any rule |
+| gpt-oss | a checkpoint that is no gpt-oss, or a config that contradicts it: what `load_packed` refuses too |
 | unmatched | a tensor that no rule matches |
 | unused-rule | a rule that matches nothing, and is not optional |
 | shadowed-rule | a rule that only matches tensors which earlier rules take |
@@ -40,6 +41,7 @@ from bitplan.plan.plan import Part, part_dtype
 from bitplan.text import counted
 
 CAST = "cast"
+OTHER_MODEL = "other-model"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 # Torch's own name for E8M0 bytes.
 _SAME_BYTES = {"float8_e8m0fnu": "uint8"}
@@ -80,7 +82,7 @@ def check_headers(
             f"none of {len(tensors)} tensors matches any of {len(manifest.rules)} rules, so the manifest is for "
             f"another model; the tensors begin with {listed(tensors, 3)}"
         )
-        return [Finding("other-model", manifest.where, message)]
+        return [Finding(OTHER_MODEL, manifest.where, message)]
     tags = {name: manifest.tag(manifest.rules[indices[0]].format) for name, indices in matches.items() if indices}
     return [
         *_unmatched(tensors, matches),

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bitplan.documents import Fields, Kind, show
+from bitplan.documents import Fields, Kind, reading_error, show
 from bitplan.errors import FileFormatError
-from bitplan.records import parse_json
+from bitplan.records import check_input, parse_json
 
 LARGEST = 1e30
 
@@ -165,13 +165,14 @@ def short_names(paths: list[Path]) -> list[str]:
 
 def _read(path: Path, name: str) -> Record:
     try:
+        check_input(path)
         with path.open("rb") as file:
             size = path.stat().st_size
             kind, content, torn, sampled = _recognise(file, path, size)
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ReportError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (OSError, FileFormatError) as fault:
+        raise reading_error(fault, path, ReportError) from None
     return Record(kind.name, name, kind.label, size, digest, content, torn, sampled)
 
 

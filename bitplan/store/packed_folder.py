@@ -26,7 +26,7 @@ from bitplan.formats import get_format
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
-from bitplan.records import atomic_folder, check_output_folder, read_json, write_json
+from bitplan.records import atomic_folder, check_output_folder, read_bytes, read_json, write_json
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.safetensors import INDEX_SUFFIX
 from bitplan.store.files.safetensors_tensors import NativeTensors, part_name
@@ -138,7 +138,7 @@ def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
     path = folder / name
     if Path(name).name != name or not path.is_file():
         raise FileFormatError(f"{where}: the plan {name[:80]!r} is not in the folder; copy or quantize it again")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != said["plan_sha256"]:
+    if hashlib.sha256(read_bytes(path, what="plan")).hexdigest() != said["plan_sha256"]:
         raise FileFormatError(
             f"{path}: is not the plan by which this folder was packed (its sha256 differs from {CONFIG}'s); "
             "copy or quantize the folder again"

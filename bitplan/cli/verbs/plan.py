@@ -47,6 +47,7 @@ def check(
     """
     from bitplan.plan import Header, check_headers, open_manifest
     from bitplan.plan.check_manifest import CAST
+    from bitplan.runtime.packed.gpt_oss.load import gpt_oss_findings, is_gpt_oss
     from bitplan.store.files.open_files import open_tensors
     from bitplan.store.packed_folder import plan_findings, read_config, read_packed_plan
 
@@ -65,7 +66,11 @@ def check(
         packed = read_packed_plan(Path(checkpoint), read_config(Path(checkpoint)))
     with open_tensors(checkpoint) as file:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
-        problems = check_headers(rules, headers) if rules is not None else []
+        problems = []
+        if rules is not None and is_gpt_oss(Path(checkpoint)):
+            headers, problems = gpt_oss_findings(Path(checkpoint), rules, headers)
+        elif rules is not None:
+            problems = check_headers(rules, headers)
         problems += [] if packed is None else plan_findings(packed, file)
         findings = [finding for finding in problems if finding.code != CAST]
         casts = Counter(headers[finding.where].dtype for finding in problems if finding.code == CAST)

@@ -20,7 +20,7 @@ from bitplan.logs import JsonLog
 from bitplan.measure.speed.crossover_files import gpu_fingerprint
 from bitplan.plan.fp8.report import Fingerprint, Report, Row, describe_row, report_of, split_report
 from bitplan.plan.fp8.vocabulary import BenchReportError
-from bitplan.records import on_failure
+from bitplan.records import on_failure, read_bytes
 from bitplan.version import __version__
 
 _FIRST_BYTES = b'{"document": "bitplan-fp8-report"'
@@ -64,7 +64,7 @@ class ReportLog(JsonLog):
 
     def _resume(self, mine: Mapping[str, Any]) -> tuple[list[Row], bool]:
         """The rows in the file, and whether the report is finished."""
-        head, rows, finished = split_report(self.path.read_bytes(), where=str(self.path))
+        head, rows, finished = split_report(read_bytes(self.path, what="report"), where=str(self.path))
         found = report_of(head, rows, where=str(self.path))
         for key, theirs in found.head().items():
             if theirs != mine[key]:

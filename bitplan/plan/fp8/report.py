@@ -27,7 +27,21 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bitplan.documents import EVIDENCE, FLAG, LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, document_key, one_of, show
+from bitplan.documents import (
+    EVIDENCE,
+    FLAG,
+    LIST,
+    NAME,
+    OBJECT,
+    SIZE,
+    TEXT,
+    Kind,
+    Reader,
+    document_key,
+    load_bytes,
+    one_of,
+    show,
+)
 from bitplan.errors import FileFormatError
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.logs import json_line
@@ -187,13 +201,8 @@ class Report:
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
-        try:
-            size = Path(path).stat().st_size
-            if size > MAX_JSON_BYTES:
-                raise BenchReportError(f"{path}: {size} bytes is too large for a report (limit {MAX_JSON_BYTES})")
-            return parse_report(Path(path).read_bytes(), where=str(path))
-        except OSError as fault:
-            raise BenchReportError(f"{path}: cannot be read: {fault.strerror or fault}") from None
+        data = load_bytes(path, BenchReportError, max_bytes=MAX_JSON_BYTES, what="report")
+        return parse_report(data, where=str(path))
 
 
 def parse_report(data: bytes, *, where: str) -> Report:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bitplan.documents import load_bytes
 from bitplan.plan.fp8.loongforge_yaml import YamlModel, read_yaml_model
 from bitplan.plan.fp8.model_parts import load_model_parts
 from bitplan.plan.fp8.vocabulary import ModelConfigError
@@ -76,11 +77,6 @@ def find_policy(written: str, beside: str | Path) -> Path:
 
 def _read(path: Path) -> str:
     try:
-        size = path.stat().st_size
-        if size > 4 * MAX_YAML_CHARACTERS:
-            raise ModelConfigError(f"{path}: {size} bytes are too many for a model's YAML")
-        return path.read_text(encoding="utf-8")
-    except OSError as fault:
-        raise ModelConfigError(f"{path}: cannot be read: {fault.strerror or fault}") from None
+        return load_bytes(path, ModelConfigError, max_bytes=4 * MAX_YAML_CHARACTERS, what="model's YAML").decode()
     except UnicodeDecodeError:
         raise ModelConfigError(f"{path}: not UTF-8 text, so not a model's YAML") from None

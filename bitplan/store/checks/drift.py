@@ -33,7 +33,7 @@ from bitplan.formats.scales.checks import ScaleHealth, scale_health
 from bitplan.formats.scales.reencode import DriftCounts
 from bitplan.kernels import decode
 from bitplan.logs import JsonLog
-from bitplan.records import parse_json
+from bitplan.records import parse_json, read_bytes
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.packed_rows import PackedTensor, packed_pair, packed_tensor, scales_name
 from bitplan.store.files.safetensors_tensors import NativeTensors
@@ -41,6 +41,7 @@ from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.models.morph import formats_of, stores_of
 from bitplan.store.packed_folder import transposed_in
 
+MAX_LOG_BYTES = 2**30
 _BEGINS = b'{"step": 0, "name": "'
 _READ_KEYS = {"step": Kind("an integer", lambda value: type(value) is int), "name": STRING}
 
@@ -154,7 +155,7 @@ def _layers_of(model: nn.Module) -> Iterator[DriftLayer]:
 def read_drift(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a log; a torn last line is skipped, any other line that is not JSON is an error with its number."""
     found = []
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(read_bytes(path, max_bytes=MAX_LOG_BYTES, what="drift log").split(b"\n")[:-1], 1):
         where = f"{path}: line {number}"
         reader = Reader(where, FileFormatError, strict=False)
         found.append(reader.keys("", parse_json(line, where=where), _READ_KEYS, _READ_KEYS))

@@ -23,6 +23,7 @@ from bitplan.records import atomic_file, atomic_folder, check_output, check_outp
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.gpt_oss.config import (
     CONFIG,
+    check_settings_held,
     gguf_metadata,
     hf_config,
     openai_config,
@@ -137,6 +138,8 @@ def save_gpt_oss(
         raise StoreError(f"experts are written in {' or '.join(get_args(ExpertFormat))}, got {experts!r}")
     packed = experts == "mxfp4"
     list_slots(to, source.shape, packed=packed)  # refuses experts that the layout cannot hold
+    if source.layout != to:
+        check_settings_held(source.where, source.settings, to)
     report = ConvertReport(source.where, str(weights), "", to)
     document = None
     if to == "gguf":

@@ -21,7 +21,7 @@ from bitplan.store.files.safetensors import Checkpoint, open_checkpoint
 from bitplan.store.gpt_oss.check import check_gpt_oss, read_headers
 from bitplan.store.gpt_oss.config import CONFIG, Settings, read_config, read_metadata
 from bitplan.store.gpt_oss.experts import Matrix, group_experts, join_expert
-from bitplan.store.gpt_oss.layouts import GptOssShape, LayoutTensor
+from bitplan.store.gpt_oss.layouts import GptOssShape, Layout, LayoutTensor
 
 CHUNK_BYTES = 2**26
 
@@ -38,6 +38,10 @@ class GptOssSource(Protocol):
     settings: Settings
     experts: torch.dtype | None
     is_widened: bool
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the file; None where there is none."""
 
     def dtype(self, part: str, layer: int | None) -> torch.dtype:
         """The type of a part that is not an expert's matrix."""

@@ -60,6 +60,7 @@ def make_checkpoint(
 class DrawnCheckpoint:
     """A `GptOssSource` without a file behind it."""
 
+    layout = None
     is_widened = False
 
     def __init__(self, shape: GptOssShape, *, packed: bool, seed: int, device: str | torch.device) -> None:

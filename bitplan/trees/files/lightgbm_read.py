@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from bitplan.documents import load_bytes
 from bitplan.errors import FileFormatError
 from bitplan.records import MAX_JSON_BYTES
 from bitplan.trees.binning import MAX_CATEGORY
@@ -89,12 +90,18 @@ def lightgbm_classes_of(model: Any) -> Array | None:
 
 def read_lightgbm_file(path: str | Path) -> str:
     try:
-        if (size := Path(path).stat().st_size) > MAX_JSON_BYTES:
-            raise FileFormatError(f"{path}: has {size} bytes, expected at most {MAX_JSON_BYTES}")
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = load_bytes(path, FileFormatError, max_bytes=MAX_JSON_BYTES, what="LightGBM model's text")
+    except FileFormatError as error:
+        raise FileFormatError(f"{error}; give a LightGBM model's text, or the path of its file") from None
+    return lightgbm_text(data, str(path))
+
+
+def lightgbm_text(data: bytes, where: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
         raise FileFormatError(
-            f"{str(path)[:200]!r}: expected a LightGBM model's text, or the path of its file: {error}"
+            f"{where}: expected a LightGBM model's text in UTF-8, and byte {error.start} is not"
         ) from None
 
 

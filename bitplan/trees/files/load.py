@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.documents import LIST, OBJECT, SIZE, Kind, Reader, is_number, is_text, load_document, one_of
+from bitplan.documents import LIST, OBJECT, SIZE, Kind, Reader, is_number, is_text, load_bytes, one_of
 from bitplan.errors import FileFormatError
-from bitplan.records import MAX_JSON_BYTES
+from bitplan.records import MAX_JSON_BYTES, parse_json
 from bitplan.trees.binning import MAX_CATEGORY
 from bitplan.trees.boost import Booster
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.files.lightgbm_read import (
     lightgbm_classes_of,
+    lightgbm_text,
     lightgbm_text_of,
-    read_lightgbm_file,
     read_lightgbm_text,
 )
 from bitplan.trees.files.save import FORMAT, LATER_PARAMETERS, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION
@@ -56,9 +56,10 @@ _TREE = dict.fromkeys((*NODE_FIELDS, *LEAF_FIELDS, "categories"), LIST)
 
 def load_trees(path: str | Path) -> BoostedTrees:
     """Read an estimator that `save` wrote, or a model that LightGBM saved as text."""
-    if _is_lightgbm(path):
-        return _from_text(read_lightgbm_file(path), str(path))
-    document = load_document(path, FileFormatError, max_bytes=MAX_JSON_BYTES)
+    data = load_bytes(path, FileFormatError, max_bytes=MAX_JSON_BYTES, what="model of trees")
+    if data.startswith(b"tree\n"):
+        return _from_text(lightgbm_text(data, str(path)), str(path))
+    document = parse_json(data, where=str(path))
     reader = Reader(str(path), FileFormatError)
     reader.version(document, VERSION)
     reader.keys("", document, HEAD | LATER, HEAD)
@@ -105,14 +106,6 @@ def _from_text(text: str, where: str) -> BoostedTrees:
     if read.feature_names is not None:
         model.feature_names_in_ = np.array(read.feature_names, dtype=object)
     return model
-
-
-def _is_lightgbm(path: str | Path) -> bool:
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(5) == b"tree\n"
-    except OSError:
-        return False  # the reader of JSON says what is wrong with it
 
 
 def _estimator(reader: Reader, document: dict[str, Any]) -> Any:

@@ -50,6 +50,60 @@ def test_check_exits_1_with_findings(llama, capsys):
     assert "model.layers.0.mlp.down_proj.weight" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    from bitplan.store.gpt_oss import make_checkpoint
+
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    make_checkpoint(folder / "hf", naming="hf")
+    make_checkpoint(folder / "model.gguf", naming="gguf")
+    return folder
+
+
+def _without_sinks(tensors, _config):
+    del tensors["model.layers.0.self_attn.sinks"]
+
+
+def _third_layer(tensors, _config):
+    tensors |= {
+        n.replace(".1.", ".2."): t.clone() for n, t in tensors.items() if ".layers.1." in n and "sinks" not in n
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without_sinks, "missing: 'model.layers.0.self_attn.sinks'"),
+        (_third_layer, "with 3 layers has 60 tensors, missing: 'model.layers.2.self_attn.sinks'"),
+        (lambda _, config: config.update(num_hidden_layers=3), "num_hidden_layers is 3, and the tensors give 2"),
+        (lambda _, config: config.update(num_experts_per_tok=5), "num_experts_per_tok is 5"),
+        (lambda _, config: config.update(layer_types=["full_attention"]), "layer_types must name 2 layers"),
+        (lambda _, config: config.update(rope_scaling={"rope_type": "yarn"}), "factor is missing"),
+    ],
+)
+def test_check_finds_what_load_packed_refuses(gpt_oss, tmp_path, capsys, change, message):
+    from bitplan.errors import BitplanError
+    from bitplan.runtime import load_packed
+
+    tensors = safetensors.torch.load_file(gpt_oss / "hf" / "model.safetensors")
+    config = json.loads((gpt_oss / "hf" / "config.json").read_text())
+    change(tensors, config)
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run(["check", "gpt-oss", str(tmp_path), "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)
+    assert finding["code"] == "gpt-oss"
+    assert message in finding["message"]
+    with pytest.raises(BitplanError, match=message):
+        load_packed(tmp_path)
+
+
+def test_gpt_oss_in_gguf_is_checked_by_the_same_manifest(gpt_oss, capsys):
+    for name in ("hf", "model.gguf"):
+        assert run(["check", "gpt-oss", str(gpt_oss / name), "--deep"]) == 0
+        assert "41 tensors, 166.82 kB of data checked, no findings under gpt-oss" in capsys.readouterr().out
+
+
 def test_plan_is_shown_and_saved(llama, capsys):
     assert run(["plan", "llama", llama, "-o", "plan.json"]) == 0
     out = capsys.readouterr().out

@@ -305,6 +305,45 @@ def test_config_and_tokenizer_come_along(made, tmp_path):
     assert json.loads((tmp_path / "openai" / "config.json").read_text())["rope_theta"] == 1234
 
 
+def _with_rope(made, folder, rope):
+    folder.mkdir()
+    weights(folder).write_bytes(weights(made["tuned"]).read_bytes())
+    config = json.loads((made["tuned"] / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": rope}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False,
+         "original_max_position_embeddings": 512},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "default"},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_rotary_positions_come_back_from_gguf(made, tmp_path, rope):
+    source = _with_rope(made, tmp_path / "source", rope)
+    convert_gpt_oss(source, tmp_path / "model.gguf", to="gguf")
+    convert_gpt_oss(tmp_path / "model.gguf", tmp_path / "back", to="hf")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_scaling"] == rope
+
+
+@pytest.mark.parametrize("to", ["gguf", "openai"])
+def test_rotary_positions_that_a_layout_cannot_say_are_refused(made, tmp_path, to):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": 2.0}
+    source = _with_rope(made, tmp_path / "source", rope)
+    output = tmp_path / ("model.gguf" if to == "gguf" else "out")
+    with pytest.raises(
+        StoreError, match=r"layout cannot say attention_factor 2.0 .*; truncate true.*; keep the checkpo"
+    ):
+        convert_gpt_oss(source, output, to=to)
+    assert not output.exists()
+    convert_gpt_oss(source, tmp_path / "copy", to="hf")
+    assert json.loads((tmp_path / "copy" / "config.json").read_text())["rope_scaling"] == rope
+
+
 def test_gguf_to_gguf_keeps_the_tokenizer(made, tmp_path):
     with GGUFFile(made["gguf"]) as file:
         tokens = GGUFValue(gguf.GGUFValueType.ARRAY, ("a", "b"), gguf.GGUFValueType.STRING)

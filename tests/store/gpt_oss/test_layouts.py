@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from gguf import MODEL_ARCH, get_tensor_name_map
+from gguf import MODEL_ARCH, GGUFValueType, get_tensor_name_map
 
-from bitplan.errors import StoreError
+from bitplan.errors import BitplanError, FileFormatError, StoreError
 from bitplan.plan import Header, check_headers, shipped_manifest
+from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.gpt_oss import PRESETS, GptOssShape, checkpoint_bytes, make_shape
-from bitplan.store.gpt_oss.config import Settings, gguf_metadata, hf_config, openai_config, read_config, read_metadata
+from bitplan.store.gpt_oss.config import (
+    Settings,
+    check_settings_held,
+    gguf_metadata,
+    hf_config,
+    openai_config,
+    read_config,
+    read_metadata,
+)
 from bitplan.store.gpt_oss.layouts import LAYOUTS, list_slots
 
 SHAPE = PRESETS["20b"]
@@ -92,27 +102,124 @@ def test_an_unknown_preset_is_named():
         make_shape("20B")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_settings_survive_every_spelling(layout, tmp_path):
+SETTINGS = Settings(2, 64, 1024, 8192, "yarn", 10000.0, 8.0, 2.0, 16.0)
+KINDS = {
+    "yarn": SETTINGS,
+    "linear": replace(SETTINGS, rope_type="linear", rope_beta_slow=1.0, rope_beta_fast=32.0, initial_context=4096),
+    "default": replace(SETTINGS, rope_type="default", rope_factor=32.0, rope_beta_slow=1.0, rope_beta_fast=32.0),
+}
+
+
+def read_back(layout, settings, folder):
     shape = make_shape("tiny", experts=8)
-    settings = Settings(2, 64, 1024, 8192, 10000.0, 8.0, 2.0, 16.0, 5.0, 3e-6)
     if layout == "gguf":
-        result = read_metadata(tmp_path, gguf_metadata(shape, settings, packed=True), shape)
-        # What llama.cpp has no key for comes back as published.
-        lost = {"rope_beta_slow": 1.0, "rope_beta_fast": 32.0, "swiglu_limit": 7.0}
-    else:
-        document = openai_config(shape, settings) if layout == "openai" else hf_config(shape, settings, packed=True)
-        (tmp_path / "config.json").write_text(json.dumps(document))
-        result, _ = read_config(tmp_path / "config.json", shape)
-        lost = {"norm_epsilon": 1e-5} if layout == "openai" else {}
-    assert result == Settings(**{**vars(settings), **lost})
+        return read_metadata(folder, gguf_metadata(shape, settings, packed=True), shape)
+    document = openai_config(shape, settings) if layout == "openai" else hf_config(shape, settings, packed=True)
+    (folder / "config.json").write_text(json.dumps(document))
+    return read_config(folder / "config.json", shape)[0]
 
 
-def test_the_rope_parameters_of_transformers_5_are_read(tmp_path):
-    document = {"rope_parameters": {"rope_theta": 5.0, "factor": 4.0, "rope_type": "yarn"}}
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_settings_survive_every_spelling(layout, kind, tmp_path):
+    settings = KINDS[kind]
+    settings = replace(settings, **({"swiglu_limit": 5.0} if layout != "gguf" else {}))
+    settings = replace(settings, **({"norm_epsilon": 3e-6} if layout != "openai" else {}))
+    if (layout, kind) == ("openai", "linear"):
+        with pytest.raises(StoreError, match='OpenAI\'s layout cannot say rotary positions of type "linear"'):
+            check_settings_held("here", settings, layout)
+        return
+    check_settings_held("here", settings, layout)
+    result = read_back(layout, settings, tmp_path)
+    if kind == "default":  # nothing scales a context
+        result = replace(result, initial_context=settings.initial_context)
+    assert result == settings
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("openai", {"norm_epsilon": 3e-6}, r"OpenAI's layout cannot say rms_norm_eps 3e-06 \(always 1e-05 there\)"),
+        ("gguf", {"swiglu_limit": 5.0}, r"GGUF's layout cannot say swiglu_limit 5.0 \(always 7.0 there\)"),
+        ("gguf", {"only_here": ("layer_types []",)}, r"GGUF's layout cannot say layer_types \[\]; keep the checkpoint"),
+    ],
+)
+def test_what_a_layout_cannot_say_is_refused(layout, change, message):
+    with pytest.raises(StoreError, match=message):
+        check_settings_held("here", replace(Settings(), **change), layout)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({}, Settings()),
+        ({"rope_scaling": {}}, Settings()),
+        ({"rope_scaling": YARN}, Settings(rope_factor=4.0, initial_context=512)),
+        ({"rope_parameters": {**YARN, "rope_theta": 5}}, Settings(rope_factor=4.0, initial_context=512, rope_theta=5)),
+        ({"rope_scaling": {**YARN, "beta_fast": 8, "beta_slow": 2}},
+         Settings(rope_factor=4.0, initial_context=512, rope_beta_fast=8.0, rope_beta_slow=2.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, Settings(rope_type="linear", rope_factor=4.0)),
+        ({"rope_parameters": {}}, Settings(rope_type="default")),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 9}}, Settings(rope_type="default", rope_theta=9)),
+        ({"rope_scaling": {**YARN, "attention_factor": 0.1 * math.log(4.0) + 1}},
+         Settings(rope_factor=4.0, initial_context=512)),
+    ],
+)  # fmt: skip
+def test_rotary_positions_are_read_as_transformers_reads_them(tmp_path, document, expected):
     (tmp_path / "config.json").write_text(json.dumps(document))
-    result, _ = read_config(tmp_path / "config.json", GptOssShape())
-    assert (result.rope_theta, result.rope_factor) == (5.0, 4.0)
+    assert read_config(tmp_path / "config.json", GptOssShape())[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "fault"),
+    [
+        ({"rope_scaling": {key: value for key, value in YARN.items() if key != "truncate"}}, "truncate true"),
+        ({"rope_scaling": {**YARN, "truncate": True}}, "truncate true"),
+        ({"rope_scaling": {**YARN, "attention_factor": 2.0}}, r"attention_factor 2.0 \(YaRN's own is 1.138"),
+        ({"rope_scaling": {**YARN, "mscale": 2.0}}, "mscale 2.0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 'rotary positions of type "llama3"; factor 8.0'),
+        ({"rope_scaling": {"factor": 8.0}}, "factor 8.0"),
+        ({"rope_parameters": {"full_attention": YARN}}, "full_attention"),
+        ({"layer_types": ["full_attention"] * 24}, r'layer_types \["full_attention"'),
+        ({"sliding_window": None}, "sliding_window null"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings true"),
+    ],
+)
+def test_what_only_hugging_faces_spelling_can_say_stays_there(tmp_path, document, fault):
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    settings, kept = read_config(tmp_path / "config.json", GptOssShape())
+    assert kept == document
+    for layout in ("openai", "gguf"):
+        with pytest.raises(StoreError, match=f"layout cannot say .*{fault}"):
+            check_settings_held("here", settings, layout)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rope.scaling.type", "longrope", "rope.scaling.type.* must be one of 'none', 'linear', 'yarn', got"),
+        ("rope.scaling.attn_factor", 0.5, r"Hugging Face's layout cannot say rope.scaling.attn_factor 0.5"),
+        ("expert_used_count", 9, "expert_used_count is 9 .*, and a layer has 4 experts"),
+    ],
+)
+def test_metadata_that_no_other_spelling_has(tmp_path, key, value, message):
+    shape = make_shape("tiny")
+    kind = {str: GGUFValueType.STRING, float: GGUFValueType.FLOAT32, int: GGUFValueType.UINT32}[type(value)]
+    metadata = gguf_metadata(shape, Settings(), packed=True) | {f"gpt-oss.{key}": GGUFValue(kind, value)}
+    with pytest.raises(BitplanError, match=message):
+        check_settings_held("here", read_metadata(tmp_path, metadata, shape), "hf")
+
+
+@pytest.mark.parametrize("document", [{"num_experts_per_tok": 9}, {"experts_per_token": 9, "num_experts": 4}, {}])
+def test_more_experts_a_token_than_there_are_is_refused(tmp_path, document):
+    shape = make_shape("tiny", experts=4 if document else 2)
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(FileFormatError, match=r"per_tok.* is . \(4 where it is missing\), and a layer has . experts"):
+        read_config(tmp_path / "config.json", shape)
 
 
 def test_a_small_vocabulary_gets_no_token_beyond_it():

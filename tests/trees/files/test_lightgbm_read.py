@@ -144,7 +144,7 @@ def test_infinite_thresholds_paths_and_the_classes_of_an_estimator(tmp_path):
         assert from_lightgbm(path).to_lightgbm() == from_lightgbm(text).to_lightgbm()
         assert BoostedTreesRegressor(n_estimators=1).fit(x, y, init_model=path).n_iter_ == 2
     with pytest.raises(
-        FileFormatError, match=r"missing.txt'.*expected a LightGBM model's text, or the path of its file"
+        FileFormatError, match=r"missing.txt: .*; give a LightGBM model's text, or the path of its file"
     ):
         from_lightgbm(str(tmp_path / "missing.txt"))
     labels = np.where(y > 0, "up", "down")

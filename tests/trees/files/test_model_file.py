@@ -132,7 +132,7 @@ def test_what_is_no_model_file_is_one_line(tmp_path):
     (tmp_path / "empty.json").touch()
     for name, message in (
         ("none.json", "none.json: cannot be read: No such file"),
-        ("", "Is a directory"),
+        ("", "is a folder, and a model of trees is read from a regular file or a pipe"),
         ("empty.json", "not valid JSON"),
     ):
         with pytest.raises(FileFormatError, match=message) as caught:

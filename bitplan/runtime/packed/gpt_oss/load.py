@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import FileFormatError
-from bitplan.plan import Header, require_clean
+from bitplan.plan import Finding, Header, Manifest, check_headers, require_clean
+from bitplan.plan.check_manifest import CAST, OTHER_MODEL
 from bitplan.records import on_failure, read_json
 from bitplan.runtime.packed.gpt_oss.model import GptOssPackedExperts, load_experts, load_plain, plain_slots
 from bitplan.runtime.packed.quant_experts import QuantExperts
@@ -111,6 +112,28 @@ def open_checked(path: Path, manifest: ManifestLike, *, deep: bool) -> GptOssFil
         if is_gguf:
             require_clean(rules, _translated(file), checkpoint=str(path))
     return file
+
+
+def gpt_oss_findings(
+    path: Path, rules: Manifest, headers: dict[str, Header]
+) -> tuple[dict[str, Header], list[Finding]]:
+    """What `load_packed` would refuse: by the manifest, then by what a gpt-oss checkpoint and its config must be.
+
+    The headers come back under the names that the manifest knows, which are not GGUF's.
+    """
+    structure: list[Finding] = []
+    try:
+        with GptOssFile(path) as file:
+            if file.layout == "gguf":
+                headers = _translated(file)
+            if file.experts is not None:
+                raise _floats(path, file.expert_name(0, GATE_UP), file.experts)
+    except FileFormatError as error:
+        structure = [Finding("gpt-oss", path.name, str(error))]
+    findings = check_headers(rules, headers)
+    if structure and all(finding.code in (CAST, OTHER_MODEL) for finding in findings):
+        findings = structure
+    return headers, findings
 
 
 def _refuse_floats(headers: TensorFile) -> None:

@@ -24,7 +24,7 @@ from bitplan.plan.names import listed, natural_order
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.read_packed import check_held, refuse_not_finite
 from bitplan.store.gpt_oss import GptOssFile
-from bitplan.store.gpt_oss.config import hf_config
+from bitplan.store.gpt_oss.config import check_settings_held, hf_config
 from bitplan.store.gpt_oss.experts import MXFP4
 from bitplan.store.gpt_oss.layouts import LayoutTensor, list_slots
 from bitplan.store.gpt_oss.source import plain_rows
@@ -50,6 +50,8 @@ def empty_model(file: GptOssFile, dtype: torch.dtype) -> nn.Module:
     """The model for a file's sizes and settings, without memory behind its parameters."""
     from transformers import GenerationConfig, GptOssConfig, GptOssForCausalLM
 
+    if file.config is None:
+        check_settings_held(file.where, file.settings, "hf")
     document = dict(file.config or hf_config(file.shape, file.settings, packed=True))
     document.pop("quantization_config", None)  # bitplan loads the weights, not a quantizer of transformers
     try:
