@@ -11,8 +11,9 @@ the model to its device. Each checkpoint holds the policy's state and, where the
 If the config sets `run_calibration`, calibration runs before the first step on the trainer's own data: the first
 batches of the dataset, unshuffled, so that neither the order of training nor its random numbers change.
 
-With train="weights" the trainer's learning rate and schedule also hold for the streamed weights, and its limit on the
-norm of gradients holds for gradients on the device and on the host together.
+With train="weights" the trainer's AdamW also holds for the streamed weights, each by its group: rates and schedule,
+betas, eps, decay (of norms and biases none, in Hugging Face's Trainer); another optimizer is refused. So do its limit
+on the norm of gradients, on the device and on the host together, and its scaler of the loss (fp16).
 
 None of the libraries is imported until it is asked for.
 """
@@ -24,12 +25,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.optim import AdamW, Optimizer
+
 from bitplan.optional import require
+from bitplan.plan.names import listed
 from bitplan.plan.selective.config import SelectiveError
 from bitplan.records import on_failure
 from bitplan.runtime.selective.run_calibration import Forward
 from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.stream_blocks import BlockStream
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
+from bitplan.runtime.streaming.training.host_training import HostTraining
 
 log = logging.getLogger("bitplan")
 STATE_FILE = "selective_precision.json"
@@ -74,7 +80,7 @@ def trainer_callback(
     """
     base = require("transformers", purpose="a Trainer callback", extra=EXTRA).TrainerCallback
     stream = policy.stream
-    trains, rate = stream.training is not None, _FollowedRate(stream)
+    trains, adamw = stream.training is not None, _FollowedOptimizer(stream)
 
     class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
@@ -88,6 +94,8 @@ def trainer_callback(
                 folder = Path(resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
                 weights = (lambda: stream.load(folder / WEIGHTS_FILE)) if trains else None
                 _restore(policy, lambda: policy.load(folder / STATE_FILE), weights)
+            if kwargs.get("optimizer") is not None:  # an optimizer that cannot be followed is refused before a step
+                adamw.follow(kwargs["optimizer"])
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             policy.begin_step(state.global_step)
@@ -97,10 +105,11 @@ def trainer_callback(
                 self._max_norm, args.max_grad_norm = args.max_grad_norm, 0.0
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            _unscale(stream, kwargs["optimizer"], getattr(kwargs["optimizer"], "scaler", None))
             if self._max_norm:
                 stream.clip_gradients(self._max_norm, kwargs["model"].parameters())
                 self._max_norm, args.max_grad_norm = 0.0, self._max_norm
-            rate.follow(kwargs["optimizer"])
+            adamw.follow(kwargs["optimizer"])
             policy.collect_block_grad_stats()
             policy.compute_hints(state.global_step)
 
@@ -144,7 +153,7 @@ def lightning_callback(
     """
     base = require("lightning.pytorch", purpose="a Lightning callback", extra=EXTRA).Callback
     stream = policy.stream
-    trains, rate = stream.training is not None, _FollowedRate(stream)
+    trains, adamw = stream.training is not None, _FollowedOptimizer(stream)
 
     class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
@@ -163,6 +172,7 @@ def lightning_callback(
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             assert self._opened is not None
+            _unscale(stream, optimizer, getattr(trainer.precision_plugin, "scaler", None))
             if trains and trainer.gradient_clip_val:
                 if str(trainer.gradient_clip_algorithm or "norm") not in ("norm", "GradClipAlgorithmType.NORM"):
                     raise SelectiveError(
@@ -172,7 +182,7 @@ def lightning_callback(
                 # Before the trainer clips: it then finds the norm within the limit.
                 parameters = (one for group in optimizer.param_groups for one in group["params"])
                 stream.clip_gradients(float(trainer.gradient_clip_val), parameters)
-            rate.follow(optimizer)
+            adamw.follow(optimizer)
             policy.collect_block_grad_stats()
             policy.compute_hints(self._opened)
 
@@ -225,47 +235,92 @@ def _unshuffled(loader: Any, batch_size: int | None = None) -> Any:
     return DataLoader(loader.dataset, batch_size=size, collate_fn=loader.collate_fn, generator=Generator())
 
 
-class _FollowedRate:
-    """Passes the learning rate of a trainer's optimizer on to the stream, which trains the streamed weights itself."""
+def _unscale(stream: BlockStream, optimizer: Any, scaler: Any) -> None:
+    """Before clipping: a trainer in fp16 scales the loss, and skips a step whose gradients overflow."""
+    if stream.training is not None and scaler is not None:
+        stream.unscale_gradients(scaler, unwrapped(optimizer))
+
+
+class _FollowedOptimizer:
+    """Passes the settings of a trainer's AdamW on to the stream, which trains the streamed weights itself."""
 
     def __init__(self, stream: BlockStream) -> None:
         self._stream = stream
         self._optimizer: Any = None
-        self._groups: list[int] = []
+        self._groups: dict[int, list[tuple[str, str]]] = {}  # number of a group -> the streamed weights in it
 
     def follow(self, optimizer: Any) -> None:
-        """Take over the rate, before the optimizer steps."""
-        training = self._stream.training
+        """Take over the settings, before the optimizer steps; it may be wrapped, as accelerate does."""
+        training, optimizer = self._stream.training, unwrapped(optimizer)
         if training is None:
             return
         if optimizer is not self._optimizer:
-            self._optimizer, self._groups = optimizer, self._groups_with_streamed(optimizer)
-        rates = {float(optimizer.param_groups[at]["lr"]) for at in self._groups}
-        if len(rates) > 1:
-            raise SelectiveError(
-                f"the trainer's optimizer has {len(rates)} learning rates for streamed weights ({sorted(rates)}), and "
-                "the stream has one for all; give them one"
-            )
-        training.lr = rates.pop() if rates else training.lr
+            self._groups = self._find_streamed(training, optimizer)
+            self._optimizer = optimizer
+            self._say_what_holds(training)
+        settings = {at: _settings_of(optimizer.param_groups[at]) for at in self._groups}
+        training.own_settings = {key: settings[at] for at, keys in self._groups.items() for key in keys}
+        rates = {one.lr for one in settings.values()}
+        training.lr = rates.pop() if len(rates) == 1 else training.lr
 
-    def _groups_with_streamed(self, optimizer: Any) -> list[int]:
-        training = self._stream.training
-        assert training is not None
-        held = {
-            id(one.parameter)
+    def _find_streamed(self, training: HostTraining, optimizer: Any) -> dict[int, list[tuple[str, str]]]:
+        trained = {
+            id(one.parameter): (block.name, name)
             for block in self._stream.blocks
             for name, one in block.parameters.items()
-            if training.trains(block.name, name)
+            if training.trains(block.name, name) and one.parameter.requires_grad
         }
-        groups = optimizer.param_groups
-        places = [at for at, group in enumerate(groups) if any(id(one) in held for one in group["params"])]
-        if not places:
+        groups: dict[int, list[tuple[str, str]]] = {}
+        for at, group in enumerate(optimizer.param_groups):
+            if keys := [trained.pop(id(one)) for one in group["params"] if id(one) in trained]:
+                groups[at] = keys
+        if not groups:
             log.warning(
-                "bitplan: the trainer's optimizer holds none of the streamed weights, so its learning rate is not "
-                "theirs: they keep %g (stream.training.lr)",
+                "bitplan: the trainer's optimizer holds none of the streamed weights, so its settings are not theirs: "
+                "they keep those of stream_blocks, and a learning rate of %g (stream.training.lr)",
                 training.lr,
             )
-        return places
+            return groups
+        if type(optimizer) is not AdamW:
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            raise SelectiveError(
+                f"the trainer's optimizer is {kind}, and streamed weights are trained by AdamW on the host: use "
+                "torch.optim.AdamW (in TrainingArguments: optim='adamw_torch'), or train adapters (train='adapters')"
+            )
+        if trained:
+            raise SelectiveError(
+                f"{listed([f'{block}.{name}' for block, name in trained.values()])}: streamed and trained, and not "
+                "among the parameters of the trainer's optimizer; add them to it, or call requires_grad_(False) on them"
+            )
+        return groups
+
+    def _say_what_holds(self, training: HostTraining) -> None:
+        given, default = training.settings, AdamWSettings()
+        for at in self._groups:
+            of_group = _settings_of(self._optimizer.param_groups[at])
+            for name in ("betas", "eps", "weight_decay"):
+                asked, holds = getattr(given, name), getattr(of_group, name)
+                if asked not in (getattr(default, name), holds):
+                    log.warning(
+                        "bitplan: %s=%s of the trainer's optimizer holds for streamed weights of its group %d, not the "
+                        "%s that stream_blocks was given",
+                        *(name, holds, at, asked),
+                    )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """torch's optimizer, out of a trainer's wrapper."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _settings_of(group: dict[str, Any]) -> AdamWSettings:
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise SelectiveError(
+                f"the trainer's AdamW has {name}=True, which the host's AdamW does not know; leave it out"
+            )
+    return AdamWSettings(group["lr"], group["betas"], group["eps"], group["weight_decay"])
 
 
 def _restore(

@@ -6,7 +6,7 @@ in a few microseconds and without reading its numbers:
     which Parameter its module holds    module.weight = nn.Parameter(...), load_state_dict(assign=True)
     torch's count of its writes         load_state_dict, and copy_, add_, ... under torch.no_grad()
     where its numbers lie               parameter.data = other
-    whether it requires gradients       requires_grad_()
+    adapters merged into the block      peft's merge_adapter, unmerge_adapter, merge_and_unload (`blocks.tree`)
 
 Torch counts no writes through `.data` (`parameter.data.mul_(2)`) or through NumPy: `BlockStream.refresh` is for those.
 
@@ -21,7 +21,7 @@ to the bit, and it takes seconds, not the minutes of a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,9 +68,9 @@ class BlockBytes:
         now, seen = _look(block), self._seen[block.name]
         return [] if now == seen else [name for name, one in now.items() if one != seen[name]]
 
-    def unread(self) -> None:
-        """Count every parameter as changed."""
-        self._unread.update(self._seen)
+    def unread(self, blocks: Iterable[str] | None = None) -> None:
+        """Count every parameter of these blocks (None: of all) as changed."""
+        self._unread.update(self._seen if blocks is None else blocks)
 
     def strike_off(self, block: str) -> None:
         """The block's bytes are not complete."""
@@ -121,8 +121,19 @@ class BlockBytes:
         if (tuple(held.shape), held.dtype) != (spec.shape, spec.dtype):
             now, was = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (held, spec))
             raise StreamError(f"{full_name} is {now} now and was streamed as {was}; close the stream and stream again")
-        trained = self._training is not None and self._training.trains(block.name, one.name)
-        if held.requires_grad and self._train != "nothing" and not trained:
+        self._refuse_thawed(full_name, block, one, held)
+
+    def refuse_thawed(self, block: StreamedBlock) -> None:
+        """Refuse a weight that requires gradients now and did not when the stream was opened."""
+        for name, one in block.parameters.items():
+            module, local = one.places[0]
+            if module._parameters.get(local) is one.parameter:  # else `read` refuses
+                self._refuse_thawed(f"{block.name}.{name}", block, one, one.parameter)
+
+    def _refuse_thawed(self, full_name: str, block: StreamedBlock, one: StreamedParameter, held: nn.Parameter) -> None:
+        if not held.requires_grad or self._train == "nothing":
+            return
+        if self._training is None or not self._training.trains(block.name, one.name):
             raise StreamError(
                 f"{full_name} requires gradients now and is streamed as frozen, so it would never get one; call "
                 "requires_grad_(False) on it, or close the stream and stream again"
@@ -158,7 +169,7 @@ def _look_at(one: StreamedParameter) -> tuple[Any, ...]:
             one.put_back()
             if module._parameters.get(local) is not parameter:
                 return REPLACED
-    return id(parameter), *state_of(parameter), parameter.requires_grad
+    return id(parameter), *state_of(parameter)
 
 
 # ---- encoding --------------------------------------------------------------------------------------------------------

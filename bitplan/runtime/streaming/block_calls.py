@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from bitplan.runtime.streaming.blocks.find import STREAMED, StreamedBlock, Train
-from bitplan.runtime.streaming.blocks.saved_tensors import save_weights_by_place
+from bitplan.runtime.streaming.blocks.saved_tensors import (
+    in_backward,
+    refuse_second_derivatives,
+    save_weights_by_place,
+)
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.training.host_training import HostTraining
 from bitplan.runtime.streaming.transfer.activation_offload import Compute
@@ -45,8 +49,9 @@ class BlockCalls:
 
         @functools.wraps(block.module.forward)
         def streamed(*args: Any, **kwargs: Any) -> Any:
+            compute = functools.partial(self._compute, index, block, forward)
             try:
-                return self._run(functools.partial(self._compute, index, block, forward), index, block, args, kwargs)
+                return self._in_turn(compute, index, block, args, kwargs)
             except Exception as error:
                 error.add_note(f"bitplan: in streamed block {self._loader.place(index)}")
                 if isinstance(error, torch.OutOfMemoryError):
@@ -58,15 +63,26 @@ class BlockCalls:
         # `model.to(...)`, which every trainer calls, must not move a streamed block: it would no longer be streamed.
         block.module._apply = lambda *_args, **_options: block.module  # type: ignore[method-assign]
         setattr(block.module, STREAMED, True)
+        block.module.__reduce_ex__ = functools.partial(_refuse_copy, block.name)  # type: ignore[method-assign]
 
     def unwrap(self) -> None:
         for block, own_forward in self._wrapped:
             block.put_back()
-            for name in (STREAMED, "_apply", "forward"):
+            for name in (STREAMED, "_apply", "forward", "__reduce_ex__"):
                 block.module.__dict__.pop(name, None)
             if own_forward is not None:
                 block.module.forward = own_forward
         self._wrapped = []
+
+    def _in_turn(
+        self, compute: Compute, index: int, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if in_backward():  # a step's own thread waits for it
+            return self._run(compute, index, block, args, kwargs)
+        with self._loader.turns:
+            if self._loader.step is not None:
+                self._loader.turns.claim_step(self._loader.serial, self._loader.place(index))
+            return self._run(compute, index, block, args, kwargs)
 
     def _run(
         self, compute: Compute, index: int, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -110,7 +126,7 @@ class BlockCalls:
             except BaseException:  # Ctrl-C
                 block.put_back()
                 raise
-        if self._finite is not None and not _in_backward():
+        if self._finite is not None and not in_backward():
             self._finite.look_at(index, output)
         return output
 
@@ -126,6 +142,8 @@ class BlockCalls:
         def send(done: Tensor) -> None:
             gradient, done.grad = done.grad, None
             assert gradient is not None
+            refuse_second_derivatives(f"{block.name}, step {gradients.step}")
+            gradients.note_backward()
             training.receive(block.name, name, gradient, gradients, recorder)
 
         leaf.register_post_accumulate_grad_hook(send)
@@ -140,9 +158,11 @@ def _put_into_modules(block: StreamedBlock, weights: Mapping[str, Tensor] | None
             module._parameters[local] = held
 
 
-def _in_backward() -> bool:
-    """Whether checkpointing computes a block again, whose output was looked at in the forward."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def _refuse_copy(name: str, _protocol: object) -> Any:
+    raise StreamError(
+        f"{name} is streamed: its host memory, slots and threads cannot be copied or pickled; copy the model before "
+        "stream_blocks or after close(), or save its state_dict()"
+    )
 
 
 def _needs_grad(value: Any) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from bitplan.runtime.streaming.blocks.find import Train
 from bitplan.runtime.streaming.blocks.formats import Formats
@@ -76,6 +77,18 @@ class StreamOptions:
         if train == "weights" and self.host == "file":
             raise StreamError(
                 "train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'"
+            )
+        self.refuse_several_processes()
+
+    def refuse_several_processes(self) -> None:
+        """Refuse to train weights where several processes train together: each would step by its own gradients."""
+        if self.train != "weights" or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if (processes := distributed.get_world_size()) > 1:
+            raise StreamError(
+                f"train='weights' in a process group of {processes}: gradients of streamed weights are not reduced "
+                "over processes, so that each would train a model of its own; train adapters (train='adapters'), or "
+                "run one process (python instead of torchrun)"
             )
 
 

@@ -29,6 +29,7 @@ from bitplan.runtime.streaming.options import StreamOptions
 from bitplan.runtime.streaming.training.host_training import HostTraining
 from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
 from bitplan.runtime.streaming.transfer.schedule import Slots, check_slots
+from bitplan.runtime.streaming.transfer.turns import alone
 from bitplan.runtime.streaming.weight_loader import WeightLoader
 
 
@@ -94,8 +95,7 @@ class BlockUpkeep:
     def bring_up_to_date(self) -> None:
         """Before a step, put chosen formats and changed parameters into effect."""
         chosen, before = self.chosen, self.formats
-        for tree in self._trees.values():
-            tree.check()
+        self._look_at_modules(self._blocks)
         stale = self._stale(self._blocks, chosen)
         if self._is_resized:
             self._wait_for_readers()
@@ -115,11 +115,18 @@ class BlockUpkeep:
     def bring_block_up_to_date(self, block: StreamedBlock) -> None:
         """The same for one block that computes outside a step; formats chosen for the next step wait."""
         self._loader.mend()
-        self._trees[block.name].check()
+        self._look_at_modules([block])
         stale = self._stale([block], self.formats)
         if stale or not self._loader.is_allocated:
             self._prepare(stale)
             self.write(self.formats, stale)
+
+    def _look_at_modules(self, blocks: Iterable[StreamedBlock]) -> None:
+        """Refuse modules that the stream cannot follow; weights that adapters were merged into count as changed."""
+        for block in blocks:
+            if self._trees[block.name].check():
+                self.bytes.unread([block.name])
+            self.bytes.refuse_thawed(block)
 
     def replace_weights(self, formats: BlockFormats, restore: Callable[[], None]) -> None:
         """Change formats and masters; `restore` fills the masters. No update may be under way."""
@@ -207,10 +214,12 @@ class BlockUpkeep:
             hooks.append(block.module.register_load_state_dict_pre_hook(functools.partial(self._before_loading, block)))
         return hooks
 
+    @alone
     def _before_saving(self, block: StreamedBlock, *_: Any) -> None:
         block.put_back()
         self.settle()
 
+    @alone
     def _before_loading(self, block: StreamedBlock, *_: Any) -> None:
         block.put_back()
         if self._training is not None:
@@ -218,6 +227,8 @@ class BlockUpkeep:
 
     def refuse_changes_within(self, step: int) -> None:
         """Refuse weights that changed within a step: its gradients are those of the weights it began with."""
+        if self._training is not None:
+            self._look_at_modules(self._blocks)
         names = [f"{block.name}.{name}" for block in self._blocks for name in self._changed_masters(block)]
         if names:
             raise StreamError(

@@ -47,6 +47,7 @@ from bitplan.runtime.streaming.transfer.devices import StreamDevice, open_device
 from bitplan.runtime.streaming.transfer.finite_check import FiniteCheck, SentFlags
 from bitplan.runtime.streaming.transfer.host_memory import HostKind, open_host
 from bitplan.runtime.streaming.transfer.schedule import Slots
+from bitplan.runtime.streaming.transfer.turns import alone
 from bitplan.runtime.streaming.weight_loader import WeightLoader
 
 
@@ -164,6 +165,7 @@ class BlockStream:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
+    @alone
     def begin_step(self, step: int) -> None:
         """Begin a step: new formats take effect, and the transfer of the first blocks starts.
 
@@ -171,6 +173,7 @@ class BlockStream:
         begin_step again to go on. With train="weights" this waits to know if the last step counts, not for its AdamW.
         """
         self._check_open()
+        self._options.refuse_several_processes()  # a trainer may have made the group since
         if self._step is not None:
             self._abandon()
         if self.training is not None:
@@ -187,6 +190,7 @@ class BlockStream:
         self._step = step
         self._telemetry.flush()
 
+    @alone
     def end_step(self) -> None:
         """End the step; with train="weights" its gradients are applied while the next step runs."""
         self._check_open()
@@ -195,6 +199,8 @@ class BlockStream:
         step, recorder = self._step, self._loader.recorder
         if recorder is None:
             raise StreamError(f"end_step: step {step} was broken off in its end_step; call begin_step(step)")
+        if self.training is not None:
+            self.training.gradients.require_backward_ended()
         self._upkeep.refuse_changes_within(step)
         flags = None if self._finite is None else self._finite.send(step)
         transfers = self._loader.transfers()
@@ -212,6 +218,7 @@ class BlockStream:
         self._telemetry.add(recorder)
         self._raise_failures()
 
+    @alone
     def clip_gradients(self, max_norm: float, also: Iterable[Tensor] = ()) -> float:
         """Clip by the norm of all gradients, those of streamed weights and of `also` (parameters on the device).
 
@@ -225,6 +232,23 @@ class BlockStream:
         check_norm("clip_gradients", max_norm)
         return self.training.clip(max_norm, list(also))
 
+    @alone
+    def unscale_gradients(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None = None) -> bool:
+        """Divide the gradients of streamed weights by the scale of the loss; whether any of them overflowed.
+
+        Call it after the last backward of the step, before clipping and `scaler.step(optimizer)`; it waits for the
+        gradients. Where one overflowed, of streamed weights or of the optimizer's, neither is stepped, end_step
+        raises nothing, and `scaler.update()` lowers the scale.
+        """
+        self._check_open()
+        if self._step is None or self.training is None:
+            state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
+            raise StreamError(
+                f"unscale_gradients: {state}; it goes with train='weights', between backward and end_step"
+            )
+        return self.training.unscale(scaler, optimizer)
+
+    @alone
     def synchronize(self) -> None:
         """Wait for updates that are under way, and raise errors of these or of earlier steps.
 
@@ -235,6 +259,7 @@ class BlockStream:
         self._raise_failures(wait=True)
         self._upkeep.settle()
 
+    @alone
     def refresh(self) -> None:
         """Read every parameter again at the next boundary: for changes that torch does not count (`block_bytes`).
 
@@ -336,6 +361,7 @@ class BlockStream:
         self._require_training("load")
         self._restore(load_training(path), str(path), accept_optimizer_change=accept_optimizer_change, copies=False)
 
+    @alone
     def _restore(self, document: Any, where: str, *, accept_optimizer_change: bool, copies: bool) -> None:
         training = self._require_training("load_state_dict")
         state = read_training(
@@ -368,6 +394,7 @@ class BlockStream:
         if failure is not None:
             raise failure
 
+    @alone
     def _shut_down(self) -> Exception | None:
         if self._is_closed:
             return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from bitplan.plan.selective.transfer_limits import RuntimeLimitHints
 from bitplan.records import on_failure
 from bitplan.runtime.streaming.blocks.layout import BlockLayout
-from bitplan.runtime.streaming.blocks.saved_tensors import Place
+from bitplan.runtime.streaming.blocks.saved_tensors import Place, refuse_second_derivatives
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.telemetry import StepRecorder
 from bitplan.runtime.streaming.training.host_training import HostTraining
@@ -40,6 +40,7 @@ from bitplan.runtime.streaming.transfer.schedule import (
 )
 from bitplan.runtime.streaming.transfer.slot_decode import SlotDecoder
 from bitplan.runtime.streaming.transfer.slot_ring import RingSlot, SlotRing, Uploader
+from bitplan.runtime.streaming.transfer.turns import Turns
 
 
 class WeightLoader:
@@ -55,6 +56,7 @@ class WeightLoader:
     ) -> None:
         self.device, self.host, self.names = device, host, list(names)
         self.training, self.timeout_s = training, timeout_s
+        self.turns = Turns(timeout_s)
         self.layouts: list[BlockLayout] = []
         self.recorder: StepRecorder | None = None
         self.step: int | None = None
@@ -331,6 +333,9 @@ class WeightLoader:
                 f"{self.names[block]}: backward came after its step ended, and the weights may have changed since; "
                 "call backward between begin_step and end_step"
             )
+        refuse_second_derivatives(self.place(block))
+        if self.training is not None:
+            self.training.gradients.note_backward()
         self._acquire(block, wraps=False)
         return self._decoder.view(self.ring.scratch_of(block) if in_scratch else self._buffer, place)
 

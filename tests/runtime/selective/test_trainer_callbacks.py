@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -204,6 +205,10 @@ def train_to_the_best(folder, *, is_streamed):
         lr_scheduler_type="linear",
         warmup_steps=2,
         max_grad_norm=0.05,
+        weight_decay=2.0,  # of weights alone: not of norms and biases
+        adam_beta1=0.7,
+        adam_beta2=0.95,
+        adam_epsilon=1e-4,
         eval_strategy="steps",
         eval_steps=1,
         save_steps=1,
@@ -250,7 +255,10 @@ def fit_to_the_best(folder, *, is_streamed):
             self.log("loss", self.task(**data)["loss"])
 
         def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.0)
+            down = [layer.down.weight for layer in self.task.stack.layers]  # a rate and a decay of their own
+            rest = [one for one in self.parameters() if not any(one is other for other in down)]
+            groups = [{"params": rest}, {"params": down, "lr": 0.01, "weight_decay": 2.0}]
+            optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.0, betas=(0.7, 0.95), eps=1e-4)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -286,26 +294,61 @@ def test_lightning_schedule_clipping_and_best_model_hold_for_streamed_weights(tm
         torch.testing.assert_close(weights[name], one, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("groups", "says"), [((0, 1), "has 2 learning rates for streamed weights"), ((), "holds none of the streamed")]
-)
-def test_rates_that_the_stream_cannot_follow_are_said(groups, says, caplog):
+def optimizers_of(model):
+    """Optimizers of a trainer, and what is said of each."""
+    weights, adamw = list(model.parameters()), torch.optim.AdamW
+    outside = [model.head.weight]
+    return {
+        r"torch\.optim\.sgd\.SGD, and streamed weights are trained by AdamW.*adamw_torch": torch.optim.SGD(weights),
+        r"optimizer is torch\.optim\.adam\.Adam,": torch.optim.Adam(weights),
+        "has amsgrad=True": adamw(weights, amsgrad=True),
+        "has maximize=True": adamw(weights, maximize=True),
+        r"layers\.0\.norm\.weight', .*not among the parameters": adamw([*outside, model.layers[1].down.weight]),
+        "holds none of the streamed weights": torch.optim.SGD(outside),
+        r"weight_decay=0\.5 of the trainer's optimizer holds": adamw(weights, weight_decay=0.5),
+    }
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_an_optimizer_that_the_stream_cannot_follow_is_refused_and_other_settings_are_said(number, caplog):
     pytest.importorskip("transformers")
     model = make_stack(adapters=False)
+    says, optimizer = list(optimizers_of(model).items())[number]
+    settings = AdamWSettings(lr=123.0, weight_decay=0.25)
     with (
-        streaming(model, train="weights", optimizer=ADAMW) as stream,
+        streaming(model, train="weights", optimizer=settings) as stream,
         SelectivePrecisionPolicy(stream, OFF) as policy,
     ):
-        held = [{"params": [model.layers[at].down.weight], "lr": 0.1 + at} for at in groups]
-        optimizer = torch.optim.SGD([{"params": [model.head.weight]}, *held], lr=0.5)
-        state, options = SimpleNamespace(global_step=0), SimpleNamespace(max_grad_norm=0.0)
         callback = trainer_callback(policy)
-        callback.on_step_begin(options, state, None)
-        model(batch(0)).square().mean().backward()
-        with pytest.raises(SelectiveError, match=says) if groups else nullcontext():
-            callback.on_pre_optimizer_step(options, state, None, optimizer=optimizer, model=model)
-        assert groups or says in caplog.text
-        assert stream.training.lr == 123.0
+        is_refused = number < 5
+        with pytest.raises(SelectiveError, match=says) if is_refused else nullcontext():
+            callback.on_train_begin(SimpleNamespace(), SimpleNamespace(global_step=0), None, optimizer=optimizer)
+        assert is_refused or re.search(says, caplog.text)
+        assert stream.training.lr == (1e-3 if number == 6 else 123.0)
+
+
+def test_a_trainers_scaler_holds_for_streamed_weights():
+    """Scaled gradients are clipped and stepped as plain ones; a step that overflows is skipped."""
+    pytest.importorskip("transformers")
+    weights = []
+    for scales in (False, True):
+        model = make_stack(adapters=False, count=3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        scaler = torch.amp.GradScaler("cpu", enabled=scales)
+        with streaming(model, train="weights") as stream, SelectivePrecisionPolicy(stream, OFF) as policy:
+            callback = trainer_callback(policy)
+            wrapper = SimpleNamespace(optimizer=optimizer, scaler=scaler if scales else None)
+            for step in range(3 if scales else 2):
+                state, arguments = SimpleNamespace(global_step=step), SimpleNamespace(max_grad_norm=0.05)
+                callback.on_step_begin(arguments, state, None)
+                scaler.scale(model(batch(step)).square().mean() * (1.0 if step < 2 else 1e38)).backward()
+                callback.on_pre_optimizer_step(arguments, state, None, optimizer=wrapper, model=model)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                callback.on_step_end(arguments, state, SimpleNamespace(should_save=False))
+        weights.append(dict(model.named_parameters()))
+    assert_equal(*weights)
 
 
 def train_with_lightning(folder, steps, resume=None, train="adapters", seed=0, calibration_forward=None, **options):
@@ -320,7 +363,7 @@ def train_with_lightning(folder, steps, resume=None, train="adapters", seed=0, c
             return self.task(**data)["loss"]
 
         def configure_optimizers(self):
-            return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.01)
+            return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.01)
 
     module, seen = Module(), []
     with (

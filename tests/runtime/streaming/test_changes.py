@@ -308,3 +308,52 @@ def test_looking_at_parameters_reads_no_numbers(monkeypatch):
         monkeypatch.setattr(block_bytes, "put_block", lambda *_: pytest.fail("a block was encoded again"))
         run_step(model, stream, 1)
         assert stream.stats.last.loads == 0  # all are in slots still
+
+
+def test_a_weight_may_be_frozen_and_thawed_while_an_update_is_under_way():
+    """Between end_step and begin_step, without waiting; only its gradients stop, as in torch."""
+    model = make_stack(adapters=False, count=3)
+    resident = copy.deepcopy(model)
+    optimizer = adamw(resident.parameters())
+    with streaming(model, train="weights", optimizer=SETTINGS) as stream:
+        outside = adamw([one for name, one in model.named_parameters() if not name.startswith("layers.")])
+        for step in range(4):
+            for one in (model, resident):
+                one.layers[1].down.weight.requires_grad_(step not in (1, 2))
+            resident(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stream.begin_step(step)
+            model(batch(step)).square().mean().backward()
+            outside.step()
+            outside.zero_grad()
+            stream.end_step()
+    assert_equal(dict(model.named_parameters()), dict(resident.named_parameters()))
+
+
+@pytest.mark.parametrize("formats", [None, "int8_row"])
+def test_adapters_that_peft_merges_are_seen(formats):
+    """peft writes through `.data`, which torch does not count."""
+    peft = pytest.importorskip("peft")
+    model = make_stack(adapters=False, count=3)
+    config = peft.LoraConfig(target_modules=["up", "down"], init_lora_weights=False, lora_alpha=64)
+    wrapped = peft.get_peft_model(model, config)
+    x = batch(0)
+    with torch.no_grad(), streaming(model, formats=formats) as stream:
+        plain, before = model(x), copy.deepcopy(model.state_dict())
+
+        def expected():
+            """A fresh stream of the weights as they are now has no memory of earlier ones."""
+            stream.refresh()
+            return model(x)
+
+        wrapped.merge_adapter()
+        merged = model(x)
+        assert torch.equal(merged, expected())
+        wrapped.unmerge_adapter()
+        assert torch.equal(model(x), expected())
+        model.load_state_dict(before)
+        assert torch.equal(model(x), plain)
+        unloaded = wrapped.merge_and_unload()
+        assert torch.equal(unloaded(x), merged)
+        assert torch.equal(unloaded(x), expected())

@@ -99,6 +99,20 @@ def save_weights_by_place(source: StreamedWeights) -> torch.autograd.graph.saved
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
+def in_backward() -> bool:
+    """Whether autograd runs this call, as it does where checkpointing computes a block again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def refuse_second_derivatives(place: str) -> None:
+    """Within a backward: what it saves for a backward of its own is saved without our hooks, so not by place."""
+    if torch.is_grad_enabled() and in_backward():
+        raise StreamError(
+            f"{place}: create_graph=True (a gradient penalty, a second derivative) keeps streamed weights beyond their "
+            "time on the device; call backward or torch.autograd.grad without it, or train without streaming"
+        )
+
+
 def check_torch() -> None:
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
         raise StreamError(

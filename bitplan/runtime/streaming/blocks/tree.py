@@ -4,6 +4,9 @@ A stream holds the modules whose weights it sends. A module that takes the place
 its own, and the stream would go on to send those of the other. Adapters that are put around modules later are on the
 host, for `model.to(...)` moves nothing in a streamed block. Both are refused by name at the next boundary. What changes
 no streamed weight (another activation function, adapters on the device) is accepted.
+
+peft merges adapters into weights by writes that torch does not count. Its layers keep a list of what is merged: where
+that differs from the last look, or such a layer has left the block (merge_and_unload), the weights count as changed.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from torch import nn
 
 from bitplan.runtime.streaming.blocks.find import StreamedBlock
 from bitplan.runtime.streaming.errors import StreamError
+
+MERGED = "merged_adapters"  # of peft's layers: the names of adapters that are in the weight now
 
 
 class _Seen(NamedTuple):
@@ -31,17 +36,21 @@ class BlockTree:
     def __init__(self, block: StreamedBlock, device: torch.device) -> None:
         self._block, self._device = block, device
         self._seen = _look(block.module)
+        self._merged = self._look_at_merged()
 
-    def check(self) -> None:
-        """Refuse modules that the stream cannot follow."""
+    def check(self) -> bool:
+        """Refuse modules that the stream cannot follow; whether adapters were merged into weights, or taken out."""
         for module, children, parameters in self._seen:
             if module._modules != children or module._parameters.keys() != parameters:
+                self._refuse_replaced()
+                self._refuse_elsewhere()
+                self._seen = _look(self._block.module)
                 break
-        else:
-            return
-        self._refuse_replaced()
-        self._refuse_elsewhere()
-        self._seen = _look(self._block.module)
+        before, self._merged = self._merged, self._look_at_merged()
+        return any(self._merged.get(module) != names for module, names in before.items())
+
+    def _look_at_merged(self) -> dict[nn.Module, tuple[str, ...]]:
+        return {one.module: tuple(one.module.__dict__[MERGED]) for one in self._seen if MERGED in one.module.__dict__}
 
     def _refuse_replaced(self) -> None:
         name, present = self._block.name, set(self._block.module.modules())

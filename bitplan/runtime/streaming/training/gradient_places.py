@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bitplan.kernels.adamw_torch import pieces
 from bitplan.runtime.streaming.blocks.layout import ParameterSpec, Part, aligned
+from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.transfer.devices import StreamDevice
 from bitplan.runtime.streaming.transfer.host_memory import exact_buffer
 
@@ -105,6 +106,22 @@ class StepGradients:
     expected: int = 0
     arrived: int = 0
     failure: Exception | None = None
+    unfinished: set[int] = field(default_factory=set)  # backwards that have begun and not ended
+    overflowed: bool | None = None  # None until `unscale_gradients` has looked
+
+    def note_backward(self) -> None:
+        """Within a backward: note that it has begun. Autograd calls back at its end, unless something in it failed."""
+        task = torch._C._current_graph_task_id()
+        if task not in self.unfinished:
+            self.unfinished.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.unfinished.discard(task))
+
+    def require_backward_ended(self) -> None:
+        if self.unfinished:
+            raise StreamError(
+                f"step {self.step}: a backward failed, so that only some weights have their gradients, and the step "
+                "cannot be applied; begin_step drops it"
+            )
 
     def apply_factor(self) -> None:
         """Multiply the gradients themselves, for clipping that was done before."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bitplan.kernels.adamw import prepare_adamw, step_adamw
 from bitplan.kernels.adamw_torch import AdamWRates, AdamWTensors
+from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 
 NUMBERS_AT_A_TIME = 2**24  # for torch's AdamW: with smaller pieces every call waits for all its threads
 
@@ -16,11 +17,8 @@ NUMBERS_AT_A_TIME = 2**24  # for torch's AdamW: with smaller pieces every call w
 class BlockAdamW:
     """Masters (contiguous, float32), their moments, and how often each was stepped."""
 
-    def __init__(
-        self, masters: Mapping[str, Tensor], betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
+    def __init__(self, masters: Mapping[str, Tensor]) -> None:
         self.masters = dict(masters)
-        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.steps = dict.fromkeys(masters, 0)
         prepare_adamw(masters.values())
@@ -34,17 +32,18 @@ class BlockAdamW:
     def step(
         self,
         gradients: Mapping[str, Tensor],
-        lr: float,
+        settings: Mapping[str, AdamWSettings],
         scratch: Tensor,
         sent: Mapping[str, Tensor] | None = None,
         factor: float = 1.0,
     ) -> None:
-        """Step every master that has a gradient (times `factor`), and copy it to `sent`; `scratch` is float32, of any
-        size.
+        """Step every master that has a gradient (times `factor`) by its settings, and copy it to `sent`; `scratch` is
+        float32, of any size.
         """
         for name, gradient in gradients.items():
             self.make_moments(name)
             tensors = AdamWTensors(self.masters[name], gradient, *self.moments[name], (sent or {}).get(name))
-            rates = AdamWRates(lr, self._betas, self._eps, self._weight_decay, self.steps[name] + 1, factor)
+            of = settings[name]
+            rates = AdamWRates(of.lr, of.betas, of.eps, of.weight_decay, self.steps[name] + 1, factor)
             step_adamw(tensors, rates, scratch)
             self.steps[name] += 1

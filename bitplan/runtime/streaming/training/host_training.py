@@ -19,9 +19,10 @@ The master is a bitplan WeightStore's: the version that is sent is derived from 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,8 @@ from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError, T
 from bitplan.runtime.streaming.telemetry import StepRecorder
 from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings, setting
 from bitplan.runtime.streaming.training.clipping import clip_step
-from bitplan.runtime.streaming.training.gradient_places import GradientPlaces, StepGradients
+from bitplan.runtime.streaming.training.grad_scaler import share_overflow
+from bitplan.runtime.streaming.training.gradient_places import GradientPlaces, Key, StepGradients
 from bitplan.runtime.streaming.training.host_adamw import NUMBERS_AT_A_TIME, BlockAdamW
 from bitplan.runtime.streaming.transfer.copies import WAIT_TIMEOUT_S, Latch, Worker, wait_for
 from bitplan.runtime.streaming.transfer.devices import Mark, StreamDevice
@@ -57,7 +59,7 @@ class _Update:
 
     gradients: StepGradients
     flags: SentFlags
-    lr: float
+    settings: Mapping[Key, AdamWSettings]
     fresh: Mapping[str, Latch]
     checked: Latch = field(default_factory=Latch)  # it is known whether the step counts
     begun: int = 0
@@ -87,6 +89,7 @@ class HostTraining:
         self._device, self._timeout_s = device, timeout_s
         self.settings, self.max_norm = settings, max_norm
         self.lr = settings.lr
+        self.own_settings: Mapping[Key, AdamWSettings] = {}  # of weights that do not have `settings` and `lr`
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
         self.stores: dict[str, dict[str, WeightStore]] = {}
         self._masters: dict[str, dict[str, Tensor]] = {}
@@ -106,7 +109,7 @@ class HostTraining:
                 name: WeightStore(master, name=f"{block.name}.{name}") for name, master in masters.items()
             }
             # One optimizer a block, so that each can be stepped, and its block sent, before the others.
-            self._optimizers[block.name] = BlockAdamW(masters, settings.betas, settings.eps, settings.weight_decay)
+            self._optimizers[block.name] = BlockAdamW(masters)
             specs[block.name] = {name: block.specs[name] for name in masters}
         self._places = GradientPlaces(device, specs, pinned=pinned)
         self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
@@ -132,6 +135,11 @@ class HostTraining:
     @lr.setter
     def lr(self, lr: float) -> None:
         self._lr = setting("lr", lr)
+
+    def _settings_now(self) -> dict[Key, AdamWSettings]:
+        common = replace(self.settings, lr=self.lr)
+        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
+        return {key: self.own_settings.get(key, common) for key in keys}
 
     def trains(self, block: str, name: str) -> bool:
         return name in self._masters.get(block, {})
@@ -190,6 +198,8 @@ class HostTraining:
         recorder: StepRecorder,
     ) -> None:
         try:
+            if gradients.overflowed is not None:
+                raise StreamError(f"{what}: it came after unscale_gradients; call that after the step's last backward")
             gradients.apply_factor()  # of clipping before this backward
             before = gradients.sums.get(key)
             target = gradients.places.target(key, gradient.dtype, is_first=before is None)
@@ -206,10 +216,35 @@ class HostTraining:
 
     def clip(self, max_norm: float, also: Sequence[Tensor]) -> float:
         """Wait for the gradients of the step, and scale them, with those of `also`, to a common norm of `max_norm`."""
+        if self.gradients.overflowed:
+            return math.inf  # the step is skipped
         self._await_gradients(self.gradients, self._finite.send(self.gradients.step))
         return self._scale(self.gradients, max_norm, also)
 
+    def unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Wait for the gradients of the step, and divide them by the scaler's scale; whether any overflowed."""
+        gradients = self.gradients
+        if gradients.overflowed is not None:
+            raise StreamError(f"unscale_gradients: step {gradients.step} has been unscaled; once a step is right")
+        if not scaler.is_enabled():
+            return False
+        self._await_arrival(gradients)
+        is_finite = not self._finite.not_finite(self._finite.send(gradients.step))
+        gradients.overflowed = share_overflow(scaler, optimizer, self, is_finite=is_finite)
+        gradients.apply_factor()
+        gradients.factor = 1.0 / scaler.get_scale()
+        return gradients.overflowed
+
     def _await_gradients(self, gradients: StepGradients, flags: SentFlags) -> None:
+        self._await_arrival(gradients)
+        if bad := self._finite.not_finite(flags):
+            raise BlockNonFiniteError(
+                f"{bad[0]}, step {gradients.step}: gradient holds NaN or infinity; the masters are as they were before "
+                "the step"
+            )
+
+    def _await_arrival(self, gradients: StepGradients) -> None:
+        gradients.require_backward_ended()
         self._gradients.drain(self._timeout_s)
         if gradients.failure is not None:
             raise gradients.failure
@@ -217,11 +252,6 @@ class HostTraining:
             raise TransferError(
                 f"step {gradients.step}: {gradients.arrived} of {gradients.expected} gradients arrived: the gradient "
                 "thread has died, or took too long; no master was changed"
-            )
-        if bad := self._finite.not_finite(flags):
-            raise BlockNonFiniteError(
-                f"{bad[0]}, step {gradients.step}: gradient holds NaN or infinity; the masters are as they were before "
-                "the step"
             )
 
     def _scale(self, gradients: StepGradients, max_norm: float, also: Sequence[Tensor] = ()) -> float:
@@ -238,9 +268,9 @@ class HostTraining:
 
     def update(self, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
         """Queue the optimizer for every block. `check_step` raises if the step must not count."""
-        # The rate of now: the user may set the next step's before the optimizer thread runs this update.
+        # The settings of now: the user may set the next step's before the optimizer thread runs this update.
         flags = self._finite.send(self.gradients.step)
-        update = _Update(self.gradients, flags, self.lr, {name: Latch() for name in self._masters})
+        update = _Update(self.gradients, flags, self._settings_now(), {name: Latch() for name in self._masters})
         self.is_settled = False
         self._updates.submit(lambda: self._apply(update, encode_block, check_step), f"step {update.gradients.step}")
         self._update, self._open = update, None
@@ -251,7 +281,7 @@ class HostTraining:
         try:
             if self.failure is not None:
                 self.failure = _also_lost(self.failure, gradients.step)
-            else:
+            elif not gradients.overflowed:
                 self._require_whole(update, check_step)
                 self._make_moments(gradients)
                 update.checked.set()
@@ -289,7 +319,8 @@ class HostTraining:
         sums, sent = update.gradients.sums, self.places_to_send(block)
         own = {name: sums[block, name] for name in self._masters[block] if (block, name) in sums}
         update.begun += 1
-        self._optimizers[block].step(own, update.lr, self._scratch, sent, update.gradients.factor)
+        settings = {name: update.settings[block, name] for name in own}
+        self._optimizers[block].step(own, settings, self._scratch, sent, update.gradients.factor)
         self.sent = own.keys() & sent.keys()
         for store in self.stores[block].values():
             store.invalidate()
