@@ -18,7 +18,7 @@ import shutil
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -105,6 +105,24 @@ def check_input(path: str | Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise FileFormatError(f"{path}: is {kind}, and a regular file is expected")
+
+
+Stamps = Mapping[Path, tuple[int, int, int] | None]
+
+
+def stamps_of(paths: Iterable[Path]) -> Stamps:
+    """What tells whether a file was written to: its size, time of change and inode; None where there is none."""
+    found = {path: status_of(path) for path in paths}
+    return {path: got and (got.st_size, got.st_mtime_ns, got.st_ino) for path, got in found.items()}
+
+
+def require_unchanged(stamps: Stamps) -> None:
+    """Refuse inputs that were written to since their stamps were taken: half of what was read may be new."""
+    if changed := [path for path, stamp in stamps_of(stamps).items() if stamp != stamps[path]]:
+        raise StoreError(
+            f"{changed[0]}: was changed while it was read, and the output would be half old, half new: nothing was "
+            "written; run again when the file is complete"
+        )
 
 
 def status_of(path: str | Path) -> os.stat_result | None:

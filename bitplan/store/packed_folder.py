@@ -29,9 +29,9 @@ from bitplan.formats import get_format
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
-from bitplan.records import read_json, write_json
+from bitplan.records import Stamps, read_json, require_unchanged, write_json
 from bitplan.store.files.open_files import write_tensors
-from bitplan.store.files.safetensors import INDEX_SUFFIX
+from bitplan.store.files.safetensors import CHECKSUMS, INDEX_SUFFIX
 from bitplan.store.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
 from bitplan.text import counted, visible
@@ -364,6 +364,7 @@ class FolderContents:
     config: Mapping[str, Any] | None = None
     plan: Plan | None = None
     beside: Mapping[str, Path] = field(default_factory=dict)
+    inputs: Stamps = field(default_factory=dict)
 
 
 def check_packed_output(
@@ -397,7 +398,8 @@ def write_packed_folder(
         for shard in contents.shards:
             place = folder / shard.name
             place.parent.mkdir(parents=True, exist_ok=True)
-            with write_tensors(place, shard.promises, metadata=shard.metadata, tied=shard.tied) as writer:
+            metadata = {**shard.metadata, **({} if contents.plan is None else {CHECKSUMS: ""})}  # of our own layout
+            with write_tensors(place, shard.promises, metadata=metadata, tied=shard.tied) as writer:
                 write_shard(writer, shard.promises)
         if [shard.name for shard in contents.shards] != [WHOLE]:
             write_json(folder / f"model{INDEX_SUFFIX}", index_of(contents.shards))
@@ -410,6 +412,7 @@ def write_packed_folder(
             contents.plan.save(folder / PLAN)
         if contents.config is not None:
             write_json(folder / CONFIG, contents.config)
+        require_unchanged(contents.inputs)
 
 
 def _model_files(old: Path, new: Path) -> set[str]:

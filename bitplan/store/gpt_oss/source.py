@@ -39,6 +39,10 @@ class GptOssSource(Protocol):
     experts: torch.dtype | None
     is_widened: bool
 
+    @property
+    def files(self) -> list[Path]:
+        """Every file that is read; random numbers have none."""
+
     def dtype(self, part: str, layer: int | None) -> torch.dtype:
         """The type of a part that is not an expert's matrix."""
 
