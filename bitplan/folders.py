@@ -27,6 +27,7 @@ from bitplan.records import KINDS, is_at, lock, named_after, partial_name, statu
 
 # The old folder and the new one -> names in the old one that go, beside those that the new one has itself.
 Replaces = Callable[[Path, Path], Collection[str]]
+UNFINISHED = ".unfinished"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -90,6 +91,20 @@ def _contains(folder: os.stat_result, path: Path) -> bool:
         return False
     places = {place for name in below for place in (name, *name.parents)}
     return any(status is not None and os.path.samestat(folder, status) for status in map(status_of, places))
+
+
+def unfinished(path: Path) -> Path:
+    """Where work goes that will take the place of a folder, and that an interrupt must not lose: beside it."""
+    return path.with_name(f"{path.name}{UNFINISHED}")
+
+
+def finish_folder(path: Path, goes: Collection[str]) -> None:
+    """Let `unfinished(path)`, which is complete, replace a folder's files of its own names and of those in `goes`."""
+    target = Path(os.path.realpath(path))
+    done, old = unfinished(target), partial_name(target)
+    replace_folder(done, target, lambda *_: goes)
+    os.rename(done, old)  # a name that the next write sweeps
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
