@@ -2,8 +2,8 @@
 
 `atomic_file` is the only way bitplan writes a file: the bytes go to a temporary file in the same folder, are flushed to
 disk, and take the final name in one step. A full disk or a killed process leaves the old file as it was, and the next
-write to the same name removes what a killed process left. `atomic_folder` does the same for a folder of files. Both
-refuse anything that is not a regular file. Files that grow line by line are in `logs`.
+write to the same name removes what a killed process left. Anything that is not a regular file is refused. `folders`
+does the same for a folder of files; files that grow line by line are in `logs`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shutil
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -36,7 +36,7 @@ MAX_JSON_MEMORY = 128 * 2**20
 MAX_JSON_DEPTH = 200  # nested lists and objects; Python's own limit differs between versions
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _WIDE, _WIDER = re.compile(rb"[\xc4-\xff]"), re.compile(rb"[\xf0-\xff]")  # letters of 2 and of 4 bytes in a str
-_KINDS = {
+KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -78,17 +78,17 @@ def check_output(path: str | Path, *, inputs: Iterable[str | Path] = (), force: 
     and, without `force`, any file that exists.
     """
     target = Path(os.path.realpath(path))
-    status = _status(path)
+    status = status_of(path)
     if status is None:
         if not target.parent.is_dir():
             missing = target if os.path.islink(path) else Path(path)  # for a link, the target's folder counts
             raise MissingFolderError(errno.ENOENT, "no such folder", str(missing.parent))
         return target
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise StoreError(f"{path}: is {kind}, and only a regular file can be written; give the name of a file")
     for source in inputs:
-        other = _status(source)
+        other = status_of(source)
         if other is not None and os.path.samestat(status, other):
             raise StoreError(f"{path}: is the input {source} itself; write to another file")
     if any(os.path.samestat(status, stream) for stream in _standard_streams()):
@@ -100,15 +100,33 @@ def check_output(path: str | Path, *, inputs: Iterable[str | Path] = (), force: 
 
 def check_input(path: str | Path) -> None:
     """Refuse, by name, a path that does not exist or is no regular file."""
-    status = _status(path)
+    status = status_of(path)
     if status is None:
         raise FileFormatError(f"{path}: no such file")
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise FileFormatError(f"{path}: is {kind}, and a regular file is expected")
 
 
-def _status(path: str | Path) -> os.stat_result | None:
+Stamps = Mapping[Path, tuple[int, int, int] | None]
+
+
+def stamps_of(paths: Iterable[Path]) -> Stamps:
+    """What tells whether a file was written to: its size, time of change and inode; None where there is none."""
+    found = {path: status_of(path) for path in paths}
+    return {path: got and (got.st_size, got.st_mtime_ns, got.st_ino) for path, got in found.items()}
+
+
+def require_unchanged(stamps: Stamps) -> None:
+    """Refuse inputs that were written to since their stamps were taken: half of what was read may be new."""
+    if changed := [path for path, stamp in stamps_of(stamps).items() if stamp != stamps[path]]:
+        raise StoreError(
+            f"{changed[0]}: was changed while it was read, and the output would be half old, half new: nothing was "
+            "written; run again when the file is complete"
+        )
+
+
+def status_of(path: str | Path) -> os.stat_result | None:
     """The status of a path, links followed; None if nothing is there."""
     try:
         return os.stat(path)
@@ -135,9 +153,9 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     the file it replaces, else the user's default.
     """
     target = check_output(path)
-    before = _status(target)
+    before = status_of(target)
     _sweep(target)
-    with _named_after(target):
+    with named_after(target):
         partial, file = _open_partial(target)
     try:
         with file:
@@ -148,86 +166,19 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             if sys.platform == "win32":
                 file.close()  # Windows cannot rename an open file
-            with _named_after(target):
+            with named_after(target):
                 os.replace(partial, target)  # before closing releases its lock, or another process would sweep it
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
-
-
-@contextmanager
-def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a folder that becomes `path` when the block ends without an error; an empty folder may exist already.
-
-    replace   also replace a folder that is not empty, once the new one is complete
-    """
-    target = check_output_folder(path, replace=replace)
-    _sweep(target)
-    with _named_after(target):
-        partial, lock = _make_partial_folder(target)
-    try:
-        yield partial
-        _sync_folder(partial)
-        if replace and target.exists():
-            _swap_folders(partial, target)
-        else:
-            _place_folder(partial, target, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        _unlock(lock)
-    _sync_folder(target.parent)
-
-
-def _place_folder(partial: Path, target: Path, path: str | Path) -> None:
-    try:
-        os.replace(partial, target)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-        raise StoreError(
-            f"{path}: something else was written there meanwhile; it was left as it is, and nothing of this run "
-            "was written: choose another name"
-        ) from None
-
-
-def _swap_folders(partial: Path, target: Path) -> None:
-    """Rename the old folder first: no folder can be renamed onto one that is not empty."""
-    old = target.with_name(f".{target.name}.{secrets.token_hex(6)}.replaced")
-    os.rename(target, old)
-    try:
-        os.rename(partial, target)
-    except BaseException:
-        os.rename(old, target)
-        raise
-    shutil.rmtree(old)
-
-
-def check_output_folder(path: str | Path, *, inputs: Iterable[Path] = (), replace: bool = False) -> Path:
-    """The folder that `atomic_folder` will make, links followed; an error if it cannot be made, or holds an input."""
-    target = Path(os.path.realpath(path))
-    status = _status(path)
-    for source in inputs:
-        if status is not None and os.path.samestat(status, os.stat(source.parent)):
-            raise StoreError(f"{path}: holds the input {source.name} itself; write to another folder")
-    if status is None:
-        if not target.parent.is_dir():
-            raise StoreError(f"{path}: there is no folder {target.parent}; make it first")
-    elif not stat.S_ISDIR(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a file")
-        raise StoreError(f"{path}: is {kind}, and a folder was to be written; remove it or choose another name")
-    elif not replace and any(target.iterdir()):
-        raise StoreError(f"{path}: is not empty; a folder is never overwritten: remove it or choose another name")
-    return target
+    sync_folder(target.parent)
 
 
 # ---- temporary names, locked by a living process ---------------------------------------------------------------------
 
 
 @contextmanager
-def _named_after(target: Path) -> Iterator[None]:
+def named_after(target: Path) -> Iterator[None]:
     """Make an error of the system name the target file, not the temporary one beside it."""
     try:
         yield
@@ -235,59 +186,52 @@ def _named_after(target: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(target)) from None
 
 
-def _partial_name(target: Path) -> Path:
+def partial_name(target: Path) -> Path:
     return target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
 
 
 def _open_partial(target: Path) -> tuple[Path, BinaryIO]:
     while True:
-        partial = _partial_name(target)
+        partial = partial_name(target)
         file = partial.open("x+b")
-        if _lock(file.fileno()) and _is_at(file.fileno(), partial):
+        if lock(file.fileno()) and is_at(file.fileno(), partial):
             return partial, file
         file.close()  # another process swept it before it was locked
 
 
-def _make_partial_folder(target: Path) -> tuple[Path, int | None]:
-    while True:
-        partial = _partial_name(target)
-        partial.mkdir()
-        if sys.platform == "win32":
-            return partial, None
-        try:
-            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        if _lock(lock) and _is_at(lock, partial):
-            return partial, lock
-        os.close(lock)
-
-
 def _sweep(target: Path) -> None:
-    """Remove what killed processes left of this target: temporary files that no process has locked."""
+    sweep(target.parent, rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.partial")
+
+
+def sweep(folder: Path, pattern: str, remove: Callable[[Path], object] | None = None) -> None:
+    """Remove what killed processes left in a folder: names of a pattern that no process has locked."""
     if sys.platform == "win32":
         return
-    ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.partial")
+    left_behind = re.compile(pattern)
     # A file that cannot be opened or removed was finished meanwhile, or is another user's, whose next write removes it.
     with suppress(OSError):
-        for name in filter(ours.fullmatch, os.listdir(target.parent)):
+        for name in filter(left_behind.fullmatch, os.listdir(folder)):
             with suppress(OSError):
-                _remove_unlocked(target.with_name(name))
+                _remove_unlocked(folder / name, remove or _remove)
 
 
-def _remove_unlocked(partial: Path) -> None:
-    descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _remove_unlocked(path: Path, remove: Callable[[Path], object]) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        if _lock(descriptor, wait=False) and _is_at(descriptor, partial):
-            if partial.is_dir():
-                shutil.rmtree(partial)
-            else:
-                partial.unlink()
+        if lock(descriptor, wait=False) and is_at(descriptor, path):
+            remove(path)
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, *, wait: bool = True) -> bool:
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def lock(descriptor: int, *, wait: bool = True) -> bool:
     """Lock a file; whether this process holds it now. The lock is released when the process ends, however it ends."""
     if sys.platform == "win32":
         return wait
@@ -296,19 +240,14 @@ def _lock(descriptor: int, *, wait: bool = True) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+        if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EBADF):
             raise
-        return wait  # on a file system without locks nothing is swept
+        return wait  # on a file system without locks, or without those of folders (NFS), nothing is swept
     return True
 
 
-def _unlock(descriptor: int | None) -> None:
-    if descriptor is not None:
-        os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    status = _status(path)
+def is_at(descriptor: int, path: Path) -> bool:
+    status = status_of(path)
     return status is not None and os.path.samestat(os.fstat(descriptor), status)
 
 
@@ -421,7 +360,7 @@ def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the rename itself durable, on platforms with folder descriptors."""
     if not hasattr(os, "O_DIRECTORY"):
         return

@@ -11,7 +11,18 @@ from pathlib import Path
 import bitplan
 
 PACKAGE = Path(bitplan.__file__).parent
-OPEN_TO_ALL = {"documents", "errors", "lazy_names", "logs", "optional", "records", "text", "version", "yaml_reader"}
+OPEN_TO_ALL = {
+    "documents",
+    "errors",
+    "folders",
+    "lazy_names",
+    "logs",
+    "optional",
+    "records",
+    "text",
+    "version",
+    "yaml_reader",
+}
 # layer -> what it may import: layers, or single rooms of them
 MAY_IMPORT = {
     "formats": set(),

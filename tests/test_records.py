@@ -16,7 +16,6 @@ from bitplan.errors import FileFormatError, StoreError
 from bitplan.logs import JsonLog
 from bitplan.records import (
     atomic_file,
-    atomic_folder,
     check_output,
     parse_json,
     read_bytes,
@@ -156,34 +155,6 @@ def test_a_folder_is_no_document(tmp_path):
         read_text(tmp_path)
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path):
-    def fail_halfway():
-        with atomic_folder(tmp_path / "a") as folder:
-            (folder / "file").touch()
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail_halfway()
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "a").mkdir()  # an empty one may be there
-    with atomic_folder(tmp_path / "a") as folder:
-        (folder / "file").touch()
-    assert [path.name for path in tmp_path.rglob("*")] == ["a", "file"]
-
-
-def test_folders_that_cannot_be_made_are_refused(tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    (tmp_path / "file").touch()
-    for name, message in {
-        "full": "is not empty; a folder is never overwritten",
-        "file": "is a file, and a folder was to be written",
-        "no/where": "there is no folder",
-    }.items():
-        with pytest.raises(StoreError, match=message), atomic_folder(tmp_path / name):
-            pass
-
-
 def test_a_link_into_a_folder_that_is_not_there_names_that_folder(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone" / "file")
     with pytest.raises(FileNotFoundError) as caught, atomic_file(tmp_path / "link"):
@@ -251,10 +222,8 @@ def test_leftovers_of_the_same_name_are_swept_and_those_of_the_living_stay(tmp_p
     with atomic_file(tmp_path / "a") as held:
         held.write(b"first")
         write_json(tmp_path / "a", {})
-        with atomic_folder(tmp_path / "f") as folder:
-            (folder / "file").touch()
     assert (tmp_path / "a").read_bytes() == b"first"
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "f", ".b.0123456789ab.partial"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", ".b.0123456789ab.partial"}
 
 
 def test_thirty_kills_leave_the_old_file_or_the_new_one(tmp_path):
@@ -262,18 +231,3 @@ def test_thirty_kills_leave_the_old_file_or_the_new_one(tmp_path):
     program = Program(code, folder=tmp_path)
     assert program.wait() == 0, program.errors
     assert program.output.startswith("30 kills: every file whole")
-
-
-def test_a_lost_race_for_a_folder_is_one_error(tmp_path):
-    def lose(make):
-        with atomic_folder(tmp_path / "out") as folder:
-            (folder / "mine").touch()
-            make()
-
-    def other():
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "theirs").touch()
-
-    with pytest.raises(StoreError, match="out: something else was written there meanwhile; it was left as it is"):
-        lose(other)
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]

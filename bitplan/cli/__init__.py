@@ -47,7 +47,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupted() -> int:
-    return _fail("interrupted; a file that was being written is as it was before", code=INTERRUPTED)
+    return _fail(
+        "interrupted; what was being written is as it was before, or new where it was complete", code=INTERRUPTED
+    )
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from bitplan.folders import scratch_folder
 from bitplan.searching.gather.passes import add_windows, steps_of
 from bitplan.searching.gather.statistics import EVIDENCE, InputStatistics
 from bitplan.searching.prepare import prepare
@@ -40,8 +40,8 @@ def gather_evidence(
             on_step(done, steps)
 
     while statistics.windows < len(cut.statistics):
-        with tempfile.TemporaryDirectory(dir=place, prefix=".sums-") as scratch:
-            add_windows(subject, cut.statistics, statistics, Path(scratch), step)
+        with scratch_folder(place, "sums") as scratch:
+            add_windows(subject, cut.statistics, statistics, scratch, step)
             statistics.save(place, {}, digests)
         statistics = InputStatistics.load(place, {})
     return place / EVIDENCE

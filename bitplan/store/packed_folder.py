@@ -13,6 +13,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,17 +24,19 @@ from typing import Any
 
 from bitplan.documents import NAME, SIZE, Kind, Reader
 from bitplan.errors import FileFormatError, StoreError
+from bitplan.folders import atomic_folder, check_output_folder
 from bitplan.formats import get_format
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
-from bitplan.records import atomic_folder, check_output_folder, read_bytes, read_json, write_json
+from bitplan.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.store.files.open_files import write_tensors
-from bitplan.store.files.safetensors import INDEX_SUFFIX
+from bitplan.store.files.safetensors import CHECKSUMS, INDEX_SUFFIX
 from bitplan.store.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
-from bitplan.text import counted
+from bitplan.text import counted, visible
 
+log = logging.getLogger("bitplan")
 CONFIG = "config.json"
 WHOLE = "model.safetensors"
 PLAN = "bitplan_plan.json"
@@ -59,6 +63,25 @@ SIDE_FILES = (
     "LICENSE*",
     "NOTICE*",
 )
+# Files that one tokenizer or processor consists of: of an earlier one none stays beside a new one.
+TOKENIZER_FILES = {
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+}
+SENTENCE_MODULES = "modules.json"
+SENTENCE_FILES = (SENTENCE_MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
 # Model types of transformers whose matrices of these names are transposed (its Conv1D); GPT-BigCode's are not.
 _TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 _TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
@@ -73,6 +96,7 @@ _READ_DIRECTLY = {
 }
 # Experts [experts, inputs, outputs], which a packed layer holds as [experts, outputs, inputs].
 _TRANSPOSED_EXPERTS = {"gpt_oss": re.compile(r"\.experts\.(gate_up|down)_proj$")}
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
@@ -191,9 +215,36 @@ def packed_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def side_files(folder: Path) -> dict[str, Path]:
-    """The files to copy beside weights and config, by name."""
+    """The files to copy beside weights and config, by their name in the folder; none that a link brings from elsewhere.
+
+    A model of sentence-transformers has folders of its own, which its modules.json names.
+    """
     found = {path.name: path for pattern in SIDE_FILES for path in folder.glob(pattern)}
-    return dict(sorted(found.items()))
+    if (folder / SENTENCE_MODULES).is_file():
+        found |= {name: folder / name for name in SENTENCE_FILES if (folder / name).is_file()}
+        found |= {name: folder / name for name in _sentence_folders(folder)}
+    kept = {name: path for name, path in sorted(found.items()) if _is_of(folder, path)}
+    if outside := sorted(found.keys() - kept.keys()):
+        log.warning("%s: links that lead out of the folder are not copied: %s", folder, visible(listed(outside, 3)))
+    return kept
+
+
+def _sentence_folders(folder: Path) -> list[str]:
+    """Folders of sentence-transformers' parts (pooling, dense layers); "" is the model itself."""
+    where = folder / SENTENCE_MODULES
+    document = read_json(where)
+    parts = [part.get("path") if isinstance(part, dict) else None for part in document] if document else []
+    if not isinstance(document, list) or not all(isinstance(path, str) for path in parts):
+        raise FileFormatError(f'{where}: must be a list of objects with a "path"; copy the model\'s own file again')
+    return [path for path in parts if path and Path(path).name == path and (folder / path).is_dir()]
+
+
+def _is_of(folder: Path, path: Path) -> bool:
+    """Whether links of a file or folder stay in the model's folder, or lead to the blobs of its Hugging Face cache."""
+    root = Path(os.path.realpath(folder))
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    paths = [path, *path.rglob("*")] if path.is_dir() else [path]
+    return all(any(Path(os.path.realpath(each)).is_relative_to(one) for one in roots) for each in paths)
 
 
 def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
@@ -313,12 +364,18 @@ class FolderContents:
     config: Mapping[str, Any] | None = None
     plan: Plan | None = None
     beside: Mapping[str, Path] = field(default_factory=dict)
+    inputs: Stamps = field(default_factory=dict)
 
 
-def check_packed_output(output: str | Path, *, inputs: Iterable[Path] = (), force: bool = False) -> None:
-    """Refuse a folder that exists, unless `force` may replace it: a model's folder that is none of the inputs."""
+def check_packed_output(
+    output: str | Path, *, inputs: Iterable[Path] = (), force: bool = False, any_folder: bool = False
+) -> None:
+    """Refuse a folder that exists, unless `force` may write there: a model's folder, and neither it nor in it an input.
+
+    any_folder   a folder that holds no model will do as well, as for transformers' save_pretrained
+    """
     target = check_output_folder(output, inputs=inputs, replace=True)
-    if not target.is_dir() or not any(target.iterdir()):
+    if not target.is_dir() or not any(target.iterdir()) or (force and any_folder):
         return
     if not force:
         raise StoreError(f"{output}: exists already; replace it with --force, or choose another name")
@@ -332,12 +389,17 @@ def check_packed_output(output: str | Path, *, inputs: Iterable[Path] = (), forc
 def write_packed_folder(
     output: str | Path, contents: FolderContents, write_shard: WriteShard, *, force: bool = False
 ) -> None:
-    """Write a folder under a temporary name, and rename it when it is complete."""
-    with atomic_folder(output, replace=force) as folder:
+    """Write a folder under a temporary name, and rename it when it is complete.
+
+    force   a model that is there is replaced: its weights, their index, config and plan go, and the tokenizer where the
+            new model brings one; every other file stays
+    """
+    with atomic_folder(output, replaces=_model_files if force else None) as folder:
         for shard in contents.shards:
             place = folder / shard.name
             place.parent.mkdir(parents=True, exist_ok=True)
-            with write_tensors(place, shard.promises, metadata=shard.metadata, tied=shard.tied) as writer:
+            metadata = {**shard.metadata, **({} if contents.plan is None else {CHECKSUMS: ""})}  # of our own layout
+            with write_tensors(place, shard.promises, metadata=metadata, tied=shard.tied) as writer:
                 write_shard(writer, shard.promises)
         if [shard.name for shard in contents.shards] != [WHOLE]:
             write_json(folder / f"model{INDEX_SUFFIX}", index_of(contents.shards))
@@ -350,3 +412,10 @@ def write_packed_folder(
             contents.plan.save(folder / PLAN)
         if contents.config is not None:
             write_json(folder / CONFIG, contents.config)
+        require_unchanged(contents.inputs)
+
+
+def _model_files(old: Path, new: Path) -> set[str]:
+    """Files of the model in a folder that has no place beside a new one."""
+    names = {path.name for path in old.iterdir() if _WEIGHTS.fullmatch(path.name)} | {CONFIG, PLAN}
+    return names | TOKENIZER_FILES if any((new / name).exists() for name in TOKENIZER_FILES) else names

@@ -24,6 +24,7 @@ from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
+from bitplan.records import require_unchanged, stamps_of
 from bitplan.store.files.headers import is_packed_by, plan_for_file
 from bitplan.store.files.open_files import container_for, open_tensors, require_container
 from bitplan.store.files.safetensors_tensors import NativeTensors
@@ -206,13 +207,14 @@ def quantize_file(
         options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known, transposed)
         report.notes += [] if known is None else known.notes
         inputs = [*file.files, *([] if statistics is None else [statistics.path])]
+        stamps = stamps_of(inputs)
         contents = _folder_contents(file, options, shard_bytes) if is_folder else None
         if contents is not None:
             check_packed_output(output, inputs=inputs, force=force)
             report.notes += _unstackable(contents)
             write_packed_folder(
                 output,
-                contents,
+                replace(contents, inputs=stamps),
                 lambda writer, promises: _quantize_each(file, promises, writer, options, report, on_tensor),
                 force=force,
             )
@@ -225,6 +227,7 @@ def quantize_file(
         metadata = file.metadata if isinstance(file, container.file_type) else {}
         with container.write(Path(output), promises, metadata, tied) as writer:
             _quantize_each(file, promises, writer, options, report, on_tensor)
+            require_unchanged(stamps)
     return report
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from gguf import GGMLQuantizationType
 
+from bitplan.folders import atomic_folder
 from bitplan.records import atomic_file, read_json, write_json
 from bitplan.report import TrainingLog
 from bitplan.store.files.gguf import GGUFFile, write_gguf
@@ -90,6 +91,21 @@ def _same(tensors: list[torch.Tensor]) -> int:
     return versions.pop()
 
 
+def write_folder(path: Path, version: int) -> None:
+    """A model of two files, in a folder where the user keeps notes."""
+    with atomic_folder(path, replaces=lambda *_: ()) as folder:
+        for name in "ab":
+            write_document(folder / name, version)
+    (path / "notes").touch()
+
+
+def read_folder(path: Path) -> int:
+    first, second = (read_document(path / name) for name in "ab")
+    assert first == second, f"mixed: {first} and {second}"
+    assert first < 2 or (path / "notes").exists(), "the user's notes are gone"
+    return first
+
+
 def append_line(path: Path, version: int) -> None:
     with TrainingLog(path, run="kills") as log:
         log.write(version, 0.5, text_length=float(version))
@@ -105,6 +121,7 @@ WRITERS = [
     Writer("json", write_document, read_document),
     Writer("safetensors", write_both, read_both),
     Writer("gguf", write_both_gguf, read_both_gguf),
+    Writer("folder", write_folder, read_folder),
     Writer("jsonl", append_line, count_lines),
 ]
 

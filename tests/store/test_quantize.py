@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from bitplan.errors import FormatError, NonFiniteError, PlanError, StoreError
+from bitplan.errors import FileFormatError, FormatError, NonFiniteError, PlanError, StoreError
 from bitplan.formats import encode, get_format
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
@@ -482,7 +482,10 @@ def test_ctrl_c_says_so_and_leaves_the_old_file(tmp_path):
     program = Program(BITPLAN, *arguments, folder=tmp_path)
     program.wait_until(lambda: is_writing(tmp_path))
     assert program.signal(signal.SIGINT) == 130
-    assert program.errors == "bitplan: interrupted; a file that was being written is as it was before\n"
+    assert (
+        program.errors
+        == "bitplan: interrupted; what was being written is as it was before, or new where it was complete\n"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out.safetensors"]
     assert (tmp_path / "out.safetensors").read_bytes() == b"old"
 
@@ -548,3 +551,92 @@ def test_a_plan_counts_the_bytes_of_experts_as_a_packed_folder_has_them(tmp_path
     assert [as_they_lie.entries[name].shape for name in names] == [(2, 64, 96), (2, 48, 64)]
     assert [again.entries[name].shape for name in names] == [(2, 96, 64), (2, 48, 64)]
     assert packed.nbytes == quantize_file(model, tmp_path / "packed", "int8_row").bytes_after != as_they_lie.nbytes
+
+
+# ---- inputs that change, folders that hold more than a model ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("output", ["out.safetensors", "out"])
+@pytest.mark.parametrize("way", ["in place", "by another file"])
+def test_an_input_that_is_written_to_meanwhile_is_refused(tmp_path, output, way):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    safetensors.torch.save_file(tensors(), folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+
+    def rewrite(_):
+        data = (folder / "model.safetensors").read_bytes()
+        if way == "by another file":
+            (folder / "new").write_bytes(data)
+            (folder / "new").rename(folder / "model.safetensors")
+        else:
+            (folder / "model.safetensors").write_bytes(data)
+
+    with pytest.raises(StoreError, match=r"in/model.safetensors: was changed while it was read.* nothing was written"):
+        quantize_file(folder, tmp_path / output, "int8", on_tensor=rewrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def model_folder(folder):
+    folder.mkdir(parents=True)
+    safetensors.torch.save_file(tensors(), folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_force_replaces_the_model_and_keeps_all_else(tmp_path):
+    source, out = model_folder(tmp_path / "in"), model_folder(tmp_path / "out")
+    (source / "tokenizer.json").write_text("{}")
+    for name in ("notes.md", "trainer_state.json", "tokenizer.model", "model-00001-of-00002.safetensors", "tokens.txt"):
+        (out / name).write_text("kept")
+    (out / "checkpoint-500").mkdir()
+    (out / "checkpoint-500" / "config.json").write_text("kept")
+    quantize_file(source, out, "int8", force=True)
+    assert {path.name for path in out.iterdir()} == {
+        *("config.json", "model.safetensors", "bitplan_plan.json", "tokenizer.json"),
+        *("notes.md", "trainer_state.json", "tokens.txt", "checkpoint-500"),
+    }
+    assert (out / "checkpoint-500" / "config.json").read_text() == (out / "notes.md").read_text() == "kept"
+    open_tensors(out).close()
+
+
+def test_an_output_that_holds_the_source_is_refused(tmp_path):
+    model_folder(tmp_path / "models")
+    source = model_folder(tmp_path / "models" / "llama")
+    for output in (source, tmp_path / "models"):
+        with pytest.raises(StoreError, match="holds the input"):
+            quantize_file(source, output, "int8", force=True)
+    quantize_file(source, source / "packed", "int8")
+
+
+def test_links_that_leave_the_source_are_not_followed_and_those_of_a_cache_are(tmp_path, caplog):
+    snapshot = model_folder(tmp_path / "cache" / "snapshots" / "1")
+    (tmp_path / "cache" / "blobs").mkdir()
+    (tmp_path / "cache" / "blobs" / "ab12").write_text("{}")
+    (tmp_path / "secret").write_text("secret")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/ab12")
+    (snapshot / "LICENSE").symlink_to("../../../secret")
+    (snapshot / "NOTICE").symlink_to("tokenizer.json")
+    quantize_file(snapshot, tmp_path / "out", "int8")
+    assert not (tmp_path / "out" / "LICENSE").exists()
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == (tmp_path / "out" / "NOTICE").read_text() == "{}"
+    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+    assert "links that lead out of the folder are not copied: 'LICENSE'" in caplog.text
+
+
+def test_files_of_sentence_transformers_come_along(tmp_path):
+    source = model_folder(tmp_path / "in")
+    parts = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}, {"path": "../in"}]
+    (source / "modules.json").write_text(json.dumps(parts))
+    (source / "sentence_bert_config.json").write_text("{}")
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (source / "2_Other").mkdir()
+    quantize_file(source, tmp_path / "out", "int8")
+    assert {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")} == {
+        *("config.json", "model.safetensors", "bitplan_plan.json", "modules.json", "sentence_bert_config.json"),
+        *("1_Pooling", "1_Pooling/config.json"),
+    }
+    (source / "modules.json").write_text('{"path": 3}')
+    with pytest.raises(FileFormatError, match=r'modules.json: must be a list of objects with a "path"'):
+        quantize_file(source, tmp_path / "other", "int8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -232,9 +231,10 @@ def quantize(
 @contextmanager
 def _gathered(source: Path, output: Path, text: str, windows: int) -> Iterator[Path]:
     """Statistics of a text in a file that is there for this long, beside the output: they may be larger than memory."""
+    from bitplan.folders import scratch_folder
     from bitplan.searching.gather_evidence import gather_evidence
 
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".bitplan-") as folder:
+    with scratch_folder(output.parent, "bitplan") as folder:
         with progress("statistics", 1000) as advance:
             shown = 0
 

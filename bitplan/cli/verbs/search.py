@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from bitplan.searching.result import SearchResult
     from bitplan.searching.runtime_formats import Target
 
+EVIDENCE_FILES = ("evidence.json", "evidence.safetensors", "statistics.safetensors")
+
 
 def search(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a GGUF file.")],
@@ -63,6 +65,7 @@ def search(
 
     Example: bitplan search llama --text text.txt --context 16 --bits 7 --formats mxfp4,int8_row --output found
     """
+    from bitplan.folders import check_output_folder, finish_folder, unfinished
     from bitplan.records import read_text
     from bitplan.searching.goal import Goal, parse_bytes
     from bitplan.searching.runtime_formats import candidates, target_of
@@ -76,9 +79,9 @@ def search(
     proof = None if held_out is None else read_text(held_out)
     check_model_source(model, None)
     open_tensors(model).close()
-    if force:
-        for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):  # of an earlier search
-            (out / name).unlink(missing_ok=True)
+    # With --force the evidence of an earlier search stays until the new one is whole.
+    begins_again = force and any((out / name).exists() for name in EVIDENCE_FILES)
+    folder = unfinished(check_output_folder(out, replace=True)) if begins_again else out
 
     from bitplan.report.page import write_report
     from bitplan.searching.run import search as run_search
@@ -100,12 +103,15 @@ def search(
             fp8_policy=fp8_policy,
             all_rivals=all_rivals,
             workers=workers,
-            out=out,
+            out=folder,
             stage=progress,
         )
-        write_report([out / "front.json", out / "plan.json"], out / "report.html", title=f"{model.name}: {goal}")
+        files = [folder / "front.json", folder / "plan.json"]
+        write_report(files, folder / "report.html", title=f"{model.name}: {goal}")
     except KeyboardInterrupt:
-        raise StoppedVerbError(_left(out, force)) from None
+        raise StoppedVerbError(_left(folder, out, force)) from None
+    if begins_again:
+        finish_folder(out, EVIDENCE_FILES)
     if as_json:
         show_json(result.to_document())
         return
@@ -113,14 +119,15 @@ def search(
     say(next_step(target_of(target), result.evidence.model, out))
 
 
-def _left(out: Path, force: bool) -> str:
+def _left(folder: Path, out: Path, force: bool) -> str:
     """A sentence on what an interrupted search left, and how to go on."""
     from bitplan.searching.gather.collect import EvidenceFolder
 
-    contents = EvidenceFolder(out).contents()
+    contents, earlier = EvidenceFolder(folder).contents(), "" if folder == out else f"; {out} is as it was"
     if not contents:
-        return "nothing was measured yet: start the same command again"
-    return f"{out} has {contents}: the same command{' without --force' if force else ''} goes on from there"
+        return f"nothing was measured yet: start the same command again{earlier}"
+    how = " without --force" if force and folder == out else ""
+    return f"{folder} has {contents}: the same command{how} goes on from there{earlier}"
 
 
 def next_step(target: Target, model: str, out: Path) -> str:

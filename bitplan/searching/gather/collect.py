@@ -8,7 +8,6 @@ and versions; what is of another model or text is refused by name.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bitplan.folders import scratch_folder
 from bitplan.formats import get_format
 from bitplan.measure.calibration import hash_tensors
 from bitplan.searching.decide.rivals import nearest_uniform
@@ -26,7 +26,7 @@ from bitplan.searching.gather.expert_damage import ExpertDamage, experts_togethe
 from bitplan.searching.gather.passes import add_windows, steps_of
 from bitplan.searching.gather.plan_meter import PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
-from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
+from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, how_to_begin_again
 from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.groups import group_tensors, place_of
 from bitplan.searching.phases import Stage, no_stage
@@ -160,8 +160,8 @@ def _gather(
     digests = subject.digests()
     with stage("statistics", steps_of(subject, windows, statistics.windows)) as advance:
         while statistics.windows < len(windows):
-            with tempfile.TemporaryDirectory(dir=place, prefix=".sums-") as scratch:
-                add_windows(subject, windows, statistics, Path(scratch), lambda n: advance(n, "blocks"))
+            with scratch_folder(place, "sums") as scratch:
+                add_windows(subject, windows, statistics, scratch, lambda n: advance(n, "blocks"))
                 statistics.save(place, fingerprint, digests)
             statistics = InputStatistics.load(place, fingerprint)
     return statistics
@@ -243,7 +243,7 @@ def require_same(evidence: SearchEvidence, fingerprint: Mapping[str, str], where
             raise EvidenceFileError(
                 f"{where}: its evidence is of another model or run: {part} was "
                 f"{str(evidence.fingerprint.get(part))[:40]!r}, is {value[:40]!r}; "
-                "give another folder, or --force to begin again"
+                f"give another folder, or {how_to_begin_again(Path(where))}"
             )
 
 

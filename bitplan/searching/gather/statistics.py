@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bitplan.folders import UNFINISHED
 from bitplan.searching.errors import EvidenceFileError
 from bitplan.searching.gather.expert_products import is_unseen
 from bitplan.searching.gather.scratch_tensors import StoredTensor
@@ -250,10 +251,12 @@ class InputStatistics:
                 if facts.get(f"fingerprint.{part}") != value:
                     raise EvidenceFileError(
                         f"{folder}: its statistics are of another model or run: {part} differs; give another folder, "
-                        "or --force to begin again"
+                        f"or {how_to_begin_again(folder)}"
                     )
             if any(evidence.metadata.get(key) != value for key, value in facts.items()):
-                raise EvidenceFileError(f"{folder}: {EVIDENCE} and {STATISTICS} are of two runs; --force begins again")
+                raise EvidenceFileError(
+                    f"{folder}: {EVIDENCE} and {STATISTICS} are of two runs; {how_to_begin_again(folder)}"
+                )
             sums, places = SumFiles(), {name: _places_in(folder / name) for name in (EVIDENCE, STATISTICS)}
             for key, spec in rest.specs.items():
                 if len(spec.shape) == 2:
@@ -270,6 +273,11 @@ class InputStatistics:
                 if evidence.has_outputs(name):
                     sums.parts[f"{name}.{BETWEEN}"] = [places[EVIDENCE][f"{name}{OUTPUTS}"]]
         return cls(sums, shared, int(facts["tokens"]), int(facts["gradient_tokens"]), int(facts["windows"]))
+
+
+def how_to_begin_again(folder: Path) -> str:
+    """What lets a search begin again in a folder: that of `search --force` itself is not replaced by another."""
+    return f"remove {folder} to begin again" if folder.suffix == UNFINISHED else "begin again with --force"
 
 
 def _places_in(path: Path) -> dict[str, StoredTensor]:

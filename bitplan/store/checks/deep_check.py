@@ -2,6 +2,7 @@
 
 | code | what it says |
 |---|---|
+| checksum | the bytes of a tensor are not those that bitplan wrote |
 | norm-not-finite | a norm's weights hold NaN or infinity: every output of the model is NaN |
 | not-finite | another tensor of floats, or a scale in a GGUF block, holds NaN or infinity |
 | scale-base | a base factor that is not a finite number, or is below zero |
@@ -213,6 +214,9 @@ def deep_check(manifest: Manifest | None, file: TensorFile, *, on_bytes: OnBytes
     findings = []
     for name in natural_order(file.specs):
         findings += _check_tensor(manifest, file, file.specs[name], done)
+        if isinstance(file, NativeTensors) and (damaged := file.damaged_parts(name)):
+            message = f"its {' and '.join(damaged)}: other bytes than were written; copy or write the file again"
+            findings.append(Finding("checksum", name, message))
         done(left[name], name)
     return findings
 

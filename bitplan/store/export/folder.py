@@ -23,7 +23,7 @@ from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.names import guess_role
-from bitplan.records import on_failure
+from bitplan.records import on_failure, stamps_of
 from bitplan.store.export.gguf_source import GGUFModel
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
 from bitplan.store.files.headers import check_model_source, is_gguf, plan_for_file
@@ -170,7 +170,7 @@ class FolderExport:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._request, self._file, self._config, self._pack = request, source.file, config, pack
-        self._folder = source.folder
+        self._folder, self._stamps = source.folder, stamps_of(source.file.files)
         self._layers = {promise.name: layer for layer in layers for promise in layer.promises}
         self._metadata = {**METADATA, **(metadata or {})}
         self._made: dict[str, Tensor] = {}
@@ -199,7 +199,7 @@ class FolderExport:
     def write(self, on_bytes: OnBytes | None = None) -> None:
         promises = [promise for layer in dict.fromkeys(self._layers.values()) for promise in layer.promises]
         shards = [replace(shard, metadata=self._metadata) for shard in cut_shards(promises, {})]
-        contents = FolderContents(shards, self._config, None, side_files(self._folder))
+        contents = FolderContents(shards, self._config, None, side_files(self._folder), self._stamps)
 
         def write_shard(writer: Writer, own: Sequence[Promise]) -> None:
             for promise in own:

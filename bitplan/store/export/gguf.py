@@ -22,6 +22,7 @@ from bitplan.formats.codec import finite, readable
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import encode
 from bitplan.plan import Plan
+from bitplan.records import require_unchanged, stamps_of
 from bitplan.store.export.gguf_gpt_oss import GptOssExport
 from bitplan.store.export.gguf_metadata import Family, ModelConfig, is_gpt_oss, model_metadata, rope_factors
 from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
@@ -231,7 +232,7 @@ class GGUFExport:
         left_out: dict[str, str],
     ) -> None:
         self._request, self._file, self._evidence = request, file, evidence
-        self._outgoing, self._metadata = outgoing, metadata
+        self._outgoing, self._metadata, self._stamps = outgoing, metadata, stamps_of(file.files)
         rows = [self._row(item) for item in outgoing]
         self.report = ExportReport(str(request.source), str(request.output), "gguf", rows, left_out)
 
@@ -248,6 +249,7 @@ class GGUFExport:
                 writer.write(item.name, self._read(item))
                 if on_bytes:
                     on_bytes(item.promise.nbytes, item.name)
+            require_unchanged(self._stamps)
         self.report.files = [str(path) for path in writer.paths]
 
     def close(self) -> None:

@@ -356,6 +356,8 @@ def write_gguf(
     path: str | Path,
     entries: Sequence[tuple[str, GGMLQuantizationType, Sequence[int]]],
     metadata: Mapping[str, GGUFValue],
+    *,
+    checksums: bool = False,
 ) -> Iterator[PayloadWriter]:
     """Write a version 3 file: tensors (name, type, shape) are known first, their bytes come one by one.
 
@@ -392,7 +394,7 @@ def write_gguf(
         file.write(header)
         first = len(header) + -len(header) % alignment
         placed = [replace(payload, start=first + payload.start) for payload in payloads.values()]
-        writer = PayloadWriter(file, path, placed, size=first + end)
+        writer = PayloadWriter(file, path, placed, first + end, header, checksums)
         yield writer
         writer.finish()
 

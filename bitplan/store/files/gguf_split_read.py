@@ -2,7 +2,8 @@
 
 llama.cpp's gguf-split writes into each part its number (`split.no`, from 0), the number of parts (`split.count`), and
 the number of tensors in all parts (`split.tensors.count`); the first part has the model's metadata. All of this is
-checked against the file names and the tensors, so that no incomplete model is read.
+checked against the file names and the tensors, so that no incomplete model is read. Parts that bitplan wrote say in
+`split.run` what was written into all of them.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
             given if number == own else opened.enter_context(_open_part(given, stem, number, count))
             for number in range(1, count + 1)
         ]
+        _require_one_run(files)
         split = SplitGGUF(files)
         expected = _number(files[0], "tensors.count", default=len(split.tensors))
         if len(split.tensors) != expected:
@@ -104,6 +106,21 @@ def _open_part(given: GGUFFile, stem: str, number: int, count: int) -> GGUFFile:
             f"{path}: its metadata does not say that it is part {number} of {count}; it is another model's"
         )
     return part
+
+
+def _require_one_run(files: list[GGUFFile]) -> None:
+    """Refuse parts that were written by two runs, such as one that was killed while it replaced the other's."""
+    runs: dict[str, GGUFFile] = {}
+    for file in files:
+        entry = file.metadata.get(_SPLIT + "run")
+        if entry is not None:
+            runs.setdefault(str(entry.value), file)
+    if len(runs) > 1:
+        first, second = list(runs.values())[:2]
+        raise FileFormatError(
+            f"{second.path}: is of another run than {first.path.name!r}: some parts were replaced and others not; "
+            "write or download all parts again"
+        )
 
 
 def _number(file: GGUFFile, key: str, default: int | None = None) -> int:

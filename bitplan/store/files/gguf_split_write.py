@@ -1,10 +1,13 @@
 """Writes a GGUF model, in one file or in parts, as llama.cpp's gguf-split names and marks them.
 
-Parts get their names in reverse order, so that the first part, which engines open, appears when all others exist.
+Parts get their names in reverse order, so that the first part, which engines open, appears when all others exist. Each
+says in `split.run` what was written into all of them, so that parts of two runs are not read as one model.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,12 +20,16 @@ from bitplan.records import check_output
 from bitplan.store.files.gguf import write_gguf
 from bitplan.store.files.gguf_tensors import GGUFTensorWriter, gguf_type
 from bitplan.store.files.gguf_values import GGUFValue
+from bitplan.store.files.tensor_bytes import PayloadWriter
 from bitplan.store.files.tensor_file import Promise
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bitplan.formats import Encoded
+
+
+RUN = "bitplan-"
 
 
 class PartWriter:
@@ -79,6 +86,8 @@ def write_parts(
     groups = _grouped(promises, part_bytes)
     paths = _paths(output, len(groups), part_bytes)
     writers: dict[str, GGUFTensorWriter] = {}
+    files: list[PayloadWriter] = []
+    run = f"{RUN}{secrets.token_hex(16)}"  # until the numbers are known
     with ExitStack() as opened:
         for place, (path, group) in enumerate(zip(paths, groups, strict=True)):
             own = dict(metadata) if place == 0 else {}
@@ -87,8 +96,15 @@ def write_parts(
                     "split.no": GGUFValue(GGUFValueType.UINT16, place),
                     "split.count": GGUFValue(GGUFValueType.UINT16, len(groups)),
                     "split.tensors.count": GGUFValue(GGUFValueType.INT32, len(promises)),
+                    "split.run": GGUFValue(GGUFValueType.STRING, run),
                 }
             entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in group]
-            payloads = opened.enter_context(write_gguf(path, entries, own))
+            payloads = opened.enter_context(write_gguf(path, entries, own, checksums=part_bytes is not None))
+            files.append(payloads)
             writers |= {item.name: GGUFTensorWriter(payloads) for item in group}
         yield PartWriter(paths, writers)
+        if part_bytes is not None:
+            checksums = [list((file.checksums or {}).items()) for file in files]
+            contents = hashlib.sha256(repr((sorted(metadata.items()), checksums)).encode()).hexdigest()
+            for file in files:
+                file.fill(run.encode(), f"{RUN}{contents[:32]}".encode())

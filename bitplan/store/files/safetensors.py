@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,8 @@ _INDEX_KEYS = {
     "weight_map": Kind("an object of tensor names to file names", lambda value: type(value) is dict and value != {})
 }
 INDEX_SUFFIX = ".safetensors.index.json"
+CHECKSUMS = "bitplan_crc32"  # metadata: the CRC-32 of each tensor's bytes, 8 digits each, in the order of the file
+_CHECKSUMS = re.compile("[0-9a-f]*")
 
 # The format's name of a type, and torch's.
 DTYPES = {
@@ -103,6 +106,13 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
     """One .safetensors file open for reading; `tensors` is in file order."""
 
     metadata: dict[str, str]
+    checksums: dict[str, int]  # of every tensor, or of none
+
+    def is_damaged(self, name: str) -> bool:
+        """Whether a tensor's bytes are not those that were written; False where the file has no checksums."""
+        entry = self._entry(name)
+        wanted = self.checksums.get(name)
+        return wanted is not None and self._checksum(f"tensor {name!r}", entry.start, entry.nbytes) != wanted
 
     def read(self, name: str) -> torch.Tensor:
         """A fresh tensor that owns its memory."""
@@ -152,6 +162,18 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
                 "it is cut short or has bytes that belong to no tensor"
             )
         self.tensors = {entry.name: entry for entry in entries}
+        self.checksums = dict(zip(self.tensors, self._read_checksums(), strict=False))
+
+    def _read_checksums(self) -> list[int]:
+        text = self.metadata.pop(CHECKSUMS, "")
+        if not _CHECKSUMS.fullmatch(text):
+            raise FileFormatError(
+                f"{self.path}: metadata {CHECKSUMS!r} must be 8 hexadecimal digits for each tensor, got {text[:40]!r}; "
+                "copy or write the file again"
+            )
+        if len(text) != 8 * len(self.tensors):
+            return []  # another program has copied the metadata into a file of other tensors
+        return [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
 
     def _json_header(self, length: int) -> bytes:
         """The header's bytes; not kept, because parsing already holds bytes and result in memory."""
@@ -206,20 +228,31 @@ def write_safetensors(
     path: str | Path,
     entries: Sequence[tuple[str, torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str] | None = None,
+    *,
+    checksums: bool = False,
 ) -> Iterator[PayloadWriter]:
     """Write a file: tensors (name, dtype, shape) are known first, their bytes come one by one.
 
     The largest dtypes come first and then names in order, which keeps every tensor aligned. The
-    file appears when the block ends without an error and every tensor was written.
+    file appears when the block ends without an error and every tensor was written. With `checksums` the metadata
+    say what the bytes of every tensor must be.
     """
-    header, payloads = _build_header(entries, _check_metadata(dict(metadata or {}), where=str(path)), where=str(path))
+    said = _check_metadata(dict(metadata or {}), where=str(path))
+    if checksums:
+        said[CHECKSUMS] = "0" * 8 * len(entries)
+    header, payloads = _build_header(entries, said, where=str(path))
+    header = len(header).to_bytes(8, "little") + header
     with atomic_file(path) as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        first = 8 + len(header)
-        placed = [replace(payload, start=first + payload.start) for payload in payloads]
-        writer = PayloadWriter(file, path, placed, size=first + sum(payload.nbytes for payload in payloads))
+        file.write(header)
+        placed = [replace(payload, start=len(header) + payload.start) for payload in payloads]
+        size = len(header) + sum(payload.nbytes for payload in payloads)
+        writer = PayloadWriter(file, path, placed, size, header, checksums)
         yield writer
         writer.finish()
+        if writer.checksums is not None:
+            digits = "".join(f"{checksum:08x}" for checksum in writer.checksums.values())
+            key = f'"{CHECKSUMS}":"'.encode()  # within a name or another value its quotes would be escaped
+            writer.fill(key + b"0" * len(digits), key + digits.encode())
 
 
 def _build_header(
@@ -306,6 +339,10 @@ class Checkpoint(Closing):
     def read(self, name: str) -> torch.Tensor:
         """A fresh tensor that owns its memory."""
         return self._file(name).read(name)
+
+    def is_damaged(self, name: str) -> bool:
+        """Whether a tensor's bytes are not those that were written; False where its file has no checksums."""
+        return self._file(name).is_damaged(name)
 
     def read_bytes(self, name: str) -> bytes:
         """The bytes of a small tensor; needs no torch."""

@@ -2,7 +2,8 @@
 
 A bitplan safetensors file keeps a packed tensor's codes under its own name and its other parts beside it
 (`NAME.scales`, `NAME.base`, `NAME.zero_point`); the metadata key `bitplan` holds
-`{"version": 1, "tensors": {NAME: {"format": F, "shape": [...]}}, "tied": {NAME: NAME}}`.
+`{"version": 1, "tensors": {NAME: {"format": F, "shape": [...]}}, "tied": {NAME: NAME}}`, and `bitplan_crc32` the
+checksums of all tensors, which `bitplan check --deep` verifies; files of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bitplan.documents import NAME, OBJECT, SIZE, Kind, Reader, list_of
 from bitplan.errors import BitplanError, FileFormatError, StoreError
 from bitplan.formats import Format, get_format
 from bitplan.records import on_failure, parse_json
-from bitplan.store.files.safetensors import Checkpoint, SafetensorsFile, open_checkpoint, write_safetensors
+from bitplan.store.files.safetensors import CHECKSUMS, Checkpoint, SafetensorsFile, open_checkpoint, write_safetensors
 from bitplan.store.files.tensor_bytes import PayloadWriter
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
 
@@ -81,6 +82,11 @@ class NativeTensors(TensorFile):
         parts = {part: self._checkpoint.read(part_name(name, part)) for part in fmt.part_layouts(shape)}
         return Encoded(fmt, shape, **parts)
 
+    def damaged_parts(self, name: str) -> list[str]:
+        """Parts of a tensor whose bytes are not those that were written; none where the file has no checksums."""
+        parts = self.formats[name][0].part_layouts(self.formats[name][1]) if name in self.formats else ("data",)
+        return [part for part in parts if self._checkpoint.is_damaged(part_name(name, part))]
+
     def close(self) -> None:
         self._checkpoint.close()
 
@@ -137,9 +143,10 @@ class Safetensors(Container):
         names = {promise.name for promise in promises}
         entries = [entry for promise in promises for entry in _entries(promise, names, path)]
         extra = dict(metadata)
+        has_checksums = extra.pop(CHECKSUMS, None) is not None or bool(packed or tied)
         if packed or tied:
             extra[METADATA_KEY] = format_metadata(packed, tied)
-        with write_safetensors(path, entries, extra) as parts:
+        with write_safetensors(path, entries, extra, checksums=has_checksums) as parts:
             yield _NativeWriter(parts)
 
 

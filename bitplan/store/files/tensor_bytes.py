@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     Data = torch.Tensor | bytes | bytearray | memoryview
 
 Entry = TypeVar("Entry")
+CHECKSUM_PIECE = 2**24
 
 
 class ContainerFile(Closing, ABC, Generic[Entry]):
@@ -66,6 +68,15 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         self._fill(buffer.numpy().data, what, offset)
         return buffer
+
+    def _checksum(self, what: str, offset: int, nbytes: int) -> int:
+        """The CRC-32 of these bytes of the file, read a piece at a time; needs no torch."""
+        checksum, buffer = 0, memoryview(bytearray(min(nbytes, CHECKSUM_PIECE)))
+        for start in range(0, nbytes, CHECKSUM_PIECE):
+            piece = buffer[: min(CHECKSUM_PIECE, nbytes - start)]
+            self._fill(piece, what, offset + start)
+            checksum = zlib.crc32(piece, checksum)
+        return checksum
 
     def _read_bytes(self, what: str, offset: int, nbytes: int) -> bytes:
         """The same as bytes, for headers: needs no torch."""
@@ -111,8 +122,13 @@ class Payload:
 class PayloadWriter:
     """Puts payloads at the places that the header states, in any order; gaps between them are zeros."""
 
-    def __init__(self, file: BinaryIO, path: str | Path, payloads: Sequence[Payload], size: int) -> None:
+    def __init__(
+        self, file: BinaryIO, path: str | Path, payloads: Sequence[Payload], size: int, header: bytes, checksums: bool
+    ) -> None:
+        """The header is in the file already; `checksums` are wanted of every payload, for `fill` or for other files."""
         self.path = Path(path)
+        self._header = header
+        self.checksums = dict.fromkeys((payload.name for payload in payloads), 0) if checksums else None
         self.order = tuple(
             payload.name for payload in payloads
         )  # in file order: writing in this order never seeks back
@@ -148,6 +164,12 @@ class PayloadWriter:
             )
         self._put(payload, view)
 
+    def fill(self, placeholder: bytes, value: bytes) -> None:
+        """Replace bytes of the header by others of the same length, which are known when the payloads are."""
+        assert len(placeholder) == len(value)
+        self._file.seek(self._header.index(placeholder))
+        self._file.write(value)
+
     def finish(self) -> None:
         """Check that every promised byte was written."""
         for name, payload in self._payloads.items():
@@ -182,3 +204,5 @@ class PayloadWriter:
         self._file.seek(payload.start + self._written[payload.name])
         self._file.write(view)
         self._written[payload.name] += len(view)
+        if self.checksums is not None:
+            self.checksums[payload.name] = zlib.crc32(view, self.checksums[payload.name])

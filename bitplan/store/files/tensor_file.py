@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bitplan.errors import StoreError, did_you_mean
+from bitplan.folders import check_output_folder
 from bitplan.formats.dtypes import torch_dtype
-from bitplan.records import Closing, check_output, check_output_folder
+from bitplan.records import Closing, check_output
 
 if TYPE_CHECKING:
     import torch

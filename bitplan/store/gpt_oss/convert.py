@@ -18,8 +18,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from bitplan.errors import StoreError, did_you_mean
+from bitplan.folders import atomic_folder, check_output_folder
 from bitplan.formats.scales.rules import ScaleRule
-from bitplan.records import atomic_file, atomic_folder, check_output, check_output_folder, read_json, write_json
+from bitplan.records import atomic_file, check_output, read_json, write_json
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.gpt_oss.config import (
     CONFIG,

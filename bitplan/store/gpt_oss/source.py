@@ -43,6 +43,10 @@ class GptOssSource(Protocol):
     def layout(self) -> Layout | None:
         """The layout of the file; None where there is none."""
 
+    @property
+    def files(self) -> list[Path]:
+        """Every file that is read; random numbers have none."""
+
     def dtype(self, part: str, layer: int | None) -> torch.dtype:
         """The type of a part that is not an expert's matrix."""
 

@@ -88,6 +88,10 @@ class DrawnCheckpoint:
         numbers = drawn.div_(math.sqrt(inputs)).to(torch.bfloat16)
         return numbers if self.experts is not None else encode(numbers, MXFP4)
 
+    @property
+    def files(self) -> list[Path]:
+        return []
+
     def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
         return f"{' and '.join(parts)} of layer {layer}"
 

@@ -29,6 +29,7 @@ from bitplan.errors import FormatError
 from bitplan.formats import Encoded
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import decode, encode
+from bitplan.records import require_unchanged, stamps_of
 from bitplan.store.files.gguf import write_gguf
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.safetensors import write_safetensors
@@ -72,6 +73,7 @@ def write_gpt_oss(
     slots = list_slots(layout, source.shape, packed=experts is None)
     dtypes = {slot.name: _dtype(source, slot, layout, experts) for slot in slots}
     actions: dict[str, Action] = {}
+    stamps = stamps_of(source.files)
     sizes: Counter[str] = Counter()
 
     def put(name: str, piece: Tensor | bytes) -> None:
@@ -98,6 +100,7 @@ def write_gpt_oss(
                     matrix = _converted(source.expert(layer, parts, index), experts, scale_rule, name)
                     for target, piece in split_expert(group, matrix):
                         put(target, piece)
+        require_unchanged(stamps)
     return [
         Written(slot.name, actions[slot.name], _format(slot, dtypes[slot.name]), slot.shape, sizes[slot.name])
         for slot in slots

@@ -89,6 +89,34 @@ def test_a_search_that_is_interrupted_says_what_is_there_and_how_it_goes_on(tmp_
     assert "what formats cost 3 groups: the same command goes on" in interrupted()
 
 
+def test_force_keeps_earlier_evidence_until_the_new_one_is_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
+    shutil.copytree("out", tmp_path / "out")
+    (tmp_path / "out" / "notes.md").touch()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    words = ["search", "llama", "--text", "text.txt", "--context", "16", "--formats", "mxfp4,int8_row", "--force"]
+    words += ["--output", str(tmp_path / "out"), "--bits"]
+
+    def unchanged():
+        return before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    assert run([*words, "0.01"]) == 2
+    assert unchanged()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(collect, "_predicted", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run([*words, "6"]) == 130
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(f": the same command goes on from there; {tmp_path / 'out'} is as it was")
+    assert unchanged()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.unfinished"}
+    monkeypatch.setattr(collect, "add_windows", None)  # they are there
+    assert run([*words, "6"]) == 0
+    assert not unchanged()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(before)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_plan_of_the_evidence_needs_no_model_and_is_the_same_each_time(found, capsys):
     for name in ("a.json", "b.json"):
         assert run(["plan", "--from", "out/evidence.json", "--bits", "5", "-o", name, "--force"]) == 0

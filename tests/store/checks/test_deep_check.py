@@ -12,12 +12,14 @@ import safetensors.torch
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded, encode, get_format, list_formats
 from bitplan.plan import Manifest, Rule, shipped_manifest
 from bitplan.store.checks.deep_check import deep_check, index_of
 from bitplan.store.files import packed_rows
 from bitplan.store.files.gguf import dequantize_rows, write_gguf
 from bitplan.store.files.open_files import open_tensors, write_tensors
+from bitplan.store.files.safetensors import SafetensorsFile
 from bitplan.store.files.tensor_bytes import ContainerFile
 from bitplan.store.files.tensor_file import Promise
 from tests.crosses import few
@@ -40,6 +42,28 @@ HALVES = {
 }
 BLOCKS, SCALES = "block.0.mlp.mlp1_weight.blocks", "block.0.mlp.mlp1_weight.scales"
 HF_BLOCKS = "model.layers.0.mlp.experts.gate_up_proj_blocks"
+
+
+def test_one_flipped_byte_of_any_tensor_is_found_and_files_without_checksums_are_read(tmp_path):
+    items = {"up.weight": encode(gaussian(4, 64), "mxfp4"), "norm.weight": torch.ones(64)}
+    path = tmp_path / "m.safetensors"
+    write(path, items)
+    sound = path.read_bytes()
+    with SafetensorsFile(path) as file:
+        places = {name: entry.start + entry.nbytes // 2 for name, entry in file.tensors.items()}
+        digits = "".join(f"{checksum:08x}" for checksum in file.checksums.values()).encode()
+    for name, place in places.items():
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        with open_tensors(path) as file:
+            finding = deep_check(None, file)[-1]
+        assert (finding.code, finding.where) == ("checksum", name.removesuffix(".scales"))
+        assert "other bytes than were written; copy or write the file again" in finding.message
+    safetensors.torch.save_file({"up.weight": torch.ones(2, 2)}, path)
+    with open_tensors(path) as file:
+        assert deep_check(None, file) == []
+    path.write_bytes(sound.replace(digits, b"x" * len(digits)))
+    with pytest.raises(FileFormatError, match="'bitplan_crc32' must be 8 hexadecimal digits for each tensor, got 'xxx"):
+        open_tensors(path)
 
 
 def gaussian(*shape, seed=0):

@@ -222,13 +222,16 @@ def test_an_imatrix_weighs_the_search_and_is_named(folders, tmp_path):
         assert weighted.read("blk.1.ffn_up.weight").to_bytes() == plain.read("blk.1.ffn_up.weight").to_bytes()
 
 
+SPLIT = ("split.no", "split.count", "split.tensors.count", "split.run")
+
+
 def test_from_gguf_to_gguf_in_parts(folders, tmp_path):
     folder, _ = folders("llama")
     export_model(folder, tmp_path / "a.gguf", "gguf", "float16")
     report = export_model(tmp_path / "a.gguf", tmp_path / "b.gguf", "gguf", "q8_0_gguf", part_bytes=2**20)
     assert [name.rpartition("/")[2] for name in report.files] == ["b-00001-of-00001.gguf"]
     before, after = metadata(tmp_path / "a.gguf"), metadata(tmp_path / "b-00001-of-00001.gguf")
-    changed = {"general.file_type", "general.quantization_version", "split.no", "split.count", "split.tensors.count"}
+    changed = {"general.file_type", "general.quantization_version", *SPLIT}
     assert {k: v for k, v in before.items() if k not in changed} == {k: v for k, v in after.items() if k not in changed}
     assert (before["general.file_type"], after["general.file_type"]) == (1, 7)
     assert load_causal_lm(tmp_path / "a.gguf").positions == 64

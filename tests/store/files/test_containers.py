@@ -16,7 +16,7 @@ from torch import Tensor
 from bitplan import Encoded, encode, get_format, load_model, morph_model, open_tensors, quantize_file, save_model
 from bitplan.cli import run
 from bitplan.errors import StoreError
-from bitplan.records import atomic_folder
+from bitplan.folders import atomic_folder
 from bitplan.store import Container, Promise, TensorFile, TensorSpec, register_container
 from bitplan.store.files import open_files
 

@@ -7,10 +7,13 @@ import shutil
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from bitplan.cli import run
 from bitplan.errors import FileFormatError
+from bitplan.store.files.gguf_split_write import write_parts
 from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.tensor_file import Promise
 from bitplan.store.quantize_files import quantize_file
 
 NAMES = ["a.weight", "b.weight", "c.weight", "d.weight", "e.weight"]
@@ -46,6 +49,25 @@ def test_a_split_model_is_quantized_into_one_file(split):
         assert not any(key.startswith("split.") for key in file.file.metadata)
         assert file.file.metadata["general.architecture"].value == "llama"
         assert file.read_float("e.weight").tolist()[0][0] == pytest.approx(4.0, rel=1e-3)
+
+
+def test_parts_of_two_runs_are_not_one_model_and_the_same_run_gives_the_same_bytes(tmp_path):
+    def write(folder, number):
+        folder.mkdir()
+        promises = [Promise(name, (512, 1024), dtype=torch.float32) for name in "ab"]
+        with write_parts(folder / "m.gguf", promises, {}, 2**20) as writer:
+            for name in "ab":
+                writer.write(name, torch.full((512, 1024), float(number)))
+        return [path.read_bytes() for path in writer.paths]
+
+    first, second, third = (write(tmp_path / str(place), number) for place, number in enumerate((1, 1, 2)))
+    assert first == second
+    with open_tensors(tmp_path / "0" / "m-00001-of-00002.gguf") as file:
+        assert "split.run" not in file.metadata
+    (tmp_path / "0" / "m-00002-of-00002.gguf").write_bytes(third[1])
+    for part in (1, 2):
+        with pytest.raises(FileFormatError, match=r"m-00002-of-00002.gguf: is of another run than 'm-00001-of-00002"):
+            open_tensors(tmp_path / "0" / f"m-0000{part}-of-00002.gguf")
 
 
 def test_a_missing_or_foreign_part_is_named(split, capsys):

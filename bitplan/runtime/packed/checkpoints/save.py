@@ -48,7 +48,7 @@ _HELD = "as the model holds it"
 def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a model whose weights are packed, to a folder or to one .safetensors file.
 
-    force        replace an existing model folder
+    force        the folder may exist: files of a model there are replaced, all others stay
     shard_bytes  the most that a file of weights may hold; a model that was loaded keeps its files
 
     Tokenizer and generation config are copied from the folder that the model was loaded from, where there is one.
@@ -72,7 +72,8 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
         return
     source = remembered(model)
     items = _items(model, source)
-    check_packed_output(path, inputs=[] if source is None or source.folder is None else _files(source), force=force)
+    inputs = [] if source is None or source.folder is None else _files(source)
+    check_packed_output(path, inputs=inputs, force=force, any_folder=True)
     plan = _plan(items.saved, source)
     promises = {name: one.promise for name, one in items.saved.items()}
     shards = _shards(promises, items.tied, source, shard_bytes)
@@ -117,7 +118,7 @@ def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *arg
 
 
 def _save_pretrained(model: nn.Module, save_directory: str | Path, **options: Any) -> None:
-    """A model that is packed is saved by save_packed; a folder that exists is replaced, as save_pretrained does."""
+    """A model that is packed is saved by save_packed; the folder may exist, as for transformers' own."""
     unknown = sorted(set(options) - {"safe_serialization", "max_shard_size"})
     if unknown or not isinstance(options.get("max_shard_size", 0), int):
         raise StoreError(
@@ -291,7 +292,7 @@ def save_gpt_oss(model: nn.Module, path: str | Path, *, force: bool, shard_bytes
     source = remembered(model)
     tensors = _tensors(model)
     folder = None if source is None else source.folder
-    check_packed_output(path, inputs=[] if folder is None else [folder / CONFIG], force=force)
+    check_packed_output(path, inputs=[] if folder is None else [folder / CONFIG], force=force, any_folder=True)
     promises = {
         name: Promise(name, tuple(tensor.shape), dtype=_type(source, name, tensor)) for name, tensor in tensors.items()
     }

@@ -438,10 +438,23 @@ def test_force_replaces_a_models_folder(packed, tmp_path):
     with pytest.raises(StoreError, match="old: exists already; replace it with --force"):
         bitplan.save_packed(model, tmp_path / "old")
     bitplan.save_packed(model, tmp_path / "old", force=True)
-    assert contents(tmp_path / "old") == contents(packed)
+    assert contents(tmp_path / "old") == {**contents(packed), "left.txt": b""}
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     with pytest.raises(StoreError, match="packed: holds the input"):
         bitplan.save_packed(model, packed, force=True)
+
+
+def test_save_pretrained_keeps_what_training_left(packed, tmp_path):
+    model = bitplan.load_packed(packed).model
+    (tmp_path / "out" / "checkpoint-500").mkdir(parents=True)
+    for name in ("checkpoint-500/optimizer.pt", "trainer_state.json", "notes.md"):
+        (tmp_path / "out" / name).write_text("kept")
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "out")
+        assert (tmp_path / "out" / "checkpoint-500" / "optimizer.pt").read_text() == "kept"
+        names = {path.name for path in (tmp_path / "out").iterdir()} - {path.name for path in packed.iterdir()}
+        assert names == {"checkpoint-500", "trainer_state.json", "notes.md"}
+    bitplan.load_packed(tmp_path / "out")
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
