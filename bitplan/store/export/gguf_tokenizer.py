@@ -21,14 +21,13 @@ from bitplan.errors import StoreError
 from bitplan.store.export.gguf_metadata import array, flag, text, whole
 from bitplan.store.files.gguf_values import GGUFValue
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_END}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_END}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_SMALL = r"[^\r\n\p{L}\p{N}]?" + _UPPER + "*" + _LOWER + "+"
+_CAPITAL = r"[^\r\n\p{L}\p{N}]?" + _UPPER + "+" + _LOWER + "*"
+_SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 BYTE_LEVEL_REGEX, DIGITS, ADDED_SPACE = "byte-level regex", "digits", "a space before the text"
 # How text is split, step by step -> llama.cpp's name for it.
 PRETOKENIZERS = {
@@ -36,7 +35,14 @@ PRETOKENIZERS = {
     (DIGITS, BYTE_LEVEL_REGEX): "smollm",
     (_WORDS + r"\p{N}{1,3}" + _REST,): "llama-bpe",
     (_WORDS + r"\p{N}" + _REST,): "qwen2",
-    (_O200K,): "gpt-4o",
+    (f"{_SMALL}{_SUFFIX}?|{_CAPITAL}{_SUFFIX}?" + r"|\p{N}{1,3}" + _SLASHES,): "gpt-4o",
+    (f"{_SMALL}|{_CAPITAL}" + r"|\p{N}" + _SLASHES,): "tekken",
+    (
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+        "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    ): "deepseek-v3",
 }
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 SPECIAL_KEYS = {
