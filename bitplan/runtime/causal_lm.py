@@ -1,7 +1,8 @@
 """A causal language model with its tokenizer, from disk: a Hugging Face folder, a GGUF file, or packed weights.
 
 transformers builds the model, as an optional dependency: nothing here imports it until a model is asked for. Nothing is
-downloaded, no code that comes with a model is run, and pickles are not opened. Weights are always loaded as float32
+downloaded, no code that comes with a model is run unless the user's environment allows it
+(BITPLAN_TRUST_REMOTE_CODE), and pickles are not opened. Weights are always loaded as float32
 (packed tensors are decoded): a CPU without bfloat16 hardware computes nothing else in reasonable time, and formats are
 then applied to the very same numbers.
 
@@ -26,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import MeasureError
+from bitplan.errors import BitplanError, MeasureError
 from bitplan.measure.quality.perplexity import windows_of
 from bitplan.optional import require
-from bitplan.store.export.tokenizer_of_gguf import tokenizer_of_gguf
+from bitplan.store.export.gguf_source import read_gguf_tokenizer
 from bitplan.store.files.headers import check_model_source, is_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
@@ -40,6 +41,7 @@ from bitplan.store.models.transformers_names import (
     REPORTED,
     foreign_reason,
     model_from_tensors,
+    remote_code_allowed,
     require_complete,
     silence_transformers,
 )
@@ -200,9 +202,8 @@ def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:
             f"{source}: is split, and transformers reads GGUF from one file; merge it with llama-gguf-split"
         )
     place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    made = tokenizer_of_gguf(file.metadata, source)
     with one_gguf_reader():
-        return made or _read("AutoTokenizer", source, "the tokenizer", place), read_model(source, place)
+        return read_gguf_tokenizer(source, file), read_model(source, place)
 
 
 def read_model(source: Path, place: dict[str, Any] | None = None, dtype: torch.dtype | str = torch.float32) -> Any:
@@ -218,17 +219,12 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
     import transformers
 
     try:
-        return getattr(transformers, reader).from_pretrained(local_files_only=True, **options)
-    except MemoryError:
+        allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
+        return getattr(transformers, reader).from_pretrained(**allowed, **options)
+    except (MemoryError, BitplanError):
         raise
     except Exception as error:
-        # bitplan's own GGUF files have no tokenizer; transformers' error about that speaks of arrays.
-        hint = (
-            "; if the file holds no tokenizer, give the Hugging Face folder, or that as --config"
-            if "gguf_file" in options
-            else ""
-        )
-        raise MeasureError(f"{source}: transformers cannot read {what}: {foreign_reason(error)}{hint}") from error
+        raise MeasureError(f"{source}: transformers cannot read {what}: {foreign_reason(error)}") from error
 
 
 def require_causal(lm: CausalLM, logits: Callable[[Tensor], Tensor]) -> None:

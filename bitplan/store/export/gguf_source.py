@@ -27,6 +27,7 @@ from bitplan.store.export.gguf_metadata import ModelConfig
 from bitplan.store.export.tokenizer_of_gguf import tokenizer_of_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
+from bitplan.store.models.transformers_names import foreign_reason, remote_code_allowed
 
 _ROTATIONS = "rope_freqs.weight"
 # What the families are made of, under Hugging Face's names; a model has some of each.
@@ -71,7 +72,6 @@ class GGUFModel(TensorFile):
                     "made; export from the model's folder"
                 )
             write_json(self.folder / "config.json", config_of(path, self._file))
-            _check_tokenizer(self._file)
             read_gguf_tokenizer(path, self._file).save_pretrained(self.folder)
             self._origins = dict(_origins(self._file, ModelConfig(self.folder)))
         self.specs = {name: self._spec(name) for name in self._origins}
@@ -113,29 +113,23 @@ def _rows(item: Tensor | Encoded, rows: int | Tensor) -> Tensor | Encoded:
     return Encoded(item.fmt, item.shape[1:] if isinstance(rows, int) else item.shape, **parts)
 
 
-def _check_tokenizer(file: TensorFile) -> None:
-    """transformers takes every Gemma's tokenizer for SentencePiece, and would read another one wrong."""
-    kind = getattr(file.metadata.get("tokenizer.ggml.model"), "value", None)
-    if kind is None:
-        raise StoreError(f"{file.path}: holds no tokenizer; export from the model's folder, which has one")
-    if getattr(file.metadata.get("general.architecture"), "value", "") == "gemma3" and kind != "llama":
-        raise StoreError(f"{file.path}: a {kind} tokenizer, which transformers does not read from a Gemma's GGUF")
-
-
 def read_gguf_tokenizer(path: Path, file: TensorFile) -> Any:
     """The tokenizer of an open file; what is not made here is read by transformers."""
-    if (made := tokenizer_of_gguf(file.metadata, path)) is not None:
-        return made
+    if "tokenizer.ggml.model" not in file.metadata:
+        raise StoreError(
+            f"{path}: holds no tokenizer; give the Hugging Face folder of the model, or for perplexity that as --config"
+        )
+    if (tokenizer := tokenizer_of_gguf(file.metadata, path)) is not None:
+        return tokenizer
+    options = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": remote_code_allowed()}
     transformers = require("transformers", purpose=f"reading the tokenizer of {path.name}", extra="models")
-    place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
     try:
-        return transformers.AutoTokenizer.from_pretrained(**place)
+        return transformers.AutoTokenizer.from_pretrained(str(path.parent), **options)
     except MemoryError:
         raise
     except Exception as error:  # its many readers raise whatever they raise
-        reason = " ".join(str(error).split())[:200]
         raise StoreError(
-            f"{path}: transformers makes no tokenizer of it: {reason}; export from the model's folder"
+            f"{path}: transformers makes no tokenizer of it: {foreign_reason(error)}; give the model's folder"
         ) from error
 
 

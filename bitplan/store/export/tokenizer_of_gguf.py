@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ from bitplan.optional import require
 from bitplan.store.export.gguf_tokenizer import BYTE_LEVEL_REGEX, DIGITS, PRETOKENIZERS, SPECIAL_KEYS
 from bitplan.store.files.gguf_values import GGUFValue
 
-_STEPS = {name: steps for steps, name in PRETOKENIZERS.items()}
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_STEPS = {name: steps for steps, name in PRETOKENIZERS.items()} | {
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]"),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}"),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"),  # of files that name no rules
+}
 # llama.cpp's other names for the same ways of splitting text.
 _SAME_RULES = {
     **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "exaone4", "granite-docling", "trillion", "mellum"), "gpt-2"),
@@ -41,18 +47,25 @@ _SAME_RULES = {
 # A word of the vocabulary is one token whatever the merges say, and a token goes before a text unless the file says no.
 _WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"}
 _NORMALIZERS = {"qwen2": {"type": "NFC"}}
-_SPECIAL = {f"{kind}_token": key for kind, key in SPECIAL_KEYS.items()}
-_CLS, _LOWERCASE, _STRIP_ACCENTS = "cls_token", "tokenizer.ggml.normalizer.lowercase", "tokenizer.ggml.normalizer.strip_accents"
+_SPECIAL = {f"{kind}_token": key for kind, key in SPECIAL_KEYS.items()} | {"cls_token": "tokenizer.ggml.cls_token_id"}
+_LOWERCASE, _STRIP_ACCENTS = (f"tokenizer.ggml.normalizer.{what}" for what in ("lowercase", "strip_accents"))
+# llama.cpp's numbers of special tokens where a file names none.
+_USUAL = {
+    "gpt2": {},
+    "llama": {"bos_token": 1, "eos_token": 2, "unk_token": 0},
+    "bert": {"cls_token": 101, "sep_token": 102, "unk_token": 100, "pad_token": 0, "mask_token": 103},
+}
 _SPACE = "\u2581"  # SentencePiece's letter for a space
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """A file's tokens, what kind each is, and its special tokens by number; `said` are all its keys."""
+    """A file's tokens, what kind each is, merges or scores, and special tokens by number; `said` gives its keys."""
 
     words: list[str]
     kinds: list[int]
+    learnt: list[Any]
     special: dict[str, int]
     said: Callable[[str], Any]
     where: Path
@@ -89,7 +102,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, GGUFValue], where: Path) -> Any | N
     def said(key: str) -> Any:
         return getattr(metadata.get(key), "value", None)
 
-    kind, rules = said(Keys.Tokenizer.MODEL), said(Keys.Tokenizer.PRE)
+    kind, rules = said(Keys.Tokenizer.MODEL), said(Keys.Tokenizer.PRE) or "default"
     known = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece}
     if kind not in known or (kind == "gpt2" and _SAME_RULES.get(str(rules), rules) not in _STEPS):
         what = f"splits text by the rules {rules!r}" if kind == "gpt2" else f"has a tokenizer of the kind {kind!r}"
@@ -116,43 +129,46 @@ def tokenizer_of_gguf(metadata: Mapping[str, GGUFValue], where: Path) -> Any | N
 
 
 def _vocabulary(said: Callable[[str], Any], kind: str, where: Path) -> _Vocabulary:
-    words = list(said(Keys.Tokenizer.LIST) or ())
-    kinds = list(said(Keys.Tokenizer.TOKEN_TYPE) or [int(TokenType.NORMAL)] * len(words))
+    def items_of(key: str, what: str, *types: type) -> list[Any] | None:
+        value = said(key)
+        items = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+        if value is not None and (items is None or not all(type(item) in types for item in items)):
+            raise StoreError(f"{where}: {key} must be a list of {what}")
+        return items
+
+    words = items_of(Keys.Tokenizer.LIST, "texts", str) or []
+    kinds = items_of(Keys.Tokenizer.TOKEN_TYPE, "numbers", int) or [int(TokenType.NORMAL)] * len(words)
     needed = {"gpt2": Keys.Tokenizer.MERGES, "llama": Keys.Tokenizer.SCORES}.get(kind)
-    more = len(words) if needed is None or (found := said(needed)) is None else len(found)
-    if not words or len(kinds) != len(words) or (needed and said(needed) is None) or (kind == "llama" and more != len(words)):
-        raise StoreError(
-            f"{where}: its tokenizer is not whole: {len(words)} tokens, {len(kinds)} kinds of tokens"
-            + ("" if needed is None else f", {'no' if said(needed) is None else more} {needed.rpartition('.')[2]}")
-            + "; export from the model's folder"
-        )
+    types = (str,) if kind == "gpt2" else (int, float)
+    items = items_of(needed, "texts" if kind == "gpt2" else "numbers", *types) if needed else []
+    if not words or len(kinds) != len(words) or items is None or (kind == "llama" and len(items) != len(words)):
+        counts = f"{len(words)} tokens, {len(kinds)} kinds of tokens"
+        counts += f", {'no' if items is None else len(items)} {needed.rpartition('.')[2]}" if needed else ""
+        raise StoreError(f"{where}: its tokenizer is not whole: {counts}; export from the model's folder")
     words = [word or f"[EMPTY_{number}]" for number, word in enumerate(words)]  # llama.cpp's name for them
-    if len(distinct := set(words)) < len(words):
-        seen: set[str] = set()
-        twice = next(word for word in words if word in seen or seen.add(word))  # type: ignore[func-returns-value]
-        raise StoreError(f"{where}: {len(words) - len(distinct)} tokens are there twice, such as {twice!r}")
+    if len(counted := Counter(words)) < len(words):
+        word, times = counted.most_common(1)[0]
+        raise StoreError(f"{where}: the token {word!r} is there {times} times; export from the model's folder")
     special = {name: said(key) for name, key in _SPECIAL.items() if said(key) is not None}
     for name, number in special.items():
         if type(number) is not int or not 0 <= number < len(words):
             raise StoreError(f"{where}: {_SPECIAL[name]} is {number!r}; the file has {len(words)} tokens")
-    usual = {"llama": {"bos_token": 1, "eos_token": 2, "unk_token": 0}}.get(kind, {})
-    usual |= {"bert": {_CLS: 101, "sep_token": 102, "unk_token": 100, "pad_token": 0, "mask_token": 103}}.get(kind, {})
-    special = {name: number for name, number in usual.items() if number < len(words)} | special
-    return _Vocabulary(words, kinds, special, said, where)
+    usual = {name: number for name, number in _USUAL[kind].items() if number < len(words)}
+    return _Vocabulary(words, kinds, items or [], usual | special, said, where)
 
 
 # ---- the kinds -----------------------------------------------------------------------------------------------------
 
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
-    name = str(vocabulary.said(Keys.Tokenizer.PRE))
+    name = str(vocabulary.said(Keys.Tokenizer.PRE) or "default")
     rules = _SAME_RULES.get(name, name)
     model = {
         "unk_token": vocabulary.unknown,
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": name in _WHOLE_WORDS_FIRST,
-        "merges": list(vocabulary.said(Keys.Tokenizer.MERGES)),
+        "merges": vocabulary.learnt,
     }
     around = _around(vocabulary, before=name in _WHOLE_WORDS_FIRST)
     return {
@@ -201,8 +217,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every pair of tokens that makes a token, the best scores first: llama.cpp joins any such pair, by score."""
-    scores = list(vocabulary.said(Keys.Tokenizer.SCORES))
-    words, numbers = vocabulary.words, vocabulary.numbers
+    words, numbers, scores = vocabulary.words, vocabulary.numbers, vocabulary.learnt
     merges = []
     for number in sorted(range(len(words)), key=lambda at: (-scores[at], at)):
         word = words[number]
@@ -213,12 +228,15 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 def _wordpiece(vocabulary: _Vocabulary) -> dict[str, Any]:
     lower = vocabulary.flag(_LOWERCASE, True)
-    first, last = vocabulary.special[_CLS], vocabulary.special["sep_token"]
+    for name in ("cls_token", "sep_token"):
+        if name not in vocabulary.special:
+            raise StoreError(f"{vocabulary.where}: {_SPECIAL[name]} is not there, and goes around a text")
+    first = vocabulary.special.get("bos_token", vocabulary.special["cls_token"])
     normalizer = {"clean_text": True, "handle_chinese_chars": True, "lowercase": lower}
     return {
         "normalizer": {"type": "BertNormalizer", **normalizer, "strip_accents": vocabulary.flag(_STRIP_ACCENTS, lower)},
         "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": _template(vocabulary, first, last),
+        "post_processor": _template(vocabulary, first, vocabulary.special["sep_token"]),
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "model": {
             "type": "WordPiece",
@@ -231,7 +249,7 @@ def _wordpiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _as_wordpiece(word: str) -> str:
-    """GGUF marks the pieces that begin a word, BERT's vocabularies those that do not; names in brackets have no mark."""
+    """GGUF marks the pieces that begin a word, BERT's vocabularies the others; names in brackets have no mark."""
     if word.startswith(_SPACE):
         return word.removeprefix(_SPACE)
     return word if word.startswith("[") and word.endswith("]") else f"##{word}"
