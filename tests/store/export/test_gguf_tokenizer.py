@@ -98,7 +98,7 @@ def test_rules_that_split_text_are_known_by_what_they_are(tmp_path):
     llama3 = words + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # as its tokenizer.json has it
     assert PRETOKENIZERS[llama3,] == "llama-bpe"
     write_json(tmp_path, model={"type": "Unigram"})
-    with pytest.raises(StoreError, match="a tokenizer of type .Unigram."):
+    with pytest.raises(StoreError, match=r"a tokenizer of type .Unigram."):
         values(tmp_path)
 
 
