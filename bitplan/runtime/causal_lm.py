@@ -11,7 +11,9 @@ then applied to the very same numbers.
 | a Hugging Face folder | transformers | in the folder |
 | a folder that GPTQ, AWQ, ... quantized | bitplan, by its config | in the folder |
 | what bitplan packed: a file, an index, a folder | bitplan, by the metadata | beside it, or in `config` |
-| a GGUF file | transformers, or by its names where `config` is given | in the file, or in `config` |
+| a GGUF file | bitplan, of other families transformers | in the file, or in `config` |
+
+`config` is a folder, or a GGUF file of the same model: weights that were quantized from one may have its names.
 
 transformers fills tensors that are missing with random numbers; here such a model is refused, with the names.
 """
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from bitplan.errors import BitplanError, MeasureError
 from bitplan.measure.quality.perplexity import windows_of
 from bitplan.optional import require
-from bitplan.store.export.gguf_source import read_gguf_tokenizer
+from bitplan.store.export.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.store.files.headers import check_model_source, is_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
@@ -139,23 +141,34 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> CausalLM:
-    """Read a model; `config` is a folder with config.json and tokenizer, for a file that holds weights alone."""
-    source = Path(path)
-    folder = check_model_source(source, None if config is None else Path(config))
-    for library in ("accelerate", "transformers") if is_gguf(source) else ("transformers",):
-        require(library, purpose=f"reading {source.name}", extra="models")
-    with open_tensors(source) as file, silence_transformers():
+    """Read a model; `config` is a folder or a GGUF file with config and tokenizer, for a file of weights alone."""
+    source, said = Path(path), None if config is None else Path(config)
+    folder = check_model_source(source, said)
+    require("transformers", purpose=f"reading {source.name}", extra="models")
+    with open_named(source, said) as file, silence_transformers():
         stored = {name: spec.nbytes for name, spec in file.specs.items()}
-        if is_gguf(source) and config is None:
+        if isinstance(file, GGUFModel):
+            tokenizer, model = file.tokenizer, _model_of(file, file.folder, str(source))
+        elif is_gguf(source) and config is None:
+            require("accelerate", purpose=f"reading {source.name}", extra="models")
             tokenizer, model = _read_gguf(source, file)
         else:
             tokenizer = read_tokenizer(folder, source)
             # A file that carries its own names is read by them; one of transformers may need its own decoding.
-            ours = config is not None or source.is_file() or _is_packed(file)
+            ours = said is not None or source.is_file() or _is_packed(file)
             model = _model_of(file, folder, str(source)) if ours else read_model(source, _place(folder))
     lm = CausalLM(model.eval(), tokenizer, str(path), stored)
     require_causal(lm, lm)
     return lm
+
+
+def open_named(source: Path, config: Path | None = None) -> TensorFile:
+    """A model's weights, under its own names where a GGUF file of a known family says them."""
+    if config is not None and is_gguf(config):
+        return GGUFModel(config, source)
+    if config is None and is_gguf(source) and is_folder_like(source):
+        return GGUFModel(source)
+    return open_tensors(source)
 
 
 def read_tokenizer(folder: Path, source: Path | None = None) -> Any:

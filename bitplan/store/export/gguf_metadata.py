@@ -67,18 +67,22 @@ def array(kind: GGUFValueType, items: Sequence[Any]) -> GGUFValue:
 
 
 class ModelConfig:
-    """A config.json, with errors that name the key."""
+    """A folder's config.json, or a `document` in its place, with errors that name the key."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "config.json"
-        if not self.path.is_file():
-            raise StoreError(f"{folder}: no config.json, so not a Hugging Face model")
-        whole_config = read_json(self.path)
-        if not isinstance(whole_config, dict):
-            raise StoreError(f"{self.path}: expected a JSON object, got a {type(whole_config).__name__}")
+    def __init__(self, folder: Path, document: Mapping[str, Any] | None = None) -> None:
+        self.path = folder / "config.json" if document is None else folder
+        whole_config = self._read(folder) if document is None else document
         self.model_type = str(whole_config.get("model_type"))
         inner = whole_config.get("text_config")
         self._values: Mapping[str, Any] = {**whole_config, **inner} if isinstance(inner, dict) else whole_config
+
+    def _read(self, folder: Path) -> dict[str, Any]:
+        if not self.path.is_file():
+            raise StoreError(f"{folder}: no config.json, so not a Hugging Face model")
+        document = read_json(self.path)
+        if not isinstance(document, dict):
+            raise StoreError(f"{self.path}: expected a JSON object, got a {type(document).__name__}")
+        return document
 
     @property
     def family(self) -> Family:
