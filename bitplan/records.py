@@ -267,7 +267,7 @@ def read_bytes(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, what: str =
     """
     status = os.stat(path)
     if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFIFO):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise FileFormatError(f"{path}: is {kind}, and a {what} is read from a regular file or a pipe")
     size = status.st_size
     if size <= max_bytes:

@@ -25,6 +25,10 @@ ManifestName = Annotated[
         help="By rules on names instead: a file, or the name of a shipped manifest.", autocompletion=manifest_names
     ),
 ]
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Config and tokenizer for weights alone: a folder, or a GGUF file."),
+]
 PlanFile = Annotated[Path | None, typer.Option(help="By a plan that `bitplan plan -o` wrote.")]
 Keep = Annotated[list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")]
 Only = Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")]

@@ -1,7 +1,8 @@
 """A causal language model with its tokenizer, from disk: a Hugging Face folder, a GGUF file, or packed weights.
 
 transformers builds the model, as an optional dependency: nothing here imports it until a model is asked for. Nothing is
-downloaded, no code that comes with a model is run, and pickles are not opened. Weights are always loaded as float32
+downloaded, no code that comes with a model is run unless the user's environment allows it
+(BITPLAN_TRUST_REMOTE_CODE), and pickles are not opened. Weights are always loaded as float32
 (packed tensors are decoded): a CPU without bfloat16 hardware computes nothing else in reasonable time, and formats are
 then applied to the very same numbers.
 
@@ -10,7 +11,9 @@ then applied to the very same numbers.
 | a Hugging Face folder | transformers | in the folder |
 | a folder that GPTQ, AWQ, ... quantized | bitplan, by its config | in the folder |
 | what bitplan packed: a file, an index, a folder | bitplan, by the metadata | beside it, or in `config` |
-| a GGUF file | transformers, or by its names where `config` is given | in the file, or in `config` |
+| a GGUF file | bitplan, of other families transformers | in the file, or in `config` |
+
+`config` is a folder, or a GGUF file of the same model: weights that were quantized from one may have its names.
 
 transformers fills tensors that are missing with random numbers; here such a model is refused, with the names.
 """
@@ -26,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import MeasureError
+from bitplan.errors import BitplanError, MeasureError
 from bitplan.measure.quality.perplexity import windows_of
 from bitplan.optional import require
-from bitplan.store.export.tokenizer_of_gguf import tokenizer_of_gguf
+from bitplan.store.export.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.store.files.headers import check_model_source, is_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
@@ -40,6 +43,7 @@ from bitplan.store.models.transformers_names import (
     REPORTED,
     foreign_reason,
     model_from_tensors,
+    remote_code_allowed,
     require_complete,
     silence_transformers,
 )
@@ -137,23 +141,34 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> CausalLM:
-    """Read a model; `config` is a folder with config.json and tokenizer, for a file that holds weights alone."""
-    source = Path(path)
-    folder = check_model_source(source, None if config is None else Path(config))
-    for library in ("accelerate", "transformers") if is_gguf(source) else ("transformers",):
-        require(library, purpose=f"reading {source.name}", extra="models")
-    with open_tensors(source) as file, silence_transformers():
+    """Read a model; `config` is a folder or a GGUF file with config and tokenizer, for a file of weights alone."""
+    source, said = Path(path), None if config is None else Path(config)
+    folder = check_model_source(source, said)
+    require("transformers", purpose=f"reading {source.name}", extra="models")
+    with open_named(source, said) as file, silence_transformers():
         stored = {name: spec.nbytes for name, spec in file.specs.items()}
-        if is_gguf(source) and config is None:
+        if isinstance(file, GGUFModel):
+            tokenizer, model = file.tokenizer, _model_of(file, file.folder, str(source))
+        elif is_gguf(source) and config is None:
+            require("accelerate", purpose=f"reading {source.name}", extra="models")
             tokenizer, model = _read_gguf(source, file)
         else:
             tokenizer = read_tokenizer(folder, source)
             # A file that carries its own names is read by them; one of transformers may need its own decoding.
-            ours = config is not None or source.is_file() or _is_packed(file)
+            ours = said is not None or source.is_file() or _is_packed(file)
             model = _model_of(file, folder, str(source)) if ours else read_model(source, _place(folder))
     lm = CausalLM(model.eval(), tokenizer, str(path), stored)
     require_causal(lm, lm)
     return lm
+
+
+def open_named(source: Path, config: Path | None = None) -> TensorFile:
+    """A model's weights, under its own names where a GGUF file of a known family says them."""
+    if config is not None and is_gguf(config):
+        return GGUFModel(config, source)
+    if config is None and is_gguf(source) and is_folder_like(source):
+        return GGUFModel(source)
+    return open_tensors(source)
 
 
 def read_tokenizer(folder: Path, source: Path | None = None) -> Any:
@@ -200,9 +215,8 @@ def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:
             f"{source}: is split, and transformers reads GGUF from one file; merge it with llama-gguf-split"
         )
     place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    made = tokenizer_of_gguf(file.metadata, source)
     with one_gguf_reader():
-        return made or _read("AutoTokenizer", source, "the tokenizer", place), read_model(source, place)
+        return read_gguf_tokenizer(source, file), read_model(source, place)
 
 
 def read_model(source: Path, place: dict[str, Any] | None = None, dtype: torch.dtype | str = torch.float32) -> Any:
@@ -218,17 +232,12 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
     import transformers
 
     try:
-        return getattr(transformers, reader).from_pretrained(local_files_only=True, **options)
-    except MemoryError:
+        allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
+        return getattr(transformers, reader).from_pretrained(**allowed, **options)
+    except (MemoryError, BitplanError):
         raise
     except Exception as error:
-        # bitplan's own GGUF files have no tokenizer; transformers' error about that speaks of arrays.
-        hint = (
-            "; if the file holds no tokenizer, give the Hugging Face folder, or that as --config"
-            if "gguf_file" in options
-            else ""
-        )
-        raise MeasureError(f"{source}: transformers cannot read {what}: {foreign_reason(error)}{hint}") from error
+        raise MeasureError(f"{source}: transformers cannot read {what}: {foreign_reason(error)}") from error
 
 
 def require_causal(lm: CausalLM, logits: Callable[[Tensor], Tensor]) -> None:

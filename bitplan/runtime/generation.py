@@ -17,35 +17,53 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import MeasureError
-from bitplan.runtime.causal_lm import CausalLM, read_model, read_tokenizer
+from bitplan.runtime.causal_lm import CausalLM, load_causal_lm, open_named, read_model, read_tokenizer
 from bitplan.runtime.packed.checkpoints.load import load_packed
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss
 from bitplan.runtime.packed.read_packed import device_of, require_transformers
+from bitplan.store.export.gguf_source import is_folder_like
+from bitplan.store.files.headers import is_gguf
 from bitplan.store.models.transformers_names import silence_transformers
 from bitplan.store.packed_folder import is_packed_config, read_config
 
 
 def load_for_running(
-    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: str | Path,
+    *,
+    config: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
 ) -> CausalLM:
-    """A folder's model and tokenizer: packed if the folder is packed, else as transformers loads it.
+    """A model and its tokenizer: a packed folder and a GGUF file run packed, others as transformers loads them.
 
+    config  a folder or a GGUF file with config and tokenizer, for a file of weights alone, which is decoded
     dtype   type of weights that are not packed; None: float32 on a CPU, else as in the folder
     """
-    place, source = device_of(device), Path(folder)
-    require_transformers(str(folder))
+    place, source = device_of(device), Path(path)
+    require_transformers(str(path))
     wanted = dtype or (torch.float32 if place.type == "cpu" else None)
-    config = read_config(source)
-    if is_packed_config(config) or is_gpt_oss(source):
+    if source.is_dir():
+        model, tokenizer = _of_folder(source, place, wanted), None
+    elif config is None and is_gguf(source) and is_folder_like(source):
         model = load_packed(source, device=place, dtype=wanted).model
+        with open_named(source) as file:
+            tokenizer = file.tokenizer  # type: ignore[attr-defined]
     else:
-        with silence_transformers():
-            model = read_model(source, dtype=wanted or "auto").to(place)
+        lm = load_causal_lm(source, config=config)
+        model, tokenizer = lm.model.to(place, wanted), lm.tokenizer
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if is_pair or not model.can_generate():  # type: ignore[operator]
-        raise MeasureError(f"{folder}: {type(model).__name__} is no causal language model, and continues no text")
+        raise MeasureError(f"{path}: {type(model).__name__} is no causal language model, and continues no text")
     with silence_transformers():
-        return CausalLM(model.eval(), read_tokenizer(source), str(folder))
+        return CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
+
+
+def _of_folder(source: Path, place: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    if is_packed_config(read_config(source)) or is_gpt_oss(source):
+        return load_packed(source, device=place, dtype=dtype).model
+    with silence_transformers():
+        model: nn.Module = read_model(source, dtype=dtype or "auto").to(place)
+    return model
 
 
 @dataclass(frozen=True)

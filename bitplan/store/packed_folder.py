@@ -268,7 +268,7 @@ def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tupl
 
 def shapes_of_transposed(file: TensorFile) -> dict[str, tuple[int, ...]]:
     """The same for a file of any kind: none where it is no model's folder."""
-    return packed_shapes(file, read_config(file.path)) if is_model_folder(file.path) else {}
+    return packed_shapes(file, read_config(file.folder)) if is_model_folder(file.folder) else {}
 
 
 def plan_with_shapes(plan: Plan, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Plan:

@@ -25,6 +25,8 @@ from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
 from bitplan.records import require_unchanged, stamps_of
+from bitplan.store.export.gguf_names import evidence_of, fit_names
+from bitplan.store.export.gguf_source import open_model
 from bitplan.store.files.headers import is_packed_by, plan_for_file
 from bitplan.store.files.open_files import container_for, open_tensors, require_container
 from bitplan.store.files.safetensors_tensors import NativeTensors
@@ -45,7 +47,7 @@ from bitplan.store.packed_folder import (
     without_packed_layer,
     write_packed_folder,
 )
-from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
+from bitplan.store.rounding.with_evidence import WeightEvidence, open_evidence
 
 MOST_NAMES_SHOWN = 6
 # Errors of a tensor are counted over this many of its numbers, evenly spread, in a tenth of the time of encoding it.
@@ -181,13 +183,14 @@ def quantize_file(
         raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
     report = QuantizeReport(str(source), str(output))
     with ExitStack() as opened:
-        file = opened.enter_context(open_tensors(source))
-        statistics = None if evidence is None else opened.enter_context(open_evidence(evidence))
         is_folder = container_for(output) is None
+        file = opened.enter_context(open_model(source) if is_folder else open_tensors(source))
+        statistics = None if evidence is None else opened.enter_context(open_evidence(evidence))
+        wanted = fit_names(fmt, file)
 
         def planned(keep: Sequence[str]) -> Plan:
             padded = pad is not None
-            return plan_for_file(file, fmt, keep=keep, only=only, pad=padded, output=output, packs_folder=is_folder)
+            return plan_for_file(file, wanted, keep=keep, only=only, pad=padded, output=output, packs_folder=is_folder)
 
         plan = planned(keep)
         if unpacked := _without_layer(file, plan, output):
@@ -201,7 +204,7 @@ def quantize_file(
         plan.require_whole(str(source))
         shapes = shapes_of_transposed(file) if is_folder else {}
         transposed = {name: shape for name, shape in shapes.items() if is_packed_by(plan, name)}
-        known = None if statistics is None else evidence_for(statistics, file)
+        known = None if statistics is None else evidence_of(statistics, file)
         if known is not None:
             known.require_use(name for name in file.specs if not get_format(plan[name].format).is_cast)
         options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known, transposed)
@@ -234,8 +237,8 @@ def quantize_file(
 def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
     """The contents of the output folder; None if the output is a single file."""
     is_scheme = isinstance(file, SchemeTensors)
-    if (is_scheme or isinstance(file, NativeTensors)) and file.path.is_dir() and is_model_folder(file.path):
-        config = read_config(file.path)
+    if is_model_folder(file.folder):
+        config = read_config(file.folder)
         said = config.get("quantization_config")
         if said is not None and not is_packed_config(config) and not is_scheme:
             method = said.get("quant_method") if isinstance(said, dict) else said
@@ -244,7 +247,7 @@ def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: in
                 "give the folder of the model in bfloat16 or float32"
             )
         shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
-        return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.path))
+        return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.folder))
     if not isinstance(file, NativeTensors) or len(file.shards) < 2:
         return None
     return FolderContents(_same_shards(file, options))
@@ -252,12 +255,12 @@ def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: in
 
 def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str]:
     """Tensors that the plan packs and no packed layer can hold, if the output is a model's folder."""
-    if container_for(output) or not is_model_folder(file.path):
+    if container_for(output) or not is_model_folder(file.folder):
         return []
     packed = [
         name for name in file.specs if plan.entries[name].stored is None and not get_format(plan[name].format).is_cast
     ]
-    return without_packed_layer(packed, read_config(file.path))
+    return without_packed_layer(packed, read_config(file.folder))
 
 
 def _with_reason(plan: Plan, names: Sequence[str], reason: str) -> Plan:

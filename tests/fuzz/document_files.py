@@ -289,3 +289,65 @@ def make_records(folder: Path) -> list[Path]:
             written(folder / path.name, "".join(lines[:4]))
     results = [path for path in samples.RESULTS.glob("*.json") if path.stat().st_size < 20_000]
     return sorted(folder.glob("*.jsonl")) + [written(folder / path.name, path.read_bytes()) for path in sorted(results)]
+
+
+# ---- folders on the way to GGUF ------------------------------------------------------------------------------------
+
+
+def make_folder_for_gguf(*damaged: str) -> Callable[[Path], list[Path]]:
+    """Config and tokenizer of a small model, byte-level BPE and SentencePiece; `damaged` are the files to damage."""
+
+    def make(folder: Path) -> list[Path]:
+        paths = []
+        for kind, parts in _tokenizers().items():
+            for name, document in {
+                "config.json": GGUF_CONFIG,
+                "tokenizer_config.json": TOKENIZER_CONFIG,
+                **parts,
+            }.items():
+                (folder / kind).mkdir(exist_ok=True)
+                path = written(folder / kind / name, json.dumps(document))
+                paths += [path] if name in damaged else []
+        return paths
+
+    return make
+
+
+GGUF_CONFIG = {
+    "model_type": "gemma3_text", "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "hidden_size": 8, "intermediate_size": 16, "max_position_embeddings": 64, "vocab_size": 12, "rms_norm_eps": 1e-6,
+    "head_dim": 4, "query_pre_attn_scalar": 4, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"], "bos_token_id": 0, "eos_token_id": [1, 2],
+    "rope_parameters": {"full_attention": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+}  # fmt: skip
+TOKENIZER_CONFIG = {
+    "bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "add_bos_token": True,
+    "chat_template": [{"name": "default", "template": "{{ messages }}"}],
+}  # fmt: skip
+
+
+def _tokenizers() -> dict[str, dict[str, Any]]:
+    added = [{"id": number, "content": word, "special": True} for number, word in enumerate(("<s>", "</s>", "<unk>"))]
+    model = {"type": "BPE", "vocab": {"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3, "b": 4, "ab": 5}, "merges": [["a", "b"]]}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    split = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level]}
+    space = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}]}
+    pieces = model | {"byte_fallback": True, "unk_token": "<unk>", "merges": ["a b"]}
+    return {
+        "bytes": {"tokenizer.json": {"added_tokens": added, "pre_tokenizer": split, "model": model}},
+        "pieces": {"tokenizer.json": {"added_tokens": added, "normalizer": space, "model": pieces}},
+    }
+
+
+def read_folder_for_gguf(path: Path) -> None:
+    import logging
+
+    from bitplan.store.export.gguf_metadata import ModelConfig, model_metadata, rope_factors
+    from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
+
+    logging.getLogger("gguf").setLevel(logging.ERROR)  # it warns of a chat template of another type
+    config = ModelConfig(path.parent)
+    assert model_metadata(config, "model")
+    rope_factors(config)
+    assert tokenizer_metadata(path.parent, config.vocabulary)

@@ -153,13 +153,13 @@ def quantize(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Quantize a checkpoint, tensor by tensor, in bounded memory; a Hugging Face folder to a folder that runs packed.
+    """Quantize a checkpoint, tensor by tensor, in bounded memory; a Hugging Face folder or GGUF to a folder that runs.
 
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.plan import Plan, open_manifest
     from bitplan.records import read_text
-    from bitplan.store.files.headers import plan_for_file
+    from bitplan.store.files.headers import is_gguf, plan_for_file
     from bitplan.store.files.open_files import container_for, open_tensors
     from bitplan.store.packed_folder import check_packed_output
 
@@ -181,15 +181,17 @@ def quantize(
         else:  # a folder
             check_packed_output(output, inputs=inputs, force=force)
         given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
-        chosen = plan_for_file(
-            file,
-            given,
-            keep=keep or (),
-            only=only or (),
-            pad=pad is not None,
-            output=output,
-            packs_folder=container is None,
-        )
+        renames = isinstance(given, Plan) and given.keys() != {*file.specs, *file.tied}
+        if not renames and not (container is None and is_gguf(source)):  # whose own names need torch
+            plan_for_file(
+                file,
+                given,
+                keep=keep or (),
+                only=only or (),
+                pad=pad is not None,
+                output=output,
+                packs_folder=container is None,
+            )
 
     from bitplan.store.quantize_files import quantize_file
 
@@ -200,7 +202,10 @@ def quantize(
         report = quantize_file(
             source,
             output,
-            chosen,
+            given,
+            keep=keep or (),
+            only=only or (),
+            pad=pad,
             scale_rule=scale_rule,
             nonfinite=nonfinite,
             evidence=evidence,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.options import Json, Pad, Rule, Threads
+from bitplan.cli.options import Config, Json, Pad, Rule, Threads
 from bitplan.cli.quick_help import format_names, manifest_names
 from bitplan.cli.show import progress, say, show_json, table
 
@@ -39,10 +39,7 @@ def perplexity(
     against: Annotated[
         Path | None, typer.Option(metavar="REF", help="The reference; MODEL itself, unquantized, if not given.")
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="config.json and tokenizer of a MODEL that is a file of weights alone."),
-    ] = None,
+    config: Config = None,
     keep: Annotated[
         list[str] | None, typer.Option(help="With --format: leave parameters or modules of this name or pattern.")
     ] = None,

@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from bitplan.cli.options import Json, Threads
+from bitplan.cli.options import Config, Json, Threads
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 from bitplan.text import visible
 
+MODEL = "What `quantize` wrote, a Hugging Face folder, or a GGUF file."
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one.")]
 Type = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
@@ -19,12 +20,13 @@ Type = Annotated[
 
 
 def generate(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `quantize` wrote, or a Hugging Face folder.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL)],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     most_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token; above, tokens are drawn.")] = 0.0,
     seed: Annotated[int, typer.Option(help="With --temperature: the same seed, the same text.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    config: Config = None,
     device: Device = None,
     dtype: Type = None,
     threads: Threads = None,
@@ -34,7 +36,7 @@ def generate(
 
     Example: bitplan generate packed "Once upon a time" --max-tokens 16
     """
-    _check_folder(folder)
+    _check_model(model, config)
     import torch
 
     from bitplan.runtime.generation import generate_text, load_for_running
@@ -42,13 +44,14 @@ def generate(
     if threads is not None:
         torch.set_num_threads(threads)
     with progress("loading", 1):
-        lm = load_for_running(folder, device=device or _device(), dtype=getattr(torch, dtype) if dtype else None)
+        kind = getattr(torch, dtype) if dtype else None
+        lm = load_for_running(model, config=config, device=device or _device(), dtype=kind)
     shown = (lambda _text: None) if as_json else _show_text
     result = generate_text(
         lm, prompt, most_tokens=most_tokens, temperature=temperature, seed=seed, chat=chat, on_text=shown
     )
     if as_json:
-        show_json({"folder": str(folder), "prompt": prompt, **result.to_dict()})
+        show_json({"model": str(model), "prompt": prompt, **result.to_dict()})
         return
     print()
     rate = "" if result.tokens_per_second is None else f", then {result.tokens_per_second:.1f} tokens a second"
@@ -65,12 +68,13 @@ def _show_text(text: str) -> None:
 
 
 def bench(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `quantize` wrote, or a Hugging Face folder.")],
-    against: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Measure this model too, in turns.")] = None,
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL)],
+    against: Annotated[Path | None, typer.Option(metavar="MODEL", help="Measure this model too, in turns.")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; give several.")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens made in each turn.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Turns that count.")] = 3,
+    config: Config = None,
     device: Device = None,
     dtype: Type = None,
     threads: Threads = None,
@@ -80,8 +84,9 @@ def bench(
 
     Example: bitplan bench packed --against llama --batch 1 --prompt-tokens 16 --tokens 4 --repeats 1
     """
-    for each in (folder, *([] if against is None else [against])):
-        _check_folder(each)
+    _check_model(model, config)
+    if against is not None:
+        _check_model(against, None)
     import torch
 
     from bitplan.runtime.bench_model import bench_models
@@ -91,7 +96,7 @@ def bench(
         torch.set_num_threads(threads)
     place, kind = device or _device(), getattr(torch, dtype) if dtype else None
     with progress("loading", 1):
-        models = [load_for_running(folder, device=place, dtype=kind)]
+        models = [load_for_running(model, config=config, device=place, dtype=kind)]
         models += [] if against is None else [load_for_running(against, device=place, dtype=kind)]
     batches = batch or [1, 4, 16]
     with progress("timing", len(models) * len(batches) * (repeats + 1)) as advance:
@@ -118,23 +123,20 @@ def bench(
         }
         for row in rows
     ]
-    table(f"{folder.name}: prompts of {prompt_tokens} tokens, then {tokens} tokens, on {place}", shown)
+    table(f"{model.name}: prompts of {prompt_tokens} tokens, then {tokens} tokens, on {place}", shown)
 
 
-def _check_folder(folder: Path) -> None:
+def _check_model(model: Path, config: Path | None) -> None:
     """Refuse what can be refused without torch, whose import takes seconds."""
-    from bitplan.errors import FileFormatError
     from bitplan.store.files.headers import check_model_source
+    from bitplan.store.files.open_files import open_tensors
     from bitplan.store.packed_folder import is_packed_config, read_config, read_packed_plan
 
-    if folder.is_file():
-        raise FileFormatError(f"{folder} is a file; give a folder, with config.json: `quantize` writes one")
-    if not folder.is_dir():
-        raise FileFormatError(f"{folder}: no such folder; nothing is downloaded, so give a path on this machine")
-    config = read_config(folder)
-    check_model_source(folder, None)
-    if is_packed_config(config):
-        read_packed_plan(folder, config)
+    check_model_source(model, config)
+    if model.is_file():
+        open_tensors(model).close()
+    elif is_packed_config(said := read_config(model)):
+        read_packed_plan(model, said)
 
 
 def _device() -> str:

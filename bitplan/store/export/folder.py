@@ -24,10 +24,11 @@ from bitplan.plan import Plan
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.names import guess_role
 from bitplan.records import on_failure, stamps_of
-from bitplan.store.export.gguf_source import GGUFModel
+from bitplan.store.export.gguf_names import evidence_of, fit_names
+from bitplan.store.export.gguf_source import GGUFModel, open_model
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
 from bitplan.store.files.headers import check_model_source, is_gguf, plan_for_file
-from bitplan.store.files.open_files import container_for, open_tensors
+from bitplan.store.files.open_files import container_for
 from bitplan.store.files.schemes.tensors import SchemeTensors
 from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
 from bitplan.store.packed_folder import (
@@ -41,8 +42,7 @@ from bitplan.store.packed_folder import (
     unquantized_config,
     write_packed_folder,
 )
-from bitplan.store.rounding.imatrix import gguf_names
-from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
+from bitplan.store.rounding.with_evidence import WeightEvidence, open_evidence
 
 PLAIN = ("bfloat16", "float16", "float32")
 DEFAULT_TYPE = "bfloat16"
@@ -116,13 +116,11 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
     folder = check_model_source(request.source, None)
     if request.source.is_file() and not is_gguf(request.source):
         raise StoreError(f"{request.source}: {target} is made of a model's folder or a GGUF file; give {folder}")
-    file = GGUFModel(request.source) if is_gguf(request.source) else open_tensors(request.source)
+    file = open_model(request.source)
     with on_failure(file.close):
         if isinstance(file, GGUFModel):
             folder = file.folder
         config = read_config(folder)
-        if isinstance(file, GGUFModel):  # a GGUF file names no type to compute in
-            config = {"dtype": DEFAULT_TYPE, **config}
         if "quantization_config" in config and not is_packed_config(config) and not isinstance(file, SchemeTensors):
             raise StoreError(
                 f"{request.source}: is quantized in a way that bitplan does not read; "
@@ -130,7 +128,12 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             )
         check_packed_output(request.output, inputs=file.files, force=request.force)
         plan = plan_for_file(
-            file, request.formats, keep=request.keep, only=request.only, substitutes=substitutes, how_to_fill=None
+            file,
+            fit_names(request.formats, file),
+            keep=request.keep,
+            only=request.only,
+            substitutes=substitutes,
+            how_to_fill=None,
         )
     return FolderSource(file, folder, unquantized_config(config), plan)
 
@@ -142,8 +145,7 @@ def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[st
     with ExitStack() as opened:
         opened.callback(file.close)
         statistics = opened.enter_context(open_evidence(request.evidence))
-        named = {name: (new, None) for name, new in gguf_names(file.specs).items()}
-        evidence = evidence_for(statistics, file, named)
+        evidence = evidence_of(statistics, file)
         evidence.require_use(packed)
         opened.pop_all()
         return evidence

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
 from bitplan.errors import StoreError
@@ -24,7 +23,8 @@ from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.records import require_unchanged, stamps_of
 from bitplan.store.export.gguf_gpt_oss import GptOssExport
-from bitplan.store.export.gguf_metadata import Family, ModelConfig, is_gpt_oss, model_metadata, rope_factors
+from bitplan.store.export.gguf_metadata import ModelConfig, is_gpt_oss, model_metadata, rope_factors
+from bitplan.store.export.gguf_names import GGUFNames, fit_names, heads_of, is_plus_one, row_order
 from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
 from bitplan.store.export.targets import EXPERT, ExportReport, ExportRequest, ExportRow, OnBytes, experts_in_order
 from bitplan.store.files.gguf_split_write import check_gguf_output, write_parts
@@ -34,7 +34,7 @@ from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import Promise, TensorFile
 from bitplan.store.rounding.imatrix import ImatrixFile
-from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
+from bitplan.store.rounding.with_evidence import OtherName, WeightEvidence, evidence_for, open_evidence
 
 FLOAT32 = get_format("float32")
 # Parts of a model that reads pictures, which llama.cpp keeps in a file of their own, and tables it computes itself.
@@ -76,7 +76,9 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
         statistics = None if request.evidence is None else opened.enter_context(open_evidence(request.evidence))
         inputs = [*file.files, *([request.evidence] if request.evidence else [])]
         check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force)
-        plan = plan_for_file(file, request.formats, keep=request.keep, only=request.only, output="out.gguf")
+        plan = plan_for_file(
+            file, fit_names(request.formats, file), keep=request.keep, only=request.only, output="out.gguf"
+        )
         left_out: dict[str, str] = {}
         if isinstance(file, GGUFTensors):
             outgoing, metadata = list(_same_names(file, plan)), dict(file.metadata)
@@ -90,7 +92,7 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
         evidence = None
         if statistics is not None:
             numbered = {
-                source: (item.name, place if len(item.sources) > 1 else None)
+                source: OtherName(item.name, place if len(item.sources) > 1 else None)
                 for item in outgoing
                 for place, source in enumerate(item.sources)
             }
@@ -140,52 +142,6 @@ def _from_folder(
     return outgoing, metadata, left_out
 
 
-def name_table(architecture: str, layers: int) -> TensorNameMap:
-    """gguf-py's table of names for an architecture of llama.cpp's."""
-    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    return get_tensor_name_map(MODEL_ARCH(kind), layers)
-
-
-def gguf_name(table: TensorNameMap, name: str) -> str | None:
-    """GGUF's name of a Hugging Face tensor, one for all experts of a layer; None where the table has none."""
-    own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
-    own = own.replace("language_model.lm_head.", "lm_head.")
-    if found := EXPERT.fullmatch(own):
-        own = f"{found['before']}.experts.{found['after']}"
-    new: str | None = table.get_name(own, try_suffixes=(".weight", ".bias"))
-    return new
-
-
-class GGUFNames:
-    """gguf-py's table for an architecture, with what it does not know."""
-
-    def __init__(self, config: ModelConfig, where: str) -> None:
-        self._table = name_table(config.family.architecture, config.layers)
-        self._config, self._where = config, where
-
-    def find(self, name: str) -> str | None:
-        """GGUF's name of a tensor, None where the architecture has none."""
-        return gguf_name(self._table, name)
-
-    def of(self, name: str) -> str:
-        new = self.find(name)
-        if new is None:
-            raise StoreError(
-                f"{self._where}: llama.cpp's {self._config.family.architecture} has no tensor for {name!r}; "
-                "the checkpoint holds more than the model that config.json names"
-            )
-        return new
-
-    def check_whole(self, found: set[str]) -> None:
-        """A model by half loads in no engine: say so here."""
-        wanted = {"token_embd.weight", "output_norm.weight"}
-        wanted |= {f"blk.{layer}.attn_norm.weight" for layer in range(self._config.layers)}
-        if missing := sorted(wanted - found):
-            raise StoreError(
-                f"{self._where}: no tensor becomes {missing[0]!r}; the checkpoint lacks a part of the model"
-            )
-
-
 def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sources: list[str]) -> Outgoing:
     family, first = config.family, sources[0]
     shape = file.spec(first).shape
@@ -202,18 +158,6 @@ def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sourc
     if len(shape) < 2 or _ROUTER.search(new):
         fmt, reason = FLOAT32, "norms, biases and routers: llama.cpp computes them in float32"
     return Outgoing(new, tuple(sources), shape, fmt, reason, heads_of(family, config, new), is_plus_one(family, new))
-
-
-def heads_of(family: Family, config: ModelConfig, new: str) -> int | None:
-    if not family.permutes:
-        return None
-    if ".attn_q." in new:
-        return config.heads
-    return config.kv_heads if ".attn_k." in new else None
-
-
-def is_plus_one(family: Family, new: str) -> bool:
-    return family.norms_plus_one and new.endswith("norm.weight")
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -288,11 +232,6 @@ class GGUFExport:
             return narrow
         rule = self._request.scale_rule if "absmax" in item.fmt.rules else None
         return encode(numbers, item.fmt, scale_rule=rule, name=where)
-
-
-def row_order(rows: int, heads: int) -> Tensor:
-    """Where llama.cpp's rows of q and k lie in transformers': halves of a head, dealt out in turns."""
-    return torch.arange(rows).reshape(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
 def _permuted_rows(encoded: Encoded, heads: int) -> Encoded:

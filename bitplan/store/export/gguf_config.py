@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.errors import StoreError
+from bitplan.store.export.gguf_metadata import ModelConfig, rope_factors
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.tensor_file import TensorFile
 
@@ -20,6 +21,9 @@ _TYPES = {
 _MIXTRAL = ("mixtral", "MixtralForCausalLM")  # llama.cpp's llama with experts
 _LOCAL_ROTATIONS = 10_000.0  # of Gemma's layers that look at a window
 _GEMMA_PATTERN = 6
+ROTATIONS = "rope_freqs.weight"  # of llama 3: a divisor for each frequency
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every llama 3 that was published
+_CONTEXTS = tuple(2**power for power in range(4, 21))
 
 
 class _Said:
@@ -53,6 +57,11 @@ class _Said:
         return self._value(f"tokenizer.ggml.{kind}_token_id")
 
 
+def is_known(file: TensorFile) -> bool:
+    """Whether a GGUF file is of an architecture of which a folder is made."""
+    return getattr(file.metadata.get("general.architecture"), "value", None) in _TYPES
+
+
 def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
     """What transformers needs to know; an architecture of which that is not known is refused."""
     said = _Said(path, file.metadata)
@@ -67,6 +76,7 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [model],
         "model_type": kind,
+        "dtype": "bfloat16",  # to compute in: a GGUF file names none
         "hidden_size": width,
         "intermediate_size": said.number("feed_forward_length"),
         "num_hidden_layers": said.number("block_count"),
@@ -93,7 +103,26 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
         config |= {"num_experts": experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
     elif kind == "gemma3_text":
         config |= _gemma(said, size)
+    if ROTATIONS in file.specs:
+        config["rope_parameters"] |= _llama_3(path, file, config)
     return config
+
+
+def _llama_3(path: Path, file: TensorFile, config: dict[str, Any]) -> dict[str, Any]:
+    """The settings that give the file's rotations, which it has as numbers."""
+    wanted = [float(number) for number in file.read_float(ROTATIONS).reshape(-1)]
+    for context in _CONTEXTS:
+        own = {**_LLAMA_3, "factor": max(wanted), "original_max_position_embeddings": context, "rope_type": "llama3"}
+        factors = rope_factors(ModelConfig(path, {**config, "rope_parameters": {**config["rope_parameters"], **own}}))
+        assert factors is not None
+        if len(factors) == len(wanted) and all(
+            abs(one - other) <= 1e-4 * other for one, other in zip(factors, wanted, strict=True)
+        ):
+            return own
+    raise StoreError(
+        f"{path}: its rotations ({ROTATIONS}) are none of llama 3's, so no config.json can be made; "
+        "give the model's folder"
+    )
 
 
 def _rotations(said: _Said) -> dict[str, Any]:

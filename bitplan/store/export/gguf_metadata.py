@@ -6,7 +6,6 @@ neighbours where transformers rotates halves), and whether norms are stored one 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,9 @@ from typing import Any
 
 from gguf.constants import GGUFValueType
 
+from bitplan.documents import is_number, show
 from bitplan.errors import StoreError
+from bitplan.records import read_json
 from bitplan.store.files.gguf_values import GGUFValue
 
 
@@ -41,6 +42,7 @@ FAMILIES = {
 }
 
 
+_MOST_LAYERS = 10_000
 _GEMMA_PATTERN = 6  # llama.cpp's own where a file says nothing
 
 
@@ -65,27 +67,28 @@ def array(kind: GGUFValueType, items: Sequence[Any]) -> GGUFValue:
 
 
 class ModelConfig:
-    """A config.json, with errors that name the key."""
+    """A folder's config.json, or a `document` in its place, with errors that name the key."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "config.json"
-        try:
-            whole_config = json.loads(self.path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise StoreError(f"{folder}: no config.json, so not a Hugging Face model") from None
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{self.path}: cannot be read as JSON: {error}") from None
-        if not isinstance(whole_config, dict):
-            raise StoreError(f"{self.path}: expected a JSON object, got a {type(whole_config).__name__}")
+    def __init__(self, folder: Path, document: Mapping[str, Any] | None = None) -> None:
+        self.path = folder / "config.json" if document is None else folder
+        whole_config = self._read(folder) if document is None else document
         self.model_type = str(whole_config.get("model_type"))
         inner = whole_config.get("text_config")
         self._values: Mapping[str, Any] = {**whole_config, **inner} if isinstance(inner, dict) else whole_config
+
+    def _read(self, folder: Path) -> dict[str, Any]:
+        if not self.path.is_file():
+            raise StoreError(f"{folder}: no config.json, so not a Hugging Face model")
+        document = read_json(self.path)
+        if not isinstance(document, dict):
+            raise StoreError(f"{self.path}: expected a JSON object, got a {type(document).__name__}")
+        return document
 
     @property
     def family(self) -> Family:
         if self.model_type not in FAMILIES:
             raise StoreError(
-                f"{self.path}: model_type {self.model_type!r} is none that is exported to GGUF "
+                f"{self.path}: model_type {show(self.model_type)} is none that is exported to GGUF "
                 f"({', '.join(FAMILIES)}, gpt_oss)"
             )
         return FAMILIES[self.model_type]
@@ -94,19 +97,32 @@ class ModelConfig:
         value = self._values.get(key)
         return default if value is None else value
 
+    def real(self, key: str, default: float) -> float:
+        return real_number(self._values, key, self.path, default)
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """An object under a key; empty where there is none."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise StoreError(f"{self.path}: {key} must be an object, got {show(value)}")
+        return value
+
     def number(self, *keys: str) -> int:
         """A count above zero, under the first of these keys that is there."""
         for key in keys:
             value = self.get(key)
             if value is not None:
                 if type(value) is not int or not 0 < value < 2**31:
-                    raise StoreError(f"{self.path}: {key} must be a whole number above zero, got {value!r}")
+                    raise StoreError(f"{self.path}: {key} must be a whole number above zero, got {show(value)}")
                 return value
         raise StoreError(f"{self.path}: no {' or '.join(keys)}, which llama.cpp needs")
 
     @property
     def layers(self) -> int:
-        return self.number("num_hidden_layers")
+        count = self.number("num_hidden_layers")
+        if count > _MOST_LAYERS:
+            raise StoreError(f"{self.path}: num_hidden_layers is {count}, and no model has more than {_MOST_LAYERS}")
+        return count
 
     @property
     def heads(self) -> int:
@@ -127,12 +143,30 @@ class ModelConfig:
     @property
     def rope(self) -> Mapping[str, Any]:
         """Rotary settings as transformers 5 writes them; those of older configs in the same form."""
-        found = dict(self.get("rope_parameters", {}))
-        if "full_attention" in found:
-            found = dict(found["full_attention"])
-        scaling = dict(self.get("rope_scaling", {}))
-        scaling.setdefault("rope_type", scaling.pop("type", found.get("rope_type", "default")))
-        return {"rope_theta": self.get("rope_theta", 10000.0), **found, **scaling}
+        said = self.mapping("rope_parameters")
+        said = said["full_attention"] if isinstance(said.get("full_attention"), dict) else said
+        scaling = dict(self.mapping("rope_scaling"))
+        scaling.setdefault("rope_type", scaling.pop("type", said.get("rope_type", "default")))
+        rope = {"rope_theta": self.get("rope_theta", 10000.0), **said, **scaling}
+        if not isinstance(rope["rope_type"], str):
+            raise StoreError(f"{self.path}: rope_type must be a text, got {show(rope['rope_type'])}")
+        return rope
+
+    def rope_number(self, key: str) -> float:
+        """A rotary setting above zero."""
+        value = real_number(self.rope, key, self.path)
+        if value <= 0:
+            raise StoreError(f"{self.path}: {key} of its rotary positions must be above zero, got {value}")
+        return value
+
+
+def real_number(values: Mapping[str, Any], key: str, path: Path, default: float | None = None) -> float:
+    """A number under a key, with an error that names both."""
+    value = values.get(key, default)
+    value = default if value is None else value
+    if not is_number(value):
+        raise StoreError(f"{path}: {key} must be a number, got {'none' if value is None else show(value)}")
+    return float(value)
 
 
 def is_gpt_oss(folder: Path) -> bool:
@@ -146,7 +180,7 @@ def _check_computation(config: ModelConfig) -> None:
     act = config.get("hidden_act") or config.get("hidden_activation") or family.activation
     if act not in (family.activation, {"silu": "swish"}.get(family.activation)):
         raise StoreError(
-            f"{config.path}: activation {act!r}; llama.cpp's {family.architecture} computes {family.activation!r}"
+            f"{config.path}: activation {show(act)}; llama.cpp's {family.architecture} computes {family.activation!r}"
         )
     if family.architecture == "qwen3moe" and not config.get("norm_topk_prob", False):
         raise StoreError(f"{config.path}: norm_topk_prob is false; llama.cpp's qwen3moe always divides by the sum")
@@ -158,7 +192,7 @@ def _check_computation(config: ModelConfig) -> None:
     is_largest = config.layers == 62  # llama.cpp knows Gemma 3 27B by its layers, and scales it by another size
     if family.architecture == "gemma3" and not is_largest and scale != config.head_size:
         raise StoreError(
-            f"{config.path}: query_pre_attn_scalar is {scale}; llama.cpp's gemma3 takes the size of a head, "
+            f"{config.path}: query_pre_attn_scalar is {show(scale)}; llama.cpp's gemma3 takes the size of a head, "
             f"{config.head_size}"
         )
 
@@ -166,10 +200,13 @@ def _check_computation(config: ModelConfig) -> None:
 def _window_pattern(config: ModelConfig) -> int:
     """Every how many layers one of Gemma's looks at the whole text."""
     kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise StoreError(f"{config.path}: layer_types must be a list, got {show(kinds)}")
     full = [place for place, kind in enumerate(kinds) if kind == "full_attention"]
     pattern = full[0] + 1 if full else max(_GEMMA_PATTERN, len(kinds) + 1)
     if not kinds:
-        return int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _GEMMA_PATTERN)
+        keys = [key for key in ("sliding_window_pattern", "_sliding_window_pattern") if config.get(key)]
+        return config.number(*keys) if keys else _GEMMA_PATTERN
     if full != list(range(pattern - 1, len(kinds), pattern)):
         raise StoreError(f"{config.path}: layer_types repeat in no pattern, and llama.cpp's gemma3 has one")
     return pattern
@@ -188,14 +225,14 @@ def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
         "attention.head_count_kv": whole(config.kv_heads),
         "attention.key_length": whole(config.head_size),
         "attention.value_length": whole(config.head_size),
-        "attention.layer_norm_rms_epsilon": real(config.get("rms_norm_eps", 1e-6)),
+        "attention.layer_norm_rms_epsilon": real(config.real("rms_norm_eps", 1e-6)),
         "rope.dimension_count": whole(config.head_size),
         "vocab_size": whole(config.vocabulary),
         **_rope(config),
     }
     experts = config.get("num_local_experts") or config.get("num_experts")
     if experts:
-        own["expert_count"] = whole(experts)
+        own["expert_count"] = whole(config.number("num_local_experts", "num_experts"))
         own["expert_used_count"] = whole(config.number("num_experts_per_tok"))
         if config.get("moe_intermediate_size"):
             own["expert_feed_forward_length"] = whole(config.number("moe_intermediate_size"))
@@ -213,14 +250,18 @@ def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
 
 def _rope(config: ModelConfig) -> dict[str, GGUFValue]:
     rope = config.rope
-    keys = {"rope.freq_base": real(rope["rope_theta"])}
+    keys = {"rope.freq_base": real(config.rope_number("rope_theta"))}
     kind = rope["rope_type"]
     if kind in ("linear", "yarn"):
-        keys |= {"rope.scaling.type": text(kind), "rope.scaling.factor": real(rope["factor"])}
+        keys |= {"rope.scaling.type": text(kind), "rope.scaling.factor": real(config.rope_number("factor"))}
         if kind == "yarn" and rope.get("original_max_position_embeddings"):
-            keys["rope.scaling.original_context_length"] = whole(rope["original_max_position_embeddings"])
+            keys["rope.scaling.original_context_length"] = whole(
+                int(config.rope_number("original_max_position_embeddings"))
+            )
     elif kind not in ("default", "llama3"):
-        raise StoreError(f"{config.path}: rotary positions of type {kind!r} are not exported; GGUF's are none of them")
+        raise StoreError(
+            f"{config.path}: rotary positions of type {show(kind)} are not exported; GGUF's are none of them"
+        )
     return keys
 
 
@@ -230,14 +271,16 @@ def rope_factors(config: ModelConfig) -> list[float] | None:
     A rotation that turns at least high_freq_factor times within the original context stays, one that turns less than
     low_freq_factor times slows down by `factor`, and between them it goes from one to the other linearly in its rate.
     """
-    rope = config.rope
-    if rope["rope_type"] != "llama3":
+    if config.rope["rope_type"] != "llama3":
         return None
-    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    context, size = float(rope["original_max_position_embeddings"]), config.head_size
+    factor, low, high = map(config.rope_number, ("factor", "low_freq_factor", "high_freq_factor"))
+    context, size = config.rope_number("original_max_position_embeddings"), config.head_size
+    base = config.rope_number("rope_theta")
+    if low >= high:
+        raise StoreError(f"{config.path}: low_freq_factor must be below high_freq_factor, got {low} and {high}")
     divisors = []
     for pair in range(size // 2):
-        turns = context / (2 * math.pi * rope["rope_theta"] ** (2 * pair / size))
+        turns = context / (2 * math.pi * base ** (2 * pair / size))
         share = min(max((turns - low) / (high - low), 0.0), 1.0)
         divisors.append(1 / ((1 - share) / factor + share))
     return divisors

@@ -7,10 +7,8 @@ tokenizer is made from the file's metadata.
 
 from __future__ import annotations
 
-import itertools
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,63 +19,52 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.optional import require
 from bitplan.records import on_failure, write_json
-from bitplan.store.export.gguf import GGUFNames, heads_of, is_plus_one, row_order
-from bitplan.store.export.gguf_config import config_of
+from bitplan.store.export.gguf_config import config_of, is_known
 from bitplan.store.export.gguf_metadata import ModelConfig
+from bitplan.store.export.gguf_names import Origin, origins_in, row_order
 from bitplan.store.export.tokenizer_of_gguf import tokenizer_of_gguf
+from bitplan.store.files.gguf_tensors import GGUFTensors
+from bitplan.store.files.headers import is_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
-
-_ROTATIONS = "rope_freqs.weight"
-# What the families are made of, under Hugging Face's names; a model has some of each.
-_WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-_ATTENTION = tuple(f"self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias"))
-_NORMS = (
-    *("self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-)
-_FEED = tuple(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
-_EXPERTS = {
-    "mixtral": ("block_sparse_moe.gate.weight", "block_sparse_moe.experts", ("w1", "w2", "w3")),
-    "qwen3_moe": ("mlp.gate.weight", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
-}
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a tensor lies in the GGUF file, and what is undone: rows in order again, an expert taken out, one less."""
-
-    name: str
-    heads: int | None = None
-    expert: int | None = None
-    minus_one: bool = False
+from bitplan.store.models.transformers_names import foreign_reason, remote_code_allowed
 
 
 class GGUFModel(TensorFile):
-    """The file under Hugging Face's names; `folder` holds config and tokenizer until it is closed."""
+    """The file under Hugging Face's names; `folder` holds config and tokenizer until it is closed.
+
+    weights   a file that has the tensors in place of the GGUF file itself, under GGUF's names or Hugging Face's
+    """
 
     kind = "gguf"
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, weights: Path | None = None) -> None:
+        self.path = weights or path
         self._kept = tempfile.TemporaryDirectory()
-        self.folder = Path(self._kept.name)
         with on_failure(self._kept.cleanup):
-            self._file = open_tensors(path)
+            said = self._file = open_tensors(path)
         with on_failure(self.close):
-            if _ROTATIONS in self._file.specs:
-                raise StoreError(
-                    f"{path}: holds llama 3's rotations as numbers ({_ROTATIONS}), from which no config.json can be "
-                    "made; export from the model's folder"
-                )
-            write_json(self.folder / "config.json", config_of(path, self._file))
-            _check_tokenizer(self._file)
-            read_gguf_tokenizer(path, self._file).save_pretrained(self.folder)
-            self._origins = dict(_origins(self._file, ModelConfig(self.folder)))
-        self.specs = {name: self._spec(name) for name in self._origins}
+            if not isinstance(said, GGUFTensors):
+                raise StoreError(f"{path}: is no GGUF file, and config and tokenizer are to be made of one")
+            config = config_of(path, said)
+            write_json(self.folder / "config.json", config)
+            self.tokenizer = read_gguf_tokenizer(path, said)
+            self.tokenizer.save_pretrained(self.folder)
+            if weights is not None:
+                self._file = open_tensors(weights)
+                said.close()
+            if self._file.specs.keys() <= said.specs.keys():  # GGUF's names
+                self.origins = dict(origins_in(self._file, ModelConfig(path, config)))
+            else:
+                self.origins = {name: Origin(name) for name in self._file.specs}
+        self.specs = {name: self._spec(name) for name in self.origins}
+
+    @property
+    def folder(self) -> Path:
+        return Path(self._kept.name)
 
     def _spec(self, name: str) -> TensorSpec:
-        origin = self._origins[name]
+        origin = self.origins[name]
         spec = self._file.spec(origin.name)
         if origin.expert is None:
             return replace(spec, name=name)
@@ -92,7 +79,7 @@ class GGUFModel(TensorFile):
         self._kept.cleanup()
 
     def read(self, name: str) -> Tensor | Encoded:
-        origin = self._origins[name]
+        origin = self.origins[name]
         item = self._file.read(origin.name)
         if origin.expert is not None:
             item = _rows(item, origin.expert)
@@ -113,58 +100,32 @@ def _rows(item: Tensor | Encoded, rows: int | Tensor) -> Tensor | Encoded:
     return Encoded(item.fmt, item.shape[1:] if isinstance(rows, int) else item.shape, **parts)
 
 
-def _check_tokenizer(file: TensorFile) -> None:
-    """transformers takes every Gemma's tokenizer for SentencePiece, and would read another one wrong."""
-    kind = getattr(file.metadata.get("tokenizer.ggml.model"), "value", None)
-    if kind is None:
-        raise StoreError(f"{file.path}: holds no tokenizer; export from the model's folder, which has one")
-    if getattr(file.metadata.get("general.architecture"), "value", "") == "gemma3" and kind != "llama":
-        raise StoreError(f"{file.path}: a {kind} tokenizer, which transformers does not read from a Gemma's GGUF")
-
-
 def read_gguf_tokenizer(path: Path, file: TensorFile) -> Any:
     """The tokenizer of an open file; what is not made here is read by transformers."""
-    if (made := tokenizer_of_gguf(file.metadata, path)) is not None:
-        return made
+    if "tokenizer.ggml.model" not in file.metadata:
+        raise StoreError(
+            f"{path}: holds no tokenizer; give the Hugging Face folder of the model, or for perplexity that as --config"
+        )
+    if (tokenizer := tokenizer_of_gguf(file.metadata, path)) is not None:
+        return tokenizer
+    options = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": remote_code_allowed()}
     transformers = require("transformers", purpose=f"reading the tokenizer of {path.name}", extra="models")
-    place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
     try:
-        return transformers.AutoTokenizer.from_pretrained(**place)
+        return transformers.AutoTokenizer.from_pretrained(str(path.parent), **options)
     except MemoryError:
         raise
     except Exception as error:  # its many readers raise whatever they raise
-        reason = " ".join(str(error).split())[:200]
         raise StoreError(
-            f"{path}: transformers makes no tokenizer of it: {reason}; export from the model's folder"
+            f"{path}: transformers makes no tokenizer of it: {foreign_reason(error)}; give the model's folder"
         ) from error
 
 
-def _origins(file: TensorFile, config: ModelConfig) -> Iterator[tuple[str, Origin]]:
-    """Hugging Face's names, each with its place in the file; what has no name there is refused."""
-    names, used = GGUFNames(config, str(file.path)), set()
-    for name, expert in _candidates(config):
-        own = names.find(name)
-        if own is None or own not in file.specs:
-            continue
-        used.add(own)
-        yield (
-            name,
-            Origin(own, heads_of(config.family, config, own), expert, is_plus_one(config.family, own)),
-        )
-    if unknown := sorted(set(file.specs) - used):
-        raise StoreError(f"{file.path}: {unknown[0]!r} has no place in a {config.model_type} of transformers")
+def open_model(path: str | Path) -> TensorFile:
+    """A model's weights under its own names: a GGUF file as the folder that it was made from, others as they are."""
+    return GGUFModel(Path(path)) if is_gguf(path) else open_tensors(path)
 
 
-def _candidates(config: ModelConfig) -> Iterator[tuple[str, int | None]]:
-    yield from ((name, None) for name in _WHOLE)
-    norms = tuple(f"{name}.weight" for name in _NORMS)
-    for layer in range(config.layers):
-        own = f"model.layers.{layer}"
-        yield from ((f"{own}.{name}", None) for name in (*_ATTENTION, *norms))
-        if config.model_type not in _EXPERTS:
-            yield from ((f"{own}.{name}", None) for name in _FEED)
-            continue
-        router, experts, parts = _EXPERTS[config.model_type]
-        yield f"{own}.{router}", None
-        for expert, part in itertools.product(range(config.number("num_local_experts", "num_experts")), parts):
-            yield f"{own}.{experts}.{expert}.{part}.weight", expert
+def is_folder_like(path: Path) -> bool:
+    """Whether a GGUF file is of an architecture of which a folder is made."""
+    with open_tensors(path) as file:
+        return isinstance(file, GGUFTensors) and is_known(file)

@@ -34,6 +34,12 @@ def is_gguf(path: str | Path) -> bool:
     return container is not None and container.has_gguf_formats
 
 
+def plan_of_stored(file: TensorFile) -> Plan:
+    """Every tensor of a file as it is."""
+    tensors = {name: _stored(file.spec(name), file.spec(name).shape) for name in (*file.specs, *file.tied)}
+    return choose_formats(tensors, {}, where=str(file.path))
+
+
 def plan_for_file(
     file: TensorFile,
     formats: Wanted,
@@ -141,13 +147,15 @@ def check_model_source(source: Path, config: Path | None) -> Path:
             f"got a {source.suffix or 'nameless'} file"
         )
     folder = config or (source if source.is_dir() else source.parent)
-    if is_gguf(source) and config is None:
+    if config is not None and is_gguf(config) and not config.is_file():
+        raise MeasureError(f"{config}: no such file; --config is a folder with config.json, or a GGUF file")
+    if is_gguf(config or source):
         return folder
     lone = source.is_file() or config is not None
     where = f"{source}: in {folder.resolve()}" if source.is_file() and config is None else f"{folder}:"
     if not (folder / "config.json").is_file():
         hint = (
-            "give its folder as --config"
+            "give its folder, or a GGUF file of the model, as --config"
             if lone
             else "so not a Hugging Face model; a GGUF file is given by its own path"
         )

@@ -112,6 +112,11 @@ class TensorFile(Closing, ABC):
         """Every file that is read; none of them may be written to meanwhile."""
         return [self.path]
 
+    @property
+    def folder(self) -> Path:
+        """Where config.json and tokenizer of the model lie, if there are any."""
+        return self.path
+
     def spec(self, name: str) -> TensorSpec:
         """The header entry of a tensor; a tied name gives that of the tensor it shares."""
         own = self.tied.get(name, name)

@@ -26,8 +26,9 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
-from bitplan.store.export.gguf import gguf_name, is_plus_one, name_table
+from bitplan.store.export.gguf_config import ROTATIONS
 from bitplan.store.export.gguf_metadata import FAMILIES
+from bitplan.store.export.gguf_names import gguf_name, is_plus_one, name_table
 from bitplan.store.export.targets import EXPERT
 from bitplan.store.files.gguf_tensors import GGUFTensors
 from bitplan.store.files.open_files import open_tensors
@@ -42,7 +43,6 @@ from bitplan.store.packed_folder import transposed_in
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")
 _FAMILIES = {family.architecture: family for family in FAMILIES.values()}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-_COMPUTED = ("rope_freqs.weight",)  # llama.cpp's table of rotations, which others compute from the config
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
     family = _FAMILIES[kind]
     layers = 1 + max((int(block[1]) for name in ours.values if (block := _BLOCK.match(name))), default=0)
     table = name_table(family.architecture, layers)
-    left, right = {name: own for name, own in ours.values.items() if name not in _COMPUTED}, dict(theirs.values)
+    left, right = {name: own for name, own in ours.values.items() if name != ROTATIONS}, dict(theirs.values)
     grouped: dict[str, list[str]] = {}
     for name in theirs.values:
         if (found := gguf_name(table, name)) in left and found is not None:

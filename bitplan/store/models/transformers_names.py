@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 from torch import Tensor
 
-from bitplan.errors import FileFormatError
+from bitplan.errors import BitplanError, FileFormatError
 
 MOST_NAMES_SHOWN = 8
+REMOTE_CODE = "BITPLAN_TRUST_REMOTE_CODE"
 # Options of from_pretrained: it reports shapes that differ, and `require_complete` refuses them.
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
@@ -56,8 +58,18 @@ def listed_names(what: str, names: Iterable[str]) -> str:
     return f"{len(known)} {what}: {', '.join(known[:MOST_NAMES_SHOWN])}{more}"
 
 
+def remote_code_allowed() -> bool:
+    """Whether transformers may run code that comes with a model: only where the user's environment says so."""
+    value = os.environ.get(REMOTE_CODE, "0")
+    if value not in ("0", "1"):
+        raise BitplanError(f"{REMOTE_CODE} must be 0 or 1, got {value!r}; 1 runs the code that comes with a model")
+    return value == "1"
+
+
 def foreign_reason(error: object) -> str:
     """Another library's error on one line: in some the first line is a title, and the second the reason."""
+    if "trust_remote_code" in str(error):  # an option of transformers that nobody here can give
+        return f"it needs code of its own (auto_map), which is not run unless {REMOTE_CODE}=1 is in the environment"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:300] if lines else type(error).__name__
 

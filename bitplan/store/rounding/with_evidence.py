@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bitplan.errors import StoreError
 from bitplan.plan.names import without_expert
@@ -44,15 +44,25 @@ def open_evidence(path: str | Path) -> EvidenceFile:
     return EvidenceFile(source)
 
 
+class OtherName(NamedTuple):
+    """What a tensor is called elsewhere, which expert of that tensor it is, and in how many heads its rows lie
+    otherwise there: GGUF has the rows of q and k in an order of its own.
+    """
+
+    name: str
+    expert: int | None = None
+    heads: int | None = None
+
+
 @dataclass(frozen=True)
 class WeightEvidence:
-    """Statistics for the tensors of a file: `names` has, for each that has some, where they are found, and which
-    expert's they are. Tensors in `stacks` have all experts of a layer, and statistics of each. `together` has how many
-    numbers all experts of a projection have, by `without_expert` of their names.
+    """Statistics for the tensors of a file: `names` has, for each that has some, where they are found. Tensors in
+    `stacks` have all experts of a layer, and statistics of each. `together` has how many numbers all experts of a
+    projection have, by `without_expert` of their names.
     """
 
     file: EvidenceFile
-    names: Mapping[str, tuple[str, int | None]]
+    names: Mapping[str, OtherName]
     stacks: frozenset[str] = frozenset()
     together: Mapping[str, int] = field(default_factory=dict)
 
@@ -80,22 +90,23 @@ class WeightEvidence:
         """A weight in a format, its numbers chosen for the inputs that it met."""
         from bitplan.kernels.codec.dispatch import parts_of
 
-        named, expert = self.names[name]
+        measured = self.names[name]
         if name not in self.stacks:
             with parts_of(self.together.get(without_expert(name), 0)):
-                return self._round(named, expert, numbers, fmt, pad, base, where)
+                return self._round(measured, numbers, fmt, pad, base, where)
         base = _base_of_all(numbers, fmt, pad, where) if base is None else base
         with parts_of(numbers.numel()):
             each = [
-                self._round(expert_name(named, index), None, item, fmt, pad, base, f"{where}, expert {index}")
+                self._round(
+                    OtherName(expert_name(measured.name, index)), item, fmt, pad, base, f"{where}, expert {index}"
+                )
                 for index, item in enumerate(numbers)
             ]
         return _stacked([encoded for encoded, _ in each]), _together([rounding for _, rounding in each])
 
     def _round(
         self,
-        named: str,
-        expert: int | None,
+        measured: OtherName,
         numbers: Tensor,
         fmt: Format,
         pad: Literal["zero"] | None,
@@ -104,7 +115,8 @@ class WeightEvidence:
     ) -> tuple[Encoded, Rounding]:
         from bitplan.store.rounding.round_weight import round_with_report
 
-        if self.file.digest(named) not in (None, weight_digest(numbers)):
+        named, expert, heads = measured
+        if self.file.digest(named) not in (None, weight_digest(_in_heads(numbers, heads))):
             # Another model may have the same names and shapes: its statistics would make the numbers worse silently.
             raise StoreError(
                 f"{self.file.path}: evidence of another model: {where} has other numbers than the weight that was "
@@ -119,7 +131,7 @@ class WeightEvidence:
     @property
     def notes(self) -> list[str]:
         """A line where nothing says of which weights the statistics are."""
-        owners = [expert_name(named, 0) if name in self.stacks else named for name, (named, _) in self.names.items()]
+        owners = [expert_name(own.name, 0) if name in self.stacks else own.name for name, own in self.names.items()]
         if all(self.file.digest(owner) is not None for owner in owners):
             return []
         return [
@@ -129,23 +141,22 @@ class WeightEvidence:
 
 
 def evidence_for(
-    statistics: EvidenceFile, file: TensorFile, other_names: Mapping[str, tuple[str, int | None]] | None = None
+    statistics: EvidenceFile, file: TensorFile, other_names: Mapping[str, OtherName] | None = None
 ) -> WeightEvidence:
-    """Refuse statistics of other names or columns.
-
-    other_names   what a tensor is called elsewhere, and which expert of that tensor it is
-    """
+    """Refuse statistics of other names or columns; `other_names` are those that tensors have elsewhere."""
     known = statistics.names
-    names: dict[str, tuple[str, int | None]] = {}
+    names: dict[str, OtherName] = {}
     stacks: set[str] = set()
     for name in file.specs:
         if expert_name(name, 0) in known:
-            names[name] = name, None
+            names[name] = OtherName(name)
             stacks.add(name)
             continue
-        called: list[tuple[str, int | None]] = [(each, None) for each in _own_names(file, name)]
-        called += [(other_names or {})[name]] if name in (other_names or {}) else []
-        found = next((each for each in called if each[0] in known), None)
+        called = [OtherName(each) for each in _own_names(file, name)]
+        if other := (other_names or {}).get(name):
+            item = [] if other.expert is None else [OtherName(expert_name(other.name, other.expert))]
+            called += [*item, other]
+        found = next((each for each in called if each.name in known), None)
         if found is not None:
             names[name] = found
     if not names:
@@ -155,7 +166,7 @@ def evidence_for(
             f"{statistics.path}: statistics of other tensors than {file.path} has: {theirs!r} there, {ours!r} "
             "here; statistics of GGUF's names are for GGUF files"
         )
-    for name, (named, _) in names.items():
+    for name, (named, _, _) in names.items():
         shape, columns = file.specs[name].shape, statistics.columns(expert_name(named, 0) if name in stacks else named)
         if name in stacks and expert_name(named, shape[0] - 1) not in known:
             raise StoreError(
@@ -214,6 +225,14 @@ def _together(roundings: Sequence[Rounding]) -> Rounding:
         strips=sum(each.strips for each in roundings),
         plain=sum(each.plain for each in roundings),
     )
+
+
+def _in_heads(numbers: Tensor, heads: int | None) -> Tensor:
+    """Rows of q or k as GGUF has them: of each head the two halves in turns; None leaves them."""
+    if heads is None:
+        return numbers
+    rows = len(numbers)
+    return numbers.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(numbers.shape)
 
 
 def _own_names(file: TensorFile, name: str) -> Sequence[str]:

@@ -405,7 +405,7 @@ def test_what_is_not_a_model_is_refused(here, capsys):
 def test_a_gguf_file_without_a_tokenizer_is_told_apart(here, capsys):
     make_checkpoint(here / "bare.gguf", naming="gguf")  # as `bitplan convert --to gguf` writes it
     message = refused("bare.gguf", "--text", "text.txt", capsys=capsys)
-    assert "if the file holds no tokenizer, give the Hugging Face folder" in message
+    assert "holds no tokenizer; give the Hugging Face folder" in message
 
 
 def test_transposed_experts_are_measured_as_quantize_packs_them(here, capsys):

@@ -277,13 +277,13 @@ def test_what_llama_cpp_could_not_load_is_refused_before_anything_is_written(fol
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model_type": "falcon"}, "model_type 'falcon' is none that is exported"),
+        ({"model_type": "falcon"}, 'model_type "falcon" is none that is exported'),
         ({"num_hidden_layers": 3}, "no tensor becomes 'blk.2.attn_norm.weight'"),
         ({"num_hidden_layers": 1}, "has no tensor for 'model.layers.1."),
         ({"hidden_size": None}, "no hidden_size, which llama.cpp needs"),
-        ({"vocab_size": 20}, "the tokenizer has 33 tokens, the model 20"),
-        ({"hidden_act": "gelu"}, "activation 'gelu'; llama.cpp's llama computes 'silu'"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rotary positions of type 'longrope'"),
+        ({"vocab_size": 20}, "a token of number 32, the model 20 tokens"),
+        ({"hidden_act": "gelu"}, "activation \"gelu\"; llama.cpp's llama computes 'silu'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, 'rotary positions of type "longrope"'),
     ],
 )
 def test_a_config_that_does_not_fit_is_one_line(change, text, folders, tmp_path):

@@ -13,6 +13,7 @@ from bitplan.store.export.gguf_metadata import array, flag, text, whole
 from bitplan.store.export.gguf_tokenizer import PRETOKENIZERS, tokenizer_metadata
 from bitplan.store.export.tokenizer_of_gguf import tokenizer_of_gguf
 
+TOKENS = json.loads((Path(__file__).parent / "llama_cpp_tokens" / "tokens.json").read_text(encoding="utf-8"))
 SPECIAL = ["<start>", "<end>", "<pad>"]
 LESSON = [
     "In 2024 we don't count 1234567 words, they'll say.",
@@ -87,11 +88,56 @@ def test_tokens_around_a_text_are_those_that_the_file_asks_for(tmp_path):
     assert tokenizer_of_gguf(keys, Path("model.gguf"))("some words")["input_ids"][0] == 0
 
 
-def test_other_kinds_are_left_to_transformers_with_a_warning_where_tokens_may_differ():
-    assert tokenizer_of_gguf({"tokenizer.ggml.model": text("llama")}, Path("model.gguf")) is None
-    keys = {"tokenizer.ggml.model": text("gpt2"), "tokenizer.ggml.pre": text("tekken")}
-    with pytest.warns(UserWarning, match=r"model\.gguf: splits text by the rules 'tekken'"):
-        assert tokenizer_of_gguf(keys, Path("model.gguf")) is None
+def test_other_kinds_are_left_to_transformers_with_a_warning():
+    for keys, said in (
+        ({"tokenizer.ggml.model": text("t5")}, "has a tokenizer of the kind 't5'"),
+        ({"tokenizer.ggml.model": text("gpt2"), "tokenizer.ggml.pre": text("viking")}, "by the rules 'viking'"),
+    ):
+        with pytest.warns(UserWarning, match=rf"model\.gguf: .*{said}"):
+            assert tokenizer_of_gguf(keys, Path("model.gguf")) is None
+
+
+def as_gguf(keys):
+    """Values of a JSON document in GGUF's types."""
+    kinds = {str: GGUFValueType.STRING, int: GGUFValueType.INT32, float: GGUFValueType.FLOAT32}
+    single = {str: text, bool: flag, int: whole}
+    return {
+        key: array(kinds[type(value[0])], value) if isinstance(value, list) else single[type(value)](value)
+        for key, value in keys.items()
+    }
+
+
+@pytest.mark.parametrize("name", TOKENS["cases"])
+def test_tokens_are_those_of_llama_cpp(name):
+    """llama_cpp_tokens/make.py wrote them with llama.cpp's own tokenizer."""
+    pytest.importorskip("transformers")
+    case = TOKENS["cases"][name]
+    keys = as_gguf(TOKENS["vocabularies"][case["vocabulary"]] | case["keys"])
+    tokenizer = tokenizer_of_gguf(keys, Path("model.gguf"))
+    found = {sample: tokenizer(sample)["input_ids"] for sample in TOKENS["texts"]}
+    assert found == dict(zip(TOKENS["texts"], case["ids"], strict=True))
+
+
+def test_a_saved_tokenizer_of_each_kind_gives_the_same_tokens_and_text(tmp_path):
+    """Read again as transformers reads a folder, with a config beside it that names a family."""
+    transformers = pytest.importorskip("transformers")
+    families = {
+        "sentencepiece of gemma": "gemma3_text",
+        "sentencepiece between two tokens": "llama",
+        "bpe llama-bpe": "llama",
+        "wordpiece": "bert",
+    }
+    for name, model_type in families.items():
+        case = TOKENS["cases"][name]
+        keys = as_gguf(TOKENS["vocabularies"][case["vocabulary"]] | case["keys"])
+        folder = tmp_path / name
+        tokenizer_of_gguf(keys, Path("model.gguf")).save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        again = transformers.AutoTokenizer.from_pretrained(folder)
+        assert [again(sample)["input_ids"] for sample in TOKENS["texts"]] == case["ids"]
+        if case["vocabulary"] == "sentencepiece":
+            sample = "Ünïcödé  日本語 the king"
+            assert again.decode(again(sample)["input_ids"], skip_special_tokens=True) == sample
 
 
 def test_damaged_tokenizers_are_refused():
@@ -105,3 +151,18 @@ def test_damaged_tokenizers_are_refused():
         tokenizer_of_gguf(keys, Path("model.gguf"))
     with pytest.raises(StoreError, match="eos_token_id is 7; the file has 2 tokens"):
         tokenizer_of_gguf(keys | {"tokenizer.ggml.eos_token_id": whole(7)}, Path("model.gguf"))
+    numbers = array(GGUFValueType.INT32, [1, 2])
+    for changes, said in (
+        ({"tokenizer.ggml.tokens": numbers}, "tokenizer.ggml.tokens must be a list of texts"),
+        ({"tokenizer.ggml.tokens": text("ab")}, "tokenizer.ggml.tokens must be a list of texts"),
+        ({"tokenizer.ggml.merges": numbers}, "tokenizer.ggml.merges must be a list of texts"),
+        ({"tokenizer.ggml.tokens": array(GGUFValueType.STRING, ["a", "a"])}, "the token 'a' is there 2 times"),
+        ({"tokenizer.ggml.add_bos_token": whole(1)}, "add_bos_token must be true or false, got 1"),
+        ({"tokenizer.ggml.add_bos_token": flag(True)}, "add_bos_token is true, and tokenizer.ggml.bos_token_id is not"),
+        ({"tokenizer.ggml.model": text("llama"), "tokenizer.ggml.scores": keys["tokenizer.ggml.tokens"]}, "of numbers"),
+        ({"tokenizer.ggml.model": text("llama")}, "2 tokens, 2 kinds of tokens, no scores"),
+        ({"tokenizer.ggml.model": text("bert")}, "cls_token_id is not there"),
+        ({"tokenizer.ggml.token_type": keys["tokenizer.ggml.tokens"]}, "token_type must be a list of numbers"),
+    ):
+        with pytest.raises(StoreError, match=said):
+            tokenizer_of_gguf(keys | changes, Path("model.gguf"))

@@ -161,7 +161,9 @@ def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: t
 
     try:
         with torch.device(device):
-            built: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+            built: nn.Module = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**config), dtype=dtype, trust_remote_code=False
+            )
     except Exception as error:
         if is_out_of_memory(error):
             raise

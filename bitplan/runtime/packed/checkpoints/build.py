@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitplan.errors import FileFormatError
+from bitplan.errors import BitplanError, FileFormatError
 from bitplan.formats.dtypes import torch_dtype
-from bitplan.store.models.transformers_names import foreign_reason, silence_transformers
+from bitplan.store.models.transformers_names import foreign_reason, remote_code_allowed, silence_transformers
 from bitplan.store.packed_folder import CONFIG
 
 GENERATION = "generation_config.json"
@@ -29,7 +29,8 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
 
     with silence_transformers():
         try:
-            loaded = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
+            loaded = transformers.AutoConfig.from_pretrained(str(folder), **allowed)
             if hasattr(loaded, "quantization_config"):
                 del loaded.quantization_config  # bitplan loads the weights, not a quantizer of transformers
             model_class = _model_class(folder, loaded)
@@ -37,7 +38,7 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
             with torch.device("meta"), initialization.no_tie_weights():
                 model: nn.Module = model_class._from_config(loaded, dtype=wanted)
             _compute_buffers(model, device)
-        except FileFormatError:
+        except BitplanError:
             raise
         except Exception as error:  # transformers raises any kind of error on a bad config
             raise FileFormatError(f"{folder / CONFIG}: no model can be made of it: {foreign_reason(error)}") from error

@@ -3,6 +3,7 @@
     model, report = load_packed("packed", device="cuda")        # any transformers model that `bitplan quantize` packed
     load_packed("small.safetensors", model=mine)                # into a model of your own
     load_packed("llama-gptq")                                   # a folder that another library quantized
+    load_packed("llama.gguf")                                   # a GGUF file, on its own bytes
     load_packed("gpt-oss-20b", device="cuda")                   # gpt-oss in OpenAI's, Hugging Face's or GGUF's layout
 
 The order makes loading all or nothing: config and plan, headers against the model, and room on the device are checked;
@@ -56,6 +57,7 @@ from bitplan.runtime.packed.read_packed import (
 )
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
+from bitplan.store.export.gguf_source import GGUFModel, open_model
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.schemes.tensors import SchemeTensors, scheme_of
 from bitplan.store.gpt_oss import GptOssFile
@@ -73,7 +75,7 @@ def load_packed(
     cache: TileCache | None = None,
     manifest: ManifestLike = "gpt-oss",
 ) -> Loaded:
-    """Load a folder of `bitplan quantize` or of another library, a file of packed weights, or a gpt-oss checkpoint.
+    """Load a folder of `bitplan quantize` or of another library, a GGUF file, packed weights, or a gpt-oss checkpoint.
 
     model     your own model to fill, on meta or not; None builds transformers' model of the folder's config
     dtype     type of the weights that are not packed. None: the type of the config or of your model; numbers that this
@@ -97,13 +99,13 @@ def load_packed(
         _remember_gpt_oss(target, source)
         return Loaded(target, report)
     is_bare = model is not None and not (source / CONFIG).is_file()  # the source holds weights alone
-    config, plan = (None, None) if is_bare else _read_folder(source)
-    with open_tensors(source) as file:
+    with open_tensors(source) if is_bare else open_model(source) as file:
+        config, plan = (None, None) if is_bare else _read_folder(source, file.folder)
         if plan is not None:
             check_plan(plan, file)
         if isinstance(file, SchemeTensors):
             file.decode_where(format_fault)  # formats that no packed layer holds, such as tiles of several rows
-        target = model if model is not None else empty_model(source, config or {}, dtype, place)
+        target = model if model is not None else empty_model(file.folder, config or {}, dtype, place)
         assignment = assign(target, file, str(path))
         check_layers(target, assignment, file, str(path))
         dtypes = plain_types(target, dtype)
@@ -123,7 +125,7 @@ def load_packed(
         folder = source if source.is_dir() else None
         remember(target, file, assignment.recipes, folder=folder, config=config, plan=plan)
         adapt_to_transformers(target)
-        layout = file.kind if isinstance(file, SchemeTensors) else "bitplan"
+        layout = file.kind if isinstance(file, SchemeTensors | GGUFModel) else "bitplan"
         report = _report(str(path), layout, file.files, place, values, started, peak)
     return Loaded(target, report)
 
@@ -187,11 +189,14 @@ def _check_arguments(path: object, model: object, dtype: object, check: object) 
         raise FileFormatError(f"{path}: no such file or folder; nothing is downloaded")
 
 
-def _read_folder(source: Path) -> tuple[dict[str, Any], Plan | None]:
+def _read_folder(source: Path, folder: Path) -> tuple[dict[str, Any], Plan | None]:
+    """The config of a model, and its plan where bitplan packed it; a GGUF file has its folder elsewhere."""
+    if folder != source:
+        return read_config(folder), None
     if not source.is_dir():
         raise FileFormatError(
             f"{source}: is a file of weights, which does not say what model they are of; give the folder that "
-            "`bitplan quantize` wrote, or your own model as model=..."
+            "`bitplan quantize` wrote, a GGUF file, or your own model as model=..."
         )
     config = read_config(source)
     return config, None if scheme_of(source) else read_packed_plan(source, config)
