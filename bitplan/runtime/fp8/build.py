@@ -11,7 +11,7 @@ by its own choice (`experts`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
@@ -27,7 +27,6 @@ from bitplan.runtime.fp8.fused_projections import (
     FusedPart,
     FusedProjections,
     NormTakenOver,
-    Renamed,
     join_rows,
 )
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
@@ -36,19 +35,19 @@ from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
 
 FP8_PARAM_NOTE = (
-    "fp8_param: weights are stored in FP8 and learn in float32 (weight_master of each layer); "
-    "state dicts hold both under the names of the new layers"
+    "fp8_param: weights are stored in FP8 and learn in float32 (weight_master of each layer), "
+    "which is what state dicts hold, under the model's own names"
 )
 _TOLERANCE = 2.0**-6  # two roundings to bfloat16
 
 
 @dataclass
 class Built:
-    """Modules by path, the names that state dicts keep (by the module that translates them), and the first module."""
+    """Modules by path, the first of them, and the path of the module that keeps the names of state dicts."""
 
     first: str
     modules: dict[str, nn.Module]
-    renamed: dict[str, list[Renamed]] = field(default_factory=dict)
+    keeper: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -212,31 +211,14 @@ def _place(site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str
     single = len(linears) == 1
     head_path = site.modules[0]
     modules: dict[str, nn.Module] = {head_path: layer}
-    inner = head_path
     if not single:
         head = FusedProjections(layer, [each.out_features for each in linears]).train(layer.training)
         modules = {head_path: head}
         modules |= {path: FusedPart(head, index).train(layer.training) for index, path in _rest(site)}
-        inner = f"{head_path}.fused"
-    keeper = _common_parent([*site.modules, *([norm] if norm else [])])
-    renamed: list[Renamed] = []
-
-    def local(path: str) -> str:
-        return path[len(keeper) + 1 :] if keeper else path
-
-    if not single and not layer.fp8_param:
-        start = 0
-        for path, linear in zip(site.modules, linears, strict=True):
-            rows = (start, start + linear.out_features)
-            for tensor in ("weight",) if linear.bias is None else ("weight", "bias"):
-                renamed.append(Renamed(local(f"{path}.{tensor}"), local(f"{inner}.{tensor}"), rows))
-            start = rows[1]
     if norm is not None:
         modules[norm] = NormTakenOver(layer.get_submodule("norm"))
-        for tensor in ("weight", "bias"):
-            if getattr(layer.norm, tensor) is not None:
-                renamed.append(Renamed(local(f"{norm}.{tensor}"), local(f"{inner}.norm.{tensor}")))
-    return Built(head_path, modules, {keeper: renamed} if renamed else {})
+    keeper = _common_parent([*site.modules, *([norm] if norm else [])])
+    return Built(head_path, modules, None if single and norm is None else keeper)
 
 
 def _parent(path: str) -> str:
@@ -262,6 +244,4 @@ def _build_experts(model: nn.Module, choices: Mapping[Site, Fp8Choice], recipe: 
     experts = model.get_submodule(path)
     gemms = {site.name: gemms_of(choice, recipe) for site, choice in choices.items()}
     layer = Fp8Experts(experts, recipe, gemms["fc1"], gemms["fc2"]).train(experts.training)
-    return Built(
-        path, {path: layer}, {path: [Renamed("gate_up_proj", "fc1.weight"), Renamed("down_proj", "fc2.weight")]}
-    )
+    return Built(path, {path: layer}, path)

@@ -23,6 +23,7 @@ class Replacements:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._undo: list[Callable[[], None]] = []
+        self._keepers: set[str] = set()
         self._lost: list[str] = []  # layers whose numbers are no longer there
 
     def put(self, path: str, module: nn.Module) -> None:
@@ -36,8 +37,9 @@ class Replacements:
         """Put a layer into the model, with the names that state dicts keep."""
         for path, module in built.modules.items():
             self.put(path, module)
-        for path, renamed in built.renamed.items():
-            for handle in keep_names(self._model.get_submodule(path), renamed):
+        if built.keeper is not None and built.keeper not in self._keepers:
+            self._keepers.add(built.keeper)
+            for handle in keep_names(self._model.get_submodule(built.keeper)):
                 self._undo.append(handle.remove)
 
     def restore(self, error: BaseException) -> None:

@@ -133,6 +133,31 @@ def test_checkpoints_keep_their_names(tmp_path):
     assert all(torch.equal(tensor, other[name]) for name, tensor in plain.state_dict().items())
 
 
+@pytest.mark.parametrize("way", ["transformers", "accelerate", "peft"])
+@pytest.mark.parametrize("fp8_param", [False, True])
+def test_plain_transformers_loads_what_was_saved(way, fp8_param, tmp_path):
+    """Joined projections and weights stored in FP8 are saved under the model's own names, as its own numbers."""
+    model = llama(num_hidden_layers=1)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if way == "peft":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
+    apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, fp8_param=fp8_param)
+    if way == "accelerate":
+        pytest.importorskip("accelerate").Accelerator(cpu=True).save_model(model, tmp_path)
+        model.config.save_pretrained(tmp_path)
+    else:
+        (model.unload() if way == "peft" else model).save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    loaded = plain.state_dict()
+    assert set(loaded) == set(state)
+    for name, tensor in loaded.items():
+        if fp8_param and way == "peft" and tensor.ndim == 2 and "layers" in name:  # frozen, so rounded to FP8
+            assert ((tensor - state[name]).norm() / state[name].norm()).item() < 0.04
+        else:
+            assert torch.equal(tensor, state[name]), name
+
+
 def test_a_step_of_an_optimizer_is_seen():
     model = llama()
     apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True)
