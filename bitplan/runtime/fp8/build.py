@@ -4,7 +4,7 @@ One linear becomes an Fp8Linear over the same parameters. Several become one lay
 them (`fused_projections`). Where a norm feeds nothing else and is a plain RMS or layer norm (compared on a random
 input, because classes that look alike differ), the layer is an Fp8NormLinear, which normalises in its cast, and the
 module in the norm's place passes its input on. An MLP that computes down(silu(gate(x)) * up(x)), compared so too, is
-joined: the gating happens in the casts (`layers.gated_mlp`). The experts of a block become two grouped products, each
+joined: the gating happens in the casts (`layers.joined_mlp`). The experts of a block become two grouped products, each
 by its own choice (`experts`).
 """
 
@@ -30,7 +30,7 @@ from bitplan.runtime.fp8.fused_projections import (
     join_rows,
 )
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8.layers.gated_mlp import GatedMlp, gating_obstacle, has_hooks
+from bitplan.runtime.fp8.layers.joined_mlp import JoinedMlp, has_hooks, joining_obstacle
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
 
@@ -172,14 +172,15 @@ def _names_only_gating(mlp: nn.Module, *layers: str) -> bool:
     return all(each is functional.silu or type(each).__name__ in ("SiLU", "SiLUActivation") for each in kinds)
 
 
-def build_gated(model: nn.Module, found: Sequence[GatedNames]) -> Iterator[tuple[GatedMlp, GatedNames]]:
-    """A `GatedMlp` for each MLP whose two layers became FP8 so that it can run."""
+def build_gated(model: nn.Module, found: Sequence[GatedNames]) -> Iterator[tuple[JoinedMlp, GatedNames]]:
+    """A `JoinedMlp` for each MLP whose two layers became FP8 so that it can run."""
     for each in found:
         mlp = model.get_submodule(each.path)
         head, down = mlp.get_submodule(each.gate), mlp.get_submodule(each.down)
-        if gating_obstacle(getattr(head, "fused", head), down) is None:
-            names = (each.gate, each.up, each.down)
-            yield GatedMlp(mlp, *names, activation_name(mlp, *names)), each
+        if joining_obstacle(getattr(head, "fused", head), down) is None:
+            activation = activation_name(mlp, each.gate, each.up, each.down)
+            parts = [each.up, *([activation] if activation else [])]
+            yield JoinedMlp(mlp, each.gate, each.down, "silu_gated", parts=parts), each
 
 
 # ---- dense -----------------------------------------------------------------------------------------------------------
