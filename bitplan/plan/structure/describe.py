@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bitplan.errors import PlanError
-from bitplan.plan.structure.model_view import TRACED, UNKNOWN, UNUSED, ModelView, TensorRecord
+from bitplan.plan.structure.model_view import TRACED, UNKNOWN, UNUSED, ModelView, ModuleUse, TensorRecord
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from bitplan.plan.structure.graph import Graph
     from bitplan.plan.structure.recognise import Recogniser
     from bitplan.plan.structure.recorder import Recording
 
@@ -98,7 +99,24 @@ def _view(model: nn.Module, recording: Recording) -> ModelView:
         producers=_producers(graph, parts),
         others={value: tuple(dict.fromkeys(readers)) for value, readers in others.items()},
         seen_by={value: tuple(paths) for value, paths in seen.items()},
+        calls=_single_calls(graph),
     )
+
+
+def _single_calls(graph: Graph) -> dict[str, ModuleUse]:
+    """Modules that are called once."""
+    counts: dict[str, int] = {}
+    for call in graph.calls:
+        counts[call.path] = counts.get(call.path, 0) + 1
+    uses = {}
+    for call in graph.calls:
+        if counts[call.path] == 1:
+            functions = tuple(
+                (step.index, "identity" if graph.is_dropout_of_nothing(step) else step.name, step.module)
+                for step in graph.steps[call.first : call.last]
+            )
+            uses[call.path] = ModuleUse(call.inputs, call.outputs, functions)
+    return uses
 
 
 def _producers(graph: Any, parts: Recogniser) -> dict[int, str]:

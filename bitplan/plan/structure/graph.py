@@ -81,6 +81,10 @@ class Graph:
         given = self.argument(step, position, name)
         return given.value if isinstance(given, Ref) else None
 
+    def is_dropout_of_nothing(self, step: Step) -> bool:
+        """Whether a step is a dropout that leaves every number, in training too."""
+        return step.name.endswith(("dropout", "dropout1d", "dropout2d")) and self.argument(step, 1, "p") == 0
+
     def is_dropout_off(self, step: Step) -> bool:
         if step.name not in ("dropout", "feature_dropout", "dropout1d", "dropout2d"):
             return False

@@ -198,6 +198,18 @@ class AttentionUse:
 
 
 @dataclass(frozen=True)
+class ModuleUse:
+    """The one call of a module: the values that went in and came out, and the functions that were called between.
+
+    functions  (step, name, path of the module that calls it), in order; a dropout of nothing is called "identity"
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    functions: tuple[tuple[int, str, str], ...]
+
+
+@dataclass(frozen=True)
 class Residual:
     module: str
     kept: int  # the value that goes past
@@ -240,6 +252,7 @@ class ModelView:
     producers: Mapping[int, str] = field(default_factory=dict)  # value -> who made it
     others: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # value -> readers that are no projection
     seen_by: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # value -> modules that take or give it
+    calls: Mapping[str, ModuleUse] = field(default_factory=dict)  # modules that are called once, by path
 
     @cached_property
     def parts(self) -> dict[str, tuple[WeightUse, ...]]:
@@ -321,7 +334,7 @@ class ModelView:
     def to_dict(self) -> dict[str, Any]:
         """For JSON: everything but what the methods derive."""
         plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        for name in ("producers", "others", "seen_by"):
+        for name in ("producers", "others", "seen_by", "calls"):
             del plain[name]
         return {
             name: [_as_dict(item) for item in value] if isinstance(value, tuple) else _as_dict(value)

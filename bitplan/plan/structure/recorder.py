@@ -224,7 +224,7 @@ class _Recorder(TorchFunctionMode):
         before = [_version(tensor) for tensor in tensors]
         if name == "histc" and not tensors[0].is_floating_point():  # GPUs count integers, CPUs only floats
             args = (tensors[0].float(), *args[1:])
-        output = func(*args, **kwargs)
+        output = func(*args, **kwargs) if name != "grouped_mm" else _grouped_product(func, args, kwargs)
         if isinstance(output, Tensor) and _has_no_numbers(output):
             output = self._with_numbers(name, func, args, kwargs, output)
         if name in _CHOOSE_INDICES:
@@ -377,6 +377,16 @@ def _tensors_in(tree: Any) -> list[Tensor]:
         if isinstance(leaf, Tensor):
             found.append(leaf)
     return found
+
+
+def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A grouped product as a CPU has it: without numbers torch takes bfloat16 alone."""
+    dtype = args[0].dtype
+    if not _has_no_numbers(args[0]) or dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        args = tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, args)
+        return func(*args, **kwargs).to(dtype)
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

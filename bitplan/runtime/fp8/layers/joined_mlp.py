@@ -51,35 +51,33 @@ ALL_PRODUCTS = GemmChoice.all(RECIPE)
 class JoinedMlp(nn.Module):
     """Takes the place of an MLP, with all that it has, under the same names.
 
-    first     the layer of the first product: of gate with up inside, or of both in one, where it is gated
-    parts     the modules that its own code calls on the way: other projections of a gate, an activation
-    tail      modules that are called on down's output
+    first     path of the layer of the first product: of gate with up inside, or of both in one, where it is gated
+    down      path of the layer of the last product
+    tail      names of modules that are called on down's output
     function  what lies between the products, one of `kernels.fp8.activation.FUNCTIONS`
     """
 
-    def __init__(
-        self,
-        mlp: nn.Module,
-        first: str,
-        down: str,
-        function: str,
-        *,
-        parts: Sequence[str] = (),
-        tail: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, mlp: nn.Module, first: str, down: str, function: str, tail: Sequence[str] = ()) -> None:
         super().__init__()
         vars(self).update(vars(mlp))
         self.joined_function = function
-        self._alone = type(mlp).forward
-        self._joined = tuple((name, getattr(self, name)) for name in (first, down, *parts))
-        self._tail = tuple(tail)
+        self._original = (mlp,)  # in a tuple, and with the same children: its code runs where this does not fit
+        self._first, self._down, self._tail = self.get_submodule(first), self.get_submodule(down), tuple(tail)
+        called = {name: part for name, part in vars(mlp).items() if callable(part) and not isinstance(part, type)}
+        self._joined = tuple((called | dict(mlp.named_children())).items())
         self._watched = tuple(module for child in self.children() for module in child.modules())
 
-    def forward(self, x: Tensor) -> Tensor:
-        (_, head), (_, down), *_ = self._joined
-        first: Any = head._modules.get("fused", head)
-        if not self._is_as_joined() or joining_obstacle(first, down) or not _fits(x, first):
-            made: Tensor = self._alone(self, x)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_first", "_down"):  # children of the MLP, not of this module itself
+            vars(self)[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        first: Any = self._first._modules.get("fused", self._first)
+        down: Any = self._down
+        if args or kwargs or not self._is_as_joined() or joining_obstacle(first, down) or not _fits(x, first):
+            made: Tensor = self._by_its_own_code(x, *args, **kwargs)
             return made
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -93,6 +91,12 @@ class JoinedMlp(nn.Module):
         for name in self._tail:
             y = getattr(self, name)(y)
         return y
+
+    def _by_its_own_code(self, *args: Any, **kwargs: Any) -> Any:
+        mlp, own = self._original[0], vars(self)
+        for name in vars(mlp):
+            vars(mlp)[name] = own[name]  # what was set on this module since
+        return mlp.forward(*args, **kwargs)
 
     def _is_as_joined(self) -> bool:
         """Whether no part was replaced, and none must be called itself: users and FSDP2 have hooks there."""
