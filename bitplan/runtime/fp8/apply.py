@@ -279,7 +279,7 @@ def _decide(
 ) -> Decided:
     if plan is None:
         return Decided(site, _bf16(f"FP8 was not asked for in the part {site.part}"), Fp8Recipe(), False)
-    choice = _choose(site, plan, asked)
+    choice, site = _choose(site, plan, asked)
     name = choice.recipe or plan.recipe or DEFAULT_RECIPE
     obstacle = lacking or site.obstacle or (fp8_obstacle(device, (name,)) if choice else None)
     if obstacle is not None:
@@ -288,24 +288,28 @@ def _decide(
     return Decided(site, choice, recipe, plan.fp8_param)
 
 
-def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> Fp8Choice:
-    """The policy's choice for one layer; blocks are alike, so `asked` keeps the answer to each question."""
+def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> tuple[Fp8Choice, Site]:
+    """The policy's choice for one layer, and the layer as the policy knows it.
+
+    Blocks are alike, so `asked` keeps the answer to each question.
+    """
     if plan.policy is None:
         name = plan.recipe or DEFAULT_RECIPE
         obstacle = shape_obstacle(name, site.shape)
         if site.is_grouped and name not in expert_recipes():
             obstacle = f"experts have the recipes {', '.join(expert_recipes())}, not {name}"
         if obstacle is not None:
-            return _bf16(obstacle)
-        return Fp8Choice(PRODUCTS, name, UNMEASURED, "FP8 everywhere was asked for, without a policy", plan.tokens)
+            return _bf16(obstacle), site
+        reason = "FP8 everywhere was asked for, without a policy"
+        return Fp8Choice(PRODUCTS, name, UNMEASURED, reason, plan.tokens), site
     how: dict[str, Any] = {"tp": plan.tp, "etp": plan.etp, "recipe": plan.recipe, "extrapolate": plan.extrapolate}
     question = asked_by_shape(plan.policy, site.question(plan.tokens, **how))
     if question not in asked:
         asked[question] = choose_products(plan.policy, question, estimate=plan.estimate)
-    choice = asked[question]
+    choice, known = asked[question], replace(site, kind=question.kind, name=question.name or site.name)
     if choice and question.kind == NORM_KIND and site.norm is None:
-        return replace(choice, reason=f"{choice.reason}; measured with its norm fused, which here stays apart")
-    return choice
+        choice = replace(choice, reason=f"{choice.reason}; measured with its norm fused, which here stays apart")
+    return choice, known
 
 
 def _unmeasured(plans: Mapping[str, PartPlan], decided: Sequence[Decided]) -> list[str]:

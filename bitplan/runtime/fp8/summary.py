@@ -43,9 +43,7 @@ class LayerRow:
             choice.answer,
             choice.tokens,
             choice.speedup,
-            choice.reason
-            if not choice or site.apart is None
-            else f"{choice.reason}; its norm stays apart: {site.apart}",
+            choice.reason + apart,
         )
 
 

@@ -639,7 +639,7 @@ def test_a_vlm_has_a_policy_for_each_part(tmp_path):
     model = nn.ModuleDict({"visual": nn.ModuleList([Mlp()]), "text": nn.ModuleList([Mlp()])})
     applied = apply_fp8_config(model, path, emulate=True)
     assert [(row.part, row.name, row.precision, row.tokens) for row in applied.rows] == [
-        ("vit", "fc1", "bf16", 64),
+        ("vit", "fc1", "fp8", 64),  # estimated: it has more work than fc2, which wins
         ("vit", "fc2", "fp8", 64),
         ("llm", "fc1", "fp8", 128),
         ("llm", "fc2", "fp8", 128),
