@@ -1,6 +1,7 @@
 """FP8 casts and linear layers on a GPU, against a device copy and against compiled BF16, in the same run.
 
     python benchmarks/fp8_linear.py [--parts casts,products,linears,norms,peers] [--tune] [--quick] [--output FILE]
+    python benchmarks/fp8_linear.py --parts products,linears --cases fc1=16384x4096,fc2=4096x16384 --tokens 15872
 
 casts     the Triton casts on activations, gradients and weights, in CUDA graphs: time, bytes moved, share of a device
           copy; and what one costs the host. "guessed" is tensorwise by a scale that is right, in one read
@@ -466,10 +467,17 @@ def main() -> None:
     parser.add_argument("--parts", default="casts,products,linears,norms,peers")
     parser.add_argument("--tune", action="store_true", help="try other launches, and print the best")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_REPEATS} repeats in place of {REPEATS}")
+    parser.add_argument("--cases", default="", help="other layers than the usual, as NAME=OUTxIN,...; with --tokens")
+    parser.add_argument("--tokens", type=int, default=16384, help="of --cases")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.quick:
         repeat_less()
+    cases: Iterable[tuple[str, int]] = CASES
+    if options.cases:
+        given = dict(case.split("=") for case in options.cases.split(","))
+        LAYERS.update({name: tuple(map(int, shape.split("x"))) for name, shape in given.items()})
+        cases = [(name, options.tokens) for name in given]
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     bandwidth = copy_bandwidth()
@@ -486,10 +494,10 @@ def main() -> None:
     }
     steps: dict[str, Callable[[], Any]] = {
         "casts": lambda: casts(bandwidth, launches),
-        "products": lambda: each_case("products", CASES, products),
-        "linears": lambda: each_case("linears", CASES, linears),
-        "norms": lambda: each_case("norms", NORM_CASES, norms),
-        "peers": lambda: each_case("peers", TARGETS, peers),
+        "products": lambda: each_case("products", cases, products),
+        "linears": lambda: each_case("linears", cases, linears),
+        "norms": lambda: each_case("norms", cases if options.cases else NORM_CASES, norms),
+        "peers": lambda: each_case("peers", cases if options.cases else TARGETS, peers),
     }
     for part in options.parts.split(","):
         began = time.perf_counter()

@@ -56,7 +56,7 @@ class Attention(nn.Module):
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = functional.scaled_dot_product_attention(
-            _rotated(query, cos, sin), _rotated(key, cos, sin), value, is_causal=True, enable_gqa=True
+            rotated(query, cos, sin), rotated(key, cos, sin), value, is_causal=True, enable_gqa=True
         )
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
@@ -131,6 +131,6 @@ def angles(length: int, width: int, device: torch.device, dtype: torch.dtype) ->
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin

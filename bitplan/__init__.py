@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from bitplan.plan.manifest import Manifest as Manifest
     from bitplan.plan.plan import Choice as Choice, Plan as Plan, combine as combine
     from bitplan.plan.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
+    from bitplan.plan.structure.describe import describe as describe
+    from bitplan.plan.structure.model_view import ModelView as ModelView
     from bitplan.report.page import write_report as write_report
     from bitplan.runtime.fp8.apply import apply_fp8 as apply_fp8, apply_fp8_config as apply_fp8_config
     from bitplan.runtime.packed.apply_plan import apply_plan as apply_plan

@@ -44,7 +44,7 @@ ROOMS = {
     "kernels.fp8": {"experts": set()},
     "kernels.matmul": {"cpu": set(), "direct": set()},
     "measure": {"gradients": {"quality"}, "quality": set(), "speed": set()},
-    "plan": {"fp8": set(), "selective": set()},
+    "plan": {"fp8": set(), "selective": set(), "structure": set()},
     "report": {"pages": set()},
     "runtime": {"fp8": set(), "packed": set(), "selective": {"streaming"}, "streaming": set()},
     "runtime.fp8": {"bench": {"layers"}, "layers": set()},

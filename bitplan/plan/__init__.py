@@ -8,6 +8,7 @@ Which module does which step:
     check_manifest    a manifest against the headers of a checkpoint
     names             shell patterns, natural order, roles guessed from names
     mermaid           a plan as a chart
+    structure         what a model computes: `describe` gives a ModelView, which all other parts ask
     selective         BF16 or INT8 for a block at a training step: `selective.decide`, by scores of `selective.score`
     fp8               FP8 or BF16 for a layer at a token count: `fp8.choice`, by the rules of `fp8.policy`
 """
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
         Pressure as Pressure,
         RuntimeLimitHints as RuntimeLimitHints,
     )
+    from bitplan.plan.structure.describe import describe as describe
+    from bitplan.plan.structure.model_view import ModelView as ModelView, TensorRecord as TensorRecord
     from bitplan.plan.manifest import (
         SHIPPED as SHIPPED,
         open_manifest as open_manifest,

@@ -88,11 +88,11 @@ def norm_gradient(dy_RC: Tensor, x_RC: Tensor, norm: Norm) -> tuple[Tensor, Tens
     if find is not None:
         dy_RC = dy_RC if dy_RC.is_contiguous() else dy_RC.contiguous()
         find(dy_RC, x_RC, norm.weight, norm.rstd, norm.mean, dx, sums)
-    total = _sum_of_parts(sums, norm.weight.dtype)
+    total = sum_of_parts(sums, norm.weight.dtype)
     return (dx, total[0], total[1]) if has_bias else (dx, total, None)
 
 
-def _sum_of_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_of_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the parts of [parts, C] or [2, parts, C]; torch's own takes 11 us for 512 parts."""
     *first, parts, cols = sums.shape
     if not parts:

@@ -27,11 +27,13 @@ from bitplan.plan.fp8.thresholds import ThresholdPolicy, check_kind
 from bitplan.plan.fp8.token_ranges import DOCUMENT, BandPolicy, BandRule, Point
 from bitplan.plan.fp8.vocabulary import (
     COUNT,
+    DENSE_KINDS,
     GEMMS,
     GROUPED_KINDS,
     LOCAL_SHAPE,
     LOSE,
     MODULE,
+    NORM_KIND,
     PARTS,
     UNDECIDED,
     UNMEASURED,
@@ -116,7 +118,7 @@ class Question:
     def where(self) -> str:
         if self.looked_up_kind in GROUPED_KINDS:
             return f"{self.looked_up_kind}, etp {self.etp}, num_gemms {self.num_gemms}"
-        return f"{self.looked_up_kind}, {self.name}, tp {self.tp}"
+        return f"{self.looked_up_kind}, {self.name or show(self.shape)}, tp {self.tp}"
 
 
 def load_policy(path: str | Path) -> Policy:
@@ -194,8 +196,36 @@ def matching_rules(policy: Policy, question: Question) -> list[BandRule]:
     return [
         rule
         for rule in alike_rules(policy, question)
-        if rule.name == name and question.shape in (None, rule.shape, list(rule.shape))
+        if (rule.name == name or (name is None and question.shape is not None))
+        and question.shape in (None, rule.shape, list(rule.shape))
     ]
+
+
+def asked_by_shape(policy: Policy, question: Question) -> Question:
+    """The question under the kind and the name by which a policy knows a dense layer of this shape.
+
+    A rule of the same kind is taken first, then one that has a norm, or none, as the layer has. A shape that was never
+    measured is asked about without a name, under a kind that was.
+    """
+    if not isinstance(policy, BandPolicy) or question.looked_up_kind in GROUPED_KINDS:
+        return question
+    rules = [rule for rule in policy.rules if (rule.part, rule.tp) == (question.part, question.tp)]
+    has_norm = question.kind == NORM_KIND
+    same = [rule for rule in rules if rule.shape == question.shape]
+    if same:
+        nearest = min(
+            same,
+            key=lambda rule: (
+                rule.kind != question.kind,
+                (rule.kind == NORM_KIND) != has_norm,
+                rule.name != question.name,
+            ),
+        )
+        return replace(question, kind=nearest.kind, name=nearest.name)
+    kinds = {rule.kind for rule in rules}
+    alike = [kind for kind in DENSE_KINDS if kind in kinds and (kind == NORM_KIND) == has_norm]
+    kind = question.kind if question.kind in kinds or not alike else alike[-1]
+    return replace(question, kind=kind, name=None)
 
 
 def alike_rules(policy: Policy, question: Question) -> list[BandRule]:
@@ -223,9 +253,8 @@ def _missing(question: Question) -> str:
     if question.looked_up_kind not in GROUPED_KINDS:
         if question.is_expert:
             return f"no grouped kind for {question.kind} inside an expert; only column and row layers are promoted"
-        return (
-            "" if question.name else f"{question.kind} is looked up by name (qkv, proj, fc1, ...), and none was given"
-        )
+        is_known = question.name or question.shape
+        return "" if is_known else f"{question.kind} is looked up by name (qkv, proj, fc1, ...), and none was given"
     if question.num_gemms is None:
         return "experts are looked up by num_gemms, the experts on one GPU, and it was not given"
     if question.moe_router_topk is None:

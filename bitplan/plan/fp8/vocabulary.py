@@ -17,7 +17,8 @@ from bitplan.documents import Kind, is_number, one_of
 from bitplan.errors import BitplanError, FileFormatError
 from bitplan.formats.fp8_recipes import RECIPES
 
-DENSE_KINDS = ("layernorm_column", "column", "row", "duplicated")
+NORM_KIND = "layernorm_column"
+DENSE_KINDS = (NORM_KIND, "column", "row", "duplicated")
 GROUPED_KINDS = ("column_grouped", "row_grouped")
 KINDS = (*DENSE_KINDS, *GROUPED_KINDS)
 PROMOTED = {"column": "column_grouped", "layernorm_column": "column_grouped", "row": "row_grouped"}

@@ -4,19 +4,25 @@
     print(applied)                                             # a line for each layer, with the reason
     optimizer = torch.optim.AdamW(model.parameters())
 
-The decision is made once, here. Layers that win become FP8 layers; all others stay the modules that they are.
-Projections of one input (q, k and v; gate and up) are decided together and become one layer, as they were measured.
-Where a norm feeds nothing else, that layer also does the norm, in its cast (`fused_projections`, `find_linears`).
-State dicts keep their names. A layer stays in BF16 without a rule, by another recipe, on hardware without
-FP8, or if it cannot be replaced; the summary says why. A policy of another GPU is an error.
+The decision is made once, here. Every linear layer is a candidate by its shape (`find_linears`). Layers that win
+become FP8 layers; all others stay the modules that they are. What belongs together is seen in what the model computes
+(`recorded_wiring`): projections of one input (q, k and v; gate and up) are decided together and become one layer, as
+they were measured; where a norm feeds nothing else, that layer also does the norm, in its cast; an MLP's activation is
+computed in casts, too. One block of each make is compared with its BF16 self (`self_check`), and what differs stays
+apart, or BF16. State dicts keep their names. A layer stays in BF16 without a rule, by another recipe, on hardware
+without FP8, or if it cannot be replaced; the summary says why. A policy of another GPU is an error.
 
-    policy          a policy or its file; None puts FP8 wherever a layer's shape allows it, which may be slower
+    policy          a policy or its file, asked by shape; None puts FP8 wherever a layer's shape allows it, which may be
+                    slower
     tokens          sequence length x micro batch size of one step, for all parts or by part: {"llm": 8192, "vit": 1024}
+    include         names of modules, or shell patterns of them: only these linears, the output layer too if it is named
+    exclude         likewise: not these
+    example         an input of the model: a tensor, a tuple of arguments or a dict of keywords. It is run without
+                    numbers, to see what the model computes, and confirmed on. Most models need none
     estimate        a count or shape that was not measured is estimated (`plan.fp8.estimate`); False leaves it BF16
     recipe          a recipe's name; None takes the best that the policy knows for each layer
     confirm         times the first block of each make in turns, in BF16, as planned and all in FP8, and takes what is
-                    shown to be fastest; BF16 otherwise. `example` is the model's input for that; language models, and
-                    blocks that take one argument, need none.
+                    shown to be fastest; BF16 otherwise.
                     `confirm_compiled` compiles the blocks first (True, or a mode of torch.compile such as
                     "reduce-overhead"), `confirm_timing="graph"` times them as CUDA graphs: confirm as you will run
     emulate         also on a CPU, whose FP8 is emulated: for tests
@@ -26,12 +32,12 @@ FP8, or if it cannot be replaced; the summary says why. A policy of another GPU 
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,12 +48,12 @@ from bitplan.measure.speed.fp8_report import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch
 from bitplan.plan.fp8.choice import Fp8Choice, choose_products
 from bitplan.plan.fp8.loongforge_yaml import Fp8Options
-from bitplan.plan.fp8.policy import Policy, Question, load_policy
+from bitplan.plan.fp8.policy import Policy, Question, asked_by_shape, load_policy
 from bitplan.plan.fp8.report import TIMINGS
 from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.plan.fp8.vocabulary import (
     DEFAULT_RECIPE,
-    GROUPED_KINDS,
+    NORM_KIND,
     PARTS,
     PRODUCTS,
     UNMEASURED,
@@ -57,14 +63,13 @@ from bitplan.plan.fp8.vocabulary import (
 )
 from bitplan.plan.names import listed
 from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, inputs_without_example, seen_inputs
-from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_gated, build_site, find_gated, has_fp8
-from bitplan.runtime.fp8.find_linears import Site, block_of, find_sites
+from bitplan.runtime.fp8.build import has_fp8
+from bitplan.runtime.fp8.find_linears import Site, Sites, find_sites
 from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8Recipe, fp8_obstacle
-from bitplan.runtime.fp8.layers.linear import cast_weights_together
 from bitplan.runtime.fp8.model_files import find_policy, open_yaml_model
-from bitplan.runtime.fp8.replacements import Replacements
-from bitplan.runtime.fp8.summary import AppliedFp8, Confirmed, LayerRow
-from bitplan.runtime.fp8.token_watch import TokenWatch
+from bitplan.runtime.fp8.replacements import Decided, put_decided
+from bitplan.runtime.fp8.self_check import built_block, compare_blocks, make_of
+from bitplan.runtime.fp8.summary import AppliedFp8, Compared, Confirmed, LayerRow
 
 log = logging.getLogger("bitplan")
 Tokens = int | Mapping[str, int]
@@ -99,6 +104,8 @@ def apply_fp8(
     tp: int = 1,
     etp: int = 1,
     parts: Collection[str] = PARTS,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     extrapolate: bool = False,
     estimate: bool = True,
     confirm: bool = False,
@@ -123,7 +130,11 @@ def apply_fp8(
         part: PartPlan(rules, _tokens_of(tokens, part), recipe, fp8, fp8_param, tp, etp, extrapolate, estimate)
         for part in parts
     }
-    return _apply(model, plans, _Trial(confirm, confirm_compiled, confirm_timing, example, stopwatch), emulate)
+    for name, patterns in (("include", include), ("exclude", exclude)):
+        if isinstance(patterns, str):
+            raise Fp8Error(f"{name} takes a list of patterns, got {patterns!r}; write {name}=[{patterns!r}]")
+    trial = _Trial(confirm, confirm_compiled, confirm_timing, example, stopwatch)
+    return _apply(model, plans, trial, emulate, include, exclude)
 
 
 def apply_fp8_config(
@@ -184,14 +195,6 @@ def _tokens_of(tokens: Tokens | None, part: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class _Decided:
-    site: Site
-    choice: Fp8Choice
-    recipe: Fp8Recipe
-    fp8_param: bool
-
-
-@dataclass(frozen=True)
 class _Trial:
     """How blocks are confirmed; a setting that cannot work is refused before anything is timed."""
 
@@ -218,7 +221,14 @@ class _Trial:
             )
 
 
-def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emulate: bool) -> AppliedFp8:
+def _apply(
+    model: nn.Module,
+    plans: Mapping[str, PartPlan],
+    trial: _Trial,
+    emulate: bool,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+) -> AppliedFp8:
     if not isinstance(model, nn.Module):
         raise Fp8Error(f"FP8 goes into a model that is loaded, a torch.nn.Module, got a {type(model).__name__}")
     if has_fp8(model):
@@ -226,15 +236,20 @@ def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emula
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     lacking = _lacking(device, emulate)
     notes = [] if lacking else _notes(plans.values(), device)
-    sites = find_sites(model)
+    sites = find_sites(model, include=include, exclude=exclude, example=trial.example)
     asked: dict[Question, Fp8Choice] = {}
     decided = [_decide(site, plans.get(site.part), lacking, device, asked) for site in sites.sites]
+    compared: tuple[Compared, ...] = ()
     confirmed: tuple[Confirmed, ...] = ()
-    if trial.wanted and lacking is None:
-        decided, confirmed = _confirm(model, decided, plans, trial)
-    notes += _build(model, decided)
+    if lacking is None:
+        decided, compared = compare_blocks(model, sites, decided)
+        if trial.wanted:
+            decided, confirmed = _confirm(model, sites, decided, plans, trial)
+        notes += [f"{fault}. Norms and projections stay apart there" for fault in sites.run.faults]
+        notes += _unmeasured(plans, decided)
+    notes += put_decided(model, decided, sites.mlps)
     rows = tuple(LayerRow.of(each.site, each.choice) for each in decided)
-    return AppliedFp8(rows, sites.left, confirmed, tuple(notes))
+    return AppliedFp8(rows, sites.left, confirmed, tuple(notes), compared)
 
 
 def _lacking(device: torch.device, emulate: bool) -> str | None:
@@ -261,35 +276,63 @@ def _notes(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
 
 def _decide(
     site: Site, plan: PartPlan | None, lacking: str | None, device: torch.device, asked: dict[Question, Fp8Choice]
-) -> _Decided:
+) -> Decided:
     if plan is None:
-        return _Decided(site, _bf16(f"FP8 was not asked for in the part {site.part}"), Fp8Recipe(), False)
-    choice = _choose(site, plan, asked)
+        return Decided(site, _bf16(f"FP8 was not asked for in the part {site.part}"), Fp8Recipe(), False)
+    choice, site = _choose(site, plan, asked)
     name = choice.recipe or plan.recipe or DEFAULT_RECIPE
     obstacle = lacking or site.obstacle or (fp8_obstacle(device, (name,)) if choice else None)
     if obstacle is not None:
         choice = replace(choice, products=(), answer=UNMEASURED, reason=obstacle, speedup=None)
     recipe = Fp8Recipe(name, plan.fp8, AmaxEps.from_environment(os.environ))  # type: ignore[arg-type]
-    return _Decided(site, choice, recipe, plan.fp8_param)
+    return Decided(site, choice, recipe, plan.fp8_param)
 
 
-def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> Fp8Choice:
-    """The policy's choice for one layer; blocks are alike, so `asked` keeps the answer to each question."""
+def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> tuple[Fp8Choice, Site]:
+    """The policy's choice for one layer, and the layer as the policy knows it.
+
+    Blocks are alike, so `asked` keeps the answer to each question.
+    """
     if plan.policy is None:
         name = plan.recipe or DEFAULT_RECIPE
         obstacle = shape_obstacle(name, site.shape)
         if site.is_grouped and name not in expert_recipes():
             obstacle = f"experts have the recipes {', '.join(expert_recipes())}, not {name}"
         if obstacle is not None:
-            return _bf16(obstacle)
-        return Fp8Choice(PRODUCTS, name, UNMEASURED, "FP8 everywhere was asked for, without a policy", plan.tokens)
-    question = site.question(plan.tokens, tp=plan.tp, etp=plan.etp, recipe=plan.recipe, extrapolate=plan.extrapolate)
+            return _bf16(obstacle), site
+        reason = "FP8 everywhere was asked for, without a policy"
+        return Fp8Choice(PRODUCTS, name, UNMEASURED, reason, plan.tokens), site
+    how: dict[str, Any] = {"tp": plan.tp, "etp": plan.etp, "recipe": plan.recipe, "extrapolate": plan.extrapolate}
+    question = asked_by_shape(plan.policy, site.question(plan.tokens, **how))
     if question not in asked:
         asked[question] = choose_products(plan.policy, question, estimate=plan.estimate)
-    choice = asked[question]
-    if choice and site.kind == "layernorm_column" and site.norm is None:
-        return replace(choice, reason=f"{choice.reason}; measured with its norm fused, which here stays apart")
-    return choice
+    choice, known = asked[question], replace(site, kind=question.kind, name=question.name or site.name)
+    if choice and question.kind == NORM_KIND and site.norm is None:
+        choice = replace(choice, reason=f"{choice.reason}; measured with its norm fused, which here stays apart")
+    return choice, known
+
+
+def _unmeasured(plans: Mapping[str, PartPlan], decided: Sequence[Decided]) -> list[str]:
+    """The shapes that a policy has never measured, with the command that measures them."""
+    notes: dict[str, None] = {}
+    for part, plan in plans.items():
+        if not isinstance(plan.policy, BandPolicy):
+            continue
+        known = {rule.shape for rule in plan.policy.rules if rule.part == part}
+        sites = [each.site for each in decided if each.site.part == part and not each.site.is_grouped]
+        shapes = dict.fromkeys(
+            f"{site.shape[0]}x{site.shape[1]}{':norm' if site.norm else ''}"
+            for site in sites
+            if site.shape not in known and site.obstacle is None
+        )
+        if shapes:
+            recipe = plan.recipe or next((rule.recipe for rule in plan.policy.rules), DEFAULT_RECIPE)
+            more = (
+                f"bitplan bench-layers --shapes {','.join(shapes)} --part {part} --recipe {recipe} --report more.jsonl"
+            )
+            into = f"bitplan merge-policy more.jsonl --into {plan.policy.where} --output {plan.policy.where} --force"
+            notes[f"never measured: {', '.join(shapes)}; measure them: {more} && {into}"] = None
+    return list(notes)
 
 
 def _bf16(reason: str) -> Fp8Choice:
@@ -300,26 +343,26 @@ def _bf16(reason: str) -> Fp8Choice:
 
 
 def _confirm(
-    model: nn.Module, decided: list[_Decided], plans: Mapping[str, PartPlan], trial: _Trial
-) -> tuple[list[_Decided], tuple[Confirmed, ...]]:
+    model: nn.Module, sites: Sites, decided: list[Decided], plans: Mapping[str, PartPlan], trial: _Trial
+) -> tuple[list[Decided], tuple[Confirmed, ...]]:
     """Time the first block of each make; all blocks of that make get what is shown to be fastest, or stay BF16."""
-    blocks: dict[str, list[tuple[_Decided, _Decided]]] = {}
+    blocks: dict[str, list[tuple[Decided, Decided]]] = {}
     for each in decided:
         everything = _all_fp8(each, each.site.part in plans)
-        blocks.setdefault(block_of(each.site.path), []).append((each, everything))
+        blocks.setdefault(sites.block_of(each.site.path), []).append((each, everything))
     results: dict[tuple[object, ...], Confirmed] = {}
     by_site = {each.site: each for each in decided}
     for path, members in blocks.items():
         if not any(everything.choice for _, everything in members):
             continue
-        make = tuple((_within(path, each.site.path), each.site.shape, each.choice.products) for each, _ in members)
+        make = make_of(path, [each for each, _ in members])
         if make not in results:
-            results[make] = _confirm_one(model, path, members, plans, trial)
+            results[make] = _confirm_one(model, sites, path, members, plans, trial)
         by_site |= {each.site: _after(each, everything, results[make]) for each, everything in members}
     return [by_site[each.site] for each in decided], tuple(results.values())
 
 
-def _all_fp8(decided: _Decided, is_asked_for: bool) -> _Decided:
+def _all_fp8(decided: Decided, is_asked_for: bool) -> Decided:
     """The same layer with all products in FP8, where it can be."""
     site, name = decided.site, decided.recipe.name
     can = shape_obstacle(name, site.shape) is None and (not site.is_grouped or name in expert_recipes())
@@ -330,8 +373,9 @@ def _all_fp8(decided: _Decided, is_asked_for: bool) -> _Decided:
 
 def _confirm_one(
     model: nn.Module,
+    sites: Sites,
     path: str,
-    members: list[tuple[_Decided, _Decided]],
+    members: list[tuple[Decided, Decided]],
     plans: Mapping[str, PartPlan],
     trial: _Trial,
 ) -> Confirmed:
@@ -342,12 +386,10 @@ def _confirm_one(
         inputs = inputs_without_example(model, path, members[0][0].site.shape[1], plan.tokens or 1)
     plain = model.get_submodule(path)
 
-    def built(chosen: list[_Decided]) -> nn.Module | None:
+    def built(chosen: list[Decided]) -> nn.Module | None:
         if not any(each.choice for each in chosen):
             return None
-        block = copy.deepcopy(plain)
-        _build(block, [_moved(each, path) for each in chosen], watch=False)
-        return block
+        return built_block(plain, path, chosen, sites.mlps)
 
     planned, everything = [each for each, _ in members], [each for _, each in members]
     return confirm_block(
@@ -363,80 +405,11 @@ def _confirm_one(
     )
 
 
-def _after(decided: _Decided, everything: _Decided, verdict: Confirmed) -> _Decided:
+def _after(decided: Decided, everything: Decided, verdict: Confirmed) -> Decided:
     if verdict.taken == "plan" or (verdict.taken == "bf16" and not decided.choice):
         return decided
     if verdict.taken == "all":
         reason = f"all FP8, by confirming {verdict.block}: {verdict.reason}"
         choice = replace(everything.choice, answer=verdict.answer, reason=reason)
         return decided if everything == decided else replace(everything, choice=choice)
-    reason = f"turned down by confirming {verdict.block}: {verdict.reason}"
-    choice = replace(decided.choice, products=(), answer=verdict.answer, reason=reason, speedup=None)
-    return replace(decided, choice=choice)
-
-
-def _within(block: str, path: str) -> str:
-    return path[len(block) + 1 :] if block else path
-
-
-def _moved(decided: _Decided, block: str) -> _Decided:
-    site = decided.site
-    modules = tuple(_within(block, each) for each in site.modules)
-    norm = None if site.norm is None else _within(block, site.norm)
-    moved = replace(site, path=_within(block, site.path), modules=modules, norm=norm)
-    return replace(decided, site=moved)
-
-
-# ---- building --------------------------------------------------------------------------------------------------------
-
-
-def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> list[str]:
-    """Make the FP8 layers one after the other, and put each into the model when it is made; on an error, none."""
-    replaced = Replacements(model)
-    try:
-        return _build_into(model, decided, replaced, watch=watch)
-    except BaseException as error:
-        replaced.restore(error)
-        raise
-
-
-def _build_into(model: nn.Module, decided: list[_Decided], replaced: Replacements, *, watch: bool) -> list[str]:
-    notes: dict[str, None] = {}
-    watched: dict[str, tuple[str, list[Fp8Choice], Site]] = {}
-    gated = find_gated(model, [each.site for each in decided if each.choice and not each.fp8_param])
-    for each in decided:
-        if not each.choice:
-            continue
-        partners = [other for other in decided if other.site.modules == each.site.modules]
-        if each is not next(other for other in partners if other.choice):
-            continue  # the two products of one set of experts are built together
-        built = build_site(
-            model,
-            {other.site: other.choice for other in partners},
-            each.recipe,
-            fp8_param=each.fp8_param,
-        )
-        replaced.put_built(built)
-        notes |= dict.fromkeys(built.notes)
-        if each.fp8_param:
-            notes[FP8_PARAM_NOTE] = None
-        if each.site.kind not in GROUPED_KINDS:
-            watched.setdefault(each.site.part, (built.first, [], each.site))[1].append(each.choice)
-    joined: dict[str, str] = {}
-    for together, names in build_gated(model, gated):
-        replaced.put(names.path, together)
-        joined |= {f"{names.path}.{name}": names.path for name in (names.gate, names.up, names.down)}
-    cast_weights_together(model)
-    if watch:
-        for first, choices, _site in watched.values():
-            _watch(model, joined.get(first, first), choices)
-    return list(notes)
-
-
-def _watch(model: nn.Module, path: str, choices: list[Fp8Choice]) -> None:
-    """One watch for all dense FP8 layers of a part: they see the same tokens."""
-    lows = [each.holds_from for each in choices if each.holds_from is not None]
-    highs = [each.holds_to for each in choices if each.holds_to is not None]
-    planned = choices[0].tokens
-    if lows and planned is not None:
-        TokenWatch(path, max(lows), min(highs) if highs else None, planned).attach(model.get_submodule(path))
+    return decided.in_bf16(f"turned down by confirming {verdict.block}: {verdict.reason}", verdict.answer)

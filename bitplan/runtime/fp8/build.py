@@ -1,22 +1,20 @@
 """Builds the FP8 layer of one site beside the model: weights fused, norm taken over, names unchanged.
 
 One linear becomes an Fp8Linear over the same parameters. Several become one layer of fused weights inside the first of
-them (`fused_projections`). Where a norm feeds nothing else and is a plain RMS or layer norm (compared on a random
-input, because classes that look alike differ), the layer is an Fp8NormLinear, which normalises in its cast, and the
-module in the norm's place passes its input on. An MLP that computes down(silu(gate(x)) * up(x)), compared so too, is
-joined: the gating happens in the casts (`layers.gated_mlp`). The experts of a block become two grouped products, each
-by its own choice (`experts`).
+them (`fused_projections`). Where a norm was seen to feed nothing else (`recorded_wiring`), the layer is an
+Fp8NormLinear, which normalises in its cast, and the module in the norm's place passes its input on. An MLP that was
+seen to be one, and nothing else, is joined: its activation happens in the casts (`layers.joined_mlp`). The experts of a
+block become two grouped products, each by its own choice (`experts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from bitplan.formats.fp8_recipes import BF16
 from bitplan.plan.fp8.choice import Fp8Choice
@@ -27,29 +25,27 @@ from bitplan.runtime.fp8.fused_projections import (
     FusedPart,
     FusedProjections,
     NormTakenOver,
-    Renamed,
     join_rows,
 )
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8.layers.gated_mlp import GatedMlp, gating_obstacle, has_hooks
+from bitplan.runtime.fp8.layers.joined_mlp import JoinedMlp, joining_obstacle
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.runtime.fp8.recorded_wiring import MlpWiring
 
 FP8_PARAM_NOTE = (
-    "fp8_param: weights are stored in FP8 and learn in float32 (weight_master of each layer); "
-    "state dicts hold both under the names of the new layers"
+    "fp8_param: weights are stored in FP8 and learn in float32 (weight_master of each layer), "
+    "which is what state dicts hold, under the model's own names"
 )
-_TOLERANCE = 2.0**-6  # two roundings to bfloat16
 
 
 @dataclass
 class Built:
-    """Modules by path, the names that state dicts keep (by the module that translates them), and the first module."""
+    """Modules by path, the first of them, and the path of the module that keeps the names of state dicts."""
 
     first: str
     modules: dict[str, nn.Module]
-    renamed: dict[str, list[Renamed]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    keeper: str | None = None
 
 
 def build_site(
@@ -60,17 +56,17 @@ def build_site(
     if site.is_grouped:
         return _build_experts(model, choices, recipe)
     gemms = gemms_of(choice, recipe)
-    linears = [_linear(model, path) for path in site.modules]
+    modules = [model.get_submodule(path) for path in site.modules]
+    linears = [_turned(module) for module in modules]
     fused = _join(linears)
-    norm = None if site.norm is None or fp8_param else model.get_submodule(site.norm)
-    if norm is not None and is_plain_norm(norm):
-        layer: Fp8Linear = Fp8NormLinear.from_modules(norm, fused, recipe=recipe, gemms=gemms)
-        return _place(site, linears, layer, site.norm)
-    layer = Fp8Linear.from_linear(fused, recipe=recipe, gemms=gemms, fp8_param=fp8_param)
-    built = _place(site, linears, layer, None)
-    if norm is not None:
-        built.notes = (f"{type(norm).__name__} is neither RMS nor layer norm as we know them: it stays apart",)
-    return built
+    if site.norm is None or fp8_param:
+        layer: Fp8Linear = Fp8Linear.from_linear(fused, recipe=recipe, gemms=gemms, fp8_param=fp8_param)
+    else:
+        norm, how = model.get_submodule(site.norm.path), {"kind": site.norm.kind, "eps": site.norm.eps}
+        layer = Fp8NormLinear.from_modules(norm, fused, recipe=recipe, gemms=gemms, **how)
+    if fused is not modules[0] and len(modules) == 1:
+        layer.turn_in_checkpoints()
+    return _place(site, linears, layer, None if site.norm is None or fp8_param else site.norm.path)
 
 
 def has_fp8(model: nn.Module) -> bool:
@@ -82,114 +78,34 @@ def gemms_of(choice: Fp8Choice, recipe: Fp8Recipe) -> GemmChoice:
     return GemmChoice(*(name if product in choice.products else BF16 for product in PRODUCTS))
 
 
-def is_plain_norm(norm: nn.Module) -> bool:
-    """Whether a norm is x / rms(x) * weight, or torch's layer norm, with nothing of its own added."""
-    if isinstance(norm, nn.LayerNorm):
-        return type(norm) is nn.LayerNorm and norm.elementwise_affine and len(norm.normalized_shape) == 1
-    weight = getattr(norm, "weight", None)
-    eps = next((getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
-    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or getattr(norm, "bias", None) is not None:
-        return False
-    if weight.device.type == "meta":
-        return True  # on meta nothing can be compared; block classes whose norms are taken over are known
-    if not bool(weight.any()):
-        return False  # zeros would agree with any norm
-    generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn((4, weight.shape[0]), generator=generator, device=weight.device).to(weight.dtype)
-    with torch.no_grad():
-        expected = functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
-        off = (norm(x).float() - expected).norm() / expected.norm()
-    return bool(off <= _TOLERANCE)
-
-
-# ---- gated MLPs ------------------------------------------------------------------------------------------------------
-
-_SILU = ("F", "functional", "nn", "torch", "silu")
-
-
-@dataclass(frozen=True)
-class GatedNames:
-    """An MLP by its path, and the names of its three projections."""
-
-    path: str
-    gate: str
-    up: str
-    down: str
-
-
-def find_gated(model: nn.Module, sites: Sequence[Site]) -> list[GatedNames]:
-    """MLPs among these sites that compute down(silu(gate(x)) * up(x)), behind a norm that gate and up take over.
-
-    They are found before their layers are replaced, which `build_gated` does afterwards.
-    """
-    downs = {_parent(site.modules[0]): site.modules[0] for site in sites if site.name == "fc2" and not site.is_grouped}
-    found = []
-    for site in sites:
-        path = _parent(site.modules[0])
-        if site.name != "fc1" or len(site.modules) != 2 or site.norm is None or not path or path not in downs:
-            continue
-        names = [each.rpartition(".")[2] for each in (*site.modules, downs[path])]
-        if is_plain_gating(model.get_submodule(path), *names):
-            found.append(GatedNames(path, *names))
-    return found
-
-
-def is_plain_gating(mlp: nn.Module, gate: str, up: str, down: str) -> bool:
-    """Whether a module computes down(silu(gate(x)) * up(x)) and nothing else.
-
-    Its code may name nothing but these layers and silu: numbers alone would not show a clamp that is not reached, or
-    dropout while it is off.
-    """
-    linears = [mlp.get_submodule(name) for name in (gate, up, down)]
-    weight = getattr(linears[0], "weight", None)
-    own = mlp._parameters or mlp._buffers or mlp._state_dict_hooks or mlp._load_state_dict_pre_hooks
-    if own or "forward" in vars(mlp) or has_hooks(mlp.modules()) or not _names_only_gating(mlp, gate, up, down):
-        return False
-    if not all(type(each) is nn.Linear for each in linears) or not isinstance(weight, Tensor) or weight.is_meta:
-        return False
-    generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn((1, 4, weight.shape[1]), generator=generator, device=weight.device).to(weight.dtype)
-    with torch.no_grad():
-        expected = linears[2](functional.silu(linears[0](x)) * linears[1](x)).float()
-        made = mlp(x)
-        if not isinstance(made, Tensor) or made.shape != expected.shape:
-            return False
-        return bool((made.float() - expected).norm() / expected.norm() <= _TOLERANCE)
-
-
-def activation_name(mlp: nn.Module, *layers: str) -> str | None:
-    """What the code of a gated MLP names beside its layers: an attribute with the activation, or None."""
-    return next((name for name in type(mlp).forward.__code__.co_names if name not in {*layers, *_SILU}), None)
-
-
-def _names_only_gating(mlp: nn.Module, *layers: str) -> bool:
-    code = getattr(type(mlp).forward, "__code__", None)
-    if code is None or code.co_freevars or not all(each is None or isinstance(each, str) for each in code.co_consts):
-        return False
-    others = set(code.co_names) - {*layers, *_SILU}
-    if not others <= set(vars(mlp)) | set(mlp._modules) or len(others) > 1:
-        return False
-    kinds = [getattr(mlp, name) for name in others]
-    return all(each is functional.silu or type(each).__name__ in ("SiLU", "SiLUActivation") for each in kinds)
-
-
-def build_gated(model: nn.Module, found: Sequence[GatedNames]) -> Iterator[tuple[GatedMlp, GatedNames]]:
-    """A `GatedMlp` for each MLP whose two layers became FP8 so that it can run."""
-    for each in found:
-        mlp = model.get_submodule(each.path)
-        head, down = mlp.get_submodule(each.gate), mlp.get_submodule(each.down)
-        if gating_obstacle(getattr(head, "fused", head), down) is None:
-            names = (each.gate, each.up, each.down)
-            yield GatedMlp(mlp, *names, activation_name(mlp, *names)), each
+def build_mlps(model: nn.Module, mlps: Sequence[MlpWiring]) -> Iterator[tuple[MlpWiring, JoinedMlp]]:
+    """A `JoinedMlp` for each MLP whose layers became FP8 so that it can run."""
+    for wiring in mlps:
+        first, down = (model.get_submodule(path) for path in (wiring.first[0], wiring.down))
+        others = [model.get_submodule(path) for path in wiring.first[1:]]
+        is_whole = all(isinstance(other, FusedPart) and other._head[0] is first for other in others)
+        count = len(first.sizes) if isinstance(first, FusedProjections) else 1
+        layer = first.fused if isinstance(first, FusedProjections) else first
+        if is_whole and count == len(wiring.first) and joining_obstacle(layer, down) is None:
+            cut = len(wiring.path) + 1
+            mlp = model.get_submodule(wiring.path)
+            joined = JoinedMlp(mlp, wiring.first[0][cut:], wiring.down[cut:], wiring.function, wiring.tail)
+            yield wiring, joined
 
 
 # ---- dense -----------------------------------------------------------------------------------------------------------
 
 
-def _linear(model: nn.Module, path: str) -> nn.Linear:
-    layer = model.get_submodule(path)
-    assert isinstance(layer, nn.Linear)
-    return layer
+def _turned(module: nn.Module) -> nn.Linear:
+    """A linear itself; of one whose weight is [inputs, outputs] (Conv1D) a linear with the transpose."""
+    if isinstance(module, nn.Linear):
+        return module
+    weight = module.get_parameter("weight")
+    with torch.device("meta"):
+        linear = nn.Linear(*weight.shape, bias=False)
+    linear.weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
+    linear.bias = module.get_parameter("bias")
+    return linear.train(module.training)
 
 
 def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -212,31 +128,14 @@ def _place(site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str
     single = len(linears) == 1
     head_path = site.modules[0]
     modules: dict[str, nn.Module] = {head_path: layer}
-    inner = head_path
     if not single:
         head = FusedProjections(layer, [each.out_features for each in linears]).train(layer.training)
         modules = {head_path: head}
         modules |= {path: FusedPart(head, index).train(layer.training) for index, path in _rest(site)}
-        inner = f"{head_path}.fused"
-    keeper = _common_parent([*site.modules, *([norm] if norm else [])])
-    renamed: list[Renamed] = []
-
-    def local(path: str) -> str:
-        return path[len(keeper) + 1 :] if keeper else path
-
-    if not single and not layer.fp8_param:
-        start = 0
-        for path, linear in zip(site.modules, linears, strict=True):
-            rows = (start, start + linear.out_features)
-            for tensor in ("weight",) if linear.bias is None else ("weight", "bias"):
-                renamed.append(Renamed(local(f"{path}.{tensor}"), local(f"{inner}.{tensor}"), rows))
-            start = rows[1]
     if norm is not None:
         modules[norm] = NormTakenOver(layer.get_submodule("norm"))
-        for tensor in ("weight", "bias"):
-            if getattr(layer.norm, tensor) is not None:
-                renamed.append(Renamed(local(f"{norm}.{tensor}"), local(f"{inner}.norm.{tensor}")))
-    return Built(head_path, modules, {keeper: renamed} if renamed else {})
+    keeper = _common_parent([*site.modules, *([norm] if norm else [])])
+    return Built(head_path, modules, None if single and norm is None else keeper)
 
 
 def _parent(path: str) -> str:
@@ -262,6 +161,4 @@ def _build_experts(model: nn.Module, choices: Mapping[Site, Fp8Choice], recipe: 
     experts = model.get_submodule(path)
     gemms = {site.name: gemms_of(choice, recipe) for site, choice in choices.items()}
     layer = Fp8Experts(experts, recipe, gemms["fc1"], gemms["fc2"]).train(experts.training)
-    return Built(
-        path, {path: layer}, {path: [Renamed("gate_up_proj", "fc1.weight"), Renamed("down_proj", "fc2.weight")]}
-    )
+    return Built(path, {path: layer}, path)

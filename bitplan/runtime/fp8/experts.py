@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.runtime.fp8.fused_projections import Renamed
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.weight_casts import expire_casts, free_with
@@ -21,6 +22,8 @@ from bitplan.runtime.fp8.layers.weight_casts import expire_casts, free_with
 
 class Fp8Experts(nn.Module):
     """Takes the place of a transformers experts module, over the same parameters."""
+
+    checkpoint_names = (Renamed("gate_up_proj", "fc1.weight"), Renamed("down_proj", "fc2.weight"))
 
     def __init__(self, experts: nn.Module, recipe: Fp8Recipe, fc1: GemmChoice, fc2: GemmChoice) -> None:
         super().__init__()

@@ -1,95 +1,67 @@
-"""Finds where FP8 may go in a model: its linear layers, by the kinds and names of policies.
+"""Finds where FP8 may go in a model: every linear layer, by its shape, joined where the model was seen to allow it.
 
-Layers are recognised by module names, as in Hugging Face's llama, mistral, qwen, mixtral and deepseek classes and often
-in Megatron and plain PyTorch code. Nothing is guessed: a linear whose name is in no table is left as it is, and listed.
+Every `nn.Linear`, and transformers' Conv1D, is a candidate. `recorded_wiring` says which of them read one tensor and
+are one layer, which norm a layer may take over, and which MLPs can be joined. The experts of a block are two layers.
 
-    qkv      q_proj, k_proj, v_proj together (or qkv_proj, ...)      layernorm_column, column where the norm stays apart
-    proj     o_proj, ...                                             row
-    fc1      gate_proj and up_proj together (or fc1, ...)            layernorm_column; column in a shared expert
-    fc2      down_proj, ...                                          row
-    MLA      q_a_proj, kv_a_proj_with_mqa                            duplicated q_down_proj, kv_down_proj
-             q_b_proj, kv_b_proj                                     layernorm_column q_up_proj, kv_up_proj
-             q_proj beside kv_a_proj_with_mqa                        column q_proj
-    experts  a module with gate_up_proj and down_proj of rank 3      column_grouped fc1 and row_grouped fc2
+Left out unless they are asked for by `include`: the output layer and routers, as the run showed them, and adapters of
+peft. A linear that peft has wrapped (its `base_layer`) is a candidate: the base becomes FP8, the adapter stays.
 
-A linear that peft has wrapped (its `base_layer`) is found under its own name: the base becomes FP8, the adapter stays.
+A layer's `kind` and `name` are those of policies; policies are asked by shape, and only version 1 by name:
 
-Projections that read the same input are ONE site, since one product of the fused weights was measured. A norm belongs
-to a site if nothing else reads its output, which is known only for the block classes listed here.
+    qkv      what queries, keys and values come from              layernorm_column; column where no norm is its own
+    proj     what reads the result of attention                   row
+    fc1      gate and up, or the first projection of an MLP       layernorm_column; column where no norm is its own
+    fc2      the last projection of an MLP                        row
+    experts  a module with gate_up_proj and down_proj of rank 3   column_grouped fc1 and row_grouped fc2
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bitplan.errors import PlanError
 from bitplan.plan.fp8.policy import Question
+from bitplan.plan.fp8.vocabulary import Fp8Error
+from bitplan.plan.names import ShellPatterns
+from bitplan.runtime.fp8.recorded_wiring import MlpWiring, NormBefore, Run, Wiring, run_without_numbers
 
-_FUSED = {
-    ("q_proj", "k_proj", "v_proj"): "qkv",
-    ("wq", "wk", "wv"): "qkv",
-    ("gate_proj", "up_proj"): "fc1",
-    ("w1", "w3"): "fc1",
-}
-_SINGLE = {
-    "qkv": ("qkv_proj", "qkv", "wqkv", "Wqkv", "query_key_value", "linear_qkv"),
-    "proj": ("o_proj", "out_proj", "wo", "proj", "linear_proj"),
-    "fc1": ("gate_up_proj", "fc1", "linear_fc1", "dense_h_to_4h", "up_proj", "w1"),
-    "fc2": ("down_proj", "fc2", "linear_fc2", "dense_4h_to_h", "w2"),
-}
-_LATENT = {
-    "q_a_proj": "q_down_proj",
-    "kv_a_proj_with_mqa": "kv_down_proj",
-    "q_b_proj": "q_up_proj",
-    "kv_b_proj": "kv_up_proj",
-    "q_proj": "q_proj",
-}
-_NAME_OF = {word: name for name, words in _SINGLE.items() for word in words}
-_KIND_OF = {
-    "qkv": "layernorm_column",
-    "proj": "row",
-    "fc1": "layernorm_column",
-    "fc2": "row",
-    "q_down_proj": "duplicated",
-    "kv_down_proj": "duplicated",
-    "q_up_proj": "layernorm_column",
-    "kv_up_proj": "layernorm_column",
-    "q_proj": "column",
-}
-# Blocks in which only q, k and v read input_layernorm's output, and only the MLP's gate and up, if there is a dense
-# MLP, read post_attention_layernorm's.
-_BLOCKS = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe", "DeepseekV2", "DeepseekV3")
-_BLOCK_NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
-_LATENT_NORMS = {"q_up_proj": "q_a_layernorm", "kv_up_proj": "kv_a_layernorm"}
+_NAMES = dict.fromkeys(("query", "key", "value", "qkv", "key_value", "query_key", "query_value"), "qkv")
+_NAMES |= dict.fromkeys(("gate", "up", "gate_up"), "fc1") | {"attention_output": "proj", "down": "fc2"}
+_LEFT = {"head": "the output layer", "router": "a router"}
 _VISION = ("visual", "vision_tower", "vision_model", "image_encoder", "vit")
-_SHARED = ("shared_expert", "shared_experts")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BASE = "base_layer"
 _GATING = "_default_apply_gate"  # transformers' own
 _EXPERT_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
-_NEVER = ("lm_head", "router", "merger", "projector", "multi_modal_projector", "embed_tokens", "shared_expert_gate")
 
 
 @dataclass(frozen=True)
 class Site:
-    """One layer as a policy knows it, and the modules that make it up. `obstacle` says why it cannot be replaced."""
+    """One layer as a policy knows it, and the modules that make it up. `obstacle` says why it cannot be replaced.
+
+    norm   the norm that it may take over; `apart` says why the one in front stays apart, where there is one
+    name   as version 1 policies know it; None for what they do not know
+    """
 
     path: str
     part: str
     kind: str
-    name: str
+    name: str | None
     shape: tuple[int, int]
     modules: tuple[str, ...]
-    norm: str | None = None
+    norm: NormBefore | None = None
     num_gemms: int | None = None
     moe_router_topk: int | None = None
     obstacle: str | None = None
+    apart: str | None = None
 
     @property
     def is_grouped(self) -> bool:
@@ -100,28 +72,43 @@ class Site:
         own: dict[str, Any] = {"name": self.name, "num_gemms": self.num_gemms, "moe_router_topk": self.moe_router_topk}
         return Question(self.kind, tokens, shape=self.shape, part=self.part, **own, **more)
 
+    def within(self, block: str) -> Site:
+        """The same layer by paths inside a block."""
+        cut = len(block) + 1 if block else 0
+        norm = None if self.norm is None else replace(self.norm, path=self.norm.path[cut:])
+        return replace(self, path=self.path[cut:], modules=tuple(path[cut:] for path in self.modules), norm=norm)
+
 
 @dataclass(frozen=True)
 class Sites:
-    """The sites of a model in its own order, and the linears that belong to no site."""
+    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined; what was run."""
 
     sites: tuple[Site, ...]
     left: tuple[str, ...]
+    mlps: tuple[MlpWiring, ...] = ()
+    run: Run = field(default_factory=Run)
+
+    def block_of(self, path: str) -> str:
+        """The block that a layer is in, as it was seen; by the first number in its path where it was not."""
+        for prefix, (view, _, _) in self.run.views.items():
+            if not prefix or path.startswith(f"{prefix}."):
+                block = view.block_of(path[len(prefix) + 1 :] if prefix else path)
+                if block or prefix:
+                    return f"{prefix}.{block}".strip(".")
+        return block_of(path)
 
 
-def find_sites(model: nn.Module) -> Sites:
-    """Every layer that a policy can be asked about."""
-    seen = _Seen(model)
-    sites: list[Site] = []
-    for path, module in model.named_modules():
-        sites += seen.sites_under(path, module)
-    taken = {path for site in sites for path in site.modules}
-    left = [path for path, module in model.named_modules() if isinstance(module, nn.Linear) and path not in taken]
-    return Sites(tuple(sites), tuple(left))
+def find_sites(
+    model: nn.Module, *, include: Iterable[str] = (), exclude: Iterable[str] = (), example: Any = None
+) -> Sites:
+    """Every layer that a policy can be asked about; `include` and `exclude` are names or shell patterns of modules."""
+    return _Finder(model, tuple(include), tuple(exclude), example).sites()
 
 
-class _Seen:
-    def __init__(self, model: nn.Module) -> None:
+class _Finder:
+    def __init__(self, model: nn.Module, include: tuple[str, ...], exclude: tuple[str, ...], example: Any) -> None:
+        self.model, self.asks = model, bool(include)
+        self.include, self.exclude = ShellPatterns(include), ShellPatterns(exclude)
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.uses: dict[int, int] = {}
         for module in self.modules.values():
@@ -129,43 +116,102 @@ class _Seen:
                 if parameter is not None:
                     self.uses[id(parameter)] = self.uses.get(id(parameter), 0) + 1
         self.topk = _topk(model)
+        self.run = run_without_numbers(model, example)
+        self.wirings = {
+            f"{prefix}." if prefix else "": Wiring(model.get_submodule(prefix), view)
+            for prefix, (view, _, _) in self.run.views.items()
+        }
 
-    def sites_under(self, path: str, module: nn.Module) -> Iterator[Site]:
-        """The sites whose linears are children of one module, or the two products of its experts."""
-        parts = path.split(".")
-        if any(part in _NEVER for part in parts):
-            return
-        if is_experts(module):
-            yield from self._experts(path, module)
-            return
-        linears = {name: at for name, child in module.named_children() if (at := _linear_at(name, child))}
-        latent = "kv_a_proj_with_mqa" in linears
-        done: set[str] = set()
-        for names, site in () if latent else _FUSED.items():
-            if all(name in linears for name in names):
-                yield self._dense(path, site, tuple(linears[name] for name in names))
-                done.update(names)
-        for name, child in linears.items():
-            kind = _LATENT.get(name) if latent else None
-            kind = kind or _NAME_OF.get(name)
-            if name not in done and kind is not None and name not in _NEVER:
-                yield self._dense(path, kind, (child,))
+    def sites(self) -> Sites:
+        paths = [path for path, module in self.model.named_modules() if is_linear(module)]
+        experts = {path for path, module in self.model.named_modules() if is_experts(module)}
+        self._check_patterns([*paths, *experts])
+        left = {path: why for path in paths if (why := self._why_left(path)) is not None}
+        groups: dict[str, tuple[str, ...]] = {}
+        for prefix, wiring in self.wirings.items():
+            for group in wiring.joined():
+                members = tuple(prefix + path for path in group)
+                if not set(members) & set(left) and self._can_join(members):
+                    groups |= dict.fromkeys(members, members)
+        sites: list[Site] = []
+        for path in self.modules:
+            members = groups.get(path, (path,))
+            if path in experts and self._is_wanted(path):
+                sites += self._experts(path, self.modules[path])
+            elif path in paths and path not in left and path == members[0]:
+                sites.append(self._dense(members))
+        mlps = [mlp.under(prefix) for prefix, wiring in self.wirings.items() for mlp in wiring.mlps]
+        shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())
+        return Sites(tuple(sites), shown, tuple(mlps), self.run)
 
-    def _dense(self, path: str, name: str, children: tuple[str, ...]) -> Site:
-        paths = tuple(f"{path}.{child}".lstrip(".") for child in children)
-        linears = [self.modules[each] for each in paths]
-        shape = (sum(_features(each)[0] for each in linears), _features(linears[0])[1])
-        parts = path.split(".")
-        kind = _KIND_OF[name]
-        if any(part in _SHARED for part in parts) and kind == "layernorm_column":
-            kind = "column"  # the router reads the norm's output too
+    def _check_patterns(self, paths: list[str]) -> None:
+        for what, patterns in (("include", self.include), ("exclude", self.exclude)):
+            try:
+                patterns.check(paths, what)
+            except PlanError as error:
+                raise Fp8Error(str(error).replace("no tensor", "no linear layer")) from None
+
+    def _is_wanted(self, path: str) -> bool:
+        return (not self.asks or bool(self.include.matching(path))) and not self.exclude.matching(path)
+
+    def _why_left(self, path: str) -> str | None:
+        """Why a linear is no candidate: "" where it is not wanted, None where it is one."""
+        if not self._is_wanted(path):
+            return ""
+        above = path
+        while above := above.rpartition(".")[0]:
+            base = getattr(self.modules[above], _BASE, None)
+            if isinstance(base, nn.Module) and not path.startswith(f"{above}.{_BASE}"):
+                return "an adapter"
+        if self.asks:
+            return None
+        role, seen = self._role(path), self._wiring(path)
+        if role == "head" and seen is not None and seen[0]:
+            return None  # the last layer of a part, of which nobody says that it is the model's last
+        output = getattr(self.model, "get_output_embeddings", None)
+        if not role and callable(output) and output() is self.modules[path]:
+            role = "head"
+        return _LEFT.get(role)
+
+    def _wiring(self, path: str) -> tuple[str, Wiring] | None:
+        return next(((prefix, wiring) for prefix, wiring in self.wirings.items() if path.startswith(prefix)), None)
+
+    def _role(self, path: str) -> str:
+        seen = self._wiring(path)
+        return "" if seen is None else seen[1].role(path[len(seen[0]) :])
+
+    def _norm_before(self, paths: tuple[str, ...]) -> NormBefore | None:
+        seen = self._wiring(paths[0])
+        if seen is None:
+            return None
+        prefix, wiring = seen
+        norm = wiring.norm_before([path[len(prefix) :] for path in paths])
+        if norm is None:
+            return None
+        norm = replace(norm, path=prefix + norm.path)
+        parameters = self.modules[norm.path]._parameters.values()
+        if norm.why is None and any(self.uses[id(each)] > 1 for each in parameters if each is not None):
+            norm = replace(norm, why=f"{norm.path} is shared with another module")
+        return norm
+
+    def _dense(self, paths: tuple[str, ...]) -> Site:
+        linears = [self.modules[path] for path in paths]
+        shape = (sum(features_of(each)[0] for each in linears), features_of(linears[0])[1])
+        name = _NAMES.get(self._role(paths[0]))
+        if name == "qkv" and len(paths) < 3 and self._role(paths[0]) != "qkv":
+            name = None  # a part of what policies know by that name
+        norm = self._norm_before(paths)
+        kind = "column" if name in ("qkv", "fc1") else "row"
+        if norm is not None and norm.why is None:
+            kind = "layernorm_column"
         obstacle = self._obstacle(paths)
-        if re.search(r"(^|\.)experts\.[0-9]+(\.|$)", path):
+        if re.search(r"(^|\.)experts\.[0-9]+(\.|$)", paths[0]):
             obstacle = "an expert of its own: experts were measured as one grouped product"
-        is_wrapped = any("." in child for child in children)  # its adapter reads the norm's output too
-        norm = self._norm(path, name) if kind == "layernorm_column" and not is_wrapped else None
-        label = paths[0] if len(paths) == 1 else f"{path}.{name}".lstrip(".")
-        return Site(label, _part(parts), kind, name, shape, paths, norm, obstacle=obstacle)
+        parent = paths[0].rpartition(".")[0]
+        label = "+".join([paths[0], *(path.removeprefix(f"{parent}.") for path in paths[1:])])
+        taken = norm if norm is not None and norm.why is None else None
+        apart = None if norm is None else norm.why
+        return Site(label, _part(parent.split(".")), kind, name, shape, paths, taken, obstacle=obstacle, apart=apart)
 
     def _experts(self, path: str, module: nn.Module) -> Iterator[Site]:
         for child, kind, name in (("gate_up_proj", "column_grouped", "fc1"), ("down_proj", "row_grouped", "fc2")):
@@ -180,44 +226,43 @@ class _Seen:
             label, part = f"{path}.{child}".lstrip("."), _part(path.split("."))
             yield Site(label, part, kind, name, shape, (path,), None, weight.shape[0], topk, obstacle)
 
-    def _obstacle(self, paths: tuple[str, ...]) -> str | None:
-        """Why linears cannot be replaced by one layer."""
+    def _can_join(self, paths: tuple[str, ...]) -> bool:
+        """Whether linears that read one tensor can be one: alike in all but their outputs, and none has an obstacle."""
         linears = [self.modules[path] for path in paths]
-        for path, linear in zip(paths, linears, strict=True):
-            if type(linear) is not nn.Linear:
+        if self._obstacle(paths) is not None or not all(isinstance(one, nn.Linear) for one in linears):
+            return False
+        kinds = {
+            (getattr(one, "bias", None) is None, weight.dtype, weight.device, weight.requires_grad)
+            for one in linears
+            if (weight := one.get_parameter("weight")) is not None
+        }
+        return len(kinds) == 1
+
+    def _obstacle(self, paths: tuple[str, ...]) -> str | None:
+        """Why linears cannot be replaced."""
+        for path in paths:
+            linear = self.modules[path]
+            if type(linear) is not nn.Linear and not _is_conv1d(linear):
                 return f"{path} is a {type(linear).__name__}, whose forward is not Linear's own"
             if _has_hooks(linear):
                 return f"{path} has hooks, which would be lost"
             if self.uses[id(linear.weight)] > 1:
                 return f"the weight of {path} is shared with another module"
-        biases = {linear.bias is not None for linear in linears}
-        inputs = {_features(linear)[1] for linear in linears}
-        kinds = {(linear.weight.dtype, linear.weight.device, linear.weight.requires_grad) for linear in linears}
-        if len(biases) > 1 or len(inputs) > 1 or len(kinds) > 1:
-            return f"{', '.join(paths)} differ in bias, input, dtype, device or whether they are trained"
+            seen = self._wiring(path)
+            uses = seen[1].view.uses(f"{path[len(seen[0]) :]}.weight") if seen is not None else ()
+            if any(use.module != use.path for use in uses):
+                return f"the weight of {path} is read by another module than its own"
         return None
 
-    def _norm(self, path: str, name: str) -> str | None:
-        """The norm in front of a site, if nothing else reads its output."""
-        module = self.modules[path]
-        if name in _LATENT_NORMS:
-            norm = f"{path}.{_LATENT_NORMS[name]}"
-            known = type(module).__name__.removesuffix("Attention") in _BLOCKS
-            return norm if known and self._is_own(norm) else None
-        block_path, _, own = path.rpartition(".")
-        block = self.modules.get(block_path)
-        family = type(block).__name__.removesuffix("DecoderLayer")
-        if family not in _BLOCKS or own not in _BLOCK_NORMS:
-            return None
-        norm = f"{block_path}.{_BLOCK_NORMS[own]}".lstrip(".")
-        return norm if self._is_own(norm) else None
 
-    def _is_own(self, norm: str) -> bool:
-        """Whether a norm is there, has no hooks, which would be lost, and no weight that another module has too."""
-        module = self.modules.get(norm)
-        if module is None or _has_hooks(module):
-            return False
-        return all(self.uses[id(each)] == 1 for each in module._parameters.values() if each is not None)
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D, a linear whose weight is [inputs, outputs]."""
+    library = sys.modules.get("transformers.pytorch_utils")  # a model that has one has loaded it
+    return library is not None and type(module) is library.Conv1D
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -253,16 +298,10 @@ def _has_hooks(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
-def _linear_at(name: str, child: nn.Module) -> str | None:
-    """Where the linear of a child is: itself, or the base that an adapter of peft has wrapped."""
-    if isinstance(child, nn.Linear):
-        return name
-    return f"{name}.{_BASE}" if isinstance(getattr(child, _BASE, None), nn.Linear) else None
-
-
-def _features(linear: nn.Module) -> tuple[int, int]:
-    assert isinstance(linear, nn.Linear)
-    return linear.out_features, linear.in_features
+def features_of(linear: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs, whichever way the weight lies."""
+    rows, columns = linear.get_parameter("weight").shape
+    return (columns, rows) if _is_conv1d(linear) else (rows, columns)
 
 
 def _part(parts: list[str]) -> str:
@@ -279,6 +318,6 @@ def _topk(model: nn.Module) -> int | None:
 
 
 def block_of(path: str) -> str:
-    """The block that a layer is in: up to the last number in its path; empty where there is none."""
-    match = re.match(r"(?:.*\.)?[0-9]+(?=\.)", path)
+    """The block that a layer is in: up to the first number in its path; empty where there is none."""
+    match = re.match(r"(?:.*?\.)??[0-9]+(?=\.)", path)
     return match[0] if match else ""

@@ -179,14 +179,49 @@ class Renamed:
     rows: tuple[int, int] | None = None
 
 
+def renamed_in(module: nn.Module) -> dict[str, list[Renamed]]:
+    """The names in checkpoints of what is joined inside a module, by the name that the module itself has for it.
+
+    They follow from where the modules are now: peft moves them when it puts an adapter on or takes it away.
+    """
+    heads: dict[int, tuple[str, FusedProjections]] = {}
+    parts: dict[int, dict[int, str]] = {}
+    norms: dict[int, str] = {}
+    renamed: list[Renamed] = []
+    for path, inner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(inner, FusedProjections):
+            heads[id(inner)] = (prefix, inner)
+            parts.setdefault(id(inner), {})[0] = prefix
+        elif isinstance(inner, FusedPart):
+            parts.setdefault(id(inner._head[0]), {})[inner.index] = prefix
+        elif isinstance(inner, NormTakenOver):
+            norms[id(inner._norm[0])] = prefix
+        for own in getattr(inner, "checkpoint_names", ()):
+            renamed.append(Renamed(prefix + own.old, prefix + own.new, own.rows))
+    for key, (prefix, head) in heads.items():
+        if len(parts[key]) < len(head.sizes):
+            continue  # a module further out has them all
+        start = 0
+        for index, size in enumerate(head.sizes):
+            rows = (start, start + size)
+            for tensor in ("weight",) if head.fused.bias is None else ("weight", "bias"):
+                renamed.append(Renamed(parts[key][index] + tensor, f"{prefix}fused.{tensor}", rows))
+            start = rows[1]
+    for path, inner in module.named_modules() if norms else ():
+        if id(inner) in norms:
+            renamed += [Renamed(norms[id(inner)] + tensor, f"{path}.{tensor}") for tensor in ("weight", "bias")]
+    by_new: dict[str, list[Renamed]] = {}
+    for name in renamed:
+        by_new.setdefault(name.new, []).append(name)
+    return by_new
+
+
 class _Split:
     """Writes a module's state under the old names. A class, so that a model that has it can be pickled."""
 
-    def __init__(self, by_new: dict[str, list[Renamed]]) -> None:
-        self.by_new = by_new
-
-    def __call__(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for new, parts in self.by_new.items():
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for new, parts in renamed_in(module).items():
             if prefix + new not in state:
                 continue
             whole = state.pop(prefix + new)
@@ -208,12 +243,9 @@ def _with_own_storage(whole: Tensor, rows: tuple[int, int]) -> Tensor:
 class _Join:
     """Reads a state under the old names."""
 
-    def __init__(self, by_new: dict[str, list[Renamed]]) -> None:
-        self.by_new = by_new
-
-    def __call__(self, _module: nn.Module, state: dict[str, Any], prefix: str, *more: Any) -> None:
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *more: Any) -> None:
         errors: list[str] = more[-1]
-        for new, parts in self.by_new.items():
+        for new, parts in renamed_in(module).items():
             if all(prefix + part.old in state for part in parts):
                 tensors = [state.pop(prefix + part.old) for part in parts]
                 if parts[0].rows is None:
@@ -232,18 +264,12 @@ class _Join:
                     state[prefix + new] = torch.cat(tensors)
 
 
-def keep_names(module: nn.Module, renamed: Sequence[Renamed]) -> tuple[Any, Any]:
-    """Let a module read and write state dicts under the names it had; names are relative to the module.
+def keep_names(module: nn.Module) -> tuple[Any, Any]:
+    """Let a module read and write state dicts under the names that its joined layers had.
 
     Returns handles that end this.
     """
-    by_new: dict[str, list[Renamed]] = {}
-    for each in renamed:
-        by_new.setdefault(each.new, []).append(each)
-    return (
-        module.register_state_dict_post_hook(_Split(by_new)),
-        module.register_load_state_dict_pre_hook(_Join(by_new)),
-    )
+    return module.register_state_dict_post_hook(_Split()), module.register_load_state_dict_pre_hook(_Join())
 
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:

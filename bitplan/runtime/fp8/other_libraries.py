@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from bitplan.plan.fp8.choice import Fp8Choice, choose_products
-from bitplan.plan.fp8.policy import Policy, Question
+from bitplan.plan.fp8.policy import Policy, Question, asked_by_shape
 from bitplan.plan.fp8.vocabulary import GROUPED_KINDS, KIND_OF_CLASS, Fp8Error, promote, shape_obstacle
 from bitplan.runtime.fp8.find_linears import find_sites
 
@@ -51,7 +51,7 @@ def torchao_filter(
     for site in find_sites(model).sites:
         if site.is_grouped or site.obstacle is not None:
             continue
-        question = site.question(tokens, tp=tp, recipe=recipe, extrapolate=extrapolate)
+        question = asked_by_shape(policy, site.question(tokens, tp=tp, recipe=recipe, extrapolate=extrapolate))
         if choose_products(policy, question, estimate=estimate, apart=False):
             chosen.update(site.modules)
 

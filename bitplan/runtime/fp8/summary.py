@@ -20,7 +20,7 @@ class LayerRow:
     path: str
     part: str
     kind: str
-    name: str
+    name: str | None
     shape: tuple[int, int]
     precision: str
     recipe: str | None
@@ -31,6 +31,7 @@ class LayerRow:
 
     @classmethod
     def of(cls, site: Site, choice: Fp8Choice) -> LayerRow:
+        apart = f"; its norm stays apart: {site.apart}" if choice and site.apart is not None else ""
         return cls(
             site.path,
             site.part,
@@ -42,7 +43,7 @@ class LayerRow:
             choice.answer,
             choice.tokens,
             choice.speedup,
-            choice.reason,
+            choice.reason + apart,
         )
 
 
@@ -63,13 +64,28 @@ class Confirmed:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """A block in FP8 beside its BF16 self, on random inputs: how far apart what they add to their input is, by norms.
+
+    `kept`: "all" of FP8, "apart" (norms and activations stay the model's own code) or "bf16", beyond the bound.
+    """
+
+    block: str
+    difference: float | None
+    bound: float
+    kept: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class AppliedFp8:
-    """Every layer that was decided on, the blocks that were confirmed, and notes about the policy."""
+    """Every layer that was decided on, the blocks that were compared and confirmed, and notes."""
 
     rows: tuple[LayerRow, ...]
     left: tuple[str, ...] = ()
     confirmed: tuple[Confirmed, ...] = ()
     notes: tuple[str, ...] = ()
+    compared: tuple[Compared, ...] = ()
 
     @property
     def fp8_layers(self) -> int:
@@ -82,7 +98,8 @@ class AppliedFp8:
         """The table, with confirmations and notes below it."""
         lines = [f"{self.fp8_layers} of {len(self.rows)} layers in FP8", *_table(_grouped(self.rows))]
         if self.left:
-            lines.append(f"not layers of a policy, left as they are: {_listed(self.left)}")
+            lines.append(f"left as they are: {_listed(self.left)}")
+        lines += [f"compared {each.block}: {each.reason}" for each in self.compared]
         for each in self.confirmed:
             lines.append(f"confirmed {each.block}: {each.answer}: {each.reason}")
         return "\n".join([*lines, *self.notes])

@@ -22,7 +22,7 @@ import tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bitplan.kernels.fp8 import triton_gated as gated
+from bitplan.kernels.fp8 import triton_activation as activation
 from bitplan.kernels.fp8 import guessed_cast as guess
 from bitplan.kernels.fp8 import amax
 from bitplan.kernels.fp8 import triton_norm as norm
@@ -174,17 +174,21 @@ def guesses():
         check_defined(machine_code(made)[0], source)
 
 
-def gated_casts():
-    arguments = pointers("y_ptr dh_ptr", "*i16") | pointers("out_ptr out_t_ptr", "*u8")
+def activation_casts():
+    arguments = pointers("y_ptr dh_ptr", "*i16") | pointers("sums_ptr", "*fp32") | pointers("out_ptr out_t_ptr", "*u8")
     arguments |= pointers("state_ptr drift_ptr", "*i32") | pointers("scale_ptr", "*fp32")
     arguments |= pointers("rows features16 rows16", "i32") | {"eps": "fp32"}
-    for kernel in some(gated._cast, gated._check):
+    for kernel in some(activation._cast, activation._check):
         for gradient in some(True, False):
-            launch = gated.GRADIENT_LAUNCH if gradient else gated.FORWARD_LAUNCH
-            constants = dict(GRADIENT=gradient, FP8="e4m3", TO_ROWS=True, TO_COLS=True, OVERLAP=True)
-            constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector) | ({} if gradient else {"dh_ptr": None})
-            name = (kernel.__name__, gradient)
-            check_pairs(kernel, *of(kernel, arguments, constants), launch.warps, name)
+            for act, gated in some(("gelu", False), ("silu", True), ("gelu_tanh", False), ("relu", False)):
+                launch = activation.GRADIENT_LAUNCH if gradient else activation.FORWARD_LAUNCH
+                sums = gradient and not gated
+                constants = dict(ACT=act, GATED=gated, GRADIENT=gradient, SUMS=sums)
+                constants |= dict(FP8="e4m3", TO_ROWS=True, TO_COLS=True, OVERLAP=True)
+                constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector)
+                constants |= dict.fromkeys([] if gradient else ["dh_ptr"]) | dict.fromkeys([] if sums else ["sums_ptr"])
+                name = (kernel.__name__, gradient, act)
+                check_pairs(kernel, *of(kernel, arguments, constants), launch.warps, name)
 
 
 def expert_casts(*scalings):
@@ -268,7 +272,7 @@ def products():
 
 
 parts = dict(casts=casts, other_types=other_types, pair_casts=pair_casts, guesses=guesses, maxima=build_maxima)
-parts |= dict(gated=gated_casts)
+parts |= dict(activations=activation_casts)
 parts |= dict(expert_casts=lambda: expert_casts("tensor"), expert_rows=lambda: expert_casts("row"))
 parts |= dict(expert_blocks=lambda: expert_casts("1x128", "128x128"))
 parts |= dict(norms=norms, products=products)
@@ -278,7 +282,7 @@ print("compiled")
 """
 
 
-PARTS = ("casts", "products", "guesses", "gated", "maxima", "norms")
+PARTS = ("casts", "products", "guesses", "activations", "maxima", "norms")
 PARTS += ("other_types", "pair_casts", "expert_casts", "expert_blocks", "expert_rows")
 RUNS = [pytest.param("some", ("casts", "products"), id="some casts and products")]
 RUNS += [pytest.param("all", (part,), id=f"all {part}", marks=pytest.mark.long) for part in PARTS]

@@ -24,7 +24,6 @@ from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.other_libraries import torchao_filter, transformer_engine_decision
 from tests.plan.fp8.fp8_policies import LAYERS, POLICIES, TOKENS
 
-PATHS = {"fc2": "0.mlp.down_proj", "proj": "0.self_attn.o_proj"}
 RECIPES = st.sampled_from([None, "tensorwise", "blockwise"])
 
 
@@ -59,7 +58,7 @@ def check(path, tokens, recipe, estimate, extrapolate):
         document = explained(path, row.name, tokens, **known)
         for key in ("precision", "answer", "tokens", "speedup", "reason"):
             assert document[key] == getattr(row, key)
-        layer = built.get_submodule(PATHS[row.name])
+        layer = built.get_submodule(row.path)
         gemms = layer.gemms if isinstance(layer, Fp8Linear) else None
         for product in PRODUCTS:
             used = "bf16" if gemms is None else getattr(gemms, product)
@@ -69,7 +68,7 @@ def check(path, tokens, recipe, estimate, extrapolate):
                 "bf16" if used == "bf16" else "fp8"
             )
         check_adapters(policy, row, document, takes, engine)
-        if measured_under(policy, row.name):
+        if row.name is not None and measured_under(policy, row.name):
             assert explained(path, row.name, tokens, **options) == document  # its only shape
 
 
@@ -78,8 +77,8 @@ def check_adapters(policy, row, document, takes, engine):
     if takes is None:
         return
     plain = nn.Linear(row.shape[1], row.shape[0], bias=False)
-    answers = [takes(plain, PATHS[row.name])]
-    if measured_under(policy, row.name):
+    answers = [takes(plain, row.path)]
+    if row.name is not None and measured_under(policy, row.name):
         answers.append(bool(engine(type("TERowParallelLinear", (), {}), row.name)))
     assert len(set(answers)) == 1
     if document["products"] in ([], list(PRODUCTS)):

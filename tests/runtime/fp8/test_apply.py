@@ -15,6 +15,7 @@ from bitplan.measure.speed.paired_timing import CpuStopwatch
 from bitplan.plan.fp8.merge import merge_reports, to_thresholds
 from bitplan.plan.fp8.vocabulary import FingerprintError, Fp8Error, PolicyError, PolicyKindError, PolicyVersionError
 from bitplan.runtime.fp8 import apply as fp8_apply
+from bitplan.runtime.fp8 import replacements
 from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
@@ -87,19 +88,19 @@ def test_each_layer_by_its_own_rule():
     applied = apply_fp8(model, policy, tokens=128, emulate=True, estimate=False)
     chosen = {row.path: (row.precision, row.answer) for row in applied.rows if ".0." in row.path}
     assert chosen == {
-        "model.layers.0.self_attn.qkv": ("bf16", "lose"),
+        "model.layers.0.self_attn.q_proj+k_proj+v_proj": ("bf16", "lose"),
         "model.layers.0.self_attn.o_proj": ("bf16", "unmeasured"),
-        "model.layers.0.mlp.fc1": ("fp8", "win"),
+        "model.layers.0.mlp.gate_proj+up_proj": ("fp8", "win"),
         "model.layers.0.mlp.down_proj": ("fp8", "win"),
     }
     after = dict(model.named_modules())
     for name in ("self_attn.q_proj", "self_attn.o_proj", "input_layernorm"):
         assert after[f"model.layers.0.{name}"] is before[f"model.layers.0.{name}"]  # untouched
     assert after["lm_head"] is before["lm_head"]
-    assert applied.left == ("lm_head",)
+    assert applied.left == ("lm_head (the output layer)",)
     text = str(applied)
     assert text.startswith("4 of 8 layers in FP8")
-    assert "model.layers.*.mlp.fc1" in text
+    assert "model.layers.*.mlp.gate_proj+up_proj" in text
     assert "measured: lose at 128 tokens" in text
 
 
@@ -131,6 +132,31 @@ def test_checkpoints_keep_their_names(tmp_path):
     model.save_pretrained(tmp_path)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(tensor, other[name]) for name, tensor in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("way", ["transformers", "accelerate", "peft"])
+@pytest.mark.parametrize("fp8_param", [False, True])
+def test_plain_transformers_loads_what_was_saved(way, fp8_param, tmp_path):
+    """Joined projections and weights stored in FP8 are saved under the model's own names, as its own numbers."""
+    model = llama(num_hidden_layers=1)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if way == "peft":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
+    apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, fp8_param=fp8_param)
+    if way == "accelerate":
+        pytest.importorskip("accelerate").Accelerator(cpu=True).save_model(model, tmp_path)
+        model.config.save_pretrained(tmp_path)
+    else:
+        (model.unload() if way == "peft" else model).save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    loaded = plain.state_dict()
+    assert set(loaded) == set(state)
+    for name, tensor in loaded.items():
+        if fp8_param and way == "peft" and tensor.ndim == 2 and "layers" in name:  # frozen, so rounded to FP8
+            assert ((tensor - state[name]).norm() / state[name].norm()).item() < 0.04
+        else:
+            assert torch.equal(tensor, state[name]), name
 
 
 def test_a_step_of_an_optimizer_is_seen():
@@ -313,13 +339,13 @@ def test_an_error_half_way_leaves_the_model_as_it_was(fp8_param, held, monkeypat
     def fail_late(build):
         def build_or_fail(*args, **more):
             made.append(1)
-            if len(made) == 7:
+            if len(made) == 4 + 7:  # four are built to be compared
                 raise RuntimeError("out of memory")
             return build(*args, **more)
 
         return build_or_fail
 
-    monkeypatch.setattr(fp8_apply, "build_site", fail_late(fp8_apply.build_site))
+    monkeypatch.setattr(replacements, "build_site", fail_late(replacements.build_site))
     given = {"tokens": 100, "recipe": "tensorwise", "emulate": True, "fp8_param": fp8_param}
     with pytest.raises(RuntimeError, match="out of memory"):
         apply_fp8(model, None, **given)
@@ -335,7 +361,8 @@ def test_an_error_half_way_leaves_the_model_as_it_was(fp8_param, held, monkeypat
 
 def test_frozen_weights_stored_in_fp8_before_an_error_are_named(monkeypatch):
     model = llama(num_hidden_layers=1).requires_grad_(False)
-    monkeypatch.setattr(fp8_apply, "cast_weights_together", lambda _: 1 / 0)
+    calls = []
+    monkeypatch.setattr(replacements, "cast_weights_together", lambda _: calls.append(1) or 1 / (len(calls) - 2))
     with pytest.raises(ZeroDivisionError) as raised:
         apply_fp8(model, None, tokens=100, recipe="tensorwise", emulate=True, fp8_param=True)
     assert "self_attn.q_proj" in raised.value.__notes__[0]
@@ -605,10 +632,14 @@ def test_a_vlm_has_a_policy_for_each_part(tmp_path):
             super().__init__()
             self.fc1, self.fc2 = nn.Linear(128, 512, bias=False), nn.Linear(256, 128, bias=False)
 
+        def forward(self, x):
+            gate, up = self.fc1(x).chunk(2, -1)
+            return self.fc2(nn.functional.silu(gate) * up)
+
     model = nn.ModuleDict({"visual": nn.ModuleList([Mlp()]), "text": nn.ModuleList([Mlp()])})
     applied = apply_fp8_config(model, path, emulate=True)
     assert [(row.part, row.name, row.precision, row.tokens) for row in applied.rows] == [
-        ("vit", "fc1", "bf16", 64),
+        ("vit", "fc1", "fp8", 64),  # estimated: it has more work than fc2, which wins
         ("vit", "fc2", "fp8", 64),
         ("llm", "fc1", "fp8", 128),
         ("llm", "fc2", "fp8", 128),
@@ -618,7 +649,9 @@ def test_a_vlm_has_a_policy_for_each_part(tmp_path):
 
 def test_a_summary_as_json():
     applied = apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True)
-    assert json.loads(json.dumps(applied.to_dict()))["rows"][0]["path"] == "model.layers.0.self_attn.qkv"
+    assert (
+        json.loads(json.dumps(applied.to_dict()))["rows"][0]["path"] == "model.layers.0.self_attn.q_proj+k_proj+v_proj"
+    )
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

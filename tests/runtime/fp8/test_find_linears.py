@@ -9,7 +9,9 @@ from torch import nn
 
 from bitplan.plan.fp8.layers import Parallel, local_layers
 from bitplan.plan.fp8.model_parts import model_parts
+from bitplan.plan.fp8.vocabulary import Fp8Error
 from bitplan.runtime.fp8.find_linears import find_sites
+from tests.plan.structure.handwritten_models import DiT, NanoGPT, Titan
 
 SMALL = {
     "hidden_size": 128,
@@ -79,16 +81,63 @@ def test_experts_that_compute_something_else_stay_as_they_are(kind, change, says
     assert len(find_sites(model).sites) == 2
 
 
-@pytest.mark.parametrize("change", ["hook", "shared"])
-def test_a_norm_that_others_use_stays_apart(change):
+def norms_of(model):
+    """Whether each layer that takes a norm over in a llama does, and why not."""
+    return {site.name: (site.norm is not None, site.apart) for site in find_sites(model).sites if "0." in site.path}
+
+
+def test_a_norm_that_others_use_stays_apart():
     model = built("Llama", num_hidden_layers=1)
-    block = model.model.layers[0]
-    assert [site.norm is not None for site in find_sites(model).sites if site.name == "qkv"] == [True]
-    if change == "hook":
-        block.input_layernorm.register_forward_hook(print)
-    else:
-        model.another = block.input_layernorm
-    assert [site.norm is not None for site in find_sites(model).sites if site.name == "qkv"] == [False]
+    assert norms_of(model)["qkv"] == (True, None)
+    model.another = model.model.layers[0].input_layernorm
+    assert norms_of(model)["qkv"] == (False, "model.layers.0.input_layernorm is shared with another module")
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "says"),
+    [
+        ("input_layernorm", lambda one: one.register_forward_hook(print), "input_layernorm has a forward hook"),
+        ("self_attn", lambda one: one.register_forward_pre_hook(print), "self_attn has a forward pre-hook"),
+        ("self_attn", lambda one: one.register_full_backward_hook(print), "self_attn has a backward hook"),
+        ("self_attn", lambda one: setattr(one, "forward", one.forward), "self_attn has a forward of its own"),
+        ("", lambda one: setattr(one, "forward", one.forward), "model.layers.0 has a forward of somebody else's"),
+    ],
+)
+def test_a_norm_that_a_hook_or_a_patch_would_miss_stays_apart(where, change, says):
+    model = built("Llama", num_hidden_layers=1)
+    change(model.model.layers[0].get_submodule(where))
+    taken, why = norms_of(model)["qkv"]
+    assert not taken
+    assert says in why
+
+
+@pytest.mark.parametrize("wiring", ["parallel", "sandwich", "none"])
+def test_a_class_with_a_known_name_and_other_wiring_is_seen_as_it_is(wiring):
+    class LlamaDecoderLayer(nn.Module):
+        def __init__(self, like):
+            super().__init__()
+            self.__dict__.update(like.__dict__)
+
+        def forward(self, x, **more):
+            if wiring == "parallel":  # attention and MLP read one norm
+                normed = self.input_layernorm(x)
+                return x + self.self_attn(normed, **more)[0] + self.mlp(normed)
+            if wiring == "sandwich":  # the second norm is behind the MLP
+                x = x + self.self_attn(self.input_layernorm(x), **more)[0]
+                return x + self.post_attention_layernorm(self.mlp(x))
+            return x + self.self_attn(x, **more)[0] + self.mlp(self.post_attention_layernorm(x))
+
+    model = built("Llama", num_hidden_layers=1)
+    model.model.layers[0] = LlamaDecoderLayer(model.model.layers[0])
+    taken = {name: norm for name, (norm, _) in norms_of(model).items() if name in ("qkv", "fc1")}
+    assert (
+        taken
+        == {
+            "parallel": {"qkv": False, "fc1": False},
+            "sandwich": {"qkv": True, "fc1": False},
+            "none": {"qkv": False, "fc1": True},
+        }[wiring]
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,29 +155,96 @@ def test_a_norm_that_others_use_stays_apart(change):
     ],
 )
 def test_the_model_has_the_layers_that_its_config_says(kind, more):
-    """The same kinds, names and shapes that the benchmark measures from config.json, so that every rule is found."""
+    """The same shapes that the benchmark measures from config.json, so that every rule is found."""
     model = built(kind, **more)
     sites = find_sites(model).sites
     measured = local_layers(model_parts(model.config.to_dict()), Parallel())
-    message = {
-        (layer.kind, layer.name, layer.shape, layer.num_gemms, layer.moe_router_topk): layer for layer in measured
-    }
-    result = {(site.kind, site.name, site.shape, site.num_gemms, site.moe_router_topk) for site in sites}
-    assert result == set(message)
-    for key, layer in message.items():
-        assert layer.blocks == sum(
-            (site.kind, site.name, site.shape, site.num_gemms, site.moe_router_topk) == key for site in sites
-        )
+
+    def key(layer):
+        return layer.shape, layer.kind == "layernorm_column", layer.num_gemms, layer.moe_router_topk
+
+    expected = {}
+    for layer in measured:
+        expected[key(layer)] = expected.get(key(layer), 0) + layer.blocks
+    own = [site for site in sites if site.shape[0] > 1]  # qwen2's gate of a shared expert has one output
+    assert expected == {key(site): sum(key(site) == key(other) for other in own) for site in own}
     assert all(site.obstacle is None for site in sites)
     assert all(site.norm is not None for site in sites if site.kind == "layernorm_column")
-    assert "lm_head" in find_sites(model).left
+    assert "lm_head (the output layer)" in find_sites(model).left
 
 
-def test_fused_projections_and_their_norms():
+def test_joined_projections_and_their_norms():
     first = find_sites(built("Llama")).sites[0]
-    assert first.path == "model.layers.0.self_attn.qkv"
+    assert first.path == "model.layers.0.self_attn.q_proj+k_proj+v_proj"
     assert [path.rpartition(".")[2] for path in first.modules] == ["q_proj", "k_proj", "v_proj"]
-    assert first.norm == "model.layers.0.input_layernorm"
+    assert first.norm.path == "model.layers.0.input_layernorm"
+
+
+def summary_of(model, **more):
+    sites = find_sites(model, **more)
+    layers = [(site.path, site.name, site.norm is not None) for site in sites.sites]
+    return layers, [(mlp.path, mlp.function, mlp.tail) for mlp in sites.mlps]
+
+
+def test_models_under_other_names():
+    layers, mlps = summary_of(NanoGPT())
+    assert layers[:4] == [
+        ("transformer.h.0.attn.c_attn", "qkv", True),
+        ("transformer.h.0.attn.c_proj", "proj", False),
+        ("transformer.h.0.mlp.c_fc", "fc1", True),
+        ("transformer.h.0.mlp.c_proj", "fc2", False),
+    ]
+    assert mlps[0] == ("transformer.h.0.mlp", "gelu", ())
+    layers, mlps = summary_of(Titan())
+    assert [(path.removeprefix("layers.0."), norm) for path, _, norm in layers[:4]] == [
+        ("attention.wq+wk+wv", True),
+        ("attention.wo", False),
+        ("feed_forward.w1+w3", True),
+        ("feed_forward.w2", False),
+    ]
+    assert mlps[0] == ("layers.0.feed_forward", "silu_gated", ())
+    layers, mlps = summary_of(DiT())
+    assert {path for path, _, norm in layers if norm} == set()  # its norms are shifted and scaled
+    assert ("blocks.0.to_qkv", "qkv", False) in layers
+    assert mlps[0] == ("blocks.0.ff", "gelu_tanh", ())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_gpt2_and_bert():
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+    layers, mlps = summary_of(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
+    assert [(name, norm) for _, name, norm in layers] == [("qkv", True), ("proj", False), ("fc1", True), ("fc2", False)]
+    assert mlps == [("transformer.h.0.mlp", "gelu_tanh", ("dropout",))]
+    small = SMALL | {"num_hidden_layers": 1}
+    layers, mlps = summary_of(transformers.BertModel(transformers.BertConfig(**small)))
+    assert ("encoder.layer.0.attention.self.query+key+value", "qkv", False) in layers
+    assert mlps == []  # its norms stand behind sums, its MLP is two modules
+
+
+def test_include_and_exclude():
+    model = NanoGPT()
+    layers, _ = summary_of(model, include=["*.mlp"], exclude=["transformer.h.1"])
+    assert [path for path, *_ in layers] == ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"]
+    layers, _ = summary_of(Titan(), include=["output"])
+    assert [path for path, *_ in layers] == ["output"]  # the output layer, if it is named
+    with pytest.raises(Fp8Error, match="include: the pattern 'c_fcc' matches no linear layer"):
+        find_sites(model, include=["c_fcc"])
+
+
+def test_a_model_that_cannot_be_run_has_single_layers():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = linear(), linear()
+
+        def forward(self, x):
+            if self.one(x).sum() > 0:
+                return self.two(x)
+            return x
+
+    sites = find_sites(Asks())
+    assert [site.path for site in sites.sites] == ["one", "two"]
+    assert "asks for numbers" in sites.run.faults[0]
 
 
 class Block(nn.Module):
@@ -157,8 +273,6 @@ class OddLinear(nn.Linear):
     [
         ({"fc1": OddLinear(64, 32)}, "fc1 is a OddLinear, whose forward is not Linear's own"),
         ({"fc1": hooked()}, "fc1 has hooks"),
-        ({"gate_proj": linear(), "up_proj": linear(bias=True)}, "differ in bias, input, dtype"),
-        ({"gate_proj": linear(), "up_proj": linear(dtype=torch.float64)}, "differ in bias, input, dtype"),
     ],
 )
 def test_what_cannot_be_replaced_says_why(linears, reason):
@@ -172,20 +286,21 @@ def test_tied_weights_are_not_replaced():
     assert all("shared with another" in site.obstacle for site in find_sites(Block(fc1=one, down_proj=other)).sites)
 
 
-def test_a_norm_of_an_unknown_block_stays_apart():
-    block = Block(self_attn=Block(q_proj=linear(), k_proj=linear(), v_proj=linear()), input_layernorm=nn.RMSNorm(64))
-    (site,) = find_sites(Block(layers=nn.ModuleList([block]))).sites
-    assert (site.kind, site.name, site.norm) == ("layernorm_column", "qkv", None)
+def test_projections_that_differ_are_not_joined():
+    model = Titan()
+    model.layers["0"].feed_forward.w3 = nn.Linear(32, 64, bias=True)
+    model.layers["1"].feed_forward.w3.requires_grad_(False)
+    paths = [site.path for site in find_sites(model).sites]
+    assert {f"layers.{block}.feed_forward.{name}" for block in (0, 1) for name in ("w1", "w3")} <= set(paths)
 
 
-def test_parts_experts_and_names_that_are_none():
+def test_parts_and_experts():
     model = Block(
-        visual=Block(blocks=nn.ModuleList([Block(attn=Block(qkv=linear(), proj=linear()), mlp=Block(fc1=linear()))])),
-        projector=Block(fc1=linear()),
+        visual=Block(blocks=nn.ModuleList([Block(attn=Block(qkv=linear(), proj=linear()))])),
         experts=nn.ModuleList([Block(w1=linear(), w2=linear(), w3=linear())]),
         something=linear(),
     )
-    sites = find_sites(model)
-    assert [(site.part, site.name) for site in sites.sites[:3]] == [("vit", "qkv"), ("vit", "proj"), ("vit", "fc1")]
-    assert {site.obstacle[:20] for site in sites.sites[3:]} == {"an expert of its own"}
-    assert set(sites.left) == {"projector.fc1", "something"}
+    sites = find_sites(model).sites
+    assert [site.part for site in sites] == ["vit", "vit", "llm", "llm", "llm", "llm"]
+    assert {site.obstacle[:20] for site in sites[2:5]} == {"an expert of its own"}
+    assert sites[5].obstacle is None

@@ -9,7 +9,7 @@ import safetensors.torch as safetensors_torch
 import torch
 from torch import nn
 
-from bitplan.runtime.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, Renamed, keep_names
+from bitplan.runtime.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, keep_names
 from bitplan.runtime.fp8.layer_settings import Fp8LayerError
 
 
@@ -126,8 +126,7 @@ def test_offloading_by_accelerate_is_refused_with_what_to_do():
 def test_names_are_kept_with_rows_and_without():
     head, second, third = fused()
     model = nn.ModuleDict({"a": head, "b": second, "c": third, "norm": NormTakenOver(nn.Identity())})
-    names = [Renamed("a.weight", "a.fused.weight", (0, 4)), Renamed("b.weight", "a.fused.weight", (4, 7))]
-    keep_names(model, [*names, Renamed("c.weight", "a.fused.weight", (7, 9))])
+    keep_names(model)
     outer = nn.ModuleDict({"model": model})
     state = outer.state_dict()
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
@@ -145,8 +144,7 @@ def test_names_are_kept_with_rows_and_without():
 def test_parts_in_a_state_dict_have_storages_of_their_own(tmp_path):
     head, second, third = fused()
     model = nn.ModuleDict({"a": head, "b": second, "c": third})
-    rows = {"a": (0, 4), "b": (4, 7), "c": (7, 9)}
-    keep_names(model, [Renamed(f"{name}.weight", "a.fused.weight", each) for name, each in rows.items()])
+    keep_names(model)
     state = model.state_dict()
     storages = [each.untyped_storage() for each in state.values()]
     assert [each.nbytes() for each in storages] == [64, 48, 32]  # else accelerate saves one of the three alone
@@ -163,8 +161,7 @@ def test_parts_with_the_rows_of_others_are_refused():
     """As many rows in all, but those of two parts are exchanged."""
     head, second, third = fused()
     model = nn.ModuleDict({"a": head, "b": second, "c": third})
-    names = [Renamed("a.weight", "a.fused.weight", (0, 4)), Renamed("b.weight", "a.fused.weight", (4, 7))]
-    keep_names(model, [*names, Renamed("c.weight", "a.fused.weight", (7, 9))])
+    keep_names(model)
     state, before = model.state_dict(), head.fused.weight.detach().clone()
     state = {"a.weight": state["a.weight"] + 1, "b.weight": state["c.weight"], "c.weight": state["b.weight"]}
     message = r"size mismatch for b.weight: it has 3 rows here, and shape \(2, 4\) in the checkpoint"

@@ -12,17 +12,36 @@ from tests.plan.fp8.fp8_samples import experts, report, series
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, sizes=(64, 32, 32)):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, size, bias=False) for size in (64, 32, 32))
-        self.o_proj = nn.Linear(64, 64, bias=False)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, size, bias=False) for size in sizes)
+        self.o_proj = nn.Linear(sizes[0], 64, bias=False)
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.self_attn = Attention(*sizes)
+
+    def forward(self, x):
+        return x + self.self_attn(x)
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, *sizes):
         super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"self_attn": Attention()}) for _ in range(2)])
+        self.layers = nn.ModuleList([Block(*sizes) for _ in range(2)])
         self.lm_head = nn.Linear(64, 100, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
 
 
 def policy():
@@ -67,7 +86,7 @@ def test_other_libraries_run_whole_modules():
             rows += series({512: speedup}, gemm=gemm, **proj)
         rules = merge_reports([report(rows, recipe="tensorwise")]).policy
         takes = torchao_filter(model, rules, tokens=512)
-        assert takes(model.layers[0]["self_attn"].o_proj, "layers.0.self_attn.o_proj") is taken
+        assert takes(model.layers[0].self_attn.o_proj, "layers.0.self_attn.o_proj") is taken
         assert bool(transformer_engine_decision(rules, tokens=512)(named("TERowParallelLinear"), "proj")) is taken
 
 
@@ -79,11 +98,12 @@ def test_torchao_has_no_blockwise():
 
 
 def test_torchao_leaves_linears_that_it_cannot_cast():
-    model = Model()
-    model.layers[0]["self_attn"].k_proj = nn.Linear(64, 24, bias=False)
-    model.layers[0]["self_attn"].v_proj = nn.Linear(64, 40, bias=False)
-    takes = torchao_filter(model, policy(), tokens=512)
-    attention = model.layers[0]["self_attn"]
+    model = Model((96, 24, 24))
+    qkv = {"part": "llm", "kind": "layernorm_column", "name": "qkv", "shape": (144, 64), "tp": 1}
+    takes = torchao_filter(
+        model, merge_reports([report(series({512: 1.3}, **qkv), recipe="tensorwise")]).policy, tokens=512
+    )
+    attention = model.layers[0].self_attn
     assert takes(attention.q_proj, "layers.0.self_attn.q_proj")
     assert not takes(attention.k_proj, "layers.0.self_attn.k_proj")  # 24 is not a multiple of 16
 

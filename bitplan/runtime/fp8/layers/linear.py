@@ -28,12 +28,19 @@ from bitplan.runtime.fp8.layers.sharded_weight import (
     plain_numbers,
     shard_in_fp8,
 )
-from bitplan.runtime.fp8.layers.stored_weight import linear_of_fp8_param, store_in_fp8, stored_numbers
+from bitplan.runtime.fp8.layers.stored_weight import (
+    linear_of_fp8_param,
+    save_plain_weight,
+    store_in_fp8,
+    stored_numbers,
+)
 from bitplan.runtime.fp8.layers.weight_source import CASTS, CastsWeight
 
 
 class Fp8Linear(CastsWeight, nn.Linear):
     """nn.Linear with FP8 products. `gemms` of None: all three by the recipe's own name."""
+
+    is_turned = False  # whether checkpoints hold the transpose of the weight
 
     def __init__(
         self,
@@ -91,8 +98,18 @@ class Fp8Linear(CastsWeight, nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if f"{prefix}weight" in destination:  # under torch.nn.utils.parametrize it has another name
+        if self.fp8_param:
+            save_plain_weight(self, destination, prefix)
+        elif f"{prefix}weight" in destination:  # under torch.nn.utils.parametrize it has another name
             destination[f"{prefix}weight"] = plain_numbers(destination[f"{prefix}weight"])
+        if self.is_turned and f"{prefix}weight" in destination:
+            destination[f"{prefix}weight"] = destination[f"{prefix}weight"].t().contiguous()
+
+    def turn_in_checkpoints(self) -> None:
+        """Read and write checkpoints with the transpose of the weight, as GPT-2's Conv1D has it."""
+        self.is_turned = True
+        handle = self.register_load_state_dict_pre_hook(_turn_loaded)
+        self._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def plain_weight(self) -> Tensor:
         """The weight's numbers: the master's, or the decoded ones, where it is stored in FP8."""
@@ -115,6 +132,11 @@ class Fp8Linear(CastsWeight, nn.Linear):
     def extra_repr(self) -> str:
         products = f"fprop={self.gemms.fprop}, dgrad={self.gemms.dgrad}, wgrad={self.gemms.wgrad}"
         return f"{super().extra_repr()}, {products}, fp8={self.recipe.fp8}"
+
+
+def _turn_loaded(_layer: nn.Module, state: dict[str, Any], prefix: str, *_more: Any) -> None:
+    if prefix + "weight" in state:
+        state[prefix + "weight"] = state[prefix + "weight"].t().contiguous()
 
 
 def gather_weights_in_fp8(module: nn.Module) -> dict[str, str]:

@@ -184,7 +184,7 @@ def with_bound_calls(name: str, operator: Callable[..., tuple[Tensor, ...]]) -> 
     return run
 
 
-def _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
     wgrad = Fp8Settings.from_text(text).gemms.wgrad
     y = x_MK.new_empty((x_MK.shape[0], weight.shape[0]))
     if not need_w or wgrad == BF16:
@@ -196,7 +196,7 @@ def _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: i
 
 def norm_forward_shapes(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
     settings = Fp8Settings.from_text(text)
-    y, kept, scale = _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse)  # type: ignore[no-untyped-call]
+    y, kept, scale = forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse)  # type: ignore[no-untyped-call]
     if need_w and settings.gemms.wgrad == BF16:
         kept = x_MK.new_empty(x_MK.shape)
     rstd = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)
@@ -222,7 +222,7 @@ forward_op = define_operator(
     "fp8_linear_forward(Tensor x, Tensor weight, Tensor? bias, str text, bool need_x, bool need_w, bool reuse) "
     "-> (Tensor, Tensor, Tensor)",
     run_forward,
-    _forward_shapes,
+    forward_shapes,
 )
 backward_op = define_operator(
     "fp8_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, str text, bool need_x, "

@@ -69,16 +69,22 @@ class Fp8NormLinear(Fp8Linear):
         recipe: Fp8Recipe,
         gemms: GemmChoice | None = None,
         reuse_weight_cast: bool = True,
+        kind: str | None = None,
+        eps: float | None = None,
     ) -> Self:
-        """A module over the parameters of a norm (nn.LayerNorm, nn.RMSNorm, or one like llama's) and a linear layer."""
+        """A module over the parameters of a norm and a linear layer.
+
+        `kind` and `eps` say what the norm computes; without `kind` it is nn.LayerNorm, nn.RMSNorm, or one like llama's.
+        """
         layer = cls.from_linear(linear, recipe=recipe, gemms=gemms, reuse_weight_cast=reuse_weight_cast)
-        eps = next((getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
+        if kind is None:
+            kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
+            eps = next((getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
         weight = getattr(norm, "weight", None)
         if not isinstance(weight, nn.Parameter) or weight.shape != (linear.in_features,):
             raise Fp8LayerError(
                 f"{type(norm).__name__} has no weight of {linear.in_features} numbers to fuse with; keep them apart"
             )
-        kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
         if eps is None:  # nn.RMSNorm takes the epsilon of the type
             eps = torch.finfo(weight.dtype).eps
         layer._set_norm(kind, eps, weight, getattr(norm, "bias", None))

@@ -9,10 +9,11 @@ trainer that take `model.parameters()` work as with any layer. A forward that fi
 `weight`, in place. A frozen weight (adapters, inference) has no master and takes one byte; dgrad's transpose takes one
 more while it is kept.
 
-A state_dict holds all three; it loads into such a layer, not into nn.Linear. A state_dict of nn.Linear loads too: its
-weight is cast. A master that was not saved starts from the FP8 weight. For tensorwise and blockwise the transposed
-codes are the cast of the transpose; rowwise and mxfp8 scale the two layouts differently and are refused. Under
-torch.compile the layer runs between graphs.
+A state_dict has the names and numbers of nn.Linear: `weight` is the master in float32, or the decoded weight in the
+type that it had; what loads is cast. So any program reads it, and training goes on from it exactly. A state_dict with
+FP8 codes and `weight_scale` loads too; a master that it lacks starts from the codes. For tensorwise and blockwise the
+transposed codes are the cast of the transpose; rowwise and mxfp8 scale the two layouts differently and are refused.
+Under torch.compile the layer runs between graphs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from bitplan.store.models.weight_changes import UNCOUNTED, GradientWatch, count_
 def store_in_fp8(layer: Any) -> None:
     """Replace the layer's weight by its FP8 cast."""
     recipe = storage_recipe(layer)
+    layer._plain_type = layer.weight.dtype
     if layer.weight.device.type == "meta":
         codes = layer.weight.new_empty(layer.weight.shape, dtype=torch.float8_e4m3fn)
         scale = empty_scale(layer.weight.shape, scaling_of(recipe, is_weight=True), layer.weight.device)
@@ -115,6 +117,14 @@ def storage_recipe(layer: Any) -> str:
 
 def stored_weight(layer: Any) -> ScaledFp8:
     return ScaledFp8(layer.weight, layer.weight_scale, scaling_of(storage_recipe(layer), is_weight=True))
+
+
+def save_plain_weight(layer: Any, destination: Any, prefix: str) -> None:
+    """Replace the three tensors of a state dict by the weight's numbers, as nn.Linear has them."""
+    for name in ("weight_scale", "weight_master"):
+        destination.pop(prefix + name, None)
+    numbers = stored_numbers(layer).detach()
+    destination[prefix + "weight"] = numbers if layer.weight_master is not None else numbers.to(layer._plain_type)
 
 
 def stored_numbers(layer: Any) -> Tensor:

@@ -114,10 +114,22 @@ def test_a_frozen_weight_has_no_master() -> None:
     layer.weight.requires_grad_(False)
     stored = Fp8Linear.from_linear(layer, recipe=layer.recipe, fp8_param=True)
     assert stored.weight_master is None
-    assert sorted(stored.state_dict()) == ["bias", "weight", "weight_scale"]
+    assert sorted(stored.state_dict()) == ["bias", "weight"]
     x = torch.randn(4, K, requires_grad=True)
     stored(x).sum().backward()
     torch.testing.assert_close(x.grad, decode_scaled(stored_weight(stored)).sum(0).expand(4, K), rtol=0.1, atol=0.5)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_a_frozen_weight_comes_back_code_for_code_from_the_type_it_had(recipe) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(K, N, dtype=torch.bfloat16).requires_grad_(False)
+    stored = Fp8Linear.from_linear(plain, recipe=Fp8Recipe(recipe), fp8_param=True)
+    codes, state = stored.weight.view(torch.uint8).clone(), stored.state_dict()
+    assert state["weight"].dtype == torch.bfloat16
+    other = Fp8Linear(K, N, recipe=Fp8Recipe(recipe), fp8_param=True, dtype=torch.bfloat16)
+    other.load_state_dict(state)
+    assert torch.equal(other.weight.view(torch.uint8), codes)
 
 
 def test_a_step_between_forward_and_backward_is_refused() -> None:
@@ -134,12 +146,16 @@ def test_a_state_dict_goes_there_and_back() -> None:
     _, stored = pair("blockwise")
     torch.manual_seed(5)
     other = Fp8Linear(K, N, recipe=Fp8Recipe("blockwise"), fp8_param=True)
+    assert {name: one.dtype for name, one in stored.state_dict().items()} == {
+        "weight": torch.float32,
+        "bias": torch.float32,
+    }
     other.load_state_dict(stored.state_dict())
     x = torch.randn(4, K)
     assert torch.equal(other(x), stored(x))
     assert torch.equal(other.weight_master, stored.weight_master)
-    saved = {name: tensor for name, tensor in stored.state_dict().items() if name != "weight_master"}
-    other.load_state_dict(saved)  # for inference: no masters
+    codes = {"weight": stored.weight, "weight_scale": stored.weight_scale, "bias": stored.bias}
+    other.load_state_dict(codes)  # as an earlier version saved it, here without masters
     assert torch.equal(other.weight_master, decode_scaled(stored_weight(stored)))
 
 

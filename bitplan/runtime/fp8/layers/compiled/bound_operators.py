@@ -1,11 +1,11 @@
 """The operators of compiled FP8 layers with little work for the host: what generated code calls.
 
-A call is the operator itself (`linear_function`, `gated_mlp`) until its kernels are compiled. Then all that stays the
+A call is the operator itself (`linear_function`, `joined_mlp`) until its kernels are compiled. Then all that stays the
 same from step to step (settings, sizes, launches) is bound in a function, which goes on with addresses alone. It is
 found by the sizes and types of the operands and by the settings, and computes the same by the same kernels.
 
-Bound are tensorwise products without biases, of bfloat16, of a multiple of 16 tokens, outside of CUDA graphs; all else
-goes on as before. A bound function returns None, before it launches anything, where it does not fit this time.
+Bound are tensorwise products of bfloat16, of a multiple of 16 tokens, outside of CUDA graphs; all else goes on as
+before. A bound function returns None, before it launches anything, where it does not fit this time.
 
 Legend: as in `products`; a cast is (codes, codes of the transpose, scale).
 """
@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from bitplan.formats.fp8 import padded_tokens
-from bitplan.kernels.base.launch import current_stream, empty_on_gpu
-from bitplan.kernels.fp8.bound_norm import bind_norm_cast, bind_norm_gradient
+from bitplan.kernels.base.launch import current_stream, empty_on_gpu, index_of
+from bitplan.kernels.base.numbers import float_name
+from bitplan.kernels.fp8.bound_norm import NormGradient, bind_norm_cast, bind_norm_gradient
 from bitplan.kernels.fp8.guessed_cast import BoundCast, plan_guess
-from bitplan.kernels.fp8.triton_gated import FORWARD_LAUNCH, plan_gated
+from bitplan.kernels.fp8.triton_activation import fits_width, plan_activated
+from bitplan.kernels.fp8.triton_norm import plan_sum
 from bitplan.runtime.fp8.compiled_graphs import in_compiled_graphs
 from bitplan.runtime.fp8.layer_settings import SHORT_SUM, GemmChoice
 from bitplan.runtime.fp8.layers.products import Fp8Settings
@@ -53,12 +55,31 @@ def _fits(x: Tensor, *layers: tuple[Tensor, str]) -> bool:
     )
 
 
-def _is_ready(device: int, weight: Tensor, *tensors: Tensor) -> bool:
+def _types(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+def _fit_biases(*biases: Tensor | None) -> bool:
+    """Whether products add these themselves."""
+    return all(bias is None or bias.dtype == _BF16 for bias in biases)
+
+
+def _fit_norm(weight: Tensor, bias: Tensor | None) -> bool:
+    return bias is None or bias.dtype == weight.dtype
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _is_ready(device: int, weight: Tensor, *tensors: Tensor | None) -> bool:
     """Whether these can be read by address, on the current device, while no graph is recorded."""
     if _current_device() != device or _is_capturing() or in_compiled_graphs(weight):
         return False
     addresses = 0
     for each in tensors:
+        if each is None:
+            continue
         if not each.is_contiguous():
             return False
         addresses |= each.data_ptr()
@@ -78,12 +99,12 @@ class _Products:
             (shape, (shape[1], 1), _BF16) for shape in ((tokens, outputs), (tokens, inputs), (outputs, inputs))
         )
 
-    def y(self, codes: Any, scale: Tensor, weight: Tensor) -> Tensor:
+    def y(self, codes: Any, scale: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         w = kept_layouts(weight, RECIPE, self.eps, is_forward=True)[0] if self.reuse else None
         if w is None:
             w = weight_rows(weight, RECIPE, self.eps, with_cols=self.need_x, reuse=self.reuse)
         y = empty_on_gpu(*self.of_y)
-        return torch._scaled_mm(codes, w.turned, scale, w.scale, None, None, _BF16, self.fast_y, out=y)
+        return torch._scaled_mm(codes, w.turned, scale, w.scale, bias, None, _BF16, self.fast_y, out=y)
 
     def gradients(self, cast: Any, kept: Tensor, kept_scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(dx, dW)."""
@@ -110,13 +131,13 @@ def _bind_gradient(dy: Tensor, text: str) -> tuple[str, BoundCast | None]:
 
 
 def linear_key(x: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any) -> Key:
-    return x.get_device(), x.shape, weight.shape, x.dtype, weight.dtype, bias is None, constants
+    return x.get_device(), x.shape, weight.shape, _types(x, weight, bias), constants
 
 
 def bind_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, reuse: bool
 ) -> Bound | None:
-    if bias is not None or not _fits(x, (weight, text)):
+    if not _fit_biases(bias) or not _fits(x, (weight, text)):
         return _never
     device, products = x.get_device(), _Products(text, x.shape[0], weight, need_x, reuse)
     eps = Fp8Settings.from_text(text).recipe.eps.input
@@ -124,11 +145,11 @@ def bind_linear(
     if cast is None:
         return None
 
-    def run(x: Tensor, weight: Tensor, *_: Any) -> Made | None:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Made | None:
         if not _is_ready(device, weight, x) or (state := guess_for(RECIPE, weight, INPUT)) is None:
             return None
         codes, kept, scale = cast(current_stream(device), state.data_ptr(), x.data_ptr())
-        y = products.y(codes, scale, weight)
+        y = products.y(codes, scale, weight, bias)
         return (y, kept, scale) if kept is not None else (y, *_nothing(2))
 
     return run
@@ -163,8 +184,7 @@ def bind_linear_backward(
 def norm_linear_key(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *constants: Any
 ) -> Key:
-    tensors = (x.shape, weight.shape, x.dtype, weight.dtype, norm_weight.dtype)
-    return x.get_device(), *tensors, norm_bias is None, bias is None, constants
+    return x.get_device(), x.shape, weight.shape, _types(x, weight, norm_weight, norm_bias, bias), constants
 
 
 def bind_norm_linear(
@@ -179,19 +199,26 @@ def bind_norm_linear(
     reuse: bool,
 ) -> Bound | None:
     settings = Fp8Settings.from_text(text)
-    if bias is not None or norm_bias is not None or settings.norm is None or not _fits(x, (weight, text)):
+    fits = _fit_biases(bias) and _fit_norm(norm_weight, norm_bias) and settings.norm is not None
+    if not fits or not _fits(x, (weight, text)):
         return _never
+    assert settings.norm is not None
     device, products = x.get_device(), _Products(text, x.shape[0], weight, need_x, reuse)
     types, eps = (x.dtype, norm_weight.dtype), settings.recipe.eps.input
-    cast = bind_norm_cast(x.shape, types, settings.norm, eps, cols=need_w, device=x.device)
+    cast = bind_norm_cast(
+        x.shape, types, settings.norm, eps, has_bias=norm_bias is not None, cols=need_w, device=x.device
+    )
     if cast is None:
         return None
 
-    def run(x: Tensor, norm_weight: Tensor, _: None, weight: Tensor, *_rest: Any) -> Made | None:
-        if not _is_ready(device, weight, x, norm_weight):
+    def run(
+        x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *_rest: Any
+    ) -> Made | None:
+        if not _is_ready(device, weight, x, norm_weight, norm_bias):
             return None
-        codes, kept, scale, rstd, mean = cast(current_stream(device), x.data_ptr(), norm_weight.data_ptr())
-        y = products.y(codes, scale, weight)
+        addresses = (x.data_ptr(), norm_weight.data_ptr(), _address(norm_bias))
+        codes, kept, scale, rstd, mean = cast(current_stream(device), *addresses)
+        y = products.y(codes, scale, weight, bias)
         of_wgrad = (kept, scale) if kept is not None else _nothing(2)
         return y, *of_wgrad, rstd, *((mean,) if mean is not None else _nothing(1))
 
@@ -210,8 +237,7 @@ def norm_linear_backward_key(
     _mean: Tensor,
     *constants: Any,
 ) -> Key:
-    types = (dy.dtype, weight.dtype, x.dtype, norm_weight.dtype)
-    return dy.get_device(), dy.shape, weight.shape, types, norm_bias is None, constants
+    return dy.get_device(), dy.shape, weight.shape, _types(dy, weight, x, norm_weight, norm_bias), constants
 
 
 def bind_norm_linear_backward(
@@ -230,12 +256,14 @@ def bind_norm_linear_backward(
     reuse: bool,
 ) -> Bound | None:
     settings = Fp8Settings.from_text(text)
-    if norm_bias is not None or not (need_x and need_w) or settings.norm is None or not _fits(dy, (weight, text)):
+    fits = _fit_norm(norm_weight, norm_bias) and need_x and need_w and settings.norm is not None
+    if not fits or not _fits(dy, (weight, text)):
         return _never
+    assert settings.norm is not None
     device, products = dy.get_device(), _Products(text, dy.shape[0], weight, need_x, reuse)
     is_layer = settings.norm[0] == "layer"
     fp8, cast = _bind_gradient(dy, text)
-    of_norm = bind_norm_gradient(x.shape, (dy.dtype, x.dtype, norm_weight.dtype), settings.norm[0], x.device)
+    of_norm = _bind_norm_gradient(x, dy.dtype, norm_weight, norm_bias, settings)
     if cast is None or of_norm is None:
         return None
 
@@ -246,7 +274,7 @@ def bind_norm_linear_backward(
         weight: Tensor,
         x: Tensor,
         norm_weight: Tensor,
-        _: None,
+        _: Tensor | None,
         rstd: Tensor,
         mean: Tensor,
         *_rest: Any,
@@ -260,118 +288,168 @@ def bind_norm_linear_backward(
         d_normed, dw = products.gradients(made, kept, kept_scale, weight)
         at_mean = mean.data_ptr() if is_layer else 0
         addresses = (d_normed.data_ptr(), x.data_ptr(), norm_weight.data_ptr(), rstd.data_ptr(), at_mean)
-        return *of_norm(stream, *addresses), *_nothing(1), dw
+        return *_without_none(of_norm(stream, *addresses)), dw
 
     return run
 
 
-# ---- a gated MLP -----------------------------------------------------------------------------------------------------
+def _bind_norm_gradient(
+    x: Tensor, of_gradient: torch.dtype, norm_weight: Tensor, norm_bias: Tensor | None, settings: Fp8Settings
+) -> NormGradient | None:
+    assert settings.norm is not None
+    types, has_bias = (of_gradient, x.dtype, norm_weight.dtype), norm_bias is not None
+    return bind_norm_gradient(x.shape, types, settings.norm[0], x.device, has_bias=has_bias)
 
 
-def gated_key(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, first: Tensor, down: Tensor, *constants: Any
-) -> Key:
-    types = (x.dtype, norm_weight.dtype, first.dtype, down.dtype)
-    return x.get_device(), x.shape, first.shape, down.shape, types, norm_bias is None, constants
+# ---- an MLP ----------------------------------------------------------------------------------------------------------
 
 
-def bind_gated(
+def mlp_key(x: Tensor, *rest: Any) -> Key:
+    _, _, first, _, down, _ = rest[:6]
+    return x.get_device(), x.shape, first.shape, down.shape, _types(x, *rest[:6]), rest[6:]
+
+
+def bind_mlp(
     x: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     first: Tensor,
+    first_bias: Tensor | None,
     down: Tensor,
+    down_bias: Tensor | None,
     first_text: str,
     down_text: str,
+    function: str,
     need_x: bool,
     need_first: bool,
+    need_between: bool,
     need_down: bool,
     reuse: bool,
 ) -> Bound | None:
-    of_first = bind_norm_linear(x, norm_weight, norm_bias, first, None, first_text, need_x, need_first, reuse)
+    wanted = (first_text, need_x, need_first, reuse)
+    if norm_weight is None:
+        of_first = bind_linear(x, first, first_bias, *wanted)
+    else:
+        of_first = bind_norm_linear(x, norm_weight, norm_bias, first, first_bias, *wanted)
     if of_first is None:
         return None
-    if of_first is _never or not _fits(x, (down, down_text)) or first.shape[0] % (2 * FORWARD_LAUNCH.cols):
+    fits = of_first is not _never and _fit_biases(down_bias) and fits_width(first.shape[0], function)
+    if not fits or not _fits(x, (down, down_text)):
         return _never
     device, shape = x.get_device(), (x.shape[0], first.shape[0])
-    products = _Products(down_text, x.shape[0], down, need_x or need_first, reuse)
+    products = _Products(down_text, x.shape[0], down, need_between, reuse)
     eps = Fp8Settings.from_text(down_text).recipe.eps.input
-    cast = plan_gated(shape, False, "e4m3", eps, True, need_down, None).bind(x.device)
+    cast = plan_activated(shape, function, False, "e4m3", eps, True, need_down, False, None).bind(x.device)
     if cast is None:
         return None
 
-    def run(x: Tensor, norm_weight: Tensor, norm_bias: None, first: Tensor, down: Tensor, *_: Any) -> Made | None:
+    def run(
+        x: Tensor,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        first: Tensor,
+        first_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        *_: Any,
+    ) -> Made | None:
         if (state := guess_for(RECIPE, down, INPUT)) is None:
             return None
-        made = of_first(x, norm_weight, norm_bias, first)
+        of_norm = () if norm_weight is None else (norm_weight, norm_bias)
+        made = of_first(x, *of_norm, first, first_bias)
         if made is None:
             return None
-        y, *of_norm = made
-        codes, kept, scale = cast(current_stream(device), state.data_ptr(), y.data_ptr(), 0)
-        out = products.y(codes, scale, down)
-        return out, y, *of_norm, *((kept, scale) if kept is not None else _nothing(2))
+        y, *others = made
+        codes, kept, scale = cast(current_stream(device), state.data_ptr(), y.data_ptr(), 0, 0)
+        out = products.y(codes, scale, down, down_bias)
+        others += _nothing(4 - len(others))
+        return out, y, *others, *((kept, scale) if kept is not None else _nothing(2))
 
     return run
 
 
-def gated_backward_key(
-    dy: Tensor, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, first: Tensor, down: Tensor, *rest: Any
-) -> Key:
-    types = (dy.dtype, x.dtype, norm_weight.dtype, first.dtype, down.dtype)
-    return dy.get_device(), dy.shape, first.shape, down.shape, types, norm_bias is None, rest[7:]
+def mlp_backward_key(dy: Tensor, x: Tensor, *rest: Any) -> Key:
+    _, _, first, _, down = rest[:5]
+    return dy.get_device(), dy.shape, first.shape, down.shape, _types(dy, x, *rest[:5]), rest[12:]
 
 
-def bind_gated_backward(
-    dy: Tensor, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, first: Tensor, down: Tensor, *rest: Any
+def bind_mlp_backward(
+    dy: Tensor,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    *rest: Any,
 ) -> Bound | None:
-    first_text, down_text, need_x, need_first, need_down, reuse = rest[7:]
-    settings, device = Fp8Settings.from_text(first_text), dy.get_device()
-    if norm_bias is not None or settings.norm is None or not (need_x and need_first and need_down):
+    first_text, down_text, function, need_x, need_first, need_bias, need_down, reuse = rest[7:]
+    settings, device, tokens = Fp8Settings.from_text(first_text), dy.get_device(), dy.shape[0]
+    fits = need_x and need_first and need_down and fits_width(first.shape[0], function)
+    fits = fits and (norm_weight is None or _fit_norm(norm_weight, norm_bias))
+    if not fits or not _fits(dy, (down, down_text)) or not _fits(x, (first, first_text)):
         return _never
-    fits = _fits(dy, (down, down_text)) and _fits(x, (first, first_text))
-    if not fits or first.shape[0] % (2 * FORWARD_LAUNCH.cols):
-        return _never
-    of_down = _Products(down_text, dy.shape[0], down, True, reuse)
-    of_first = _Products(first_text, dy.shape[0], first, True, reuse)
-    is_layer, eps = settings.norm[0] == "layer", settings.recipe.eps.grad
+    of_down = _Products(down_text, tokens, down, True, reuse)
+    of_first = _Products(first_text, tokens, first, True, reuse)
+    is_layer, eps = settings.norm is not None and settings.norm[0] == "layer", settings.recipe.eps.grad
     down_fp8, cast = _bind_gradient(dy, down_text)
-    fp8 = settings.recipe.grad_fp8
-    cast_gate = plan_gated((dy.shape[0], first.shape[0]), True, fp8, eps, True, True, None).bind(x.device)
-    of_norm = bind_norm_gradient(x.shape, (_BF16, x.dtype, norm_weight.dtype), settings.norm[0], x.device)
-    if cast is None or cast_gate is None or of_norm is None:
+    fp8, width = settings.recipe.grad_fp8, first.shape[0]
+    plan = plan_activated((tokens, width), function, True, fp8, eps, True, True, need_bias, None)
+    cast_between = plan.bind(x.device)
+    of_norm = None if norm_weight is None else _bind_norm_gradient(x, _BF16, norm_weight, norm_bias, settings)
+    tiles, bias_type = plan.sums, None if first_bias is None else first_bias.dtype
+    add = None
+    if tiles is not None and bias_type is not None:
+        add = plan_sum(*tiles, 1, float_name(bias_type)).bind(index_of(x.device))
+    if cast is None or cast_between is None or (norm_weight is not None and of_norm is None):
+        return None
+    if tiles is not None and add is None:
         return None
 
     def run(
         dy: Tensor,
         x: Tensor,
-        norm_weight: Tensor,
-        _: None,
+        norm_weight: Tensor | None,
+        _: Tensor | None,
         first: Tensor,
+        _bias: Tensor | None,
         down: Tensor,
         y: Tensor,
         kept: Tensor,
         kept_scale: Tensor,
         rstd: Tensor,
         mean: Tensor,
-        gated: Tensor,
-        gated_scale: Tensor,
+        activated: Tensor,
+        activated_scale: Tensor,
         *_rest: Any,
     ) -> Made | None:
         if not _is_ready(device, first, dy, x, norm_weight, y, rstd, mean):
             return None
-        of_dy, of_gate = guess_for(RECIPE, down, GRAD, down_fp8), guess_for(RECIPE, first, GRAD, fp8)
-        if of_dy is None or of_gate is None:
+        of_dy, of_between = guess_for(RECIPE, down, GRAD, down_fp8), guess_for(RECIPE, first, GRAD, fp8)
+        if of_dy is None or of_between is None:
             return None
         stream = current_stream(device)
         made = cast(stream, of_dy.data_ptr(), dy.data_ptr())
-        dh, d_down = of_down.gradients(made, gated, gated_scale, down)
-        made = cast_gate(stream, of_gate.data_ptr(), y.data_ptr(), dh.data_ptr())
-        d_normed, d_first = of_first.gradients(made, kept, kept_scale, first)
-        at_mean = mean.data_ptr() if is_layer else 0
-        addresses = (d_normed.data_ptr(), x.data_ptr(), norm_weight.data_ptr(), rstd.data_ptr(), at_mean)
-        return *of_norm(stream, *addresses), *_nothing(1), d_first, d_down
+        dh, d_down = of_down.gradients(made, activated, activated_scale, down)
+        sums = None if tiles is None else empty_on_gpu(tiles, (width, 1), torch.float32)
+        made = cast_between(stream, of_between.data_ptr(), y.data_ptr(), dh.data_ptr(), _address(sums))
+        total = None
+        if add is not None and sums is not None and bias_type is not None:
+            total = empty_on_gpu((width,), (1,), bias_type)
+            add(stream, sums.data_ptr(), total.data_ptr())
+        dx, d_first = of_first.gradients(made, kept, kept_scale, first)
+        of_x: tuple[Tensor | None, ...] = (dx, None, None)
+        if norm_weight is not None and of_norm is not None:
+            at_mean = mean.data_ptr() if is_layer else 0
+            of_x = of_norm(stream, dx.data_ptr(), x.data_ptr(), norm_weight.data_ptr(), rstd.data_ptr(), at_mean)
+        return *_without_none(of_x), d_first, *_without_none((total,)), d_down
 
     return run
+
+
+def _without_none(made: tuple[Tensor | None, ...]) -> list[Tensor]:
+    """Operators return tensors only: empty ones for None."""
+    return [_nothing(1)[0] if tensor is None else tensor for tensor in made]
 
 
 def _nothing(count: int) -> list[Tensor]:
@@ -384,6 +462,6 @@ BINDERS: dict[str, tuple[Callable[..., Key], Callable[..., Bound | None]]] = {
     "fp8_linear_backward": (linear_backward_key, bind_linear_backward),
     "fp8_norm_linear_forward": (norm_linear_key, bind_norm_linear),
     "fp8_norm_linear_backward": (norm_linear_backward_key, bind_norm_linear_backward),
-    "fp8_gated_mlp_forward": (gated_key, bind_gated),
-    "fp8_gated_mlp_backward": (gated_backward_key, bind_gated_backward),
+    "fp8_mlp_forward": (mlp_key, bind_mlp),
+    "fp8_mlp_backward": (mlp_backward_key, bind_mlp_backward),
 }

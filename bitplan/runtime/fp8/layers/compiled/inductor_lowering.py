@@ -16,6 +16,6 @@ from bitplan.runtime.inductor_calls import call_operator
 
 _IMPORT = "from bitplan.runtime.fp8.layers.linear_function import FUNCTIONS as fp8_functions"
 
-importlib.import_module("bitplan.runtime.fp8.layers.gated_mlp")  # which defines operators, too
+importlib.import_module("bitplan.runtime.fp8.layers.joined_mlp")  # which defines operators, too
 for _name in FUNCTIONS:
     call_operator(getattr(torch.ops.bitplan, _name).default, _IMPORT, f"fp8_functions[{_name!r}]")

@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 
 from bitplan.kernels.base import launch as launches
 from bitplan.kernels.fp8 import bound_norm, guessed_cast
+from bitplan.kernels.fp8.activation import width_of
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8.layers import gated_mlp, linear_function, scale_guesses, weight_casts
+from bitplan.runtime.fp8.layers import joined_mlp, linear_function, scale_guesses, weight_casts
 from bitplan.runtime.fp8.layers.compiled import bound_operators
 from bitplan.runtime.fp8.layers.products import Fp8Settings
 
@@ -25,8 +26,8 @@ GENERAL = {
     "fp8_linear_backward": linear_function.run_backward,
     "fp8_norm_linear_forward": linear_function.run_norm_forward,
     "fp8_norm_linear_backward": linear_function.run_norm_backward,
-    "fp8_gated_mlp_forward": gated_mlp.run_gated_forward,
-    "fp8_gated_mlp_backward": gated_mlp.run_gated_backward,
+    "fp8_mlp_forward": joined_mlp.run_mlp_forward,
+    "fp8_mlp_backward": joined_mlp.run_mlp_backward,
 }
 Launch = tuple[str, tuple[int, ...], tuple[Any, ...], tuple[str, ...]]
 
@@ -37,7 +38,7 @@ def text_of(norm: str | None = None, fp8: Any = "e4m3") -> str:
 
 
 class Layer:
-    """Operands of all operators of a llama's layer."""
+    """Operands of all operators of a llama's layer, or of nanoGPT's: a layer norm, GELU, and biases everywhere."""
 
     def __init__(self, device: str, norm: str, fp8: str = "e4m3") -> None:
         torch.manual_seed(0)
@@ -45,25 +46,36 @@ class Layer:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape).to(device, torch.bfloat16)
 
+        self.function = "silu_gated" if norm == "rms" else "gelu"
+        width = width_of(self.function, FEATURES)
         self.x, self.norm = normal(TOKENS, WIDTH), normal(WIDTH) * 0.1 + 1
-        self.weight, self.first, self.down = normal(96, WIDTH), normal(2 * FEATURES, WIDTH), normal(WIDTH, FEATURES)
+        self.weight, self.first, self.down = normal(96, WIDTH), normal(width, WIDTH), normal(WIDTH, FEATURES)
+        sizes = {"norm_bias": WIDTH, "bias": 96, "first_bias": width, "down_bias": WIDTH}
+        self.biases = {name: normal(size) if norm == "layer" else None for name, size in sizes.items()}
         self.plain, self.normed = text_of(fp8=fp8), text_of(norm, fp8)
 
     def step(self, call: Callable[..., tuple[Any, ...]], *, wgrad: bool = True) -> list[Tensor]:
         """Run every operator, the backward after the forward; all results."""
         x, norm, weight, first, down = self.x, self.norm, self.weight, self.first, self.down
-        linear = call("fp8_linear_forward", x, weight, None, self.plain, wgrad, wgrad, True)
-        normed = call("fp8_norm_linear_forward", x, norm, None, weight, None, self.normed, wgrad, wgrad, True)
-        texts, flags = (self.normed, self.plain), (wgrad, wgrad, wgrad, True)
-        gated = call("fp8_gated_mlp_forward", x, norm, None, first, down, *texts, *flags)
+        norm_bias, bias, first_bias, down_bias = self.biases.values()
+        linear = call("fp8_linear_forward", x, weight, bias, self.plain, wgrad, wgrad, True)
+        normed = call("fp8_norm_linear_forward", x, norm, norm_bias, weight, bias, self.normed, wgrad, wgrad, True)
+        made = [*linear, *normed]
+        flags = (wgrad, wgrad, wgrad, wgrad, True)
+        of_bias = (wgrad, wgrad, wgrad and first_bias is not None, wgrad, True)
+        for of_norm, text in (((norm, norm_bias), self.normed), ((None, None), self.plain)):
+            texts = (text, self.plain, self.function)
+            y, *kept = call("fp8_mlp_forward", x, *of_norm, first, first_bias, down, down_bias, *texts, *flags)
+            made += [y, *kept]
+            if wgrad:
+                given = (y, x, *of_norm, first, first_bias, down, *kept, *texts)
+                made += call("fp8_mlp_backward", *given, *of_bias)
         if not wgrad:
-            return [*linear, *normed, *gated]
-        dy, kept = gated[0], gated[1:]
-        of_gated = call("fp8_gated_mlp_backward", dy, x, norm, None, first, down, *kept, *texts, *flags)
+            return made
         of_linear = call("fp8_linear_backward", linear[0], *linear[1:], weight, self.plain, True, True, True)
-        kept_of_norm = (*normed[1:3], weight, x, norm, None, *normed[3:])
+        kept_of_norm = (*normed[1:3], weight, x, norm, norm_bias, *normed[3:])
         of_normed = call("fp8_norm_linear_backward", normed[0], *kept_of_norm, self.normed, True, True, True)
-        return [*linear, *normed, *gated, *of_gated, *of_linear, *of_normed]
+        return [*made, *of_linear, *of_normed]
 
 
 def bound(name: str, *given: Any) -> tuple[Any, ...]:
@@ -150,6 +162,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
 def test_bound_calls_launch_what_operators_launch(pretended: PretendedGpu, norm: str, wgrad: bool) -> None:
     layer = Layer("cpu", norm)
     pretended.names = {getattr(layer, name).data_ptr(): name for name in ("x", "norm", "weight", "first", "down")}
+    pretended.names |= {bias.data_ptr(): name for name, bias in layer.biases.items() if bias is not None}
     used: list[str] = []
 
     def counted(name: str, *given: Any) -> tuple[Any, ...]:
@@ -167,7 +180,7 @@ def test_bound_calls_launch_what_operators_launch(pretended: PretendedGpu, norm:
         patch.setattr(linear_function, "CASTS", ())
         made = layer.step(counted, wgrad=wgrad)
     assert pretended.recorded == launched
-    assert len(used) == (6 if wgrad else 3)
+    assert len(used) == (8 if wgrad else 4)
     assert [(each.shape, each.dtype, each.stride()) for each in made] == [
         (each.shape, each.dtype, each.stride()) for each in expected
     ]

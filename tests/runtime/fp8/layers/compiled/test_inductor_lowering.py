@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8.layers import gated_mlp, linear_function
+from bitplan.runtime.fp8.layers import joined_mlp, linear_function
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
 
@@ -91,9 +91,18 @@ def test_operators_keep_torchs_rules() -> None:
     settings = layers.first._text, layers.second._text
     x, norm = torch.randn(32, 64).bfloat16(), torch.ones(64, dtype=torch.bfloat16)
     first, down = torch.randn(128, 64).bfloat16(), torch.randn(64, 64).bfloat16()
-    given = (x, norm, None, first, down, *settings, True, True, True, True)
     checks: Any = {"test_utils": ("test_autograd_registration", "test_faketensor")}  # others multiply FP8 numbers
-    torch.library.opcheck(gated_mlp.forward_op, given, **checks)
-    _, *kept = gated_mlp.forward_op(*given)
-    torch.library.opcheck(gated_mlp.backward_op, (x, x, norm, None, first, down, *kept, *given[5:]), **checks)
+    bias, down_bias = torch.randn(128).bfloat16(), torch.randn(64).bfloat16()
+    for of_norm, function, of_first, biases in (
+        ((norm, None), "silu_gated", down, (None, None)),
+        ((norm, norm), "gelu", torch.randn(64, 128).bfloat16(), (bias, down_bias)),
+        ((None, None), "relu", torch.randn(64, 128).bfloat16(), (bias, None)),
+    ):
+        texts = (settings[0] if of_norm[0] is not None else settings[1], settings[1], function)
+        given = (x, *of_norm, first, biases[0], of_first, biases[1], *texts, True, True, True, True, True)
+        torch.library.opcheck(joined_mlp.forward_op, given, **checks)
+        _, *kept = joined_mlp.forward_op(*given)
+        wanted = (True, True, biases[0] is not None, True, True)
+        backward = (x, x, *of_norm, first, biases[0], of_first, *kept, *texts, *wanted)
+        torch.library.opcheck(joined_mlp.backward_op, backward, **checks)
     torch.library.opcheck(linear_function.forward_op, (x, down, None, settings[1], True, True, True), **checks)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from bitplan import apply_fp8
 from bitplan.runtime.fp8.layer_settings import Fp8LayerError
-from bitplan.runtime.fp8.layers.gated_mlp import GatedMlp, gating_obstacle
+from bitplan.runtime.fp8.layers.joined_mlp import JoinedMlp, joining_obstacle
 
 WIDTH, FEATURES, TOKENS = 64, 128, 24
 
@@ -68,7 +68,7 @@ def far(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_results_and_gradients_are_those_of_the_layers_one_by_one(device) -> None:
     plain, layer = block(device)
-    assert isinstance(layer.mlp, GatedMlp)
+    assert isinstance(layer.mlp, JoinedMlp)
     assert set(layer.state_dict()) == set(plain.state_dict())
     x = torch.randn(2, TOKENS // 2 - 1, WIDTH, device=device).bfloat16()
     apart = one_by_one(layer)
@@ -80,7 +80,7 @@ def test_results_and_gradients_are_those_of_the_layers_one_by_one(device) -> Non
     assert max(far(*pair) for pair in zip(made[:2], exact[:2], strict=True)) < 0.08
 
 
-@pytest.mark.parametrize("given", [{"activation": functional.gelu}, {"recipe": "rowwise"}])
+@pytest.mark.parametrize("given", [{"activation": functional.mish}, {"recipe": "rowwise"}])
 def test_other_gatings_and_recipes_stay_apart(given) -> None:
     assert type(block(**given)[1].mlp) is Mlp
 
@@ -146,7 +146,7 @@ def test_a_pickled_model_is_whole(tmp_path) -> None:
     torch.save(layer, tmp_path / "layer.pt")
     loaded = torch.load(tmp_path / "layer.pt", weights_only=False)
     x = torch.randn(TOKENS, WIDTH).bfloat16()
-    assert isinstance(loaded.mlp, GatedMlp)
+    assert isinstance(loaded.mlp, JoinedMlp)
     assert all(torch.equal(*pair) for pair in zip(gradients(loaded, x), gradients(layer, x), strict=True))
     state = layer.state_dict()
     assert list(loaded.state_dict()) == list(state)
@@ -186,5 +186,5 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 def test_the_obstacle_is_named() -> None:
     mlp = block()[1].mlp
-    assert gating_obstacle(mlp.gate_proj.fused, mlp.down_proj) is None
-    assert "not one FP8 layer" in str(gating_obstacle(nn.Linear(2, 2), mlp.down_proj))
+    assert joining_obstacle(mlp.gate_proj.fused, mlp.down_proj) is None
+    assert "not all FP8" in str(joining_obstacle(nn.Linear(2, 2), mlp.down_proj))

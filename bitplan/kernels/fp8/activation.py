@@ -1,0 +1,95 @@
+"""An activation between two products and an FP8 cast, and its gradient so too: the reference and the dispatcher.
+
+    cast_activated(y, None, "gelu", ...)          h = gelu(y) [R, F]
+    cast_activated(y, None, "silu_gated", ...)    h = silu(gate) * up [R, F], of gate and up side by side in y [R, 2 F]
+    cast_activated(y, dh_RF, ...)                 the gradient of y, and with `sums` its sum over the rows (a bias's)
+
+Computed in float32 and rounded once to the type of y; that matrix is then cast tensorwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bitplan.formats.fp8 import CastPair
+from bitplan.kernels.fp8.cast import cast_layouts
+
+RECIPE = "tensorwise"  # only one scale for all numbers is guessed, and a guess is what a cast in one read needs
+GATED = "_gated"
+# "gelu" is torch's own, by the error function; "gelu_tanh" the approximation by tanh.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+FUNCTIONS = (*ACTIVATIONS, *(name + GATED for name in ACTIVATIONS))
+
+
+def is_gated(function: str) -> bool:
+    return function.endswith(GATED)
+
+
+def width_of(function: str, features: int) -> int:
+    """The columns of y for so many features of h."""
+    return 2 * features if is_gated(function) else features
+
+
+def cast_activated(
+    y: Tensor,
+    dh_RF: Tensor | None,
+    function: str,
+    fp8: str = "e4m3",
+    eps: float = 0.0,
+    *,
+    rows: bool = True,
+    cols: bool = True,
+    sums: torch.dtype | None = None,
+    guess: Tensor | None = None,
+) -> tuple[CastPair, Tensor | None]:
+    """The activated numbers, or with `dh_RF` the gradient of y, cast; and the gradient's sum over rows as this type.
+
+    `guess`: a state of `guessed_cast`.
+    """
+    if guess is not None:
+        from bitplan.kernels.fp8.triton_activation import cast_by_guess, fits_activated
+
+        if fits_activated(y, dh_RF, function):
+            return cast_by_guess(y, dh_RF, function, fp8, eps, guess, rows=rows, cols=cols, sums=sums)
+    made = activate(y, function) if dh_RF is None else activation_gradient(y, dh_RF, function)
+    total = None if sums is None else made.sum(0, dtype=torch.float32).to(sums)
+    return cast_layouts(made, RECIPE, fp8, eps, rows=rows, cols=cols, guess=guess), total
+
+
+def activate(y: Tensor, function: str) -> Tensor:
+    if not is_gated(function):
+        return _of(function, y.float()).to(y.dtype)
+    first, up = y.float().chunk(2, dim=-1)
+    return (_of(function.removesuffix(GATED), first) * up).to(y.dtype)
+
+
+def activation_gradient(y: Tensor, dh_RF: Tensor, function: str) -> Tensor:
+    """The gradient of y; of gate and up, side by side, where it is gated."""
+    dh, name = dh_RF.float(), function.removesuffix(GATED)
+    if not is_gated(function):
+        return (dh * _slope(name, y.float())).to(y.dtype)
+    first, up = y.float().chunk(2, dim=-1)
+    return torch.cat((dh * up * _slope(name, first), dh * _of(name, first)), dim=-1).to(y.dtype)
+
+
+def _of(name: str, x: Tensor) -> Tensor:
+    if name == "gelu_tanh":
+        return functional.gelu(x, approximate="tanh")
+    function = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}[name]
+    result: Tensor = function(x)
+    return result
+
+
+def _slope(name: str, x: Tensor) -> Tensor:
+    """The derivative at x."""
+    if name == "relu":
+        return (x > 0).to(x.dtype)
+    if name == "silu":
+        part = torch.sigmoid(x)
+        return part * (1.0 + x * (1.0 - part))
+    if name == "gelu":
+        return 0.5 * (1.0 + torch.erf(x * 0.5**0.5)) + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
+    part = torch.sigmoid(x * (1.5957691216057308 + 0.07135481282553198 * x * x))
+    return part + x * part * (1.0 - part) * (1.5957691216057308 + 3 * 0.07135481282553198 * x * x)

@@ -1,0 +1,13 @@
+"""What a model computes, seen in one run of its forward without numbers; or read from one table of names.
+
+Which module does which step:
+
+    model_view      the records: ModelView, TensorRecord, LinearUse, NormUse, ...; they need no torch
+    describe        from a module to its view
+    example_inputs  what a forward is called with, where the user gives nothing
+    recorder        one run: every torch function with what goes in and out; `untouched` keeps the model as it was
+    graph           walks through a recording
+    recognise       the parts: `products`, `norms`, then MLPs, attention, residuals; `activations` names functions
+    blocks          blocks that repeat
+    module_changes  hooks, parametrizations and forwards of somebody else's
+"""

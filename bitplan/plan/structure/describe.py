@@ -1,0 +1,170 @@
+"""`describe`: one `ModelView` of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from bitplan.errors import PlanError
+from bitplan.plan.structure.model_view import TRACED, UNKNOWN, UNUSED, ModelView, ModuleUse, TensorRecord
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bitplan.plan.structure.graph import Graph
+    from bitplan.plan.structure.recognise import Recogniser
+    from bitplan.plan.structure.recorder import Recording
+
+
+def describe(model: nn.Module, example: Any = None) -> ModelView:
+    """What a module computes, seen in one run of its forward without numbers; the module is not altered.
+
+    example   what the forward is called with: a tensor, a tuple of arguments, or a dict of keywords. Without it one is
+              made from the module's config, or from the arguments of its forward.
+
+    Hooks are not run; modules that have them are in `changed`. Parameters that the run did not read are "unused", and
+    "unknown" where a part of the model could not be followed. Raises `PlanError` where no example fits.
+    """
+    from bitplan.plan.structure.example_inputs import examples_for
+
+    if example is not None:
+        return _view(model, _run(model, *_arguments(example)))
+    faults = []
+    for args, kwargs in examples_for(model):
+        try:
+            return _view(model, _run(model, args, kwargs))
+        except PlanError as error:
+            faults.append(str(error))
+    tried = f": {faults[0]}" if faults else ""
+    raise PlanError(
+        f"{type(model).__name__}: no input was found that its forward takes ({len(faults)} tried){tried}; give one: "
+        "bitplan.describe(model, example=(x,)) or example={'input_ids': ids}"
+    )
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    from bitplan.plan.structure.recorder import NumbersNeededError, record
+
+    try:
+        return record(model, args, kwargs)
+    except NumbersNeededError as error:
+        raise PlanError(f"{type(model).__name__}: its forward asks for numbers: {error}") from error
+    except Exception as error:  # whatever a forward raises
+        words = " ".join(str(error).split())[:300]
+        raise PlanError(f"{type(model).__name__}: its forward raised {type(error).__name__}: {words}") from error
+
+
+def _view(model: nn.Module, recording: Recording) -> ModelView:
+    from bitplan.plan.structure.blocks import find_stacks
+    from bitplan.plan.structure.graph import Graph
+    from bitplan.plan.structure.module_changes import changes_of
+    from bitplan.plan.structure.recognise import Recogniser, describe_step
+
+    graph = Graph(recording)
+    parts = Recogniser(graph)
+    linears = tuple(sorted(parts.linears.values(), key=lambda linear: linear.step))
+    others: dict[int, list[str]] = {}
+    for linear in linears:
+        if linear.source >= 0 and linear.source not in others:
+            others[linear.source] = [
+                describe_step(step)
+                for step, value in graph.final_readers(linear.source)
+                if step.index not in parts.linears or parts.linears[step.index].input != value
+            ]
+    seen: dict[int, dict[str, None]] = {}
+    for call in recording.calls:
+        for value in (*call.inputs, *call.outputs):
+            seen.setdefault(value, {})[call.path] = None
+    return ModelView(
+        source=TRACED,
+        tensors=_tensors(model, recording, parts),
+        linears=linears,
+        norms=tuple(parts.norms),
+        embeddings=tuple(parts.embeddings),
+        convolutions=tuple(parts.convolutions),
+        attentions=tuple(parts.attentions),
+        residuals=tuple(parts.residuals),
+        gated=tuple(parts.gated),
+        plain=tuple(parts.plain),
+        stacks=find_stacks(recording, parts),
+        changed=changes_of(model),
+        unknown=recording.unknown,
+        notes=tuple(recording.notes),
+        producers=_producers(graph, parts),
+        others={value: tuple(dict.fromkeys(readers)) for value, readers in others.items()},
+        seen_by={value: tuple(paths) for value, paths in seen.items()},
+        calls=_single_calls(graph),
+    )
+
+
+def _single_calls(graph: Graph) -> dict[str, ModuleUse]:
+    """Modules that are called once."""
+    counts: dict[str, int] = {}
+    for call in graph.calls:
+        counts[call.path] = counts.get(call.path, 0) + 1
+    uses = {}
+    for call in graph.calls:
+        if counts[call.path] == 1:
+            functions = tuple(
+                (step.index, "identity" if graph.is_dropout_of_nothing(step) else step.name, step.module)
+                for step in graph.steps[call.first : call.last]
+            )
+            uses[call.path] = ModuleUse(call.inputs, call.outputs, functions)
+    return uses
+
+
+def _producers(graph: Any, parts: Recogniser) -> dict[int, str]:
+    """Who made the values that projections read: a part by its path, else a function and its module."""
+    from bitplan.plan.structure.recognise import describe_step
+
+    known = {norm.output: norm.path for norm in parts.norms}
+    known |= {part.output: part.path for part in (*parts.linears.values(), *parts.embeddings, *parts.convolutions)}
+    producers: dict[int, str] = {}
+    for linear in parts.linears.values():
+        value = linear.source
+        if value < 0:
+            producers[value] = "attention"
+        elif value in known:
+            producers[value] = known[value]
+        else:
+            step = graph.maker(value)
+            producers[value] = "the model's input" if step is None else describe_step(step)
+    return producers
+
+
+def _tensors(model: nn.Module, recording: Recording, parts: Recogniser) -> tuple[TensorRecord, ...]:
+    from bitplan.plan.structure.recognise import parameter_roles
+
+    roles = parameter_roles(parts)
+    names: dict[int, list[str]] = {}
+    held = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in held:
+        names.setdefault(id(parameter), []).append(name)
+    records = []
+    for name, parameter in held:
+        same = names[id(parameter)]
+        path = name.rpartition(".")[0]
+        missing = UNKNOWN if _is_within_any(path, recording.unknown) else UNUSED
+        role = next((roles[other] for other in (name, *same) if other in roles), missing)
+        records.append(
+            TensorRecord(
+                name,
+                tuple(parameter.shape),
+                str(parameter.dtype).removeprefix("torch."),
+                role,
+                path,
+                tied_to=tuple(other for other in same if other != name),
+                experts=next((linear.experts for linear in parts.linears.values() if linear.weight in same), 0),
+            )
+        )
+    return tuple(records)
+
+
+def _is_within_any(path: str, unknown: Mapping[str, str]) -> bool:
+    return any(known == "" or path == known or path.startswith(f"{known}.") for known in unknown)

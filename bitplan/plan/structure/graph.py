@@ -1,0 +1,352 @@
+"""Questions about a recording: where a value comes from, what reads it, and what a chain of small steps computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from bitplan.plan.structure.recorder import Recording, Ref, Step, Value
+
+# Steps that give the same numbers in the same order along the last dimension, in another shape or memory.
+SAME_NUMBERS = {"view", "reshape", "flatten", "unflatten", "contiguous", "unsqueeze", "squeeze", "clone", "detach"}
+SAME_NUMBERS |= {"alias", "view_as", "data", "reshape_as", "identity", "requires_grad"}
+CASTS = {"to", "float", "type", "type_as", "half", "bfloat16", "double"}
+# Steps that give each number by itself, from numbers at the same place and constants.
+POINTWISE = {
+    "silu",
+    "gelu",
+    "relu",
+    "sigmoid",
+    "tanh",
+    "mul",
+    "add",
+    "sub",
+    "div",
+    "pow",
+    "square",
+    "exp",
+    "erf",
+    "neg",
+}
+POINTWISE |= {"clamp", "clamp_min", "clamp_max", "relu6", "hardswish", "hardtanh", "leaky_relu", "softplus", "mish"}
+POINTWISE |= {"elu", "selu", "celu", "logsigmoid", "log_sigmoid", "sqrt", "rsub", "rdiv", "abs", "softsign", "log"}
+POINTWISE |= {"hardsigmoid", "reciprocal", "rpow", "log1p", "expm1"}
+TURNS = {"T", "t", "mT", "transpose", "swapaxes", "permute", "adjoint", "H", "mH"}
+_PICKS = {"getitem", "select", "narrow", "chunk", "split", "unbind", "expand", "index_select", "split_with_sizes"}
+
+
+@dataclass(frozen=True)
+class ReadWeight:
+    """A parameter as a step reads it: turned or not, as a whole or one matrix or some rows of it."""
+
+    value: int
+    is_turned: bool = False
+    item: int | None = None
+    is_whole: bool = True
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A projection's output, or one equal share of it along the last dimension."""
+
+    step: int  # of the projection
+    part: int = 0
+    parts: int = 1
+    is_interleaved: bool = False
+
+
+class Graph:
+    """A recording with the walks that recognition needs."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.values, self.steps, self.calls = recording.values, recording.steps, recording.calls
+        self.outputs = set(recording.outputs)
+
+    def maker(self, value: int) -> Step | None:
+        step = self.values[value].step
+        return None if step is None else self.steps[step]
+
+    def readers(self, value: int) -> list[Step]:
+        return [self.steps[index] for index in self.values[value].readers]
+
+    def argument(self, step: Step, position: int, name: str) -> Any:
+        return step.args[position] if len(step.args) > position else step.kwargs.get(name)
+
+    def value_at(self, step: Step, position: int, name: str) -> int | None:
+        given = self.argument(step, position, name)
+        return given.value if isinstance(given, Ref) else None
+
+    def is_dropout_of_nothing(self, step: Step) -> bool:
+        """Whether a step is a dropout that leaves every number, in training too."""
+        return step.name.endswith(("dropout", "dropout1d", "dropout2d")) and self.argument(step, 1, "p") == 0
+
+    def is_dropout_off(self, step: Step) -> bool:
+        if step.name not in ("dropout", "feature_dropout", "dropout1d", "dropout2d"):
+            return False
+        share, training = self.argument(step, 1, "p"), self.argument(step, 2, "training")
+        return share == 0 or training is False
+
+    def is_same_numbers(self, step: Step) -> bool:
+        """Whether a step hands its first input on, at most in another shape."""
+        if step.writes:
+            return False
+        if step.name in CASTS and step.inputs:
+            return self.values[step.inputs[0]].dtype == self.values[step.outputs[0]].dtype
+        if self.is_dropout_off(step):
+            return True
+        if step.name == "getitem" and len(step.inputs) == 1:
+            picked = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
+            is_plain = all(item is Ellipsis or isinstance(item, slice) for item in picked)
+            return is_plain and self.values[step.inputs[0]].shape == self.values[step.outputs[0]].shape
+        if step.name not in SAME_NUMBERS:
+            return False
+        before, after = (self.values[index].shape for index in (step.inputs[0], step.outputs[0]))
+        return bool(before) and bool(after) and before[-1] == after[-1]
+
+    def is_cast(self, step: Step) -> bool:
+        """Whether a step changes the type of its input."""
+        return step.name in CASTS and self.values[step.inputs[0]].dtype != self.values[step.outputs[0]].dtype
+
+    def origin(self, value: int) -> int:
+        """The value behind views and copies that keep the last dimension."""
+        while (step := self.maker(value)) is not None and self.is_same_numbers(step):
+            value = step.inputs[0]
+        return value
+
+    def final_readers(self, value: int) -> Iterator[tuple[Step, int]]:
+        """Steps that read a value, or views and copies of it, with the value that each reads."""
+        for step in self.readers(value):
+            if self.is_same_numbers(step) and step.inputs[0] == value:
+                for output in step.outputs:
+                    yield from self.final_readers(output)
+            else:
+                yield step, value
+
+    def is_output(self, value: int) -> bool:
+        """Whether a value, or a view of it, is returned by the model."""
+        if value in self.outputs:
+            return True
+        return any(
+            self.is_output(output)
+            for step in self.readers(value)
+            if self.is_same_numbers(step) and step.inputs[0] == value
+            for output in step.outputs
+        )
+
+    def weight(self, value: int | None) -> ReadWeight | None:
+        """The parameter that a value is, or is a view or a cast of."""
+        turned, item, whole = False, None, True
+        while value is not None:
+            step = self.maker(value)
+            if step is None:
+                known = self.values[value]
+                return ReadWeight(value, turned, item, whole) if known.is_parameter else None
+            if step.writes or not step.inputs:
+                return None
+            if step.name in TURNS:
+                turned = turned != self._swaps_last_two(step)
+            elif step.name in ("getitem", "select") and len(step.inputs) == 1:
+                picked = step.args[1:] if step.name == "getitem" else step.args[2:]
+                is_item = len(picked) == 1 and isinstance(picked[0], int)
+                item, whole = (picked[0], whole) if is_item else (item, False)
+            elif step.name in _PICKS:
+                if step.name != "expand":
+                    whole = False
+            elif step.name not in SAME_NUMBERS and step.name not in CASTS:
+                return None
+            value = step.inputs[0]
+        return None
+
+    def name_of(self, weight: ReadWeight, module: str) -> str:
+        """A parameter's name; of a tied one the name in the module that reads it, if it has one there."""
+        names = self.values[weight.value].names
+        return next((name for name in names if name.rpartition(".")[0] == module), names[0] if names else "")
+
+    def _swaps_last_two(self, step: Step) -> bool:
+        rank = len(self.values[step.inputs[0]].shape)
+        if step.name in ("T", "t", "mT", "adjoint", "H", "mH"):
+            return True
+        dims = [dim % rank for dim in _integers(step.args[1:])] if rank else []
+        if step.name == "permute":
+            return dims[-2:] == [rank - 1, rank - 2]
+        return {*dims} == {rank - 1, rank - 2}
+
+    def made_of_parameters(self, value: int) -> tuple[str, ...]:
+        """Names of the parameters from which alone a value is computed; empty where anything else goes in."""
+        found: dict[str, None] = {}
+        waiting, done = [value], set()
+        while waiting:
+            index = waiting.pop()
+            if index in done:
+                continue
+            done.add(index)
+            known, step = self.values[index], self.maker(index)
+            if step is None:
+                if not known.names:
+                    return ()
+                if known.is_parameter:
+                    found[known.names[0]] = None
+            elif step.name == "unknown":
+                return ()
+            else:
+                waiting += step.inputs
+            if len(done) > 200:
+                return ()
+        return tuple(found)
+
+    def derives_from(self, value: int, ancestor: int, through: Iterable[int]) -> bool:
+        """Whether a value is computed from another by way of one of these steps; values count up with the run."""
+        via, done = set(through), set()
+        waiting = [(value, False)]
+        while waiting:
+            index, passed = waiting.pop()
+            if index == ancestor and passed:
+                return True
+            if index > ancestor and (index, passed) not in done:
+                done.add((index, passed))
+                step = self.maker(index)
+                if step is not None:
+                    passed = passed or step.index in via
+                    waiting += [(each, passed) for each in step.inputs]
+        return False
+
+    def behind(self, value: int, stops: Iterable[int]) -> set[int]:
+        """The steps among `stops` that a value comes from, walking past none of them."""
+        stop, found, waiting, done = set(stops), set(), [value], set()
+        while waiting:
+            index = waiting.pop()
+            if index in done:
+                continue
+            done.add(index)
+            step = self.maker(index)
+            if step is None:
+                continue
+            if step.index in stop:
+                found.add(step.index)
+            else:
+                waiting += step.inputs
+        return found
+
+    def ahead(self, value: int, stops: Iterable[int]) -> tuple[set[int], bool]:
+        """The steps among `stops` that read what comes of a value, walking past none; and whether it is returned."""
+        stop, found, waiting, done, is_returned = set(stops), set(), [value], set(), False
+        while waiting:
+            index = waiting.pop()
+            if index in done:
+                continue
+            done.add(index)
+            is_returned = is_returned or index in self.outputs
+            for step in self.readers(index):
+                if step.index in stop:
+                    found.add(step.index)
+                else:
+                    waiting += step.outputs
+        return found, is_returned
+
+    # Chains of small steps
+
+    def slot(self, value: int, projections: dict[int, Any]) -> Slot | None:
+        """The share of a projection's output that a value is."""
+        part, parts, interleaved = 0, 1, False
+        while (step := self.maker(value)) is not None:
+            if step.index in projections:
+                return Slot(step.index, part, parts, interleaved)
+            if self.is_same_numbers(step):
+                value = step.inputs[0]
+                continue
+            share = self._share(step, value)
+            if share is None or parts != 1:
+                return None
+            part, parts, interleaved = share
+            value = step.inputs[0]
+        return None
+
+    def _share(self, step: Step, value: int) -> tuple[int, int, bool] | None:
+        """Which of equal shares of the last dimension a step cuts out: number, count, and whether they alternate."""
+        whole, got = self.values[step.inputs[0]].shape, self.values[value].shape
+        if len(step.inputs) != 1 or len(whole) != len(got) or not got or not got[-1] or whole[-1] % got[-1]:
+            return None
+        count = whole[-1] // got[-1]
+        if step.name in ("chunk", "split", "tensor_split", "split_with_sizes"):
+            dims = step.kwargs.get("dim", step.args[2] if len(step.args) > 2 else 0)
+            sizes = {self.values[output].shape for output in step.outputs}
+            if dims not in (-1, len(whole) - 1) or len(sizes) != 1:
+                return None
+            return step.outputs.index(value), count, False
+        if step.name == "getitem":
+            picked = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
+            last = picked[-1]
+            if not isinstance(last, slice) or (len(picked) < len(whole) and Ellipsis not in picked):
+                return None
+            if any(item not in (slice(None), Ellipsis) for item in picked[:-1]):
+                return None
+            start, stop, stride = last.indices(whole[-1])
+            if stride == count and start < count:
+                return start, count, True
+            if stride == 1 and stop - start == got[-1] and start % got[-1] == 0:
+                return start // got[-1], count, False
+        return None
+
+    def slots_behind(self, value: int, projections: dict[int, Any]) -> tuple[set[Slot], set[int]] | None:
+        """The shares from which a value is computed point by point, and the steps between; None if anything else."""
+        found: set[Slot] = set()
+        between: set[int] = set()
+        waiting, done = [value], set()
+        while waiting:
+            index = waiting.pop()
+            if index in done:
+                continue
+            done.add(index)
+            if (slot := self.slot(index, projections)) is not None:
+                found.add(slot)
+                continue
+            step = self.maker(index)
+            if step is None or step.writes or len(done) > 60:
+                return None
+            if not (step.name in POINTWISE or step.name in CASTS or self.is_same_numbers(step)):
+                return None
+            between.add(step.index)
+            waiting += step.inputs if step.name in POINTWISE else step.inputs[:1]
+        return found, between
+
+    def replay(self, value: int, given: Callable[[int], Tensor | None]) -> Tensor | None:
+        """Compute a value anew from others, in float64 and without its casts."""
+        if (tensor := given(value)) is not None:
+            return tensor
+        step = self.maker(value)
+        if step is None:
+            return None
+        if step.name in CASTS or self.is_same_numbers(step):
+            return self.replay(step.inputs[0], given)
+        tensors: dict[int, Tensor] = {}
+        for index in step.inputs:
+            tensor = self.replay(index, given)
+            if tensor is None:
+                return None
+            tensors[index] = tensor
+        args, kwargs = tree_map_only(Ref, lambda ref: tensors[ref.value].clone(), (step.args, step.kwargs))
+        if "inplace" in kwargs:
+            kwargs["inplace"] = False
+        result = step.function(*args, **kwargs)
+        return result if isinstance(result, Tensor) else None
+
+    def value_of(self, index: int) -> Value:
+        return self.values[index]
+
+
+def _integers(arguments: Iterable[Any]) -> list[int]:
+    found: list[int] = []
+    for argument in arguments:
+        found += argument if isinstance(argument, list | tuple) else [argument]
+    return [item for item in found if isinstance(item, int)]
+
+
+def sample(count: int, seed: int) -> Tensor:
+    """Numbers on which activations are told apart."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, dtype=torch.float64, generator=generator) * 3

@@ -1,0 +1,423 @@
+"""Records what a module computes: one run of its forward without numbers, call by call.
+
+A `TorchFunctionMode` sees every torch function that a forward calls, whole (`linear`, `silu`, `rms_norm`), with the
+tensors that go in and come out. Identity of tensors says who feeds whom. Parameters are replaced by twins on the meta
+device in the arguments of each call, so nothing is computed and nothing is allocated, whatever the model's size.
+
+What stays real: small tensors on the CPU that are no parameters (token ids, positions, masks), until they meet a twin.
+So a forward may look at its ids. Where a forward asks for a number that weights decide, it cannot be followed further:
+the innermost module is written down as unknown, and the run goes on behind it if a value of its input's shape will do.
+Indices that weights decide (the experts of a token) are chosen here, one after the other, and noted: they pick rows,
+and who feeds whom does not depend on them.
+
+The model is not altered. Hooks are not run (what they would do is unknown, and so the view names the modules that have
+them); attributes, lists and buffers that a forward writes are put back; random numbers are drawn from a fork. Another
+thread must not use the model meanwhile. torch.export was tried: it refuses more models and shows smaller steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from bitplan.errors import BitplanError
+from bitplan.plan.structure.untouched import (
+    calls_through,
+    has_foreign_forward,
+    own_forward,
+    restored,
+    same_random_numbers,
+)
+
+MOST_REAL = 1 << 20  # numbers of a tensor that is copied rather than replaced by a twin without numbers
+# Functions whose result is no tensor, or whose shape depends on numbers: they need the numbers themselves.
+_NEED_NUMBERS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "nonzero"}
+_NEED_NUMBERS |= {"unique", "unique_consecutive", "masked_select", "equal", "allclose", "is_nonzero", "bincount"}
+_NEED_NUMBERS |= {"__array__", "argwhere", "histc", "__complex__"}
+_MADE_OF_NOTHING = {"arange", "zeros", "ones", "full", "tensor", "linspace", "eye", "as_tensor"}
+# Functions whose integers are positions along a dimension: (its argument's position, its default).
+_CHOOSE_INDICES = {"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "argmax": (1, None), "argmin": (1, None)}
+_CHOOSE_INDICES |= {"max": (1, None), "min": (1, None), "multinomial": (99, -1)}
+_RENAMED = {"rdiv": "rdiv", "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "rmul": "mul"}
+_RENAMED |= {"iadd": "add", "radd": "add", "imul": "mul", "isub": "sub", "subtract": "sub", "itruediv": "div"}
+_RENAMED |= {"rmatmul": "rmatmul", "scaled_dot_product_attention": "sdpa"}
+
+
+class NumbersNeededError(BitplanError):
+    """A forward asks for numbers that only weights could give."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A recorded value in the arguments of a step."""
+
+    value: int
+
+
+@dataclass
+class Value:
+    """A tensor of the run: where it came from, and its shape and type."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    step: int | None = None  # the step that made it; None for parameters, buffers and inputs
+    names: tuple[str, ...] = ()  # of a parameter or buffer: all its names
+    is_parameter: bool = False
+    is_chosen: bool = False  # indices that were chosen here, since weights would decide them
+    readers: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    """One call of a torch function."""
+
+    index: int
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    module: str
+    writes: tuple[int, ...] = ()  # values that hold something else afterwards
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module's forward: what went in and came out, and the steps between."""
+
+    path: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    first: int
+    last: int
+    parent: int | None
+    fault: str = ""
+
+
+@dataclass
+class Recording:
+    """Everything one run shows."""
+
+    values: list[Value]
+    steps: list[Step]
+    calls: list[ModuleCall]
+    outputs: tuple[int, ...]
+    unknown: dict[str, str]
+    notes: list[str]
+
+
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    """Run a forward without numbers. An error that is not about missing numbers is raised as it is."""
+    recorder = _Recorder(model)
+    with recorder.running():
+        output = model(*args, **kwargs)
+    return recorder.finish(output)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.values: list[Value] = []
+        self.steps: list[Step] = []
+        self.calls: list[ModuleCall] = []
+        self.unknown: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._stack: list[int] = []
+        self._value_of: dict[int, int] = {}  # id of a tensor -> value
+        self._kept: list[Any] = []  # tensors, so that ids stay theirs
+        self._twins: dict[int, Tensor] = {}
+        self._aliases: dict[int, list[Tensor]] = {}  # storage -> tensors of the run in it
+        self._paths: dict[int, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._paths.setdefault(id(module), path)
+        self._names: dict[int, list[str]] = {}
+        self._parameters: set[int] = set()
+        for named, is_parameter in ((model.named_parameters, True), (model.named_buffers, False)):
+            for name, tensor in named(remove_duplicate=False):
+                self._names.setdefault(id(tensor), []).append(name)
+                self._kept.append(tensor)
+                if is_parameter:
+                    self._parameters.add(id(tensor))
+
+    # The run
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(restored(self.model))
+            stack.enter_context(same_random_numbers())
+            stack.enter_context(torch.no_grad())
+            if "torch._dynamo" in sys.modules:  # else nothing can have been compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(calls_through(self._call_module))
+            stack.enter_context(self)
+            yield
+
+    def finish(self, output: Any) -> Recording:
+        outputs = tuple(dict.fromkeys(self._value(tensor) for tensor in _tensors_in(output)))
+        return Recording(self.values, self.steps, self.calls, outputs, self.unknown, self.notes)
+
+    def _call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parent = self._stack[-1] if self._stack else None
+        path = self._paths.get(id(module))
+        if path is None:  # a module that a forward makes, or keeps where torch does not look
+            path = self.calls[parent].path if parent is not None else ""
+        inputs = tuple(self._value(tensor) for tensor in _tensors_in((args, kwargs)))
+        call = ModuleCall(path, inputs, (), len(self.steps), len(self.steps), parent)
+        self.calls.append(call)
+        self._stack.append(len(self.calls) - 1)
+        try:
+            output = own_forward(module)(*args, **kwargs)
+        except (NumbersNeededError, NotImplementedError) as error:
+            output = self._go_on_behind(call, module, error, args, kwargs)
+        except Exception as error:
+            if parent is None or not has_foreign_forward(module):
+                raise
+            output = self._go_on_behind(call, module, error, args, kwargs)
+        finally:
+            self._stack.pop()
+            call.last = len(self.steps)
+        call.outputs = tuple(self._value(tensor) for tensor in _tensors_in(output))
+        return output
+
+    def _go_on_behind(
+        self, call: ModuleCall, module: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """A value of the shape of the module's input, made by nothing that was seen; without one the error stands."""
+        inner = [path for path in self.unknown if call.path == "" or path.startswith(f"{call.path}.")]
+        if not inner or not isinstance(error, NumbersNeededError | NotImplementedError):
+            self.unknown.setdefault(call.path, _reason(error))
+            call.fault = self.unknown[call.path]
+        given = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.is_floating_point()]
+        if call.parent is None or not given:
+            raise error
+        with torch._C.DisableTorchFunction():
+            output = torch.empty_like(given[0], device="meta")
+        step = self._add_step("unknown", module.forward, args, kwargs, output)
+        assert step is not None
+        return output
+
+    # Functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        args, kwargs = self._with_twins(args, kwargs, indexed=name in ("getitem", "setitem"))
+        tensors = _tensors_in((args, kwargs))
+        if getattr(func, "__name__", "") in _NEED_NUMBERS and any(map(_has_no_numbers, tensors)):
+            raise NumbersNeededError(f"{name} of numbers that weights decide")
+        if name == "where" and len(args) + len(kwargs) == 1 and _has_no_numbers(tensors[0]):
+            raise NumbersNeededError("where() of numbers that weights decide")
+        before = [_version(tensor) for tensor in tensors]
+        if name == "histc" and not tensors[0].is_floating_point():  # GPUs count integers, CPUs only floats
+            args = (tensors[0].float(), *args[1:])
+        output = func(*args, **kwargs) if name != "grouped_mm" else _grouped_product(func, args, kwargs)
+        if isinstance(output, Tensor) and _has_no_numbers(output):
+            output = self._with_numbers(name, func, args, kwargs, output)
+        if name in _CHOOSE_INDICES:
+            output = self._choose_indices(name, output, args, kwargs)
+        written = [tensor for tensor, version in zip(tensors, before, strict=True) if _version(tensor) != version]
+        self._add_step(name, func, args, kwargs, output, written)
+        return output
+
+    def _add_step(
+        self, name: str, func: Any, args: Any, kwargs: Any, output: Any, written: list[Tensor] | None = None
+    ) -> Step | None:
+        tensors = _tensors_in((args, kwargs))
+        known = {id(tensor) for tensor in tensors}
+        new = [tensor for tensor in _tensors_in(output) if id(tensor) not in known]
+        if not new and not written:
+            return None
+        args, kwargs = tree_map_only(Tensor, lambda tensor: Ref(self._value(tensor)), (args, kwargs))
+        inputs = tuple(self._value(tensor) for tensor in tensors)
+        index = len(self.steps)
+        module = self.calls[self._stack[-1]].path if self._stack else ""
+        step = Step(index, name, func, args, kwargs, inputs, (), module)
+        self.steps.append(step)
+        for value in dict.fromkeys(inputs):
+            self.values[value].readers.append(index)
+        changed: list[int] = []
+        for tensor in written or ():
+            changed += [self._new_value(alias, index) for alias in self._aliases.get(_storage(tensor), [tensor])]
+        step.writes = tuple(changed)
+        step.outputs = (*(self._new_value(tensor, index) for tensor in new), *changed)
+        return step
+
+    def _with_numbers(self, name: str, func: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        """Positions and masks that a forward makes on its input's device have numbers all the same."""
+        tensors = _tensors_in((args, kwargs))
+        if not tensors and name in _MADE_OF_NOTHING and output.numel() <= MOST_REAL:
+            made: Tensor = func(*args, **{**kwargs, "device": "cpu"})
+            return made
+        if name == "to" and not _has_no_numbers(tensors[0]):
+            return tensors[0].to(output.dtype)
+        return output
+
+    def _choose_indices(self, name: str, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Positions along a dimension, one after the other, in the place of those that weights decide."""
+        position, default = _CHOOSE_INDICES[name]
+        source = next(iter(_tensors_in((args, kwargs))))
+        dim = kwargs.get("dim", args[position] if len(args) > position else default)
+        size = source.numel() if not isinstance(dim, int) else source.shape[dim] if source.dim() else 1
+
+        def chosen(tensor: Tensor) -> Tensor:
+            if tensor.device.type != "meta" or tensor.is_floating_point() or tensor.dtype is torch.bool or not size:
+                return tensor
+            if not _has_no_numbers(source):
+                return tensor
+            indices = (torch.arange(tensor.numel()) % size).reshape(tensor.shape).to(tensor.dtype)
+            note = "indices that weights decide (routing, choices) were chosen one after the other"
+            if note not in self.notes:
+                self.notes.append(note)
+            return indices
+
+        if isinstance(output, Tensor):
+            return chosen(output)
+        if isinstance(output, tuple):
+            items = [chosen(item) if isinstance(item, Tensor) else item for item in output]
+            if not hasattr(output, "_fields") and hasattr(type(output), "n_fields"):
+                return type(output)(items)  # a named result of torch, as of topk
+            return tuple(items)
+        return output
+
+    # Tensors
+
+    def _with_twins(self, args: Any, kwargs: Any, *, indexed: bool) -> tuple[Any, Any]:
+        args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
+        if indexed and args and isinstance(args[0], Tensor):  # an index may have numbers where the tensor has none
+            whole, *rest = args
+            if len(rest) > 1 and isinstance(rest[1], Tensor) and _has_no_numbers(whole):
+                rest[1] = self._without_numbers(rest[1])
+            if any(_has_no_numbers(tensor) for tensor in _tensors_in(rest)):
+                whole = self._without_numbers(whole)
+            return (whole, *rest), kwargs
+        if any(_has_no_numbers(tensor) for tensor in _tensors_in((args, kwargs))):
+            args, kwargs = tree_map_only(Tensor, self._without_numbers, (args, kwargs))
+        return args, kwargs
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor from outside of the run; tensors of the run stand for themselves."""
+        if id(tensor) in self._value_of and id(tensor) not in self._twins:
+            return tensor
+        if (twin := self._twins.get(id(tensor))) is not None:
+            return twin
+        if _is_wrapped(tensor):
+            return tensor
+        names = tuple(self._names.get(id(tensor), ()))
+        is_parameter = id(tensor) in self._parameters or isinstance(tensor, nn.Parameter)
+        with torch._C.DisableTorchFunction():
+            if is_parameter or tensor.device.type != "cpu" or tensor.numel() > MOST_REAL or type(tensor) is not Tensor:
+                twin = _empty_twin(tensor)
+            else:
+                twin = tensor.detach().clone()
+        self._kept.append(tensor)
+        self._twins[id(tensor)] = twin
+        self._new_value(twin, None, names=names, is_parameter=is_parameter)
+        self._value_of[id(tensor)] = self._value_of[id(twin)]
+        return twin
+
+    def _without_numbers(self, tensor: Tensor) -> Tensor:
+        if _has_no_numbers(tensor):
+            return tensor
+        key = -id(tensor)
+        twin = self._twins.get(key)
+        if twin is None or self._value_of[id(twin)] != self._value(tensor):
+            with torch._C.DisableTorchFunction():
+                twin = _empty_twin(tensor)
+            self._twins[key] = twin
+            self._kept.append(twin)
+            self._value_of[id(twin)] = self._value(tensor)
+        return twin
+
+    def _value(self, tensor: Tensor) -> int:
+        if (index := self._value_of.get(id(tensor))) is not None:
+            return index
+        self._twin(tensor)
+        if (index := self._value_of.get(id(tensor))) is not None:
+            return index
+        return self._new_value(tensor, None)
+
+    def _new_value(self, tensor: Tensor, step: int | None, **facts: Any) -> int:
+        index = len(self.values)
+        with torch._C.DisableTorchFunction():
+            self.values.append(Value(index, tuple(tensor.shape), tensor.dtype, step, **facts))
+        if id(tensor) not in self._value_of:
+            self._kept.append(tensor)
+            if (storage := _storage(tensor)) != 0:
+                self._aliases.setdefault(storage, []).append(tensor)
+        self._value_of[id(tensor)] = index
+        return index
+
+
+def _name_of(func: Any) -> str:
+    name: str = getattr(func, "__name__", type(func).__name__)
+    if name in ("__get__", "__set__"):
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    bare = name.strip("_")
+    return _RENAMED.get(bare, bare)
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    """Tensors in arguments or results: in tuples, lists, dicts, and in objects of results that are dicts."""
+    found: list[Tensor] = []
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
+
+
+def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A grouped product as a CPU has it: without numbers torch takes bfloat16 alone."""
+    dtype = args[0].dtype
+    if not _has_no_numbers(args[0]) or dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        args = tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, args)
+        return func(*args, **kwargs).to(dtype)
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _has_no_numbers(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return tensor.device.type == "meta"
+
+
+def _version(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        if _is_wrapped(tensor) or tensor.is_inference():
+            return 0
+        return tensor._version
+
+
+def _storage(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        if _is_wrapped(tensor) or tensor.layout is not torch.strided:
+            return 0
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _empty_twin(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device="meta")
+
+
+def _reason(error: Exception) -> str:
+    words = " ".join(str(error).split())[:200]
+    return words if isinstance(error, NumbersNeededError) else f"{type(error).__name__}: {words}"

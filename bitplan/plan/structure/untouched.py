@@ -1,0 +1,96 @@
+"""Running a model's forward without altering the model: no hooks, no lasting attributes, no random numbers used up."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """What a call computes: the forward behind torch.compile's wrapper, and behind accelerate's hook."""
+    inner = module._modules.get("_orig_mod")
+    if inner is not None:
+        return inner
+    forward: Callable[..., Any] = module.forward
+    if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__:
+        forward = module.__dict__["_old_forward"]
+    return forward
+
+
+def has_foreign_forward(module: nn.Module) -> bool:
+    """Whether a forward was put on the instance, or on the class by somebody else than its author."""
+    return "forward" in module.__dict__ or is_class_patched(type(module))
+
+
+def is_class_patched(kind: type) -> bool:
+    """Whether a class's forward was defined elsewhere: functions know the name of the class they were written in."""
+    holder = next((base for base in kind.__mro__ if "forward" in base.__dict__), None)
+    forward = holder.__dict__["forward"] if holder is not None else None
+    qualified = getattr(forward, "__qualname__", None)
+    if holder is None or holder is nn.Module or qualified is None:
+        return False
+    return bool(qualified != f"{holder.__qualname__}.forward" or forward.__module__ != holder.__module__)
+
+
+@contextlib.contextmanager
+def calls_through(call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Modules called in this thread go through `call`, without their hooks; those of other threads as ever."""
+    ours, usual = threading.get_ident(), nn.Module.__call__
+
+    def through(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != ours:
+            return usual(module, *args, **kwargs)
+        return call(module, args, kwargs)
+
+    nn.Module.__call__ = through  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = usual  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward writes into its modules: attributes, and the items of their dicts, lists and sets."""
+    kept: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
+    for module in model.modules():
+        holds = [(value, value.copy()) for value in module.__dict__.values() if type(value) in (dict, list, set)]
+        kept.append((module.__dict__, dict(module.__dict__), holds))
+    try:
+        yield
+    finally:
+        for attributes, before, holds in kept:
+            if attributes.keys() != before.keys() or any(attributes[name] is not before[name] for name in before):
+                attributes.clear()
+                attributes.update(before)
+            for container, items in holds:
+                _put_back(container, items)
+
+
+def _put_back(container: Any, items: Any) -> None:
+    if isinstance(container, list):
+        if len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
+            container[:] = items
+    elif isinstance(container, set):
+        if container != items:
+            container.clear()
+            container.update(items)
+    elif list(container) != list(items) or any(container[key] is not items[key] for key in items):
+        container.clear()
+        container.update(items)
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
