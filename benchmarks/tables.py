@@ -561,6 +561,46 @@ def _with_error(figure: dict[str, float], sign: str) -> str:
     return f"{figure['mean']:{sign}{style}} ± {figure['standard_error']:{style}}"
 
 
+def prompts_table() -> str:
+    """Eager prompts through transformers' own llama: milliseconds of BF16, and each format's speed in times of its."""
+    rows = [row for row in _read("decode_prompts_nvidia_h200")["rows"] if row["mode"] == "prompt"]
+    formats = [fmt for fmt in dict.fromkeys(row["format"] for row in rows) if fmt != "bfloat16"]
+    lines = [f"| shape, tokens of the prompt | BF16, ms | {' | '.join(formats)} |", "|---" * (len(formats) + 2) + "|"]
+    for size, tokens in dict.fromkeys((row["size"], row["prompt"]) for row in rows):
+        of = {row["format"]: row for row in rows if (row["size"], row["prompt"]) == (size, tokens)}
+        ratios = " | ".join(f"{of[fmt]['times_bfloat16']:.2f}" for fmt in formats)
+        lines.append(f"| {size.upper()}, {tokens:,} | {of['bfloat16']['ms']:.1f} | {ratios} |")
+    return "\n".join(lines)
+
+
+def fp8_styles_table() -> str:
+    """Two layers as four projects write them: times BF16, ours and torchao's."""
+    styles = {
+        "llama": "transformers' llama",
+        "titan": "torchtitan's llama",
+        "fused": "one qkv, one gate_up",
+        "nanogpt": "nanoGPT (LayerNorm, GELU, biases)",
+    }
+    rows = _read("fp8_styles_nvidia_h200")["rows"]
+    lines = [
+        "| two layers | size | tokens | one by one: FP8 | torchao | as a CUDA graph: FP8 | torchao |",
+        "|---" * 7 + "|",
+    ]
+    for style, size, tokens in dict.fromkeys((row["style"], row["size"], row["tokens"]) for row in rows):
+        arms = {
+            row["timing"]: row["arms"]
+            for row in rows
+            if (row["style"], row["size"], row["tokens"]) == (style, size, tokens)
+        }
+        cells = [
+            f"{arms[timing][arm]['ratio']['speedup']:.2f}"
+            for timing in ("eager", "graph")
+            for arm in ("fp8", "torchao tensorwise")
+        ]
+        lines.append(f"| {styles[style]} | {size.replace('_', ', ')} | {tokens:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _read(name: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return document
@@ -714,10 +754,11 @@ PLACES = {  # page: its tables
     "README.md": (short_searched_table, demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),
     "docs/manifest.md": (fused_table, auto_table),
-    "docs/packed.md": (decode_table, decode_small_table, launched_table),
+    "docs/packed.md": (decode_table, decode_small_table, launched_table, prompts_table),
     "docs/streaming.md": (streaming_table, streaming_auto_table),
     "docs/selective-precision.md": (selective_table, four_bits_table, six_and_five_bits_table),
     "docs/adaptive-fp8.md": (
+        fp8_styles_table,
         fp8_linear_table,
         fp8_cast_table,
         fp8_fsdp_table,
