@@ -124,7 +124,9 @@ DEVICE = Path("/dev/zero")
 @pytest.mark.skipif(not DEVICE.exists(), reason="no device that is read without end")
 @pytest.mark.parametrize("read", [read_json, read_text, read_bytes])
 def test_a_device_is_refused_before_it_is_read(read):
-    with pytest.raises(FileFormatError, match=r"/dev/zero: is a device, and a .* is read from a regular file or a pipe"):
+    with pytest.raises(
+        FileFormatError, match=r"/dev/zero: is a device, and a .* is read from a regular file or a pipe"
+    ):
         read(DEVICE)
 
 

@@ -38,7 +38,7 @@ from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.models.gguf_reader import one_gguf_reader
 from bitplan.store.models.transformers_names import (
     REPORTED,
-    foreign_reason,
+    foreign_faults,
     model_from_tensors,
     require_complete,
     silence_transformers,
@@ -217,18 +217,12 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
     """Read with transformers; any error of its many readers becomes one line."""
     import transformers
 
-    try:
+    # bitplan's own GGUF files have no tokenizer; transformers' error about that speaks of arrays.
+    hint = "; if the file holds no tokenizer, give the Hugging Face folder, or that as --config"
+    with foreign_faults(
+        MeasureError, f"{source}: transformers cannot read {what}", hint if "gguf_file" in options else ""
+    ):
         return getattr(transformers, reader).from_pretrained(local_files_only=True, **options)
-    except MemoryError:
-        raise
-    except Exception as error:
-        # bitplan's own GGUF files have no tokenizer; transformers' error about that speaks of arrays.
-        hint = (
-            "; if the file holds no tokenizer, give the Hugging Face folder, or that as --config"
-            if "gguf_file" in options
-            else ""
-        )
-        raise MeasureError(f"{source}: transformers cannot read {what}: {foreign_reason(error)}{hint}") from error
 
 
 def require_causal(lm: CausalLM, logits: Callable[[Tensor], Tensor]) -> None:
