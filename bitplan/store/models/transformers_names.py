@@ -25,11 +25,8 @@ REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 def model_from_tensors(model_class: Any, config: Any, tensors: Mapping[str, Tensor], where: str, **options: Any) -> Any:
     """A model of this class that holds these tensors, all of them and nothing else."""
-    with silence_transformers():
-        with foreign_faults(FileFormatError, f"{where}: transformers cannot load it"):
-            model, info = model_class.from_pretrained(
-                None, config=config, state_dict=dict(tensors), **REPORTED, **options
-            )
+    with silence_transformers(), foreign_faults(FileFormatError, f"{where}: transformers cannot load it"):
+        model, info = model_class.from_pretrained(None, config=config, state_dict=dict(tensors), **REPORTED, **options)
     require_complete(info, where)
     return model
 
