@@ -13,7 +13,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from bitplan.documents import Fields
 from bitplan.optional import require
+from bitplan.records import read_json
 
 peft = require("peft", purpose="bitplan.peft", extra="train")
 
@@ -22,6 +24,8 @@ from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
 from bitplan.runtime.packed.product_strategy import LayerError  # noqa: E402
 from bitplan.runtime.packed.quant_embedding import QuantEmbedding  # noqa: E402
 from bitplan.runtime.packed.quant_linear import QuantLinear  # noqa: E402
+from bitplan.store.files.safetensors import SafetensorsFile  # noqa: E402
+from bitplan.store.models.transformers_names import foreign_faults  # noqa: E402
 
 __all__ = ["LoraPackedLinear", "get_peft_model", "load_adapter"]
 
@@ -53,11 +57,16 @@ def get_peft_model(model: nn.Module, peft_config: Any, **options: Any) -> Any:
 def load_adapter(model: nn.Module, folder: Path | str, **options: Any) -> Any:
     """The model with the adapter of a folder that `save_pretrained` wrote; options are PeftModel.from_pretrained's."""
     _check_model(model)
-    if not (Path(folder) / "adapter_config.json").is_file():
+    path = Path(folder) / "adapter_config.json"
+    if not path.is_file():
         raise LayerError(f"{folder}: no adapter_config.json, so not an adapter's folder; save_pretrained writes one")
-    peft_config = peft.PeftConfig.from_pretrained(str(folder))
-    with _packed_layers_known(peft_config):
-        return peft.PeftModel.from_pretrained(model, str(folder), config=peft_config, **options)
+    Fields(read_json(path), str(path))
+    if (weights := path.with_name("adapter_model.safetensors")).is_file():
+        SafetensorsFile(weights).close()
+    with foreign_faults(LayerError, f"{folder}: peft cannot put this adapter on the model"):
+        peft_config = peft.PeftConfig.from_pretrained(str(folder))
+        with _packed_layers_known(peft_config):
+            return peft.PeftModel.from_pretrained(model, str(folder), config=peft_config, **options)
 
 
 def _check_model(model: Any) -> None:

@@ -327,7 +327,11 @@ def parse_json(text: bytes, *, where: str) -> Any:
     except UnicodeEncodeError:
         raise FileFormatError(f"{where}: not valid JSON: a string with half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{where}: not valid JSON: {error or 'nested too deeply'}") from None
+        fault = str(error) or "nested too deeply"
+        if isinstance(error, json.JSONDecodeError) and not letters[: error.pos].strip():
+            start = letters.lstrip()[:20]
+            fault = f"{error.msg}, and it begins with {start!r}" if start else f"{error.msg}, and it is empty"
+        raise FileFormatError(f"{where}: not valid JSON: {fault}") from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

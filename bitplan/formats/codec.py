@@ -277,7 +277,8 @@ def check_whole_blocks(fmt: Format, shape: tuple[int, ...], pad: str | None, nam
     if pad is None and fmt.padded_cols(cols) != cols:
         raise FormatError(
             f"{name}: {fmt.name} has blocks of {fmt.block.cols} along the last axis, and {cols} of shape {shape} is "
-            f"not a multiple; pad='zero' (--pad zero) fills it to {fmt.padded_cols(cols)}, " + _instead(fmt, cols)
+            f"not a multiple; {_instead(fmt, cols)}; encode, apply_plan and morph_model fill it to "
+            f"{fmt.padded_cols(cols)} with pad='zero', `bitplan quantize` with --pad zero"
         )
 
 
@@ -285,8 +286,8 @@ def _instead(fmt: Format, cols: int) -> str:
     """The nearest format that holds such rows."""
     smaller = SMALLER_BLOCKS.get(fmt.name)
     if smaller is not None and cols % 32 == 0:
-        return f"{smaller} holds rows of {cols}"
-    return "or choose a row format such as int8_row"
+        return f"choose {smaller}, which holds rows of {cols}"
+    return "choose a row format such as int8_row"
 
 
 def finite(x: Tensor, nonfinite: NonFinite, name: str) -> Tensor:
@@ -304,6 +305,7 @@ def finite(x: Tensor, nonfinite: NonFinite, name: str) -> Tensor:
         return x.nan_to_num(nan=0.0, posinf=largest, neginf=-largest)
     bad_nan, bad_inf = int(x.isnan().sum()), int(x.isinf().sum())
     raise NonFiniteError(
-        f"{name}: {bad_nan} NaN and {bad_inf} infinite of {x.numel()} numbers; mend the weights, "
-        "or pass nonfinite='replace' (--nonfinite replace) for NaN -> 0, inf -> the largest finite magnitude"
+        f"{name}: {bad_nan} NaN and {bad_inf} infinite of {x.numel()} numbers; mend the weights (torch.nan_to_num); "
+        "encode and quantize_file take nonfinite='replace', `bitplan quantize` --nonfinite replace: NaN -> 0, inf -> "
+        "the largest finite magnitude"
     )

@@ -377,7 +377,7 @@ def shipped_text(name: str) -> bytes:
 def open_manifest(name_or_path: str | Path) -> Manifest:
     """Open a manifest file, or a shipped manifest by its name; an existing file takes precedence."""
     path = Path(name_or_path)
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return Manifest.load(path)
     if path.suffix or len(path.parts) > 1:
         raise ManifestError(f"{path}: no such file; manifests that come with bitplan: {', '.join(SHIPPED)}")

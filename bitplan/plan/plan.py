@@ -30,7 +30,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from bitplan.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, Reader, load_document, one_of
+from bitplan.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, Reader, load_document, one_of, show
 from bitplan.errors import BitplanError, FormatError, PlanError, PlanFileError, did_you_mean
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import ITEM_BYTES
@@ -91,7 +91,7 @@ class Planned:
         if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((2, 2)):
             raise FormatError(f"{self.choice.format} has no part {self.part!r}")
         if self.stored is not None and self.stored not in ITEM_BYTES:
-            raise PlanError(f"stored must be one of {', '.join(ITEM_BYTES)}, got {self.stored!r}")
+            raise PlanError(f"stored must be one of {', '.join(ITEM_BYTES)}, got {show(self.stored)}")
         if self.stored is not None and self.part is not None:
             raise PlanError("a tensor is either stored as it is or a part of a packed one, got both")
 

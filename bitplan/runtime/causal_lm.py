@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import BitplanError, MeasureError
+from bitplan.errors import MeasureError
 from bitplan.measure.quality.perplexity import windows_of
 from bitplan.optional import require
 from bitplan.store.export.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
@@ -41,7 +41,7 @@ from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.models.gguf_reader import one_gguf_reader
 from bitplan.store.models.transformers_names import (
     REPORTED,
-    foreign_reason,
+    foreign_faults,
     model_from_tensors,
     remote_code_allowed,
     require_complete,
@@ -231,13 +231,13 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
     """Read with transformers; any error of its many readers becomes one line."""
     import transformers
 
-    try:
-        allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
+    # bitplan's own GGUF files have no tokenizer; transformers' error about that speaks of arrays.
+    hint = "; if the file holds no tokenizer, give the Hugging Face folder, or that as --config"
+    allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
+    with foreign_faults(
+        MeasureError, f"{source}: transformers cannot read {what}", hint if "gguf_file" in options else ""
+    ):
         return getattr(transformers, reader).from_pretrained(**allowed, **options)
-    except (MemoryError, BitplanError):
-        raise
-    except Exception as error:
-        raise MeasureError(f"{source}: transformers cannot read {what}: {foreign_reason(error)}") from error
 
 
 def require_causal(lm: CausalLM, logits: Callable[[Tensor], Tensor]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.documents import show
 from bitplan.errors import MeasureError
 from bitplan.runtime.causal_lm import CausalLM, load_causal_lm, open_named, read_model, read_tokenizer
 from bitplan.runtime.packed.checkpoints.load import load_packed
@@ -23,7 +24,7 @@ from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss
 from bitplan.runtime.packed.read_packed import device_of, require_transformers
 from bitplan.store.export.gguf_source import is_folder_like
 from bitplan.store.files.headers import is_gguf
-from bitplan.store.models.transformers_names import silence_transformers
+from bitplan.store.models.transformers_names import foreign_faults, silence_transformers
 from bitplan.store.packed_folder import is_packed_config, read_config
 
 
@@ -101,7 +102,8 @@ def generate_text(
     if not prompt or most_tokens < 1 or temperature < 0:
         raise MeasureError("a prompt of at least one letter, 1 token or more and a temperature from 0 are needed")
     device = lm.device
-    ids = _prompt_ids(lm, prompt, chat).to(device)
+    with foreign_faults(MeasureError, f"{lm.where}: the tokenizer fails"):
+        ids = _prompt_ids(lm, prompt, chat).to(device)
     ends, size = _end_tokens(lm), weight_bytes(lm.model)
     draw = torch.Generator(device=device).manual_seed(seed)
     cache: Any = None
@@ -152,7 +154,10 @@ def _end_tokens(lm: CausalLM) -> set[int]:
     said: Any = getattr(getattr(lm.model, "generation_config", None), "eos_token_id", None)
     if said is None:
         said = lm.tokenizer.eos_token_id
-    return set() if said is None else set(said) if isinstance(said, list | tuple) else {int(said)}
+    ends = [] if said is None else list(said) if isinstance(said, list | tuple) else [said]
+    if not all(type(token) is int for token in ends):
+        raise MeasureError(f"{lm.where}: generation_config.json: eos_token_id must be whole numbers, got {show(said)}")
+    return set(ends)
 
 
 def _next_token(logits: Tensor, temperature: float, draw: torch.Generator) -> int:

@@ -21,6 +21,7 @@ The document, version 1. It needs no torch and no model to solve again for anoth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,6 @@ from typing import Any
 from bitplan.documents import (
     FLAG,
     NAME,
-    NUMBER,
     OBJECT,
     SHAPE,
     SIZE,
@@ -37,10 +37,13 @@ from bitplan.documents import (
     Kind,
     Reader,
     is_number,
+    is_size,
     load_document,
     one_of,
 )
+from bitplan.errors import FormatError
 from bitplan.formats import get_format
+from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.names import natural_order
 from bitplan.records import write_json
 from bitplan.searching.errors import EvidenceFileError
@@ -48,27 +51,29 @@ from bitplan.searching.errors import EvidenceFileError
 DOCUMENT = "bitplan-evidence"
 VERSION = 1
 BF16 = "bfloat16"
-_NATS = Kind("a number from 0", lambda value: is_number(value) and value >= 0)
+_MOST = 1e12  # nats, microseconds and ratios beyond it are no measurement, and no solver takes them
+_NATS = Kind(f"a number from 0 to {_MOST:g}", lambda value: is_number(value) and 0 <= value <= _MOST)
+_ROWS = re.compile("[1-9][0-9]{0,8}")
 _TIMES = Kind(
     "an object of row counts to microseconds",
-    lambda value: (
-        type(value) is dict and all(key.isdecimal() and is_number(us) and us >= 0 for key, us in value.items())
-    ),
+    lambda value: type(value) is dict and all(_ROWS.fullmatch(key) and _NATS.holds(us) for key, us in value.items()),
 )
+_DTYPE = one_of(*ITEM_BYTES)
+_COUNT = Kind("an integer from 1 to 2^63 - 1", lambda value: is_size(value) and value > 0)
 _KEYS = {
     "document": one_of(DOCUMENT),
     "version": SIZE,
     "model": TEXT,
-    "numbers": SIZE,
+    "numbers": _COUNT,
     "fingerprint": OBJECT,
     "text": OBJECT,
-    "together": NUMBER,
+    "together": _NATS,
     "reference_bytes": SIZE,
     "complete": FLAG,
     "stays": OBJECT,
     "groups": OBJECT,
 }
-_STAYS = {"format": NAME, "shape": SHAPE, "role": TEXT, "stored": NAME, "bytes": SIZE, "reason": NAME}
+_STAYS = {"format": NAME, "shape": SHAPE, "role": TEXT, "stored": _DTYPE, "bytes": SIZE, "reason": NAME}
 _GROUP = {
     "tensors": OBJECT,
     "formats": OBJECT,
@@ -215,6 +220,7 @@ class SearchEvidence:
         stays = {}
         for name, value in item["stays"].items():
             row = reader.keys(f"stays[{name[:80]!r}]", value, _STAYS, tuple(key for key in _STAYS if key != "stored"))
+            _check_format(reader, f"stays[{name[:80]!r}]", row["format"])
             stays[name] = StayingTensor(
                 row["format"], tuple(row["shape"]), row["role"], row.get("stored"), row["bytes"], row["reason"]
             )
@@ -272,6 +278,13 @@ def _read_times(item: Mapping[str, Any], key: str) -> dict[int, float]:
     return {int(rows): us for rows, us in item.get(key, {}).items()}
 
 
+def _check_format(reader: Reader, where: str, name: str) -> None:
+    try:
+        get_format(name)
+    except FormatError as error:
+        reader.stop(f"{where}: {error}")
+
+
 def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
     where = f"groups[{name[:80]!r}]"
     item = reader.keys(where, value, _GROUP, ("tensors", "formats", "factor", "checked"))
@@ -281,7 +294,7 @@ def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
         tensors[tensor] = (tuple(known["shape"]), known["role"])
     formats = {}
     for fmt, row in item["formats"].items():
-        get_format(fmt)
+        _check_format(reader, where, fmt)
         cost = reader.keys(f"{where}.formats[{fmt[:80]!r}]", row, _FORMAT, ("bytes", "predicted"))
         formats[fmt] = FormatCost(cost["bytes"], cost["predicted"], cost.get("factor", 1.0), _read_times(cost, "us"))
     if not tensors or not formats:

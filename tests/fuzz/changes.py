@@ -27,6 +27,8 @@ def change(data: bytes, suffix: str, rng: Random) -> bytes:
         return _change_lines(data, rng)
     if suffix == ".safetensors":
         return _change_safetensors(data, rng)
+    if suffix == ".txt":
+        return _change_fields(data.decode(), rng).encode("utf-8", "surrogatepass")
     if suffix == ".yaml":
         return _change_yaml(data.decode(), rng).encode("utf-8", "surrogatepass")
     return _change_bytes(data, suffix, rng)
@@ -70,6 +72,37 @@ def _change_yaml(text: str, rng: Random) -> str:
         lines[at] = rng.choice(YAML_VALUES) + line[line.index(":") :]
     else:
         lines[at] = re.sub(r"(:|-) .*", lambda match: f"{match[1]} {rng.choice(YAML_VALUES)}", line, count=1)
+    return "".join(lines)
+
+
+FIELD_VALUES = [
+    "", " ", "-1", "0", "1", "nan", "inf", "-inf", "1e999", "1e-999", "0x10", "1_000", "²", "١٢", "9" * 5000, "5",
+    "[" * 50_000, '{"a":' * 400, "[[1e999]]", "[[NaN]]", "null", '[["a", "a"]]', "[[1, \"a\"]]", "[{}]", "true",
+    str(2**31), str(2**63), "-2147483649", "0.5", "x" * 100_000, "\0", "層", "=", ":", "1 " * 20_000, '"\\ud800"',
+]  # fmt: skip
+
+
+def _change_fields(text: str, rng: Random) -> str:
+    """Lines of name=value or name:value: a line, a value, or one of a value's words."""
+    lines = text.splitlines(keepends=True)
+    at = rng.randrange(len(lines))
+    line, how = lines[at], rng.randrange(8)
+    if how == 0:
+        del lines[at]
+    elif how == 1:
+        lines.insert(rng.randrange(len(lines) + 1), line)
+    elif how == 2:
+        lines[at] = lines[rng.randrange(len(lines))]
+    elif how == 3:
+        lines[at] = line.rstrip("\n") + rng.choice((" ", "=", "\r", " 0")) + "\n"
+    else:
+        name, sign, value = next((part for sign in "=:" if (part := line.partition(sign))[1]), (line, "", ""))
+        words = value.split(" ")
+        if how < 6 and len(words) > 1:
+            words[rng.randrange(len(words))] = rng.choice(FIELD_VALUES)
+            lines[at] = f"{name}{sign}{' '.join(words)}"
+        else:
+            lines[at] = f"{name}{sign}{rng.choice(FIELD_VALUES)}\n"
     return "".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -34,8 +35,18 @@ def _examples(page: str) -> list[tuple[str, str]]:
 
 
 def read_evidence(path: Path) -> None:
+    """What `plan --from` and `diff --evidence` do."""
+    from bitplan.searching.decide.explain import explain_plan
+    from bitplan.searching.decide.solve import solve
+    from bitplan.searching.errors import SearchError
+    from bitplan.searching.goal import Goal
+
     evidence = SearchEvidence.load(path)
     assert front(evidence, points=3)
+    for goal in (Goal(bits=6.0), Goal(nbytes=10**6), Goal(max_kl=0.1), Goal(faster=1.1, rows=1)):
+        with contextlib.suppress(SearchError):
+            plan = explain_plan(evidence, solve(evidence, goal).choice, rows=goal.rows)
+            assert Plan.from_document(json.loads(plan.to_json())) == plan
     assert SearchEvidence.from_document(json.loads(json.dumps(evidence.to_document()))).to_document()
 
 
@@ -153,6 +164,18 @@ def read_trees(path: Path) -> None:
     model = load_trees(path)
     with numpy.errstate(all="ignore"):
         model.booster_.scores(numpy.zeros((2, model.n_features_in_)))
+
+
+def make_lightgbm(folder: Path) -> list[Path]:
+    """LightGBM's text, with the values of a categorical column of pandas as LightGBM writes them."""
+    from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor
+    from tests.trees.files.test_model_file import fitted
+
+    plain = fitted(BoostedTreesRegressor, n_estimators=2)[0].to_lightgbm()
+    several = fitted(BoostedTreesClassifier, n_estimators=1)[0].to_lightgbm()
+    if "pandas_categorical:" not in plain:
+        plain += 'pandas_categorical:[["a", "b"]]\n'
+    return [written(folder / f"{number}.txt", text) for number, text in enumerate((plain, several))]
 
 
 def reopen_training_log(path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.fuzz.document_files import (
     make_fp8_policies,
     make_fp8_reports,
     make_layer_state,
+    make_lightgbm,
     make_list_report,
     make_records,
     make_training_state,
@@ -44,6 +45,7 @@ from tests.fuzz.document_files import (
     read_trees,
     reopen_training_log,
 )
+from tests.fuzz.folder_files import COMMANDS, load_folder, make_adapter, make_packed_folder, read_adapter
 from tests.fuzz.weight_files import (
     make_gguf,
     make_gpt_oss,
@@ -54,6 +56,7 @@ from tests.fuzz.weight_files import (
     make_safetensors,
     make_schemes,
     make_split_gguf,
+    make_statistics,
     read_all,
     read_gguf,
     read_gpt_oss,
@@ -62,6 +65,7 @@ from tests.fuzz.weight_files import (
     read_pairs,
     read_safetensors,
     read_scheme,
+    read_statistics,
 )
 
 
@@ -78,6 +82,8 @@ RECORDS = (
     "fp8-report", "fp8-policy", "crossover", "training-log", "machine", "benchmark-results",
 )  # fmt: skip
 
+PACKED = ("config.json", "generation_config.json", "bitplan_plan.json")
+
 READERS = [
     Reader("safetensors", "containers", make_safetensors, read_safetensors),
     Reader("safetensors index", "containers", make_index, read_all),
@@ -92,6 +98,7 @@ READERS = [
     Reader("gpt-oss gguf", "containers", make_gpt_oss("gguf", "model.gguf"), read_gpt_oss),
     Reader("quantized folders", "containers", make_schemes("model.safetensors"), read_scheme),
     Reader("configs of quantized folders", "containers", make_schemes("config.json"), read_scheme, 0.5),
+    Reader("statistics", "containers", make_statistics, read_statistics),
     Reader("plan", "documents", example("plan"), read_plan),
     Reader("evidence", "documents", example("evidence"), read_evidence),
     Reader("manifest", "documents", example("manifest"), read_manifest),
@@ -112,6 +119,7 @@ READERS = [
         read_folder_for_gguf,
     ),
     Reader("trees", "documents", make_trees, read_trees),
+    Reader("lightgbm text", "documents", make_lightgbm, read_trees),
     Reader("fp8 policy", "fp8", make_fp8_policies, read_fp8_policy),
     Reader("fp8 report", "fp8", make_fp8_reports, read_fp8_report),
     Reader("fp8 report log", "fp8", make_fp8_log, read_fp8_log),
@@ -119,5 +127,8 @@ READERS = [
     Reader("fp8 model config", "fp8", make_configs, read_fp8_model),
     Reader("fp8 model yaml", "fp8", make_yaml, read_fp8_model, 0.5),
     Reader("report: samples", "report", make_records, read_record, 0.2),
+    Reader("configs of packed folders", "folders", make_packed_folder(*PACKED), load_folder, 0.1),
+    Reader("adapters", "folders", make_adapter, read_adapter, 0.1),
+    *(Reader(f"bitplan {name}", "shell", make, read, share) for name, (make, read, share) in COMMANDS.items()),
     *(Reader(f"report: {page}", "report", example(page), read_record, 0.4) for page in RECORDS),
 ]

@@ -238,6 +238,41 @@ def read_pairs(path: Path) -> None:
     read_packed(path, manifest=PAIRS)
 
 
+def make_statistics(folder: Path) -> list[Path]:
+    """evidence.safetensors, and llama.cpp's imatrix.gguf."""
+    import torch
+
+    from bitplan.store.rounding.imatrix import write_imatrix
+    from bitplan.store.rounding.input_statistics import write_evidence
+
+    squares = torch.linspace(0.1, 1, 32)
+    write_imatrix(folder / "imatrix.gguf", {"a": squares, "b": squares}, tokens=1000, datasets=["text"])
+    shapes = {"a.moments": (32,), "b.hessian": (32, 32), "b.outputs": (4, 4)}
+    metadata = {"shared.c": "a", "weights.a": "00" * 8, "gradient_tokens": "1000"}
+    with write_evidence(folder / "evidence.safetensors", shapes, metadata) as writer:
+        for name, shape in shapes.items():
+            writer.write(name, torch.eye(shape[0]) if len(shape) == 2 else squares)
+    return [folder / "imatrix.gguf", folder / "evidence.safetensors"]
+
+
+def read_statistics(path: Path) -> None:
+    """What `quantize --evidence` asks of statistics."""
+    from bitplan.store.rounding.with_evidence import open_evidence
+
+    with open_evidence(path) as file:
+        for name in file.names:
+            columns = file.columns(name)
+            for expert in (None, 0, 3):
+                moments = file.moments(name, expert)
+                assert moments is None or moments.shape == (columns,)
+            hessian = file.hessian(name)
+            assert hessian is None or hessian.shape == (columns, columns)
+            file.outputs(name)
+            file.digest(name)
+        for value in getattr(file, "gguf_keys", {}).values():
+            assert value.value is not None
+
+
 def make_gpt_oss(naming: str, damaged: str) -> Callable[[Path], list[Path]]:
     def make(folder: Path) -> list[Path]:
         from bitplan.store.gpt_oss import check, make_checkpoint

@@ -58,10 +58,12 @@ def check(
     rules = open_manifest(manifest) if given else None
     packed = None
     if rules is None:
+        if not Path(checkpoint).exists():
+            raise typer.BadParameter(f"{checkpoint}: no such file or folder")
         if not Path(checkpoint).is_dir():
             raise typer.BadParameter(
-                f"{checkpoint} alone says nothing to check; give MANIFEST and CHECKPOINT (`bitplan manifest show` has "
-                "the manifests), or a folder that `bitplan quantize` wrote"
+                f"{checkpoint} alone says nothing to check; give a manifest before it (`bitplan manifest show` lists "
+                f"them), as in `bitplan check llama {checkpoint}`, or a folder that `bitplan quantize` wrote"
             )
         packed = read_packed_plan(Path(checkpoint), read_config(Path(checkpoint)))
     with open_tensors(checkpoint) as file:
@@ -141,7 +143,7 @@ def plan(
     if arguments is None or len(arguments) != expected:
         raise typer.BadParameter(
             "give MODEL with --format F (such as int8_row), or MANIFEST and MODEL "
-            "(`bitplan manifest show` has the manifests), or --from EVIDENCE with a goal"
+            "(`bitplan manifest show` lists them), or --from EVIDENCE with a goal"
         )
     *manifest, checkpoint = arguments
     rules = open_manifest(manifest[0]) if manifest else None
@@ -205,19 +207,25 @@ def _show_plan(resolved: Plan, title: str, output: Path | None, *, mermaid: bool
 @manifest_app.command(cls=QuickCommand)
 def show(
     name: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="bert, gemma, gpt-oss, llama, mistral, mixtral, phi3, qwen, qwen3-moe.", autocompletion=shipped_names
         ),
-    ],
-    _as_json: AlwaysJson = False,
+    ] = None,
+    as_json: AlwaysJson = False,
 ) -> None:
-    """Print a shipped manifest, to save and edit.
+    """Print a shipped manifest, to save and edit; without a name, the names.
 
     Example: bitplan manifest show llama
     """
-    from bitplan.plan.manifest import shipped_text
+    from bitplan.plan.manifest import SHIPPED, shipped_text
 
+    if name is None:
+        if as_json:
+            show_json(list(SHIPPED))
+        else:
+            print("\n".join(SHIPPED))
+        return
     sys.stdout.write(shipped_text(name).decode())
 
 

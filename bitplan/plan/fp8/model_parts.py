@@ -57,7 +57,13 @@ _VISION = {
 def load_model_parts(path: str | Path) -> list[ModelPart]:
     """The parts of the model in a config.json, or in the folder that has one."""
     source = Path(path)
-    source = source / "config.json" if source.suffix != ".json" else source
+    if source.is_dir():
+        source = source / "config.json"
+    elif source.suffix != ".json":
+        raise ModelConfigError(
+            f"{source}: {'no such folder' if not source.exists() else 'is neither'}; give a model's config.json, the "
+            "folder that has one, or a .yaml file"
+        )
     return model_parts(load_document(source, ModelConfigError), where=str(source))
 
 

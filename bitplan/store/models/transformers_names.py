@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bitplan.documents import short
 from bitplan.errors import BitplanError, FileFormatError
 
 MOST_NAMES_SHOWN = 8
@@ -26,13 +27,8 @@ REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 def model_from_tensors(model_class: Any, config: Any, tensors: Mapping[str, Tensor], where: str, **options: Any) -> Any:
     """A model of this class that holds these tensors, all of them and nothing else."""
-    with silence_transformers():
-        try:
-            model, info = model_class.from_pretrained(
-                None, config=config, state_dict=dict(tensors), **REPORTED, **options
-            )
-        except (RuntimeError, ValueError) as error:
-            raise FileFormatError(f"{where}: transformers cannot load it: {foreign_reason(error)}") from error
+    with silence_transformers(), foreign_faults(FileFormatError, f"{where}: transformers cannot load it"):
+        model, info = model_class.from_pretrained(None, config=config, state_dict=dict(tensors), **REPORTED, **options)
     require_complete(info, where)
     return model
 
@@ -71,7 +67,18 @@ def foreign_reason(error: object) -> str:
     if "trust_remote_code" in str(error):  # an option of transformers that nobody here can give
         return f"it needs code of its own (auto_map), which is not run unless {REMOTE_CODE}=1 is in the environment"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2])[:300] if lines else type(error).__name__
+    return short(" ".join(lines[:2]), 300) if lines else type(error).__name__
+
+
+@contextmanager
+def foreign_faults(kind: type[BitplanError], where: str, hint: str = "") -> Iterator[None]:
+    """Make whatever another library raises on a user's file one line; a panic of compiled code is no Exception."""
+    try:
+        yield
+    except (BitplanError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise kind(f"{where}: {foreign_reason(error)}{hint}") from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFValueType, get_tensor_name_map
 
+from bitplan.documents import show
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.store.files.gguf import GGUFFile, write_gguf
 from bitplan.store.files.gguf_values import GGUFValue
@@ -96,15 +97,20 @@ class ImatrixFile(EvidenceFile):
                 "llama-imatrix writes one"
             )
         for key, entry in self._gguf.tensors.items():
-            stem, other = (key.removesuffix(SUMS), COUNTS) if key.endswith(SUMS) else (key.removesuffix(COUNTS), SUMS)
-            if not key.endswith((SUMS, COUNTS)) or entry.type != GGMLQuantizationType.F32:
+            is_sums = key.endswith(SUMS)
+            other = key.removesuffix(SUMS) + COUNTS if is_sums else key.removesuffix(COUNTS) + SUMS
+            if not key.endswith((SUMS, COUNTS)) or entry.type != GGMLQuantizationType.F32 or not entry.shape:
                 raise FileFormatError(
-                    f"{self.path}: {key!r}: expected NAME{SUMS} or NAME{COUNTS} in F32, got {entry.type.name}"
+                    f"{self.path}: {show(key)}: expected NAME{SUMS} or NAME{COUNTS} in F32 with at least one axis, got "
+                    f"{entry.type.name} {list(entry.shape)}"
                 )
-            if stem + other not in self._gguf.tensors:
-                raise FileFormatError(f"{self.path}: {key!r} is there, {stem + other!r} is missing")
-            if key.endswith(COUNTS) and entry.shape[-1] != 1:
-                raise FileFormatError(f"{self.path}: {key!r}: expected one count for each expert, got {entry.shape}")
+            if other not in self._gguf.tensors:
+                raise FileFormatError(f"{self.path}: {show(key)} is there, {show(other)} is missing")
+            if not is_sums and entry.shape != (*self._gguf.tensors[other].shape[:-1], 1):
+                raise FileFormatError(
+                    f"{self.path}: {show(key)}: expected one count for each expert of {show(other)} "
+                    f"{list(self._gguf.tensors[other].shape)}, got {list(entry.shape)}"
+                )
 
 
 def write_imatrix(

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from bitplan.documents import show
 from bitplan.errors import FileFormatError
 from bitplan.store.files.safetensors import SafetensorsFile, write_safetensors
 
@@ -124,7 +125,7 @@ class EvidenceFile:
             square = key.endswith((HESSIAN, OUTPUTS)) and len(entry.shape) == 2 and entry.shape[0] == entry.shape[1]
             if not (square or (key.endswith(MOMENTS) and len(entry.shape) == 1)) or entry.dtype_name != "float32":
                 raise FileFormatError(
-                    f"{self.path}: {key!r}: expected NAME{MOMENTS} of shape [K], NAME{HESSIAN} of shape [K, K] or "
+                    f"{self.path}: {show(key)}: expected NAME{MOMENTS} of shape [K], NAME{HESSIAN} of shape [K, K] or "
                     f"NAME{OUTPUTS} of shape [N, N] in float32, got {entry.dtype_name} {entry.shape}"
                 )
         self._shared = {
@@ -132,7 +133,7 @@ class EvidenceFile:
         }
         owners = _owners(self._file.tensors)
         if lost := sorted(set(self._shared.values()) - owners):
-            raise FileFormatError(f"{self.path}: {SHARED}NAME refers to {lost[0]!r}, which has no statistics there")
+            raise FileFormatError(f"{self.path}: {SHARED}NAME refers to {show(lost[0])}, which has no statistics there")
 
 
 def _owners(keys: Iterable[str]) -> set[str]:

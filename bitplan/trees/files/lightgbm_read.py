@@ -6,26 +6,27 @@ that have no counterpart here.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from bitplan.documents import load_bytes
+from bitplan.documents import load_bytes, show
 from bitplan.errors import FileFormatError
-from bitplan.records import MAX_JSON_BYTES
+from bitplan.records import MAX_JSON_BYTES, parse_json
 from bitplan.trees.binning import MAX_CATEGORY
 from bitplan.trees.boost import Booster
 from bitplan.trees.files.lightgbm_text import CATEGORICAL, DEFAULT_LEFT, MISSING_IS_NAN, OBJECTIVE_NAMES
 from bitplan.trees.files.save import MAX_FEATURES
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.grow import FAR
+from bitplan.trees.inputs.categories import CATEGORIES, are_categories
 from bitplan.trees.tree import Tree, is_tree
 
 MISSING_KIND, MISSING_IS_ZERO = 12, 4  # bits of LightGBM's decision_type
 MAX_OUTPUTS = 2**16
+MAX_DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class _Reading:
 
     def whole(self, fields: dict[str, str], name: str, least: int, most: int) -> int:
         text = fields.get(name, "")
-        if not text.isdecimal() or len(text) > 12 or not least <= int(text) <= most:
+        if not text.isdecimal() or len(text) > MAX_DIGITS or not least <= int(text) <= most:
             self.stop(f"{name}: expected a whole number, {least} to {most}, got {text!r:.40}")
         return int(text)
 
@@ -135,7 +136,8 @@ class _Reading:
             array: Array = np.array(text.split(), np.float64)
         except ValueError:
             array = np.empty(0)
-        whole = kind is np.float64 or bool(np.all(array == np.floor(array)))
+        most = np.inf if kind is np.float64 else min(2**62, np.iinfo(kind).max)
+        whole = kind is np.float64 or bool(np.all((array == np.floor(array)) & (np.abs(array) <= most)))
         if len(array) != count or not np.all(np.abs(array) <= (np.inf if infinite else FAR)) or not whole:
             self.stop(f"{name}: expected {count} numbers, got {text!r:.60}")
         return array.astype(kind)
@@ -210,18 +212,18 @@ class _Reading:
     def categories(self, header: dict[str, str], parameters: dict[str, str], after: str) -> dict[int, list[Any]]:
         """What the numbers of pandas' categorical columns stand for."""
         line = next((line for line in after.split("\n") if line.startswith("pandas_categorical:")), "")
-        try:
-            lists = json.loads(line.partition(":")[2] or "null") or []
-        except json.JSONDecodeError:
-            self.stop(f"pandas_categorical: expected JSON, got {line!r:.60}")
+        text = line.partition(":")[2].encode("utf-8", "replace")
+        lists = parse_json(text or b"null", where=f"{self._where}: pandas_categorical") or []
+        if type(lists) is not list or not all(map(are_categories, lists)):
+            self.stop(f"pandas_categorical: expected lists of {CATEGORIES}, got {show(lists)}")
         named = parameters.get("categorical_feature", "").split(",")
-        places = [int(part) for part in named if part.isdecimal()]
+        places = [int(part) for part in named if part.isdecimal() and len(part) <= MAX_DIGITS]
         if not lists:
             return {}
         if len(places) != len(lists):  # the ranges of values say it too, but for features that were never used
             infos = header.get("feature_infos", "").split(" ")
             places = [place for place, info in enumerate(infos) if info != "none" and not info.startswith("[")]
-        if len(places) != len(lists) or not all(isinstance(each, list) for each in lists):
+        if len(places) != len(lists):
             self.stop(
                 f"pandas_categorical: has {len(lists)} lists for {len(places)} categorical features; replace the "
                 "columns by their codes (column.cat.codes) before LightGBM is trained"

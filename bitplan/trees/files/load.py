@@ -18,6 +18,7 @@ from bitplan.trees.binning import MAX_CATEGORY
 from bitplan.trees.boost import Booster
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.files.lightgbm_read import (
+    MAX_DIGITS,
     lightgbm_classes_of,
     lightgbm_text,
     lightgbm_text_of,
@@ -26,7 +27,7 @@ from bitplan.trees.files.lightgbm_read import (
 from bitplan.trees.files.save import FORMAT, LATER_PARAMETERS, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.grow import FAR
-from bitplan.trees.inputs.categories import CATEGORY_KINDS, MAX_CATEGORIES
+from bitplan.trees.inputs.categories import CATEGORIES, are_categories
 from bitplan.trees.losses.regression import OBJECTIVES
 from bitplan.trees.models.ranker import BoostedTreesRanker
 from bitplan.trees.tree import Tree, is_tree
@@ -147,18 +148,12 @@ def _categories(reader: Reader, document: dict[str, Any], features: int) -> dict
     """What the numbers of each categorical feature stand for."""
     known = {}
     for place, values in document.items():
-        kinds = {type(value) for value in values} if isinstance(values, list) else {list}
-        is_known = any(kinds <= allowed for allowed in CATEGORY_KINDS) and len(set(values)) == len(values)
-        if not is_known or len(values) > MAX_CATEGORIES or not all(map(_is_exact, values)):
-            reader.fail(f"categories: {place:.20}", "distinct texts, numbers or truth values, in a list", values)
-        if not place.isdecimal() or int(place) >= features:
+        if not are_categories(values):
+            reader.fail(f"categories: {place:.20}", CATEGORIES, values)
+        if not place.isdecimal() or len(place) > MAX_DIGITS or int(place) >= features:
             reader.stop(f"categories: {place:.20}: expected the place of a feature, 0 to {features - 1}")
         known[int(place)] = values
     return known
-
-
-def _is_exact(value: Any) -> bool:
-    return is_text(value) or (type(value) is not str and abs(value) <= FAR)
 
 
 def _classes(reader: Reader, classes: Any) -> Array:

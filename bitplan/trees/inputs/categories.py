@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from sklearn.utils import check_array  # type: ignore[import-untyped]
 
+from bitplan.documents import is_number, is_text
 from bitplan.trees.checks import is_missing, refuse_text
 from bitplan.trees.distributed.shards import Shards, gather_json
 from bitplan.trees.gradients import Array, TreesError
@@ -20,6 +21,16 @@ from bitplan.trees.inputs.features import category_flags
 MAX_CATEGORIES = 2**16  # a category set has a bit for each
 Known = dict[int, list[Any]]  # by the place of a feature: its categories, in the order of their numbers
 CATEGORY_KINDS = ({str}, {bool}, {int, float})
+CATEGORIES = "distinct texts, numbers or truth values, in a list"
+
+
+def are_categories(values: Any) -> bool:
+    """Whether a value of a file can be what the numbers of a categorical feature stand for."""
+    if type(values) is not list or len(values) > MAX_CATEGORIES:
+        return False
+    kinds = {type(value) for value in values}
+    is_known = any(kinds <= allowed for allowed in CATEGORY_KINDS) and len(set(values)) == len(values)
+    return is_known and all(is_text(value) or type(value) is bool or is_number(value) for value in values)
 
 
 class _Table:

@@ -104,6 +104,40 @@ def test_gpt_oss_in_gguf_is_checked_by_the_same_manifest(gpt_oss, capsys):
         assert "41 tensors, 166.82 kB of data checked, no findings under gpt-oss" in capsys.readouterr().out
 
 
+def test_check_of_a_file_alone_names_a_command_that_works(llama, capsys):
+    assert run(["check", llama]) == 2
+    assert f"(`bitplan manifest show` lists them), as in `bitplan check llama {llama}`" in capsys.readouterr().err
+    assert run(["check", "llama", llama]) == run(["manifest", "show"]) == 0
+    assert capsys.readouterr().out.splitlines()[-9:-5] == ["bert", "gemma", "gpt-oss", "llama"]
+    assert run(["manifest", "show", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0] == "bert"
+    assert run(["check", "none.safetensors"]) == 2
+    assert "none.safetensors: no such file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no device that is read without end")
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["check", "/dev/zero", "LLAMA"],
+        ["plan", "--from", "/dev/zero", "--bits", "4"],
+        ["diff", "/dev/zero", "/dev/zero"],
+        ["quantize", "LLAMA", "out.safetensors", "--plan", "/dev/zero"],
+        ["quantize", "LLAMA", "out.safetensors", "--manifest", "/dev/zero"],
+        ["quantize", "LLAMA", "out.safetensors", "--format", "int8_row", "--text", "/dev/zero"],
+        ["perplexity", ".", "--text", "/dev/zero"],
+        ["search", ".", "--text", "/dev/zero", "--bits", "4"],
+        ["explain", "/dev/zero", "--kind", "column", "--tokens", "5"],
+        ["merge-policy", "--reports", "/dev/zero", "-o", "policy.json"],
+        ["report", "/dev/zero", "-o", "page.html"],
+        ["manifest", "expand", "/dev/zero"],
+    ],
+)
+def test_a_device_is_no_document(llama, capsys, line):
+    assert run([llama if word == "LLAMA" else word for word in line]) == 2
+    assert "/dev/zero: is a device, and a" in capsys.readouterr().err
+
+
 def test_plan_is_shown_and_saved(llama, capsys):
     assert run(["plan", "llama", llama, "-o", "plan.json"]) == 0
     out = capsys.readouterr().out

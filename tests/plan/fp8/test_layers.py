@@ -234,8 +234,13 @@ def test_wrong_configs(config, message):
 def test_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert load_model_parts(tmp_path) == load_model_parts(tmp_path / "config.json")
-    with pytest.raises(ModelConfigError, match="cannot be read"):
+    with pytest.raises(
+        ModelConfigError, match=r"none: no such folder; give a model's config.json, the folder that has"
+    ):
         load_model_parts(tmp_path / "none")
+    (tmp_path / "notes.txt").write_text("text")
+    with pytest.raises(ModelConfigError, match=r"notes.txt: is neither; give a model's config.json"):
+        load_model_parts(tmp_path / "notes.txt")
     with pytest.raises(ModelConfigError, match="tp must be an integer from 1, got 0"):
         Parallel(0)
 

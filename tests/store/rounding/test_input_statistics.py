@@ -38,7 +38,7 @@ def test_statistics_come_back(tmp_path: Path) -> None:
         ("a.moments", (3,), {}, "expected statistics"),
         ("a.moments", (3, 2), {"bitplan": "evidence", "version": "1"}, "expected NAME.moments"),
         ("a.hessian", (3, 2), {"bitplan": "evidence", "version": "1"}, "expected NAME.moments"),
-        ("a.moments", (3,), {"bitplan": "evidence", "version": "1", "shared.b": "c"}, "refers to 'c'"),
+        ("a.moments", (3,), {"bitplan": "evidence", "version": "1", "shared.b": "c"}, 'refers to "c"'),
     ],
 )
 def test_other_files_are_refused(

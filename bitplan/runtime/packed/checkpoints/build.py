@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitplan.errors import BitplanError, FileFormatError
+from bitplan.documents import Fields
+from bitplan.errors import FileFormatError
 from bitplan.formats.dtypes import torch_dtype
-from bitplan.store.models.transformers_names import foreign_reason, remote_code_allowed, silence_transformers
+from bitplan.records import read_json
+from bitplan.store.models.transformers_names import foreign_faults, remote_code_allowed, silence_transformers
 from bitplan.store.packed_folder import CONFIG
 
 GENERATION = "generation_config.json"
@@ -28,7 +30,7 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
     from transformers import initialization
 
     with silence_transformers():
-        try:
+        with foreign_faults(FileFormatError, f"{folder / CONFIG}: no model can be made of it"):
             allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
             loaded = transformers.AutoConfig.from_pretrained(str(folder), **allowed)
             if hasattr(loaded, "quantization_config"):
@@ -38,16 +40,20 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
             with torch.device("meta"), initialization.no_tie_weights():
                 model: nn.Module = model_class._from_config(loaded, dtype=wanted)
             _compute_buffers(model, device)
-        except BitplanError:
-            raise
-        except Exception as error:  # transformers raises any kind of error on a bad config
-            raise FileFormatError(f"{folder / CONFIG}: no model can be made of it: {foreign_reason(error)}") from error
-        if (folder / GENERATION).is_file() and model.can_generate():  # type: ignore[operator]
-            try:
-                model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
-            except Exception as error:  # as above
-                raise FileFormatError(f"{folder / GENERATION}: cannot be read: {foreign_reason(error)}") from error
+        if model.can_generate():  # type: ignore[operator]
+            read_generation_config(model, folder)
     return model.eval()
+
+
+def read_generation_config(model: Any, folder: Path) -> None:
+    """Give a model the generation_config.json of a folder, where there is one."""
+    import transformers
+
+    path = folder / GENERATION
+    if path.is_file():
+        Fields(read_json(path), str(path))
+        with foreign_faults(FileFormatError, f"{path}: cannot be read"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
 
 
 def _model_class(folder: Path, config: Any) -> Any:

@@ -21,6 +21,7 @@ from bitplan.errors import FileFormatError, FormatError
 from bitplan.formats import Encoded
 from bitplan.formats.scales.rules import E8M0_NAN
 from bitplan.plan.names import listed, natural_order
+from bitplan.runtime.packed.checkpoints.build import read_generation_config
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.read_packed import check_held, refuse_not_finite
 from bitplan.store.gpt_oss import GptOssFile
@@ -28,9 +29,7 @@ from bitplan.store.gpt_oss.config import check_settings_held, hf_config
 from bitplan.store.gpt_oss.experts import MXFP4
 from bitplan.store.gpt_oss.layouts import LayoutTensor, list_slots
 from bitplan.store.gpt_oss.source import plain_rows
-from bitplan.store.models.transformers_names import foreign_reason
-
-GENERATION = "generation_config.json"
+from bitplan.store.models.transformers_names import foreign_faults
 
 
 class GptOssPackedExperts(QuantExperts):
@@ -48,20 +47,18 @@ class GptOssPackedExperts(QuantExperts):
 
 def empty_model(file: GptOssFile, dtype: torch.dtype) -> nn.Module:
     """The model for a file's sizes and settings, without memory behind its parameters."""
-    from transformers import GenerationConfig, GptOssConfig, GptOssForCausalLM
+    from transformers import GptOssConfig, GptOssForCausalLM
 
     if file.config is None:
         check_settings_held(file.where, file.settings, "hf")
     document = dict(file.config or hf_config(file.shape, file.settings, packed=True))
     document.pop("quantization_config", None)  # bitplan loads the weights, not a quantizer of transformers
-    try:
+    with foreign_faults(FileFormatError, f"{file.where}: no model can be made of its config"):
         config = GptOssConfig.from_dict(document | {"dtype": dtype})
         with torch.device("meta"):
             model: nn.Module = GptOssForCausalLM(config)
-    except Exception as error:  # transformers raises any kind of error on a bad config
-        raise FileFormatError(f"{file.where}: no model can be made of its config: {foreign_reason(error)}") from error
-    if file.layout == "hf" and (file.folder / GENERATION).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(file.folder)
+    if file.layout == "hf":
+        read_generation_config(model, file.folder)
     return model
 
 

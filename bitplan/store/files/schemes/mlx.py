@@ -75,7 +75,7 @@ def _modules(folder: QuantizedFolder, owner: str, axes: int) -> Iterator[Module]
     fits = type(group) is int and 0 < group < 2**31
     if mode == AFFINE:
         fits = fits and type(bits) is int and bits in (2, 3, 4, 5, 6, 8)
-    elif mode in FLOAT_MODES:
+    elif type(mode) is str and mode in FLOAT_MODES:
         fits = (bits, group) == FLOAT_MODES[mode][1:]
     else:
         folder.refuse(f"{owner!r} in MLX's mode {show(mode)}")
