@@ -74,6 +74,7 @@ class GradientsF32:
 
     @classmethod
     def from_floats(cls, grads: Array, hess: Array, span: Span | None = None) -> GradientsF32:
+        check_floats(grads, hess)
         span = span or Span(ALONE, 0, len(grads))
         return cls(grads, hess, *units(*largest(grads, hess, span.shards), span.total))
 
@@ -91,6 +92,7 @@ class GradientsI16:
     @classmethod
     def quantize(cls, grads: Array, hess: Array, *, key: int | None = None, span: Span | None = None) -> GradientsI16:
         """Round to nearest; with a key, up or down by chance, right on average."""
+        check_floats(grads, hess)
         codes = np.empty(len(grads), np.int8), np.empty(len(grads), np.uint8)
         scales = _quantize(trees_gradients.quantize_i16, grads, hess, (127, 255), key, codes, 1, span)
         return cls(*codes, *scales)
@@ -110,6 +112,7 @@ class GradientsI8:
     @classmethod
     def quantize(cls, grads: Array, hess: Array, *, key: int | None = None, span: Span | None = None) -> GradientsI8:
         """Round to nearest; with a key, up or down by chance, right on average."""
+        check_floats(grads, hess)
         size = (len(grads) + 1) // 2
         codes = np.empty(size, np.uint8), np.empty(size, np.uint8)
         scales = _quantize(trees_gradients.quantize_i8, grads, hess, (7, 15), key, codes, 2, span)
@@ -128,6 +131,21 @@ def prepare(
     if precision is GradientPrecision.I8:
         return GradientsI8.quantize(grads, hess, key=key, span=span)
     return GradientsF32.from_floats(grads, hess, span)
+
+
+def check_floats(grads: Array, hess: Array) -> None:
+    """Refuse what loops would read as other numbers, or past their end."""
+    for name, part in (("grads", grads), ("hess", hess)):
+        if not isinstance(part, np.ndarray):
+            raise TreesError(f"{name}: expected a numpy array of float32, got {type(part).__name__}")
+        if part.dtype != np.float32 or part.ndim != 1 or not part.flags.c_contiguous:
+            lies = "" if part.flags.c_contiguous else ", with gaps"
+            raise TreesError(
+                f"{name}: expected float32 numbers in one dimension, one after the other, got {part.dtype} of shape "
+                f"{part.shape}{lies}; numpy.ascontiguousarray({name}, numpy.float32) makes them of one dimension"
+            )
+    if len(grads) != len(hess):
+        raise TreesError(f"hess: expected {len(grads)} numbers, as grads has, got {len(hess)}")
 
 
 def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, float]:

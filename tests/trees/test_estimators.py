@@ -473,3 +473,22 @@ def test_errors_about_a_watched_set_name_it():
     ):
         with pytest.raises(ValueError, match=message):
             model.fit(x, y, **given)
+
+
+def test_many_classes_begin_as_lightgbm_does_and_leaves_keep_their_rows():
+    """On numbers that both bin alike; later LightGBM guesses a leaf's rows by its hessians, and has leaves of few."""
+    lightgbm = pytest.importorskip("lightgbm")
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 40, (1500, 6)).astype(float)
+    y = ((x - 20) @ rng.normal(size=(6, 50)) + 10 * rng.gumbel(size=(1500, 50))).argmax(axis=1)
+    assert len(np.unique(y)) == 50
+    ours = BoostedTreesClassifier(n_estimators=2, n_jobs=1).fit(x, y)
+    theirs = lightgbm.LGBMClassifier(n_estimators=2, n_jobs=1, verbose=-1).fit(x, y)
+    scores = next(iter(ours.staged_decision_function(x))), theirs.predict(x, raw_score=True, num_iteration=1)
+    totals = [np.logaddexp.reduce(each, axis=1) for each in scores]
+    losses = [(total - each[np.arange(1500), y]).mean() for each, total in zip(scores, totals, strict=True)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert losses[0] < np.log(50) - 0.5
+    assert np.isclose(*scores, rtol=1e-5).mean() > 0.9  # the rest: splits of equal gain
+    text = lightgbm.Booster(model_str=ours.to_lightgbm()).trees_to_dataframe()
+    assert text[text.split_feature.isna()]["count"].min() >= 20

@@ -110,3 +110,24 @@ def test_codes_depend_on_key_and_row_alone(kind):
     np.testing.assert_array_equal(result[0].hessians, result[1].hessians)
     other = kind.quantize(grads, hess, key=4)
     assert (other.grads != result[0].grads).mean() > 0.1
+
+
+@pytest.mark.parametrize("make", [GradientsF32.from_floats, GradientsI16.quantize, GradientsI8.quantize])
+def test_arrays_that_loops_would_misread_are_refused_by_name(make):
+    plain = np.linspace(0.1, 1.0, 10, dtype=np.float32)
+    wide, swapped = plain.astype(np.float64), plain.astype(">f4")
+    for grads, hess, says in (
+        (wide, plain, r"grads: expected float32 numbers in one dimension.*got float64 of shape \(10,\); numpy"),
+        (plain, wide, "hess: expected float32.*got float64"),
+        (plain, swapped, "hess: expected float32.*got >f4"),
+        (plain, plain[:5], "hess: expected 10 numbers, as grads has, got 5"),
+        (plain[:5], plain, "hess: expected 5 numbers, as grads has, got 10"),
+        (plain[::2], plain[::2], r"grads: .*of shape \(5,\), with gaps"),
+        (plain.reshape(2, 5), plain.reshape(2, 5), r"grads: .*of shape \(2, 5\)"),
+        (plain.tolist(), plain, "grads: expected a numpy array of float32, got list"),
+        (plain, np.float32(1), "hess: expected a numpy array of float32, got float32"),
+    ):
+        with pytest.raises(TreesError, match=says):
+            make(grads, hess)
+    make(plain, plain)
+    make(plain[:0], plain[:0])

@@ -141,3 +141,51 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_forked_process_fits_too(tmp_path):
     program = Program(FORKING, folder=tmp_path)
     assert program.wait() == 7, program.errors  # Python 3.12 warns there of a fork beside threads
+
+
+FORKING_BESIDE = """
+import os, signal, threading, time
+from llvmlite.binding import ffi
+from numba.core.compiler_lock import global_compiler_lock
+from bitplan.trees import BoostedTreesClassifier
+from tests.trees.samples import table
+x, y = table(400)
+fit = lambda: BoostedTreesClassifier(n_estimators=2, max_leaves=8, n_jobs=1).fit(x, y > 0)
+before = fit().to_lightgbm()
+stop = threading.Event()
+
+def fit_again_and_again():  # each takes numba's lock, to look its loops up
+    while not stop.is_set():
+        fit()
+
+def compile_again_and_again(lock):
+    while not stop.is_set():
+        with lock:
+            time.sleep(0.01)
+        time.sleep(0.001)
+
+threads = [threading.Thread(target=fit_again_and_again)]
+for lock in (global_compiler_lock, ffi.lib._lock):
+    threads.append(threading.Thread(target=compile_again_and_again, args=[lock]))
+for thread in threads:
+    thread.start()
+codes = []
+for _ in range(5):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(WAIT)  # a child that hangs is killed
+        from llvmlite import binding
+        binding.create_context()  # takes LLVM's lock
+        os._exit(7 if fit().to_lightgbm() == before else 1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+stop.set()
+for thread in threads:
+    thread.join()
+raise SystemExit(0 if codes == [7] * 5 else f"{codes}")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_forked_beside_fits_fits_too(tmp_path):
+    program = Program(FORKING_BESIDE.replace("WAIT", "60"), folder=tmp_path)
+    assert program.wait() == 0, program.errors

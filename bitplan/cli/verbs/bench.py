@@ -83,7 +83,7 @@ def bench_layers(
     if dry_run:
         _show_plan(session, as_json)
         return
-    _check_policy_path(session, force)
+    _prepare_outputs(session, force)
     raise typer.Exit(_measure(session, as_json))
 
 
@@ -104,12 +104,21 @@ def _options(given: dict[str, tuple[str, Any]]) -> Any:
     return options
 
 
-def _check_policy_path(session: Any, force: bool) -> None:
-    """Check that the policy can be written, before the work; the report is a log and is continued."""
+def _prepare_outputs(session: Any, force: bool) -> None:
+    """Make the folders of report and policy, and check that the policy can be written, before the work; the report is
+    a log and is continued.
+    """
     from bitplan.plan.fp8.bench_options import BenchOptionsError
     from bitplan.records import check_output
 
     options = session.request.options
+    for path in (session.report_path(), options.fp8_policy_path):
+        if path is not None:
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as fault:
+                reason = fault.strerror or fault
+                raise BenchOptionsError(f"{path}: its folder cannot be made: {reason}; give another path") from None
     if options.fp8_policy_path is None:
         return
     target = check_output(options.fp8_policy_path, inputs=[options.omni_config_path], force=force)

@@ -24,8 +24,10 @@ from typing import Any, TypeVar
 
 import numba
 from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import ffi as llvm  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from bitplan.kernels.base.prepared_code import cache_of
@@ -216,5 +218,17 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="bitplan")
 
 
+def _await_compilers() -> None:
+    """Before a fork: a thread in numba or LLVM would leave its lock taken in the child for ever, and LLVM half-way."""
+    global_compiler_lock.acquire()
+    llvm.lib._lock.__enter__()
+
+
+def _let_compile() -> None:
+    llvm.lib._lock.__exit__()
+    global_compiler_lock.release()
+
+
 if hasattr(os, "register_at_fork"):  # a forked process has the pool, but none of its threads
     os.register_at_fork(after_in_child=_helpers.cache_clear)
+    os.register_at_fork(before=_await_compilers, after_in_parent=_let_compile, after_in_child=_let_compile)

@@ -20,6 +20,7 @@ from bitplan.runtime.streaming.blocks.saved_tensors import (
     refuse_second_derivatives,
     save_weights_by_place,
 )
+from bitplan.runtime.streaming.blocks.tree import refuse_unmerging
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.training.host_training import HostTraining
 from bitplan.runtime.streaming.transfer.activation_offload import Compute
@@ -88,6 +89,7 @@ class BlockCalls:
         self, compute: Compute, index: int, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         grad = torch.is_grad_enabled()
+        refuse_unmerging(block)
         if self._loader.step is None:
             if grad:
                 raise StreamError(

@@ -7,6 +7,7 @@ workers at once, so a lock on each of them keeps two fits from waiting for each 
 
 from __future__ import annotations
 
+import secrets
 import time
 import uuid
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import dask
 import dask.array
 import distributed
 
+from bitplan.text import visible
 from bitplan.trees.dask import on_worker
 from bitplan.trees.distributed.shards import ProcessLostError
 from bitplan.trees.gradients import TreesError
@@ -51,7 +53,8 @@ class _Fit:
     def __init__(self, client: Any, addresses: list[str], key: str, timeout_s: float) -> None:
         self._client, self._addresses, self._key, self._timeout_s = client, addresses, key, timeout_s
         known = client.scheduler_info(n_workers=-1)["workers"]
-        self._names = [f"{known.get(address, {}).get('name')!r} at {address}" for address in addresses]
+        names = {address: visible(repr(known.get(address, {}).get("name")), 100) for address in addresses}
+        self._names = [f"{name} at {address}" for address, name in names.items()]
 
     def run(self, model: Any, pieces: dict[str, list[Any]], take: Callable[[Any], None]) -> None:
         tasks: list[Any] = []
@@ -59,8 +62,10 @@ class _Fit:
             parts = self._lay(pieces)
             tasks = parts
             self._answers(self._send([(_count_rows, part) for part in parts]), "reading the rows")
-            ((host, port),) = self._answers([self._send_to(0, on_worker.open_store, self._key)], "opening a store")
-            fit = on_worker.WorkerFit(self._key, host, port, tuple(self._names), self._timeout_s)
+            secret = secrets.token_bytes(32)
+            opening = self._send_to(0, on_worker.open_store, self._key, secret)
+            ((host, port),) = self._answers([opening], "opening a store")
+            fit = on_worker.WorkerFit(self._key, host, port, secret, tuple(self._names), self._timeout_s)
             tasks = self._send([(on_worker.fit_part, model, part, rank, fit) for rank, part in enumerate(parts)])
             try:
                 answers = self._answers(tasks, "fitting")

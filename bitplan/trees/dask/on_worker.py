@@ -1,28 +1,29 @@
 """What a Dask worker does for a fit: lay its partitions one after the other, meet the others, fit.
 
-Workers meet in a store that the first of them hosts, at the addresses by which Dask knows them; there is no default
+Workers meet in a store that the first of them hosts, at the addresses by which Dask knows them, and that takes nobody
+without the fit's secret (`secret_store`); there is no default
 group of torch.distributed, so several workers may live in one process, and two fits do not disturb each other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from distributed import get_worker
 from distributed.comm import get_address_host
 from sklearn.base import clone  # type: ignore[import-untyped]
 
 from bitplan.errors import BitplanError
+from bitplan.trees.dask.secret_store import SecretStore, StoreHost
 from bitplan.trees.distributed.fit import fit_by_ranks
 from bitplan.trees.distributed.ranks import Meeting, Ranks
 from bitplan.trees.distributed.shards import ProcessLostError
 from bitplan.trees.gradients import Array, TreesError
 
-_stores: dict[str, Any] = {}  # by fit: those that this process hosts
+_stores: dict[str, StoreHost] = {}  # by fit: those that this process hosts
 _cancelled: set[str] = set()  # fits that the client has given up
 
 
@@ -39,11 +40,12 @@ class WorkerRows:
 
 @dataclass(frozen=True)
 class WorkerFit:
-    """One fit, as each of its workers is told: where the store is, and the names of all workers by rank."""
+    """One fit, as each of its workers is told: where the store is, its secret, and the names of all workers by rank."""
 
     key: str
     host: str
     port: int
+    secret: bytes = field(repr=False)
     names: tuple[str, ...]
     timeout_s: float
 
@@ -85,16 +87,16 @@ def lay_rows(
     )
 
 
-def open_store(key: str) -> tuple[str, int]:
-    """Host a store for a fit on this worker; where it is."""
-    host = get_address_host(get_worker().address)
-    _stores[key] = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    return host, int(store.port)
+def open_store(key: str, secret: bytes) -> tuple[str, int]:
+    """Host a store for a fit on this worker, at the address by which Dask knows it; where it is."""
+    _stores[key] = store = StoreHost(get_address_host(get_worker().address), secret)
+    return store.host, store.port
 
 
 def end_fit(key: str) -> None:
     """Close the store, and forget the fit."""
-    _stores.pop(key, None)
+    if key in _stores:
+        _stores.pop(key).close()
     _cancelled.discard(key)
 
 
@@ -111,10 +113,7 @@ def fit_part(model: Any, part: WorkerRows, rank: int, fit: WorkerFit) -> tuple[A
     if model.n_jobs is None:
         model.n_jobs = worker.state.nthreads
     eval_set = None if part.eval_x is None else (part.eval_x, part.eval_y)
-    store = _stores.get(fit.key) if rank == 0 else None
-    limit = timedelta(seconds=fit.timeout_s)
-    if store is None:
-        store = dist.TCPStore(fit.host, fit.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    store = SecretStore(fit.host, fit.port, fit.secret, timedelta(seconds=fit.timeout_s))
     meeting = Meeting(store, rank, fit.names, get_address_host(worker.address))
     ranks = _CancellableRanks(fit.key, fit.timeout_s, meeting)
     try:

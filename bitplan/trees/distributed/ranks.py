@@ -25,11 +25,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from bitplan.text import visible
 from bitplan.trees.distributed.agreement import SAME_VERSION
 from bitplan.trees.distributed.shards import Array, ProcessLostError
 from bitplan.trees.gradients import TreesError
 
 MAX_PART_BYTES = 2**36  # of one process in one step: more is a lie, and would be allocated
+SHOWN_CHARACTERS = 2000  # of another process's message
 ROLL_CALL_S = 5.0  # how long the others have to say that they are there
 
 
@@ -88,7 +90,8 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """Leave a message for the others, and end the step they wait in."""
         if not isinstance(error, ProcessLostError):
-            self._try_store(lambda: self._store.set(self._key("failed"), f"{type(error).__name__}: {error}"))
+            message = visible(f"{type(error).__name__}: {error}", SHOWN_CHARACTERS)
+            self._try_store(lambda: self._store.set(self._key("failed"), message))
         self.close()
 
     def close(self) -> None:
@@ -153,7 +156,8 @@ class Ranks:
 
     def _explain(self, what: str, error: RuntimeError) -> str:
         where = f"distributed fit, rank {self.rank} of {self.count}, in step {what!r}"
-        cause = re.sub(r"^\[\S+\] |\. This is typically.*", "", str(error).strip().splitlines()[0])  # gloo's own words
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = visible(re.sub(r"^\[\S+\] |\. This is typically.*", "", words), SHOWN_CHARACTERS)  # gloo's own words
         failed, silent, is_store_there = self._call_roll()
         if not is_store_there:
             host = "rank 0, or torchrun's own process"
@@ -187,7 +191,8 @@ class Ranks:
     def _hear(self, failed: dict[int, str], silent: list[int]) -> None:
         for rank in list(silent):
             if self._store.check([self._key("failed", rank)]):
-                failed[rank] = self._store.get(self._key("failed", rank)).decode(errors="replace")
+                message = self._store.get(self._key("failed", rank)).decode(errors="replace")
+                failed[rank] = visible(message, SHOWN_CHARACTERS)
                 silent.remove(rank)
             elif self._store.check([self._key("here", rank)]):
                 silent.remove(rank)

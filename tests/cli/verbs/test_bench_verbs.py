@@ -83,23 +83,23 @@ def test_dry_run_says_that_one_process_is_a_shard(capsys):
 
 
 def test_a_run_on_the_cpu_goes_to_report_and_policy(capsys):
-    arguments = ["config.json", *ONCE, "--report", "r.jsonl", "--policy", "p.json"]
+    arguments = ["config.json", *ONCE, "--report", "outputs/r.jsonl", "--policy", "outputs/policies/p.json"]
     assert bench(*arguments) == 0
     out = capsys.readouterr().out
     assert "FP8 emulated on the CPU" in out
     assert "32 rows; 4 measurements in this run" in out
-    report = Report.load("r.jsonl")
+    report = Report.load("outputs/r.jsonl")
     assert {row.gemm for row in report.rows} == {"module", "fprop", "dgrad", "wgrad"}
     assert all(row.status == "ok" and row.in_turns for row in report.rows)
     assert report.settings["ranks"] == 1
-    assert len(load_policy("p.json").rules) == 16
-    before = Path("r.jsonl").read_bytes()
+    assert len(load_policy("outputs/policies/p.json").rules) == 16
+    before = Path("outputs/r.jsonl").read_bytes()
     assert bench(*arguments) == 2
     assert "p.json: exists already; replace it with --force" in capsys.readouterr().err
     assert bench(*arguments, "--force", "--json") == 0  # again: nothing to do
     document = json.loads(capsys.readouterr().out)
     assert (document["timed_now"], document["rows"]) == (0, 32)
-    assert Path("r.jsonl").read_bytes() == before
+    assert Path("outputs/r.jsonl").read_bytes() == before
 
 
 def test_experts_on_the_cpu(capsys):
@@ -158,8 +158,8 @@ def test_killed_and_resumed(capsys):
         (["config.json", "--ep", "2", "--dry-run"], "the model has no experts"),
         (["config.json", "--part", "vit", "--dry-run"], "has no part 'vit'; it has llm"),
         (
-            ["config.json", *QUICK, "--report", "no/r.jsonl"],
-            "layer benchmark cannot be written: no such folder",
+            ["config.json", *QUICK, "--report", "diary.txt/r.jsonl"],
+            "diary.txt/r.jsonl: its folder cannot be made",
         ),
         (
             ["config.json", *QUICK, "--report", "diary.txt"],

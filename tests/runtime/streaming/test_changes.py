@@ -350,6 +350,12 @@ def test_adapters_that_peft_merges_are_seen(formats):
         wrapped.merge_adapter()
         merged = model(x)
         assert torch.equal(merged, expected())
+        with (
+            wrapped.disable_adapter(),
+            pytest.raises(StreamError, match=r"layers\.0: .*call unmerge_adapter\(\) first"),
+        ):
+            model(x)
+        assert torch.equal(model(x), merged)
         wrapped.unmerge_adapter()
         assert torch.equal(model(x), expected())
         model.load_state_dict(before)

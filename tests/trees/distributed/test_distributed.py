@@ -6,12 +6,15 @@ import functools
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from bitplan import trees
+from bitplan.trees.distributed import ranks
 from bitplan.trees.distributed.fit import fit_distributed
 from bitplan.trees.distributed.histogram_exchange import wire_form
 from bitplan.trees.gradients import GradientPrecision, TreesError
@@ -277,6 +280,24 @@ def test_an_error_in_one_process_is_told_by_all(pool):
     assert answers[2]["message"] == "broken on purpose"
     for answer in answers[:2]:
         assert_lost(answer, "rank 2 stopped with ValueError: broken on purpose", within_s=10)
+
+
+def test_messages_of_other_processes_are_cut_and_escaped(monkeypatch):
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.01))
+    monkeypatch.setattr(ranks, "_default_group", lambda: (0, 2, store))
+    monkeypatch.setattr(ranks.Ranks, "_join", lambda *_: None)
+    here = ranks.Ranks(1.0)
+    store.set(here._key("failed", 1), "ValueError: \x1b[2Jred\n" + "x" * 3_000_000)
+    with pytest.raises(ranks.ProcessLostError) as lost:
+        here._meet("sums", lambda: store.get("never"), 0)  # as gloo raises where a connection ends
+    message = str(lost.value)
+    assert r"rank 1 stopped with ValueError: \x1b[2Jred\nxxx" in message
+    assert message.endswith("x... (3000020 characters)")
+    assert message.isprintable()
+    assert len(message) < 2500
+    here.fail(ValueError("\x1b" * 3_000_000))
+    assert len(store.get(here._key("failed"))) < 10_000
 
 
 LIES = [

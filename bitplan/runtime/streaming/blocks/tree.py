@@ -76,3 +76,14 @@ class BlockTree:
 
 def _look(block: nn.Module) -> list[_Seen]:
     return [_Seen(one, dict(one._modules), frozenset(one._parameters)) for one in block.modules()]
+
+
+def refuse_unmerging(block: StreamedBlock) -> None:
+    """Refuse merged adapters that are switched off: peft takes them out of the weight within the layer's forward, where
+    it has the copy on the device.
+    """
+    for module in block.module.modules():
+        if module.__dict__.get(MERGED) and module.__dict__.get("_disable_adapters"):
+            raise StreamError(
+                f"{block.name}: merged adapters are switched off (disable_adapter); call unmerge_adapter() first"
+            )

@@ -64,7 +64,7 @@ def alone(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Conca
     """A method that runs while no other thread uses the stream."""
 
     @wraps(method)
-    def in_turn(self: Owner, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def in_turn(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         with self._loader.turns:
             return method(self, *args, **kwargs)
 
