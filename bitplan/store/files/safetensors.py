@@ -105,6 +105,7 @@ class TensorEntry:
 class SafetensorsFile(ContainerFile[TensorEntry]):
     """One .safetensors file open for reading; `tensors` is in file order."""
 
+    tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
     checksums: dict[str, int]  # of every tensor, or of none
 
@@ -351,6 +352,12 @@ class Checkpoint(Closing):
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows start..stop along the first dimension; only their bytes are read."""
         return self._file(name).read_rows(name, start, stop)
+
+    def reshape(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+        """Read a tensor in another shape of as many numbers from now on."""
+        file = self._file(name)
+        self.tensors[name] = file.tensors[name] = replace(file.tensors[name], shape=shape)
+        return self.tensors[name]
 
     def close(self) -> None:
         for file in self._files.values():

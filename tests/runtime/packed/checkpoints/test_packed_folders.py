@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -325,6 +326,8 @@ def test_a_folder_that_is_not_whole_is_refused_in_one_line(packed, tmp_path, cha
 
 
 def test_transformers_is_not_led_out_of_the_folder_by_an_index(packed, tmp_path):
+    import bitplan.transformers  # noqa: F401 (from_pretrained then knows packed folders)
+
     folder = tmp_path / "bad"
     shutil.copytree(packed, folder)
     index = json.loads((packed / "model.safetensors.index.json").read_text())
@@ -442,6 +445,32 @@ def test_force_replaces_a_models_folder(packed, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     with pytest.raises(StoreError, match="packed: holds the input"):
         bitplan.save_packed(model, packed, force=True)
+
+
+WITHOUT_PLUGIN = """
+import sys, transformers
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except RuntimeError as error:
+    print("refused:", error)
+"""
+
+
+def test_transformers_without_the_plug_in_refuses_a_packed_folder(packed):
+    command = [sys.executable, "-c", WITHOUT_PLUGIN, str(packed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search("refused: .*mismatch", done.stdout), done.stderr
+
+
+def test_codes_in_the_shape_of_their_weight_which_earlier_versions_wrote_are_read(packed, tmp_path):
+    shutil.copytree(packed, tmp_path / "old")
+    for path in (tmp_path / "old").glob("*.safetensors"):
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = {key: value for key, value in file.metadata().items() if key != "bitplan_crc32"}
+        tensors = safetensors.torch.load_file(path)
+        codes = {name: tensor.squeeze(-1) for name, tensor in tensors.items() if tensor.dtype == torch.int8}
+        safetensors.torch.save_file(tensors | codes, path, metadata)
+    assert torch.equal(logits(bitplan.load_packed(tmp_path / "old").model), logits(bitplan.load_packed(packed).model))
 
 
 def test_save_pretrained_keeps_what_training_left(packed, tmp_path):
