@@ -330,14 +330,17 @@ def cut_shards(promises: Iterable[Promise], tied: Mapping[str, str], limit: int 
         groups[-1].append(promise)
         room -= promise.nbytes
     count = len(groups)
-    names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)] if count > 1 else []
+    names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)] if count > 1 else [WHOLE]
+    aliases: dict[str, list[str]] = {}
+    for alias, own in tied.items():
+        aliases.setdefault(own, []).append(alias)
     return [
         Shard(
             name,
             tuple(group),
-            {alias: own for alias, own in tied.items() if own in {promise.name for promise in group}},
+            {alias: promise.name for promise in group for alias in aliases.get(promise.name, ())},
         )
-        for name, group in zip(names or [WHOLE], groups, strict=True)
+        for name, group in zip(names, groups, strict=True)
     ]
 
 

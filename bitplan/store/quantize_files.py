@@ -288,11 +288,17 @@ def _unstackable(folder: FolderContents) -> list[str]:
 
 def _same_shards(file: NativeTensors, options: QuantizeOptions) -> list[Shard]:
     """The same shards as in the source."""
+    names: dict[Path, list[str]] = {shard: [] for shard in file.shards}
+    tied: dict[Path, dict[str, str]] = {shard: {} for shard in file.shards}
+    for name in file.specs:
+        names[file.shard_of(name)].append(name)
+    for alias, name in file.tied.items():
+        tied[file.shard_of(name)][alias] = name
     return [
         Shard(
             file.shard_name(shard).as_posix(),
-            tuple(_promises(file, [name for name in file.specs if file.shard_of(name) == shard], options)),
-            {alias: name for alias, name in file.tied.items() if file.shard_of(name) == shard},
+            tuple(_promises(file, names[shard], options)),
+            tied[shard],
             file.metadata_of(shard),
         )
         for shard in file.shards

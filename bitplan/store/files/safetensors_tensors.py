@@ -71,8 +71,8 @@ class NativeTensors(TensorFile):
 
     def metadata_of(self, shard: Path) -> dict[str, str]:
         """A shard's own metadata, without bitplan's key."""
-        file = next(file for file in self._checkpoint.files if file.path == shard)
-        return {key: value for key, value in file.metadata.items() if key != METADATA_KEY}
+        said = self._checkpoint.file_at(shard).metadata
+        return {key: value for key, value in said.items() if key != METADATA_KEY}
 
     def read(self, name: str) -> Tensor | Encoded:
         name = self.spec(name).name
