@@ -93,7 +93,11 @@ _READ_DIRECTLY = {
     "jamba": "dt_proj",
     "deepseek_v32": "weights_proj",
     "glm_moe_dsa": "weights_proj",
+    "rwkv": r"attention\.output|feed_forward\.value",  # which it divides by powers of two before it runs
 }
+# Model types whose experts lie as [experts, inputs, outputs], which no packed layer computes.
+_UNPACKED_EXPERTS = {"llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "aria", "aria_text"}
+_STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|fc1\.weight|fc2\.weight)$")
 # Experts [experts, inputs, outputs], which a packed layer holds as [experts, outputs, inputs].
 _TRANSPOSED_EXPERTS = {"gpt_oss": re.compile(r"\.experts\.(gate_up|down)_proj$")}
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
@@ -256,7 +260,7 @@ def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> lis
     attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
     kinds = {part.get("model_type") for part in parts}
     read = [re.compile(rf"(^|\.)({names})\.weight$") for kind, names in _READ_DIRECTLY.items() if kind in kinds]
-    patterns = [*read, _TRANSPOSED] if is_transposed else read
+    patterns = [*read, *([_TRANSPOSED] if is_transposed else []), *([_STACKED] if kinds & _UNPACKED_EXPERTS else [])]
     return [name for name in known if name in attention or any(pattern.search(name) for pattern in patterns)]
 
 

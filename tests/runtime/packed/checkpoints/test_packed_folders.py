@@ -417,9 +417,36 @@ def test_layers_and_formats_that_cannot_be_packed_are_refused(tmp_path):
     assert not quantize.quantize_file(source, tmp_path / "cast", "bfloat16").notes
     source = save(mixtral(), tmp_path / "mixtral")
     report = quantize.quantize_file(source, tmp_path / "nvfp4", "nvfp4")
-    assert "24 experts are in nvfp4, which has a factor for each tensor" in report.warnings[-1]
-    with pytest.raises(FileFormatError, match=r"experts.down_proj \(made of 4 tensors in nvfp4, .* a factor for each"):
-        bitplan.load_packed(tmp_path / "nvfp4")
+    assert "24 experts are in mxfp4: nvfp4 has a factor for each tensor" in report.warnings[-1]
+    assert {row["to"] for row in report.rows if ".experts." in row["name"]} == {"mxfp4"}
+    assert logits(bitplan.load_packed(tmp_path / "nvfp4").model).shape == (1, 12, 96)
+
+
+def rwkv():
+    sizes = {"vocab_size": 96, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 2}
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, rescale_every=1))
+
+
+def llama4():
+    sizes = KEYS | {"intermediate_size_mlp": 96, "num_local_experts": 2, "head_dim": 16, "pad_token_id": 0}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, interleave_moe_layer_step=1))
+
+
+@pytest.mark.parametrize("make", [rwkv, llama4])
+def test_what_the_code_of_a_model_reads_itself_stays_so_that_the_folder_runs(make, tmp_path):
+    torch.manual_seed(0)
+    model = make()
+    report = quantize.quantize_file(save(model, tmp_path / "source"), tmp_path / "packed", "int8_row")
+    assert any("stay as they are, for no packed layer holds them" in note for note in report.notes)
+    torch.testing.assert_close(
+        logits(bitplan.load_packed(tmp_path / "packed").model), logits(model), atol=0.1, rtol=0.1
+    )
+
+
+def test_a_folder_that_is_packed_again_says_against_what_errors_are(packed, tmp_path):
+    report = quantize.quantize_file(packed, tmp_path / "again", "int4_g32")
+    assert any("tensors were packed already (int8_row): their errors here are against" in note for note in report.notes)
+    assert not quantize.quantize_file(packed, tmp_path / "same", "int8_row").notes
 
 
 def test_a_strategy_without_a_kernel_and_a_gpu_without_room_are_refused(packed, monkeypatch):
