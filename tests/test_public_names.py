@@ -39,6 +39,7 @@ NAMES = {
     "combine",
     "compare_models",
     "decode",
+    "dequantize",
     "encode",
     "error_report",
     "fuse_projections",

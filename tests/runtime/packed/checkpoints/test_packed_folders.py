@@ -500,6 +500,24 @@ def test_codes_in_the_shape_of_their_weight_which_earlier_versions_wrote_are_rea
     assert torch.equal(logits(bitplan.load_packed(tmp_path / "old").model), logits(bitplan.load_packed(packed).model))
 
 
+@pytest.mark.parametrize("make", [llama, mixtral, gemma])
+def test_a_packed_model_becomes_plain_again(make, tmp_path):
+    torch.manual_seed(0)
+    quantize.quantize_file(save(make(), tmp_path / "source"), tmp_path / "packed", "int8_row")
+    decoded = logits(bitplan.load_model(tmp_path / "packed", make()))
+    model = bitplan.load_packed(tmp_path / "packed").model
+    with pytest.raises(StoreError, match=r"is packed, not morphed; bitplan.dequantize\(model\) makes it plain"):
+        bitplan.unmorph_model(model)
+    bitplan.dequantize(model)
+    torch.testing.assert_close(logits(model), decoded)
+    assert not any("bitplan" in type(module).__module__ for module in model.modules())
+    save(model, tmp_path / "plain")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    torch.testing.assert_close(logits(again), decoded)
+    with pytest.raises(StoreError, match=r"nothing in this .* is packed"):
+        bitplan.dequantize(model)
+
+
 def test_save_pretrained_keeps_what_training_left(packed, tmp_path):
     model = bitplan.load_packed(packed).model
     (tmp_path / "out" / "checkpoint-500").mkdir(parents=True)
