@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bitplan.runtime.packed.apply_plan import apply_plan as apply_plan
     from bitplan.runtime.packed.checkpoints.load import load_packed as load_packed
     from bitplan.runtime.packed.checkpoints.save import save_packed as save_packed
+    from bitplan.runtime.packed.dequantize import dequantize as dequantize
     from bitplan.runtime.packed.fused_projections import fuse_projections as fuse_projections
     from bitplan.runtime.packed.quant_embedding import QuantEmbedding as QuantEmbedding
     from bitplan.runtime.packed.quant_experts import QuantExperts as QuantExperts

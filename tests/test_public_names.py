@@ -40,6 +40,7 @@ NAMES = {
     "combine",
     "compare_models",
     "decode",
+    "dequantize",
     "describe",
     "encode",
     "error_report",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from bitplan.formats.dtypes import torch_dtype
 
@@ -35,6 +35,7 @@ class Element(ABC):
     clipping gains nothing (8-bit floats, 16 bits and more).
     """
 
+    is_sign: ClassVar[bool] = False  # a code is the sign of a number, whatever the scale
     name: str
     bits: int
     codes_name: str
@@ -84,6 +85,8 @@ class HalfAwayElement(IntegerElement):
 
 class BinaryElement(Element):
     """+1 (code 1) for numbers above zero, else -1 (code 0), as in poly: zero becomes -1."""
+
+    is_sign: ClassVar[bool] = True
 
     def round(self, scaled: Tensor) -> Tensor:
         import torch

@@ -130,6 +130,8 @@ class Format:
         assert self.scales is not None
         stored = self.scales.store(wanted, base)
         column = self.scales.load(stored, base).unsqueeze(-1)
+        if self.element.is_sign and zero_point is None:  # a quotient of the smallest numbers would be zero
+            return self.element.round(torch.where(column == 0, 0.0, blocks)), stored
         scaled = torch.where(column == 0, 0.0, blocks / column) if self.divides else blocks * reciprocal(column)
         if zero_point is not None:  # rounded before it is shifted, so that ties do not depend on the zero point
             scaled = scaled.round() + self.element.value(zero_point, self.work)

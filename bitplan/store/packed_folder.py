@@ -93,7 +93,11 @@ _READ_DIRECTLY = {
     "jamba": "dt_proj",
     "deepseek_v32": "weights_proj",
     "glm_moe_dsa": "weights_proj",
+    "rwkv": r"attention\.output|feed_forward\.value",  # which it divides by powers of two before it runs
 }
+# Model types whose experts lie as [experts, inputs, outputs], which no packed layer computes.
+_UNPACKED_EXPERTS = {"llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "aria", "aria_text"}
+_STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|fc1\.weight|fc2\.weight)$")
 # Experts [experts, inputs, outputs], which a packed layer holds as [experts, outputs, inputs].
 _TRANSPOSED_EXPERTS = {"gpt_oss": re.compile(r"\.experts\.(gate_up|down)_proj$")}
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
@@ -256,7 +260,7 @@ def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> lis
     attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
     kinds = {part.get("model_type") for part in parts}
     read = [re.compile(rf"(^|\.)({names})\.weight$") for kind, names in _READ_DIRECTLY.items() if kind in kinds]
-    patterns = [*read, _TRANSPOSED] if is_transposed else read
+    patterns = [*read, *([_TRANSPOSED] if is_transposed else []), *([_STACKED] if kinds & _UNPACKED_EXPERTS else [])]
     return [name for name in known if name in attention or any(pattern.search(name) for pattern in patterns)]
 
 
@@ -330,14 +334,17 @@ def cut_shards(promises: Iterable[Promise], tied: Mapping[str, str], limit: int 
         groups[-1].append(promise)
         room -= promise.nbytes
     count = len(groups)
-    names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)] if count > 1 else []
+    names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)] if count > 1 else [WHOLE]
+    aliases: dict[str, list[str]] = {}
+    for alias, own in tied.items():
+        aliases.setdefault(own, []).append(alias)
     return [
         Shard(
             name,
             tuple(group),
-            {alias: own for alias, own in tied.items() if own in {promise.name for promise in group}},
+            {alias: promise.name for promise in group for alias in aliases.get(promise.name, ())},
         )
-        for name, group in zip(names or [WHOLE], groups, strict=True)
+        for name, group in zip(names, groups, strict=True)
     ]
 
 

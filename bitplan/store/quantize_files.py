@@ -55,6 +55,7 @@ MOST_COUNTED = 2**18
 # Absmax saturates no number, the floor rule of mxfp4 about 0.7% of Gaussian weights. 4-bit formats reach 15 dB or more.
 WARN_SATURATED_SHARE = 0.05
 WARN_SQNR_DB = 10.0
+WARN_ZERO_SHARE = 0.6  # ternary absmean makes zeros of 31% of Gaussian weights
 NO_STATISTICS = "no statistics"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -135,16 +136,20 @@ class QuantizeReport:
 
 def _is_lossy(row: dict[str, Any]) -> bool:
     is_noisy = row["sqnr_db"] is not None and row["sqnr_db"] < WARN_SQNR_DB
-    return bool(is_noisy or row["saturated_share"] > WARN_SATURATED_SHARE)
+    is_clipped = row["saturated_share"] > WARN_SATURATED_SHARE
+    return bool(is_noisy or is_clipped or row["underflowed_share"] > WARN_ZERO_SHARE)
 
 
 def _warning(fmt: str, rows: list[dict[str, Any]], lossy: list[dict[str, Any]]) -> str:
     def figures(row: dict[str, Any]) -> str:
         sqnr = "exact" if row["sqnr_db"] is None else f"SQNR {row['sqnr_db']:.1f} dB"
-        return f"{row['name']} ({100 * row['saturated_share']:.1f}% saturated, {sqnr})"
+        zeros = f"{100 * row['underflowed_share']:.1f}% to zero"
+        return f"{row['name']} ({100 * row['saturated_share']:.1f}% saturated, {zeros}, {sqnr})"
 
     listed = ", ".join(map(figures, lossy[:MOST_NAMES_SHOWN])) + (", ..." if len(lossy) > MOST_NAMES_SHOWN else "")
     advice = "give them another format or scale rule (--scale-rule mse), or leave them as they are (--keep NAME)"
+    if get_format(fmt).block.is_tensor and not get_format(fmt).is_cast:
+        advice = f"{fmt} has one scale for a whole tensor; {advice}"
     return f"{fmt}: {len(lossy)} of {len(rows)} tensors lost much: {listed}; {advice}"
 
 
@@ -201,6 +206,10 @@ def quantize_file(
                 "nn.MultiheadAttention, weights that a model's code reads itself): "
                 f"{listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
             )
+        if unstackable := _unstackable(file, plan, output):
+            report.notes.append(_other_format(unstackable, plan))
+            plan = _with_formats(plan, unstackable)
+        report.notes += _packed_before(file, plan)
         plan.require_whole(str(source))
         shapes = shapes_of_transposed(file) if is_folder else {}
         transposed = {name: shape for name, shape in shapes.items() if is_packed_by(plan, name)}
@@ -214,7 +223,6 @@ def quantize_file(
         contents = _folder_contents(file, options, shard_bytes) if is_folder else None
         if contents is not None:
             check_packed_output(output, inputs=inputs, force=force)
-            report.notes += _unstackable(contents)
             write_packed_folder(
                 output,
                 replace(contents, inputs=stamps),
@@ -271,31 +279,70 @@ def _with_reason(plan: Plan, names: Sequence[str], reason: str) -> Plan:
     return Plan(changed, padding=plan.padding)
 
 
-def _unstackable(folder: FolderContents) -> list[str]:
-    """A warning about separate experts in a format with a factor for each tensor: load_packed cannot stack them."""
-    found = [
-        promise
-        for shard in folder.shards
-        for promise in shard.promises
-        if _EXPERT.search(promise.name) and promise.fmt and promise.fmt.scales and promise.fmt.scales.needs_base
+def _unstackable(file: TensorFile, plan: Plan, output: str | Path) -> dict[str, str]:
+    """Separate experts in a format with a factor for each tensor, and another format for them, in a model's folder.
+
+    A packed layer holds the experts of a layer as one weight, which has one factor.
+    """
+    if container_for(output) or not is_model_folder(file.path):
+        return {}
+    found = {}
+    for name, spec in file.specs.items():
+        scales = get_format(plan[name].format).scales
+        if _EXPERT.search(name) and plan.entries[name].stored is None and scales is not None and scales.needs_base:
+            found[name] = "int8_row" if spec.shape[-1] % 32 else "mxfp4"
+    return found
+
+
+def _other_format(unstackable: Mapping[str, str], plan: Plan) -> str:
+    first = next(iter(unstackable))
+    taken = " and ".join(sorted(set(unstackable.values())))
+    return (
+        f"{len(unstackable)} experts are in {taken}: {plan[first].format} has a factor for each tensor, and a packed "
+        f"layer holds the experts as one weight: {listed(list(unstackable), MOST_NAMES_SHOWN)}; "
+        f"a .safetensors OUTPUT holds them in {plan[first].format}"
+    )
+
+
+def _with_formats(plan: Plan, formats: Mapping[str, str]) -> Plan:
+    """The same plan with other formats for experts, which are packed as one weight."""
+    changed = dict(plan.entries)
+    for name, fmt in formats.items():
+        reason = f"experts are packed as one weight, and {plan[name].format} has a factor for each"
+        changed[name] = replace(changed[name], choice=replace(changed[name].choice, format=fmt, reason=reason))
+    return Plan(changed, padding=plan.padding)
+
+
+def _packed_before(file: TensorFile, plan: Plan) -> list[str]:
+    """A note about tensors that are packed again: their errors are counted against numbers that were rounded before."""
+    again = [
+        spec
+        for name, spec in file.specs.items()
+        if spec.encoded and not get_format(spec.format).is_cast and is_packed_by(plan, name)
+        if spec.format != plan[name].format
     ]
-    if folder.config is None or not found:
+    if not again:
         return []
-    fmt = found[0].fmt
-    assert fmt is not None
+    formats = ", ".join(sorted({spec.format for spec in again}))
     return [
-        f"{len(found)} experts are in {fmt.name}, which has a factor for each tensor: load_packed cannot stack them; "
-        "use mxfp4 or int8_row for a model that is to run packed"
+        f"{len(again)} tensors were packed already ({formats}): their errors here are against those rounded numbers, "
+        "not the model's own; quantize the model that they were made from"
     ]
 
 
 def _same_shards(file: NativeTensors, options: QuantizeOptions) -> list[Shard]:
     """The same shards as in the source."""
+    names: dict[Path, list[str]] = {shard: [] for shard in file.shards}
+    tied: dict[Path, dict[str, str]] = {shard: {} for shard in file.shards}
+    for name in file.specs:
+        names[file.shard_of(name)].append(name)
+    for alias, name in file.tied.items():
+        tied[file.shard_of(name)][alias] = name
     return [
         Shard(
             file.shard_name(shard).as_posix(),
-            tuple(_promises(file, [name for name in file.specs if file.shard_of(name) == shard], options)),
-            {alias: name for alias, name in file.tied.items() if file.shard_of(name) == shard},
+            tuple(_promises(file, names[shard], options)),
+            tied[shard],
             file.metadata_of(shard),
         )
         for shard in file.shards

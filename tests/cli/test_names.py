@@ -9,9 +9,12 @@ import time
 import pytest
 import safetensors.torch
 import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from bitplan.cli import run, show
-from bitplan.cli.fit_columns import wrap
+from bitplan.cli.fit_columns import columns_of, share_width, split_columns, wrap
 from bitplan.text import visible
 from tests.crosses import few
 
@@ -145,3 +148,25 @@ def test_a_bar_shows_names_literally(capsys, monkeypatch):
 @pytest.mark.parametrize("seconds", [3, 75, 7500])
 def test_durations(seconds):
     assert show._duration(seconds) == {3: "3 s", 75: "1 min 15 s", 7500: "2 h 5 min"}[seconds]
+
+
+@pytest.mark.parametrize("width", ["60", "100"])
+def test_tables_are_those_of_rich(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", width)
+    rows = [
+        {"name": f"layer.{n}", "bytes": str(10**n), "why": "a reason " * n, "text": "\u4e2d\u6587"} for n in range(4)
+    ]
+    show.table("title", rows)
+    printed = capsys.readouterr().out
+    console = Console(width=int(width))
+    console.print("title")
+    for columns in split_columns(columns_of(rows), int(width)):
+        widths = share_width(columns, int(width))
+        drawn = Table()
+        for column, size in zip(columns, widths, strict=True):
+            side = "right" if column.is_number else "left"
+            drawn.add_column(Text(wrap(column.header, size)), justify=side, width=size, no_wrap=True)
+        for cells in zip(*(column.cells for column in columns), strict=True):
+            drawn.add_row(*(Text(wrap(cell, size)) for cell, size in zip(cells, widths, strict=True)))
+        console.print(drawn, crop=False)
+    assert printed == capsys.readouterr().out

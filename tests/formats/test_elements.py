@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bitplan.formats import decode, encode
 from bitplan.formats import elements as el
 
 from .samples import bits, every_16_bit_float, every_byte, same
@@ -224,3 +225,8 @@ def test_uint64_as_float_is_rounded_once(code):
 def test_every_uint16_as_float():
     codes = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
     assert torch.equal(el.integers_as_floats(codes, torch.float32), torch.arange(2**16).float())
+
+
+def test_binary_keeps_the_sign_of_numbers_far_below_the_largest():
+    x = torch.tensor([3e38, 1e-45, 2.0**-126, -1e-45, 1.0, 0.0])
+    assert torch.equal(decode(encode(x, "binary")).sign(), torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0, -1.0]))

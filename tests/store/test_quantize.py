@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from pathlib import Path
 
@@ -511,7 +512,7 @@ def test_what_each_tensor_lost_is_counted_and_a_tensor_that_saturates_is_warned_
     assert rows["norm.weight"].keys() == rows["high.weight"].keys()
     assert (rows["norm.weight"]["sqnr_db"], rows["norm.weight"]["saturated_share"]) == (None, None)
     (warning,) = report.warnings
-    assert warning.startswith("mxfp4: 1 of 3 tensors lost much: high.weight (100.0% saturated, SQNR 12.4 dB); ")
+    assert warning.startswith("mxfp4: 1 of 3 tensors lost much: high.weight (100.0% saturated, 0.0% to zero, SQNR ")
     assert "--keep" in warning
     assert report.to_dict()["warnings"] == [warning]
 
@@ -640,3 +641,12 @@ def test_files_of_sentence_transformers_come_along(tmp_path):
     (source / "modules.json").write_text('{"path": 3}')
     with pytest.raises(FileFormatError, match=r'modules.json: must be a list of objects with a "path"'):
         quantize_file(source, tmp_path / "other", "int8")
+
+
+def test_one_scale_for_a_tensor_warns_with_its_figures(tmp_path):
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    weight[0, 0] = 12.0
+    safetensors.torch.save_file({"up.weight": weight}, tmp_path / "in.safetensors")
+    (warning,) = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "int4").warnings
+    assert re.search(r"up.weight \(0.0% saturated, \d\d.\d% to zero, SQNR \d.\d dB\)", warning)
+    assert "int4 has one scale for a whole tensor" in warning

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.errors import FileFormatError
 from bitplan.store.files.gguf import GGUFFile
+from bitplan.store.files.tensor_bytes import MOST_OPEN
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,7 @@ def _open_part(given: GGUFFile, stem: str, number: int, count: int) -> GGUFFile:
             f"{given.path}: the model is split into {count} parts, and {path.name!r} is missing; "
             "put all parts into one folder"
         )
-    part = GGUFFile(path)
+    part = GGUFFile(path, stays_open=count <= MOST_OPEN)
     if (_number(part, "no"), _number(part, "count")) != (number - 1, count):
         part.close()
         raise FileFormatError(

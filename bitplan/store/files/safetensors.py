@@ -29,7 +29,7 @@ from bitplan.documents import Kind, Reader, is_text
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from bitplan.records import Closing, atomic_file, check_input, parse_json, read_json
-from bitplan.store.files.tensor_bytes import ContainerFile, Payload, PayloadWriter
+from bitplan.store.files.tensor_bytes import MOST_OPEN, ContainerFile, Payload, PayloadWriter
 from bitplan.text import visible
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class TensorEntry:
 class SafetensorsFile(ContainerFile[TensorEntry]):
     """One .safetensors file open for reading; `tensors` is in file order."""
 
+    tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
     checksums: dict[str, int]  # of every tensor, or of none
 
@@ -336,6 +337,9 @@ class Checkpoint(Closing):
     def files(self) -> list[SafetensorsFile]:
         return list(self._files.values())
 
+    def file_at(self, shard: Path) -> SafetensorsFile:
+        return self._files[shard]
+
     def read(self, name: str) -> torch.Tensor:
         """A fresh tensor that owns its memory."""
         return self._file(name).read(name)
@@ -351,6 +355,12 @@ class Checkpoint(Closing):
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows start..stop along the first dimension; only their bytes are read."""
         return self._file(name).read_rows(name, start, stop)
+
+    def reshape(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+        """Read a tensor in another shape of as many numbers from now on."""
+        file = self._file(name)
+        self.tensors[name] = file.tensors[name] = replace(file.tensors[name], shape=shape)
+        return self.tensors[name]
 
     def close(self) -> None:
         for file in self._files.values():
@@ -378,7 +388,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if ignored:
             _say_ignored(str(folder), source.name, ", ".join(ignored[:6]) + (", ..." if len(ignored) > 6 else ""))
     with ExitStack() as opened:
-        files = [opened.enter_context(SafetensorsFile(shard)) for shard in shards]
+        stays_open = len(shards) <= MOST_OPEN
+        files = [opened.enter_context(SafetensorsFile(shard, stays_open=stays_open)) for shard in shards]
         checkpoint = Checkpoint(files, None if weight_map is None else source)
         if weight_map is not None:
             _check_against_index(source, weight_map, checkpoint)

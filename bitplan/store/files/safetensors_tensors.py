@@ -1,8 +1,10 @@
 """Safetensors, sharded or not, with or without tensors that bitplan packed.
 
 A bitplan safetensors file keeps a packed tensor's codes under its own name and its other parts beside it
-(`NAME.scales`, `NAME.base`, `NAME.zero_point`); the metadata key `bitplan` holds
-`{"version": 1, "tensors": {NAME: {"format": F, "shape": [...]}}, "tied": {NAME: NAME}}`, and `bitplan_crc32` the
+(`NAME.scales`, `NAME.base`, `NAME.zero_point`). Codes that would have the shape of the weight have one dimension more,
+of size 1: a program that knows nothing of bitplan then refuses them, and does not take them for numbers. The metadata
+key `bitplan` holds `{"version": 1, "tensors": {NAME: {"format": F, "shape": [...]}}, "tied": {NAME: NAME}}`, and
+`bitplan_crc32` the
 checksums of all tensors, which `bitplan check --deep` verifies; files of earlier versions have none.
 """
 
@@ -69,8 +71,8 @@ class NativeTensors(TensorFile):
 
     def metadata_of(self, shard: Path) -> dict[str, str]:
         """A shard's own metadata, without bitplan's key."""
-        file = next(file for file in self._checkpoint.files if file.path == shard)
-        return {key: value for key, value in file.metadata.items() if key != METADATA_KEY}
+        said = self._checkpoint.file_at(shard).metadata
+        return {key: value for key, value in said.items() if key != METADATA_KEY}
 
     def read(self, name: str) -> Tensor | Encoded:
         name = self.spec(name).name
@@ -98,6 +100,8 @@ class NativeTensors(TensorFile):
                 entry = entries.get(part_name(name, part))
                 if entry is None:
                     raise FileFormatError(f"{self.path}: {name!r} is {fmt.name}, but its part {part!r} is missing")
+                if entry.shape == _shape_in_file(fmt, shape, part, part_shape):  # earlier files have the part's own
+                    entry = self._checkpoint.reshape(entry.name, part_shape)
                 if entry.dtype_name != dtype or entry.shape != part_shape:
                     raise FileFormatError(
                         f"{self.path}: {name!r} is {fmt.name} of shape {shape}, so {entry.name!r} must be "
@@ -157,9 +161,12 @@ class _NativeWriter:
     def write(self, name: str, item: Tensor | Encoded) -> None:
         from bitplan.formats import Encoded
 
-        parts = item.parts if isinstance(item, Encoded) else {"data": item}
-        for part, tensor in parts.items():
-            self._parts.write(part_name(name, part), tensor)
+        if not isinstance(item, Encoded):
+            self._parts.write(name, item)
+            return
+        for part, tensor in item.parts.items():
+            shape = _shape_in_file(item.fmt, item.shape, part, tuple(tensor.shape))
+            self._parts.write(part_name(name, part), tensor.reshape(shape))
 
 
 def _entries(
@@ -176,7 +183,12 @@ def _entries(
                 f"{path}: two tensors would be {own!r}: the {part} of {promise.name!r} in {promise.fmt.name}, and "
                 f"the one of that name; leave {promise.name!r} as it is (--keep {promise.name!r}), or rename one"
             )
-        yield own, dtype, shape
+        yield own, dtype, _shape_in_file(promise.fmt, promise.shape, part, shape)
+
+
+def _shape_in_file(fmt: Format, shape: tuple[int, ...], part: str, part_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A part's shape in the file, which for codes is never that of the weight they stand for."""
+    return (*part_shape, 1) if part == "data" and part_shape == shape and not fmt.is_cast else part_shape
 
 
 # ---- bitplan's metadata in a safetensors header ----------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
-from bitplan.records import Closing, check_input, on_failure
+from bitplan.records import Closing, check_input, on_failure, require_unchanged, stamps_of
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Entry = TypeVar("Entry")
 CHECKSUM_PIECE = 2**24
+MOST_OPEN = 256  # shards or parts of one checkpoint; systems allow a process as few as 1024 files
 
 
 class ContainerFile(Closing, ABC, Generic[Entry]):
@@ -35,19 +36,25 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
 
     tensors: Mapping[str, Entry]
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, stays_open: bool = True) -> None:
+        """Among more files than a process may have open (see `MOST_OPEN`), each is opened for every read alone."""
         self.path = Path(path)
         check_input(self.path)
         self._file = self.path.open("rb")
         self._lock = threading.Lock()
+        self._is_closed = False
         with on_failure(self.close):
             self._size = os.fstat(self._file.fileno()).st_size
             self._read_header()
+        if not stays_open:
+            self._stamps = stamps_of([self.path])
+            self._file.close()
 
     @abstractmethod
     def _read_header(self) -> None: ...
 
     def close(self) -> None:
+        self._is_closed = True
         self._file.close()
 
     def _entry(self, name: str) -> Entry:
@@ -85,11 +92,19 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
         return bytes(buffer)
 
     def _fill(self, view: memoryview, what: str, offset: int) -> None:
-        if self._file.closed:
+        if self._is_closed:
             raise StoreError(f"{self.path}: {what} was asked for after the file was closed")
+        if not self._file.closed:
+            self._fill_from(self._file, view, what, offset)
+            return
+        require_unchanged(self._stamps)
+        with self.path.open("rb") as file:
+            self._fill_from(file, view, what, offset)
+
+    def _fill_from(self, file: BinaryIO, view: memoryview, what: str, offset: int) -> None:
         nbytes, done = len(view), 0
         while done < nbytes:
-            got = self._read_at(view[done:], offset + done)
+            got = self._read_at(file, view[done:], offset + done)
             if not got:
                 raise FileFormatError(
                     f"{self.path}: {what} needs {nbytes} bytes at offset {offset}, the file ends after {done} of them; "
@@ -97,13 +112,13 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
                 )
             done += got
 
-    def _read_at(self, view: memoryview, offset: int) -> int:
+    def _read_at(self, file: BinaryIO, view: memoryview, offset: int) -> int:
         # A positioned read shares no file offset with other threads or forked workers.
         if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), [view], offset)
+            return os.preadv(file.fileno(), [view], offset)
         with self._lock:
-            self._file.seek(offset)
-            return self._file.readinto(view)
+            file.seek(offset)
+            return file.readinto(view)  # type: ignore[attr-defined, no-any-return]
 
 
 @dataclass(frozen=True)

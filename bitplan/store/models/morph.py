@@ -250,6 +250,11 @@ def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
 
 def unmorph_model(model: nn.Module) -> None:
     """Undo `morph_model`: drop the versions and restore the classes. Parameters keep their numbers."""
+    if not stores_of(model) and any(isinstance(module, EncodedModule) for module in model.modules()):
+        raise StoreError(
+            f"unmorph_model: this {type(model).__name__} is packed, not morphed; "
+            "bitplan.dequantize(model) makes it plain"
+        )
     _attach(model, {})
 
 

@@ -639,3 +639,20 @@ def test_an_entry_of_other_fields_is_refused(tmp_path):
         message = f"{path}: tensor 'a': expected exactly dtype, shape and data_offsets, got {got}"
         with pytest.raises(FileFormatError, match=re.escape(message)):
             SafetensorsFile(path)
+
+
+def test_many_shards_are_not_all_open_at_once_and_one_that_changes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_io, "MOST_OPEN", 5)
+    for number in range(20):
+        safetensors.torch.save_file({f"t{number}": torch.full((2,), float(number))}, tmp_path / f"{number}.safetensors")
+    weight_map = {f"t{number}": f"{number}.safetensors" for number in range(20)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    before = len(os.listdir("/proc/self/fd"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert [checkpoint.read(f"t{number}")[0].item() for number in range(20)] == list(range(20))
+        safetensors.torch.save_file({"t3": torch.zeros(3)}, tmp_path / "3.safetensors")
+        with pytest.raises(StoreError, match=r"3.safetensors: was changed while it was read"):
+            checkpoint.read("t3")
+    with pytest.raises(StoreError, match="was asked for after the file was closed"):
+        checkpoint.read("t4")

@@ -45,6 +45,15 @@ def _nothing() -> None:
     return None
 
 
+def forget(model: nn.Module) -> None:
+    """Undo what makes a model packed for transformers: methods that were replaced, and where it was loaded from."""
+    for name in (_ATTRIBUTE, "save_pretrained", "resize_token_embeddings", "hf_quantizer"):
+        model.__dict__.pop(name, None)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+
+
 def remembered(model: nn.Module) -> LoadedFrom | None:
     found: LoadedFrom | None = getattr(model, _ATTRIBUTE, None)
     return found

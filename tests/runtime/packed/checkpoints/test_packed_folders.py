@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -328,6 +329,8 @@ def test_a_folder_that_is_not_whole_is_refused_in_one_line(packed, tmp_path, cha
 
 
 def test_transformers_is_not_led_out_of_the_folder_by_an_index(packed, tmp_path):
+    import bitplan.transformers  # noqa: F401 (from_pretrained then knows packed folders)
+
     folder = tmp_path / "bad"
     shutil.copytree(packed, folder)
     index = json.loads((packed / "model.safetensors.index.json").read_text())
@@ -417,9 +420,36 @@ def test_layers_and_formats_that_cannot_be_packed_are_refused(tmp_path):
     assert not quantize.quantize_file(source, tmp_path / "cast", "bfloat16").notes
     source = save(mixtral(), tmp_path / "mixtral")
     report = quantize.quantize_file(source, tmp_path / "nvfp4", "nvfp4")
-    assert "24 experts are in nvfp4, which has a factor for each tensor" in report.warnings[-1]
-    with pytest.raises(FileFormatError, match=r"experts.down_proj \(made of 4 tensors in nvfp4, .* a factor for each"):
-        bitplan.load_packed(tmp_path / "nvfp4")
+    assert "24 experts are in mxfp4: nvfp4 has a factor for each tensor" in report.warnings[-1]
+    assert {row["to"] for row in report.rows if ".experts." in row["name"]} == {"mxfp4"}
+    assert logits(bitplan.load_packed(tmp_path / "nvfp4").model).shape == (1, 12, 96)
+
+
+def rwkv():
+    sizes = {"vocab_size": 96, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 2}
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, rescale_every=1))
+
+
+def llama4():
+    sizes = KEYS | {"intermediate_size_mlp": 96, "num_local_experts": 2, "head_dim": 16, "pad_token_id": 0}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, interleave_moe_layer_step=1))
+
+
+@pytest.mark.parametrize("make", [rwkv, llama4])
+def test_what_the_code_of_a_model_reads_itself_stays_so_that_the_folder_runs(make, tmp_path):
+    torch.manual_seed(0)
+    model = make()
+    report = quantize.quantize_file(save(model, tmp_path / "source"), tmp_path / "packed", "int8_row")
+    assert any("stay as they are, for no packed layer holds them" in note for note in report.notes)
+    torch.testing.assert_close(
+        logits(bitplan.load_packed(tmp_path / "packed").model), logits(model), atol=0.1, rtol=0.1
+    )
+
+
+def test_a_folder_that_is_packed_again_says_against_what_errors_are(packed, tmp_path):
+    report = quantize.quantize_file(packed, tmp_path / "again", "int4_g32")
+    assert any("tensors were packed already (int8_row): their errors here are against" in note for note in report.notes)
+    assert not quantize.quantize_file(packed, tmp_path / "same", "int8_row").notes
 
 
 def test_a_strategy_without_a_kernel_and_a_gpu_without_room_are_refused(packed, monkeypatch):
@@ -445,6 +475,50 @@ def test_force_replaces_a_models_folder(packed, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     with pytest.raises(StoreError, match="packed: holds the input"):
         bitplan.save_packed(model, packed, force=True)
+
+
+WITHOUT_PLUGIN = """
+import sys, transformers
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except RuntimeError as error:
+    print("refused:", error)
+"""
+
+
+def test_transformers_without_the_plug_in_refuses_a_packed_folder(packed):
+    command = [sys.executable, "-c", WITHOUT_PLUGIN, str(packed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search("refused: .*mismatch", done.stdout), done.stderr
+
+
+def test_codes_in_the_shape_of_their_weight_which_earlier_versions_wrote_are_read(packed, tmp_path):
+    shutil.copytree(packed, tmp_path / "old")
+    for path in (tmp_path / "old").glob("*.safetensors"):
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = {key: value for key, value in file.metadata().items() if key != "bitplan_crc32"}
+        tensors = safetensors.torch.load_file(path)
+        codes = {name: tensor.squeeze(-1) for name, tensor in tensors.items() if tensor.dtype == torch.int8}
+        safetensors.torch.save_file(tensors | codes, path, metadata)
+    assert torch.equal(logits(bitplan.load_packed(tmp_path / "old").model), logits(bitplan.load_packed(packed).model))
+
+
+@pytest.mark.parametrize("make", [llama, mixtral, gemma])
+def test_a_packed_model_becomes_plain_again(make, tmp_path):
+    torch.manual_seed(0)
+    quantize.quantize_file(save(make(), tmp_path / "source"), tmp_path / "packed", "int8_row")
+    decoded = logits(bitplan.load_model(tmp_path / "packed", make()))
+    model = bitplan.load_packed(tmp_path / "packed").model
+    with pytest.raises(StoreError, match=r"is packed, not morphed; bitplan.dequantize\(model\) makes it plain"):
+        bitplan.unmorph_model(model)
+    bitplan.dequantize(model)
+    torch.testing.assert_close(logits(model), decoded)
+    assert not any("bitplan" in type(module).__module__ for module in model.modules())
+    save(model, tmp_path / "plain")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    torch.testing.assert_close(logits(again), decoded)
+    with pytest.raises(StoreError, match=r"nothing in this .* is packed"):
+        bitplan.dequantize(model)
 
 
 def test_save_pretrained_keeps_what_training_left(packed, tmp_path):
