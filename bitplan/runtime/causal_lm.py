@@ -107,13 +107,17 @@ class CausalLM:
         if not text.strip():
             raise MeasureError("the text is empty; give a file of plain text to measure on")
         ids = torch.tensor(self._tokens(text, special=False), dtype=torch.int64)
+        self.check_tokens(ids)
+        return ids
+
+    def check_tokens(self, ids: Tensor) -> None:
+        """Refuse tokens that the model does not have."""
         rows = self.vocabulary
-        if len(ids) and int(ids.max()) >= rows:
+        if ids.numel() and int(ids.max()) >= rows:
             raise MeasureError(
                 f"{self.where}: the tokenizer gives token {int(ids.max())}, the model's vocabulary has {rows}; "
                 "the tokenizer is another model's"
             )
-        return ids
 
     @functools.cached_property
     def prefix(self) -> Tensor:

@@ -260,7 +260,7 @@ def _as_wordpiece(word: str) -> str:
 
 def _around(vocabulary: _Vocabulary, *, before: bool) -> dict[str, Any] | None:
     """What is added as the file says, or where it does not, `before` a text."""
-    numbers = []
+    numbers: list[int | None] = []
     for key, token, default in (
         (Keys.Tokenizer.ADD_BOS, "bos_token", before),
         (Keys.Tokenizer.ADD_EOS, "eos_token", False),
