@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -110,6 +111,14 @@ def export(
     for name, why in report.left_out.items():
         say(f"left out: {name}: {why}")
     say(f"{len(report.rows)} tensors, {human_bytes(report.nbytes)}")
+    if report.rounded:
+        held = {row.name: row for row in report.rows if row.name in report.rounded}
+        kinds_of = ", ".join(sorted({row.format for row in held.values()}))
+        numbers = sum(math.prod(row.shape) for row in held.values())
+        say(
+            f"rounded to {kinds_of}: {sum(report.rounded.values())} of {numbers} numbers in {len(held)} tensors; "
+            "--format float32 keeps every one as it is"
+        )
 
 
 def _bytes(size: str) -> int:

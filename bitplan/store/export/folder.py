@@ -239,6 +239,11 @@ class FolderExport:
         narrow = numbers.to(dtype)
         if narrow.dtype != numbers.dtype and bool((narrow.isinf() & numbers.isfinite()).any()):
             raise StoreError(f"{where}: holds numbers beyond {dtype_name(dtype)}; take bfloat16 or float32")
+        if narrow.dtype != numbers.dtype:
+            lost = int((narrow.to(numbers.dtype) != numbers).sum()) - int(numbers.isnan().sum())
+            if lost:
+                name = layer.promises[0].name
+                self.report.rounded[name] = self.report.rounded.get(name, 0) + lost
         return [narrow]
 
     def _encoded(self, fmt: Format, source: str) -> Encoded:

@@ -87,7 +87,10 @@ class ExportRow:
 
 @dataclass
 class ExportReport:
-    """Every tensor of the output, what of the source was left out, and what a reader should know."""
+    """Every tensor of the output, what of the source was left out, and what a reader should know.
+
+    rounded   once written: tensors of plain numbers, and how many of these their type does not hold exactly
+    """
 
     source: str
     output: str
@@ -95,6 +98,7 @@ class ExportReport:
     rows: list[ExportRow] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    rounded: dict[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -9,9 +9,11 @@ import safetensors.torch
 import torch
 import transformers
 
+from bitplan.cli import run
 from bitplan.errors import BitplanError, StoreError
 from bitplan.formats import decode, encode
 from bitplan.store import quantize_file
+from bitplan.store.export.gguf_source import open_model
 from bitplan.store.export.targets import ExportRequest, export_model, prepare_export
 from bitplan.store.models.transformers_names import silence_transformers
 from tests.crosses import few
@@ -72,6 +74,21 @@ def test_a_packed_folder_becomes_a_plain_one(dtype, tmp_path):
     assert torch.equal(found.float(), decode(encode(source, "mxfp4")))  # exact in float16, too
     (row,) = (row for row in report.rows if row.name == name)
     assert (row.before, row.format, row.reason) == ("mxfp4", dtype or "float32", "unpacked from mxfp4")
+
+
+def test_numbers_that_a_type_does_not_hold_are_counted(tmp_path, capsys):
+    save_tiny(tmp_path / "in", "llama", dtype="bfloat16")
+    export_model(tmp_path / "in", tmp_path / "a.gguf", "gguf", "q8_0_gguf")
+    command = ["export", str(tmp_path / "a.gguf"), str(tmp_path / "out"), "--to", "hf", "--force"]
+    with open_model(tmp_path / "a.gguf") as file:
+        weights = {name: file.read_float(name) for name, spec in file.specs.items() if spec.encoded}
+    lost = {name: int((numbers.bfloat16().float() != numbers).sum()) for name, numbers in weights.items()}
+    count, numbers = sum(lost.values()), sum(tensor.numel() for name, tensor in weights.items() if lost[name])
+    assert count
+    assert run([*command, "--format", "bfloat16"]) == 0
+    assert f"rounded to bfloat16: {count} of {numbers} numbers in " in capsys.readouterr().out
+    assert run([*command, "--format", "float32"]) == 0
+    assert "rounded" not in capsys.readouterr().out
 
 
 def test_what_no_plain_folder_can_be_made_of_is_refused(tmp_path):
