@@ -66,7 +66,7 @@ def test_a_gguf_file_from_search_to_text_and_report(here, capsys):
     by_plan = perplexity_of("tiny.gguf", "--plan", "found/plan.json", capsys=capsys)["rows"][0]
     assert same["kl"]["mean"] < 2 * by_plan["kl"]["mean"]  # rows of q and k back in place: else it would be far off
     assert ran("generate", packed, "the", "--max-tokens", 3, capsys=capsys)
-    assert "search" in ran("report", "found", "-o", "page.html", "--force", capsys=capsys)
+    assert "Search, Decisions" in ran("report", "found", "-o", "page.html", "--force", capsys=capsys)
 
 
 @pytest.mark.parametrize("target", ["llama.cpp", "mlx"])

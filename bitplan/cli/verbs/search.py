@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -146,7 +146,9 @@ def next_step(target: Target, model: str, out: Path) -> str:
         return f'train with it: bitplan.stream_blocks(model, formats={loaded}, train="weights")'
     source = Path(model)
     stem, suffix = source.name if source.is_dir() else source.stem, ".gguf" if target.export == "gguf" else ""
-    names = (f"{stem}-{target.export or 'packed'}{number}{suffix}" for number in ("", *map("-{}".format, count(2))))
+    names = (
+        f"{stem}-{target.export or 'packed'}{number}{suffix}" for number in chain([""], map("-{}".format, count(2)))
+    )
     output = next(name for name in names if not Path(name).exists())
     verb, to = ("quantize", []) if target.export is None else ("export", ["--to", target.export])
     words = ["bitplan", verb, model, output, *to, "--plan", str(plan), "--evidence", str(evidence)]
