@@ -260,8 +260,7 @@ def _begin(
         "checks": len(checks),
         "tokens": sum(len(window) for window in windows),
     }
-    groups = {} if before is None else before.groups
-    together = 1.0 if before is None else before.together
+    groups = {} if before is None else {name: _uncorrected(group) for name, group in before.groups.items()}
     return SearchEvidence(
         subject.where,
         subject.numbers,
@@ -270,9 +269,13 @@ def _begin(
         subject.stays,
         groups,
         subject.stored.nbytes,
-        together,
         complete=False,
     )
+
+
+def _uncorrected(group: TensorGroup) -> TensorGroup:
+    """A group as it was predicted and checked: corrections by plans are those of one search, and are made again."""
+    return replace(group, formats={fmt: replace(cost, factor=1.0) for fmt, cost in group.formats.items()})
 
 
 def count_experts(subject: SearchSubject, statistics: InputStatistics) -> dict[str, int]:
