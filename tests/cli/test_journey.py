@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shlex
 
 import pytest
 
-from bitplan.cli import run
+from bitplan.cli import SPINS, main, run
 from bitplan.plan import Plan
+from bitplan.records import atomic_file
 from bitplan.store.export.targets import export_model
+from tests.crosses import few
 from tests.store.export.tiny_models import save_tiny
 
 TEXT = "the hen and the cat then ran there and hid in the shed with a thin hat and that other hen\n" * 40
@@ -69,8 +73,9 @@ def test_a_gguf_file_from_search_to_text_and_report(here, capsys):
     assert "Search, Decisions" in ran("report", "found", "-o", "page.html", "--force", capsys=capsys)
 
 
-@pytest.mark.parametrize("target", ["llama.cpp", "mlx"])
-def test_the_command_of_a_search_for_another_engine_works(target, here, capsys):
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("target", few(["llama.cpp", "mlx"], 1))
+def test_the_command_of_a_search_for_another_engine_works(target, capsys):
     formats = {"llama.cpp": "q8_0_gguf,q4_0_gguf", "mlx": "mxfp4,int8_g64"}[target]
     shown = ran(
         *("search", "tiny.gguf", *SEARCH, "--bits", 9.5, "--formats", formats, "--for", target),
@@ -80,7 +85,8 @@ def test_the_command_of_a_search_for_another_engine_works(target, here, capsys):
     ran(*printed_command(shown), capsys=capsys)
 
 
-def test_generate_bench_and_perplexity_take_a_gguf_file_and_a_file_of_weights(here, capsys):
+@pytest.mark.usefixtures("here")
+def test_generate_bench_and_perplexity_take_a_gguf_file_and_a_file_of_weights(capsys):
     ran("quantize", "tiny.gguf", "gguf-names.safetensors", "--format", "int8_row", "--force", capsys=capsys)
     ran("quantize", "llama", "own-names.safetensors", "--format", "int8_row", "--force", capsys=capsys)
     ran("quantize", "llama", "packed-llama", "--format", "int8_row", "--force", capsys=capsys)
@@ -111,7 +117,8 @@ def test_generate_bench_and_perplexity_take_a_gguf_file_and_a_file_of_weights(he
     assert [row["model"] for row in rows] == ["tiny.gguf", "llama"]
 
 
-def test_a_plan_for_one_naming_fits_the_other(here, capsys):
+@pytest.mark.usefixtures("here")
+def test_a_plan_for_one_naming_fits_the_other(capsys):
     for source, name in (("tiny.gguf", "gguf.json"), ("llama", "own.json")):
         ran("plan", source, "--format", "q8_0_gguf", "-o", name, "--force", capsys=capsys)
     ran("quantize", "llama", "by-gguf", "--plan", "gguf.json", "--force", capsys=capsys)
@@ -124,3 +131,49 @@ def test_a_plan_for_one_naming_fits_the_other(here, capsys):
         ran("export", "llama", f"{plan}-of-llama.gguf", "--plan", f"{plan}.json", "--force", capsys=capsys)
     for other in ("gguf.gguf", "gguf-of-llama.gguf", "own-of-llama.gguf"):
         assert "values identical" in ran("compare", "own.gguf", other, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quantize", "tiny.gguf", "x.bin", "--format", "int8_row"], "x.bin: a folder is to be written, and .bin"),
+        (["quantize", "tiny.gguf", "x", "--format", "Q4_K_M"], "llama.cpp's Q4_K_M is 'q4_k_gguf'"),
+        (["quantize", "tiny.gguf", "x", "--format", "bf16"], "did you mean 'bfloat16'?"),
+        (["export", "tiny.gguf", "x", "--to", "vllm"], "vllm reads what --to compressed-tensors writes"),
+        (["export", "tiny.gguf", "x"], "give --to, for which engine x is"),
+        (["search", "tiny.gguf", *SEARCH, "--bits", "40", "-o", "new"], "the model fits as it is"),
+        (["search", "tiny.gguf", *SEARCH, "--bits", "4", "--for", "llamacpp"], "did you mean 'llama.cpp'?"),
+        (["generate", "own.safetensors", "a"], "give its folder, or a GGUF file of the model, as --config"),
+    ],
+)
+def test_what_people_type_is_answered_with_what_they_meant(words, message, here, capsys):
+    (here / "own.safetensors").write_bytes(b"")
+    assert run(words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("here")
+def test_a_plan_is_compared_with_the_files_own_bytes(capsys):
+    assert "times smaller than tiny.gguf as it is: " in ran("plan", "tiny.gguf", "-f", "int8_row", capsys=capsys)
+
+
+def test_a_full_disk_is_named_with_its_bytes(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device after 5 bytes of it; [\d,]+ bytes are free") as full:
+        with atomic_file(tmp_path / "big.bin") as file:
+            file.write(b"12345")
+            file.flush()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert full.value.filename == str(tmp_path / "big.bin")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("policy", [None, "active"])
+def test_threads_sleep_soon_unless_the_user_says_otherwise(policy, monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert os.environ.get("GOMP_SPINCOUNT") == (SPINS if policy is None else None)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)

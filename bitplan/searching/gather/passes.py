@@ -38,6 +38,7 @@ AT_ONCE = 16384  # tokens between two saves: statistics are as large as the mode
 GRADIENT_TOKENS = 16384  # gradients are of the first so many
 MOST_OUTPUTS = GRADIENT_TOKENS // TOKENS_PER_OUTPUT  # of a layer whose outputs' gradients are taken together
 BATCH = 2048  # tokens in one call of a block
+BACK = 2  # what a block's pass back takes, in passes forward
 SEED = 0
 MOST_STRIPS, FEWEST_COLUMNS = 6, 192  # of a symmetric product, which strip by strip is little more than half the work
 RUN = 256  # tokens of the vocabulary whose probabilities are added up first, to draw one
@@ -61,10 +62,10 @@ def add_windows(
 
 
 def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> int:
-    """How often `on_step` is called for the windows that are left."""
+    """What `on_step` is called with in all, for the windows that are left."""
     steps, first = 0, done
     while first < len(windows):
-        steps += (len(subject.runner.blocks) + 1) * (2 if first == 0 else 1)
+        steps += (len(subject.runner.blocks) + 1) * (1 + BACK if first == 0 else 1)
         first += _count(windows[first:], AT_ONCE)
     return steps
 
@@ -182,14 +183,14 @@ class _Passes:
             self._routed.complete_gradients(self._slices(index), self._sums, GRADIENT, tokens)
             self._routed.clear()
             self._flush()
-            self._on_step(1)
+            self._on_step(BACK)
         if runner.blocks:
             with torch.enable_grad(), runner.outside(), self._hooks(None, lookups=True):
                 for at, ids in enumerate(batches):
                     entered = runner.enter(ids).hidden
                     if entered is not None and entered.requires_grad:
                         torch.autograd.backward(entered, gradients[at])
-        self._on_step(1)
+        self._on_step(BACK)
 
     def _write_states(self, block: int, states: Sequence[TokenStates]) -> None:
         """What a block got, to a file: of all blocks together it is far more than one block."""
