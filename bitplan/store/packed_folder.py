@@ -59,6 +59,8 @@ SIDE_FILES = (
     "LICENSE*",
     "NOTICE*",
 )
+# Names that end so are files of weights of other programs, most of them pickles.
+_FILE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".onnx", ".npy", ".npz", ".h5", ".msgpack", ".zip"}
 # Model types of transformers whose matrices of these names are transposed (its Conv1D); GPT-BigCode's are not.
 _TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 _TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
@@ -317,6 +319,11 @@ class FolderContents:
 
 def check_packed_output(output: str | Path, *, inputs: Iterable[Path] = (), force: bool = False) -> None:
     """Refuse a folder that exists, unless `force` may replace it: a model's folder that is none of the inputs."""
+    if Path(output).suffix.lower() in _FILE_SUFFIXES and not Path(output).is_dir():
+        raise StoreError(
+            f"{output}: a folder is to be written, and {Path(output).suffix} names a file of a kind that is not; give "
+            f"a folder's name, such as {Path(output).with_suffix('')}, or a .safetensors file"
+        )
     target = check_output_folder(output, inputs=inputs, replace=True)
     if not target.is_dir() or not any(target.iterdir()):
         return

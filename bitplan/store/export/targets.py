@@ -29,6 +29,8 @@ TARGETS = {
     "torchao": "bitplan.store.export.torchao",
     "hf": "bitplan.store.export.hf",
 }
+_ENGINES = {"llama.cpp": "gguf", "llamacpp": "gguf", "ollama": "gguf", "vllm": "compressed-tensors"}
+_ENGINES |= {"mlx-lm": "mlx", "ao": "torchao", "huggingface": "hf", "transformers": "hf", "safetensors": "hf"}
 # Formats of ours that an engine's files hold, for those who must know before torch is there.
 FORMATS = {
     "gguf": (
@@ -130,7 +132,9 @@ def packed_bytes(to: str | None, fmt: str, shape: tuple[int, ...]) -> int:
 def prepare_export(request: ExportRequest, to: str) -> Prepared:
     """Refuse what cannot be done, and say what would be: see `Prepared`."""
     if to not in TARGETS:
-        raise StoreError(f"no target {to!r}; there are {', '.join(TARGETS)}{did_you_mean(to, TARGETS)}")
+        read = _ENGINES.get(to.lower())
+        hint = did_you_mean(to.lower(), TARGETS) if read is None else f"; {to} reads what --to {read} writes"
+        raise StoreError(f"no target {to!r}; there are {', '.join(TARGETS)}{hint}")
     prepared: Prepared = importlib.import_module(TARGETS[to]).prepare(request)
     return prepared
 

@@ -18,7 +18,7 @@ from bitplan.store.export.targets import ExportRequest, export_model, prepare_ex
 from bitplan.store.models.transformers_names import silence_transformers
 from tests.crosses import few
 
-from .tiny_models import save_tiny
+from .tiny_models import LLAMA3_ROPE, save_tiny
 
 IDS = torch.arange(3, 19).reshape(1, -1)
 
@@ -29,7 +29,7 @@ def logits(folder):
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("kind", few(["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"], 4))
+@pytest.mark.parametrize("kind", few(["llama", "llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"], 4))
 def test_a_gguf_file_becomes_the_folder_it_was_made_from(kind, tmp_path):
     save_tiny(tmp_path / "in", kind)
     export_model(tmp_path / "in", tmp_path / "a.gguf", "gguf", "float32")
@@ -103,8 +103,9 @@ def test_what_no_plain_folder_can_be_made_of_is_refused(tmp_path):
     assert "a plain folder holds" in refuse(tmp_path / "llama3", "int8_row")
     assert "the plan has int8_row for" in refuse(tmp_path / "llama3", {"*up_proj*": "int8_row"})
     assert "are for GGUF" in refuse(tmp_path / "llama3", part_bytes=1000)
-    export_model(tmp_path / "llama3", tmp_path / "llama3.gguf", "gguf", "float32")
-    assert "rotations as numbers" in refuse(tmp_path / "llama3.gguf")
+    save_tiny(tmp_path / "other", "llama3", rope_parameters={**LLAMA3_ROPE, "low_freq_factor": 1.5})
+    export_model(tmp_path / "other", tmp_path / "other.gguf", "gguf", "float32")
+    assert "none of llama 3's, so no config.json" in refuse(tmp_path / "other.gguf")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     assert "exists already" in refuse(tmp_path / "llama3")
