@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from bitplan.errors import BitplanError, MeasureError
 from bitplan.measure.quality.perplexity import windows_of
-from bitplan.optional import require
+from bitplan.optional import remote_code_allowed, require
 from bitplan.store.export.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.store.files.headers import check_model_source, is_gguf
 from bitplan.store.files.open_files import open_tensors
@@ -43,7 +43,6 @@ from bitplan.store.models.transformers_names import (
     REPORTED,
     foreign_reason,
     model_from_tensors,
-    remote_code_allowed,
     require_complete,
     silence_transformers,
 )

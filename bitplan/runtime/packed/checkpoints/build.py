@@ -16,7 +16,8 @@ from torch import nn
 
 from bitplan.errors import BitplanError, FileFormatError
 from bitplan.formats.dtypes import torch_dtype
-from bitplan.store.models.transformers_names import foreign_reason, remote_code_allowed, silence_transformers
+from bitplan.optional import remote_code_allowed
+from bitplan.store.models.transformers_names import foreign_reason, silence_transformers
 from bitplan.store.packed_folder import CONFIG
 
 GENERATION = "generation_config.json"
