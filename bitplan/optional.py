@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
-from bitplan.errors import MissingLibraryError
+from bitplan.errors import BitplanError, MissingLibraryError
 
+REMOTE_CODE = "BITPLAN_TRUST_REMOTE_CODE"
 _DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # modules whose name for pip differs
 
 
@@ -36,3 +38,11 @@ def require(module: str, *, purpose: str, extra: str | None = None, least: int =
     if least and int(version.partition(".")[0]) < least:
         raise MissingLibraryError(f"{purpose} needs {name} {least}, {version} is installed: {install}", name=library)
     return imported
+
+
+def remote_code_allowed() -> bool:
+    """Whether transformers may run code that comes with a model: only where the user's environment says so."""
+    value = os.environ.get(REMOTE_CODE, "0")
+    if value not in ("0", "1"):
+        raise BitplanError(f"{REMOTE_CODE} must be 0 or 1, got {value!r}; 1 runs the code that comes with a model")
+    return value == "1"

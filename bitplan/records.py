@@ -168,6 +168,10 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
                 file.close()  # Windows cannot rename an open file
             with named_after(target):
                 os.replace(partial, target)  # before closing releases its lock, or another process would sweep it
+    except OSError as error:
+        written = status_of(partial)
+        partial.unlink(missing_ok=True)
+        raise _named_if_full(error, target, 0 if written is None else written.st_size) from None
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -184,6 +188,17 @@ def named_after(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(target)) from None
+
+
+def _named_if_full(error: OSError, target: Path, written: int) -> OSError:
+    """A full disk by the file that did not fit, and how much of it did; other errors as they are."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    free = shutil.disk_usage(target.parent).free
+    said = (
+        f"{error.strerror} after {written:,} bytes of it, {free:,} bytes are free there; make room, or write elsewhere"
+    )
+    return OSError(error.errno, said, str(target))
 
 
 def partial_name(target: Path) -> Path:

@@ -15,6 +15,7 @@ from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import decode, encode
+from bitplan.measure.machine import free_memory
 from bitplan.measure.quality.noise_floor import round_activations, shared_twin
 from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
@@ -23,7 +24,8 @@ from bitplan.plan.names import listed
 from bitplan.runtime.causal_lm import CausalLM, logits_of
 from bitplan.store.models.morph import ParameterPlace, formats_of, morph_model, places_of
 
-CACHED_LOGITS_BYTES = 4 * 2**30  # of the reference; 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
+CACHED_LOGITS_BYTES = 2 * 2**30  # of the reference at most; 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
+BATCH_LOGITS_BYTES = 2**28  # of a batch: a window of 512 tokens and a vocabulary of 131,072 alone has as much
 GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # their names in GGUF files are known
 FLOOR = "noise floor (bfloat16 activations)"
 OnWindows = Callable[[int], None]
@@ -50,7 +52,9 @@ class QualityRun:
     batch: int = 4
 
     def __post_init__(self) -> None:
-        self._cached = CachedLogits(self.reference, CACHED_LOGITS_BYTES)
+        window = 4 * self.reference.vocabulary * max(map(len, self.windows))
+        self.batch = max(1, min(self.batch, BATCH_LOGITS_BYTES // window))
+        self._cached = CachedLogits(self.reference, min(CACHED_LOGITS_BYTES, free_memory() // 8))
         self._unscored = max(1, len(self.reference.prefix))
 
     def measure_reference(self, label: str = "reference", on_windows: OnWindows | None = None) -> QualityRow:

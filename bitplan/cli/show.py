@@ -109,15 +109,17 @@ def progress(what: str, total: int, *, amount: Callable[[int], str] = str) -> It
 def _lines(what: str, total: int, amount: Callable[[int], str]) -> Iterator[Callable[[int, str], None]]:
     """A thread prints progress every ten seconds, also while a single step takes minutes."""
     done, doing, started, is_over = 0, "", time.monotonic(), threading.Event()
+    whole = 0.0  # seconds of it all, by the steps that are done: while one takes its time, the total does not rise
 
     def advance(count: int, label: str) -> None:
-        nonlocal done, doing
+        nonlocal done, doing, whole
         done, doing = done + count, label
+        whole = (time.monotonic() - started) * total / done if done else 0.0
 
     def tell() -> None:
         while not is_over.wait(LINE_EVERY_S):
             seconds = time.monotonic() - started
-            left = f"about {_duration(seconds * (total - done) / done)} left" if done else "nothing is done yet"
+            left = f"about {_duration(max(whole, seconds))} in all" if done else "nothing is done yet"
             line = f"{what}: {amount(done)} of {amount(total)} in {_duration(seconds)}, {left}"
             print(visible(f"{line}: {doing}" if doing else line), file=sys.stderr, flush=True)
 

@@ -32,6 +32,11 @@ ITEM_BYTES = {
 }
 
 
+def wider_types(name: str) -> str:
+    """The types to take for numbers beyond the range of one."""
+    return {"bfloat16": "float32", "float32": "float64"}.get(name, "bfloat16 or float32")
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name of a type, without `torch.`."""
     return str(dtype).removeprefix("torch.")

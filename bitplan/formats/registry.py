@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from bitplan.errors import FormatError, did_you_mean
 from bitplan.formats import elements as el
 from bitplan.formats.elements import Element
@@ -206,6 +208,10 @@ _BLOCKS = (
 )
 
 _FORMATS = {fmt.name: fmt for fmt in _DTYPES + _BLOCKS}
+_OTHER_NAMES = {"q8": "q8_0_gguf", "8bit": "int8_row", "q4": "q4_k_gguf", "4bit": "int4_g32", "nf4": "nvfp4"}
+_OTHER_NAMES |= {"fp4": "mxfp4", "fp8": "fp8_e4m3_row", "f8": "fp8_e4m3_row"}
+_OTHER_NAMES |= {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32"}
+_OTHER_NAMES |= {"f32": "float32"}
 DTYPE_NAMES = tuple(fmt.name for fmt in _DTYPES)
 
 
@@ -214,10 +220,20 @@ def get_format(name: Format | str) -> Format:
     if isinstance(name, Format):
         return name
     if name not in _FORMATS:
-        raise FormatError(
-            f"no format {name!r:.60}; `bitplan formats` lists them all{did_you_mean(str(name), _FORMATS)}"
-        )
+        raise FormatError(f"no format {name!r:.60}; `bitplan formats` lists them all{_suggestion(str(name))}")
     return _FORMATS[name]
+
+
+def _suggestion(name: str) -> str:
+    """A hint for a name that others use: llama.cpp's types and mixes of them (Q4_K_M), torch's and vendors' words."""
+    low = name.lower().replace("-", "_")
+    mix = re.fullmatch(r"(i?q\d_(?:k|nl|[01]))(?:_(?:xs|s|m|l|xl))?", low)
+    if mix is not None and f"{mix[1]}_gguf" in _FORMATS:
+        more = "" if low == mix[1] else ", the type of most of its tensors; `bitplan search --for llama.cpp` mixes"
+        return f"; llama.cpp's {name} is {mix[1] + '_gguf'!r}{more}"
+    if low in _OTHER_NAMES:
+        return f"; did you mean {_OTHER_NAMES[low]!r}?"
+    return did_you_mean(low, _FORMATS)
 
 
 def list_formats() -> list[Format]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 DOCUMENT = "bitplan-machine"
 VERSION = 1
 FP8_CAPABILITY = (8, 9)
+_MEMORY = Path("/proc/meminfo")
 H2D_BYTES, DEVICE_BYTES, REPEATS = 256 * 2**20, 256 * 2**20, 5
 NUMBA_PATH, PACKED_PATH = "CPU encode and decode (numba)", "CPU products with packed weights"
 TRITON_PATH, FP8_PATH = "GPU kernels (Triton)", "FP8 tensor cores"
@@ -388,3 +389,9 @@ def _next_steps(libraries: Sequence[Library], has_gpu: bool) -> list[str]:
     if has_gpu and _installed("triton") is None:
         steps.append("pip install triton for the GPU kernels")
     return [*steps, "bitplan formats to see the number formats; bitplan --help for the verbs"]
+
+
+def free_memory() -> int:
+    """Bytes of memory that programs can have; where the system does not say, 4 GiB."""
+    said = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
+    return 4 * 2**30 if said is None else 1024 * int(said[1])

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from bitplan.errors import MeasureError
 from bitplan.measure.quality.perplexity import windows_of
-from bitplan.optional import require
+from bitplan.optional import remote_code_allowed, require
 from bitplan.store.export.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.store.files.headers import check_model_source, is_gguf
 from bitplan.store.files.open_files import open_tensors
@@ -43,7 +43,6 @@ from bitplan.store.models.transformers_names import (
     REPORTED,
     foreign_faults,
     model_from_tensors,
-    remote_code_allowed,
     require_complete,
     silence_transformers,
 )
@@ -107,13 +106,17 @@ class CausalLM:
         if not text.strip():
             raise MeasureError("the text is empty; give a file of plain text to measure on")
         ids = torch.tensor(self._tokens(text, special=False), dtype=torch.int64)
+        self.check_tokens(ids)
+        return ids
+
+    def check_tokens(self, ids: Tensor) -> None:
+        """Refuse tokens that the model does not have."""
         rows = self.vocabulary
-        if len(ids) and int(ids.max()) >= rows:
+        if ids.numel() and int(ids.max()) >= rows:
             raise MeasureError(
                 f"{self.where}: the tokenizer gives token {int(ids.max())}, the model's vocabulary has {rows}; "
                 "the tokenizer is another model's"
             )
-        return ids
 
     @functools.cached_property
     def prefix(self) -> Tensor:

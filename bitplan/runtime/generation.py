@@ -6,12 +6,13 @@ the same tokens (greedy).
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,13 +68,57 @@ def _of_folder(source: Path, place: torch.device, dtype: torch.dtype | None) -> 
     return model
 
 
+Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: at temperature 0 the likeliest, above it one is drawn, by the seed.
+
+    top_k   draw among so many of the likeliest
+    top_p   draw among the likeliest whose odds together reach this share
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise MeasureError(f"the temperature must be 0 or more, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise MeasureError(f"top-k must be 1 token or more, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise MeasureError(f"top-p must be above 0 and at most 1, got {self.top_p}")
+        if not self.temperature and (self.top_k or self.top_p):
+            raise MeasureError("top-k and top-p choose among tokens that are drawn: give a temperature above 0, too")
+
+    def next_token(self, logits: Tensor, draw: torch.Generator) -> int:
+        """A token, from logits [vocabulary]."""
+        if not self.temperature:
+            return int(logits.argmax())
+        odds = torch.softmax(logits.float() / self.temperature, dim=-1)
+        if self.top_k is not None and self.top_k < len(odds):
+            odds = odds.where(odds >= odds.topk(self.top_k).values[-1], 0.0)
+        if self.top_p is not None:
+            likeliest, order = odds.sort(descending=True)
+            before = likeliest.cumsum(-1) - likeliest
+            odds[order[before >= self.top_p * likeliest.sum()]] = 0.0
+        return int(torch.multinomial(odds, 1, generator=draw))
+
+
 @dataclass(frozen=True)
 class Generated:
-    """A text, its time and memory. `prefill_s` is the time to the first token; the rate is of the tokens after it."""
+    """A text, its time and memory. `prefill_s` is the time to the first token; the rate is of the tokens after it.
+
+    ended   why it is over: the model's "end", "max tokens", or its "context" is full
+    """
 
     text: str
     prompt_tokens: int
     tokens: int
+    ended: Literal["end", "max tokens", "context"]
     prefill_s: float
     tokens_per_second: float | None
     weight_bytes: int
@@ -84,87 +129,126 @@ class Generated:
         return asdict(self)
 
 
+def as_prompt(lm: CausalLM, text: str, *, chat: bool | None = None, system: str | None = None) -> str | list[Message]:
+    """What to give `generate_text`: a conversation where the model has a template for one, else the text itself.
+
+    chat     True: a conversation, or an error where there is no template; False: the text as it is
+    system   what the model is told before the conversation
+    """
+    has_template = bool(getattr(lm.tokenizer, "chat_template", None))
+    if chat and not has_template:
+        raise MeasureError(f"{lm.where}: the tokenizer has no chat template; leave --chat out")
+    if not (has_template if chat is None else chat):
+        if system is not None:
+            reason = "the text goes to the model as it is" if has_template else "the tokenizer has no chat template"
+            raise MeasureError(f"{lm.where}: a system prompt is a part of a conversation, and {reason}; leave it out")
+        return text
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
+
+
 def generate_text(
     lm: CausalLM,
-    prompt: str,
+    prompt: str | Sequence[Message],
     *,
     most_tokens: int = 128,
-    temperature: float = 0.0,
-    seed: int = 0,
-    chat: bool = False,
+    sampling: Sampling | None = None,
     on_text: Callable[[str], None] = lambda _text: None,
 ) -> Generated:
-    """Continue a prompt; `on_text` gets each piece of text as it comes.
-
-    temperature   0 takes the likeliest token; above 0 tokens are drawn, the same for the same `seed` on one machine
-    chat          put the prompt into the tokenizer's chat template
-    """
-    if not prompt or most_tokens < 1 or temperature < 0:
-        raise MeasureError("a prompt of at least one letter, 1 token or more and a temperature from 0 are needed")
-    device = lm.device
+    """Continue a text, or answer a conversation by the tokenizer's chat template; `on_text` gets text as it comes."""
+    if not prompt or most_tokens < 1:
+        raise MeasureError("a prompt of at least one letter and 1 token or more are needed")
+    device, sampling = lm.device, sampling or Sampling()
     with foreign_faults(MeasureError, f"{lm.where}: the tokenizer fails"):
-        ids = _prompt_ids(lm, prompt, chat).to(device)
-    ends, size = _end_tokens(lm), weight_bytes(lm.model)
-    draw = torch.Generator(device=device).manual_seed(seed)
+        ids = _prompt_ids(lm, prompt).to(device)
+    ends, size = _end_tokens(lm, is_chat=not isinstance(prompt, str)), weight_bytes(lm.model)
+    draw = torch.Generator(device=device).manual_seed(sampling.seed)
+    room = most_tokens if lm.positions is None else min(most_tokens, lm.positions - ids.shape[1])
+    ended: Literal["end", "max tokens", "context"] = "max tokens" if room == most_tokens else "context"
     cache: Any = None
-    made: list[int] = []
+    tokens: list[int] = []
     shown, started, first = "", time.perf_counter(), 0.0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
         step = ids
-        while len(made) < most_tokens:
+        while len(tokens) < room:
             out: Any = lm.model(input_ids=step, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            require_finite(out.logits[:, -1], lm, ids.shape[1] + len(made))
-            token = _next_token(out.logits[0, -1], temperature, draw)
+            require_finite(out.logits[:, -1], lm, ids.shape[1] + len(tokens))
+            token = sampling.next_token(out.logits[0, -1], draw)
             first = first or time.perf_counter()
             if token in ends:
+                ended = "end"
                 break
-            made.append(token)
+            tokens.append(token)
             step = torch.tensor([[token]], device=device)
-            text = lm.tokenizer.decode(made)
-            if not text.endswith("\ufffd") or len(made) == most_tokens:  # wait for the rest of a letter
+            text = lm.tokenizer.decode(tokens)
+            if not text.endswith("\ufffd") or len(tokens) == room:  # wait for the rest of a letter
                 on_text(text[len(shown) :])
                 shown = text
     seconds = time.perf_counter() - first
     return Generated(
-        text=lm.tokenizer.decode(made),
+        text=lm.tokenizer.decode(tokens),
         prompt_tokens=ids.shape[1],
-        tokens=len(made),
+        tokens=len(tokens),
+        ended=ended,
         prefill_s=first - started,
-        tokens_per_second=(len(made) - 1) / seconds if len(made) > 1 else None,
+        tokens_per_second=(len(tokens) - 1) / seconds if len(tokens) > 1 else None,
         weight_bytes=size,
         peak_bytes=peak_bytes(device),
         device=str(device),
     )
 
 
-def _prompt_ids(lm: CausalLM, prompt: str, chat: bool) -> Tensor:
-    if not chat:
-        return torch.tensor([lm.tokenizer(prompt)["input_ids"]], dtype=torch.int64)
-    if not getattr(lm.tokenizer, "chat_template", None):
-        raise MeasureError(f"{lm.where}: the tokenizer has no chat template; leave --chat out")
-    messages = [{"role": "user", "content": prompt}]
-    ids: Any = lm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return torch.tensor([ids["input_ids"]], dtype=torch.int64)
+def _prompt_ids(lm: CausalLM, prompt: str | Sequence[Message]) -> Tensor:
+    """Token ids [1, length], refused where the model has no place for them and for one token more."""
+    if isinstance(prompt, str):
+        numbers = lm.tokenizer(prompt, verbose=False)["input_ids"]
+    else:
+        numbers = _render(lm, prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    ids = torch.tensor([numbers], dtype=torch.int64)
+    if not ids.numel():
+        raise MeasureError(f"{lm.where}: the tokenizer makes no token of the prompt")
+    if lm.positions is not None and ids.shape[1] >= lm.positions:
+        raise MeasureError(
+            f"{lm.where}: the prompt has {ids.shape[1]} tokens, and the model's context of {lm.positions} must hold it "
+            "and the answer; shorten it"
+        )
+    lm.check_tokens(ids)
+    return ids
 
 
-def _end_tokens(lm: CausalLM) -> set[int]:
+def _render(lm: CausalLM, messages: Sequence[Message], **options: Any) -> Any:
+    where = f"{lm.where}: its chat template refuses this conversation"  # a template is a program: it raises what it likes
+    with foreign_faults(MeasureError, where, "; --raw leaves it out"):
+        return lm.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
+
+
+def _end_tokens(lm: CausalLM, *, is_chat: bool) -> set[int]:
+    """Tokens after which nothing comes: those of the generation config, the tokenizer's, and of a turn's end."""
     said: Any = getattr(getattr(lm.model, "generation_config", None), "eos_token_id", None)
-    if said is None:
-        said = lm.tokenizer.eos_token_id
-    ends = [] if said is None else list(said) if isinstance(said, list | tuple) else [said]
-    if not all(type(token) is int for token in ends):
+    ends = list(said) if isinstance(said, list | tuple) else [said, lm.tokenizer.eos_token_id]
+    if not all(token is None or type(token) is int for token in ends):
         raise MeasureError(f"{lm.where}: generation_config.json: eos_token_id must be whole numbers, got {show(said)}")
-    return set(ends)
+    return {token for token in ends if token is not None} | (_end_of_turn(lm) if is_chat else set())
 
 
-def _next_token(logits: Tensor, temperature: float, draw: torch.Generator) -> int:
-    if not temperature:
-        return int(logits.argmax())
-    odds = torch.softmax(logits.float() / temperature, dim=-1)
-    return int(torch.multinomial(odds, 1, generator=draw))
+def _end_of_turn(lm: CausalLM) -> set[int]:
+    """The special token that the chat template puts right after an answer; a GGUF file often names no other end."""
+    mark = "the answer"
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": mark}]
+    try:
+        after = str(_render(lm, turns, tokenize=False)).rpartition(mark)[2]
+    except MeasureError:  # a template that takes other conversations only
+        return set()
+    for token in lm.tokenizer(after, add_special_tokens=False)["input_ids"]:
+        added = lm.tokenizer.added_tokens_decoder.get(token)
+        if added is not None and added.special:
+            return {token}
+        if lm.tokenizer.decode([token]).strip():
+            break
+    return set()
 
 
 def require_finite(logits: Tensor, lm: CausalLM, tokens: int) -> None:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 IN_ALL = "in all"
+SHARES = 1000
 Advance = Callable[[int, str], None]
 # What shows progress: called with what is done and how many steps it has, gives what to call for each.
 Stage = Callable[[str, int], AbstractContextManager[Advance]]
@@ -16,6 +17,21 @@ Stage = Callable[[str, int], AbstractContextManager[Advance]]
 @contextmanager
 def no_stage(_what: str, _total: int) -> Iterator[Advance]:
     yield lambda _count, _label: None
+
+
+@contextmanager
+def in_shares(stage: Stage, what: str, total: int) -> Iterator[Advance]:
+    """A stage whose steps differ in work: shown in thousandths of all of it, so that what is left can be told."""
+    done = shown = 0
+    with stage(what, SHARES) as advance:
+
+        def add(work: int, label: str) -> None:
+            nonlocal done, shown
+            done += work
+            before, shown = shown, SHARES * done // max(1, total)
+            advance(shown - before, label)
+
+        yield add
 
 
 @dataclass

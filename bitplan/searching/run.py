@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from bitplan.searching.decide.solve import Solution, front, kl_out_of_reach, siz
 from bitplan.searching.errors import GoalError, SearchError
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, smallest_bytes
+from bitplan.searching.gather.passes import evidence_bytes
 from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
@@ -29,7 +31,9 @@ from bitplan.searching.goal import WINDOWS, Goal
 from bitplan.searching.phases import IN_ALL, PhaseClock, Stage, no_stage
 from bitplan.searching.prepare import SearchText, prepare
 from bitplan.searching.result import SearchResult
-from bitplan.searching.runtime_formats import candidates, target_of
+from bitplan.searching.runtime_formats import Target, candidates, target_of
+from bitplan.store.export.gguf_source import is_folder_like
+from bitplan.store.files.headers import is_gguf
 
 MOST_CORRECTIONS = 3
 AGREES = 0.1  # predicted and measured within a tenth: nothing to correct
@@ -56,6 +60,7 @@ def search(
     workers: int = 0,
     out: str | Path | None = None,
     stage: Stage = no_stage,
+    note: Callable[[str], None] = lambda _line: None,
 ) -> SearchResult:
     """Find the best plan for a model within a goal, and prove it on text that was not used to find it.
 
@@ -72,6 +77,7 @@ def search(
                that asks for some begins under `if __name__ == "__main__":`
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
     stage      shows progress: called with a name and a number of steps, gives a context of what to call for each
+    note       called before the work with what it will take
     """
     wanted = goal if isinstance(goal, Goal) else Goal(**goal)
     runtime = target_of(target)
@@ -83,6 +89,8 @@ def search(
         )
     if gradients is not None and not runtime.streamed:
         raise SearchError(f"--gradients are of training, and the plan is for {runtime.name}; search --for training")
+    if not isinstance(model, nn.Module):
+        _require_folder(Path(model), runtime)
     with _as_it_was(model):
         subject, cut = prepare(
             model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows, device=device
@@ -100,6 +108,9 @@ def search(
             all_rivals=all_rivals,
             workers=workers,
         )
+        searcher.require_size(wanted)
+        if folder is not None:
+            note(searcher.needs())
         return searcher.find(wanted)
 
 
@@ -124,7 +135,7 @@ class Searcher:
 
     def find(self, goal: Goal) -> SearchResult:
         """The best plan within the goal, proven; written where there is a folder."""
-        self._require_size(goal)
+        self.require_size(goal)
         self._read_training(goal)
         with _made(self.folder):
             with self.clock.counted(IN_ALL):
@@ -242,11 +253,27 @@ class Searcher:
         formats = {name: fmt for group, fmt in solution.choice.items() for name in evidence.groups[group].tensors}
         return time_block(self.subject, formats, rows)
 
-    def _require_size(self, goal: Goal) -> None:
-        """A size that no plan has is refused before minutes are spent."""
-        most, least = goal.most_bytes(self.subject.numbers), smallest_bytes(self.subject, self.formats)
+    def require_size(self, goal: Goal) -> None:
+        """A size that no plan has, or that the model has as it is, is refused before minutes are spent."""
+        numbers, held = self.subject.numbers, self.subject.stored.nbytes
+        most, least = goal.most_bytes(numbers), smallest_bytes(self.subject, self.formats)
         if most is not None and least > most:
-            raise GoalError(size_out_of_reach(most, least, self.subject.numbers) + self._why_so_large(most))
+            raise GoalError(size_out_of_reach(most, least, numbers) + self._why_so_large(most))
+        if most is not None and held <= most and goal.faster is None and goal.max_kl is None:
+            raise GoalError(
+                f"{self.subject.where}: the model fits as it is: {held:,} bytes, {8 * held / numbers:.3f} bits a "
+                f"weight, and {most:,} bytes are allowed; give a smaller --bits or --bytes"
+            )
+
+    def needs(self) -> str:
+        """A sentence on the bytes that statistics take on disk; more than is free there is refused."""
+        kept, scratch = evidence_bytes(self.subject, self.text.statistics)
+        place = (self.folder or Path()).absolute()
+        free = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free
+        said = f"statistics take about {kept / 1e6:,.0f} MB in {place}, and {scratch / 1e6:,.0f} MB more until then"
+        if kept + scratch > free:
+            raise SearchError(f"{said}; {free / 1e6:,.0f} MB are free there: give --output on another disk")
+        return said
 
     def _why_so_large(self, most: int) -> str:
         """Where tensors that stay take more than is allowed: why most of their bytes do."""
@@ -268,6 +295,16 @@ class Searcher:
             known.groups[name] = replace(group, formats={**before.formats, **group.formats})
         known.together = evidence.together
         known.save(self.folder / EVIDENCE)
+
+
+def _require_folder(path: Path, target: Target) -> None:
+    """Refuse a GGUF file whose plan could not be applied: only llama.cpp's files keep its names."""
+    is_known = not path.is_file() or not is_gguf(path) or is_folder_like(path)
+    if not is_known and target.export != "gguf" and not target.streamed:
+        raise SearchError(
+            f"{path}: GGUF of an architecture whose names in transformers are not known, so a plan for {target.name} "
+            "could not be applied; search --for llama.cpp, or the model's folder"
+        )
 
 
 @contextmanager

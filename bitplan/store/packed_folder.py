@@ -82,6 +82,8 @@ TOKENIZER_FILES = {
 }
 SENTENCE_MODULES = "modules.json"
 SENTENCE_FILES = (SENTENCE_MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
+# Names that end so are files of weights of other programs, most of them pickles.
+_FILE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".onnx", ".npy", ".npz", ".h5", ".msgpack", ".zip"}
 # Model types of transformers whose matrices of these names are transposed (its Conv1D); GPT-BigCode's are not.
 _TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 _TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
@@ -381,6 +383,11 @@ def check_packed_output(
 
     any_folder   a folder that holds no model will do as well, as for transformers' save_pretrained
     """
+    if Path(output).suffix.lower() in _FILE_SUFFIXES and not Path(output).is_dir():
+        raise StoreError(
+            f"{output}: a folder is to be written, and {Path(output).suffix} names a file of a kind that is not; give "
+            f"a folder's name, such as {Path(output).with_suffix('')}, or a .safetensors file"
+        )
     target = check_output_folder(output, inputs=inputs, replace=True)
     if not target.is_dir() or not any(target.iterdir()) or (force and any_folder):
         return

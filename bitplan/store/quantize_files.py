@@ -18,6 +18,7 @@ from torch import Tensor
 from bitplan.errors import FormatError, StoreError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import NonFinite, finite, readable
+from bitplan.formats.dtypes import wider_types
 from bitplan.formats.quantization_error import ErrorReport, error_report, sample
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
@@ -432,7 +433,7 @@ def _cast(numbers: Tensor, fmt: Format, where: str) -> Encoded:
     if lost := int(encoded.data.isinf().sum()):
         raise FormatError(
             f"{where}: {lost} of {numbers.numel()} numbers are beyond the range of {fmt.name}; "
-            "choose bfloat16 or float32"
+            f"choose {wider_types(fmt.name)}"
         )
     return encoded
 

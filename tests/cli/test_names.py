@@ -130,7 +130,7 @@ def test_work_without_a_terminal_says_how_far_it_is(capsys, monkeypatch):
             assert message.out == ""
             printed += message.err
     line = printed.splitlines()[0]
-    assert re.match(r"packing: 1 files of 4 files in \d+ s, about \d+ s left: ", line)
+    assert re.match(r"packing: 1 files of 4 files in \d+ s, about \d+ s in all: ", line)
     assert SHOWN in line
     assert not NEVER.search(printed)
 

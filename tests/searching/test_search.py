@@ -247,6 +247,15 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
     whole = bitplan.search(model, windows, goal=Goal(bits=7.0), formats=("mxfp4", "int8_row"))
     assert calls["windows"] == 2 * math.ceil(whole.evidence.text["windows"] / 8) + 1  # the stopped one
     assert result.plan.to_json() == whole.plan.to_json()
+    files = {name: (tmp_path / name).read_bytes() for name in (EVIDENCE, "plan.json")}
+    bitplan.search(model, windows, **options)  # of a search that is done already
+    assert files == {name: (tmp_path / name).read_bytes() for name in files}
+
+
+def test_a_model_that_fits_as_it_is_is_not_searched(tmp_path):
+    with pytest.raises(GoalError, match=r"fits as it is: [\d,]+ bytes, 32\.000 bits"):
+        bitplan.search(tiny_llama(), tokens(), goal=Goal(bits=40.0), out=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_block_by_block_a_model_gives_the_logits_and_gradients_that_it_gives_as_a_whole(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -21,9 +22,11 @@ def export(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A model's folder (Hugging Face's), or a .gguf file.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: a .gguf file, or a folder.")],
     to: Annotated[
-        str,
-        typer.Option(help="For which engine: gguf (llama.cpp), compressed-tensors (vLLM), mlx, torchao, hf (plain)."),
-    ],
+        str | None,
+        typer.Option(
+            help="For which engine: gguf (llama.cpp; what OUT.gguf says), compressed-tensors (vLLM), mlx, torchao, hf."
+        ),
+    ] = None,
     fmt: Annotated[
         str | None,
         typer.Option(
@@ -55,12 +58,14 @@ def export(
     """
     from bitplan.plan import Plan, open_manifest
     from bitplan.plan.format_choices import Wanted
-    from bitplan.store.export.targets import ExportRequest, prepare_export
+    from bitplan.store.export.targets import TARGETS, ExportRequest, prepare_export
 
     if sum(given is not None for given in (fmt, manifest, plan)) > 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan, or none: tensors stay as they are")
     if evidence is not None and scale_rule is not None:
         raise typer.BadParameter("give one of --evidence and --scale-rule: each chooses the scales")
+    if to is None and output.suffix != ".gguf":
+        raise typer.BadParameter(f"give --to, for which engine {output} is: {', '.join(TARGETS)}")
     given: Wanted = fmt or {}
     if plan is not None:
         given = Plan.load(plan)
@@ -79,7 +84,7 @@ def export(
             part_bytes=None if split is None else _bytes(split),
             force=force,
         ),
-        to,
+        to or "gguf",
     )
     report = prepared.report
     try:
@@ -110,6 +115,14 @@ def export(
     for name, why in report.left_out.items():
         say(f"left out: {name}: {why}")
     say(f"{len(report.rows)} tensors, {human_bytes(report.nbytes)}")
+    if report.rounded:
+        held = {row.name: row for row in report.rows if row.name in report.rounded}
+        kinds_of = ", ".join(sorted({row.format for row in held.values()}))
+        numbers = sum(math.prod(row.shape) for row in held.values())
+        say(
+            f"rounded to {kinds_of}: {sum(report.rounded.values())} of {numbers} numbers in {len(held)} tensors; "
+            "--format float32 keeps every one as it is"
+        )
 
 
 def _bytes(size: str) -> int:

@@ -287,7 +287,7 @@ def compare(
     else:
         differing = len(result.differing_names)
         sums = [(f"overall: the {differing} that differ", result.differing)] if differing else []
-        sums.append((f"overall: all {len(result.layers)}, equal ones too", result.overall))
+        equal = len(result.layers) - differing
         rows = [
             {
                 "tensor": name,
@@ -303,8 +303,8 @@ def compare(
         if result.worst is not None:
             worst = result.layers[result.worst].sqnr_db
             say(
-                f"worst: {result.worst}, SQNR {worst:.2f} dB; all {differing} that differ: "
-                f"{result.differing.sqnr_db:.2f} dB; with those that are equal: {result.overall.sqnr_db:.2f} dB"
+                f"overall, {differing} that differ: SQNR {result.differing.sqnr_db:.2f} dB; worst: {result.worst}, "
+                f"{worst:.2f} dB" + (f"; {counted(equal, 'tensor')} equal" if equal else "")
             )
         for finding in result.findings:
             say(finding)

@@ -152,9 +152,14 @@ def plan(
             check_output(output, inputs=[*manifest, *file.files], force=force)
         how_to_fill = '"padding": "zero" in the manifest'
         resolved = plan_for_file(file, rules or fmt or "", keep=keep or (), how_to_fill=how_to_fill, packs_folder=True)
-    _show_plan(
-        resolved, f"{checkpoint} under {manifest[0] if manifest else fmt}", output, mermaid=mermaid, as_json=as_json
-    )
+        held = sum(spec.nbytes for spec in file.specs.values())
+        planned = sum(resolved.entries[name].nbytes for name in file.specs)
+    title = f"{checkpoint} under {manifest[0] if manifest else fmt}"
+    _show_plan(resolved, title, output, mermaid=mermaid, as_json=as_json)
+    if not as_json and not mermaid:
+        change = "smaller" if planned <= held else "larger"
+        times = max(held, planned) / max(1, min(held, planned))
+        say(f"{human_bytes(planned)}, {times:.2f} times {change} than {checkpoint} as it is: {human_bytes(held)}")
 
 
 def _goal(bits: float | None, size: str | None, max_kl: float | None, faster: float | None, rows: int) -> Goal:

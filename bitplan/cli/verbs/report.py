@@ -14,7 +14,7 @@ from bitplan.cli.show import human_bytes, say, show_json
 def report(
     records: Annotated[
         list[Path],
-        typer.Argument(metavar="RECORDS...", help="JSON and JSONL files, and folders that `quantize` wrote."),
+        typer.Argument(metavar="RECORDS...", help="JSON and JSONL files, and folders of `search` and `quantize`."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page: one HTML file.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="The heading of the page.")] = "bitplan report",
@@ -31,7 +31,11 @@ def report(
     from bitplan.report import write_report
     from bitplan.store.packed_folder import plan_path
 
-    records = [plan_path(each) if each.is_dir() else each for each in records]
+    records = [
+        record
+        for path in records
+        for record in (records_of_search(path) or [plan_path(path)] if path.is_dir() else [path])
+    ]
     check_output(output, inputs=records, force=force)
     sections = write_report(records, output, title=title)
     size = output.stat().st_size
@@ -40,6 +44,12 @@ def report(
         show_json({"report": str(output), "bytes": size, "records": len(records), "sections": titles})
         return
     say(f"{output}: {human_bytes(size)}, {len(records)} records: {', '.join(titles)}")
+
+
+def records_of_search(folder: Path) -> list[Path]:
+    """What a page shows of a folder that `search` wrote; nothing for other folders."""
+    records = [folder / "front.json", folder / "plan.json"]
+    return records if all(record.is_file() for record in records) else []
 
 
 def demo(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,6 +13,10 @@ from bitplan.cli.options import Config, Json, Threads
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 from bitplan.text import visible
 
+if TYPE_CHECKING:
+    from bitplan.runtime.generation import Generated, Message
+
+LONGEST_PROMPT = 2**24
 MODEL = "What `quantize` wrote, a Hugging Face folder, or a GGUF file."
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one.")]
 Type = Annotated[
@@ -21,45 +27,111 @@ Type = Annotated[
 
 def generate(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL)],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", help="A question or text; - reads it from standard input; none: a conversation."
+        ),
+    ] = None,
     most_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Stop after so many tokens.")] = 128,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Refuse a model without a chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token; above, tokens are drawn.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="With --temperature: among so many tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --temperature: among the likeliest of this share.")] = None,
     seed: Annotated[int, typer.Option(help="With --temperature: the same seed, the same text.")] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     config: Config = None,
     device: Device = None,
     dtype: Type = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a text with a packed model, word by word, and say how fast it was and what memory it took.
+    """Answer a question, or continue a text, word by word, and say how fast it was and what memory it took.
 
     Example: bitplan generate packed "Once upon a time" --max-tokens 16
     """
+    from bitplan.errors import MeasureError
+
+    if prompt is None and (as_json or raw):
+        raise MeasureError(
+            "a conversation has no --json and no --raw: give a PROMPT, or - to read it from standard input"
+        )
+    if chat and raw:
+        raise MeasureError("--chat puts the prompt into the chat template, and --raw does not: give one of them")
+    question = _standard_input() if prompt == "-" else prompt
     _check_model(model, config)
     import torch
 
-    from bitplan.runtime.generation import generate_text, load_for_running
+    from bitplan.runtime.generation import Sampling, as_prompt, generate_text, load_for_running
 
+    sampling = Sampling(temperature, top_k, top_p, seed)
     if threads is not None:
         torch.set_num_threads(threads)
     with progress("loading", 1):
         kind = getattr(torch, dtype) if dtype else None
         lm = load_for_running(model, config=config, device=device or _device(), dtype=kind)
-    shown = (lambda _text: None) if as_json else _show_text
-    result = generate_text(
-        lm, prompt, most_tokens=most_tokens, temperature=temperature, seed=seed, chat=chat, on_text=shown
-    )
+
+    def answer(given: str | list[Message]) -> Generated:
+        shown = (lambda _text: None) if as_json else _show_text
+        return generate_text(lm, given, most_tokens=most_tokens, sampling=sampling, on_text=shown)
+
+    if question is None:
+        beginning = as_prompt(lm, "the first question", chat=True, system=system)
+        _converse([message for message in beginning[:-1] if not isinstance(message, str)], answer)
+        return
+    given = as_prompt(lm, question, chat=chat or (False if raw else None), system=system)
+    result = answer(given)
     if as_json:
-        show_json({"model": str(model), "prompt": prompt, **result.to_dict()})
+        show_json({"model": str(model), "prompt": question, "chat": given != question, **result.to_dict()})
         return
     print()
+    _show_end(result, asked=given != question)
+
+
+def _standard_input() -> str:
+    from bitplan.errors import MeasureError
+
+    text = sys.stdin.read(LONGEST_PROMPT + 1)
+    if len(text) > LONGEST_PROMPT:
+        raise MeasureError(f"standard input: a prompt is at most {LONGEST_PROMPT} letters")
+    return text.removesuffix("\n")
+
+
+def _converse(messages: list[Message], answer: Callable[[list[Message]], Generated]) -> None:
+    """Turns of a question, a line of standard input, and an answer, which sees all before it; an empty line ends."""
+    is_typed = sys.stdin.isatty()
+    if is_typed:
+        say("A line is a question; an empty one ends.")
+    while True:
+        try:
+            line = input("> " if is_typed else "").strip()
+        except EOFError:
+            return
+        if not line:
+            return
+        messages.append({"role": "user", "content": line})
+        result = answer(messages)
+        messages.append({"role": "assistant", "content": result.text})
+        print(flush=True)
+        if result.ended != "end" or not result.tokens:
+            _show_end(result, asked=True)
+
+
+def _show_end(result: Generated, *, asked: bool) -> None:
     rate = "" if result.tokens_per_second is None else f", then {result.tokens_per_second:.1f} tokens a second"
     memory = "" if result.peak_bytes is None else f", peak {human_bytes(result.peak_bytes)}"
     say(
         f"{result.prompt_tokens} tokens read in {result.prefill_s:.2f} s{rate}; {result.tokens} tokens; "
         f"weights {human_bytes(result.weight_bytes)}{memory} on {result.device}"
     )
+    if result.ended == "context":
+        say("The model's context is full.")
+    if not result.tokens:
+        say(
+            "The model ended at once."
+            + ("" if asked else " A model that answers questions needs its chat template: leave --raw out.")
+        )
 
 
 def _show_text(text: str) -> None:

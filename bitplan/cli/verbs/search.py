@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, MaxKl, Rows
 from bitplan.cli.show import StoppedVerbError, human_bytes, progress, say, show_json, table
+from bitplan.cli.verbs.report import records_of_search
 from bitplan.searching.goal import WINDOWS
 
 if TYPE_CHECKING:
@@ -33,10 +36,14 @@ def search(
     formats: Annotated[
         str | None, typer.Option(metavar="A,B,C", help="Candidates; all that the target loads unless given.")
     ] = None,
-    target: Annotated[
-        Literal["bitplan", "llama.cpp", "vllm", "mlx", "training"],
-        typer.Option("--for", help="Only what this runtime loads; training: what streamed blocks cross the bus in."),
-    ] = "bitplan",
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="RUNTIME",
+            help="Where the plan shall run: bitplan (default), llama.cpp, vllm, mlx; training: streamed blocks.",
+        ),
+    ] = None,
     keep: Keep = None,
     only: Annotated[list[str] | None, typer.Option(help="Search these and leave all others.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute, such as cuda.")] = None,
@@ -68,13 +75,14 @@ def search(
     from bitplan.folders import check_output_folder, finish_folder, unfinished
     from bitplan.records import read_text
     from bitplan.searching.goal import Goal, parse_bytes
-    from bitplan.searching.runtime_formats import candidates, target_of
+    from bitplan.searching.runtime_formats import TARGETS, candidates, target_of
     from bitplan.store.files.headers import check_model_source
     from bitplan.store.files.open_files import open_tensors
 
     # Refuse all that can be refused before torch is imported and minutes are spent.
     goal = Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows)
-    names = candidates(target_of(target), None if formats is None else [name.strip() for name in formats.split(",")])
+    target = target_of(runtime or "bitplan")
+    names = candidates(target, None if formats is None else [name.strip() for name in formats.split(",")])
     content = read_text(text)
     proof = None if held_out is None else read_text(held_out)
     check_model_source(model, None)
@@ -82,6 +90,12 @@ def search(
     # With --force the evidence of an earlier search stays until the new one is whole.
     begins_again = force and any((out / name).exists() for name in EVIDENCE_FILES)
     folder = unfinished(check_output_folder(out, replace=True)) if begins_again else out
+
+    if runtime is None and not as_json:
+        say(
+            f"the plan will run in {target.name}: `quantize` writes a folder that `generate` and `load_packed` run; "
+            f"--for llama.cpp searches what a GGUF file holds (--for {', '.join(list(TARGETS)[2:])}: the others)"
+        )
 
     from bitplan.report.page import write_report
     from bitplan.searching.run import search as run_search
@@ -93,7 +107,7 @@ def search(
             text=content,
             held_out=proof,
             formats=names,
-            target=target,
+            target=target.name,
             keep=keep or (),
             only=only or (),
             device=device,
@@ -105,9 +119,9 @@ def search(
             workers=workers,
             out=folder,
             stage=progress,
+            note=(lambda _line: None) if as_json else say,
         )
-        files = [folder / "front.json", folder / "plan.json"]
-        write_report(files, folder / "report.html", title=f"{model.name}: {goal}")
+        write_report(records_of_search(folder), folder / "report.html", title=f"{model.name}: {goal}")
     except KeyboardInterrupt:
         raise StoppedVerbError(_left(folder, out, force)) from None
     if begins_again:
@@ -116,7 +130,7 @@ def search(
         show_json(result.to_document())
         return
     show_result(result)
-    say(next_step(target_of(target), result.evidence.model, out))
+    say(next_step(target, result.evidence.model, out))
 
 
 def _left(folder: Path, out: Path, force: bool) -> str:
@@ -131,15 +145,20 @@ def _left(folder: Path, out: Path, force: bool) -> str:
 
 
 def next_step(target: Target, model: str, out: Path) -> str:
-    """What applies the plan."""
+    """A sentence with the command that applies the plan, as it can be pasted."""
     plan, evidence = out / "plan.json", out / "evidence.safetensors"
     if target.streamed:
         loaded = f"bitplan.plan.Plan.load({str(plan)!r})"
         return f'train with it: bitplan.stream_blocks(model, formats={loaded}, train="weights")'
-    if target.export is None:
-        return f"apply it: bitplan quantize {model} OUT --plan {plan} --evidence {evidence}"
-    output = "OUT.gguf" if target.export == "gguf" else "OUT"
-    return f"apply it: bitplan export {model} {output} --to {target.export} --plan {plan} --evidence {evidence}"
+    source = Path(model)
+    stem, suffix = source.name if source.is_dir() else source.stem, ".gguf" if target.export == "gguf" else ""
+    names = (
+        f"{stem}-{target.export or 'packed'}{number}{suffix}" for number in chain([""], map("-{}".format, count(2)))
+    )
+    output = next(name for name in names if not Path(name).exists())
+    verb, to = ("quantize", []) if target.export is None else ("export", ["--to", target.export])
+    words = ["bitplan", verb, model, output, *to, "--plan", str(plan), "--evidence", str(evidence)]
+    return f"apply it: {shlex.join(words)}"
 
 
 def show_result(result: SearchResult) -> None:

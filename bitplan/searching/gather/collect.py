@@ -8,6 +8,7 @@ and versions; what is of another model or text is refused by name.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,13 +30,14 @@ from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, how_to_begin_again
 from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.groups import group_tensors, place_of
-from bitplan.searching.phases import Stage, no_stage
+from bitplan.searching.phases import Stage, in_shares, no_stage
 from bitplan.store.files.open_files import open_tensors
 from bitplan.version import __version__
 
 EVIDENCE = "evidence.json"
 
 USUAL_BITS = 4.5
+LOOKED_UP = 64  # columns of an embedding's rounding, which compares no columns with each other
 
 
 @dataclass
@@ -199,10 +201,12 @@ def _predict(
     def costs(name: str) -> dict[str, float]:
         return {fmt: _predicted(rounded, experts, weights[name], fmt) for fmt in missing[name]}
 
-    total = sum(map(len, compared.values())) + sum(map(len, missing.values()))
-    with stage("rounding", total) as advance, rounded.predicting() as each_of:
+    work = {name: sum(_work(subject, weight) for weight in weights[name]) * len(missing[name]) for name in missing}
+    first_work = {weight: _work(subject, weight) * len(formats) for weight, formats in compared.items()}
+    total = sum(work.values()) + sum(first_work.values())
+    with in_shares(stage, "rounding", total) as advance, rounded.predicting() as each_of:
         for weight, _ in zip(compared, each_of(compare, list(compared)), strict=True):
-            advance(len(compared[weight]), f"what statistics gain for {projection_of(weight)}")
+            advance(first_work[weight], f"what statistics gain for {projection_of(weight)}")
         for name, found in zip(missing, each_of(costs, list(missing)), strict=True):
             held = {each: (tensors[each].shape, tensors[each].role) for each in members[name]}
             group = evidence.groups.get(name) or TensorGroup(held)
@@ -211,7 +215,13 @@ def _predict(
                 group.formats[fmt] = FormatCost(nbytes, nats)
             evidence.groups[name] = group
             kept.save(evidence)
-            advance(len(found), name)
+            advance(work[name], name)
+
+
+def _work(subject: SearchSubject, weight: str) -> int:
+    """How long rounding a weight takes beside others: each number is compared with those of all later columns."""
+    site = subject.sites[weight]
+    return math.prod(site.shape) * (site.shape[-1] if site.linears or site.slice is not None else LOOKED_UP)
 
 
 def _unchecked_parts(evidence: SearchEvidence, names: Iterable[str]) -> dict[str, list[str]]:
@@ -260,8 +270,7 @@ def _begin(
         "checks": len(checks),
         "tokens": sum(len(window) for window in windows),
     }
-    groups = {} if before is None else before.groups
-    together = 1.0 if before is None else before.together
+    groups = {} if before is None else {name: _uncorrected(group) for name, group in before.groups.items()}
     return SearchEvidence(
         subject.where,
         subject.numbers,
@@ -270,9 +279,13 @@ def _begin(
         subject.stays,
         groups,
         subject.stored.nbytes,
-        together,
         complete=False,
     )
+
+
+def _uncorrected(group: TensorGroup) -> TensorGroup:
+    """A group as it was predicted and checked: corrections by plans are those of one search, and are made again."""
+    return replace(group, formats={fmt: replace(cost, factor=1.0) for fmt, cost in group.formats.items()})
 
 
 def count_experts(subject: SearchSubject, statistics: InputStatistics) -> dict[str, int]:

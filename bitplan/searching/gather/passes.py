@@ -31,12 +31,14 @@ from bitplan.searching.gather.expert_products import (
 from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, WEIGHED, InputStatistics
+from bitplan.searching.groups import group_tensors
 from bitplan.store.rounding.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 
 AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
 GRADIENT_TOKENS = 16384  # gradients are of the first so many
 MOST_OUTPUTS = GRADIENT_TOKENS // TOKENS_PER_OUTPUT  # of a layer whose outputs' gradients are taken together
 BATCH = 2048  # tokens in one call of a block
+BACK = 2  # what a block's pass back takes, in passes forward
 SEED = 0
 MOST_STRIPS, FEWEST_COLUMNS = 6, 192  # of a symmetric product, which strip by strip is little more than half the work
 RUN = 256  # tokens of the vocabulary whose probabilities are added up first, to draw one
@@ -60,12 +62,28 @@ def add_windows(
 
 
 def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> int:
-    """How often `on_step` is called for the windows that are left."""
+    """What `on_step` is called with in all, for the windows that are left."""
     steps, first = 0, done
     while first < len(windows):
-        steps += (len(subject.runner.blocks) + 1) * (2 if first == 0 else 1)
+        steps += (len(subject.runner.blocks) + 1) * (1 + BACK if first == 0 else 1)
         first += _count(windows[first:], AT_ONCE)
     return steps
+
+
+def evidence_bytes(subject: SearchSubject, windows: Sequence[Tensor]) -> tuple[int, int]:
+    """About how many bytes statistics take on disk: those that stay, and those that are there while they are gathered.
+
+    Layers that read one input share a matrix of its columns; of few outputs there is one of theirs, too. What every
+    block got waits on disk for the way back.
+    """
+    kept, tensors = 0, subject.tensors
+    for names in group_tensors(tensors, fused=True).values():
+        kept += 4 * len(tensors[names[0]].weights) * tensors[names[0]].shape[-1] ** 2
+        outputs = [subject.sites[weight].shape[0] for name in names for weight in tensors[name].weights]
+        kept += 4 * sum(rows**2 for rows in outputs if rows <= MOST_OUTPUTS)
+    width = next((each.embedding_dim for each in subject.model.modules() if isinstance(each, nn.Embedding)), 0)
+    tokens = sum(map(len, windows[: _count(windows, GRADIENT_TOKENS)]))
+    return kept, kept + 4 * tokens * width * len(subject.runner.blocks)
 
 
 def _count(windows: Sequence[Tensor], most: int) -> int:
@@ -165,14 +183,14 @@ class _Passes:
             self._routed.complete_gradients(self._slices(index), self._sums, GRADIENT, tokens)
             self._routed.clear()
             self._flush()
-            self._on_step(1)
+            self._on_step(BACK)
         if runner.blocks:
             with torch.enable_grad(), runner.outside(), self._hooks(None, lookups=True):
                 for at, ids in enumerate(batches):
                     entered = runner.enter(ids).hidden
                     if entered is not None and entered.requires_grad:
                         torch.autograd.backward(entered, gradients[at])
-        self._on_step(1)
+        self._on_step(BACK)
 
     def _write_states(self, block: int, states: Sequence[TokenStates]) -> None:
         """What a block got, to a file: of all blocks together it is far more than one block."""

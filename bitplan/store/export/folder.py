@@ -18,7 +18,7 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.dtypes import dtype_name, wider_types
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Substitutes
@@ -238,7 +238,14 @@ class FolderExport:
         dtype = layer.promises[0].dtype
         narrow = numbers.to(dtype)
         if narrow.dtype != numbers.dtype and bool((narrow.isinf() & numbers.isfinite()).any()):
-            raise StoreError(f"{where}: holds numbers beyond {dtype_name(dtype)}; take bfloat16 or float32")
+            raise StoreError(
+                f"{where}: holds numbers beyond {dtype_name(dtype)}; take {wider_types(dtype_name(dtype))}"
+            )
+        if narrow.dtype != numbers.dtype:
+            lost = int((narrow.to(numbers.dtype) != numbers).sum()) - int(numbers.isnan().sum())
+            if lost:
+                name = layer.promises[0].name
+                self.report.rounded[name] = self.report.rounded.get(name, 0) + lost
         return [narrow]
 
     def _encoded(self, fmt: Format, source: str) -> Encoded:

@@ -162,8 +162,7 @@ class ModelConfig:
 
 def real_number(values: Mapping[str, Any], key: str, path: Path, default: float | None = None) -> float:
     """A number under a key, with an error that names both."""
-    value = values.get(key, default)
-    value = default if value is None else value
+    value: Any = default if values.get(key) is None else values[key]
     if not is_number(value):
         raise StoreError(f"{path}: {key} must be a number, got {'none' if value is None else show(value)}")
     return float(value)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
-from bitplan.optional import require
+from bitplan.optional import remote_code_allowed, require
 from bitplan.records import on_failure, write_json
 from bitplan.store.export.gguf_config import config_of, is_known
 from bitplan.store.export.gguf_metadata import ModelConfig
@@ -27,7 +27,6 @@ from bitplan.store.files.gguf_tensors import GGUFTensors
 from bitplan.store.files.headers import is_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
-from bitplan.store.models.transformers_names import foreign_reason, remote_code_allowed
 
 
 class GGUFModel(TensorFile):
@@ -115,9 +114,8 @@ def read_gguf_tokenizer(path: Path, file: TensorFile) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # its many readers raise whatever they raise
-        raise StoreError(
-            f"{path}: transformers makes no tokenizer of it: {foreign_reason(error)}; give the model's folder"
-        ) from error
+        reason = " ".join(str(error).split())[:200]
+        raise StoreError(f"{path}: transformers makes no tokenizer of it: {reason}; give the model's folder") from error
 
 
 def open_model(path: str | Path) -> TensorFile:

@@ -29,6 +29,8 @@ TARGETS = {
     "torchao": "bitplan.store.export.torchao",
     "hf": "bitplan.store.export.hf",
 }
+_ENGINES = {"llama.cpp": "gguf", "llamacpp": "gguf", "ollama": "gguf", "vllm": "compressed-tensors"}
+_ENGINES |= {"mlx-lm": "mlx", "ao": "torchao", "huggingface": "hf", "transformers": "hf", "safetensors": "hf"}
 # Formats of ours that an engine's files hold, for those who must know before torch is there.
 FORMATS = {
     "gguf": (
@@ -87,7 +89,10 @@ class ExportRow:
 
 @dataclass
 class ExportReport:
-    """Every tensor of the output, what of the source was left out, and what a reader should know."""
+    """Every tensor of the output, what of the source was left out, and what a reader should know.
+
+    rounded   once written: tensors of plain numbers, and how many of these their type does not hold exactly
+    """
 
     source: str
     output: str
@@ -95,6 +100,7 @@ class ExportReport:
     rows: list[ExportRow] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    rounded: dict[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +132,9 @@ def packed_bytes(to: str | None, fmt: str, shape: tuple[int, ...]) -> int:
 def prepare_export(request: ExportRequest, to: str) -> Prepared:
     """Refuse what cannot be done, and say what would be: see `Prepared`."""
     if to not in TARGETS:
-        raise StoreError(f"no target {to!r}; there are {', '.join(TARGETS)}{did_you_mean(to, TARGETS)}")
+        read = _ENGINES.get(to.lower())
+        hint = did_you_mean(to.lower(), TARGETS) if read is None else f"; {to} reads what --to {read} writes"
+        raise StoreError(f"no target {to!r}; there are {', '.join(TARGETS)}{hint}")
     prepared: Prepared = importlib.import_module(TARGETS[to]).prepare(request)
     return prepared
 

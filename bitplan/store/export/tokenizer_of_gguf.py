@@ -14,6 +14,7 @@ a token goes before a text, what llama.cpp does then counts.
 from __future__ import annotations
 
 import json
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,19 +114,23 @@ def tokenizer_of_gguf(metadata: Mapping[str, GGUFValue], where: Path) -> Any | N
         )
         return None
     library = require("transformers", purpose=f"reading the tokenizer of {where.name}", extra="models")
-    maker = require("tokenizers", purpose=f"reading the tokenizer of {where.name}", extra="models")
     vocabulary = _vocabulary(said, kind, where)
     document = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": list(vocabulary.added())}
     document |= known[kind](vocabulary)
-    try:
-        tokenizer = maker.Tokenizer.from_str(json.dumps(document))
-    except Exception as error:  # the library has no class for what it refuses
-        raise StoreError(f"{where}: its tokenizer cannot be used: {' '.join(str(error).split())[:200]}") from error
-    options = {name: vocabulary.words[number] for name, number in vocabulary.special.items()}
+    options: dict[str, Any] = {name: vocabulary.words[number] for name, number in vocabulary.special.items()}
     template = said(Keys.Tokenizer.CHAT_TEMPLATE)
     if isinstance(template, str):
         options["chat_template"] = template
-    return library.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options)
+    try:
+        # Through a file: transformers copies a tokenizer that it is given, which parses it twice more.
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "tokenizer.json"
+            path.write_text(json.dumps(document), encoding="utf-8")
+            return library.PreTrainedTokenizerFast(
+                tokenizer_file=str(path), clean_up_tokenization_spaces=False, **options
+            )
+    except Exception as error:  # the library has no class for what it refuses
+        raise StoreError(f"{where}: its tokenizer cannot be used: {' '.join(str(error).split())[:200]}") from error
 
 
 def _vocabulary(said: Callable[[str], Any], kind: str, where: Path) -> _Vocabulary:
@@ -260,7 +265,7 @@ def _as_wordpiece(word: str) -> str:
 
 def _around(vocabulary: _Vocabulary, *, before: bool) -> dict[str, Any] | None:
     """What is added as the file says, or where it does not, `before` a text."""
-    numbers = []
+    numbers: list[int | None] = []
     for key, token, default in (
         (Keys.Tokenizer.ADD_BOS, "bos_token", before),
         (Keys.Tokenizer.ADD_EOS, "eos_token", False),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from bitplan.documents import short
 from bitplan.errors import BitplanError, FileFormatError
+from bitplan.optional import REMOTE_CODE
 
 MOST_NAMES_SHOWN = 8
-REMOTE_CODE = "BITPLAN_TRUST_REMOTE_CODE"
 # Options of from_pretrained: it reports shapes that differ, and `require_complete` refuses them.
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
@@ -52,14 +51,6 @@ def listed_names(what: str, names: Iterable[str]) -> str:
     known = list(names)
     more = f" and {len(known) - MOST_NAMES_SHOWN} more" if len(known) > MOST_NAMES_SHOWN else ""
     return f"{len(known)} {what}: {', '.join(known[:MOST_NAMES_SHOWN])}{more}"
-
-
-def remote_code_allowed() -> bool:
-    """Whether transformers may run code that comes with a model: only where the user's environment says so."""
-    value = os.environ.get(REMOTE_CODE, "0")
-    if value not in ("0", "1"):
-        raise BitplanError(f"{REMOTE_CODE} must be 0 or 1, got {value!r}; 1 runs the code that comes with a model")
-    return value == "1"
 
 
 def foreign_reason(error: object) -> str:

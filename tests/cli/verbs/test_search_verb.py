@@ -216,10 +216,10 @@ def test_a_refused_search_leaves_no_folder(found, capsys):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("bitplan", "bitplan quantize m OUT --plan"),
-        ("llama.cpp", "bitplan export m OUT.gguf --to gguf --plan"),
-        ("vllm", "bitplan export m OUT --to compressed-tensors --plan"),
-        ("mlx", "bitplan export m OUT --to mlx --plan"),
+        ("bitplan", "bitplan quantize m m-packed --plan"),
+        ("llama.cpp", "bitplan export m m-gguf.gguf --to gguf --plan"),
+        ("vllm", "bitplan export m m-compressed-tensors --to compressed-tensors --plan"),
+        ("mlx", "bitplan export m m-mlx --to mlx --plan"),
         (
             "training",
             "bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load('out/plan.json'), train=\"weights\")",

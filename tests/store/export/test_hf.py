@@ -9,14 +9,16 @@ import safetensors.torch
 import torch
 import transformers
 
+from bitplan.cli import run
 from bitplan.errors import BitplanError, StoreError
 from bitplan.formats import decode, encode
 from bitplan.store import quantize_file
+from bitplan.store.export.gguf_source import open_model
 from bitplan.store.export.targets import ExportRequest, export_model, prepare_export
 from bitplan.store.models.transformers_names import silence_transformers
 from tests.crosses import few
 
-from .tiny_models import save_tiny
+from .tiny_models import LLAMA3_ROPE, save_tiny
 
 IDS = torch.arange(3, 19).reshape(1, -1)
 
@@ -27,7 +29,7 @@ def logits(folder):
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("kind", few(["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"], 4))
+@pytest.mark.parametrize("kind", few(["llama", "llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"], 4))
 def test_a_gguf_file_becomes_the_folder_it_was_made_from(kind, tmp_path):
     save_tiny(tmp_path / "in", kind)
     export_model(tmp_path / "in", tmp_path / "a.gguf", "gguf", "float32")
@@ -74,6 +76,21 @@ def test_a_packed_folder_becomes_a_plain_one(dtype, tmp_path):
     assert (row.before, row.format, row.reason) == ("mxfp4", dtype or "float32", "unpacked from mxfp4")
 
 
+def test_numbers_that_a_type_does_not_hold_are_counted(tmp_path, capsys):
+    save_tiny(tmp_path / "in", "llama", dtype="bfloat16")
+    export_model(tmp_path / "in", tmp_path / "a.gguf", "gguf", "q8_0_gguf")
+    command = ["export", str(tmp_path / "a.gguf"), str(tmp_path / "out"), "--to", "hf", "--force"]
+    with open_model(tmp_path / "a.gguf") as file:
+        weights = {name: file.read_float(name) for name, spec in file.specs.items() if spec.encoded}
+    lost = {name: int((numbers.bfloat16().float() != numbers).sum()) for name, numbers in weights.items()}
+    count, numbers = sum(lost.values()), sum(tensor.numel() for name, tensor in weights.items() if lost[name])
+    assert count
+    assert run([*command, "--format", "bfloat16"]) == 0
+    assert f"rounded to bfloat16: {count} of {numbers} numbers in " in capsys.readouterr().out
+    assert run([*command, "--format", "float32"]) == 0
+    assert "rounded" not in capsys.readouterr().out
+
+
 def test_what_no_plain_folder_can_be_made_of_is_refused(tmp_path):
     def refuse(source, formats=None, **options):
         with pytest.raises(BitplanError) as refusal:
@@ -86,8 +103,9 @@ def test_what_no_plain_folder_can_be_made_of_is_refused(tmp_path):
     assert "a plain folder holds" in refuse(tmp_path / "llama3", "int8_row")
     assert "the plan has int8_row for" in refuse(tmp_path / "llama3", {"*up_proj*": "int8_row"})
     assert "are for GGUF" in refuse(tmp_path / "llama3", part_bytes=1000)
-    export_model(tmp_path / "llama3", tmp_path / "llama3.gguf", "gguf", "float32")
-    assert "rotations as numbers" in refuse(tmp_path / "llama3.gguf")
+    save_tiny(tmp_path / "other", "llama3", rope_parameters={**LLAMA3_ROPE, "low_freq_factor": 1.5})
+    export_model(tmp_path / "other", tmp_path / "other.gguf", "gguf", "float32")
+    assert "none of llama 3's, so no config.json" in refuse(tmp_path / "other.gguf")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     assert "exists already" in refuse(tmp_path / "llama3")

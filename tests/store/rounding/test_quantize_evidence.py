@@ -113,4 +113,4 @@ def test_experts_in_one_tensor_share_the_statistics_of_their_columns(tmp_path: P
             out.write("a.weight.moments", torch.ones(columns))
         place = tmp_path / f"{columns}.safetensors"
         with open_tensors(tmp_path / "in.safetensors") as file, open_evidence(place) as evidence:
-            assert evidence_for(evidence, file).names == {"a.weight": ("a.weight", None)}
+            assert evidence_for(evidence, file).names == {"a.weight": ("a.weight", None, None)}

@@ -17,8 +17,9 @@ from torch import nn
 from bitplan.documents import Fields
 from bitplan.errors import FileFormatError
 from bitplan.formats.dtypes import torch_dtype
+from bitplan.optional import remote_code_allowed
 from bitplan.records import read_json
-from bitplan.store.models.transformers_names import foreign_faults, remote_code_allowed, silence_transformers
+from bitplan.store.models.transformers_names import foreign_faults, silence_transformers
 from bitplan.store.packed_folder import CONFIG
 
 GENERATION = "generation_config.json"
