@@ -88,11 +88,15 @@ def search(
         for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):  # of an earlier search
             (out / name).unlink(missing_ok=True)
 
-    if runtime is None and not as_json:
-        say(
-            f"the plan will run in {target.name}: `quantize` writes a folder that `generate` and `load_packed` run; "
-            f"--for llama.cpp searches what a GGUF file holds (--for {', '.join(list(TARGETS)[2:])}: the others)"
-        )
+    def note(line: str) -> None:
+        if as_json:
+            return
+        if runtime is None:
+            say(
+                f"the plan will run in {target.name}: `quantize` writes a folder that `generate` and `load_packed` "
+                f"run; --for llama.cpp searches what a GGUF file holds (--for {', '.join(list(TARGETS)[2:])}: the others)"
+            )
+        say(line)
 
     from bitplan.report.page import write_report
     from bitplan.searching.run import search as run_search
@@ -116,7 +120,7 @@ def search(
             workers=workers,
             out=out,
             stage=progress,
-            note=(lambda _line: None) if as_json else say,
+            note=note,
         )
         write_report(records_of_search(out), out / "report.html", title=f"{model.name}: {goal}")
     except KeyboardInterrupt:

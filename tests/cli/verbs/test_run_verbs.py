@@ -63,11 +63,14 @@ def test_bench_times_both_in_turns(models, capsys):
 
 def test_refusals(models, capsys):
     for words, said in (
-        (["generate", str(models), "x"], "no config.json, so not a model's folder"),
-        (["generate", str(models / "llama/config.json"), "x"], "config.json is a file; give a folder"),
+        (["generate", str(models), "x"], "no config.json, so not a Hugging Face model"),
+        (
+            ["generate", str(models / "llama/config.json"), "x"],
+            "expected a folder with config.json, a .safetensors or a .gguf file",
+        ),
         (["generate", str(models / "packed"), "x", "--chat"], "the tokenizer has no chat template"),
         (["bench", str(models / "packed"), "--prompt-tokens", "64"], "context must be 64 or less"),
-        (["bench", str(models / "packed"), "--against", str(models / "nothing")], "nothing: no such folder"),
+        (["bench", str(models / "packed"), "--against", str(models / "nothing")], "nothing: no such file or folder"),
     ):
         assert run(words) == 2
         message = capsys.readouterr().err
