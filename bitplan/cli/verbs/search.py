@@ -94,7 +94,8 @@ def search(
         if runtime is None:
             say(
                 f"the plan will run in {target.name}: `quantize` writes a folder that `generate` and `load_packed` "
-                f"run; --for llama.cpp searches what a GGUF file holds (--for {', '.join(list(TARGETS)[2:])}: the others)"
+                "run; --for llama.cpp searches what a GGUF file holds, and there are "
+                f"{', '.join(list(TARGETS)[2:])}"
             )
         say(line)
 
