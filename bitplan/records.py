@@ -196,7 +196,7 @@ def _named_if_full(error: OSError, target: Path, written: int) -> OSError:
         return error
     free = shutil.disk_usage(target.parent).free
     said = (
-        f"{error.strerror} after {written:,} bytes of it, {free:,} bytes are free there; make room, or write elsewhere"
+        f"{error.strerror} after {written:,} bytes of it; {free:,} bytes are free there: make room or write elsewhere"
     )
     return OSError(error.errno, said, str(target))
 

@@ -26,7 +26,7 @@ LLAMA |= {"num_hidden_layers": 2, "vocab_size": 100}
     ("hidden", "use", "library", "extra"),
     [
         ("transformers", lambda: load_causal_lm("model"), "transformers", "models"),
-        ("accelerate", lambda: load_causal_lm("model.gguf"), "accelerate", "models"),
+        ("transformers", lambda: load_causal_lm("model.gguf"), "transformers", "models"),
         ("transformers", lambda: load_packed("model"), "transformers", "models"),
         ("transformers", lambda: plan_small_model("config.json"), "transformers", "models"),
         ("transformers", lambda: trainer_callbacks.trainer_callback(Mock()), "transformers", "train"),

@@ -21,8 +21,7 @@ from bitplan.searching.decide.rivals import RivalPlan, best_uniform, may_win, ri
 from bitplan.searching.decide.solve import Solution, front, kl_out_of_reach, size_out_of_reach, solve, within
 from bitplan.searching.errors import GoalError, SearchError
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, smallest_bytes
-from bitplan.searching.gather.passes import evidence_bytes
+from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, smallest_bytes
 from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block

@@ -142,7 +142,7 @@ def test_a_plan_for_one_naming_fits_the_other(capsys):
         (["export", "tiny.gguf", "x", "--to", "vllm"], "vllm reads what --to compressed-tensors writes"),
         (["export", "tiny.gguf", "x"], "give --to, for which engine x is"),
         (["search", "tiny.gguf", *SEARCH, "--bits", "40", "-o", "new"], "the model fits as it is"),
-        (["search", "tiny.gguf", *SEARCH, "--bits", "4", "--for", "llamacpp"], "did you mean 'llama.cpp'?"),
+        (["search", "tiny.gguf", *SEARCH, "--bits", "4", "--for", "llamacpp"], "did you mean 'llama.cpp'"),
         (["generate", "own.safetensors", "a"], "give its folder, or a GGUF file of the model, as --config"),
     ],
 )
@@ -158,11 +158,14 @@ def test_a_plan_is_compared_with_the_files_own_bytes(capsys):
 
 
 def test_a_full_disk_is_named_with_its_bytes(tmp_path):
-    with pytest.raises(OSError, match=r"No space left on device after 5 bytes of it; [\d,]+ bytes are free") as full:
+    def write():
         with atomic_file(tmp_path / "big.bin") as file:
             file.write(b"12345")
             file.flush()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=r"No space left on device after 5 bytes of it; [\d,]+ bytes are free") as full:
+        write()
     assert full.value.filename == str(tmp_path / "big.bin")
     assert not list(tmp_path.iterdir())
 

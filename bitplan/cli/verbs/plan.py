@@ -155,11 +155,10 @@ def plan(
         held = sum(spec.nbytes for spec in file.specs.values())
         planned = sum(resolved.entries[name].nbytes for name in file.specs)
     title = f"{checkpoint} under {manifest[0] if manifest else fmt}"
-    _show_plan(resolved, title, output, mermaid=mermaid, as_json=as_json)
-    if not as_json and not mermaid:
-        change = "smaller" if planned <= held else "larger"
-        times = max(held, planned) / max(1, min(held, planned))
-        say(f"{human_bytes(planned)}, {times:.2f} times {change} than {checkpoint} as it is: {human_bytes(held)}")
+    times = max(held, planned) / max(1, min(held, planned))
+    change = f"{times:.2f} times {'smaller' if planned <= held else 'larger'}"
+    compared = f"{human_bytes(planned)}, {change} than {checkpoint} as it is: {human_bytes(held)}"
+    _show_plan(resolved, title, output, mermaid=mermaid, as_json=as_json, compared=compared)
 
 
 def _goal(bits: float | None, size: str | None, max_kl: float | None, faster: float | None, rows: int) -> Goal:
@@ -182,7 +181,9 @@ def _solved(source: Path, goal: Goal, output: Path | None, force: bool) -> Plan:
     return explain_plan(evidence, solution.choice, rows=goal.rows if goal.faster is not None else None)
 
 
-def _show_plan(resolved: Plan, title: str, output: Path | None, *, mermaid: bool, as_json: bool) -> None:
+def _show_plan(
+    resolved: Plan, title: str, output: Path | None, *, mermaid: bool, as_json: bool, compared: str = ""
+) -> None:
     if output is not None:
         resolved.save(output)
     if as_json:
@@ -205,6 +206,8 @@ def _show_plan(resolved: Plan, title: str, output: Path | None, *, mermaid: bool
         for row in resolved.bytes_by_role_and_format()
     ]
     table("bytes by role and format; ratio: times smaller than bfloat16", sizes)
+    if compared:
+        say(compared)
     if output is not None:
         say(f"plan: {output}")
 

@@ -91,11 +91,16 @@ def search(
     begins_again = force and any((out / name).exists() for name in EVIDENCE_FILES)
     folder = unfinished(check_output_folder(out, replace=True)) if begins_again else out
 
-    if runtime is None and not as_json:
-        say(
-            f"the plan will run in {target.name}: `quantize` writes a folder that `generate` and `load_packed` run; "
-            f"--for llama.cpp searches what a GGUF file holds (--for {', '.join(list(TARGETS)[2:])}: the others)"
-        )
+    def note(line: str) -> None:
+        if as_json:
+            return
+        if runtime is None:
+            say(
+                f"the plan will run in {target.name}: `quantize` writes a folder that `generate` and `load_packed` "
+                "run; --for llama.cpp searches what a GGUF file holds, and there are "
+                f"{', '.join(list(TARGETS)[2:])}"
+            )
+        say(line)
 
     from bitplan.report.page import write_report
     from bitplan.searching.run import search as run_search
@@ -119,7 +124,7 @@ def search(
             workers=workers,
             out=folder,
             stage=progress,
-            note=(lambda _line: None) if as_json else say,
+            note=note,
         )
         write_report(records_of_search(folder), folder / "report.html", title=f"{model.name}: {goal}")
     except KeyboardInterrupt:

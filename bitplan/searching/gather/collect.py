@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitplan.folders import scratch_folder
 from bitplan.formats import get_format
@@ -24,7 +24,7 @@ from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
 from bitplan.searching.gather.damage import RoundedWeights, by_width, formats_that_hold, projection_of
 from bitplan.searching.gather.expert_damage import ExpertDamage, experts_together
-from bitplan.searching.gather.passes import add_windows, steps_of
+from bitplan.searching.gather.passes import GRADIENT_TOKENS, MOST_OUTPUTS, add_windows, steps_of
 from bitplan.searching.gather.plan_meter import PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, how_to_begin_again
@@ -298,6 +298,22 @@ def count_experts(subject: SearchSubject, statistics: InputStatistics) -> dict[s
     whole = experts(subject.sites)
     unseen = experts(name for name in statistics.unseen if name in subject.sites)
     return {"experts": whole, "unseen_experts": unseen} if whole else {}
+
+
+def evidence_bytes(subject: SearchSubject, windows: Sequence[Tensor]) -> tuple[int, int]:
+    """About how many bytes statistics take on disk: those that stay, and those that are there while they are gathered.
+
+    Layers that read one input share a matrix of its columns; of few outputs there is one of theirs, too. What every
+    block got waits on disk for the way back.
+    """
+    kept, tensors = 0, subject.tensors
+    for names in group_tensors(tensors, fused=True).values():
+        kept += 4 * len(tensors[names[0]].weights) * tensors[names[0]].shape[-1] ** 2
+        outputs = [subject.sites[weight].shape[0] for name in names for weight in tensors[name].weights]
+        kept += 4 * sum(rows**2 for rows in outputs if rows <= MOST_OUTPUTS)
+    width = next((each.embedding_dim for each in subject.model.modules() if isinstance(each, nn.Embedding)), 0)
+    tokens = min(GRADIENT_TOKENS, sum(map(len, windows)))
+    return kept, kept + 4 * tokens * width * len(subject.runner.blocks)
 
 
 def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:

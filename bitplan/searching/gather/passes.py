@@ -31,7 +31,6 @@ from bitplan.searching.gather.expert_products import (
 from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, WEIGHED, InputStatistics
-from bitplan.searching.groups import group_tensors
 from bitplan.store.rounding.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 
 AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
@@ -68,22 +67,6 @@ def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> in
         steps += (len(subject.runner.blocks) + 1) * (1 + BACK if first == 0 else 1)
         first += _count(windows[first:], AT_ONCE)
     return steps
-
-
-def evidence_bytes(subject: SearchSubject, windows: Sequence[Tensor]) -> tuple[int, int]:
-    """About how many bytes statistics take on disk: those that stay, and those that are there while they are gathered.
-
-    Layers that read one input share a matrix of its columns; of few outputs there is one of theirs, too. What every
-    block got waits on disk for the way back.
-    """
-    kept, tensors = 0, subject.tensors
-    for names in group_tensors(tensors, fused=True).values():
-        kept += 4 * len(tensors[names[0]].weights) * tensors[names[0]].shape[-1] ** 2
-        outputs = [subject.sites[weight].shape[0] for name in names for weight in tensors[name].weights]
-        kept += 4 * sum(rows**2 for rows in outputs if rows <= MOST_OUTPUTS)
-    width = next((each.embedding_dim for each in subject.model.modules() if isinstance(each, nn.Embedding)), 0)
-    tokens = sum(map(len, windows[: _count(windows, GRADIENT_TOKENS)]))
-    return kept, kept + 4 * tokens * width * len(subject.runner.blocks)
 
 
 def _count(windows: Sequence[Tensor], most: int) -> int:

@@ -66,8 +66,11 @@ def test_bench_times_both_in_turns(models, capsys):
 
 def test_refusals(models, capsys):
     for words, said in (
-        (["generate", str(models), "x"], "no config.json, so not a"),
-        (["generate", str(models / "llama/config.json"), "x"], "got a .json file"),
+        (["generate", str(models), "x"], "no config.json, so not a Hugging Face model"),
+        (
+            ["generate", str(models / "llama/config.json"), "x"],
+            "expected a folder with config.json, a .safetensors or a .gguf file",
+        ),
         (["generate", str(models / "packed"), "x", "--chat"], "the tokenizer has no chat template"),
         (["generate", str(models / "packed")], "the tokenizer has no chat template"),
         (["generate", str(models / "packed"), "x", "--system", "y"], "a system prompt is a part of a conversation"),
@@ -77,7 +80,7 @@ def test_refusals(models, capsys):
         (["generate", str(models / "packed"), "x", "--chat", "--raw"], "give one of them"),
         (["generate", str(models / "packed"), "--json"], "give a PROMPT, or - to read it from standard input"),
         (["bench", str(models / "packed"), "--prompt-tokens", "64"], "context must be 64 or less"),
-        (["bench", str(models / "packed"), "--against", str(models / "nothing")], "nothing: no such"),
+        (["bench", str(models / "packed"), "--against", str(models / "nothing")], "nothing: no such file or folder"),
     ):
         assert run(words) == 2
         message = capsys.readouterr().err
