@@ -97,6 +97,22 @@ def test_gradients_of_nanogpts_block_are_those_of_its_layers():
         assert ((made - expected).norm() / expected.norm()).item() < 0.2, own
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+def test_nanogpts_block_compiles_as_one_graph():
+    torch.manual_seed(0)
+    model = NanoGPT()
+    apply_fp8(model, None, tokens=16, recipe="tensorwise", emulate=True)
+    block = model.transformer["h"][0]
+    x = torch.randn(1, 16, block.ln_1.weight.shape[0], requires_grad=True)
+    results = []
+    for run in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        block.zero_grad()
+        run(x).square().mean().backward()
+        results.append({name: one.grad.clone() for name, one in block.named_parameters()})
+    for name, expected in results[0].items():
+        assert torch.allclose(results[1][name], expected, rtol=1e-4, atol=1e-6), name
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_diffusion_transformer_needs_no_config():
     torch.manual_seed(0)
