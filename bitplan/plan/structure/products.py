@@ -93,11 +93,8 @@ class Products:
         readers = list(self.graph.final_readers(step.outputs[0]))
         if len(readers) != 1 or readers[0][0].name != "add":
             return None
-        for value in readers[0][0].inputs:
-            read = self.graph.weight(value)
-            if read is not None and len(self.graph.values[read.value].shape) == 1:
-                return self.graph.name_of(read, step.module)
-        return None
+        reads = (self.graph.bias(value) for value in readers[0][0].inputs)
+        return next((self.graph.name_of(read, step.module) for read in reads if read is not None), None)
 
     def _einsum(self, step: Step) -> None:
         equation, operands = step.args[0], [item for item in step.args[1:] if isinstance(item, Ref)]

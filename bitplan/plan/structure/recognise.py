@@ -16,7 +16,7 @@ from bitplan.plan.structure.norms import Norms
 from bitplan.plan.structure.products import Products
 from bitplan.plan.structure.recorder import Step
 
-_CHOICES = {"topk", "argmax", "sort", "argsort", "multinomial", "max"}
+_CHOICES = {"topk", "argmax", "sort", "argsort", "multinomial"}
 _SOFTMAX = {"softmax", "_softmax"}
 
 
@@ -92,9 +92,10 @@ class Recogniser:
     def _gating(self, gate: Any, up: Any, result: Any) -> str:
         if result is None:
             return activations.OTHER
+        joined = {name: act(gate) * up for name, act in activations.KNOWN.items()}
+        joined |= {name: join(gate, up) for name, join in activations.GATINGS.items()}
         return next(
-            (name for name, act in activations.KNOWN.items() if activations.is_close(act(gate) * up, result)),
-            activations.OTHER,
+            (name for name, values in joined.items() if activations.is_close(values, result)), activations.OTHER
         )
 
     def _are_read_only_between(self, slots: list[Slot], between: set[int]) -> bool:
@@ -233,15 +234,21 @@ def describe_step(step: Step) -> str:
     return f"{step.name} in {step.module or 'the model'}"
 
 
-def parameter_roles(found: Recogniser) -> dict[str, str]:
-    """What every parameter that was read is for, under the name by which it was read."""
+def roles_by_function(graph: Graph) -> dict[str, str]:
+    """What parameters are for that no part reads: named by the first function that reads them."""
     roles: dict[str, str] = {}
-    for step in found.graph.steps:
+    for step in graph.steps:
         for value in step.inputs:
-            known = found.graph.values[value]
+            known = graph.values[value]
             if known.is_parameter and known.names:
                 word = {"add": "bias", "sub": "bias", "mul": "scale"}.get(step.name, "other")
                 roles.setdefault(known.names[0], word)
+    return roles
+
+
+def parameter_roles(found: Recogniser) -> dict[str, str]:
+    """What parameters are for, each under the name by which a part reads it."""
+    roles: dict[str, str] = {}
     for norm in found.norms:
         roles |= {name: "norm" for name in (norm.weight, norm.bias) if name}
     for convolution in found.convolutions:

@@ -101,7 +101,6 @@ class ModuleCall:
     first: int
     last: int
     parent: int | None
-    fault: str = ""
 
 
 @dataclass
@@ -182,7 +181,8 @@ class _Recorder(TorchFunctionMode):
         except (NumbersNeededError, NotImplementedError) as error:
             output = self._go_on_behind(call, module, error, args, kwargs)
         except Exception as error:
-            if parent is None or not has_foreign_forward(module):
+            is_after_unknown = any(self._lies_in(later.path, path) for later in self.calls[self._stack[-1] + 1 :])
+            if parent is None or not (has_foreign_forward(module) or is_after_unknown):
                 raise
             output = self._go_on_behind(call, module, error, args, kwargs)
         finally:
@@ -191,14 +191,14 @@ class _Recorder(TorchFunctionMode):
         call.outputs = tuple(self._value(tensor) for tensor in _tensors_in(output))
         return output
 
+    def _lies_in(self, path: str, outer: str) -> bool:
+        return path in self.unknown and (path == outer or not outer or path.startswith(f"{outer}."))
+
     def _go_on_behind(
         self, call: ModuleCall, module: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """A value of the shape of the module's input, made by nothing that was seen; without one the error stands."""
-        inner = [path for path in self.unknown if call.path == "" or path.startswith(f"{call.path}.")]
-        if not inner or not isinstance(error, NumbersNeededError | NotImplementedError):
-            self.unknown.setdefault(call.path, _reason(error))
-            call.fault = self.unknown[call.path]
+        self.unknown.setdefault(call.path, _reason(error))
         given = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.is_floating_point()]
         if call.parent is None or not given:
             raise error
@@ -221,10 +221,12 @@ class _Recorder(TorchFunctionMode):
             raise NumbersNeededError(f"{name} of numbers that weights decide")
         if name == "where" and len(args) + len(kwargs) == 1 and _has_no_numbers(tensors[0]):
             raise NumbersNeededError("where() of numbers that weights decide")
+        if name in ("to", "cpu", "cuda") and _has_no_numbers(tensors[0]):
+            args, kwargs = _to_no_device(name, tensors, args, kwargs)
         before = [_version(tensor) for tensor in tensors]
         if name == "histc" and not tensors[0].is_floating_point():  # GPUs count integers, CPUs only floats
             args = (tensors[0].float(), *args[1:])
-        output = func(*args, **kwargs)
+        output = (Tensor.to if name in ("cpu", "cuda") and args[-1] == torch.device("meta") else func)(*args, **kwargs)
         if isinstance(output, Tensor) and _has_no_numbers(output):
             output = self._with_numbers(name, func, args, kwargs, output)
         if name in _CHOOSE_INDICES:
@@ -377,6 +379,16 @@ def _tensors_in(tree: Any) -> list[Tensor]:
         if isinstance(leaf, Tensor):
             found.append(leaf)
     return found
+
+
+def _to_no_device(name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a move to a device, without the device: what has no numbers stays where it is."""
+    if name != "to":
+        return (tensors[0], torch.device("meta")), {}
+    if len(tensors) > 1:
+        return (tensors[0], tensors[1].dtype), {}
+    kept = [each for each in args[1:] if isinstance(each, torch.dtype | bool)]
+    return (tensors[0], *(kept or ["meta"])), {key: value for key, value in kwargs.items() if key != "device"}
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
