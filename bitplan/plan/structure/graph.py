@@ -36,8 +36,9 @@ POINTWISE = {
 POINTWISE |= {"clamp", "clamp_min", "clamp_max", "relu6", "hardswish", "hardtanh", "leaky_relu", "softplus", "mish"}
 POINTWISE |= {"elu", "selu", "celu", "logsigmoid", "log_sigmoid", "sqrt", "rsub", "rdiv", "abs", "softsign", "log"}
 POINTWISE |= {"hardsigmoid", "reciprocal", "rpow", "log1p", "expm1"}
+DROPOUTS = {"dropout", "feature_dropout", "dropout1d", "dropout2d", "alpha_dropout"}
 TURNS = {"T", "t", "mT", "transpose", "swapaxes", "permute", "adjoint", "H", "mH"}
-_PICKS = {"getitem", "select", "narrow", "chunk", "split", "unbind", "expand", "index_select", "split_with_sizes"}
+_PICKS = {"getitem", "select", "narrow", "chunk", "split", "unbind", "expand", "split_with_sizes"}
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,13 @@ class Graph:
         return given.value if isinstance(given, Ref) else None
 
     def is_dropout_off(self, step: Step) -> bool:
-        if step.name not in ("dropout", "feature_dropout", "dropout1d", "dropout2d"):
+        if step.name not in DROPOUTS:
             return False
         share, training = self.argument(step, 1, "p"), self.argument(step, 2, "training")
         return share == 0 or training is False
+
+    def is_dropout_on(self, step: Step) -> bool:
+        return step.name in DROPOUTS and not self.is_dropout_off(step)
 
     def is_same_numbers(self, step: Step) -> bool:
         """Whether a step hands its first input on, at most in another shape."""
@@ -142,7 +146,7 @@ class Graph:
             if step is None:
                 known = self.values[value]
                 return ReadWeight(value, turned, item, whole) if known.is_parameter else None
-            if step.writes or not step.inputs:
+            if step.writes or not step.inputs or (len(step.inputs) > 1 and step.name not in CASTS):
                 return None
             if step.name in TURNS:
                 turned = turned != self._swaps_last_two(step)
@@ -284,7 +288,7 @@ class Graph:
         return read if len(self.values[read.value].shape) == 1 else None
 
     def _share(self, step: Step, value: int) -> tuple[int, int, bool, int] | None:
-        """Which of equal shares of the last dimension a step cuts out: number, count, whether they alternate, of what."""
+        """Which of equal shares of a last dimension a step cuts out: number, count, whether they alternate, of what."""
         whole, got = self.values[step.inputs[0]].shape, self.values[value].shape
         if step.name in ("getitem", "unbind", "select") and len(whole) == len(got) + 1:
             return self._picked_share(step, value)
@@ -343,20 +347,21 @@ class Graph:
                 continue
             if step is None or step.writes or len(done) > 60:
                 return None
-            if not (step.name in POINTWISE or step.name in CASTS or self.is_same_numbers(step)):
+            is_passed = step.name in CASTS or step.name in DROPOUTS or self.is_same_numbers(step)
+            if not (step.name in POINTWISE or is_passed):
                 return None
             between.add(step.index)
             waiting += step.inputs if step.name in POINTWISE else step.inputs[:1]
         return found, between
 
     def replay(self, value: int, given: Callable[[int], Tensor | None]) -> Tensor | None:
-        """Compute a value anew from others, in float64 and without its casts."""
+        """Compute a value anew from others, in float64 and without its casts and dropouts."""
         if (tensor := given(value)) is not None:
             return tensor
         step = self.maker(value)
         if step is None:
             return None
-        if step.name in CASTS or self.is_same_numbers(step):
+        if step.name in CASTS or step.name in DROPOUTS or self.is_same_numbers(step):
             return self.replay(step.inputs[0], given)
         tensors: dict[int, Tensor] = {}
         for index in step.inputs:

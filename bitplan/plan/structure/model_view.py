@@ -159,6 +159,7 @@ class GatedMlpUse:
                         act(gate) * up; "other" where the function is none that is known
     only_down           gate, up and their product are read by nothing else
     has_casts           numbers change their type between the projections
+    has_dropout         numbers are dropped between them, since the model is training
     """
 
     gate: LinearUse
@@ -170,6 +171,7 @@ class GatedMlpUse:
     only_down: bool = True
     is_interleaved: bool = False
     has_casts: bool = False
+    has_dropout: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -185,6 +187,7 @@ class PlainMlpUse:
     activation: str
     only_down: bool = True
     has_casts: bool = False
+    has_dropout: bool = False
 
 
 @dataclass(frozen=True)

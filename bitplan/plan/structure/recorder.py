@@ -221,12 +221,8 @@ class _Recorder(TorchFunctionMode):
             raise NumbersNeededError(f"{name} of numbers that weights decide")
         if name == "where" and len(args) + len(kwargs) == 1 and _has_no_numbers(tensors[0]):
             raise NumbersNeededError("where() of numbers that weights decide")
-        if name in ("to", "cpu", "cuda") and _has_no_numbers(tensors[0]):
-            args, kwargs = _to_no_device(name, tensors, args, kwargs)
         before = [_version(tensor) for tensor in tensors]
-        if name == "histc" and not tensors[0].is_floating_point():  # GPUs count integers, CPUs only floats
-            args = (tensors[0].float(), *args[1:])
-        output = (Tensor.to if name in ("cpu", "cuda") and args[-1] == torch.device("meta") else func)(*args, **kwargs)
+        output = self._compute(name, func, tensors, args, kwargs)
         if isinstance(output, Tensor) and _has_no_numbers(output):
             output = self._with_numbers(name, func, args, kwargs, output)
         if name in _CHOOSE_INDICES:
@@ -234,6 +230,16 @@ class _Recorder(TorchFunctionMode):
         written = [tensor for tensor, version in zip(tensors, before, strict=True) if _version(tensor) != version]
         self._add_step(name, func, args, kwargs, output, written)
         return output
+
+    def _compute(self, name: str, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """What a function gives; a few give errors without numbers that they do not give with them."""
+        if name in ("to", "cpu", "cuda") and _has_no_numbers(tensors[0]):  # it stays where it is
+            return tensors[0].to(_type_asked_for(tensors, args, kwargs))
+        if name == "histc" and not tensors[0].is_floating_point():  # GPUs count integers, CPUs only floats
+            return func(tensors[0].float(), *args[1:], **kwargs)
+        if name == "grouped_mm" and _has_no_numbers(tensors[0]) and tensors[0].dim() == 2:  # in BF16 alone
+            return tensors[0].new_empty(tensors[0].shape[0], tensors[1].shape[-1])
+        return func(*args, **kwargs)
 
     def _add_step(
         self, name: str, func: Any, args: Any, kwargs: Any, output: Any, written: list[Tensor] | None = None
@@ -381,14 +387,10 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def _to_no_device(name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a move to a device, without the device: what has no numbers stays where it is."""
-    if name != "to":
-        return (tensors[0], torch.device("meta")), {}
-    if len(tensors) > 1:
-        return (tensors[0], tensors[1].dtype), {}
-    kept = [each for each in args[1:] if isinstance(each, torch.dtype | bool)]
-    return (tensors[0], *(kept or ["meta"])), {key: value for key, value in kwargs.items() if key != "device"}
+def _type_asked_for(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.dtype:
+    """The type of a move to a device or another tensor's place: its own where the call names none."""
+    asked = [given for given in (*args[1:], *kwargs.values()) if isinstance(given, torch.dtype)]
+    return asked[0] if asked else tensors[-1].dtype
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
