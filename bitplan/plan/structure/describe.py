@@ -125,7 +125,7 @@ def _tensors(model: nn.Module, recording: Recording, parts: Recogniser) -> tuple
 
     roles, others = parameter_roles(parts), roles_by_function(parts.graph)
     names: dict[int, list[str]] = {}
-    held = list(model.named_parameters(remove_duplicate=False))
+    held = [*model.named_parameters(remove_duplicate=False), *recording.packed.items()]
     for name, parameter in held:
         names.setdefault(id(parameter), []).append(name)
     records = []

@@ -108,8 +108,8 @@ def _from_signature(model: nn.Module) -> Iterator[Example]:
 
 
 def _kinds(model: nn.Module) -> Iterator[Tensor]:
-    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    inputs = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
+    tables = [size for module in model.modules() if type(size := getattr(module, "num_embeddings", None)) is int]
+    inputs = [size for module in model.modules() if type(size := getattr(module, "in_features", None)) is int]
     channels: dict[int, int] = {}
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):

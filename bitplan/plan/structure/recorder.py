@@ -10,6 +10,8 @@ the innermost module is written down as unknown, and the run goes on behind it i
 Indices that weights decide (the experts of a token) are chosen here, one after the other, and noted: they pick rows,
 and who feeds whom does not depend on them.
 
+Layers of ours whose weights are packed are run by a plain layer of the same shape (`stand_in`).
+
 The model is not altered. Hooks are not run (what they would do is unknown, and so the view names the modules that have
 them); attributes, lists and buffers that a forward writes are put back; random numbers are drawn from a fork. Another
 thread must not use the model meanwhile. torch.export was tried: it refuses more models and shows smaller steps.
@@ -113,6 +115,7 @@ class Recording:
     outputs: tuple[int, ...]
     unknown: dict[str, str]
     notes: list[str]
+    packed: dict[str, Tensor]
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
@@ -132,6 +135,8 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[ModuleCall] = []
         self.unknown: dict[str, str] = {}
         self.notes: list[str] = []
+        self.packed: dict[str, Tensor] = {}  # weights of packed layers, as plain ones without numbers
+        self._stand_ins: dict[int, nn.Module] = {}
         self._stack: list[int] = []
         self._value_of: dict[int, int] = {}  # id of a tensor -> value
         self._kept: list[Any] = []  # tensors, so that ids stay theirs
@@ -165,7 +170,7 @@ class _Recorder(TorchFunctionMode):
 
     def finish(self, output: Any) -> Recording:
         outputs = tuple(dict.fromkeys(self._value(tensor) for tensor in _tensors_in(output)))
-        return Recording(self.values, self.steps, self.calls, outputs, self.unknown, self.notes)
+        return Recording(self.values, self.steps, self.calls, outputs, self.unknown, self.notes, self.packed)
 
     def _call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parent = self._stack[-1] if self._stack else None
@@ -177,7 +182,7 @@ class _Recorder(TorchFunctionMode):
         self.calls.append(call)
         self._stack.append(len(self.calls) - 1)
         try:
-            output = own_forward(module)(*args, **kwargs)
+            output = self._forward(module, path, args)(*args, **kwargs)
         except (NumbersNeededError, NotImplementedError) as error:
             output = self._go_on_behind(call, module, error, args, kwargs)
         except Exception as error:
@@ -190,6 +195,23 @@ class _Recorder(TorchFunctionMode):
             call.last = len(self.steps)
         call.outputs = tuple(self._value(tensor) for tensor in _tensors_in(output))
         return output
+
+    def _forward(self, module: nn.Module, path: str, args: tuple[Any, ...]) -> Callable[..., Any]:
+        if not hasattr(type(module), "stand_in"):
+            return own_forward(module)
+        key = id(module)
+        if key not in self._stand_ins:
+            with torch._C.DisableTorchFunction():
+                plain: nn.Module | None = module.stand_in(*args)  # type: ignore[operator]
+            if plain is None:
+                raise NumbersNeededError("packed experts: only their router is seen")
+            self._stand_ins[key] = plain
+            for local, parameter in plain.named_parameters():
+                self._names[id(parameter)] = [f"{path}.{local}".lstrip(".")]
+                self._parameters.add(id(parameter))
+                self.packed[self._names[id(parameter)][0]] = parameter
+        forward: Callable[..., Any] = self._stand_ins[key].forward
+        return forward
 
     def _lies_in(self, path: str, outer: str) -> bool:
         return path in self.unknown and (path == outer or not outer or path.startswith(f"{outer}."))
