@@ -102,7 +102,7 @@ def test_nanogpts_block_compiles_as_one_graph():
     torch.manual_seed(0)
     model = NanoGPT()
     apply_fp8(model, None, tokens=16, recipe="tensorwise", emulate=True)
-    block = model.transformer["h"][0]
+    block = model.transformer.h[0]
     x = torch.randn(1, 16, block.ln_1.weight.shape[0], requires_grad=True)
     results = []
     for run in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
