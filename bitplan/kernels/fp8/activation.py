@@ -9,6 +9,8 @@ Computed in float32 and rounded once to the type of y; that matrix is then cast 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -80,9 +82,9 @@ def activation_gradient(y: Tensor, dh_RF: Tensor, function: str) -> Tensor:
 def _of(name: str, x: Tensor) -> Tensor:
     if name == "gelu_tanh":
         return functional.gelu(x, approximate="tanh")
-    function = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}[name]
-    result: Tensor = function(x)
-    return result
+    functions: dict[str, Callable[[Tensor], Tensor]]
+    functions = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}
+    return functions[name](x)
 
 
 def _slope(name: str, x: Tensor) -> Tensor:

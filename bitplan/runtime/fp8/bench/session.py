@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class Result:
 def plan_session(request: Request, environment: Mapping[str, str] = os.environ) -> Session:
     """Read the model, divide it, and list the cases; no GPU is needed."""
     options = request.options
-    name, layers, parallel = _layers(request)
+    name, make_layers, parallel = _layers(request)
     if options.fp8_policy_path and set(options.precisions) != {"bf16", "fp8"}:
         raise BenchOptionsError("a policy compares BF16 with FP8; leave precisions at bf16,fp8, or merge reports later")
     ranks = _ranks(environment, parallel)
@@ -89,7 +90,7 @@ def plan_session(request: Request, environment: Mapping[str, str] = os.environ) 
         raise BenchOptionsError("under torchrun layers are timed eager; leave --timing out, or use one process")
     recipe = Fp8Recipe(options.fp8_recipe, request.fp8, AmaxEps.from_environment(environment))  # type: ignore[arg-type]
     plan = BenchPlan(
-        tuple(bench_cases(layers, options.shape_sweep, recipe.name)),
+        tuple(bench_cases(make_layers(), options.shape_sweep, recipe.name)),
         recipe,
         options.iters,
         options.warmup,
@@ -101,7 +102,7 @@ def plan_session(request: Request, environment: Mapping[str, str] = os.environ) 
     return Session(request, name, parallel, plan, ranks)
 
 
-def _layers(request: Request) -> tuple[str, list[Layer], Parallel]:
+def _layers(request: Request) -> tuple[str, Callable[[], list[Layer]], Parallel]:
     """The layers to time, of a model or of shapes, where they come from, and how they are divided."""
     options = request.options
     if request.shapes is not None:
@@ -110,7 +111,7 @@ def _layers(request: Request) -> tuple[str, list[Layer], Parallel]:
                 f"give MODEL or --shapes, not both: {options.omni_config_path} and {request.shapes}"
             )
         tp = options.tp_size or 1
-        return "shapes", layers_of_shapes(request.shapes, request.part or "llm", tp), Parallel(tp=tp)
+        return "shapes", partial(layers_of_shapes, request.shapes, request.part or "llm", tp), Parallel(tp=tp)
     if not options.omni_config_path:
         raise BenchOptionsError(
             "no model: give MODEL (or TE_LAYER_PERF_OMNI_CONFIG_PATH), a config.json or a YAML, or --shapes OUTxIN,..."
@@ -121,7 +122,7 @@ def _layers(request: Request) -> tuple[str, list[Layer], Parallel]:
         there = ", ".join(part.part for part in model.parts)
         raise BenchOptionsError(f"{options.omni_config_path}: has no part {request.part!r}; it has {there}")
     parallel = model.parallel(options.tp_size, options.ep_size, options.etp_size)
-    return Path(options.omni_config_path).name, local_layers(parts, parallel), parallel
+    return Path(options.omni_config_path).name, partial(local_layers, parts, parallel), parallel
 
 
 def _ranks(environment: Mapping[str, str], parallel: Parallel) -> int:
