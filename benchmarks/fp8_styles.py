@@ -53,7 +53,7 @@ def time_case(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     model = copy.deepcopy(plain)
     given: dict[str, Any] = {"tokens": tokens, "recipe": "tensorwise", "example": x[:1, :64]}
     applied = apply_fp8(model, None, **given, emulate=device.type == "cpu")
-    makers = {"bf16": lambda: plain, "fp8": lambda: model}
+    makers: dict[str, Any] = {"bf16": lambda: plain, "fp8": lambda: model}
     if options.torchao:
         makers[TORCHAO] = partial(_torchao, plain, "tensorwise")
     steps = {name: partial(_once, {}, make, x, options.compile) for name, make in makers.items()}

@@ -1,7 +1,7 @@
 """Llama layers for the FP8 benchmark, under Hugging Face's names, and a small language model made of them.
 
 Written out here so that the benchmark needs torch alone. `LlamaDecoderLayer` has the names and the order of calls of
-transformers' class of that name, which is what `apply_fp8` goes by.
+transformers' class of that name.
 """
 
 from __future__ import annotations

@@ -17,6 +17,10 @@ def bench_layers(
     model: Annotated[
         Path | None, typer.Argument(metavar="[MODEL]", help="A config.json, a folder with one, or a model's YAML.")
     ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option("--shapes", metavar="OUTxIN[:norm],...", help="In place of MODEL: layers by shape."),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option("--report", "-o", help="Write the report here; started again, it goes on.")
     ] = None,
@@ -79,7 +83,7 @@ def bench_layers(
 
     timings = ("eager", "graph") if timing == "both" else (timing,)
     routings = ("uniform", "zipf") if routing == "both" else (routing,)
-    session = plan_session(Request(options, fp8, timings, routings, products, part, device))
+    session = plan_session(Request(options, fp8, timings, routings, products, part, device, shapes))
     if dry_run:
         _show_plan(session, as_json)
         return

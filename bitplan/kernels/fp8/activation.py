@@ -9,6 +9,8 @@ Computed in float32 and rounded once to the type of y; that matrix is then cast 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -23,13 +25,14 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 FUNCTIONS = (*ACTIVATIONS, *(name + GATED for name in ACTIVATIONS))
 
 
-def is_gated(function: str) -> bool:
-    return function.endswith(GATED)
+def split_function(function: str) -> tuple[str, bool]:
+    """(the activation, whether it is gated)."""
+    return function.removesuffix(GATED), function.endswith(GATED)
 
 
 def width_of(function: str, features: int) -> int:
     """The columns of y for so many features of h."""
-    return 2 * features if is_gated(function) else features
+    return 2 * features if function.endswith(GATED) else features
 
 
 def cast_activated(
@@ -51,35 +54,37 @@ def cast_activated(
     if guess is not None:
         from bitplan.kernels.fp8.triton_activation import cast_by_guess, fits_activated
 
-        if fits_activated(y, dh_RF, function):
-            return cast_by_guess(y, dh_RF, function, fp8, eps, guess, rows=rows, cols=cols, sums=sums)
+        act, gated = split_function(function)
+        if fits_activated(y, dh_RF, gated):
+            return cast_by_guess(y, dh_RF, act, gated, fp8, eps, guess, rows=rows, cols=cols, sums=sums)
     made = activate(y, function) if dh_RF is None else activation_gradient(y, dh_RF, function)
     total = None if sums is None else made.sum(0, dtype=torch.float32).to(sums)
     return cast_layouts(made, RECIPE, fp8, eps, rows=rows, cols=cols, guess=guess), total
 
 
 def activate(y: Tensor, function: str) -> Tensor:
-    if not is_gated(function):
-        return _of(function, y.float()).to(y.dtype)
+    act, gated = split_function(function)
+    if not gated:
+        return _of(act, y.float()).to(y.dtype)
     first, up = y.float().chunk(2, dim=-1)
-    return (_of(function.removesuffix(GATED), first) * up).to(y.dtype)
+    return (_of(act, first) * up).to(y.dtype)
 
 
 def activation_gradient(y: Tensor, dh_RF: Tensor, function: str) -> Tensor:
     """The gradient of y; of gate and up, side by side, where it is gated."""
-    dh, name = dh_RF.float(), function.removesuffix(GATED)
-    if not is_gated(function):
-        return (dh * _slope(name, y.float())).to(y.dtype)
+    dh, (act, gated) = dh_RF.float(), split_function(function)
+    if not gated:
+        return (dh * _slope(act, y.float())).to(y.dtype)
     first, up = y.float().chunk(2, dim=-1)
-    return torch.cat((dh * up * _slope(name, first), dh * _of(name, first)), dim=-1).to(y.dtype)
+    return torch.cat((dh * up * _slope(act, first), dh * _of(act, first)), dim=-1).to(y.dtype)
 
 
 def _of(name: str, x: Tensor) -> Tensor:
     if name == "gelu_tanh":
         return functional.gelu(x, approximate="tanh")
-    function = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}[name]
-    result: Tensor = function(x)
-    return result
+    functions: dict[str, Callable[[Tensor], Tensor]]
+    functions = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}
+    return functions[name](x)
 
 
 def _slope(name: str, x: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from triton.language.extra import cuda
 from bitplan.formats.fp8 import FP8_DTYPES, CastPair, ScaledFp8, padded_tokens
 from bitplan.kernels.base.launch import PreparedLaunch, can_overlap, dependent_options, launch_in_turn
 from bitplan.kernels.base.numbers import INTERPRETED
-from bitplan.kernels.fp8.activation import GATED, is_gated, width_of
 from bitplan.kernels.fp8.fast_tile import amax_of_tile, load_tile, place_of, store_by_one_scale
 from bitplan.kernels.fp8.guessed_cast import (
     CHECKING_PROGRAMS,
@@ -63,22 +62,23 @@ _POWER = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 _INVERSE = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
-def fits_activated(y: Tensor, dh_RF: Tensor | None, function: str) -> bool:
+def fits_activated(y: Tensor, dh_RF: Tensor | None, gated: bool) -> bool:
     """Whether `cast_by_guess` takes these tensors."""
     tensors = (y,) if dh_RF is None else (y, dh_RF)
     fits = all(each.dtype == torch.bfloat16 and each.is_contiguous() and not each.data_ptr() & 15 for each in tensors)
-    return fits and 0 not in y.shape and fits_width(y.shape[1], function)
+    return fits and 0 not in y.shape and fits_width(y.shape[1], gated)
 
 
-def fits_width(width: int, function: str) -> bool:
+def fits_width(width: int, gated: bool) -> bool:
     """Whether a y of so many columns is made of whole tiles."""
-    return not width % width_of(function, FORWARD_LAUNCH.cols)
+    return not width % (FORWARD_LAUNCH.cols * (2 if gated else 1))
 
 
 def cast_by_guess(
     y: Tensor,
     dh_RF: Tensor | None,
-    function: str,
+    act: str,
+    gated: bool,
     fp8: str,
     eps: float,
     state: Tensor,
@@ -90,7 +90,7 @@ def cast_by_guess(
 ) -> tuple[CastPair, Tensor | None]:
     """The activated numbers, or with `dh_RF` the gradient of y, cast by the guess of this state (`guessed_cast`)."""
     gradient = dh_RF is not None
-    plan = plan_activated(y.shape, function, gradient, fp8, eps, rows, cols, gradient and sums is not None, launch)
+    plan = plan_activated(y.shape, act, gated, gradient, fp8, eps, rows, cols, gradient and sums is not None, launch)
     return plan.run(y, dh_RF, state, sums)
 
 
@@ -100,7 +100,8 @@ class _ActivatedPlan:
     def __init__(
         self,
         shape: tuple[int, int],
-        function: str,
+        act: str,
+        gated: bool,
         gradient: bool,
         fp8: str,
         eps: float,
@@ -109,8 +110,7 @@ class _ActivatedPlan:
         sums: bool,
         launch: CastLaunch | None,
     ) -> None:
-        gated = is_gated(function)
-        features, padded = shape[1] // width_of(function, 1), padded_tokens("tensorwise", shape[0])
+        features, padded = shape[1] // (2 if gated else 1), padded_tokens("tensorwise", shape[0])
         width = shape[1] if gradient else features
         self.rows = (padded, width) if rows else None
         self.cols = (width, padded) if cols else None
@@ -118,7 +118,7 @@ class _ActivatedPlan:
         launch = launch or (GRADIENT_LAUNCH if gradient else FORWARD_LAUNCH)
         tiles = triton.cdiv(padded, launch.rows) * (features // launch.cols)
         self.sums = (triton.cdiv(padded, launch.rows), width) if sums else None
-        constants = {"ACT": function.removesuffix(GATED), "GATED": gated, "GRADIENT": gradient, "SUMS": sums}
+        constants = {"ACT": act, "GATED": gated, "GRADIENT": gradient, "SUMS": sums}
         constants |= {"FP8": fp8, "TO_ROWS": rows, "TO_COLS": cols}
         constants |= {"BR": launch.rows, "BC": launch.cols, "V": launch.vector, "OVERLAP": can_overlap()}
         numbers = (shape[0], features // 16, padded // 16)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bitplan.plan.fp8.vocabulary import COUNT, GROUPED_KINDS, ModelConfigError, count_tokens, shape_obstacle
+from bitplan.plan.fp8.vocabulary import COUNT, GROUPED_KINDS, NORM_KIND, ModelConfigError, count_tokens, shape_obstacle
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,23 @@ def local_layers(parts: Iterable[ModelPart], parallel: Parallel) -> list[Layer]:
         sizes = f"ep {parallel.ep}, etp {parallel.etp}"
         raise ModelConfigError(f"{parts[0].where}: {sizes} were asked for, and the model has no experts; set both to 1")
     return [layer for part in parts for layer in _part_layers(part, parallel)]
+
+
+def layers_of_shapes(text: str, part: str = "llm", tp: int = 1) -> list[Layer]:
+    """`12288x4096:norm,4096x4096`: dense layers by outputs and inputs of one GPU, with a norm in front or without."""
+    layers = []
+    for item in dict.fromkeys(word.strip() for word in text.split(",")):
+        size, _, norm = item.partition(":")
+        outputs, _, inputs = size.lower().partition("x")
+        is_shape = all(word.isascii() and word.isdigit() and 0 < len(word) <= 9 for word in (outputs, inputs))
+        if not is_shape or norm not in ("", "norm") or "0" in (outputs, inputs):
+            raise ModelConfigError(
+                "shapes must be OUTxIN or OUTxIN:norm with commas between, such as 12288x4096:norm,4096x4096, "
+                f"got {item!r}"
+            )
+        kind, shape = NORM_KIND if norm else "column", (int(outputs), int(inputs))
+        layers.append(Layer(part, kind, f"{shape[0]}x{shape[1]}", "linear", shape, 1, Parallel(tp=tp)))
+    return layers
 
 
 def bench_cases(layers: Iterable[Layer], sweep: Sequence[tuple[int, int]], recipe: str) -> list[Case]:

@@ -27,6 +27,10 @@ KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish,
     "exp": torch.exp,
 }
+# What joins gate and up beside act(gate) * up.
+GATINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gpt_oss": lambda gate, up: (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)),
+}
 OTHER = "other"
 
 

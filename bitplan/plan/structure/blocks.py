@@ -8,7 +8,7 @@ from bitplan.plan.structure.recorder import Recording
 
 
 def find_stacks(recording: Recording, parts: Recogniser) -> tuple[Stack, ...]:
-    """The outermost stacks: children of a container that is not called itself; else siblings that compute the same."""
+    """The outermost stacks: numbered modules side by side; else modules side by side that compute the same."""
     first_call: dict[str, int] = {}
     for index, call in enumerate(recording.calls):
         first_call.setdefault(call.path, index)
@@ -19,9 +19,7 @@ def find_stacks(recording: Recording, parts: Recogniser) -> tuple[Stack, ...]:
             siblings.setdefault(path.rpartition(".")[0], []).append(path)
     kinds = {path: _kind(recording, parts, path, first_call[path]) for paths in siblings.values() for path in paths}
     contained = {
-        parent: paths
-        for parent, paths in siblings.items()
-        if (parent and parent not in first_call) or all(path.rpartition(".")[2].isdigit() for path in paths)
+        parent: paths for parent, paths in siblings.items() if all(path.rpartition(".")[2].isdigit() for path in paths)
     }
     chosen = {parent: paths for parent, paths in contained.items() if not _lies_in(parent, contained)}
     for parent, paths in siblings.items():

@@ -139,11 +139,11 @@ def _producers(graph: Any, parts: Recogniser) -> dict[int, str]:
 
 
 def _tensors(model: nn.Module, recording: Recording, parts: Recogniser) -> tuple[TensorRecord, ...]:
-    from bitplan.plan.structure.recognise import parameter_roles
+    from bitplan.plan.structure.recognise import parameter_roles, roles_by_function
 
-    roles = parameter_roles(parts)
+    roles, others = parameter_roles(parts), roles_by_function(parts.graph)
     names: dict[int, list[str]] = {}
-    held = list(model.named_parameters(remove_duplicate=False))
+    held = [*model.named_parameters(remove_duplicate=False), *recording.packed.items()]
     for name, parameter in held:
         names.setdefault(id(parameter), []).append(name)
     records = []
@@ -151,7 +151,7 @@ def _tensors(model: nn.Module, recording: Recording, parts: Recogniser) -> tuple
         same = names[id(parameter)]
         path = name.rpartition(".")[0]
         missing = UNKNOWN if _is_within_any(path, recording.unknown) else UNUSED
-        role = next((roles[other] for other in (name, *same) if other in roles), missing)
+        role = next((known[other] for known in (roles, others) for other in (name, *same) if other in known), missing)
         records.append(
             TensorRecord(
                 name,

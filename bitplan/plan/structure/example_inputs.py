@@ -77,7 +77,9 @@ def _from_config(model: nn.Module, config: Any) -> Iterator[Example]:
 
 def _pixels(config: Any) -> Iterator[Tensor]:
     channels = _setting(config, "num_channels", "in_channels", "in_chans") or 3
-    side = _setting(config, "image_size", "img_size")
+    side, frames = _setting(config, "image_size", "img_size"), _setting(config, "num_frames")
+    if isinstance(frames, int) and isinstance(side, int):
+        yield torch.zeros(1, frames, channels, side, side)
     sides = [side] if isinstance(side, int) else []
     if isinstance(side, list | tuple) and len(side) == 2:
         yield torch.zeros(1, channels, *side)
@@ -106,16 +108,15 @@ def _from_signature(model: nn.Module) -> Iterator[Example]:
 
 
 def _kinds(model: nn.Module) -> Iterator[Tensor]:
-    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    inputs = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
-    channels = {
-        (nn.Conv1d, nn.Conv2d, nn.Conv3d).index(type(module)): module.in_channels
-        for module in reversed(list(model.modules()))
-        if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    }
+    tables = [size for module in model.modules() if type(size := getattr(module, "num_embeddings", None)) is int]
+    inputs = [size for module in model.modules() if type(size := getattr(module, "in_features", None)) is int]
+    channels: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            channels.setdefault(len(module.kernel_size), module.in_channels)
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
     for rank in sorted(channels, reverse=True):
-        yield torch.zeros(1, channels[rank], *(32,) * (rank + 1), dtype=dtype)
+        yield torch.zeros(1, channels[rank], *(32,) * rank, dtype=dtype)
     if tables:
         yield _ids(tables[0])
     for width in dict.fromkeys(inputs[:1]):

@@ -36,8 +36,9 @@ POINTWISE = {
 POINTWISE |= {"clamp", "clamp_min", "clamp_max", "relu6", "hardswish", "hardtanh", "leaky_relu", "softplus", "mish"}
 POINTWISE |= {"elu", "selu", "celu", "logsigmoid", "log_sigmoid", "sqrt", "rsub", "rdiv", "abs", "softsign", "log"}
 POINTWISE |= {"hardsigmoid", "reciprocal", "rpow", "log1p", "expm1"}
+DROPOUTS = {"dropout", "feature_dropout", "dropout1d", "dropout2d", "alpha_dropout"}
 TURNS = {"T", "t", "mT", "transpose", "swapaxes", "permute", "adjoint", "H", "mH"}
-_PICKS = {"getitem", "select", "narrow", "chunk", "split", "unbind", "expand", "index_select", "split_with_sizes"}
+_PICKS = {"getitem", "select", "narrow", "chunk", "split", "unbind", "expand", "split_with_sizes"}
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,13 @@ class Graph:
         return step.name.endswith(("dropout", "dropout1d", "dropout2d")) and self.argument(step, 1, "p") == 0
 
     def is_dropout_off(self, step: Step) -> bool:
-        if step.name not in ("dropout", "feature_dropout", "dropout1d", "dropout2d"):
+        if step.name not in DROPOUTS:
             return False
         share, training = self.argument(step, 1, "p"), self.argument(step, 2, "training")
         return share == 0 or training is False
+
+    def is_dropout_on(self, step: Step) -> bool:
+        return step.name in DROPOUTS and not self.is_dropout_off(step)
 
     def is_same_numbers(self, step: Step) -> bool:
         """Whether a step hands its first input on, at most in another shape."""
@@ -146,7 +150,7 @@ class Graph:
             if step is None:
                 known = self.values[value]
                 return ReadWeight(value, turned, item, whole) if known.is_parameter else None
-            if step.writes or not step.inputs:
+            if step.writes or not step.inputs or (len(step.inputs) > 1 and step.name not in CASTS):
                 return None
             if step.name in TURNS:
                 turned = turned != self._swaps_last_two(step)
@@ -259,16 +263,39 @@ class Graph:
             if self.is_same_numbers(step):
                 value = step.inputs[0]
                 continue
+            if (before := self.before_bias(step)) is not None:
+                value = before
+                continue
             share = self._share(step, value)
             if share is None or parts != 1:
                 return None
-            part, parts, interleaved = share
-            value = step.inputs[0]
+            part, parts, interleaved, value = share
         return None
 
-    def _share(self, step: Step, value: int) -> tuple[int, int, bool] | None:
-        """Which of equal shares of the last dimension a step cuts out: number, count, and whether they alternate."""
+    def before_bias(self, step: Step) -> int | None:
+        """The value to which a step adds a bias: a parameter, or rows of one."""
+        if step.name != "add" or len(step.inputs) != 2:
+            return None
+        for value, other in (step.inputs, step.inputs[::-1]):
+            if self.bias(other) is not None and self.bias(value) is None:
+                return value
+        return None
+
+    def bias(self, value: int) -> ReadWeight | None:
+        """The parameter that is added as a bias: of rank 1, or one row of it for each row of the input."""
+        read = self.weight(value)
+        if read is None:
+            step = self.maker(self.origin(value))
+            picks = step is not None and step.name == "getitem" and isinstance(step.args[1], Ref)
+            read = self.weight(step.inputs[0]) if step is not None and picks else None
+            return read if read is not None and len(self.values[read.value].shape) == 2 else None
+        return read if len(self.values[read.value].shape) == 1 else None
+
+    def _share(self, step: Step, value: int) -> tuple[int, int, bool, int] | None:
+        """Which of equal shares of a last dimension a step cuts out: number, count, whether they alternate, of what."""
         whole, got = self.values[step.inputs[0]].shape, self.values[value].shape
+        if step.name in ("getitem", "unbind", "select") and len(whole) == len(got) + 1:
+            return self._picked_share(step, value)
         if len(step.inputs) != 1 or len(whole) != len(got) or not got or not got[-1] or whole[-1] % got[-1]:
             return None
         count = whole[-1] // got[-1]
@@ -277,7 +304,7 @@ class Graph:
             sizes = {self.values[output].shape for output in step.outputs}
             if dims not in (-1, len(whole) - 1) or len(sizes) != 1:
                 return None
-            return step.outputs.index(value), count, False
+            return step.outputs.index(value), count, False, step.inputs[0]
         if step.name == "getitem":
             picked = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
             last = picked[-1]
@@ -287,10 +314,24 @@ class Graph:
                 return None
             start, stop, stride = last.indices(whole[-1])
             if stride == count and start < count:
-                return start, count, True
+                return start, count, True, step.inputs[0]
             if stride == 1 and stop - start == got[-1] and start % got[-1] == 0:
-                return start // got[-1], count, False
+                return start // got[-1], count, False, step.inputs[0]
         return None
+
+    def _picked_share(self, step: Step, value: int) -> tuple[int, int, bool, int] | None:
+        """The same where the last dimension was first cut into rows, [..., shares, size], of which one is picked."""
+        split = self.maker(step.inputs[0])
+        if split is None or split.name not in SAME_NUMBERS or len(split.inputs) != 1:
+            return None
+        before, rows, got = (self.values[index].shape for index in (split.inputs[0], step.inputs[0], value))
+        if len(rows) < 2 or before[-1] != rows[-2] * rows[-1] or got != (*rows[:-2], rows[-1]):
+            return None
+        if step.name == "unbind":
+            return step.outputs.index(value), rows[-2], False, split.inputs[0]
+        picked = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
+        numbers = [item for item in picked if isinstance(item, int) and not isinstance(item, bool)]
+        return (numbers[0], rows[-2], False, split.inputs[0]) if len(numbers) == 1 else None
 
     def slots_behind(self, value: int, projections: dict[int, Any]) -> tuple[set[Slot], set[int]] | None:
         """The shares from which a value is computed point by point, and the steps between; None if anything else."""
@@ -306,22 +347,25 @@ class Graph:
                 found.add(slot)
                 continue
             step = self.maker(index)
+            if self.weight(index) is not None:  # an activation with weights of its own
+                continue
             if step is None or step.writes or len(done) > 60:
                 return None
-            if not (step.name in POINTWISE or step.name in CASTS or self.is_same_numbers(step)):
+            is_passed = step.name in CASTS or step.name in DROPOUTS or self.is_same_numbers(step)
+            if not (step.name in POINTWISE or is_passed):
                 return None
             between.add(step.index)
             waiting += step.inputs if step.name in POINTWISE else step.inputs[:1]
         return found, between
 
     def replay(self, value: int, given: Callable[[int], Tensor | None]) -> Tensor | None:
-        """Compute a value anew from others, in float64 and without its casts."""
+        """Compute a value anew from others, in float64 and without its casts and dropouts."""
         if (tensor := given(value)) is not None:
             return tensor
         step = self.maker(value)
         if step is None:
             return None
-        if step.name in CASTS or self.is_same_numbers(step):
+        if step.name in CASTS or step.name in DROPOUTS or self.is_same_numbers(step):
             return self.replay(step.inputs[0], given)
         tensors: dict[int, Tensor] = {}
         for index in step.inputs:

@@ -155,9 +155,11 @@ class GatedMlpUse:
     """down(act(gate(x)) * up(x)). In a fused one `gate` and `up` are the same projection.
 
     gate_part, up_part  which share of a fused projection's output is gate and which is up
-    activation          silu, gelu, gelu_tanh, relu, ...; "other" where the function is none that is known
+    activation          silu, gelu, gelu_tanh, relu, ...; "gpt_oss" for its clamped gating, which is no product
+                        act(gate) * up; "other" where the function is none that is known
     only_down           gate, up and their product are read by nothing else
     has_casts           numbers change their type between the projections
+    has_dropout         numbers are dropped between them, since the model is training
     """
 
     gate: LinearUse
@@ -169,6 +171,7 @@ class GatedMlpUse:
     only_down: bool = True
     is_interleaved: bool = False
     has_casts: bool = False
+    has_dropout: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -184,6 +187,7 @@ class PlainMlpUse:
     activation: str
     only_down: bool = True
     has_casts: bool = False
+    has_dropout: bool = False
 
 
 @dataclass(frozen=True)

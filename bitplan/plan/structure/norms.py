@@ -68,7 +68,7 @@ class Norms:
             return
         normed = products[0]
         left = next((value for value in normed.inputs if value != scale), None)
-        if left is None or self._uncast(left) != self._uncast(squared):
+        if left is None or not self._are_equal(left, squared):
             return
         centred = graph.maker(squared)
         value, kind = squared, "rms_norm"
@@ -120,6 +120,16 @@ class Norms:
         is_square = square.name == "square" or (square.name == "pow" and graph.argument(square, 1, "exponent") == 2)
         is_square = is_square or (square.name == "mul" and len(square.inputs) == 2 and len({*square.inputs}) == 1)
         return (square.inputs[0], None if eps is None else float(eps), step) if is_square else None
+
+    def _are_equal(self, one: int, other: int) -> bool:
+        """The same value but for casts, or the same difference of two values, computed twice."""
+        one, other = self._uncast(one), self._uncast(other)
+        if one == other:
+            return True
+        steps = self.graph.maker(one), self.graph.maker(other)
+        if steps[0] is None or steps[1] is None or {step.name for step in steps if step is not None} != {"sub"}:
+            return False
+        return all(self._uncast(a) == self._uncast(b) for a, b in zip(steps[0].inputs, steps[1].inputs, strict=True))
 
     def _uncast(self, value: int) -> int:
         while (step := self.graph.maker(value)) is not None and step.name in CASTS and not step.writes:

@@ -93,11 +93,8 @@ class Products:
         readers = list(self.graph.final_readers(step.outputs[0]))
         if len(readers) != 1 or readers[0][0].name != "add":
             return None
-        for value in readers[0][0].inputs:
-            read = self.graph.weight(value)
-            if read is not None and len(self.graph.values[read.value].shape) == 1:
-                return self.graph.name_of(read, step.module)
-        return None
+        reads = (self.graph.bias(value) for value in readers[0][0].inputs)
+        return next((self.graph.name_of(read, step.module) for read in reads if read is not None), None)
 
     def _einsum(self, step: Step) -> None:
         equation, operands = step.args[0], [item for item in step.args[1:] if isinstance(item, Ref)]
@@ -117,22 +114,34 @@ class Products:
                 return
 
     def _joined_attention(self, step: Step) -> None:
-        """torch's own attention: its projections in and out are arguments of one function."""
-        query = self.graph.value_at(step, 0, "query")
-        joined = self.graph.value_at(step, 5, "in_proj_weight")
-        last = self.graph.value_at(step, 11, "out_proj_weight")
-        if query is not None and joined is not None and self.graph.value_at(step, 1, "key") == query:
-            self._add_linear(step, query, joined, self.graph.value_at(step, 6, "in_proj_bias"), columns=False)
-            if step.index in self.linears:
-                self.linears[step.index] = replace(self.linears[step.index], role="qkv")
-        if last is not None and query is not None:
-            kept = self.linears.pop(step.index, None)
-            self._add_linear(step, step.outputs[0], last, self.graph.value_at(step, 12, "out_proj_bias"), columns=False)
-            if (out := self.linears.pop(step.index, None)) is not None:
-                # The input of the projection out is never seen: it has a value that nothing else has.
-                self.linears[-step.index - 1] = replace(out, source=-step.index - 2, role="attention_output")
-            if kept is not None:
-                self.linears[step.index] = kept
+        """torch's own attention: its projections in and out are arguments of one function.
+
+        They have keys below zero here, since the step is theirs together; what the last one reads is never seen, so
+        its source is a number that no value has.
+        """
+        at = self.graph.value_at
+        query, key, value = at(step, 0, "query"), at(step, 1, "key"), at(step, 2, "value")
+        given = [
+            (
+                query if query == key == value else None,
+                at(step, 5, "in_proj_weight"),
+                at(step, 6, "in_proj_bias"),
+                "qkv",
+            ),
+            (query, at(step, 18, "q_proj_weight"), None, "query"),
+            (key, at(step, 19, "k_proj_weight"), None, "key"),
+            (value, at(step, 20, "v_proj_weight"), None, "value"),
+            (step.outputs[0], at(step, 11, "out_proj_weight"), at(step, 12, "out_proj_bias"), "attention_output"),
+        ]
+        for number, (source, weight, bias, role) in enumerate(given):
+            if source is None or weight is None:
+                continue
+            self._add_linear(step, source, weight, bias, columns=False)
+            linear = self.linears.pop(step.index, None)
+            if linear is not None:
+                unseen = -(8 * step.index + number) - 2
+                kept = linear.source if role != "attention_output" else unseen
+                self.linears[unseen] = replace(linear, role=role, source=kept)
 
     def _embedding(self, step: Step) -> None:
         if step.name == "getitem":

@@ -16,7 +16,7 @@ from bitplan.plan.structure.norms import Norms
 from bitplan.plan.structure.products import Products
 from bitplan.plan.structure.recorder import Step
 
-_CHOICES = {"topk", "argmax", "sort", "argsort", "multinomial", "max"}
+_CHOICES = {"topk", "argmax", "sort", "argsort", "multinomial"}
 _SOFTMAX = {"softmax", "_softmax"}
 
 
@@ -74,28 +74,29 @@ class Recogniser:
         except (RuntimeError, TypeError, ValueError):  # a step that wants the shapes of the run
             result = None
         casts = any(graph.is_cast(graph.steps[index]) for index in between)
+        drops = any(graph.is_dropout_on(graph.steps[index]) for index in between)
         only = self._are_read_only_between(slots, between)
         if len(slots) == 1:
             if slots[0].parts == 1:
                 name = activations.OTHER if result is None else activations.name_of(numbers[slots[0]], result)
                 if name != "identity":
-                    self.plain.append(PlainMlpUse(self.linears[slots[0].step], down, name, only, casts))
+                    self.plain.append(PlainMlpUse(self.linears[slots[0].step], down, name, only, casts, drops))
             return
         for gate, up in (slots, slots[::-1]):
             name = self._gating(numbers[gate], numbers[up], result)
             if name != activations.OTHER or up is slots[0]:
                 parts = (gate.part, up.part)
                 linears = (self.linears[gate.step], self.linears[up.step], down)
-                self.gated.append(GatedMlpUse(*linears, name, *parts, only, gate.is_interleaved, casts))
+                self.gated.append(GatedMlpUse(*linears, name, *parts, only, gate.is_interleaved, casts, drops))
                 return
 
     def _gating(self, gate: Any, up: Any, result: Any) -> str:
         if result is None:
             return activations.OTHER
-        return next(
-            (name for name, act in activations.KNOWN.items() if activations.is_close(act(gate) * up, result)),
-            activations.OTHER,
-        )
+        joined = {name: act(gate) * up for name, act in activations.KNOWN.items()}
+        joined |= {name: join(gate, up) for name, join in activations.GATINGS.items()}
+        same = (name for name, values in joined.items() if activations.is_close(values, result))
+        return next(same, activations.OTHER)
 
     def _are_read_only_between(self, slots: list[Slot], between: set[int]) -> bool:
         """Whether outputs of projections, and all that is made of them up to the last product, are read there alone."""
@@ -133,7 +134,8 @@ class Recogniser:
     def _attention(self, step: Step, values: list[int], output: int) -> AttentionUse:
         behind = [graph_weights(self, self.graph.behind(value, self.linears)) for value in values]
         ahead, _ = self.graph.ahead(output, self.linears)
-        return AttentionUse(step.module, *behind, graph_weights(self, ahead))
+        queries, keys, gathered = behind
+        return AttentionUse(step.module, queries, keys, gathered, graph_weights(self, ahead))
 
     def _product_before(self, step: Step) -> tuple[int, int] | None:
         """The two values whose product a softmax is taken of."""
@@ -167,19 +169,19 @@ class Recogniser:
     def _name_roles(self) -> None:
         roles: dict[str, set[str]] = {}
         for attention in self.attentions:
-            for role in ("queries", "keys", "values"):
-                for weight in getattr(attention, role):
-                    roles.setdefault(weight, set()).add(role)
+            for part in ("queries", "keys", "values"):
+                for weight in getattr(attention, part):
+                    roles.setdefault(weight, set()).add(part)
         outputs = {weight for attention in self.attentions for weight in attention.outputs}
         plain = [mlp for mlp in self.plain if mlp.only_down]
         gates = {mlp.gate.step: "gate_up" if mlp.is_fused else "gate" for mlp in self.gated}
         ups = {mlp.up.step: "up" for mlp in self.gated if not mlp.is_fused} | {mlp.up.step: "up" for mlp in plain}
-        downs = {mlp.down.step for mlp in (*self.gated, *plain)}
+        downs = {mlp.down.step for mlp in self.gated} | {mlp.down.step for mlp in plain}
         parts = {*self.linears, *(part.step for part in (*self.norms, *self.convolutions))}
         for key, linear in self.linears.items():
             if linear.role != "linear":
                 continue
-            role = _attention_role(roles.get(linear.weight, set())) or gates.get(key) or ups.get(key)
+            role: str | None = _attention_role(roles.get(linear.weight, set())) or gates.get(key) or ups.get(key)
             if role is None and linear.weight in outputs:
                 role = "attention_output"
             if role is None and key in downs:
@@ -233,15 +235,21 @@ def describe_step(step: Step) -> str:
     return f"{step.name} in {step.module or 'the model'}"
 
 
-def parameter_roles(found: Recogniser) -> dict[str, str]:
-    """What every parameter that was read is for, under the name by which it was read."""
+def roles_by_function(graph: Graph) -> dict[str, str]:
+    """What parameters are for that no part reads: named by the first function that reads them."""
     roles: dict[str, str] = {}
-    for step in found.graph.steps:
+    for step in graph.steps:
         for value in step.inputs:
-            known = found.graph.values[value]
+            known = graph.values[value]
             if known.is_parameter and known.names:
                 word = {"add": "bias", "sub": "bias", "mul": "scale"}.get(step.name, "other")
                 roles.setdefault(known.names[0], word)
+    return roles
+
+
+def parameter_roles(found: Recogniser) -> dict[str, str]:
+    """What parameters are for, each under the name by which a part reads it."""
+    roles: dict[str, str] = {}
     for norm in found.norms:
         roles |= {name: "norm" for name in (norm.weight, norm.bias) if name}
     for convolution in found.convolutions:

@@ -10,6 +10,8 @@ the innermost module is written down as unknown, and the run goes on behind it i
 Indices that weights decide (the experts of a token) are chosen here, one after the other, and noted: they pick rows,
 and who feeds whom does not depend on them.
 
+Layers of ours whose weights are packed are run by a plain layer of the same shape (`stand_in`).
+
 The model is not altered. Hooks are not run (what they would do is unknown, and so the view names the modules that have
 them); attributes, lists and buffers that a forward writes are put back; random numbers are drawn from a fork. Another
 thread must not use the model meanwhile. torch.export was tried: it refuses more models and shows smaller steps.
@@ -101,7 +103,6 @@ class ModuleCall:
     first: int
     last: int
     parent: int | None
-    fault: str = ""
 
 
 @dataclass
@@ -114,6 +115,7 @@ class Recording:
     outputs: tuple[int, ...]
     unknown: dict[str, str]
     notes: list[str]
+    packed: dict[str, Tensor]
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
@@ -133,6 +135,8 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[ModuleCall] = []
         self.unknown: dict[str, str] = {}
         self.notes: list[str] = []
+        self.packed: dict[str, Tensor] = {}  # weights of packed layers, as plain ones without numbers
+        self._stand_ins: dict[int, nn.Module] = {}
         self._stack: list[int] = []
         self._value_of: dict[int, int] = {}  # id of a tensor -> value
         self._kept: list[Any] = []  # tensors, so that ids stay theirs
@@ -166,7 +170,7 @@ class _Recorder(TorchFunctionMode):
 
     def finish(self, output: Any) -> Recording:
         outputs = tuple(dict.fromkeys(self._value(tensor) for tensor in _tensors_in(output)))
-        return Recording(self.values, self.steps, self.calls, outputs, self.unknown, self.notes)
+        return Recording(self.values, self.steps, self.calls, outputs, self.unknown, self.notes, self.packed)
 
     def _call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parent = self._stack[-1] if self._stack else None
@@ -178,11 +182,12 @@ class _Recorder(TorchFunctionMode):
         self.calls.append(call)
         self._stack.append(len(self.calls) - 1)
         try:
-            output = own_forward(module)(*args, **kwargs)
+            output = self._forward(module, path, args)(*args, **kwargs)
         except (NumbersNeededError, NotImplementedError) as error:
             output = self._go_on_behind(call, module, error, args, kwargs)
         except Exception as error:
-            if parent is None or not has_foreign_forward(module):
+            is_after_unknown = any(self._lies_in(later.path, path) for later in self.calls[self._stack[-1] + 1 :])
+            if parent is None or not (has_foreign_forward(module) or is_after_unknown):
                 raise
             output = self._go_on_behind(call, module, error, args, kwargs)
         finally:
@@ -191,14 +196,31 @@ class _Recorder(TorchFunctionMode):
         call.outputs = tuple(self._value(tensor) for tensor in _tensors_in(output))
         return output
 
+    def _forward(self, module: nn.Module, path: str, args: tuple[Any, ...]) -> Callable[..., Any]:
+        if not hasattr(type(module), "stand_in"):
+            return own_forward(module)
+        key = id(module)
+        if key not in self._stand_ins:
+            with torch._C.DisableTorchFunction():
+                plain: nn.Module | None = module.stand_in(*args)  # type: ignore[operator]
+            if plain is None:
+                raise NumbersNeededError("packed experts: only their router is seen")
+            self._stand_ins[key] = plain
+            for local, parameter in plain.named_parameters():
+                self._names[id(parameter)] = [f"{path}.{local}".lstrip(".")]
+                self._parameters.add(id(parameter))
+                self.packed[self._names[id(parameter)][0]] = parameter
+        forward: Callable[..., Any] = self._stand_ins[key].forward
+        return forward
+
+    def _lies_in(self, path: str, outer: str) -> bool:
+        return path in self.unknown and (path == outer or not outer or path.startswith(f"{outer}."))
+
     def _go_on_behind(
         self, call: ModuleCall, module: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """A value of the shape of the module's input, made by nothing that was seen; without one the error stands."""
-        inner = [path for path in self.unknown if call.path == "" or path.startswith(f"{call.path}.")]
-        if not inner or not isinstance(error, NumbersNeededError | NotImplementedError):
-            self.unknown.setdefault(call.path, _reason(error))
-            call.fault = self.unknown[call.path]
+        self.unknown.setdefault(call.path, _reason(error))
         given = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.is_floating_point()]
         if call.parent is None or not given:
             raise error
@@ -222,9 +244,7 @@ class _Recorder(TorchFunctionMode):
         if name == "where" and len(args) + len(kwargs) == 1 and _has_no_numbers(tensors[0]):
             raise NumbersNeededError("where() of numbers that weights decide")
         before = [_version(tensor) for tensor in tensors]
-        if name == "histc" and not tensors[0].is_floating_point():  # GPUs count integers, CPUs only floats
-            args = (tensors[0].float(), *args[1:])
-        output = func(*args, **kwargs) if name != "grouped_mm" else _grouped_product(func, args, kwargs)
+        output = self._compute(name, func, tensors, args, kwargs)
         if isinstance(output, Tensor) and _has_no_numbers(output):
             output = self._with_numbers(name, func, args, kwargs, output)
         if name in _CHOOSE_INDICES:
@@ -232,6 +252,16 @@ class _Recorder(TorchFunctionMode):
         written = [tensor for tensor, version in zip(tensors, before, strict=True) if _version(tensor) != version]
         self._add_step(name, func, args, kwargs, output, written)
         return output
+
+    def _compute(self, name: str, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """What a function gives; a few give errors without numbers that they do not give with them."""
+        if name in ("to", "cpu", "cuda") and _has_no_numbers(tensors[0]):  # it stays where it is
+            return tensors[0].to(_type_asked_for(tensors, args, kwargs))
+        if name == "histc" and not tensors[0].is_floating_point():  # GPUs count integers, CPUs only floats
+            return func(tensors[0].float(), *args[1:], **kwargs)
+        if name == "grouped_mm" and _has_no_numbers(tensors[0]) and tensors[0].dim() == 2:  # in BF16 alone
+            return tensors[0].new_empty(tensors[0].shape[0], tensors[1].shape[-1])
+        return func(*args, **kwargs)
 
     def _add_step(
         self, name: str, func: Any, args: Any, kwargs: Any, output: Any, written: list[Tensor] | None = None
@@ -379,14 +409,10 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A grouped product as a CPU has it: without numbers torch takes bfloat16 alone."""
-    dtype = args[0].dtype
-    if not _has_no_numbers(args[0]) or dtype is torch.bfloat16:
-        return func(*args, **kwargs)
-    with torch._C.DisableTorchFunction():
-        args = tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, args)
-        return func(*args, **kwargs).to(dtype)
+def _type_asked_for(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.dtype:
+    """The type of a move to a device or another tensor's place: its own where the call names none."""
+    asked = [given for given in (*args[1:], *kwargs.values()) if isinstance(given, torch.dtype)]
+    return asked[0] if asked else tensors[-1].dtype
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

@@ -62,8 +62,8 @@ def build_site(
     if site.norm is None or fp8_param:
         layer: Fp8Linear = Fp8Linear.from_linear(fused, recipe=recipe, gemms=gemms, fp8_param=fp8_param)
     else:
-        norm, how = model.get_submodule(site.norm.path), {"kind": site.norm.kind, "eps": site.norm.eps}
-        layer = Fp8NormLinear.from_modules(norm, fused, recipe=recipe, gemms=gemms, **how)
+        norm, kind, eps = model.get_submodule(site.norm.path), site.norm.kind, site.norm.eps
+        layer = Fp8NormLinear.from_modules(norm, fused, recipe=recipe, gemms=gemms, kind=kind, eps=eps)
     if fused is not modules[0] and len(modules) == 1:
         layer.turn_in_checkpoints()
     return _place(site, linears, layer, None if site.norm is None or fp8_param else site.norm.path)
@@ -102,7 +102,7 @@ def _turned(module: nn.Module) -> nn.Linear:
         return module
     weight = module.get_parameter("weight")
     with torch.device("meta"):
-        linear = nn.Linear(*weight.shape, bias=False)
+        linear = nn.Linear(weight.shape[0], weight.shape[1], bias=False)
     linear.weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
     linear.bias = module.get_parameter("bias")
     return linear.train(module.training)

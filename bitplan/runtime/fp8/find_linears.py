@@ -166,8 +166,8 @@ class _Finder:
         if self.asks:
             return None
         role, seen = self._role(path), self._wiring(path)
-        if role == "head" and seen is not None and seen[0]:
-            return None  # the last layer of a part, of which nobody says that it is the model's last
+        if role == "head" and seen is not None and (seen[0] or seen[1].view.block_of(path)):
+            return None  # the last layer of a part or of a block, behind which a head may come
         output = getattr(self.model, "get_output_embeddings", None)
         if not role and callable(output) and output() is self.modules[path]:
             role = "head"

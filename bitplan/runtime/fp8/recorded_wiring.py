@@ -113,7 +113,8 @@ class Wiring:
     def __init__(self, model: nn.Module, view: ModelView) -> None:
         self.model, self.view = model, view
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.mlps = [wiring for use in (*view.gated_mlps(), *view.plain_mlps()) if (wiring := self._mlp(use))]
+        uses: list[GatedMlpUse | PlainMlpUse] = [*view.gated_mlps(), *view.plain_mlps()]
+        self.mlps = [wiring for use in uses if (wiring := self._mlp(use)) is not None]
 
     def role(self, path: str) -> str:
         """What a linear is for: "query", "gate", "head", ...; empty where it was not seen, or its uses differ."""
@@ -187,7 +188,7 @@ class Wiring:
         if {name for name, _ in module.named_parameters()} - {"weight", "bias"} or len(call.inputs) != 1:
             return f"{norm.path} computes more than a norm"
         weights = [self.modules[use.path].weight for use in uses]
-        if any(weight.dtype != module.weight.dtype for weight in weights):  # type: ignore[union-attr]
+        if any(weight.dtype != module.weight.dtype for weight in weights):
             return f"{norm.path} has another type than the projections behind it"
         return self._why_changed(norm.path, uses, norm.output)
 

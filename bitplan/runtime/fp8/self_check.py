@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -196,21 +197,19 @@ def _difference(expected: Sequence[Tensor], made: Sequence[Tensor], inputs: Inpu
 def _quiet(module: nn.Module) -> Iterator[None]:
     """A run that leaves nothing behind: as in evaluation, without gradients, hooks, random numbers or attributes."""
     training = {one: one.training for one in module.modules()}
+    buffers = [(one, one._version, one.clone()) for one in module.buffers() if not one.is_meta]
     with torch.no_grad(), restored(module), same_random_numbers(), _eager():
         for one in training:
             one.training = False
         try:
             yield
         finally:
-            _set_training(training)
-
-
-def _set_training(training: Mapping[nn.Module, bool]) -> None:
-    for module, was in training.items():
-        module.training = was
+            for one, was in training.items():
+                one.training = was
+            for buffer, version, numbers in buffers:
+                if buffer._version != version:
+                    buffer.copy_(numbers)
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:
-    import sys
-
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

@@ -1,6 +1,8 @@
-"""Projections of one input as one product: q, k and v of an attention, gate and up of an MLP.
+"""Packed layers that read one input as one product: q, k and v of an attention, gate and up of an MLP.
 
     fuse_projections(model)         # after the model is on its device; returns the joined names
+
+Which layers read the same input is seen in what the model computes (`bitplan.describe`), not in their names.
 
 The layers stay where they are, under their names: their packed bytes become views of one matrix, so that a state_dict
 holds the same tensors as before, in the same memory. The first of them to be called with an input runs the product of
@@ -19,35 +21,62 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
+from bitplan.errors import PlanError
 from bitplan.formats import Encoded
 from bitplan.kernels.codec.dispatch import has_decoder
 from bitplan.kernels.matmul.fused import FusedMatmul, Prepared, fused_for
+from bitplan.plan.structure.describe import describe
 from bitplan.runtime.packed.product_strategy import INPUTS, input_type
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed_weight import PackedWeight
 
-PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 MOST_UNCLAIMED = 4  # products of which not all layers took their part, before each layer runs by itself
 
 
-def fuse_projections(model: nn.Module, projections: Iterable[Sequence[str]] = PROJECTIONS) -> list[str]:
-    """Join the packed layers of these names wherever a module has all of them; returns their names, joined by +."""
+def fuse_projections(model: nn.Module, example: Any = None) -> list[str]:
+    """Join the packed layers that read the same input; returns their names, joined by +.
+
+    example   what the model's forward is called with, for `bitplan.describe`, where none can be made from its config
+    """
     joined = []
-    for path, parent in model.named_modules():
-        for names in projections:
-            found = (getattr(parent, name, None) for name in names)
-            layers = [layer for layer in found if isinstance(layer, QuantLinear)]
-            if len(layers) == len(names) and why_not_joined(layers) is None:
-                JointProjection(layers, f"{path}.{'+'.join(names)}".lstrip("."))
-                joined.append(f"{path}.{'+'.join(names)}".lstrip("."))
+    for group in describe(model, example).input_groups():
+        alike: dict[Any, list[tuple[str, QuantLinear]]] = {}
+        for linear in group.linears if group.is_one_tensor else ():
+            layer = model.get_submodule(linear.path)
+            if isinstance(layer, QuantLinear):
+                key = (layer.weight.fmt.name, layer.strategy, id(layer.cache), layer.bias is None)
+                alike.setdefault(key, []).append((linear.path, layer))
+        for members in alike.values():
+            layers = [layer for _, layer in members]
+            if len(layers) > 1 and why_not_joined(layers) is None:
+                joined.append(JointProjection(layers, _joint_name([path for path, _ in members])).name)
     return joined
+
+
+def fuse_what_is_seen(model: nn.Module) -> list[str]:
+    """`fuse_projections` for a loaded model, which runs as well where no example fits its forward: layer by layer."""
+    try:
+        return fuse_projections(model)
+    except PlanError as error:
+        warnings.warn(f"packed layers stay apart, one product each: {error}", stacklevel=3)
+        return []
+
+
+def _joint_name(paths: Sequence[str]) -> str:
+    """model.layers.0.self_attn.q_proj+k_proj+v_proj."""
+    parts = [path.split(".") for path in paths]
+    shared = 0
+    while all(len(part) > shared + 1 and part[: shared + 1] == parts[0][: shared + 1] for part in parts):
+        shared += 1
+    return ".".join([*parts[0][:shared], "+".join(".".join(part[shared:]) for part in parts)])
 
 
 def why_not_joined(layers: Sequence[QuantLinear]) -> str | None:

@@ -73,6 +73,10 @@ class QuantEmbedding(nn.Module):
     def dtype(self) -> torch.dtype:
         return self._like.dtype
 
+    def stand_in(self, _ids: Tensor) -> nn.Embedding:
+        """A plain table without numbers, for `bitplan.describe`."""
+        return nn.Embedding(self.num_embeddings, self.embedding_dim, device="meta", dtype=self.dtype)
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.weight.fmt.name}"
 

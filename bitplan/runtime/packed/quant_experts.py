@@ -129,6 +129,9 @@ class QuantExperts(nn.Module):
         """Bytes held beside the packed ones: scales arranged for the kernel, or expanded numbers (eager)."""
         return self.gate_up.derived_nbytes + self.down.derived_nbytes
 
+    def stand_in(self, *_inputs: Tensor) -> None:
+        """There is no plain layer that routes as this one does: `bitplan.describe` calls it unknown."""
+
     def extra_repr(self) -> str:
         return f"experts={self.experts}, {self.activation}, strategy={self.strategy}"
 

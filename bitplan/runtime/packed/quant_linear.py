@@ -124,6 +124,11 @@ class QuantLinear(nn.Module):
         encoded = encode(linear.weight, fmt, name=f"{name}.weight", **encode_options)
         return cls(encoded, linear.bias, strategy=strategy, cache=cache, name=name).train(linear.training)
 
+    def stand_in(self, x: Tensor) -> nn.Linear:
+        """A plain layer without numbers that computes the same, for `bitplan.describe`."""
+        bias = self.bias is not None
+        return nn.Linear(self.in_features, self.out_features, bias=bias, device="meta", dtype=x.dtype)
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in ("weight", "bias") and self.__dict__.get("joint") is not None:

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from bitplan.formats.fp8 import cast_reference, decode_scaled
-from bitplan.kernels.fp8.activation import FUNCTIONS, activate, activation_gradient, width_of
+from bitplan.kernels.fp8.activation import FUNCTIONS, activate, activation_gradient, split_function, width_of
 from bitplan.kernels.fp8.guessed_cast import counts_of, new_state
 from bitplan.kernels.fp8.triton_activation import cast_by_guess, fits_activated
 from bitplan.kernels.fp8.triton_cast import CastLaunch
@@ -28,13 +28,14 @@ def sample(rows: int, cols: int, seed: int, device) -> torch.Tensor:
 def test_codes_are_those_of_the_activated_matrix_and_of_its_gradient(gradient, function, device) -> None:
     y = sample(21, width_of(function, FEATURES), 0, device)
     dh = sample(21, FEATURES, 1, device) if gradient else None
-    assert fits_activated(y, dh, function)
-    assert not fits_activated(y[:, 1:].contiguous(), None, function)
+    act, gated = split_function(function)
+    assert fits_activated(y, dh, gated)
+    assert not fits_activated(y[:, 1:].contiguous(), None, gated)
     whole = (activate(y, function) if dh is None else activation_gradient(y, dh, function)).cpu()
     expected, state = cast_reference(whole, "tensor"), new_state(device)
     how = {"rows": True, "cols": True, "sums": torch.float32 if gradient else None, "launch": SMALL}
     for step in range(2):
-        made, sums = cast_by_guess(y, dh, function, "e4m3", 0.0, state, **how)
+        made, sums = cast_by_guess(y, dh, act, gated, "e4m3", 0.0, state, **how)
         assert counts_of(state)[:2] == (step + 1, 1)  # the first guess is wrong, and cast again
         for each in (made.rows, made.cols):
             assert torch.equal(each.scale.cpu(), expected.scale)

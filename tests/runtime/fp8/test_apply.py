@@ -12,8 +12,16 @@ import transformers
 from torch import nn
 
 from bitplan.measure.speed.paired_timing import CpuStopwatch
+from bitplan.plan.fp8.layers import layers_of_shapes
 from bitplan.plan.fp8.merge import merge_reports, to_thresholds
-from bitplan.plan.fp8.vocabulary import FingerprintError, Fp8Error, PolicyError, PolicyKindError, PolicyVersionError
+from bitplan.plan.fp8.vocabulary import (
+    FingerprintError,
+    Fp8Error,
+    ModelConfigError,
+    PolicyError,
+    PolicyKindError,
+    PolicyVersionError,
+)
 from bitplan.runtime.fp8 import apply as fp8_apply
 from bitplan.runtime.fp8 import replacements
 from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
@@ -645,6 +653,36 @@ def test_a_vlm_has_a_policy_for_each_part(tmp_path):
         ("llm", "fc2", "fp8", 128),
     ]
     assert "its norm fused, which here stays apart" in applied.rows[2].reason
+
+
+def test_shapes_that_were_never_measured_are_named_with_the_command_that_measures_them(tmp_path):
+    policy_of(fc2=WINS).save(tmp_path / "policy.json")
+    applied = apply_fp8(llama(num_hidden_layers=1), tmp_path / "policy.json", tokens=100, emulate=True, estimate=False)
+    assert applied.fp8_layers == 1
+    (note,) = [note for note in applied.notes if note.startswith("never measured")]
+    command = note.partition("measure them: ")[2]
+    assert "--shapes 256x128:norm,128x128,512x128:norm --part llm --recipe tensorwise" in command
+    assert f"--into {tmp_path / 'policy.json'}" in command
+    layers = layers_of_shapes(command.split()[3])
+    assert [(layer.kind, layer.shape) for layer in layers] == [
+        ("layernorm_column", (256, 128)),
+        ("column", (128, 128)),
+        ("layernorm_column", (512, 128)),
+    ]
+    with pytest.raises(ModelConfigError, match=r"OUTxIN or OUTxIN:norm .* got '12x'"):
+        layers_of_shapes("12x")
+
+
+def test_a_layer_under_any_name_is_found_by_its_shape():
+    policy = policy_of(qkv=WINS, proj={64: 0.8, 128: 0.9}, fc1=WINS, fc2=WINS)
+    model = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128), nn.Tanh(), nn.Linear(128, 128))
+    applied = apply_fp8(model, policy, tokens=100, emulate=True, include=["*"])
+    assert [(row.shape, row.name, row.precision) for row in applied.rows] == [
+        ((256, 128), "qkv", "fp8"),
+        ((128, 256), "fc2", "fp8"),
+        ((128, 128), "proj", "bf16"),
+    ]
+    assert "measured with its norm fused, which here stays apart" in applied.rows[0].reason
 
 
 def test_a_summary_as_json():

@@ -48,7 +48,7 @@ class Attention(nn.Module):
 def test_joined_projections_give_the_numbers_and_the_state_of_separate_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x = nn.ModuleList([Attention(name)]).to(DEVICE), normal(1, 3, 128).bfloat16()
+    model, x = nn.Sequential(Attention(name)).to(DEVICE), normal(1, 3, 128).bfloat16()
     expected, state = model[0](x), {key: part.clone() for key, part in model.state_dict().items()}
     assert fuse_projections(model) == ["0.q_proj+k_proj+v_proj"]
     assert fuse_projections(model) == []  # they are joined already
@@ -94,7 +94,28 @@ def test_what_changes_is_seen_and_a_gradient_runs_each_layer_alone() -> None:
 def test_layers_that_differ_stay_alone() -> None:
     model = Attention("mxfp4")
     model.v_proj = QuantLinear(packed("nvfp4", 16, 128), strategy="fused")
-    assert fuse_projections(model) == []
+    assert fuse_projections(model) == ["q_proj+k_proj"]
     model = Attention("mxfp4")
     model.v_proj = QuantLinear(packed("mxfp4", 16, 128), normal(16), strategy="fused")
-    assert fuse_projections(model) == []
+    assert fuse_projections(model) == ["q_proj+k_proj"]
+
+
+class Wired(nn.Module):
+    """Names of a llama's attention that say nothing: k and v read what q makes; two others read one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.c_fc = (
+            QuantLinear(packed("mxfp4", 128, 128, seed=seed), strategy="fused") for seed in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x)
+        return self.k_proj(q) + self.v_proj(2 * q) + self.c_fc(x)
+
+
+def test_the_input_decides_what_is_joined_and_no_name() -> None:
+    assert fuse_projections(Wired()) == ["q_proj+c_fc"]
+    wrapped = nn.ModuleList([Wired()])
+    with pytest.raises(ValueError, match=r"no input was found .* give one: .*example"):
+        fuse_projections(wrapped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bitplan.runtime.packed.fused_projections import fuse_projections
 from bitplan.runtime.packed.quant_linear import QuantLinear
@@ -12,15 +12,21 @@ from bitplan.runtime.packed.warm_up import warm_up
 from tests.runtime.packed.linear_samples import packed
 
 
+class Projections(nn.Module):
+    """Two that read one input and can be joined, and one of another format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (QuantLinear(packed("mxfp4"), strategy="decode") for _ in range(2))
+        self.other = QuantLinear(packed("nvfp4"), strategy="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.two(x) + self.other(x)
+
+
 def test_layers_are_settled_before_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ModuleDict(
-        {
-            "gate_proj": QuantLinear(packed("mxfp4"), strategy="decode"),
-            "up_proj": QuantLinear(packed("mxfp4"), strategy="decode"),
-            "down_proj": QuantLinear(packed("nvfp4"), strategy="eager"),
-        }
-    )
-    assert fuse_projections(model) == ["gate_proj+up_proj"]
+    model = Projections()
+    assert fuse_projections(model) == ["one+two"]
     settled: list[tuple[str, int]] = []
     right = QuantLinear.settle
 
@@ -31,4 +37,4 @@ def test_layers_are_settled_before_their_first_call(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(QuantLinear, "settle", watched)
     assert warm_up(model, (1, 4), torch.float32) > 0
     assert sorted(settled) == sorted([("mxfp4", 1), ("mxfp4", 4)] * 2 + [("nvfp4", 1), ("nvfp4", 4)])
-    assert model["down_proj"].graph.expanded is not None
+    assert model.other.graph.expanded is not None

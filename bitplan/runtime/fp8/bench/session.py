@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from bitplan.measure.speed.fp8_report import ReportLog, fingerprint_of
 from bitplan.measure.speed.paired_timing import stopwatch_of
 from bitplan.plan.fp8.bench_options import BenchOptions, BenchOptionsError
-from bitplan.plan.fp8.layers import Parallel, bench_cases, local_layers
+from bitplan.plan.fp8.layers import Layer, Parallel, bench_cases, layers_of_shapes, local_layers
 from bitplan.plan.fp8.merge import Merged, merge_reports
 from bitplan.plan.fp8.report import ROUTINGS, TIMINGS, Report
 from bitplan.runtime.fp8.bench.layer_bench import BenchPlan, Way, count_failures, run_bench
@@ -39,6 +40,7 @@ class Request:
     products_apart: bool = True
     part: str | None = None
     device: str = "cuda"
+    shapes: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Session:
     def settings(self) -> dict[str, Any]:
         sizes = {"tp": self.parallel.tp, "ep": self.parallel.ep, "etp": self.parallel.etp}
         sweep = [f"{length}x{batch}" for length, batch in self.request.options.shape_sweep]
-        return self.plan.settings() | sizes | {"ranks": self.ranks, "sweep": sweep, "part": self.request.part or "all"}
+        asked = {"ranks": self.ranks, "sweep": sweep, "part": self.request.part or "all"}
+        return self.plan.settings() | sizes | asked | ({"shapes": self.request.shapes} if self.request.shapes else {})
 
     def report_path(self) -> Path:
         options = self.request.options
@@ -78,23 +81,16 @@ class Result:
 def plan_session(request: Request, environment: Mapping[str, str] = os.environ) -> Session:
     """Read the model, divide it, and list the cases; no GPU is needed."""
     options = request.options
-    if not options.omni_config_path:
-        raise BenchOptionsError("no model: give MODEL (or TE_LAYER_PERF_OMNI_CONFIG_PATH), a config.json or a YAML")
-    model = open_model(options.omni_config_path)
-    parts = [part for part in model.parts if request.part in (None, part.part)]
-    if not parts:
-        there = ", ".join(part.part for part in model.parts)
-        raise BenchOptionsError(f"{options.omni_config_path}: has no part {request.part!r}; it has {there}")
+    name, make_layers, parallel = _layers(request)
     if options.fp8_policy_path and set(options.precisions) != {"bf16", "fp8"}:
         raise BenchOptionsError("a policy compares BF16 with FP8; leave precisions at bf16,fp8, or merge reports later")
-    parallel = model.parallel(options.tp_size, options.ep_size, options.etp_size)
     ranks = _ranks(environment, parallel)
     timings = request.timings if ranks == 1 else tuple(each for each in request.timings if each == "eager")
     if not timings:
         raise BenchOptionsError("under torchrun layers are timed eager; leave --timing out, or use one process")
     recipe = Fp8Recipe(options.fp8_recipe, request.fp8, AmaxEps.from_environment(environment))  # type: ignore[arg-type]
     plan = BenchPlan(
-        tuple(bench_cases(local_layers(parts, parallel), options.shape_sweep, recipe.name)),
+        tuple(bench_cases(make_layers(), options.shape_sweep, recipe.name)),
         recipe,
         options.iters,
         options.warmup,
@@ -103,7 +99,30 @@ def plan_session(request: Request, environment: Mapping[str, str] = os.environ) 
         request.routings,
         request.products_apart,
     )
-    return Session(request, Path(options.omni_config_path).name, parallel, plan, ranks)
+    return Session(request, name, parallel, plan, ranks)
+
+
+def _layers(request: Request) -> tuple[str, Callable[[], list[Layer]], Parallel]:
+    """The layers to time, of a model or of shapes, where they come from, and how they are divided."""
+    options = request.options
+    if request.shapes is not None:
+        if options.omni_config_path:
+            raise BenchOptionsError(
+                f"give MODEL or --shapes, not both: {options.omni_config_path} and {request.shapes}"
+            )
+        tp = options.tp_size or 1
+        return "shapes", partial(layers_of_shapes, request.shapes, request.part or "llm", tp), Parallel(tp=tp)
+    if not options.omni_config_path:
+        raise BenchOptionsError(
+            "no model: give MODEL (or TE_LAYER_PERF_OMNI_CONFIG_PATH), a config.json or a YAML, or --shapes OUTxIN,..."
+        )
+    model = open_model(options.omni_config_path)
+    parts = [part for part in model.parts if request.part in (None, part.part)]
+    if not parts:
+        there = ", ".join(part.part for part in model.parts)
+        raise BenchOptionsError(f"{options.omni_config_path}: has no part {request.part!r}; it has {there}")
+    parallel = model.parallel(options.tp_size, options.ep_size, options.etp_size)
+    return Path(options.omni_config_path).name, partial(local_layers, parts, parallel), parallel
 
 
 def _ranks(environment: Mapping[str, str], parallel: Parallel) -> int:

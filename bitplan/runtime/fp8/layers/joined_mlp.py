@@ -205,6 +205,7 @@ def run_mlp_forward(
     source: WeightSource,
 ) -> tuple[Tensor | None, ...]:
     """(output; the first product; its input for wgrad, scale, 1 / deviation, mean; the activated for wgrad, scale)."""
+    of_first: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     if norm_weight is None:
         of_first = (*run_forward(x_MK, first, first_bias, first_text, need_x, need_first, source), None, None)
     else:
@@ -251,12 +252,12 @@ def run_mlp_backward(
         total = activation_gradient(y, dh, function).sum(0, dtype=torch.float32).to(sums)
         return None, None, None, None, total, d_down
     settings = Fp8Settings.from_text(first_text)
-    cast, total = _cast(y, dh, first, GRAD, settings, function, rows=need_x, cols=need_first, sums=sums)
+    cast, of_bias = _cast(y, dh, first, GRAD, settings, function, rows=need_x, cols=need_first, sums=sums)
     dx, d_first = gradients_of(cast, dh, kept, kept_scale, first, settings, need_x, need_first, source)
     if norm_weight is None:
-        return dx, None, None, d_first, total, d_down
+        return dx, None, None, d_first, of_bias, d_down
     of_norm = norm_gradients(dx, x_MK, norm_weight, norm_bias, rstd, mean, first_text)
-    return *of_norm, d_first, total, d_down
+    return *of_norm, d_first, of_bias, d_down
 
 
 def _cast(

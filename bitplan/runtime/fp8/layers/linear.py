@@ -108,7 +108,7 @@ class Fp8Linear(CastsWeight, nn.Linear):
     def turn_in_checkpoints(self) -> None:
         """Read and write checkpoints with the transpose of the weight, as GPT-2's Conv1D has it."""
         self.is_turned = True
-        handle = self.register_load_state_dict_pre_hook(_turn_loaded)
+        handle = self.register_load_state_dict_pre_hook(_turn_loaded)  # type: ignore[no-untyped-call]
         self._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def plain_weight(self) -> Tensor:

@@ -166,7 +166,7 @@ def with_bound_calls(name: str, operator: Callable[..., tuple[Tensor, ...]]) -> 
         if not x.is_cuda:
             return operator(x, *rest)
         if bind is None:
-            from bitplan.runtime.fp8.layers.compiled.bound_operators import BINDERS  # it needs Triton
+            from bitplan.runtime.fp8.layers.compiled.binders import BINDERS  # it needs Triton
 
             key_of, bind = BINDERS[name]
         key = key_of(x, *rest)

@@ -36,7 +36,7 @@ from bitplan.runtime.packed.checkpoints.fill import (
 from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.checkpoints.source import remember
 from bitplan.runtime.packed.checkpoints.tensor_sources import assign
-from bitplan.runtime.packed.fused_projections import fuse_projections
+from bitplan.runtime.packed.fused_projections import fuse_what_is_seen
 from bitplan.runtime.packed.gpt_oss import load as gpt_oss_load
 from bitplan.runtime.packed.gpt_oss import model as gpt_oss
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, make_experts, open_checked
@@ -121,7 +121,7 @@ def load_packed(
         check_filled(target, str(path))
         target.to(place)  # buffers that a model of the user's computes itself
         if place.type in ("cuda", "cpu"):
-            fuse_projections(target)
+            fuse_what_is_seen(target)
         folder = source if source.is_dir() else None
         remember(target, file, assignment.recipes, folder=folder, config=config, plan=plan)
         adapt_to_transformers(target)

@@ -34,7 +34,7 @@ from bitplan.runtime.packed.checkpoints.fill import (
 from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.checkpoints.source import remember
 from bitplan.runtime.packed.checkpoints.tensor_sources import Assignment, assign
-from bitplan.runtime.packed.fused_projections import fuse_projections
+from bitplan.runtime.packed.fused_projections import fuse_what_is_seen
 from bitplan.runtime.packed.read_packed import check_filled, check_norms, check_room, device_of
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.packed_folder import (
@@ -152,7 +152,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             place_all(model, values, {}, layers)
             check_filled(model, str(self._folder))
             if self._device.type in ("cuda", "cpu"):
-                fuse_projections(model)
+                fuse_what_is_seen(model)
             remember(model, file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan)
         adapt_to_transformers(model)
         self._layers.clear()

@@ -40,12 +40,12 @@ def save(folder, document):
 
 
 def layers_of(model):
-    return {(site.kind, site.name, site.shape, site.num_gemms) for site in find_sites(model).sites}
+    return {(site.shape, site.norm is not None, site.num_gemms) for site in find_sites(model).sites}
 
 
 def measured(document, tp=1):
     layers = local_layers(model_parts(document), Parallel(tp=tp))
-    return {(layer.kind, layer.name, layer.shape, layer.num_gemms) for layer in layers}
+    return {(layer.shape, layer.kind == "layernorm_column", layer.num_gemms) for layer in layers}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,7 +63,7 @@ def test_as_few_blocks_as_show_every_layer(family, tmp_path):
 def test_the_share_of_one_gpu(tmp_path):
     small = plan_small_model(save(tmp_path, LLAMA), tp=2)
     assert layers_of(small.build(META)) == measured(LLAMA, tp=2)
-    assert ("row", "fc2", (128, 128), None) in measured(LLAMA, tp=2)
+    assert ((128, 128), False, None) in measured(LLAMA, tp=2)
 
 
 def test_only_blocks_are_kept_as_they_are(tmp_path):

@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 from bitplan.formats.fp8 import padded_tokens
-from bitplan.kernels.base.launch import current_stream, empty_on_gpu, index_of
-from bitplan.kernels.base.numbers import float_name
+from bitplan.kernels.base.launch import current_stream, empty_on_gpu
 from bitplan.kernels.fp8.bound_norm import NormGradient, bind_norm_cast, bind_norm_gradient
 from bitplan.kernels.fp8.guessed_cast import BoundCast, plan_guess
-from bitplan.kernels.fp8.triton_activation import fits_width, plan_activated
-from bitplan.kernels.fp8.triton_norm import plan_sum
 from bitplan.runtime.fp8.compiled_graphs import in_compiled_graphs
 from bitplan.runtime.fp8.layer_settings import SHORT_SUM, GemmChoice
 from bitplan.runtime.fp8.layers.products import Fp8Settings
@@ -41,11 +38,11 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
-def _never(*_: Any) -> None:
+def never(*_: Any) -> None:
     """The bound call of an operator that cannot be bound."""
 
 
-def _fits(x: Tensor, *layers: tuple[Tensor, str]) -> bool:
+def fits_products(x: Tensor, *layers: tuple[Tensor, str]) -> bool:
     """Whether products of as many tokens as x has can be bound for these weights and settings."""
     if x.dtype != _BF16 or not x.shape[0] or padded_tokens(RECIPE, x.shape[0]) != x.shape[0] or x.shape[1] % 16:
         return False
@@ -55,24 +52,24 @@ def _fits(x: Tensor, *layers: tuple[Tensor, str]) -> bool:
     )
 
 
-def _types(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+def types_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
-def _fit_biases(*biases: Tensor | None) -> bool:
+def fit_biases(*biases: Tensor | None) -> bool:
     """Whether products add these themselves."""
     return all(bias is None or bias.dtype == _BF16 for bias in biases)
 
 
-def _fit_norm(weight: Tensor, bias: Tensor | None) -> bool:
+def fit_norm(weight: Tensor, bias: Tensor | None) -> bool:
     return bias is None or bias.dtype == weight.dtype
 
 
-def _address(tensor: Tensor | None) -> int:
+def address_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _is_ready(device: int, weight: Tensor, *tensors: Tensor | None) -> bool:
+def is_ready(device: int, weight: Tensor, *tensors: Tensor | None) -> bool:
     """Whether these can be read by address, on the current device, while no graph is recorded."""
     if _current_device() != device or _is_capturing() or in_compiled_graphs(weight):
         return False
@@ -86,7 +83,7 @@ def _is_ready(device: int, weight: Tensor, *tensors: Tensor | None) -> bool:
     return not addresses & 15
 
 
-class _Products:
+class BoundProducts:
     """The products of one layer, of operands that were cast, into memory that is allocated here: quicker than torch."""
 
     def __init__(self, text: str, tokens: int, weight: Tensor, need_x: bool, reuse: bool) -> None:
@@ -120,7 +117,7 @@ class _Products:
         return dx, dw
 
 
-def _bind_gradient(dy: Tensor, text: str) -> tuple[str, BoundCast | None]:
+def bind_gradient_cast(dy: Tensor, text: str) -> tuple[str, BoundCast | None]:
     """(FP8 type of gradients, the cast of dy)."""
     recipe = Fp8Settings.from_text(text).recipe
     cast = (True, recipe.grad_fp8, recipe.eps.grad, dy.shape[0], True, True, None)
@@ -131,26 +128,26 @@ def _bind_gradient(dy: Tensor, text: str) -> tuple[str, BoundCast | None]:
 
 
 def linear_key(x: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any) -> Key:
-    return x.get_device(), x.shape, weight.shape, _types(x, weight, bias), constants
+    return x.get_device(), x.shape, weight.shape, types_of(x, weight, bias), constants
 
 
 def bind_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, reuse: bool
 ) -> Bound | None:
-    if not _fit_biases(bias) or not _fits(x, (weight, text)):
-        return _never
-    device, products = x.get_device(), _Products(text, x.shape[0], weight, need_x, reuse)
+    if not fit_biases(bias) or not fits_products(x, (weight, text)):
+        return never
+    device, products = x.get_device(), BoundProducts(text, x.shape[0], weight, need_x, reuse)
     eps = Fp8Settings.from_text(text).recipe.eps.input
     cast = plan_guess(x.shape, x.dtype, True, "e4m3", eps, x.shape[0], True, need_w, None).bind(x.device)
     if cast is None:
         return None
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Made | None:
-        if not _is_ready(device, weight, x) or (state := guess_for(RECIPE, weight, INPUT)) is None:
+        if not is_ready(device, weight, x) or (state := guess_for(RECIPE, weight, INPUT)) is None:
             return None
         codes, kept, scale = cast(current_stream(device), state.data_ptr(), x.data_ptr())
         y = products.y(codes, scale, weight, bias)
-        return (y, kept, scale) if kept is not None else (y, *_nothing(2))
+        return (y, kept, scale) if kept is not None else (y, *empty_tensors(2))
 
     return run
 
@@ -162,15 +159,15 @@ def linear_backward_key(dy: Tensor, _kept: Tensor, _scale: Tensor, weight: Tenso
 def bind_linear_backward(
     dy: Tensor, _kept: Tensor, _scale: Tensor, weight: Tensor, text: str, need_x: bool, need_w: bool, reuse: bool
 ) -> Bound | None:
-    if not (need_x and need_w) or not _fits(dy, (weight, text)):
-        return _never
-    device, products = dy.get_device(), _Products(text, dy.shape[0], weight, need_x, reuse)
-    fp8, cast = _bind_gradient(dy, text)
+    if not (need_x and need_w) or not fits_products(dy, (weight, text)):
+        return never
+    device, products = dy.get_device(), BoundProducts(text, dy.shape[0], weight, need_x, reuse)
+    fp8, cast = bind_gradient_cast(dy, text)
     if cast is None:
         return None
 
     def run(dy: Tensor, kept: Tensor, kept_scale: Tensor, weight: Tensor, *_: Any) -> Made | None:
-        if not _is_ready(device, weight, dy) or (state := guess_for(RECIPE, weight, GRAD, fp8)) is None:
+        if not is_ready(device, weight, dy) or (state := guess_for(RECIPE, weight, GRAD, fp8)) is None:
             return None
         made = cast(current_stream(device), state.data_ptr(), dy.data_ptr())
         return products.gradients(made, kept, kept_scale, weight)
@@ -184,7 +181,7 @@ def bind_linear_backward(
 def norm_linear_key(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *constants: Any
 ) -> Key:
-    return x.get_device(), x.shape, weight.shape, _types(x, weight, norm_weight, norm_bias, bias), constants
+    return x.get_device(), x.shape, weight.shape, types_of(x, weight, norm_weight, norm_bias, bias), constants
 
 
 def bind_norm_linear(
@@ -199,11 +196,11 @@ def bind_norm_linear(
     reuse: bool,
 ) -> Bound | None:
     settings = Fp8Settings.from_text(text)
-    fits = _fit_biases(bias) and _fit_norm(norm_weight, norm_bias) and settings.norm is not None
-    if not fits or not _fits(x, (weight, text)):
-        return _never
+    fits = fit_biases(bias) and fit_norm(norm_weight, norm_bias) and settings.norm is not None
+    if not fits or not fits_products(x, (weight, text)):
+        return never
     assert settings.norm is not None
-    device, products = x.get_device(), _Products(text, x.shape[0], weight, need_x, reuse)
+    device, products = x.get_device(), BoundProducts(text, x.shape[0], weight, need_x, reuse)
     types, eps = (x.dtype, norm_weight.dtype), settings.recipe.eps.input
     cast = bind_norm_cast(
         x.shape, types, settings.norm, eps, has_bias=norm_bias is not None, cols=need_w, device=x.device
@@ -214,13 +211,13 @@ def bind_norm_linear(
     def run(
         x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *_rest: Any
     ) -> Made | None:
-        if not _is_ready(device, weight, x, norm_weight, norm_bias):
+        if not is_ready(device, weight, x, norm_weight, norm_bias):
             return None
-        addresses = (x.data_ptr(), norm_weight.data_ptr(), _address(norm_bias))
+        addresses = (x.data_ptr(), norm_weight.data_ptr(), address_of(norm_bias))
         codes, kept, scale, rstd, mean = cast(current_stream(device), *addresses)
         y = products.y(codes, scale, weight, bias)
-        of_wgrad = (kept, scale) if kept is not None else _nothing(2)
-        return y, *of_wgrad, rstd, *((mean,) if mean is not None else _nothing(1))
+        of_wgrad = (kept, scale) if kept is not None else empty_tensors(2)
+        return y, *of_wgrad, rstd, *((mean,) if mean is not None else empty_tensors(1))
 
     return run
 
@@ -237,7 +234,7 @@ def norm_linear_backward_key(
     _mean: Tensor,
     *constants: Any,
 ) -> Key:
-    return dy.get_device(), dy.shape, weight.shape, _types(dy, weight, x, norm_weight, norm_bias), constants
+    return dy.get_device(), dy.shape, weight.shape, types_of(dy, weight, x, norm_weight, norm_bias), constants
 
 
 def bind_norm_linear_backward(
@@ -256,14 +253,14 @@ def bind_norm_linear_backward(
     reuse: bool,
 ) -> Bound | None:
     settings = Fp8Settings.from_text(text)
-    fits = _fit_norm(norm_weight, norm_bias) and need_x and need_w and settings.norm is not None
-    if not fits or not _fits(dy, (weight, text)):
-        return _never
+    fits = fit_norm(norm_weight, norm_bias) and need_x and need_w and settings.norm is not None
+    if not fits or not fits_products(dy, (weight, text)):
+        return never
     assert settings.norm is not None
-    device, products = dy.get_device(), _Products(text, dy.shape[0], weight, need_x, reuse)
+    device, products = dy.get_device(), BoundProducts(text, dy.shape[0], weight, need_x, reuse)
     is_layer = settings.norm[0] == "layer"
-    fp8, cast = _bind_gradient(dy, text)
-    of_norm = _bind_norm_gradient(x, dy.dtype, norm_weight, norm_bias, settings)
+    fp8, cast = bind_gradient_cast(dy, text)
+    of_norm = bind_gradient_of_norm(x, dy.dtype, norm_weight, norm_bias, settings)
     if cast is None or of_norm is None:
         return None
 
@@ -279,7 +276,7 @@ def bind_norm_linear_backward(
         mean: Tensor,
         *_rest: Any,
     ) -> Made | None:
-        if not _is_ready(device, weight, dy, x, norm_weight, rstd, mean):
+        if not is_ready(device, weight, dy, x, norm_weight, rstd, mean):
             return None
         if (state := guess_for(RECIPE, weight, GRAD, fp8)) is None:
             return None
@@ -288,12 +285,12 @@ def bind_norm_linear_backward(
         d_normed, dw = products.gradients(made, kept, kept_scale, weight)
         at_mean = mean.data_ptr() if is_layer else 0
         addresses = (d_normed.data_ptr(), x.data_ptr(), norm_weight.data_ptr(), rstd.data_ptr(), at_mean)
-        return *_without_none(of_norm(stream, *addresses)), dw
+        return *without_none(of_norm(stream, *addresses)), dw
 
     return run
 
 
-def _bind_norm_gradient(
+def bind_gradient_of_norm(
     x: Tensor, of_gradient: torch.dtype, norm_weight: Tensor, norm_bias: Tensor | None, settings: Fp8Settings
 ) -> NormGradient | None:
     assert settings.norm is not None
@@ -301,167 +298,11 @@ def _bind_norm_gradient(
     return bind_norm_gradient(x.shape, types, settings.norm[0], x.device, has_bias=has_bias)
 
 
-# ---- an MLP ----------------------------------------------------------------------------------------------------------
-
-
-def mlp_key(x: Tensor, *rest: Any) -> Key:
-    _, _, first, _, down, _ = rest[:6]
-    return x.get_device(), x.shape, first.shape, down.shape, _types(x, *rest[:6]), rest[6:]
-
-
-def bind_mlp(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    first: Tensor,
-    first_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    first_text: str,
-    down_text: str,
-    function: str,
-    need_x: bool,
-    need_first: bool,
-    need_between: bool,
-    need_down: bool,
-    reuse: bool,
-) -> Bound | None:
-    wanted = (first_text, need_x, need_first, reuse)
-    if norm_weight is None:
-        of_first = bind_linear(x, first, first_bias, *wanted)
-    else:
-        of_first = bind_norm_linear(x, norm_weight, norm_bias, first, first_bias, *wanted)
-    if of_first is None:
-        return None
-    fits = of_first is not _never and _fit_biases(down_bias) and fits_width(first.shape[0], function)
-    if not fits or not _fits(x, (down, down_text)):
-        return _never
-    device, shape = x.get_device(), (x.shape[0], first.shape[0])
-    products = _Products(down_text, x.shape[0], down, need_between, reuse)
-    eps = Fp8Settings.from_text(down_text).recipe.eps.input
-    cast = plan_activated(shape, function, False, "e4m3", eps, True, need_down, False, None).bind(x.device)
-    if cast is None:
-        return None
-
-    def run(
-        x: Tensor,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        first: Tensor,
-        first_bias: Tensor | None,
-        down: Tensor,
-        down_bias: Tensor | None,
-        *_: Any,
-    ) -> Made | None:
-        if (state := guess_for(RECIPE, down, INPUT)) is None:
-            return None
-        of_norm = () if norm_weight is None else (norm_weight, norm_bias)
-        made = of_first(x, *of_norm, first, first_bias)
-        if made is None:
-            return None
-        y, *others = made
-        codes, kept, scale = cast(current_stream(device), state.data_ptr(), y.data_ptr(), 0, 0)
-        out = products.y(codes, scale, down, down_bias)
-        others += _nothing(4 - len(others))
-        return out, y, *others, *((kept, scale) if kept is not None else _nothing(2))
-
-    return run
-
-
-def mlp_backward_key(dy: Tensor, x: Tensor, *rest: Any) -> Key:
-    _, _, first, _, down = rest[:5]
-    return dy.get_device(), dy.shape, first.shape, down.shape, _types(dy, x, *rest[:5]), rest[12:]
-
-
-def bind_mlp_backward(
-    dy: Tensor,
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    first: Tensor,
-    first_bias: Tensor | None,
-    down: Tensor,
-    *rest: Any,
-) -> Bound | None:
-    first_text, down_text, function, need_x, need_first, need_bias, need_down, reuse = rest[7:]
-    settings, device, tokens = Fp8Settings.from_text(first_text), dy.get_device(), dy.shape[0]
-    fits = need_x and need_first and need_down and fits_width(first.shape[0], function)
-    fits = fits and (norm_weight is None or _fit_norm(norm_weight, norm_bias))
-    if not fits or not _fits(dy, (down, down_text)) or not _fits(x, (first, first_text)):
-        return _never
-    of_down = _Products(down_text, tokens, down, True, reuse)
-    of_first = _Products(first_text, tokens, first, True, reuse)
-    is_layer, eps = settings.norm is not None and settings.norm[0] == "layer", settings.recipe.eps.grad
-    down_fp8, cast = _bind_gradient(dy, down_text)
-    fp8, width = settings.recipe.grad_fp8, first.shape[0]
-    plan = plan_activated((tokens, width), function, True, fp8, eps, True, True, need_bias, None)
-    cast_between = plan.bind(x.device)
-    of_norm = None if norm_weight is None else _bind_norm_gradient(x, _BF16, norm_weight, norm_bias, settings)
-    tiles, bias_type = plan.sums, None if first_bias is None else first_bias.dtype
-    add = None
-    if tiles is not None and bias_type is not None:
-        add = plan_sum(*tiles, 1, float_name(bias_type)).bind(index_of(x.device))
-    if cast is None or cast_between is None or (norm_weight is not None and of_norm is None):
-        return None
-    if tiles is not None and add is None:
-        return None
-
-    def run(
-        dy: Tensor,
-        x: Tensor,
-        norm_weight: Tensor | None,
-        _: Tensor | None,
-        first: Tensor,
-        _bias: Tensor | None,
-        down: Tensor,
-        y: Tensor,
-        kept: Tensor,
-        kept_scale: Tensor,
-        rstd: Tensor,
-        mean: Tensor,
-        activated: Tensor,
-        activated_scale: Tensor,
-        *_rest: Any,
-    ) -> Made | None:
-        if not _is_ready(device, first, dy, x, norm_weight, y, rstd, mean):
-            return None
-        of_dy, of_between = guess_for(RECIPE, down, GRAD, down_fp8), guess_for(RECIPE, first, GRAD, fp8)
-        if of_dy is None or of_between is None:
-            return None
-        stream = current_stream(device)
-        made = cast(stream, of_dy.data_ptr(), dy.data_ptr())
-        dh, d_down = of_down.gradients(made, activated, activated_scale, down)
-        sums = None if tiles is None else empty_on_gpu(tiles, (width, 1), torch.float32)
-        made = cast_between(stream, of_between.data_ptr(), y.data_ptr(), dh.data_ptr(), _address(sums))
-        total = None
-        if add is not None and sums is not None and bias_type is not None:
-            total = empty_on_gpu((width,), (1,), bias_type)
-            add(stream, sums.data_ptr(), total.data_ptr())
-        dx, d_first = of_first.gradients(made, kept, kept_scale, first)
-        of_x: tuple[Tensor | None, ...] = (dx, None, None)
-        if norm_weight is not None and of_norm is not None:
-            at_mean = mean.data_ptr() if is_layer else 0
-            of_x = of_norm(stream, dx.data_ptr(), x.data_ptr(), norm_weight.data_ptr(), rstd.data_ptr(), at_mean)
-        return *_without_none(of_x), d_first, *_without_none((total,)), d_down
-
-    return run
-
-
-def _without_none(made: tuple[Tensor | None, ...]) -> list[Tensor]:
+def without_none(made: tuple[Tensor | None, ...]) -> list[Tensor]:
     """Operators return tensors only: empty ones for None."""
-    return [_nothing(1)[0] if tensor is None else tensor for tensor in made]
+    return [empty_tensors(1)[0] if tensor is None else tensor for tensor in made]
 
 
-def _nothing(count: int) -> list[Tensor]:
+def empty_tensors(count: int) -> list[Tensor]:
     """Operators return tensors only: empty ones for what is not wanted."""
     return [empty_on_gpu((0,), (1,), _BF16) for _ in range(count)]
-
-
-BINDERS: dict[str, tuple[Callable[..., Key], Callable[..., Bound | None]]] = {
-    "fp8_linear_forward": (linear_key, bind_linear),
-    "fp8_linear_backward": (linear_backward_key, bind_linear_backward),
-    "fp8_norm_linear_forward": (norm_linear_key, bind_norm_linear),
-    "fp8_norm_linear_backward": (norm_linear_backward_key, bind_norm_linear_backward),
-    "fp8_mlp_forward": (mlp_key, bind_mlp),
-    "fp8_mlp_backward": (mlp_backward_key, bind_mlp_backward),
-}

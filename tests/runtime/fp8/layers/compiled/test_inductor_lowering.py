@@ -81,7 +81,7 @@ def test_a_transposed_input_is_kept_as_the_compiler_was_told() -> None:
 
 def test_every_operator_has_a_function_and_is_bound() -> None:
     pytest.importorskip("triton")
-    from bitplan.runtime.fp8.layers.compiled.bound_operators import BINDERS
+    from bitplan.runtime.fp8.layers.compiled.binders import BINDERS
 
     assert set(linear_function.FUNCTIONS) == set(BINDERS)
 
