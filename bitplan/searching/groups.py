@@ -1,44 +1,20 @@
 """Which tensors must have one format: those that runtimes fuse, the experts of a layer, and tied weights.
 
-Tied weights are one tensor under two names, so they are together already. Names are Hugging Face's, GGUF's or torch's.
+Tied weights are one tensor under two names, so they are together already. What a runtime fuses is what reads one input,
+as the model's view has it (`bitplan.describe`); names decide alone where there is no view, by the table of families.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
-from bitplan.plan.names import natural_order, split_layer, without_expert
-
-# The last part of a module's name -> the part that runtimes fuse it with.
-_FUSED = {
-    "q_proj": "qkv",
-    "k_proj": "qkv",
-    "v_proj": "qkv",
-    "attn_q": "qkv",
-    "attn_k": "qkv",
-    "attn_v": "qkv",
-    "query": "qkv",
-    "key": "qkv",
-    "value": "qkv",
-    "gate_proj": "gate_up",
-    "up_proj": "gate_up",
-    "ffn_gate": "gate_up",
-    "ffn_up": "gate_up",
-    "ffn_gate_exps": "gate_up_exps",
-    "ffn_up_exps": "gate_up_exps",
-    "w1": "gate_up",
-    "w3": "gate_up",
-}
-_ITEM = re.compile(r"\[[0-9]+\]$")  # of a tensor that has all experts
+from bitplan.plan.names import natural_order, split_layer
+from bitplan.plan.structure.families import joined_name
 
 
 def group_name(tensor: str, *, fused: bool = True) -> str:
     """The group of a tensor; `fused` False where the runtime takes q, k, v, gate and up one by one."""
-    module = without_expert(_ITEM.sub("", tensor).removesuffix(".weight"))
-    parent, _, last = module.rpartition(".")
-    last = _FUSED.get(last, last) if fused else last
-    return f"{parent}.{last}" if parent else last
+    return joined_name(tensor, joined=fused)
 
 
 def group_tensors(tensors: Iterable[str], *, fused: bool = True) -> dict[str, list[str]]:
