@@ -349,7 +349,8 @@ class ModelView:
         """For people: one row a part, what it is, what it reads and with whom, and what was put on it."""
         shown = {part.path: name for name, part in self.shown_parts()}
         together = {linear: group for group in self.input_groups() for linear in group.linears}
-        activation = {mlp.down: mlp.activation for mlp in (*self.gated, *self.plain)}
+        activation = {mlp.down: mlp.activation for mlp in self.gated}
+        activation |= {mlp.down: mlp.activation for mlp in self.plain}
         rows = []
         for name, part in self.shown_parts():
             record = self.by_name.get(getattr(part, "weight", None) or "")
