@@ -220,7 +220,7 @@ def _prompt_ids(lm: CausalLM, prompt: str | Sequence[Message]) -> Tensor:
 
 
 def _render(lm: CausalLM, messages: Sequence[Message], **options: Any) -> Any:
-    where = f"{lm.where}: its chat template refuses this conversation"  # a template is a program: it raises what it likes
+    where = f"{lm.where}: its chat template refuses this conversation"  # it is a program, and raises what it likes
     with foreign_faults(MeasureError, where, "; --raw leaves it out"):
         return lm.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
 

@@ -19,6 +19,7 @@ from bitplan.errors import FileFormatError
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.optional import remote_code_allowed
 from bitplan.records import read_json
+from bitplan.store.models.describe_files import model_class
 from bitplan.store.models.transformers_names import foreign_faults, silence_transformers
 from bitplan.store.packed_folder import CONFIG
 
@@ -36,10 +37,10 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
             loaded = transformers.AutoConfig.from_pretrained(str(folder), **allowed)
             if hasattr(loaded, "quantization_config"):
                 del loaded.quantization_config  # bitplan loads the weights, not a quantizer of transformers
-            model_class = _model_class(folder, loaded)
+            kind = model_class(folder, loaded)
             wanted = dtype or _stored_type(config)
             with torch.device("meta"), initialization.no_tie_weights():
-                model: nn.Module = model_class._from_config(loaded, dtype=wanted)
+                model: nn.Module = kind._from_config(loaded, dtype=wanted)
             _compute_buffers(model, device)
         if model.can_generate():  # type: ignore[operator]
             read_generation_config(model, folder)
@@ -55,26 +56,6 @@ def read_generation_config(model: Any, folder: Path) -> None:
         Fields(read_json(path), str(path))
         with foreign_faults(FileFormatError, f"{path}: cannot be read"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
-
-
-def _model_class(folder: Path, config: Any) -> Any:
-    """The class that the config names; else the one that transformers has for its type."""
-    import transformers
-
-    for name in config.architectures or ():
-        named = getattr(transformers, name, None)
-        if named is not None and isinstance(named, type):
-            return named
-    if config.architectures:
-        raise FileFormatError(
-            f"{folder / CONFIG}: the architecture {config.architectures[0]!r} is not one of transformers "
-            f"{transformers.__version__}; code that comes with a model is not run"
-        )
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-        known = auto._model_mapping.get(type(config), None)
-        if known is not None:
-            return known[0] if isinstance(known, tuple | list) else known
-    raise FileFormatError(f"{folder / CONFIG}: transformers has no model of type {config.model_type!r}")
 
 
 def _stored_type(config: Mapping[str, Any]) -> torch.dtype:
