@@ -293,6 +293,8 @@ def _front_card(found: RecordFields) -> Markup:
         if x > frame.x.high:
             continue
         interval = each.numbers("kl_interval", None)
+        if interval is not None and len(interval) != 2:
+            each.fail("kl_interval", "two numbers", interval)
         if interval and interval[0] > 0:
             frame.add(whisker(frame, x, interval[0], interval[1], "plain thin"))
         tip = f"{each.text('label')}: measured {significant(y)} nats at {significant(x)} bits"
