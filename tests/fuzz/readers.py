@@ -127,8 +127,8 @@ READERS = [
     Reader("fp8 model config", "fp8", make_configs, read_fp8_model),
     Reader("fp8 model yaml", "fp8", make_yaml, read_fp8_model, 0.5),
     Reader("report: samples", "report", make_records, read_record, 0.2),
+    *(Reader(f"report: {page}", "report", example(page), read_record, 0.4) for page in RECORDS),
     Reader("configs of packed folders", "folders", make_packed_folder(*PACKED), load_folder, 0.1),
     Reader("adapters", "folders", make_adapter, read_adapter, 0.1),
     *(Reader(f"bitplan {name}", "shell", make, read, share) for name, (make, read, share) in COMMANDS.items()),
-    *(Reader(f"report: {page}", "report", example(page), read_record, 0.4) for page in RECORDS),
 ]

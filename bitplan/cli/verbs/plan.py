@@ -45,7 +45,7 @@ def check(
 
     Example: bitplan check llama model.safetensors --deep
     """
-    from bitplan.plan import Header, check_headers, open_manifest
+    from bitplan.plan import Finding, Header, check_headers, open_manifest
     from bitplan.plan.check_manifest import CAST
     from bitplan.runtime.packed.gpt_oss.load import gpt_oss_findings, is_gpt_oss
     from bitplan.store.files.open_files import open_tensors
@@ -68,7 +68,7 @@ def check(
         packed = read_packed_plan(Path(checkpoint), read_config(Path(checkpoint)))
     with open_tensors(checkpoint) as file:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
-        problems = []
+        problems: list[Finding] = []
         if rules is not None and is_gpt_oss(Path(checkpoint)):
             headers, problems = gpt_oss_findings(Path(checkpoint), rules, headers)
         elif rules is not None:

@@ -119,7 +119,7 @@ def _answers(found: RecordFields) -> Markup:
     mix = ", ".join(f"{name} for {plural(number, 'group')}" for name, number in formats.most_common())
     costly = sorted(cells, key=lambda cell: -cell.number("nats_in_smallest") / max(cell.number("bytes"), 1))[:2]
     why = " and ".join(cell.text("group") for cell in costly)
-    interval = plan.numbers("kl_interval", None)
+    interval = _interval(plan)
     between = f" (95 % {significant(interval[0])} to {significant(interval[1])})" if interval else ""
     smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
     rows = [
@@ -292,7 +292,7 @@ def _front_card(found: RecordFields) -> Markup:
         x, y, is_plan = each.number("bits"), each.number("kl"), each.text("kind") == "plan"
         if x > frame.x.high:
             continue
-        interval = each.numbers("kl_interval", None)
+        interval = _interval(each)
         if interval and interval[0] > 0:
             frame.add(whisker(frame, x, interval[0], interval[1], "plain thin"))
         tip = f"{each.text('label')}: measured {significant(y)} nats at {significant(x)} bits"
@@ -378,12 +378,19 @@ def _agreement_card(found: RecordFields) -> Markup:
     )
 
 
+def _interval(row: RecordFields) -> list[float] | None:
+    found = row.numbers("kl_interval", None)
+    if found is not None and len(found) != 2:
+        row.fail("kl_interval", "two numbers", found)
+    return found
+
+
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def _tables(found: RecordFields) -> Markup:
     rows = list(found.each("measured"))
-    intervals = [each.numbers("kl_interval", None) for each in rows]
+    intervals = [_interval(each) for each in rows]
     measured = column_table(
         f"what was measured on {count(found.fields('reference').whole('tokens'))} tokens",
         (Column("Plan", mono=True), [each.text("label") for each in rows]),
