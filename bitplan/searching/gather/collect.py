@@ -29,7 +29,7 @@ from bitplan.searching.gather.plan_meter import PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, how_to_begin_again
 from bitplan.searching.gather.timing import time_groups
-from bitplan.searching.groups import place_of
+from bitplan.searching.groups import group_tensors, place_of
 from bitplan.searching.phases import Stage, in_shares, no_stage
 from bitplan.store.files.open_files import open_tensors
 from bitplan.version import __version__
@@ -307,7 +307,7 @@ def evidence_bytes(subject: SearchSubject, windows: Sequence[Tensor]) -> tuple[i
     block got waits on disk for the way back.
     """
     kept, tensors = 0, subject.tensors
-    for names in group_tensors(tensors, fused=True).values():
+    for names in group_tensors(tensors, fused=True, seen=subject.seen_groups).values():
         kept += 4 * len(tensors[names[0]].weights) * tensors[names[0]].shape[-1] ** 2
         outputs = [subject.sites[weight].shape[0] for name in names for weight in tensors[name].weights]
         kept += 4 * sum(rows**2 for rows in outputs if rows <= MOST_OUTPUTS)
