@@ -17,7 +17,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,7 +28,7 @@ from bitplan.documents import Kind, Reader, is_text
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from bitplan.records import Closing, atomic_file, check_input, parse_json, read_json
-from bitplan.store.files.tensor_bytes import MOST_OPEN, ContainerFile, Payload, PayloadWriter
+from bitplan.store.files.tensor_bytes import MOST_OPEN, ContainerFile, Payload, PayloadWriter, parse_checksums
 from bitplan.text import visible
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ _INDEX_KEYS = {
 }
 INDEX_SUFFIX = ".safetensors.index.json"
 CHECKSUMS = "bitplan_crc32"  # metadata: the CRC-32 of each tensor's bytes, 8 digits each, in the order of the file
-_CHECKSUMS = re.compile("[0-9a-f]*")
 
 # The format's name of a type, and torch's.
 DTYPES = {
@@ -163,18 +161,8 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
                 "it is cut short or has bytes that belong to no tensor"
             )
         self.tensors = {entry.name: entry for entry in entries}
-        self.checksums = dict(zip(self.tensors, self._read_checksums(), strict=False))
-
-    def _read_checksums(self) -> list[int]:
-        text = self.metadata.pop(CHECKSUMS, "")
-        if not _CHECKSUMS.fullmatch(text):
-            raise FileFormatError(
-                f"{self.path}: metadata {CHECKSUMS!r} must be 8 hexadecimal digits for each tensor, got {text[:40]!r}; "
-                "copy or write the file again"
-            )
-        if len(text) != 8 * len(self.tensors):
-            return []  # another program has copied the metadata into a file of other tensors
-        return [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
+        where = f"{self.path}: metadata {CHECKSUMS!r}"
+        self.checksums = parse_checksums(self.metadata.pop(CHECKSUMS, ""), list(self.tensors), where)
 
     def _json_header(self, length: int) -> bytes:
         """The header's bytes; not kept, because parsing already holds bytes and result in memory."""

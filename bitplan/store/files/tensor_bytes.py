@@ -10,6 +10,7 @@ stays in place.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import zlib
 from abc import ABC, abstractmethod
@@ -119,6 +120,20 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
         with self._lock:
             file.seek(offset)
             return file.readinto(view)  # type: ignore[attr-defined, no-any-return]
+
+
+def parse_checksums(text: str, names: Sequence[str], where: str) -> dict[str, int]:
+    """The checksum of every tensor, 8 digits each in the order of the file.
+
+    None where there are others: another program has copied the metadata into a file of other tensors.
+    """
+    if not re.fullmatch("[0-9a-f]*", text):
+        raise FileFormatError(
+            f"{where} must be 8 hexadecimal digits for each tensor, got {text[:40]!r}; copy or write the file again"
+        )
+    if len(text) != 8 * len(names):
+        return {}
+    return {name: int(text[8 * at : 8 * at + 8], 16) for at, name in enumerate(names)}
 
 
 @dataclass(frozen=True)
