@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from bitplan.plan.manifest import Manifest as Manifest
     from bitplan.plan.plan import Choice as Choice, Plan as Plan, combine as combine
     from bitplan.plan.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
-    from bitplan.plan.structure.describe import describe as describe
     from bitplan.plan.structure.model_view import ModelView as ModelView
     from bitplan.report.page import write_report as write_report
     from bitplan.runtime.fp8.apply import apply_fp8 as apply_fp8, apply_fp8_config as apply_fp8_config
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from bitplan.searching.run import search as search
     from bitplan.store.compare import compare_models as compare_models
     from bitplan.store.files.open_files import open_tensors as open_tensors
+    from bitplan.store.models.describe_files import describe as describe
     from bitplan.store.models.morph import morph_model as morph_model, unmorph_model as unmorph_model
     from bitplan.store.models.save_load import load_model as load_model, save_model as save_model
     from bitplan.store.models.weight_store import WeightStore as WeightStore

@@ -63,7 +63,6 @@ if TYPE_CHECKING:
         Pressure as Pressure,
         RuntimeLimitHints as RuntimeLimitHints,
     )
-    from bitplan.plan.structure.describe import describe as describe
     from bitplan.plan.structure.model_view import ModelView as ModelView, TensorRecord as TensorRecord
     from bitplan.plan.manifest import (
         SHIPPED as SHIPPED,

@@ -1,4 +1,4 @@
-"""A plan as a mermaid flow chart: embedding, layers, final norm, unembedding.
+"""Mermaid flow charts: of a plan (embedding, layers, final norm, unembedding), and of what a model computes.
 
 Layers that agree are drawn once, as one box with their numbers; where the plan changes from layer to layer, each
 run of equal layers has its own. The boxes within follow the flow of a decoder block, as names show it.
@@ -11,24 +11,29 @@ from collections.abc import Mapping
 from itertools import groupby
 
 from bitplan.plan.names import number_ranges, split_layer
+from bitplan.plan.structure.families import row_of
+from bitplan.plan.structure.model_view import ModelView
 from bitplan.text import visible
 
 Boxes = dict[str, dict[str, list[str]]]  # box -> format -> parts
 
-# The order of boxes in a decoder block; names that match none come last, in their own order.
-_FLOW = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"(attn\.norm|input_layernorm|attn_norm)",
-        r"(qkv|[qkv]_proj|attn_[qkv]\b)",
-        r"sinks",
-        r"(attn\.out|o_proj|attn_output)",
-        r"(mlp\.norm|post_attention_layernorm|ffn_norm)",
-        r"(router|mlp\.gate$|moe\.gate$|block_sparse_moe\.gate$)",
-        r"(mlp1|gate_up|gate_proj|up_proj|w1|w3|ffn_gate|ffn_up)",
-        r"(mlp2|down_proj|w2|ffn_down)",
+# The order of boxes in a decoder block, by role; others come last, in their own order.
+_FLOW = {
+    role: rank
+    for rank, roles in enumerate(
+        (
+            ("attention_norm",),
+            ("query", "key", "value", "qkv"),
+            ("sinks",),
+            ("attention_output",),
+            ("mlp_norm",),
+            ("router",),
+            ("gate", "up", "gate_up"),
+            ("down",),
+        )
     )
-)
+    for role in roles
+}
 _NORM = re.compile(r"norm")
 _LAST = re.compile(r"(unembed|lm_head|^output$)")
 _SUFFIX = re.compile(r"[._](weight|bias|blocks|scales|scale)$")
@@ -57,6 +62,20 @@ def draw(tensors: Mapping[str, tuple[str, str]]) -> str:
         if _outer_rank(box) > 0:
             chart.add([box], outer)
     return "\n".join(["graph TD", *chart.lines, *chart.arrows]) + "\n"
+
+
+def draw_view(view: ModelView) -> str:
+    """The parts of a view with arrows from those that feed them; blocks that compute the same are drawn once."""
+    rows = view.shown_parts()
+    number_of = {part.step: number for number, (_, part) in enumerate(rows)}
+    lines = [f"  N{number}[{_quote(f'{name}: {part.what}')}]" for number, (name, part) in enumerate(rows)]
+    arrows = [
+        f"  N{number_of[before]} --> N{number_of[part.step]}"
+        for _, part in rows
+        for before in view.fed_by.get(part.step, ())
+        if before in number_of
+    ]
+    return "\n".join(["graph TD", *lines, *arrows]) + "\n"
 
 
 class _Chart:
@@ -108,7 +127,8 @@ def _outer_rank(box: str) -> int:
 
 def _flow_rank(box: str) -> tuple[int, str]:
     """Boxes of equal rank stand side by side; unknown boxes follow one another."""
-    rank = next((rank for rank, pattern in enumerate(_FLOW) if pattern.search(box)), len(_FLOW))
+    row = row_of(box)
+    rank = _FLOW.get(row.role if row is not None else "", len(_FLOW))
     return rank, box if rank == len(_FLOW) else ""
 
 

@@ -1,52 +1,62 @@
 """Which tensors must have one format: those that runtimes fuse, the experts of a layer, and tied weights.
 
-Tied weights are one tensor under two names, so they are together already. Names are Hugging Face's, GGUF's or torch's.
+Tied weights are one tensor under two names, so they are together already. What a runtime fuses is what reads one input,
+as the model's view has it (`bitplan.describe`); names decide alone where there is no view, by the table of families.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from bitplan.plan.names import natural_order, split_layer, without_expert
-
-# The last part of a module's name -> the part that runtimes fuse it with.
-_FUSED = {
-    "q_proj": "qkv",
-    "k_proj": "qkv",
-    "v_proj": "qkv",
-    "attn_q": "qkv",
-    "attn_k": "qkv",
-    "attn_v": "qkv",
-    "query": "qkv",
-    "key": "qkv",
-    "value": "qkv",
-    "gate_proj": "gate_up",
-    "up_proj": "gate_up",
-    "ffn_gate": "gate_up",
-    "ffn_up": "gate_up",
-    "ffn_gate_exps": "gate_up_exps",
-    "ffn_up_exps": "gate_up_exps",
-    "w1": "gate_up",
-    "w3": "gate_up",
-}
-_ITEM = re.compile(r"\[[0-9]+\]$")  # of a tensor that has all experts
+from bitplan.plan.names import natural_order, split_layer
+from bitplan.plan.structure.families import joined_name
+from bitplan.plan.structure.model_view import ModelView
 
 
 def group_name(tensor: str, *, fused: bool = True) -> str:
     """The group of a tensor; `fused` False where the runtime takes q, k, v, gate and up one by one."""
-    module = without_expert(_ITEM.sub("", tensor).removesuffix(".weight"))
-    parent, _, last = module.rpartition(".")
-    last = _FUSED.get(last, last) if fused else last
-    return f"{parent}.{last}" if parent else last
+    return joined_name(tensor, joined=fused)
 
 
-def group_tensors(tensors: Iterable[str], *, fused: bool = True) -> dict[str, list[str]]:
-    """Groups in natural order of their names."""
+def group_tensors(
+    tensors: Iterable[str], *, fused: bool = True, seen: Mapping[str, str] | None = None
+) -> dict[str, list[str]]:
+    """Groups in natural order of their names; `seen` has those of tensors that a view knows (`groups_seen`)."""
     groups: dict[str, list[str]] = {}
     for tensor in natural_order(tensors):
-        groups.setdefault(group_name(tensor, fused=fused), []).append(tensor)
+        known = seen.get(tensor) if seen is not None and fused else None
+        groups.setdefault(known or group_name(tensor, fused=fused), []).append(tensor)
     return {name: groups[name] for name in natural_order(groups)}
+
+
+def groups_seen(view: ModelView, names: Mapping[str, str]) -> dict[str, str]:
+    """The group of every projection that a view saw, by the file's names; `names` maps those to parameters.
+
+    Projections of one input that runtimes fuse share a group, whatever they are called; others are alone.
+    """
+    file_name = {parameter: name for name, parameter in names.items()}
+    groups = {}
+    for linear in view.linears:
+        name = file_name.get(linear.weight)
+        if name is not None and not linear.experts:
+            groups[name] = name.removesuffix(".weight")
+    for weights in view.joined:
+        members = [file_name[weight] for weight in weights if weight in file_name]
+        if len(members) > 1:
+            word = "gate_up" if view.role(weights[0]) in ("gate", "up") else "qkv"
+            together = ".".join([*_shared_parts(members), word])
+            groups |= dict.fromkeys(members, together)
+    return groups
+
+
+def _shared_parts(names: Sequence[str]) -> list[str]:
+    """The leading parts that dotted names have in common."""
+    shared = []
+    for parts in zip(*(name.removesuffix(".weight").split(".") for name in names), strict=False):
+        if len({*parts}) > 1:
+            break
+        shared.append(parts[0])
+    return shared
 
 
 def place_of(group: str) -> tuple[str, str]:

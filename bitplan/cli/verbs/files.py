@@ -96,13 +96,23 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
 
 def inspect(
     file: Annotated[Path, typer.Argument(help="A .safetensors, .gguf or .json file, an index, or a folder.")],
+    structure: Annotated[
+        bool, typer.Option("--structure", help="What the model computes: roles, who reads one input, norms, blocks.")
+    ] = False,
+    chart: Annotated[bool, typer.Option("--chart", help="With --structure: a mermaid flow chart.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a file of weights holds: tensors, formats, shapes, bytes.
+    """Show what a file of weights holds: tensors, formats, shapes, bytes; or what its model computes.
 
     Example: bitplan inspect model.safetensors
     """
     from bitplan.store.files.open_files import open_tensors
+
+    if chart and not structure:
+        raise typer.BadParameter("--chart draws what a model computes: add --structure")
+    if structure:
+        _show_structure(file, as_json=as_json, chart=chart)
+        return
 
     with open_tensors(file) as opened:
         specs, kind, tied = list(opened.specs.values()), opened.kind, dict(opened.tied)
@@ -121,6 +131,27 @@ def inspect(
     for name, size in by_format.most_common():
         say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
     say(f"{'all':>16}  {human_bytes(total):>10}")
+
+
+def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
+    from bitplan.plan.mermaid import draw_view
+    from bitplan.store.models.describe_files import describe
+
+    view = describe(file)
+    if as_json:
+        show_json({"file": str(file), **view.to_dict()})
+    elif chart and view.source != "table":
+        print(draw_view(view), end="")
+    elif view.source == "table":
+        rows = [
+            {"name": each.name, "role": each.role, "shape": "x".join(map(str, each.shape))} for each in view.tensors
+        ]
+        table(f"{file}: by its names alone, {counted(len(rows), 'tensor')}", rows)
+    else:
+        table(f"{file}: seen in a run without numbers", view.table_rows())
+    if not (as_json or chart):
+        for note in (*view.notes, *(f"{path}: unknown: {reason}" for path, reason in view.unknown.items())):
+            say(note)
 
 
 def quantize(

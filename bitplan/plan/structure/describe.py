@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bitplan.errors import PlanError
-from bitplan.plan.structure.model_view import TRACED, UNKNOWN, UNUSED, ModelView, ModuleUse, TensorRecord
+from bitplan.plan.structure.model_view import (
+    TRACED,
+    UNKNOWN,
+    UNUSED,
+    LinearUse,
+    ModelView,
+    ModuleUse,
+    TensorRecord,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,6 +101,7 @@ def _view(model: nn.Module, recording: Recording) -> ModelView:
         gated=tuple(parts.gated),
         plain=tuple(parts.plain),
         stacks=find_stacks(recording, parts),
+        joined=_joined(linears),
         changed=changes_of(model),
         unknown=recording.unknown,
         notes=tuple(recording.notes),
@@ -100,7 +109,30 @@ def _view(model: nn.Module, recording: Recording) -> ModelView:
         others={value: tuple(dict.fromkeys(readers)) for value, readers in others.items()},
         seen_by={value: tuple(paths) for value, paths in seen.items()},
         calls=_single_calls(graph),
+        fed_by=_fed_by(graph, parts),
     )
+
+
+def _fed_by(graph: Any, parts: Recogniser) -> dict[int, tuple[int, ...]]:
+    """For every part the parts whose results reach it, with no other part between."""
+    every = [*parts.linears.values(), *parts.norms, *parts.embeddings, *parts.convolutions]
+    by_output = {part.output: part.step for part in every}
+    steps = {graph.values[output].step for output in by_output} - {None}
+    step_of = {graph.values[output].step: step for output, step in by_output.items()}
+    return {
+        part.step: tuple(sorted({step_of[index] for index in graph.behind(part.input, steps)} - {part.step}))
+        for part in every
+        if part.input >= 0
+    }
+
+
+def _joined(linears: tuple[LinearUse, ...]) -> tuple[tuple[str, ...], ...]:
+    """Queries, keys and values of one input, and gate and up of one: what engines compute as one layer."""
+    groups: dict[tuple[int, bool], dict[str, None]] = {}
+    for linear in linears:
+        if linear.role in ("query", "key", "value", "gate", "up") and linear.weight and not linear.experts:
+            groups.setdefault((linear.source, linear.role in ("gate", "up")), {})[linear.weight] = None
+    return tuple(tuple(weights) for weights in groups.values() if len(weights) > 1)
 
 
 def _single_calls(graph: Graph) -> dict[str, ModuleUse]:

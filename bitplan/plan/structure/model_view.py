@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from bitplan.plan.names import number_ranges
+
 TRACED, TABLE = "traced", "table"
 UNKNOWN, UNUSED = "unknown", "unused"
 
@@ -61,6 +63,12 @@ class WeightUse:
     input: int
     output: int
     step: int
+
+    @property
+    def what(self) -> str:
+        """Its role or kind in a word."""
+        said = getattr(self, "role", None) or getattr(self, "kind", None) or getattr(self, "function", None)
+        return str(said or "embedding")
 
 
 @dataclass(frozen=True)
@@ -234,6 +242,7 @@ class Stack:
 class ModelView:
     """What was seen of a model. `source` is "traced", or "table" where names alone were known.
 
+    joined    weights that engines compute as one layer (q, k and v; gate and up), and which so need one format
     changed   by path: hooks, parametrizations and forwards that were put on a module or its class
     unknown   by path of a module: why what it computes was not seen
     notes     what the run assumed
@@ -250,6 +259,7 @@ class ModelView:
     gated: tuple[GatedMlpUse, ...] = ()
     plain: tuple[PlainMlpUse, ...] = ()
     stacks: tuple[Stack, ...] = ()
+    joined: tuple[tuple[str, ...], ...] = ()
     changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unknown: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -257,6 +267,7 @@ class ModelView:
     others: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # value -> readers that are no projection
     seen_by: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # value -> modules that take or give it
     calls: Mapping[str, ModuleUse] = field(default_factory=dict)  # modules that are called once, by path
+    fed_by: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # a part's step -> steps of the parts before it
 
     @cached_property
     def parts(self) -> dict[str, tuple[WeightUse, ...]]:
@@ -266,6 +277,25 @@ class ModelView:
         for part in sorted(every, key=lambda part: part.step):
             found.setdefault(part.path, []).append(part)
         return {path: tuple(parts) for path, parts in found.items()}
+
+    def shown_parts(self) -> list[tuple[str, WeightUse]]:
+        """Parts in the order of the run under a name to show; of blocks that compute the same the first one alone."""
+        shown: dict[str, str] = {}
+        hidden = set()
+        for stack in self.stacks:
+            for kind in dict.fromkeys(stack.kinds):
+                alike = [block for block, number in zip(stack.blocks, stack.kinds, strict=True) if number == kind]
+                numbers = [block[len(stack.path) + 1 :] for block in alike]
+                together = number_ranges(numbers) if all(map(str.isdecimal, numbers)) else ",".join(numbers)
+                shown[alike[0]] = f"{stack.path}.[{together}]".lstrip(".") if len(alike) > 1 else alike[0]
+                hidden |= {*alike[1:]}
+        rows, seen = [], set()
+        for part in sorted((part for parts in self.parts.values() for part in parts), key=lambda part: part.step):
+            block = self.block_of(part.path)
+            if block not in hidden and (part.path, type(part)) not in seen:
+                seen.add((part.path, type(part)))
+                rows.append((shown[block] + part.path[len(block) :] if block else part.path, part))
+        return rows
 
     @cached_property
     def by_name(self) -> dict[str, TensorRecord]:
@@ -328,6 +358,32 @@ class ModelView:
     def _blocks(self) -> tuple[str, ...]:
         return tuple(block for stack in self.stacks for block in stack.blocks)
 
+    def table_rows(self) -> list[dict[str, str]]:
+        """For people: one row a part, what it is, what it reads and with whom, and what was put on it."""
+        shown = {part.path: name for name, part in self.shown_parts()}
+        together = {linear: group for group in self.input_groups() for linear in group.linears}
+        activation = {mlp.down: mlp.activation for mlp in self.gated}
+        activation |= {mlp.down: mlp.activation for mlp in self.plain}
+        rows = []
+        for name, part in self.shown_parts():
+            record = self.by_name.get(getattr(part, "weight", None) or "")
+            group = together[part] if isinstance(part, LinearUse) else None
+            beside = [other.path.rpartition(".")[2] for other in group.linears if other != part] if group else []
+            words = [f"{activation[part]} before it"] if isinstance(part, LinearUse) and part in activation else []
+            words += [f"read with {', '.join(dict.fromkeys(beside))}"] if beside else []
+            words += self.changed.get(part.path, ())
+            words += [f"also {', '.join(record.tied_to)}"] if record is not None and record.tied_to else []
+            rows.append(
+                {
+                    "part": name,
+                    "what": part.what,
+                    "weight": "x".join(map(str, record.shape)) if record is not None else "",
+                    "reads": shown.get(group.producer, group.producer) if group is not None else "",
+                    "notes": "; ".join(words),
+                }
+            )
+        return rows
+
     def why_unknown(self, path: str) -> str | None:
         """Why a module was not seen, or one that it lies in; None where it was."""
         for known in _and_parents(path):
@@ -338,7 +394,7 @@ class ModelView:
     def to_dict(self) -> dict[str, Any]:
         """For JSON: everything but what the methods derive."""
         plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        for name in ("producers", "others", "seen_by", "calls"):
+        for name in ("producers", "others", "seen_by", "calls", "fed_by"):
             del plain[name]
         return {
             name: [_as_dict(item) for item in value] if isinstance(value, tuple) else _as_dict(value)

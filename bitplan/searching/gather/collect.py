@@ -28,7 +28,7 @@ from bitplan.searching.gather.plan_meter import PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
 from bitplan.searching.gather.timing import time_groups
-from bitplan.searching.groups import group_tensors, place_of
+from bitplan.searching.groups import place_of
 from bitplan.searching.phases import Stage, no_stage
 from bitplan.store.files.open_files import open_tensors
 from bitplan.version import __version__
@@ -176,7 +176,7 @@ def _predict(
 ) -> None:
     """Predict what formats cost groups, for all that the evidence does not have; saved group by group."""
     subject, experts, tensors = rounded.subject, ExpertDamage(rounded), rounded.subject.tensors
-    members = group_tensors(tensors, fused=subject.fused)
+    members = subject.groups(tensors)
     weights = {name: [weight for each in members[name] for weight in tensors[each].weights] for name in wanted}
     missing: dict[str, list[str]] = {}
     for name, candidates in wanted.items():
@@ -290,7 +290,7 @@ def count_experts(subject: SearchSubject, statistics: InputStatistics) -> dict[s
 def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:
     """The bytes of the smallest plan: known before a number is read."""
     tensors = subject.tensors
-    groups = group_tensors(tensors, fused=subject.fused)
+    groups = subject.groups(tensors)
     return sum(tensor.nbytes for tensor in subject.stays.values()) + sum(
         min(sum(subject.target.nbytes(fmt, tensors[name].shape) for name in groups[group]) for fmt in held)
         for group, held in groups_with_formats(subject, formats).items()
@@ -300,7 +300,7 @@ def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:
 def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[str, list[str]]:
     """Every group with the formats that hold all of its tensors."""
     found, tensors = {}, subject.tensors
-    for name, own in group_tensors(tensors, fused=subject.fused).items():
+    for name, own in subject.groups(tensors).items():
         held = list(formats)
         for tensor in own:
             shape, first = tensors[tensor].shape, subject.sites[tensors[tensor].weights[0]]

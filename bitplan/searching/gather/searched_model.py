@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from bitplan.errors import PlanError
 from bitplan.measure.calibration import hash_tensors
 from bitplan.plan import shipped_manifest
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Plan, Planned
+from bitplan.plan.structure.describe import describe
 from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
 from bitplan.searching.gather.blocks import BlockRunner, Replaced
 from bitplan.searching.gather.expert_items import items_of_gguf, items_of_stacks
 from bitplan.searching.gather.expert_products import ExpertSlice
+from bitplan.searching.groups import group_tensors, groups_seen
 from bitplan.searching.runtime_formats import TARGETS, Target
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import places_of
@@ -103,6 +108,19 @@ class SearchSubject:
     @property
     def fused(self) -> bool:
         return self.target.fused
+
+    @cached_property
+    def seen_groups(self) -> dict[str, str]:
+        """The groups of projections as the model's view has them; empty where its forward takes no example of ours."""
+        try:
+            return groups_seen(describe(self.model), self.names)
+        except PlanError as error:
+            warnings.warn(f"{self.where}: what must have one format is taken from names: {error}", stacklevel=2)
+            return {}
+
+    def groups(self, tensors: Iterable[str]) -> dict[str, list[str]]:
+        """Tensors that must have one format."""
+        return group_tensors(tensors, fused=self.fused, seen=self.seen_groups if self.fused else None)
 
     def aim_at(self, target: Target) -> None:
         """Leave to a runtime what it packs: no embeddings, or nothing but blocks."""

@@ -29,7 +29,6 @@ from bitplan.searching.errors import EvidenceFileError
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import GRADIENT, INPUTS, InputStatistics
-from bitplan.searching.groups import group_tensors
 
 _SIZES = re.compile(r"(?P<count>\d+) parameters, (?P<numbers>\d+) numbers")
 FP8 = "fp8_"
@@ -142,7 +141,7 @@ def _speedup(policy: BandPolicy, shape: tuple[int, int], rows: int) -> float:
 
 def _product_shapes(subject: SearchSubject) -> dict[str, list[tuple[int, int]]]:
     """The shapes under which a policy may know a group: its own, and with the layers that FP8 computes with it."""
-    groups = group_tensors(subject.sites, fused=subject.fused)
+    groups = subject.groups(subject.sites)
     matrices = {
         name: [subject.sites[tensor].shape for tensor in tensors if len(subject.sites[tensor].shape) == 2]
         for name, tensors in groups.items()

@@ -16,7 +16,6 @@ and in nvfp4 they share one base.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.names import guess_role
+from bitplan.plan.structure.families import row_of
 from bitplan.records import on_failure
 from bitplan.store.export.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
 from bitplan.store.export.targets import ExportRequest
@@ -77,8 +77,6 @@ SUBSTITUTES = Substitutes(
         "*": ("int8_row",),
     },
 )
-# Layers that engines compute as one.
-_JOINED = (re.compile(r"(?P<block>.*)\.[qkv]_proj$"), re.compile(r"(?P<block>.*)\.(gate|up)_proj$"))
 STAYS = "only linear layers are packed in compressed-tensors"
 
 
@@ -141,12 +139,12 @@ def _pack(encoded: Encoded, where: str) -> list[Tensor]:
 
 def _joined_groups(file: TensorFile, layers: Sequence[OutputLayer]) -> list[list[str]]:
     """The layers that engines compute as one; those must have one format."""
-    found: dict[tuple[int, str], list[OutputLayer]] = {}
+    found: dict[str, list[OutputLayer]] = {}
     for layer in layers:
-        name = layer.sources[0]
-        for number, pattern in enumerate(_JOINED):
-            if (match := pattern.fullmatch(name.removesuffix(".weight"))) and name.endswith(".weight"):
-                found.setdefault((number, match["block"]), []).append(layer)
+        module, _, kind = layer.sources[0].rpartition(".")
+        row = row_of(module)
+        if kind == "weight" and row is not None and row.joined:
+            found.setdefault(f"{module.rpartition('.')[0]}.{row.joined}", []).append(layer)
     for group in found.values():
         names = [layer.fmt.name if layer.fmt is not None and layer.is_packed else "not packed" for layer in group]
         for layer, own in zip(group, names, strict=True):

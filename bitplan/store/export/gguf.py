@@ -22,8 +22,9 @@ from bitplan.formats.codec import finite, readable
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import encode
 from bitplan.plan import Plan
+from bitplan.plan.structure.families import Family
 from bitplan.store.export.gguf_gpt_oss import GptOssExport
-from bitplan.store.export.gguf_metadata import Family, ModelConfig, is_gpt_oss, model_metadata, rope_factors
+from bitplan.store.export.gguf_metadata import ModelConfig, is_gpt_oss, model_metadata, rope_factors
 from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
 from bitplan.store.export.targets import EXPERT, ExportReport, ExportRequest, ExportRow, OnBytes, experts_in_order
 from bitplan.store.files.gguf_split_write import check_gguf_output, write_parts

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.errors import StoreError
+from bitplan.plan.structure.families import FAMILIES
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.tensor_file import TensorFile
 
-_TYPES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-}
-_MIXTRAL = ("mixtral", "MixtralForCausalLM")  # llama.cpp's llama with experts
+# llama.cpp's architecture -> the model types that come back, by whether they have experts.
+_TYPES: dict[str, dict[bool, str]] = {}
+for _kind, _family in FAMILIES.items():
+    if _family.model_class:
+        _TYPES.setdefault(_family.architecture, {})[_family.experts is not None] = _kind
 _LOCAL_ROTATIONS = 10_000.0  # of Gemma's layers that look at a window
 _GEMMA_PATTERN = 6
 
@@ -61,11 +59,12 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
             f"{path}: architecture {said.architecture!r} is none of which a folder is made ({', '.join(_TYPES)})"
         )
     experts = said.get("expert_count")
-    kind, model = _MIXTRAL if said.architecture == "llama" and experts else _TYPES[said.architecture]
+    kinds = _TYPES[said.architecture]
+    kind = kinds.get(bool(experts)) or next(iter(kinds.values()))
     heads, width = said.number("attention.head_count"), said.number("embedding_length")
     size = said.get("attention.key_length") or said.get("rope.dimension_count") or width // heads
     config: dict[str, Any] = {
-        "architectures": [model],
+        "architectures": [FAMILIES[kind].model_class],
         "model_type": kind,
         "hidden_size": width,
         "intermediate_size": said.number("feed_forward_length"),

@@ -9,37 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gguf.constants import GGUFValueType
 
 from bitplan.errors import StoreError
+from bitplan.plan.structure.families import FAMILIES, Family
 from bitplan.store.files.gguf_values import GGUFValue
-
-
-@dataclass(frozen=True)
-class Family:
-    """`architecture` is llama.cpp's name; it computes with one activation, whatever a config says."""
-
-    architecture: str
-    permutes: bool = False
-    norms_plus_one: bool = False
-    activation: str = "silu"
-
-
-FAMILIES = {
-    "llama": Family("llama", permutes=True),
-    "mistral": Family("llama", permutes=True),
-    "mixtral": Family("llama", permutes=True),
-    "qwen2": Family("qwen2"),
-    "qwen3": Family("qwen3"),
-    "qwen3_moe": Family("qwen3moe"),
-    "gemma3": Family("gemma3", norms_plus_one=True, activation="gelu_pytorch_tanh"),
-    "gemma3_text": Family("gemma3", norms_plus_one=True, activation="gelu_pytorch_tanh"),
-}
-
 
 _GEMMA_PATTERN = 6  # llama.cpp's own where a file says nothing
 

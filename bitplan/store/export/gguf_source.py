@@ -20,6 +20,7 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.optional import require
+from bitplan.plan.structure.families import BLOCK_ATTENTION, BLOCK_FEED, BLOCK_NORMS, OUTSIDE_BLOCKS
 from bitplan.records import on_failure, write_json
 from bitplan.store.export.gguf import GGUFNames, heads_of, is_plus_one, row_order
 from bitplan.store.export.gguf_config import config_of
@@ -29,18 +30,6 @@ from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
 _ROTATIONS = "rope_freqs.weight"
-# What the families are made of, under Hugging Face's names; a model has some of each.
-_WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-_ATTENTION = tuple(f"self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias"))
-_NORMS = (
-    *("self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-)
-_FEED = tuple(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
-_EXPERTS = {
-    "mixtral": ("block_sparse_moe.gate.weight", "block_sparse_moe.experts", ("w1", "w2", "w3")),
-    "qwen3_moe": ("mlp.gate.weight", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
-}
 
 
 @dataclass(frozen=True)
@@ -156,15 +145,16 @@ def _origins(file: TensorFile, config: ModelConfig) -> Iterator[tuple[str, Origi
 
 
 def _candidates(config: ModelConfig) -> Iterator[tuple[str, int | None]]:
-    yield from ((name, None) for name in _WHOLE)
-    norms = tuple(f"{name}.weight" for name in _NORMS)
+    yield from ((f"{name}.weight", None) for name in OUTSIDE_BLOCKS)
+    experts = config.family.experts
     for layer in range(config.layers):
-        own = f"model.layers.{layer}"
-        yield from ((f"{own}.{name}", None) for name in (*_ATTENTION, *norms))
-        if config.model_type not in _EXPERTS:
-            yield from ((f"{own}.{name}", None) for name in _FEED)
+        block = f"model.layers.{layer}"
+        yield from ((f"{block}.{name}.{kind}", None) for name in BLOCK_ATTENTION for kind in ("weight", "bias"))
+        yield from ((f"{block}.{name}.weight", None) for name in BLOCK_NORMS)
+        if experts is None:
+            yield from ((f"{block}.{name}.weight", None) for name in BLOCK_FEED)
             continue
-        router, experts, parts = _EXPERTS[config.model_type]
-        yield f"{own}.{router}", None
+        yield f"{block}.{experts.router}.weight", None
+        parts = (experts.gate, experts.up, experts.down)
         for expert, part in itertools.product(range(config.number("num_local_experts", "num_experts")), parts):
-            yield f"{own}.{experts}.{expert}.{part}.weight", expert
+            yield f"{block}.{experts.experts}.{expert}.{part}.weight", expert

@@ -27,6 +27,7 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.structure.families import FAMILIES
 from bitplan.records import on_failure
 from bitplan.store.export.folder import (
     FolderExport,
@@ -79,8 +80,12 @@ _NEAREST = {
 }
 STAYS = "MLX packs linear layers and embeddings alone"
 # What mlx_lm calls the experts of a layer, which it holds as one tensor.
-_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_EXPERTS |= {name: name for name in ("gate_proj", "down_proj", "up_proj")}
+_EXPERTS = {
+    getattr(family.experts, role): f"{role}_proj"
+    for family in FAMILIES.values()
+    if family.experts is not None
+    for role in ("gate", "up", "down")
+}
 
 
 def prepare(request: ExportRequest) -> FolderExport:

@@ -26,8 +26,8 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
+from bitplan.plan.structure.families import FAMILIES
 from bitplan.store.export.gguf import gguf_name, is_plus_one, name_table
-from bitplan.store.export.gguf_metadata import FAMILIES
 from bitplan.store.export.targets import EXPERT
 from bitplan.store.files.gguf_tensors import GGUFTensors
 from bitplan.store.files.open_files import open_tensors

@@ -16,6 +16,7 @@ from torch import nn
 
 from bitplan.errors import FileFormatError
 from bitplan.formats.dtypes import torch_dtype
+from bitplan.store.models.describe_files import model_class
 from bitplan.store.models.transformers_names import foreign_reason, silence_transformers
 from bitplan.store.packed_folder import CONFIG
 
@@ -32,10 +33,10 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
             loaded = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
             if hasattr(loaded, "quantization_config"):
                 del loaded.quantization_config  # bitplan loads the weights, not a quantizer of transformers
-            model_class = _model_class(folder, loaded)
+            kind = model_class(folder, loaded)
             wanted = dtype or _stored_type(config)
             with torch.device("meta"), initialization.no_tie_weights():
-                model: nn.Module = model_class._from_config(loaded, dtype=wanted)
+                model: nn.Module = kind._from_config(loaded, dtype=wanted)
             _compute_buffers(model, device)
         except FileFormatError:
             raise
@@ -47,26 +48,6 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
             except Exception as error:  # as above
                 raise FileFormatError(f"{folder / GENERATION}: cannot be read: {foreign_reason(error)}") from error
     return model.eval()
-
-
-def _model_class(folder: Path, config: Any) -> Any:
-    """The class that the config names; else the one that transformers has for its type."""
-    import transformers
-
-    for name in config.architectures or ():
-        named = getattr(transformers, name, None)
-        if named is not None and isinstance(named, type):
-            return named
-    if config.architectures:
-        raise FileFormatError(
-            f"{folder / CONFIG}: the architecture {config.architectures[0]!r} is not one of transformers "
-            f"{transformers.__version__}; code that comes with a model is not run"
-        )
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-        known = auto._model_mapping.get(type(config), None)
-        if known is not None:
-            return known[0] if isinstance(known, tuple | list) else known
-    raise FileFormatError(f"{folder / CONFIG}: transformers has no model of type {config.model_type!r}")
 
 
 def _stored_type(config: Mapping[str, Any]) -> torch.dtype:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.documents import show
 from bitplan.formats import Format, get_format
+from bitplan.plan.structure.families import FAMILIES
 from bitplan.store.files.schemes.integers import IntegerGroups, keep_packed, pieces, unpack_words
 from bitplan.store.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
 
@@ -36,7 +37,7 @@ FLOAT_MODES = {"mxfp4": ("mxfp4", 4, 32), "mxfp8": ("mxfp8_e4m3", 8, 32), "nvfp4
 # GGUF's blocks with a float16 scale and a float16 minimum, by the bits of a code.
 WITH_MINIMUM = {4: "q4_1_gguf", 5: "q5_1_gguf"}
 EXPERTS = ".switch_mlp."
-_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_EXPERTS = {family.experts.experts: family.experts for family in FAMILIES.values() if family.experts is not None}
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,10 @@ def _expert_name(folder: QuantizedFolder, name: str, expert: int) -> str:
     if not found:
         folder.stop(name, "has three axes and is not a layer's experts (switch_mlp), so its weights have no names")
     local, _, kind = layer.partition(".")
-    if before.endswith(".block_sparse_moe"):
-        local = _MIXTRAL.get(local, local)
+    named = next((names for path, names in _EXPERTS.items() if f"{before}.experts".endswith(f".{path}")), None)
+    role = local.removesuffix("_proj")
+    if named is not None and role in ("gate", "up", "down"):
+        local = getattr(named, role)
     return f"{before}.experts.{expert}.{local}.{kind}"
 
 

@@ -1,0 +1,164 @@
+"""The one table of names: what tensors are called where no code says what they are for.
+
+A module that can be run is seen (`describe`), and needs no row here. This table is for the rest: bare safetensors and
+GGUF files, names in plans and manifests, and the way between the names of transformers, GGUF and MLX. Whoever reads it
+says so: such a view has the source "table".
+
+    NAMES      last part (or last two parts) of a module's name -> its role, and what engines join it with
+    FAMILIES   model type of transformers -> llama.cpp's architecture, how it differs, where its experts are
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bitplan.plan.names import guess_role, natural_order, split_layer, without_expert
+from bitplan.plan.structure.model_view import TABLE, UNKNOWN, ModelView, Stack, TensorRecord
+
+_ITEM = re.compile(r"\[[0-9]+\]$")  # of a tensor that has all experts
+_KIND = re.compile(r"[._](weight|bias|blocks|scales|scale)$")
+
+
+@dataclass(frozen=True)
+class NameRow:
+    """Names of one role; engines compute those of one `joined` word and one block as one layer."""
+
+    role: str
+    names: tuple[str, ...]
+    joined: str = ""
+
+
+# In the order of a decoder block.
+NAMES = (
+    NameRow("embedding", ("embed_tokens", "token_embd", "wte", "embedding", "tok_embeddings", "word_embeddings")),
+    NameRow("attention_norm", ("input_layernorm", "attn_norm", "attn.norm", "attention_norm", "ln_1")),
+    NameRow("query", ("q_proj", "attn_q", "query", "wq", "to_q", "q_lin"), "qkv"),
+    NameRow("key", ("k_proj", "attn_k", "key", "wk", "to_k", "k_lin"), "qkv"),
+    NameRow("value", ("v_proj", "attn_v", "value", "wv", "to_v", "v_lin"), "qkv"),
+    NameRow("qkv", ("qkv_proj", "qkv", "attn_qkv", "c_attn", "query_key_value", "Wqkv", "to_qkv")),
+    NameRow("sinks", ("sinks", "attn_sinks")),
+    NameRow("attention_output", ("o_proj", "attn.out", "attn_output", "attn_out", "wo", "attn.c_proj", "out_lin")),
+    NameRow("mlp_norm", ("post_attention_layernorm", "mlp.norm", "ffn_norm", "ln_2", "pre_feedforward_layernorm")),
+    NameRow("router", ("router", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "ffn_gate_inp")),
+    NameRow("gate", ("gate_proj", "ffn_gate", "w1"), "gate_up"),
+    NameRow("up", ("up_proj", "ffn_up", "w3"), "gate_up"),
+    NameRow("gate", ("ffn_gate_exps",), "gate_up_exps"),
+    NameRow("up", ("ffn_up_exps",), "gate_up_exps"),
+    NameRow("up", ("c_fc", "fc1", "dense_h_to_4h")),
+    NameRow("gate_up", ("gate_up_proj", "gate_up", "mlp1", "ffn_gate_up_exps")),
+    NameRow("down", ("down_proj", "ffn_down", "w2", "mlp2", "ffn_down_exps", "mlp.c_proj", "fc2", "dense_4h_to_h")),
+    NameRow("norm", ("output_norm", "ln_f")),
+    NameRow("head", ("lm_head", "unembedding", "embed_out")),
+)
+_ROW_OF = {name: row for row in NAMES for name in row.names}
+_GUESSED = {"embed": "embedding", "position": "position_embedding", "norm": "norm", "bias": "bias", "router": "router"}
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Where a block keeps its experts, one Linear each: `{experts}.{number}.{gate}.weight`."""
+
+    router: str
+    experts: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model type of transformers goes into GGUF and comes back.
+
+    architecture    llama.cpp's name; it computes with one activation, whatever a config says
+    model_class     transformers' class for what comes back; empty where another type comes back
+    permutes        rows of q and k are in another order there
+    norms_plus_one  a norm's weight is stored one higher
+    """
+
+    architecture: str
+    model_class: str = ""
+    permutes: bool = False
+    norms_plus_one: bool = False
+    activation: str = "silu"
+    experts: ExpertNames | None = None
+
+
+FAMILIES = {
+    "llama": Family("llama", "LlamaForCausalLM", permutes=True),
+    "mistral": Family("llama", permutes=True),
+    "mixtral": Family(
+        "llama",
+        "MixtralForCausalLM",
+        permutes=True,
+        experts=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+    ),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_moe": Family(
+        "qwen3moe",
+        "Qwen3MoeForCausalLM",
+        experts=ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    ),
+    "gemma3": Family("gemma3", norms_plus_one=True, activation="gelu_pytorch_tanh"),
+    "gemma3_text": Family("gemma3", "Gemma3ForCausalLM", norms_plus_one=True, activation="gelu_pytorch_tanh"),
+}
+# What these families are made of, under transformers' names; a model has some of each.
+OUTSIDE_BLOCKS = ("model.embed_tokens", "model.norm", "lm_head")
+BLOCK_NORMS = (
+    *("self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+BLOCK_ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
+BLOCK_FEED = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+
+
+def row_of(name: str) -> NameRow | None:
+    """The row of a tensor or module, by the last parts of its name; None where it has none."""
+    module = _ITEM.sub("", name)
+    while (shorter := _KIND.sub("", module)) != module:
+        module = shorter
+    parts = module.split(".")
+    return _ROW_OF.get(".".join(parts[-2:])) or _ROW_OF.get(parts[-1])
+
+
+def joined_name(tensor: str, *, joined: bool = True) -> str:
+    """The name that tensors have in common which need one format: of one joined layer, and of a layer's experts."""
+    module = without_expert(_ITEM.sub("", tensor).removesuffix(".weight"))
+    parent, _, last = module.rpartition(".")
+    row = _ROW_OF.get(last)
+    last = row.joined if joined and row is not None and row.joined else last
+    return f"{parent}.{last}" if parent else last
+
+
+def role_of(name: str) -> str:
+    """The role of a tensor as its name says; "unknown" where names say nothing."""
+    if name.endswith((".bias", "_bias")):
+        return "bias"
+    row = row_of(name)
+    role = row.role if row is not None else _GUESSED.get(guess_role(name), UNKNOWN)
+    return "norm" if role.endswith("_norm") else role
+
+
+def view_by_names(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> ModelView:
+    """What names alone say of tensors (name, shape, format): roles, and what engines join. Nothing was seen."""
+    records, joined, blocks = [], dict[str, list[str]](), dict[str, None]()
+    for name, shape, fmt in tensors:
+        row = row_of(name)
+        records.append(TensorRecord(name, tuple(shape), "", role_of(name), name.rpartition(".")[0], fmt))
+        if row is not None and row.joined and name.endswith(".weight"):
+            joined.setdefault(joined_name(name), []).append(name)
+        before, number, _ = split_layer(name)
+        if number:
+            blocks[f"{before}{number}"] = None
+    stacks: dict[str, list[str]] = {}
+    for block in natural_order(blocks):
+        stacks.setdefault(block.rpartition(".")[0], []).append(block)
+    return ModelView(
+        TABLE,
+        tuple(records),
+        stacks=tuple(Stack(path, tuple(paths), (0,) * len(paths)) for path, paths in stacks.items()),
+        joined=tuple(tuple(names) for names in joined.values() if len(names) > 1),
+        notes=("no code was run: roles are those that the table of families has for these names",),
+    )
