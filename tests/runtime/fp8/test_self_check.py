@@ -215,3 +215,11 @@ def test_a_model_without_all_numbers_is_not_compared():
     model.output.weight = nn.Parameter(model.output.weight.to("meta"))  # as accelerate's offloading leaves it
     applied = apply_fp8(model, None, tokens=16, recipe="tensorwise", emulate=True)
     assert "not compared: the model has no numbers" in applied.compared[0].reason
+
+
+def test_a_block_that_cannot_be_copied_is_said():
+    model = Titan()
+    model.layers["0"].kept = torch.ones(1, requires_grad=True) * 2  # torch copies no tensor in the middle of a graph
+    applied = apply_fp8(model, None, tokens=16, recipe="tensorwise", emulate=True)
+    assert applied.fp8_layers == 8
+    assert "not compared: layers.0 cannot be copied" in applied.compared[0].reason
