@@ -454,6 +454,12 @@ def print_table(document: Row) -> None:
         if row["errors"]:
             result = ", ".join(f"{name} {dx:.4f} {dw:.4f}" for name, (dx, dw) in row["errors"].items())
             print(f"{row['layer']} {row['tokens']:6} errors of dx, dW: {result}")
+    whole = [row["graph"] for row in document.get("linears", []) if "graph" in row]
+    if len(whole) > 1 and len({row["tokens"] for row in document["linears"]}) == 1:  # the products of one layer
+        shared = [name for name in whole[0] if all(name in graph for graph in whole) and not name.endswith("x2")]
+        total = {name: sum(graph[name]["median_ms"] for graph in whole) for name in shared}
+        parts = [f"{name} {total['bf16'] / ms:.2f}x" for name, ms in total.items() if name != "bf16"]
+        print(f"all {len(whole)} together, graph: BF16 {total['bf16']:.3f} ms, {', '.join(parts)}")
     for row in (*document.get("norms", []), *document.get("peers", [])):
         failed = [f"{key}: {value}" for key, value in row.items() if key.endswith(("error", "skipped"))]
         for how in ("graph", "eager"):
@@ -478,6 +484,7 @@ def main() -> None:
         given = dict(case.split("=") for case in options.cases.split(","))
         LAYERS.update({name: tuple(map(int, shape.split("x"))) for name, shape in given.items()})
         cases = [(name, options.tokens) for name in given]
+        LONGEST_S.update(dict.fromkeys(LONGEST_S, 60.0))
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     bandwidth = copy_bandwidth()

@@ -128,6 +128,7 @@ class _Finder:
         self._check_patterns([*paths, *experts])
         left = {path: why for path in paths if (why := self._why_left(path)) is not None}
         groups: dict[str, tuple[str, ...]] = {}
+        linears = set(paths)
         for prefix, wiring in self.wirings.items():
             for group in wiring.joined():
                 members = tuple(prefix + path for path in group)
@@ -138,7 +139,7 @@ class _Finder:
             members = groups.get(path, (path,))
             if path in experts and self._is_wanted(path):
                 sites += self._experts(path, self.modules[path])
-            elif path in paths and path not in left and path == members[0]:
+            elif path in linears and path not in left and path == members[0]:
                 sites.append(self._dense(members))
         mlps = [mlp.under(prefix) for prefix, wiring in self.wirings.items() for mlp in wiring.mlps]
         shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bitplan.documents import short
-from bitplan.plan.fp8.vocabulary import UNMEASURED
+from bitplan.plan.fp8.vocabulary import UNMEASURED, Fp8Error
 from bitplan.plan.structure.untouched import calls_through, own_forward, restored, same_random_numbers
 from bitplan.runtime.fp8.find_linears import Sites
 from bitplan.runtime.fp8.recorded_wiring import MlpWiring, random_like
@@ -33,6 +33,10 @@ _SEED = 0
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class _NotCopiedError(Fp8Error):
+    """A block of which there can be no second one."""
+
+
 def make_of(block: str, members: Sequence[Decided]) -> tuple[object, ...]:
     """What blocks have in common that need be tried once: their layers, and what these become."""
     inner = [each.within(block) for each in members]
@@ -41,7 +45,10 @@ def make_of(block: str, members: Sequence[Decided]) -> tuple[object, ...]:
 
 def built_block(plain: nn.Module, path: str, members: Sequence[Decided], mlps: Sequence[MlpWiring]) -> nn.Module:
     """A copy of a block with its layers in FP8."""
-    block = copy.deepcopy(plain)
+    try:
+        block = copy.deepcopy(plain)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _NotCopiedError(f"{_shown(path)} cannot be copied: {short(str(error), 200)}") from error
     cut = f"{path}." if path else ""
     inside = [wiring for wiring in mlps if wiring.path.startswith(cut)]
     put_decided(
@@ -68,7 +75,11 @@ def compare_blocks(
         if paths[0] not in inputs:
             results.append(Compared(_shown(paths[0]), None, BOUND, "all", f"not compared: {fault}"))
             continue
-        result, kept = _compare(model, paths[0], blocks[paths[0]], sites.mlps, inputs[paths[0]])
+        try:
+            result, kept = _compare(model, paths[0], blocks[paths[0]], sites.mlps, inputs[paths[0]])
+        except _NotCopiedError as error:
+            results.append(Compared(_shown(paths[0]), None, BOUND, "all", f"not compared: {error}"))
+            continue
         results.append(result)
         for path in paths:
             blocks[path] = [_after(each, result, kept) for each in blocks[path]]

@@ -122,6 +122,33 @@ def test_a_diffusion_transformer_needs_no_config():
     assert all(each.kept == "all" for each in applied.compared)
 
 
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_forward_that_others_have_patched_keeps_its_code(where, monkeypatch):
+    def parallel(self, hidden_states, **more):
+        normed = self.input_layernorm(hidden_states)
+        return hidden_states + self.self_attn(normed, **more)[0] + self.mlp(normed)
+
+    torch.manual_seed(0)
+    model = of("LlamaForCausalLM", **SMALL).eval()
+    kind = type(model.model.layers[0])
+    if where == "class":
+        monkeypatch.setattr(kind, "forward", parallel)
+    else:
+        for layer in model.model.layers:
+            layer.forward = parallel.__get__(layer)
+    seen = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((args or tuple(kwargs.values()))[0]), with_kwargs=True
+    )
+    expected = model(IDS).logits
+    applied = apply_fp8(model, None, tokens=16, recipe="tensorwise", emulate=True)
+    assert applied.fp8_layers == 8
+    assert not any(isinstance(each, Fp8NormLinear) for each in model.modules())
+    made = model(IDS).logits
+    assert ((made - expected).norm() / expected.norm()).item() < 0.1
+    assert torch.equal(*seen)  # what the hook sees is what it saw
+
+
 def wrong_norm(monkeypatch):
     norm_before = Wiring.norm_before
 
@@ -188,3 +215,11 @@ def test_a_model_without_all_numbers_is_not_compared():
     model.output.weight = nn.Parameter(model.output.weight.to("meta"))  # as accelerate's offloading leaves it
     applied = apply_fp8(model, None, tokens=16, recipe="tensorwise", emulate=True)
     assert "not compared: the model has no numbers" in applied.compared[0].reason
+
+
+def test_a_block_that_cannot_be_copied_is_said():
+    model = Titan()
+    model.layers["0"].kept = torch.ones(1, requires_grad=True) * 2  # torch copies no tensor in the middle of a graph
+    applied = apply_fp8(model, None, tokens=16, recipe="tensorwise", emulate=True)
+    assert applied.fp8_layers == 8
+    assert "not compared: layers.0 cannot be copied" in applied.compared[0].reason
