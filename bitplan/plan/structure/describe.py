@@ -50,6 +50,38 @@ def describe(model: nn.Module, example: Any = None) -> ModelView:
     )
 
 
+_PRODUCT_STEPS = {"linear", "matmul", "mm", "addmm", "add", "T", "t", "mT", "transpose", "view", "reshape"}
+
+
+def product_of(module: nn.Module) -> LinearUse | None:
+    """The product that a module alone is: its weight with its input, its bias and nothing else; None if it is more."""
+    import torch
+
+    from bitplan.plan.structure.graph import Graph
+    from bitplan.plan.structure.recognise import Recogniser
+    from bitplan.plan.structure.recorder import record
+
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2:
+        return None
+    for size in dict.fromkeys((weight.shape[1], weight.shape[0])):
+        try:
+            recording = record(module, (torch.zeros(3, size, dtype=weight.dtype),), {})
+        except Exception:  # whatever its forward raises: it takes no such input
+            continue
+        parts = Recogniser(Graph(recording))
+        uses = list(parts.linears.values())
+        adds = [step for step in recording.steps if step.name == "add"]
+        is_plain = {step.name for step in recording.steps} <= _PRODUCT_STEPS and len(recording.outputs) == 1
+        if not is_plain or len(uses) != 1 or uses[0].weight != "weight" or not uses[0].is_whole:
+            return None
+        if len(adds) > 1 or any(parts.graph.before_bias(step) is None for step in adds):
+            return None
+        wanted = "bias" if module._parameters.get("bias") is not None else None
+        return uses[0] if uses[0].bias == wanted else None
+    return None
+
+
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)

@@ -2,7 +2,7 @@
 
 | layer | becomes |
 |---|---|
-| nn.Linear, and Falcon's, which computes the same | QuantLinear |
+| nn.Linear, and subclasses whose own forward computes the same (Falcon's) | QuantLinear |
 | nn.Embedding, and transformers' that multiplies its rows | QuantEmbedding |
 | experts of transformers, stacked as `gate_up_proj` and `down_proj` [experts, outputs, inputs] | StackedExperts |
 | those of gpt-oss, [experts, inputs, outputs] with biases: packed as [experts, outputs, inputs] | StackedExperts |
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.kernels.matmul.decode_row_slices import why_no_rows
+from bitplan.plan.structure.describe import product_of
 from bitplan.runtime.packed.quant_embedding import QuantEmbedding
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.quant_linear import QuantLinear
@@ -63,7 +64,15 @@ def packed_kind(module: nn.Module, local: str) -> str | None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and type(module).__name__ == "FalconLinear")
+    """A layer whose forward is W x + bias and nothing else; a subclass must say so itself, for other code reads the
+    weight of those that only have another name (attention's out_proj).
+    """
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    if type(module).forward is nn.Linear.forward:
+        return False
+    product = product_of(module)
+    return product is not None and not product.is_columns
 
 
 def _is_table(module: nn.Module) -> bool:

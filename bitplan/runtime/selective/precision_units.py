@@ -23,11 +23,10 @@ from bitplan.formats import Format, get_format
 from bitplan.formats.codec import check_whole_blocks
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.state import layout_of
+from bitplan.plan.structure.describe import product_of
 from bitplan.runtime.streaming.blocks.find import StreamedBlock, StreamedParameter
 from bitplan.runtime.streaming.blocks.layout import lay_out
 from bitplan.runtime.streaming.stream_blocks import BlockStream
-
-TRANSPOSED = ("Conv1D",)  # transformers' class for y = x W: if square, its shape is that of a linear layer
 
 
 class Weight(NamedTuple):
@@ -194,7 +193,9 @@ def _why_not_linear(weight: Weight, held: Mapping[int, int]) -> str:
     for module, _ in weight.one.places:
         if module is weight.block.module:
             return "the block itself holds it; put the layer into a module of its own"
-        if type(module).__name__ in TRANSPOSED or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        product = product_of(module)
+        is_turned = product is not None and product.is_columns  # y = x W: if square, its shape is a linear layer's
+        if is_turned or isinstance(module, nn.Embedding | nn.EmbeddingBag):
             return f"a {type(module).__name__} does not compute W x"
         if held[id(module)] > 1:
             return f"its module, a {type(module).__name__}, holds {held[id(module)]} streamed matrices"

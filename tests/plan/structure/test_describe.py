@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan import describe
+from bitplan.plan.structure.describe import product_of
 from bitplan.plan.structure.model_view import ModelView
 from tests.plan.structure import handwritten_models as models
 
@@ -272,3 +273,20 @@ def test_an_example_that_does_not_fit_is_refused_with_the_reason() -> None:
 def test_activations_are_named_by_what_they_compute(module: nn.Module, name: str) -> None:
     view = describe(nn.Sequential(nn.Linear(4, 8), module, nn.Linear(8, 2)))
     assert [mlp.activation for mlp in view.plain_mlps()] == [name]
+
+
+def test_the_product_that_a_module_alone_is() -> None:
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+    from transformers.pytorch_utils import Conv1D
+
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x
+
+    falcon, turned = product_of(FalconLinear(8, 8)), product_of(Conv1D(8, 8))
+    assert falcon is not None
+    assert not falcon.is_columns
+    assert turned is not None
+    assert turned.is_columns
+    assert product_of(Noisy(8, 8)) is None
+    assert product_of(nn.Embedding(8, 8)) is None
