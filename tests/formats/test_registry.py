@@ -46,7 +46,7 @@ def test_a_format_is_found_by_name_and_is_itself(fmt):
 @pytest.mark.parametrize(
     ("wrong", "hint"),
     [
-        ("q4_0", "did you mean 'q4_0_poly' or 'q4_0_gguf'?"),
+        ("q4_0", "llama.cpp's q4_0 is 'q4_0_gguf'"),
         ("mxpf4", "'mxfp4'"),
         ("int-8", "'int8'"),
         ("bf16", "'bfloat16'"),

@@ -67,7 +67,7 @@ from bitplan.runtime.fp8.build import has_fp8
 from bitplan.runtime.fp8.find_linears import Site, Sites, find_sites
 from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8Recipe, fp8_obstacle
 from bitplan.runtime.fp8.model_files import find_policy, open_yaml_model
-from bitplan.runtime.fp8.replacements import Decided, put_decided
+from bitplan.runtime.fp8.replacements import LayerDecision, put_decided
 from bitplan.runtime.fp8.self_check import built_block, compare_blocks, make_of
 from bitplan.runtime.fp8.summary import AppliedFp8, Compared, Confirmed, LayerRow
 
@@ -276,16 +276,16 @@ def _notes(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
 
 def _decide(
     site: Site, plan: PartPlan | None, lacking: str | None, device: torch.device, asked: dict[Question, Fp8Choice]
-) -> Decided:
+) -> LayerDecision:
     if plan is None:
-        return Decided(site, _bf16(f"FP8 was not asked for in the part {site.part}"), Fp8Recipe(), False)
+        return LayerDecision(site, _bf16(f"FP8 was not asked for in the part {site.part}"), Fp8Recipe(), False)
     choice, site = _choose(site, plan, asked)
     name = choice.recipe or plan.recipe or DEFAULT_RECIPE
     obstacle = lacking or site.obstacle or (fp8_obstacle(device, (name,)) if choice else None)
     if obstacle is not None:
         choice = replace(choice, products=(), answer=UNMEASURED, reason=obstacle, speedup=None)
     recipe = Fp8Recipe(name, plan.fp8, AmaxEps.from_environment(os.environ))  # type: ignore[arg-type]
-    return Decided(site, choice, recipe, plan.fp8_param)
+    return LayerDecision(site, choice, recipe, plan.fp8_param)
 
 
 def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> tuple[Fp8Choice, Site]:
@@ -312,7 +312,7 @@ def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> tup
     return choice, known
 
 
-def _unmeasured(plans: Mapping[str, PartPlan], decided: Sequence[Decided]) -> list[str]:
+def _unmeasured(plans: Mapping[str, PartPlan], decided: Sequence[LayerDecision]) -> list[str]:
     """The shapes that a policy has never measured, with the command that measures them."""
     notes: dict[str, None] = {}
     for part, plan in plans.items():
@@ -343,10 +343,10 @@ def _bf16(reason: str) -> Fp8Choice:
 
 
 def _confirm(
-    model: nn.Module, sites: Sites, decided: list[Decided], plans: Mapping[str, PartPlan], trial: _Trial
-) -> tuple[list[Decided], tuple[Confirmed, ...]]:
+    model: nn.Module, sites: Sites, decided: list[LayerDecision], plans: Mapping[str, PartPlan], trial: _Trial
+) -> tuple[list[LayerDecision], tuple[Confirmed, ...]]:
     """Time the first block of each make; all blocks of that make get what is shown to be fastest, or stay BF16."""
-    blocks: dict[str, list[tuple[Decided, Decided]]] = {}
+    blocks: dict[str, list[tuple[LayerDecision, LayerDecision]]] = {}
     for each in decided:
         everything = _all_fp8(each, each.site.part in plans)
         blocks.setdefault(sites.block_of(each.site.path), []).append((each, everything))
@@ -362,7 +362,7 @@ def _confirm(
     return [by_site[each.site] for each in decided], tuple(results.values())
 
 
-def _all_fp8(decided: Decided, is_asked_for: bool) -> Decided:
+def _all_fp8(decided: LayerDecision, is_asked_for: bool) -> LayerDecision:
     """The same layer with all products in FP8, where it can be."""
     site, name = decided.site, decided.recipe.name
     can = shape_obstacle(name, site.shape) is None and (not site.is_grouped or name in expert_recipes())
@@ -375,7 +375,7 @@ def _confirm_one(
     model: nn.Module,
     sites: Sites,
     path: str,
-    members: list[tuple[Decided, Decided]],
+    members: list[tuple[LayerDecision, LayerDecision]],
     plans: Mapping[str, PartPlan],
     trial: _Trial,
 ) -> Confirmed:
@@ -386,7 +386,7 @@ def _confirm_one(
         inputs = inputs_without_example(model, path, members[0][0].site.shape[1], plan.tokens or 1)
     plain = model.get_submodule(path)
 
-    def built(chosen: list[Decided]) -> nn.Module | None:
+    def built(chosen: list[LayerDecision]) -> nn.Module | None:
         if not any(each.choice for each in chosen):
             return None
         return built_block(plain, path, chosen, sites.mlps)
@@ -405,7 +405,7 @@ def _confirm_one(
     )
 
 
-def _after(decided: Decided, everything: Decided, verdict: Confirmed) -> Decided:
+def _after(decided: LayerDecision, everything: LayerDecision, verdict: Confirmed) -> LayerDecision:
     if verdict.taken == "plan" or (verdict.taken == "bf16" and not decided.choice):
         return decided
     if verdict.taken == "all":

@@ -31,7 +31,7 @@ from bitplan.errors import PlanError
 from bitplan.plan.fp8.policy import Question
 from bitplan.plan.fp8.vocabulary import Fp8Error
 from bitplan.plan.names import ShellPatterns
-from bitplan.runtime.fp8.recorded_wiring import MlpWiring, NormBefore, Run, Wiring, run_without_numbers
+from bitplan.runtime.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 
 _NAMES = dict.fromkeys(("query", "key", "value", "qkv", "key_value", "query_key", "query_value"), "qkv")
 _NAMES |= dict.fromkeys(("gate", "up", "gate_up"), "fc1") | {"attention_output": "proj", "down": "fc2"}
@@ -86,7 +86,7 @@ class Sites:
     sites: tuple[Site, ...]
     left: tuple[str, ...]
     mlps: tuple[MlpWiring, ...] = ()
-    run: Run = field(default_factory=Run)
+    run: RecordedRun = field(default_factory=RecordedRun)
 
     def block_of(self, path: str) -> str:
         """The block that a layer is in, as it was seen; by the first number in its path where it was not."""

@@ -60,32 +60,32 @@ class MlpWiring:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A view of a model, or of each part of a model that has no forward, and what it was called with; or why not."""
 
     views: Mapping[str, tuple[ModelView, tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
 
 
-def run_without_numbers(model: nn.Module, example: Any = None) -> Run:
+def run_without_numbers(model: nn.Module, example: Any = None) -> RecordedRun:
     """See what a model computes in training; a container without a forward is seen by its children."""
     with _training(model):
         return _run(model, example, "")
 
 
-def _run(model: nn.Module, example: Any, path: str) -> Run:
+def _run(model: nn.Module, example: Any, path: str) -> RecordedRun:
     if type(model).forward is nn.Module.forward:  # a ModuleList: whoever calls its children calls their forwards
         runs = [_run(child, example, f"{path}.{name}".lstrip(".")) for name, child in model.named_children()]
         views = {at: found for run in runs for at, found in run.views.items()}
-        return Run(views, tuple(fault for run in runs for fault in run.faults))
+        return RecordedRun(views, tuple(fault for run in runs for fault in run.faults))
     given = [_arguments(example)] if example is not None else examples_for(model)
     fault = ""
     for args, kwargs in given:
         try:
-            return Run({path: (describe(model, kwargs or args), args, kwargs)})
+            return RecordedRun({path: (describe(model, kwargs or args), args, kwargs)})
         except PlanError as error:
             fault = fault or str(error)
-    return Run(faults=(fault or f"{type(model).__name__}: no input was found that its forward takes",))
+    return RecordedRun(faults=(fault or f"{type(model).__name__}: no input was found that its forward takes",))
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -24,7 +24,7 @@ from bitplan.runtime.fp8.token_watch import TokenWatch
 
 
 @dataclass(frozen=True)
-class Decided:
+class LayerDecision:
     """A layer and what it shall become; `joins` says whether it may be part of a joined MLP."""
 
     site: Site
@@ -33,20 +33,20 @@ class Decided:
     fp8_param: bool
     joins: bool = True
 
-    def within(self, block: str) -> Decided:
+    def within(self, block: str) -> LayerDecision:
         return replace(self, site=self.site.within(block))
 
-    def apart(self, why: str) -> Decided:
+    def apart(self, why: str) -> LayerDecision:
         """The same without the norm in front and without the activation behind."""
         return replace(self, site=replace(self.site, norm=None, apart=why), joins=False)
 
-    def in_bf16(self, reason: str, answer: str) -> Decided:
+    def in_bf16(self, reason: str, answer: str) -> LayerDecision:
         choice = replace(self.choice, products=(), answer=answer, reason=reason, speedup=None)
         return replace(self, choice=choice)
 
 
 def put_decided(
-    model: nn.Module, decided: Sequence[Decided], mlps: Sequence[MlpWiring], *, watch: bool = True
+    model: nn.Module, decided: Sequence[LayerDecision], mlps: Sequence[MlpWiring], *, watch: bool = True
 ) -> list[str]:
     """Make the FP8 layers one after the other, and put each into the model when it is made; on an error, none.
 
@@ -61,7 +61,12 @@ def put_decided(
 
 
 def _put_all(
-    model: nn.Module, decided: Sequence[Decided], mlps: Sequence[MlpWiring], replaced: Replacements, *, watch: bool
+    model: nn.Module,
+    decided: Sequence[LayerDecision],
+    mlps: Sequence[MlpWiring],
+    replaced: Replacements,
+    *,
+    watch: bool,
 ) -> list[str]:
     notes: dict[str, None] = {}
     watched: dict[str, tuple[str, list[Fp8Choice]]] = {}

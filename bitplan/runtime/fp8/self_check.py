@@ -25,7 +25,7 @@ from bitplan.plan.fp8.vocabulary import UNMEASURED, Fp8Error
 from bitplan.plan.structure.untouched import calls_through, own_forward, restored, same_random_numbers
 from bitplan.runtime.fp8.find_linears import Sites
 from bitplan.runtime.fp8.recorded_wiring import MlpWiring, random_like
-from bitplan.runtime.fp8.replacements import Decided, put_decided
+from bitplan.runtime.fp8.replacements import LayerDecision, put_decided
 from bitplan.runtime.fp8.summary import Compared
 
 BOUND = 0.2
@@ -37,13 +37,13 @@ class _NotCopiedError(Fp8Error):
     """A block of which there can be no second one."""
 
 
-def make_of(block: str, members: Sequence[Decided]) -> tuple[object, ...]:
+def make_of(block: str, members: Sequence[LayerDecision]) -> tuple[object, ...]:
     """What blocks have in common that need be tried once: their layers, and what these become."""
     inner = [each.within(block) for each in members]
     return tuple((one.site.path, one.site.shape, one.site.norm, one.choice.products, one.joins) for one in inner)
 
 
-def built_block(plain: nn.Module, path: str, members: Sequence[Decided], mlps: Sequence[MlpWiring]) -> nn.Module:
+def built_block(plain: nn.Module, path: str, members: Sequence[LayerDecision], mlps: Sequence[MlpWiring]) -> nn.Module:
     """A copy of a block with its layers in FP8."""
     try:
         block = copy.deepcopy(plain)
@@ -58,10 +58,10 @@ def built_block(plain: nn.Module, path: str, members: Sequence[Decided], mlps: S
 
 
 def compare_blocks(
-    model: nn.Module, sites: Sites, decided: Sequence[Decided]
-) -> tuple[list[Decided], tuple[Compared, ...]]:
+    model: nn.Module, sites: Sites, decided: Sequence[LayerDecision]
+) -> tuple[list[LayerDecision], tuple[Compared, ...]]:
     """What is decided, less what was seen to compute something else, and a figure for each make of block."""
-    blocks: dict[str, list[Decided]] = {}
+    blocks: dict[str, list[LayerDecision]] = {}
     for each in decided:
         blocks.setdefault(sites.block_of(each.site.path), []).append(each)
     makes: dict[tuple[object, ...], list[str]] = {}
@@ -87,7 +87,7 @@ def compare_blocks(
     return [by_path[each.site.path] for each in decided], tuple(results)
 
 
-def _after(decided: Decided, result: Compared, kept: str) -> Decided:
+def _after(decided: LayerDecision, result: Compared, kept: str) -> LayerDecision:
     if kept == "all" or not decided.choice:
         return decided
     why = f"{result.block}: {result.reason}"
@@ -95,13 +95,13 @@ def _after(decided: Decided, result: Compared, kept: str) -> Decided:
 
 
 def _compare(
-    model: nn.Module, path: str, members: Sequence[Decided], mlps: Sequence[MlpWiring], inputs: Inputs
+    model: nn.Module, path: str, members: Sequence[LayerDecision], mlps: Sequence[MlpWiring], inputs: Inputs
 ) -> tuple[Compared, str]:
     plain = model.get_submodule(path)
     with _quiet(plain):
         expected = _call(plain, inputs)
 
-    def difference(chosen: Sequence[Decided]) -> float:
+    def difference(chosen: Sequence[LayerDecision]) -> float:
         block = built_block(plain, path, chosen, mlps)
         try:
             with _quiet(block):

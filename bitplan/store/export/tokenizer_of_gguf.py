@@ -105,6 +105,8 @@ def tokenizer_of_gguf(metadata: Mapping[str, GGUFValue], where: Path) -> Any | N
 
     kind, rules = said(Keys.Tokenizer.MODEL), said(Keys.Tokenizer.PRE) or "default"
     known = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece}
+    if kind in (None, "none"):
+        return None  # there is none, which transformers refuses
     if kind not in known or (kind == "gpt2" and _SAME_RULES.get(str(rules), rules) not in _STEPS):
         what = f"splits text by the rules {rules!r}" if kind == "gpt2" else f"has a tokenizer of the kind {kind!r}"
         warnings.warn(

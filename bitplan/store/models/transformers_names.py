@@ -11,14 +11,17 @@ import io
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from bitplan.documents import short
+from bitplan.documents import Fields, short
 from bitplan.errors import BitplanError, FileFormatError
 from bitplan.optional import REMOTE_CODE
+from bitplan.records import read_json
 
+GENERATION = "generation_config.json"
 MOST_NAMES_SHOWN = 8
 # Options of from_pretrained: it reports shapes that differ, and `require_complete` refuses them.
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -87,3 +90,14 @@ def silence_transformers() -> Iterator[None]:
         theirs.set_verbosity(level)
         if had_bar:
             theirs.enable_progress_bar()
+
+
+def read_generation_config(model: Any, folder: Path) -> None:
+    """Give a model the generation_config.json of a folder, where there is one."""
+    import transformers
+
+    path = folder / GENERATION
+    if path.is_file():
+        Fields(read_json(path), str(path))
+        with foreign_faults(FileFormatError, f"{path}: cannot be read"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))

@@ -57,7 +57,7 @@ def test_convert_as_json(capsys):
         (["small", "out"], "--to"),
         (["small", "out", "--to", "elsewhere"], "elsewhere"),
         (["small", "out", "--to", "gguf"], "the layout gguf is written to a .gguf file"),
-        (["small", "small", "--to", "hf", "--force"], "small: holds the input model.safetensors itself"),
+        (["small", "small", "--to", "hf", "--force"], "small: holds the input small/model.safetensors itself"),
         (["small", "taken.gguf", "--to", "gguf"], "taken.gguf: exists already; replace it with --force"),
         (["small", "out", "--to", "openai", "--experts", "bfloat16"], "in MXFP4 and in nothing else"),
         (["small", "out", "--to", "hf", "--scale-rule", "mse"], "these are MXFP4 already"),

@@ -103,7 +103,7 @@ def test_other_types_shapes_and_padding(name):
 
 
 def test_what_cannot_be_held_is_refused():
-    with pytest.raises(FormatError, match=r"q4_k_gguf has blocks of 256 .* q5_0_gguf holds rows of 288"):
+    with pytest.raises(FormatError, match=r"q4_k_gguf has blocks of 256 .* q5_0_gguf, which holds rows of 288"):
         encode(gaussian(2, 288), "q4_k_gguf")
     with pytest.raises(FormatError, match="stores its scales in float16"):
         encode(torch.full((1, 256), 1e6), "q6_k_gguf")

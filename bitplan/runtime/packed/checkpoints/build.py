@@ -14,16 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitplan.documents import Fields
 from bitplan.errors import FileFormatError
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.optional import remote_code_allowed
-from bitplan.records import read_json
 from bitplan.store.models.describe_files import model_class
-from bitplan.store.models.transformers_names import foreign_faults, silence_transformers
+from bitplan.store.models.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.store.packed_folder import CONFIG
-
-GENERATION = "generation_config.json"
 
 
 def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device) -> nn.Module:
@@ -45,17 +41,6 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
         if model.can_generate():  # type: ignore[operator]
             read_generation_config(model, folder)
     return model.eval()
-
-
-def read_generation_config(model: Any, folder: Path) -> None:
-    """Give a model the generation_config.json of a folder, where there is one."""
-    import transformers
-
-    path = folder / GENERATION
-    if path.is_file():
-        Fields(read_json(path), str(path))
-        with foreign_faults(FileFormatError, f"{path}: cannot be read"):
-            model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
 
 
 def _stored_type(config: Mapping[str, Any]) -> torch.dtype:

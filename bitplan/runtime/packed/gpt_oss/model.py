@@ -21,7 +21,6 @@ from bitplan.errors import FileFormatError, FormatError
 from bitplan.formats import Encoded
 from bitplan.formats.scales.rules import E8M0_NAN
 from bitplan.plan.names import listed, natural_order
-from bitplan.runtime.packed.checkpoints.build import read_generation_config
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.read_packed import check_held, refuse_not_finite
 from bitplan.store.gpt_oss import GptOssFile
@@ -29,7 +28,7 @@ from bitplan.store.gpt_oss.config import check_settings_held, hf_config
 from bitplan.store.gpt_oss.experts import MXFP4
 from bitplan.store.gpt_oss.layouts import LayoutTensor, list_slots
 from bitplan.store.gpt_oss.source import plain_rows
-from bitplan.store.models.transformers_names import foreign_faults
+from bitplan.store.models.transformers_names import foreign_faults, read_generation_config
 
 
 class GptOssPackedExperts(QuantExperts):
