@@ -47,7 +47,6 @@ def check(
     """
     from bitplan.plan import Finding, Header, check_headers, open_manifest
     from bitplan.plan.check_manifest import CAST
-    from bitplan.runtime.packed.gpt_oss.load import gpt_oss_findings, is_gpt_oss
     from bitplan.store.files.open_files import open_tensors
     from bitplan.store.packed_folder import plan_findings, read_config, read_packed_plan
 
@@ -69,10 +68,13 @@ def check(
     with open_tensors(checkpoint) as file:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
         problems: list[Finding] = []
-        if rules is not None and is_gpt_oss(Path(checkpoint)):
-            headers, problems = gpt_oss_findings(Path(checkpoint), rules, headers)
-        elif rules is not None:
+        if rules is not None:
             problems = check_headers(rules, headers)
+            if any(part in name for name in headers for part in ("mlp1_weight", ".experts.", "_exps.")):
+                from bitplan.runtime.packed.gpt_oss.load import gpt_oss_findings, is_gpt_oss  # loads torch
+
+                if is_gpt_oss(Path(checkpoint)):
+                    headers, problems = gpt_oss_findings(Path(checkpoint), rules, headers)
         problems += [] if packed is None else plan_findings(packed, file)
         findings = [finding for finding in problems if finding.code != CAST]
         casts = Counter(headers[finding.where].dtype for finding in problems if finding.code == CAST)

@@ -101,7 +101,7 @@ def _rows(item: Tensor | Encoded, rows: int | Tensor) -> Tensor | Encoded:
 
 def read_gguf_tokenizer(path: Path, file: TensorFile) -> Any:
     """The tokenizer of an open file; what is not made here is read by transformers."""
-    if "tokenizer.ggml.model" not in file.metadata:
+    if getattr(file.metadata.get("tokenizer.ggml.model"), "value", "none") == "none":
         raise StoreError(
             f"{path}: holds no tokenizer; give the Hugging Face folder of the model, or for perplexity that as --config"
         )

@@ -105,8 +105,6 @@ def tokenizer_of_gguf(metadata: Mapping[str, GGUFValue], where: Path) -> Any | N
 
     kind, rules = said(Keys.Tokenizer.MODEL), said(Keys.Tokenizer.PRE) or "default"
     known = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece}
-    if kind in (None, "none"):
-        return None  # there is none, which transformers refuses
     if kind not in known or (kind == "gpt2" and _SAME_RULES.get(str(rules), rules) not in _STEPS):
         what = f"splits text by the rules {rules!r}" if kind == "gpt2" else f"has a tokenizer of the kind {kind!r}"
         warnings.warn(
@@ -171,7 +169,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
     name = str(vocabulary.said(Keys.Tokenizer.PRE) or "default")
     rules = _SAME_RULES.get(name, name)
     model = {
-        "unk_token": vocabulary.unknown,
+        "unk_token": None,  # llama.cpp leaves out bytes that the vocabulary lacks
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": name in _WHOLE_WORDS_FIRST,
