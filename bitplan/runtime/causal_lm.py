@@ -21,8 +21,9 @@ transformers fills tensors that are missing with random numbers; here such a mod
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import MeasureError
-from bitplan.measure.quality.perplexity import windows_of
+from bitplan.measure.quality.perplexity import LateLogits, windows_of
 from bitplan.optional import remote_code_allowed, require
 from bitplan.store.export.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.store.files.headers import check_model_source, is_gguf
@@ -143,6 +144,66 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     return logits
 
 
+def late_logits_of(model: nn.Module) -> Callable[[Tensor], Tensor | LateLogits]:
+    """A model's logits, made a few tokens at a time where its head can be run apart from its body; else all at once.
+
+    Whatever a model does to its head's output, a cap or a scale, is its own: the whole model is called for a few
+    tokens, with a body that gives what it gave before.
+    """
+    body = model._modules.get(str(getattr(model, "base_model_prefix", "")))
+    whole = functools.partial(logits_of, model)
+    if body is None:
+        return whole
+
+    def late(ids: Tensor) -> Tensor | LateLogits:
+        seen: list[Any] = []
+        compute = body.forward
+
+        def last_token(*args: Any, **options: Any) -> Any:
+            seen.append(compute(*args, **options))
+            return _with_states(seen[0], seen[0][0][:, -1:])
+
+        with _body_gives(body, last_token):
+            last = logits_of(model, ids)
+        if len(seen) != 1 or last.shape[1] != 1:
+            return whole(ids)
+        template = _with_states(seen[0], seen[0][0][:, :0])
+
+        def head(states: Tensor, some_ids: Tensor) -> Tensor:
+            with _body_gives(body, lambda *_args, **_options: _with_states(template, states)):
+                return logits_of(model, some_ids)
+
+        return LateLogits(seen[0][0], ids, last.shape[-1], head)
+
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        pieces, expected = late(ids), whole(ids)[0]
+        if not isinstance(pieces, LateLogits):
+            return whole
+        joined = torch.cat([pieces.of_window(0, slice(0, 3)), pieces.of_window(0, slice(3, 8))])
+    is_same = joined.shape == expected.shape and torch.allclose(joined, expected, rtol=1e-4, atol=1e-4)
+    return late if is_same else whole
+
+
+def _with_states(output: Any, states: Tensor) -> Any:
+    """What a body gave, with other last states."""
+    return (states, *output[1:]) if isinstance(output, tuple) else replace(output, last_hidden_state=states)
+
+
+@contextmanager
+def _body_gives(body: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, a call of the body is a call of `forward`."""
+    before = vars(body).get("forward")
+    body.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del body.forward
+        else:
+            body.forward = before
+
+
 def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> CausalLM:
     """Read a model; `config` is a folder or a GGUF file with config and tokenizer, for a file of weights alone."""
     source, said = Path(path), None if config is None else Path(config)
@@ -219,7 +280,7 @@ def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:
         )
     place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     with one_gguf_reader():
-        return read_gguf_tokenizer(source, file), read_model(source, place)
+        return read_gguf_tokenizer(source, file.metadata), read_model(source, place)
 
 
 def read_model(source: Path, place: dict[str, Any] | None = None, dtype: torch.dtype | str = torch.float32) -> Any:
