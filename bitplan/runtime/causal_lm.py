@@ -287,8 +287,29 @@ def read_model(source: Path, place: dict[str, Any] | None = None, dtype: torch.d
     """The model of a folder, or of the `place` that transformers finds it at; "auto": in the type of its file."""
     options = {"dtype": dtype, "use_safetensors": True}
     model, info = _read("AutoModelForCausalLM", source, "the model", (place or _place(source)) | options | REPORTED)
+    if info.get("missing_keys"):
+        _refuse_without_head(model, str(source))
     require_complete(info, str(source))
     return model
+
+
+def _refuse_without_head(model: Any, where: str) -> None:
+    """Refuse an encoder or a body alone, by the class that its config says it was saved from: it lacks a head."""
+    from transformers import AutoModelForCausalLM
+
+    known = AutoModelForCausalLM._model_mapping.get(type(model.config), ())
+    classes = known if isinstance(known, tuple | list) else (known,)
+    saved_from = getattr(model.config, "architectures", None) or ()
+    if saved_from and not any(one.__name__ in saved_from for one in classes):
+        raise MeasureError(no_causal_model(where, str(saved_from[0])))
+
+
+def no_causal_model(where: str, kind: str) -> str:
+    """A sentence on a model that predicts no next token, and what can be done with it."""
+    return (
+        f"{where}: {kind} is no causal language model but an encoder, or a body without a head: it continues no text, "
+        "so it has no perplexity and nothing to search; `bitplan quantize` packs it and `bitplan compare` measures it"
+    )
 
 
 def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
@@ -310,10 +331,12 @@ def require_causal(lm: CausalLM, logits: Callable[[Tensor], Tensor]) -> None:
     ids = torch.arange(1, 9).remainder(rows)[None].repeat(2, 1)
     ids[1, -1] = (ids[0, -1] + 1) % rows
     with torch.no_grad():
-        one, two = logits(ids)[:, :-1].double()
-    if float((one - two).abs().max()) > 1e-4 * float(one.abs().max()):  # float32 is off by less
+        given = logits(ids.to(lm.device))
+    one, two = given[:, :-1].double()
+    allowed = 1e-4 if given.dtype == torch.float32 else 0.1  # float32 is off by less, and a few steps of bfloat16
+    if float((one - two).abs().max()) > allowed * float(one.abs().max()):
         kind = getattr(lm.model.config, "model_type", type(lm.model).__name__)
         raise MeasureError(
             f"{lm.where}: not a causal language model: what {kind} says of a token depends on later ones, "
-            "as in an encoder; perplexity is not defined for it"
+            "as in an encoder: it continues no text, and perplexity is not defined for it"
         )

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from bitplan.documents import show
 from bitplan.errors import MeasureError
-from bitplan.runtime.causal_lm import CausalLM, load_causal_lm, read_model, read_tokenizer
+from bitplan.runtime.causal_lm import (
+    CausalLM,
+    load_causal_lm,
+    no_causal_model,
+    read_model,
+    read_tokenizer,
+    require_causal,
+)
 from bitplan.runtime.packed.checkpoints.load import load_packed
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss
 from bitplan.runtime.packed.read_packed import device_of, require_transformers
@@ -56,9 +63,11 @@ def load_for_running(
         model, tokenizer = lm.model.to(place, wanted), lm.tokenizer
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if is_pair or not model.can_generate():  # type: ignore[operator]
-        raise MeasureError(f"{path}: {type(model).__name__} is no causal language model, and continues no text")
+        raise MeasureError(no_causal_model(str(path), type(model).__name__))
     with silence_transformers():
-        return CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
+        lm = CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
+        require_causal(lm, lm)
+    return lm
 
 
 def _of_folder(source: Path, place: torch.device, dtype: torch.dtype | None) -> nn.Module:

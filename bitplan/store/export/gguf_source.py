@@ -109,7 +109,8 @@ def _rows(item: Tensor | Encoded, rows: int | Tensor) -> Tensor | Encoded:
 
 def read_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
     """The tokenizer that a file's metadata describe; what is not made here is read by transformers."""
-    if "tokenizer.ggml.model" not in metadata:
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None or kind.value in ("none", "no_vocab"):  # llama.cpp's words for a file without one
         raise StoreError(
             f"{path}: holds no tokenizer; give the Hugging Face folder of the model, or for perplexity that as --config"
         )
