@@ -21,10 +21,10 @@ from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_pe
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
-from bitplan.runtime.causal_lm import CausalLM, logits_of
+from bitplan.runtime.causal_lm import CausalLM, late_logits_of
 from bitplan.store.models.morph import ParameterPlace, formats_of, morph_model, places_of
 
-CACHED_LOGITS_BYTES = 2 * 2**30  # of the reference at most; 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
+CACHED_LOGITS_BYTES = 2**29  # of the reference at most: last states, and logits where they are not made late
 BATCH_LOGITS_BYTES = 2**28  # of a batch: a window of 512 tokens and a vocabulary of 131,072 alone has as much
 GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # their names in GGUF files are known
 FLOOR = "noise floor (bfloat16 activations)"
@@ -54,7 +54,8 @@ class QualityRun:
     def __post_init__(self) -> None:
         window = 4 * self.reference.vocabulary * max(map(len, self.windows))
         self.batch = max(1, min(self.batch, BATCH_LOGITS_BYTES // window))
-        self._cached = CachedLogits(self.reference, min(CACHED_LOGITS_BYTES, free_memory() // 8))
+        logits = late_logits_of(self.reference.model)
+        self._cached = CachedLogits(logits, min(CACHED_LOGITS_BYTES, free_memory() // 8))
         self._unscored = max(1, len(self.reference.prefix))
 
     def measure_reference(self, label: str = "reference", on_windows: OnWindows | None = None) -> QualityRow:
@@ -98,7 +99,7 @@ class QualityRun:
 
     def _against(self, label: str, model: nn.Module, bits: float, on_windows: OnWindows | None) -> QualityRow:
         quality = measure_perplexity(
-            lambda ids: logits_of(model, ids),
+            late_logits_of(model),
             self.windows,
             reference=self._cached,
             batch=self.batch,

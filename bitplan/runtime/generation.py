@@ -19,12 +19,20 @@ from torch import Tensor, nn
 
 from bitplan.documents import show
 from bitplan.errors import MeasureError
-from bitplan.runtime.causal_lm import CausalLM, load_causal_lm, open_named, read_model, read_tokenizer
+from bitplan.runtime.causal_lm import (
+    CausalLM,
+    load_causal_lm,
+    no_causal_model,
+    read_model,
+    read_tokenizer,
+    require_causal,
+)
 from bitplan.runtime.packed.checkpoints.load import load_packed
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss
 from bitplan.runtime.packed.read_packed import device_of, require_transformers
-from bitplan.store.export.gguf_source import is_folder_like
+from bitplan.store.export.gguf_source import is_folder_like, read_gguf_tokenizer
 from bitplan.store.files.headers import is_gguf
+from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.transformers_names import foreign_faults, silence_transformers
 from bitplan.store.packed_folder import is_packed_config, read_config
 
@@ -47,17 +55,19 @@ def load_for_running(
     if source.is_dir():
         model, tokenizer = _of_folder(source, place, wanted), None
     elif config is None and is_gguf(source) and is_folder_like(source):
+        with open_tensors(source) as file:
+            tokenizer = read_gguf_tokenizer(source, file.metadata)
         model = load_packed(source, device=place, dtype=wanted).model
-        with open_named(source) as file:
-            tokenizer = file.tokenizer  # type: ignore[attr-defined]
     else:
         lm = load_causal_lm(source, config=config)
         model, tokenizer = lm.model.to(place, wanted), lm.tokenizer
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if is_pair or not model.can_generate():  # type: ignore[operator]
-        raise MeasureError(f"{path}: {type(model).__name__} is no causal language model, and continues no text")
+        raise MeasureError(no_causal_model(str(path), type(model).__name__))
     with silence_transformers():
-        return CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
+        lm = CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
+        require_causal(lm, lm)
+    return lm
 
 
 def _of_folder(source: Path, place: torch.device, dtype: torch.dtype | None) -> nn.Module:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import FileFormatError, MeasureError
-from bitplan.runtime.causal_lm import CausalLM, read_tokenizer
+from bitplan.runtime.causal_lm import CausalLM, no_causal_model, read_tokenizer
 from bitplan.runtime.packed.checkpoints.build import empty_model
 from bitplan.runtime.packed.checkpoints.fill import read_plain
 from bitplan.runtime.packed.checkpoints.tensor_sources import FilePiece, assign
@@ -31,7 +31,7 @@ class ModelOnDisk:
         self.folder = folder
         model = empty_model(folder, read_config(folder), torch.float32, torch.device("cpu"))
         if getattr(model, "get_output_embeddings", lambda: None)() is None:
-            raise MeasureError(f"{folder}: {type(model).__name__} is not a causal language model: it gives no logits")
+            raise MeasureError(no_causal_model(str(folder), type(model).__name__))
         self._file = open_tensors(folder)  # its header alone takes longer to read than most tensors
         weakref.finalize(self, self._file.close)
         assignment = assign(model, self._file, str(folder))

@@ -190,7 +190,7 @@ def quantize_file(
     report = QuantizeReport(str(source), str(output))
     with ExitStack() as opened:
         is_folder = container_for(output) is None
-        file = opened.enter_context(open_model(source) if is_folder else open_tensors(source))
+        file = opened.enter_context(open_model(source, with_tokenizer=True) if is_folder else open_tensors(source))
         statistics = None if evidence is None else opened.enter_context(open_evidence(evidence))
         wanted = fit_names(fmt, file)
 

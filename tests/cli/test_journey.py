@@ -13,6 +13,7 @@ import pytest
 from bitplan.cli import SPINS, main, run
 from bitplan.plan import Plan
 from bitplan.records import atomic_file
+from bitplan.store.export import gguf_source
 from bitplan.store.export.targets import export_model
 from tests.crosses import few
 from tests.store.export.tiny_models import save_tiny
@@ -180,3 +181,14 @@ def test_threads_sleep_soon_unless_the_user_says_otherwise(policy, monkeypatch):
         main(["--version"])
     assert os.environ.get("GOMP_SPINCOUNT") == (SPINS if policy is None else None)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_tokenizer_of_a_gguf_file_is_made_once(monkeypatch, capsys):
+    calls = []
+    make = gguf_source.tokenizer_of_gguf
+    monkeypatch.setattr(gguf_source, "tokenizer_of_gguf", lambda *args: [calls.append(1), make(*args)][1])
+    ran("generate", "tiny.gguf", "the hen", "--max-tokens", 1, capsys=capsys)
+    assert len(calls) == 1
+    perplexity_of("tiny.gguf", capsys=capsys)
+    assert len(calls) == 2

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,8 +30,10 @@ from bitplan.measure.quality.estimates import Estimate, clustered_mean
 MOST_NATS = 709.0  # exp of a larger number exceeds float64
 # Float64 logits that are worked on at once: on CPUs few enough for the cache of a core, elsewhere 32 MB.
 AT_ONCE, AT_ONCE_ON_CPU = 2**22, 2**18
+MADE_AT_ONCE = 2**24  # logits that a head gives at once, where it is asked piece by piece
 
-# Token ids [windows, length] -> logits [windows, length, vocabulary], or an object that has them as `.logits`.
+# Token ids [windows, length] -> logits [windows, length, vocabulary], an object that has them as `.logits`, or
+# LateLogits.
 LogitsOf = Callable[[Tensor], Any]
 
 
@@ -132,24 +134,56 @@ def _finite(value: float) -> float | None:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class LateLogits:
+    """Logits that are made when they are asked for, a few tokens at a time: all of a window take 0.5 GB for 512 tokens
+    and a vocabulary of 262,144.
+
+    states  what the model's head gets, [windows, length, width]
+    head    states and token ids, of one window and some of its tokens -> logits [1, tokens, vocabulary]
+    """
+
+    states: Tensor
+    ids: Tensor
+    vocabulary: int
+    head: Callable[[Tensor, Tensor], Tensor]
+
+    def of_window(self, window: int, tokens: slice) -> Tensor:
+        row = slice(window, window + 1)
+        return self.head(self.states[row, tokens], self.ids[row, tokens])[0]
+
+
 @dataclass
 class CachedLogits:
-    """A reference for several models: keeps the logits of as many windows as fit, and computes the others again."""
+    """A reference for several models: keeps the logits of as many windows as fit, and computes the others again.
+
+    Of logits that are made late, what they are made of is kept.
+    """
 
     model: LogitsOf
     budget_bytes: int
     _cached: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    _late: LateLogits | None = field(default=None, repr=False)
+
+    def __call__(self, ids: Tensor) -> Tensor | LateLogits:
         keys = [window.numpy(force=True).tobytes() for window in ids]
         missing = [row for row, key in enumerate(keys) if key not in self._cached]
-        computed = dict(zip(missing, _logits(self.model, ids[missing]), strict=True)) if missing else {}
-        for row, logits in computed.items():
-            if logits.nbytes <= self.budget_bytes:
-                self.budget_bytes -= logits.nbytes
-                self._cached[keys[row]] = logits.clone()  # a view would hold the whole batch
-        found = [computed[row] if row in computed else self._cached[key] for row, key in enumerate(keys)]
-        return found[0][None] if len(found) == 1 else torch.stack(found)  # of a large vocabulary a copy takes long
+        computed = dict(zip(missing, self._compute(ids[missing]), strict=True)) if missing else {}
+        for row, item in computed.items():
+            if item.nbytes <= self.budget_bytes:
+                self.budget_bytes -= item.nbytes
+                self._cached[keys[row]] = item.clone()  # a view would hold the whole batch
+        items = [computed[row] if row in computed else self._cached[key] for row, key in enumerate(keys)]
+        whole = items[0][None] if len(items) == 1 else torch.stack(items)  # of a large vocabulary a copy takes long
+        return whole if self._late is None else replace(self._late, states=whole, ids=ids)
+
+    def _compute(self, ids: Tensor) -> Tensor:
+        logits = _logits(self.model, ids)
+        if isinstance(logits, Tensor):
+            return logits
+        self._late = replace(logits, states=logits.states[:0], ids=logits.ids[:0])
+        return logits.states
 
 
 def measure_perplexity(
@@ -176,15 +210,15 @@ def measure_perplexity(
     samples: dict[str, list[float]] = {"tokens": [], "nll": []}
     with torch.no_grad():
         for first, ids in _batches(windows, batch):
-            logits = _checked(_logits(model, ids), ids, first, name)
-            against = None if reference is None else _checked(_logits(reference, ids), ids, first, "the reference")
-            if against is not None and against.shape != logits.shape:
+            ours = _WindowLogits(_logits(model, ids), ids, first, name)
+            theirs = None if reference is None else _WindowLogits(_logits(reference, ids), ids, first, "the reference")
+            if theirs is not None and theirs.vocabulary != ours.vocabulary:
                 raise MeasureError(
-                    f"{name} has a vocabulary of {logits.shape[-1]}, the reference one of {against.shape[-1]}; "
+                    f"{name} has a vocabulary of {ours.vocabulary}, the reference one of {theirs.vocabulary}; "
                     "they must be the same to compare token by token"
                 )
             for row, window in enumerate(ids):
-                sums = _score_window(window, unscored, logits[row], None if against is None else against[row])
+                sums = _score_window(window, row, unscored, ours, theirs)
                 for key, value in sums.items():
                     samples.setdefault(key, []).append(value)
                 if on_windows:
@@ -203,46 +237,67 @@ def _batches(windows: Sequence[Tensor], batch: int) -> Iterator[tuple[int, Tenso
         first = last
 
 
-def _logits(model: LogitsOf, ids: Tensor) -> Tensor:
+def _logits(model: LogitsOf, ids: Tensor) -> Tensor | LateLogits:
     output = model(ids)
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    logits: Tensor | LateLogits = output if isinstance(output, Tensor | LateLogits) else output.logits
     return logits
 
 
-def _checked(logits: Tensor, ids: Tensor, first: int, name: str) -> Tensor:
-    if logits.shape[:-1] != ids.shape:
-        raise MeasureError(f"{name}: expected logits of shape {(*ids.shape, 'vocabulary')}, got {tuple(logits.shape)}")
-    bad = ~torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(dim=0)  # of NaN it gives NaN
-    if bad.any():
-        row, position = (int(index) for index in bad.nonzero()[0])
-        raise MeasureError(
-            f"{name}: logits that are not finite in window {first + row}, from its token {position} on "
-            f"({int(bad[row].sum())} of {bad.shape[1]} tokens); look for NaN or overflow in the weights"
-        )
-    return logits
+class _WindowLogits:
+    """The logits of a few windows, checked as they are read; `first` is the number of the first window."""
+
+    def __init__(self, logits: Tensor | LateLogits, ids: Tensor, first: int, name: str) -> None:
+        self._logits, self._first, self._name = logits, first, name
+        given = logits if isinstance(logits, Tensor) else logits.states
+        if given.shape[:-1] != ids.shape:
+            raise MeasureError(
+                f"{name}: expected logits of shape {(*ids.shape, 'vocabulary')}, got {tuple(given.shape)}"
+            )
+        self.vocabulary = given.shape[-1] if isinstance(logits, Tensor) else logits.vocabulary
+
+    def of_window(self, row: int, tokens: slice) -> Tensor:
+        """Logits [tokens, vocabulary], all of them finite."""
+        whole = self._logits
+        logits = whole[row, tokens] if isinstance(whole, Tensor) else whole.of_window(row, tokens)
+        bad = ~torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(dim=0)  # of NaN it gives NaN
+        if bad.any():
+            raise MeasureError(
+                f"{self._name}: logits that are not finite in window {self._first + row}, from its token "
+                f"{tokens.start + int(bad.nonzero()[0])} on; look for NaN or overflow in the weights"
+            )
+        return logits
 
 
-def _score_window(window: Tensor, unscored: int, logits: Tensor, against: Tensor | None) -> dict[str, float]:
-    """Sums over the predicted tokens of one window."""
-    targets = window[unscored:]
-    logits, against = logits[unscored - 1 :], None if against is None else against[unscored - 1 :]
-    sums = {"tokens": float(len(targets)), "nll": 0.0}
-    if against is not None:
+def _score_window(
+    window: Tensor, row: int, unscored: int, ours: _WindowLogits, theirs: _WindowLogits | None
+) -> dict[str, float]:
+    """Sums over the predicted tokens of one window: those after `unscored`, each by the logits of the one before."""
+    sums = {"tokens": float(len(window) - unscored), "nll": 0.0}
+    if theirs is not None:
         sums |= {"reference_nll": 0.0, "kl": 0.0, "agreed": 0.0}
+    step = max(1, MADE_AT_ONCE // ours.vocabulary)
+    for start in range(unscored - 1, len(window) - 1, step):
+        tokens = slice(start, min(start + step, len(window) - 1))
+        logits = ours.of_window(row, tokens)
+        against = None if theirs is None else theirs.of_window(row, tokens).to(logits.device)
+        _score_tokens(window[start + 1 : tokens.stop + 1].to(logits.device), logits, against, sums)
+    return sums
+
+
+def _score_tokens(targets: Tensor, logits: Tensor, against: Tensor | None, sums: dict[str, float]) -> None:
+    """Add what each token's logits say of it."""
     step = max(1, (AT_ONCE_ON_CPU if logits.device.type == "cpu" else AT_ONCE) // logits.shape[-1])
     for start in range(0, len(targets), step):
-        rows = slice(start, min(start + step, len(targets)))
-        chosen = targets[rows].unsqueeze(-1).to(logits.device)
-        ours = logits[rows].double()
+        rows = slice(start, start + step)
+        chosen, ours = targets[rows].unsqueeze(-1), logits[rows].double()
         _, our_total = _softmax(ours)
         sums["nll"] += float((our_total - ours.gather(-1, chosen)).sum())
         if against is not None:
-            theirs = against[rows].to(logits.device).double()
+            theirs = against[rows].double()
             weights, their_total = _softmax(theirs)
             sums["reference_nll"] += float((their_total - theirs.gather(-1, chosen)).sum())
             sums["agreed"] += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
             sums["kl"] += float(weights.mul_(theirs.sub_(ours)).sum() + (our_total - their_total).sum())
-    return sums
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
     folder = check_model_source(request.source, None)
     if request.source.is_file() and not is_gguf(request.source):
         raise StoreError(f"{request.source}: {target} is made of a model's folder or a GGUF file; give {folder}")
-    file = open_model(request.source)
+    file = open_model(request.source, with_tokenizer=True)
     with on_failure(file.close):
         if isinstance(file, GGUFModel):
             folder = file.folder

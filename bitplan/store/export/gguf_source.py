@@ -8,7 +8,9 @@ tokenizer is made from the file's metadata.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +32,26 @@ from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
 
 class GGUFModel(TensorFile):
-    """The file under Hugging Face's names; `folder` holds config and tokenizer until it is closed.
+    """The file under Hugging Face's names; `folder` holds config.json until it is closed.
 
-    weights   a file that has the tensors in place of the GGUF file itself, under GGUF's names or Hugging Face's
+    weights         a file that has the tensors in place of the GGUF file itself, under GGUF's names or Hugging Face's
+    with_tokenizer  the folder holds the tokenizer's files, too
     """
 
     kind = "gguf"
 
-    def __init__(self, path: Path, weights: Path | None = None) -> None:
-        self.path = weights or path
+    def __init__(self, path: Path, weights: Path | None = None, *, with_tokenizer: bool = False) -> None:
+        self.path, self._described = weights or path, path
         self._kept = tempfile.TemporaryDirectory()
         with on_failure(self._kept.cleanup):
             said = self._file = open_tensors(path)
         with on_failure(self.close):
             if not isinstance(said, GGUFTensors):
                 raise StoreError(f"{path}: is no GGUF file, and config and tokenizer are to be made of one")
-            config = config_of(path, said)
+            config, self._metadata = config_of(path, said), said.metadata
             write_json(self.folder / "config.json", config)
-            self.tokenizer = read_gguf_tokenizer(path, said)
-            self.tokenizer.save_pretrained(self.folder)
+            if with_tokenizer:
+                self.tokenizer.save_pretrained(self.folder)
             if weights is not None:
                 self._file = open_tensors(weights)
                 said.close()
@@ -61,6 +64,11 @@ class GGUFModel(TensorFile):
     @property
     def folder(self) -> Path:
         return Path(self._kept.name)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the GGUF file describes; of a large vocabulary it takes seconds to make."""
+        return read_gguf_tokenizer(self._described, self._metadata)
 
     def _spec(self, name: str) -> TensorSpec:
         origin = self.origins[name]
@@ -99,13 +107,14 @@ def _rows(item: Tensor | Encoded, rows: int | Tensor) -> Tensor | Encoded:
     return Encoded(item.fmt, item.shape[1:] if isinstance(rows, int) else item.shape, **parts)
 
 
-def read_gguf_tokenizer(path: Path, file: TensorFile) -> Any:
-    """The tokenizer of an open file; what is not made here is read by transformers."""
-    if getattr(file.metadata.get("tokenizer.ggml.model"), "value", "none") == "none":
+def read_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
+    """The tokenizer that a file's metadata describe; what is not made here is read by transformers."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None or kind.value in ("none", "no_vocab"):  # llama.cpp's words for a file without one
         raise StoreError(
             f"{path}: holds no tokenizer; give the Hugging Face folder of the model, or for perplexity that as --config"
         )
-    if (tokenizer := tokenizer_of_gguf(file.metadata, path)) is not None:
+    if (tokenizer := tokenizer_of_gguf(metadata, path)) is not None:
         return tokenizer
     options = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": remote_code_allowed()}
     transformers = require("transformers", purpose=f"reading the tokenizer of {path.name}", extra="models")
@@ -118,9 +127,9 @@ def read_gguf_tokenizer(path: Path, file: TensorFile) -> Any:
         raise StoreError(f"{path}: transformers makes no tokenizer of it: {reason}; give the model's folder") from error
 
 
-def open_model(path: str | Path) -> TensorFile:
+def open_model(path: str | Path, *, with_tokenizer: bool = False) -> TensorFile:
     """A model's weights under its own names: a GGUF file as the folder that it was made from, others as they are."""
-    return GGUFModel(Path(path)) if is_gguf(path) else open_tensors(path)
+    return GGUFModel(Path(path), with_tokenizer=with_tokenizer) if is_gguf(path) else open_tensors(path)
 
 
 def is_folder_like(path: Path) -> bool:

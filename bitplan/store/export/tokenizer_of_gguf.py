@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class _Vocabulary:
     said: Callable[[str], Any]
     where: Path
 
-    @property
+    @cached_property
     def numbers(self) -> dict[str, int]:
         return {word: number for number, word in enumerate(self.words)}
 
@@ -137,7 +138,7 @@ def _vocabulary(said: Callable[[str], Any], kind: str, where: Path) -> _Vocabula
     def items_of(key: str, what: str, *types: type) -> list[Any] | None:
         value = said(key)
         items = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
-        if value is not None and (items is None or not all(type(item) in types for item in items)):
+        if value is not None and (items is None or not set(map(type, items)) <= set(types)):
             raise StoreError(f"{where}: {key} must be a list of {what}")
         return items
 
@@ -169,7 +170,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
     name = str(vocabulary.said(Keys.Tokenizer.PRE) or "default")
     rules = _SAME_RULES.get(name, name)
     model = {
-        "unk_token": None,  # llama.cpp leaves out bytes that the vocabulary lacks
+        "unk_token": None,  # llama.cpp leaves out a byte that no token has
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": name in _WHOLE_WORDS_FIRST,
@@ -226,8 +227,9 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     merges = []
     for number in sorted(range(len(words)), key=lambda at: (-scores[at], at)):
         word = words[number]
-        pairs = ((word[:cut], word[cut:]) for cut in range(len(word) - 1, 0, -1))
-        merges += [(left, right) for left, right in pairs if left in numbers and right in numbers]
+        for cut in range(len(word) - 1, 0, -1):
+            if (left := word[:cut]) in numbers and (right := word[cut:]) in numbers:
+                merges.append((left, right))
     return merges
 
 

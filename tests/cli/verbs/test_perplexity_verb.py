@@ -283,6 +283,25 @@ def test_an_encoder_is_no_language_model(capsys):
     (Path("bert") / "config.json").write_text(config.to_json_string(use_diff=False))
     message = refused("bert", "--text", "text.txt", "--context", "16", capsys=capsys)
     assert "not a causal language model: what bert says of a token depends on later ones" in message
+    assert run(["generate", "bert", "a bee"]) == 2
+    assert "as in an encoder: it continues no text" in capsys.readouterr().err
+    with redirect_stderr(io.StringIO()):
+        transformers.BertModel(config).save_pretrained("body")
+    with_config("body")
+    (Path("body") / "config.json").write_text(config.to_json_string(use_diff=False))
+    for words in (
+        ["generate", "body", "a bee"],
+        *(
+            [verb, "body", "--text", "text.txt", *rest]
+            for verb, *rest in (
+                ("perplexity", "--context", "16"),
+                ("search", "--bits", "5", "--context", "16", "-o", "of-body"),
+            )
+        ),
+    ):
+        assert run(words) == 2
+        assert "BertModel is no causal language model but an encoder" in capsys.readouterr().err
+    assert not Path("of-body").exists()
 
 
 def test_bits_of_a_gguf_file_are_its_own(capsys):

@@ -168,9 +168,7 @@ def test_nan_is_named_by_window_and_token():
 
     ids = torch.zeros(50, dtype=torch.int64)
     ids[34:36] = torch.tensor([5, 3])
-    with pytest.raises(
-        MeasureError, match=r"int2: logits that are not finite in window 3, from its token 5 on \(1 of 10"
-    ):
+    with pytest.raises(MeasureError, match=r"int2: logits that are not finite in window 3, from its token 5 on"):
         measure_perplexity(model, windows_of(ids, 10), batch=2, name="int2")
 
 
