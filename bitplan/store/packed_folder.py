@@ -7,7 +7,8 @@
 | bitplan_plan.json | the plan: the format of every tensor, and why |
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
-`quantization_config` is {"quant_method": "bitplan", "version": 1, "plan": FILE, "plan_sha256": DIGEST}.
+`quantization_config` is {"quant_method": "bitplan", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
+"load_with": WORDS}.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from bitplan.text import counted, visible
 
 log = logging.getLogger("bitplan")
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 WHOLE = "model.safetensors"
 PLAN = "bitplan_plan.json"
 QUANT_METHOD = "bitplan"
@@ -47,7 +49,7 @@ SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # transformers requires the name of the library
 # The files of a model beside its weights and config; a model's code is not copied.
 SIDE_FILES = (
-    "generation_config.json",
+    GENERATION,
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -66,6 +68,7 @@ SIDE_FILES = (
 # Files that one tokenizer or processor consists of: of an earlier one none stays beside a new one.
 TOKENIZER_FILES = {
     "added_tokens.json",
+    "additional_chat_templates",
     "chat_template.jinja",
     "chat_template.json",
     "merges.txt",
@@ -105,6 +108,8 @@ _TRANSPOSED_EXPERTS = {"gpt_oss": re.compile(r"\.experts\.(gate_up|down)_proj$")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
+# transformers without the plug-in points at this entry of config.json, and knows no more.
+_HINT = {"load_with": "import bitplan.transformers before from_pretrained, or bitplan.load_packed(folder)"}
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
 WriteShard = Callable[[Writer, Sequence[Promise]], None]
 
@@ -216,7 +221,7 @@ def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def packed_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """A model's config for the folder that holds it packed."""
-    said = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan)}
+    said = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan), **_HINT}
     return {**unquantized_config(config), "quantization_config": said}
 
 
@@ -402,11 +407,11 @@ def check_packed_output(
 
 def write_packed_folder(
     output: str | Path, contents: FolderContents, write_shard: WriteShard, *, force: bool = False
-) -> None:
-    """Write a folder under a temporary name, and rename it when it is complete.
+) -> list[Path]:
+    """Write a folder under a temporary name, and rename it when it is complete. Returns what was written.
 
-    force   a model that is there is replaced: its weights, their index, config and plan go, and the tokenizer where the
-            new model brings one; every other file stays
+    force   a model that is there is replaced: its weights, their index, configs and plan go, and the tokenizer where
+            the new model brings one; every other file stays
     """
     with atomic_folder(output, replaces=_model_files if force else None) as folder:
         for shard in contents.shards:
@@ -427,9 +432,11 @@ def write_packed_folder(
         if contents.config is not None:
             write_json(folder / CONFIG, contents.config)
         require_unchanged(contents.inputs)
+        written = sorted(path.name for path in folder.iterdir())
+    return [Path(output, name) for name in written]
 
 
 def _model_files(old: Path, new: Path) -> set[str]:
     """Files of the model in a folder that has no place beside a new one."""
-    names = {path.name for path in old.iterdir() if _WEIGHTS.fullmatch(path.name)} | {CONFIG, PLAN}
+    names = {path.name for path in old.iterdir() if _WEIGHTS.fullmatch(path.name)} | {CONFIG, GENERATION, PLAN}
     return names | TOKENIZER_FILES if any((new / name).exists() for name in TOKENIZER_FILES) else names

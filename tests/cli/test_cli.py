@@ -125,6 +125,7 @@ WRONG_FILES = {
         b'{"model_type": "llama"}',
         "config.json: is JSON without weights: .* a model is given by its folder",
     ),
+    "notes.txt": (b"some words", "notes.txt: is text .it begins with 'some wor'.; give a .safetensors or .gguf file"),
     "/dev/null": (None, "/dev/null: is a device, and a regular file is expected"),
 }
 

@@ -162,6 +162,8 @@ def read_trees(path: Path) -> None:
     from bitplan.trees import load_trees
 
     model = load_trees(path)
+    if model.n_features_in_ > 10_000:  # the rows of a user are that wide then; a file need not be
+        return
     with numpy.errstate(all="ignore"):
         model.booster_.scores(numpy.zeros((2, model.n_features_in_)))
 

@@ -10,6 +10,7 @@ import pytest
 
 from bitplan.report import TrainingLog, write_report
 from bitplan.report.markup import VOID, escape, tag
+from bitplan.report.read_records import ReportError
 
 from . import samples
 
@@ -248,6 +249,24 @@ def test_streaming_draws_a_timeline_or_says_that_there_is_none(tmp_path):
     text = page(samples.write_stream(tmp_path, timeline=False), tmp_path)
     assert "Step 39 in total" in text
     assert "when each copy ran was not recorded" in text
+
+
+def test_a_step_that_ends_before_it_begins_has_a_timeline_of_nothing(tmp_path):
+    path = samples.write_stream(tmp_path)[0]
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    before = {"step_ms": -1.0, "timeline": {"copies": [{"name": "block.0", "start_ms": -3.0, "end_ms": -2.0}]}}
+    path.write_text("".join(json.dumps(step | before) + "\n" for step in steps))
+    assert "Timeline of step 39" in page([path], tmp_path)
+
+
+def test_a_name_in_an_error_stays_on_its_line(tmp_path):
+    path = samples.write_crossover(tmp_path)[0]
+    document = json.loads(path.read_text())
+    document["weights"][0]["format"] = "mx\nfp4"
+    document["weights"][0]["timings"][0]["samples_ms"]["fused"] = [0.0]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ReportError, match=r"mx\\nfp4, .*: samples_ms must be a list of numbers above 0"):
+        page([path], tmp_path)
 
 
 def test_errors_that_are_not_finite_are_the_worst(tmp_path):

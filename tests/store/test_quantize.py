@@ -592,6 +592,8 @@ def test_force_replaces_the_model_and_keeps_all_else(tmp_path):
         (out / name).write_text("kept")
     (out / "checkpoint-500").mkdir()
     (out / "checkpoint-500" / "config.json").write_text("kept")
+    (out / "generation_config.json").write_text('{"eos_token_id": 7}')  # the other model's, as its chat templates are
+    (out / "additional_chat_templates").mkdir()
     quantize_file(source, out, "int8", force=True)
     assert {path.name for path in out.iterdir()} == {
         *("config.json", "model.safetensors", "bitplan_plan.json", "tokenizer.json"),

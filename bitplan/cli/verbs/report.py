@@ -9,6 +9,8 @@ import typer
 
 from bitplan.cli.options import Force, Json
 from bitplan.cli.show import human_bytes, say, show_json
+from bitplan.errors import FileFormatError
+from bitplan.text import counted
 
 
 def report(
@@ -29,12 +31,11 @@ def report(
     """
     from bitplan.records import check_output
     from bitplan.report import write_report
-    from bitplan.store.packed_folder import plan_path
 
     records = [
         record
         for path in records
-        for record in (records_of_search(path) or [plan_path(path)] if path.is_dir() else [path])
+        for record in (records_of_search(path) or _plan_of_packed(path) if path.is_dir() else [path])
     ]
     check_output(output, inputs=records, force=force)
     sections = write_report(records, output, title=title)
@@ -43,7 +44,18 @@ def report(
     if as_json:
         show_json({"report": str(output), "bytes": size, "records": len(records), "sections": titles})
         return
-    say(f"{output}: {human_bytes(size)}, {len(records)} records: {', '.join(titles)}")
+    say(f"{output}: {human_bytes(size)}, {counted(len(records), 'record')}: {', '.join(titles)}")
+
+
+def _plan_of_packed(folder: Path) -> list[Path]:
+    from bitplan.store.packed_folder import is_model_folder, plan_path
+
+    if not is_model_folder(folder):
+        raise FileFormatError(
+            f"{folder}: holds no records that are known by their names: neither a search's nor a packed model's; "
+            "give the files themselves"
+        )
+    return [plan_path(folder)]
 
 
 def records_of_search(folder: Path) -> list[Path]:

@@ -115,8 +115,8 @@ def _between(waits: Sequence[LanePiece], end_ms: float) -> list[LanePiece]:
 
 
 def _lanes(lanes: dict[str, list[LanePiece]], step_ms: float) -> Markup:
-    ends = [piece.end_ms for pieces in lanes.values() for piece in pieces]
-    x = linear_axis([0.0, step_ms, *ends], "ms", zero=True, goal=8)
+    ends = [max(piece.end_ms, 0.0) for pieces in lanes.values() for piece in pieces]
+    x = linear_axis([0.0, max(step_ms, 0.0), *ends], "ms", zero=True, goal=8)
     base = 8 + LANE_PITCH * len(lanes)
     scale = (WIDE - LANE_LEFT - 16) / x.high
     parts = []

@@ -209,8 +209,8 @@ class FolderExport:
                 if on_bytes:
                     on_bytes(promise.nbytes, promise.name)
 
-        write_packed_folder(self._request.output, contents, write_shard, force=self._request.force)
-        self.report.files = sorted(str(path) for path in Path(self._request.output).iterdir())
+        written = write_packed_folder(self._request.output, contents, write_shard, force=self._request.force)
+        self.report.files = [str(path) for path in written]
 
     def close(self) -> None:
         self._file.close()

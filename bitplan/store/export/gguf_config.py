@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bitplan.documents import is_number, show
 from bitplan.errors import StoreError
 from bitplan.plan.structure.families import FAMILIES
-from bitplan.store.export.gguf_metadata import ModelConfig, rope_factors
+from bitplan.store.export.gguf_metadata import YARN_BETAS, ModelConfig, rope_factors
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.tensor_file import TensorFile
+from bitplan.store.gpt_oss.config import ONLY_GGUF
 
 # llama.cpp's architecture -> the model types that come back, by whether they have experts.
 _TYPES: dict[str, dict[bool, str]] = {}
@@ -28,7 +30,7 @@ class _Said:
     """The metadata of one architecture, with errors that name the key."""
 
     def __init__(self, path: Path, metadata: Mapping[str, GGUFValue]) -> None:
-        self._path, self._metadata = path, metadata
+        self.path, self._metadata = path, metadata
         self.architecture = str(self._value("general.architecture"))
 
     def _value(self, key: str) -> Any:
@@ -39,17 +41,20 @@ class _Said:
         value = self._value(f"{self.architecture}.{key}")
         return default if value is None else value
 
-    def number(self, key: str) -> int:
-        value = self.get(key)
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
         if type(value) is not int or value <= 0:
             raise StoreError(
-                f"{self._path}: {self.architecture}.{key} must be a whole number above zero, got {value!r}"
+                f"{self.path}: {self.architecture}.{key} must be a whole number above zero, got {show(value)}"
             )
         return value
 
     def real(self, key: str, default: float) -> float:
         """A float32 as the short number that it was made of."""
-        return float(f"{float(self.get(key, default)):.7g}")
+        value = self.get(key, default)
+        if not is_number(value):
+            raise StoreError(f"{self.path}: {self.architecture}.{key} must be a number, got {show(value)}")
+        return float(f"{float(value):.7g}")
 
     def token(self, kind: str) -> Any:
         return self._value(f"tokenizer.ggml.{kind}_token_id")
@@ -67,11 +72,11 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
         raise StoreError(
             f"{path}: architecture {said.architecture!r} is none of which a folder is made ({', '.join(_TYPES)})"
         )
-    experts = said.get("expert_count")
+    experts = said.number("expert_count") if said.get("expert_count") else None
     kinds = _TYPES[said.architecture]
     kind = kinds.get(bool(experts)) or next(iter(kinds.values()))
     heads, width = said.number("attention.head_count"), said.number("embedding_length")
-    size = said.get("attention.key_length") or said.get("rope.dimension_count") or width // heads
+    size = said.number("attention.key_length", said.number("rope.dimension_count", width // heads))
     config: dict[str, Any] = {
         "architectures": [FAMILIES[kind].model_class],
         "model_type": kind,
@@ -80,7 +85,7 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
         "intermediate_size": said.number("feed_forward_length"),
         "num_hidden_layers": said.number("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": said.get("attention.head_count_kv", heads),
+        "num_key_value_heads": said.number("attention.head_count_kv", heads),
         "head_dim": size,
         "max_position_embeddings": said.number("context_length"),
         "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon", 1e-6),
@@ -127,15 +132,24 @@ def _llama_3(path: Path, file: TensorFile, config: dict[str, Any]) -> dict[str, 
 def _rotations(said: _Said) -> dict[str, Any]:
     rotations: dict[str, Any] = {"rope_theta": said.real("rope.freq_base", 10_000.0), "rope_type": "default"}
     kind = said.get("rope.scaling.type", "none")
-    if kind in ("linear", "yarn"):
+    unusual = [key for key, usual in ONLY_GGUF.items() if said.real(key, usual) != usual]
+    if kind not in ("none", "linear", "yarn") or unusual:
+        raise StoreError(
+            f"{said.path}: rotary positions of type {show(kind)}{''.join(f', {key}' for key in unusual)}, which no "
+            "config.json that is made here says; give the model's folder"
+        )
+    if kind != "none":
         rotations |= {"rope_type": kind, "factor": said.real("rope.scaling.factor", 1.0)}
-        if original := said.get("rope.scaling.original_context_length"):
-            rotations["original_max_position_embeddings"] = original
+        if said.get("rope.scaling.original_context_length"):
+            rotations["original_max_position_embeddings"] = said.number("rope.scaling.original_context_length")
+    if kind == "yarn":
+        betas = {name: said.real(f"rope.scaling.yarn_{name}", usual) for name, usual in YARN_BETAS.items()}
+        rotations |= {name: value for name, value in betas.items() if value != YARN_BETAS[name]}
     return rotations
 
 
 def _gemma(said: _Said, size: int) -> dict[str, Any]:
-    pattern = said.get("attention.sliding_window_pattern", _GEMMA_PATTERN)
+    pattern = said.number("attention.sliding_window_pattern", _GEMMA_PATTERN)
     layers = said.number("block_count")
     kinds = ["full_attention" if (at + 1) % pattern == 0 else "sliding_attention" for at in range(layers)]
     rotations = _rotations(said)

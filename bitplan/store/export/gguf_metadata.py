@@ -20,6 +20,7 @@ from bitplan.records import read_json
 from bitplan.store.files.gguf_values import GGUFValue
 
 _MOST_LAYERS = 10_000
+YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # and what both sides take where a config has none
 _GEMMA_PATTERN = 6  # llama.cpp's own where a file says nothing
 
 
@@ -230,15 +231,41 @@ def _rope(config: ModelConfig) -> dict[str, GGUFValue]:
     kind = rope["rope_type"]
     if kind in ("linear", "yarn"):
         keys |= {"rope.scaling.type": text(kind), "rope.scaling.factor": real(config.rope_number("factor"))}
-        if kind == "yarn" and rope.get("original_max_position_embeddings"):
-            keys["rope.scaling.original_context_length"] = whole(
-                int(config.rope_number("original_max_position_embeddings"))
-            )
+        keys |= _yarn(config) if kind == "yarn" else {}
     elif kind not in ("default", "llama3"):
         raise StoreError(
             f"{config.path}: rotary positions of type {show(kind)} are not exported; GGUF's are none of them"
         )
     return keys
+
+
+def _yarn(config: ModelConfig) -> dict[str, GGUFValue]:
+    """YaRN's own settings; those that llama.cpp derives itself must be what it derives."""
+    rope, keys = config.rope, {}
+    if rope.get("original_max_position_embeddings"):
+        context = int(config.rope_number("original_max_position_embeddings"))
+        keys["rope.scaling.original_context_length"] = whole(context)
+    for name, usual in YARN_BETAS.items():
+        if rope.get(name) is not None and config.rope_number(name) != usual:
+            keys[f"rope.scaling.yarn_{name}"] = real(config.rope_number(name))
+    usual = _attention(config, 1.0)
+    attention = usual
+    if rope.get("attention_factor") is not None:
+        attention = config.rope_number("attention_factor")
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention = _attention(config, config.rope_number("mscale"))
+        attention /= _attention(config, config.rope_number("mscale_all_dim"))
+    if not math.isclose(attention, usual, rel_tol=1e-6) or rope.get("truncate", True) is not True:
+        raise StoreError(
+            f"{config.path}: YaRN with an attention factor of {attention:.7g} and truncate "
+            f"{show(rope.get('truncate', True))} is not exported; llama.cpp computes it with {usual:.7g} and truncates"
+        )
+    return keys
+
+
+def _attention(config: ModelConfig, scale: float) -> float:
+    """How much YaRN multiplies queries and keys by."""
+    return 0.1 * scale * math.log(max(config.rope_number("factor"), 1.0)) + 1.0
 
 
 def rope_factors(config: ModelConfig) -> list[float] | None:

@@ -11,6 +11,7 @@ from bitplan.formats import get_format
 from bitplan.plan.format_choices import GGUF_SUBSTITUTES, Stored, Substitutes, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.records import check_input
 from bitplan.store.files.open_files import container_for
 from bitplan.store.files.safetensors import INDEX_SUFFIX
 from bitplan.store.packed_folder import plan_with_shapes, shapes_of_transposed
@@ -141,6 +142,8 @@ def check_model_source(source: Path, config: Path | None) -> Path:
     """The folder with config.json and tokenizer; both must exist, except for GGUF, which contains them."""
     if not source.exists():
         raise MeasureError(f"{source}: no such file or folder; nothing is downloaded, so give a path on this machine")
+    if not source.is_dir():
+        check_input(source)
     if source.is_file() and not is_gguf(source) and not source.name.endswith(_WEIGHT_FILES):
         raise MeasureError(
             f"{source}: expected a folder with config.json, a .safetensors or a .gguf file, "

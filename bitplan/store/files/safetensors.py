@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -83,6 +84,7 @@ _OTHER_FORMATS = {
     b"GGUF": "is a GGUF file; open it with bitplan.store.files.gguf.GGUFFile",
     b"version ": "looks like a Git LFS pointer; fetch the real file with `git lfs pull`",
 }
+_TEXT = re.compile(rb"[\t\n\r -~]{8}")  # as the length of a header it would be more than 2^59
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,11 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
         for magic, answer in _OTHER_FORMATS.items():
             if head.startswith(magic):
                 return FileFormatError(f"{self.path}: {answer}")
+        if _TEXT.fullmatch(head):
+            return FileFormatError(
+                f"{self.path}: is text (it begins with {head.decode()!r}); give a .safetensors or .gguf file, or a "
+                "model's folder"
+            )
         return FileFormatError(f"{self.path}: not a safetensors file, or cut short: {fault}")
 
 

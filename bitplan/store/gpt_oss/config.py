@@ -129,10 +129,10 @@ _ROPE_TYPES: dict[Layout, tuple[str, ...]] = {
     "hf": ("yarn", "default", "linear"),
     "gguf": ("yarn", "default", "linear"),
 }
-_BETAS_GGUF = {"rope_beta_slow": "rope.scaling.yarn_beta_slow", "rope_beta_fast": "rope.scaling.yarn_beta_fast"}
+BETAS_GGUF = {"rope_beta_slow": "rope.scaling.yarn_beta_slow", "rope_beta_fast": "rope.scaling.yarn_beta_fast"}
 _TYPES_GGUF = {"none": "default", "linear": "linear", "yarn": "yarn"}
 # Keys of llama.cpp's that other spellings have not, and the values with which they change nothing.
-_ONLY_GGUF = {
+ONLY_GGUF = {
     "rope.scaling.alpha": 0.0,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
@@ -248,12 +248,12 @@ def read_metadata(path: Path, metadata: Mapping[str, GGUFValue], shape: GptOssSh
     start = f"{ARCHITECTURE}."
     document = {key.removeprefix(start): item.value for key, item in metadata.items() if key.startswith(start)}
     _check_sizes(path, _SIZES_GGUF, document, shape)
-    settings = _settings(path, _SETTINGS_GGUF | _BETAS_GGUF, document)
+    settings = _settings(path, _SETTINGS_GGUF | BETAS_GGUF, document)
     _check_experts(path, _SETTINGS_GGUF, settings, shape)
     # llama.cpp takes a factor without a type for linear scaling.
     missing = "linear" if "rope.scaling.factor" in document else "none"
     kind = Fields(document, str(path)).get("rope.scaling.type", one_of(*_TYPES_GGUF), missing)
-    settings = replace(settings, rope_type=_TYPES_GGUF[kind], only_here=tuple(_unusual(document, _ONLY_GGUF)))
+    settings = replace(settings, rope_type=_TYPES_GGUF[kind], only_here=tuple(_unusual(document, ONLY_GGUF)))
     # Stored as float32, 1e-5 is read as 9.999999747e-06, and should be written as 1e-5.
     return replace(settings, norm_epsilon=float(f"{settings.norm_epsilon:.7g}"))
 
@@ -363,7 +363,7 @@ def gguf_metadata(shape: GptOssShape, settings: Settings, *, packed: bool) -> di
     usual = Settings()
     own |= {
         key: getattr(settings, name)
-        for name, key in _BETAS_GGUF.items()
+        for name, key in BETAS_GGUF.items()
         if getattr(settings, name) != getattr(usual, name)
     }
     values |= {f"{ARCHITECTURE}.{key}": value for key, value in own.items()}

@@ -27,7 +27,7 @@ def test_makes_a_page(tmp_path, capsys):
     assert run(["report", "plan.json", "-o", "out.html"]) == 0
     message = capsys.readouterr().out
     assert message.startswith("out.html: ")
-    assert message.endswith("1 records: Decisions, Machine and records\n")
+    assert message.endswith("1 record: Decisions, Machine and records\n")
     assert "because" in (tmp_path / "out.html").read_text()
 
 
@@ -49,6 +49,7 @@ def test_errors_are_one_line_and_exit_2(tmp_path, capsys):
     for arguments, message in (
         (["none.json"], "none.json: no such file"),
         (["other.json"], 'other.json: not recognised by its keys ("speed"); expected a record'),
+        (["."], ".: holds no records that are known by their names"),
         (["plan.json", "-o", "no/such/r.html"], "no/such: no such folder"),
         ([], "Missing argument"),
     ):

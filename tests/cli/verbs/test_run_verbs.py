@@ -67,6 +67,7 @@ def test_bench_times_both_in_turns(models, capsys):
 def test_refusals(models, capsys):
     for words, said in (
         (["generate", str(models), "x"], "no config.json, so not a Hugging Face model"),
+        (["generate", "/dev/null", "x"], "/dev/null: is a device, and a regular file is expected"),
         (
             ["generate", str(models / "llama/config.json"), "x"],
             "expected a folder with config.json, a .safetensors or a .gguf file",

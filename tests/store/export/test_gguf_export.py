@@ -274,6 +274,9 @@ def test_what_llama_cpp_could_not_load_is_refused_before_anything_is_written(fol
         prepare_export(ExportRequest(folder, out, "q8_0_gguf"), "ggml")
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -284,6 +287,9 @@ def test_what_llama_cpp_could_not_load_is_refused_before_anything_is_written(fol
         ({"vocab_size": 20}, "a token of number 32, the model 20 tokens"),
         ({"hidden_act": "gelu"}, "activation \"gelu\"; llama.cpp's llama computes 'silu'"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, 'rotary positions of type "longrope"'),
+        ({"rope_parameters": YARN | {"attention_factor": 1.5}}, "YaRN with an attention factor of 1.5 "),
+        ({"rope_parameters": YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}}, "llama.cpp computes it with 1.138629 "),
+        ({"rope_parameters": YARN | {"truncate": False}}, "and truncate false is not exported"),
     ],
 )
 def test_a_config_that_does_not_fit_is_one_line(change, text, folders, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -113,6 +114,31 @@ def test_what_no_plain_folder_can_be_made_of_is_refused(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "llama3" / name).unlink()
     assert "no tokenizer" in refuse(tmp_path / "llama3")
+
+
+def test_yarn_comes_back_with_its_betas_and_what_no_config_says_is_refused(tmp_path):
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    save_tiny(tmp_path / "in", "llama3", rope_parameters=yarn | {"beta_fast": 24.0, "attention_factor": 1.1386294})
+    export_model(tmp_path / "in", tmp_path / "a.gguf", "gguf", "float32")
+    export_model(tmp_path / "a.gguf", tmp_path / "out", "hf", {})
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_parameters"] == yarn | {"beta_fast": 24.0}
+    whole = (tmp_path / "a.gguf").read_bytes()
+    name = b"\4\0\0\0\0\0\0\0"
+    assert name + b"yarn" in whole
+    (tmp_path / "b.gguf").write_bytes(whole.replace(name + b"yarn", name + b"what"))
+    with pytest.raises(StoreError, match='rotary positions of type "what"'):
+        export_model(tmp_path / "b.gguf", tmp_path / "b", "hf", {})
+
+
+def test_files_that_were_there_before_are_kept_and_not_named_as_written(tmp_path):
+    save_tiny(tmp_path / "in", "llama3")
+    save_tiny(tmp_path / "out", "qwen3")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    report = export_model(tmp_path / "in", tmp_path / "out", "hf", {}, force=True)
+    assert {Path(name).name for name in report.files} == {path.name for path in (tmp_path / "out").iterdir()} - {
+        "notes.txt"
+    }
 
 
 def test_numbers_beyond_float16_are_refused_and_nothing_is_left(tmp_path):

@@ -490,6 +490,9 @@ def test_transformers_without_the_plug_in_refuses_a_packed_folder(packed):
     command = [sys.executable, "-c", WITHOUT_PLUGIN, str(packed)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert re.search("refused: .*mismatch", done.stdout), done.stderr
+    assert "quantization_config attribute in config.json" in done.stderr  # where transformers points, the way is said
+    words = json.loads((packed / "config.json").read_text())["quantization_config"]["load_with"]
+    assert "import bitplan.transformers before from_pretrained" in words
 
 
 def test_codes_in_the_shape_of_their_weight_which_earlier_versions_wrote_are_read(packed, tmp_path):
