@@ -143,7 +143,7 @@ def morphed_twin(
 
 def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[ParameterPlace, Format]]:
     """Parameters that the plan packs and whose rows are not outputs in the model, and their formats."""
-    from bitplan.runtime.packed.layer_replacement import EXPERTS, is_transposed
+    from bitplan.runtime.packed.layer_replacement import are_columns
 
     if not isinstance(formats, Plan):
         return []
@@ -152,11 +152,7 @@ def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[P
         for place in places_of(model)
         if place.name in formats and formats.entries[place.name].stored is None
     ]
-    return [
-        (place, fmt)
-        for place, fmt in planned
-        if not fmt.is_cast and place.local in EXPERTS and is_transposed(place.module)
-    ]
+    return [(place, fmt) for place, fmt in planned if not fmt.is_cast and are_columns(place.module, place.local)]
 
 
 def _packed_bytes(model: nn.Module, formats: Wanted | None) -> dict[str, int]:

@@ -9,6 +9,7 @@ run are numbers: two parts read the same tensor if they name the same value.
     EmbeddingUse     rows of a table, picked by indices
     ConvolutionUse   a convolution of any rank
     GatedMlpUse      down(act(gate(x)) * up(x))
+    ExpertsUse       the same for many experts, whose weights one module holds
     PlainMlpUse      down(act(up(x)))
     AttentionUse     which projections queries, keys and values come from, and which read its result
     Residual         a sum of a value and something computed from it
@@ -184,6 +185,28 @@ class GatedMlpUse:
     @property
     def is_fused(self) -> bool:
         return self.gate.weight == self.up.weight
+
+
+@dataclass(frozen=True)
+class ExpertsUse:
+    """A module that holds the matrices of many experts: a sum over a token's experts of down(act(gate(x)) * up(x)).
+
+    gate_up, down   names of its weights of rank 3; biases likewise. `is_columns`: they are [experts, inputs, outputs]
+    fault           why it is not known to be that sum and nothing else; empty where it is
+    """
+
+    gate_up: str = ""
+    down: str = ""
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+    activation: str = "other"
+    is_columns: bool = False
+    is_interleaved: bool = False
+    fault: str = ""
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.gate_up, self.down) if name)
 
 
 @dataclass(frozen=True)
