@@ -21,12 +21,12 @@ from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_pe
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
+from bitplan.plan.structure.families import GGUF_MANIFESTS
 from bitplan.runtime.causal_lm import CausalLM, logits_of
 from bitplan.store.models.morph import ParameterPlace, formats_of, morph_model, places_of
 
 CACHED_LOGITS_BYTES = 2 * 2**30  # of the reference at most; 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
 BATCH_LOGITS_BYTES = 2**28  # of a batch: a window of 512 tokens and a vocabulary of 131,072 alone has as much
-GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # their names in GGUF files are known
 FLOOR = "noise floor (bfloat16 activations)"
 OnWindows = Callable[[int], None]
 
@@ -202,7 +202,7 @@ def plan_for_model(
         formats = choose_formats(tensors, formats, keep=keep, pad=pad, where=where)
     formats.require_whole(where)
     known = {place.name for place in places}
-    families = [shipped_manifest(name).aliases for name in GGUF_FAMILIES]
+    families = [shipped_manifest(name).aliases for name in GGUF_MANIFESTS]
     entries: dict[str, Planned] = {}
     for name, entry in formats.entries.items():
         ours = [name, *(aliases.to_ours(name) for aliases in families)]

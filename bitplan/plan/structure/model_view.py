@@ -71,6 +71,12 @@ class WeightUse:
         said = getattr(self, "role", None) or getattr(self, "kind", None) or getattr(self, "function", None)
         return str(said or "embedding")
 
+    @property
+    def shown_path(self) -> str:
+        """Its module; with the weight's name where a module holds several, as that of stacked experts does."""
+        weight = str(getattr(self, "weight", None) or "")
+        return weight if weight and not weight.endswith("weight") else self.path
+
 
 @dataclass(frozen=True)
 class LinearUse(WeightUse):
@@ -314,10 +320,10 @@ class ModelView:
                 hidden |= {*alike[1:]}
         rows, seen = [], set()
         for part in sorted((part for parts in self.parts.values() for part in parts), key=lambda part: part.step):
-            block = self.block_of(part.path)
-            if block not in hidden and (part.path, type(part)) not in seen:
-                seen.add((part.path, type(part)))
-                rows.append((shown[block] + part.path[len(block) :] if block else part.path, part))
+            block, name = self.block_of(part.path), part.shown_path
+            if block not in hidden and (name, type(part)) not in seen:
+                seen.add((name, type(part)))
+                rows.append((shown[block] + name[len(block) :] if block else name, part))
         return rows
 
     @cached_property
@@ -400,7 +406,7 @@ class ModelView:
                 {
                     "part": name,
                     "what": part.what,
-                    "weight": "x".join(map(str, record.shape)) if record is not None else "",
+                    "weight": "x".join(map(str, _weight_shape(part, record))),
                     "reads": shown.get(group.producer, group.producer) if group is not None else "",
                     "notes": "; ".join(words),
                 }
@@ -428,6 +434,16 @@ class ModelView:
                 for group in self.input_groups()
             ]
         }
+
+
+def _weight_shape(part: WeightUse, record: TensorRecord | None) -> tuple[int, ...]:
+    """As the file or the module has it; as the run has it where the file calls it something else."""
+    if record is not None:
+        return record.shape
+    if isinstance(part, LinearUse):
+        turned = part.shape[::-1] if part.is_columns else part.shape
+        return (part.experts, *turned) if part.experts else turned
+    return part.size if isinstance(part, NormUse) else getattr(part, "shape", ())
 
 
 def _as_dict(item: Any) -> Any:
