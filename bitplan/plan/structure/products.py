@@ -81,6 +81,8 @@ class Products:
         columns = columns != (read.is_turned if read is not None else False)
         outputs, inputs = (shape[-1], shape[-2]) if columns else (shape[-2], shape[-1])
         name = self.graph.name_of(read, step.module) if read is not None else ""
+        if not name and not computed:
+            return  # a weight that the model does not hold: of a module that a forward keeps elsewhere
         bias_read = self.graph.weight(bias) if bias is not None else None
         self.linears[step.index] = LinearUse(
             path=holder(name or computed[0]),
