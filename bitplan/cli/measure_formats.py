@@ -21,12 +21,12 @@ from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_pe
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
+from bitplan.plan.structure.families import GGUF_MANIFESTS
 from bitplan.runtime.causal_lm import CausalLM, late_logits_of
 from bitplan.store.models.morph import ParameterPlace, formats_of, morph_model, places_of
 
 CACHED_LOGITS_BYTES = 2**29  # of the reference at most: last states, and logits where they are not made late
 BATCH_LOGITS_BYTES = 2**28  # of a batch: a window of 512 tokens and a vocabulary of 131,072 alone has as much
-GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # their names in GGUF files are known
 FLOOR = "noise floor (bfloat16 activations)"
 OnWindows = Callable[[int], None]
 
@@ -144,7 +144,7 @@ def morphed_twin(
 
 def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[ParameterPlace, Format]]:
     """Parameters that the plan packs and whose rows are not outputs in the model, and their formats."""
-    from bitplan.runtime.packed.layer_replacement import EXPERTS, is_transposed
+    from bitplan.runtime.packed.layer_replacement import are_columns
 
     if not isinstance(formats, Plan):
         return []
@@ -153,11 +153,7 @@ def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[P
         for place in places_of(model)
         if place.name in formats and formats.entries[place.name].stored is None
     ]
-    return [
-        (place, fmt)
-        for place, fmt in planned
-        if not fmt.is_cast and place.local in EXPERTS and is_transposed(place.module)
-    ]
+    return [(place, fmt) for place, fmt in planned if not fmt.is_cast and are_columns(place.module, place.local)]
 
 
 def _packed_bytes(model: nn.Module, formats: Wanted | None) -> dict[str, int]:
@@ -207,7 +203,7 @@ def plan_for_model(
         formats = choose_formats(tensors, formats, keep=keep, pad=pad, where=where)
     formats.require_whole(where)
     known = {place.name for place in places}
-    families = [shipped_manifest(name).aliases for name in GGUF_FAMILIES]
+    families = [shipped_manifest(name).aliases for name in GGUF_MANIFESTS]
     entries: dict[str, Planned] = {}
     for name, entry in formats.entries.items():
         ours = [name, *(aliases.to_ours(name) for aliases in families)]

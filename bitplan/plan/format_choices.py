@@ -16,8 +16,9 @@ from bitplan.formats import Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.gguf.layouts import LAYOUTS, SMALLER_BLOCKS
 from bitplan.plan.manifest import Manifest
-from bitplan.plan.names import ShellPatterns, guess_role, listed
+from bitplan.plan.names import ShellPatterns, listed
 from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.plan.structure.families import guess_role
 
 SMALL_NUMBERS = 1024
 NOT_FLOATS = "not floats"

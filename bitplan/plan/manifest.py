@@ -28,8 +28,8 @@ from bitplan.formats import Format, get_format, list_formats
 from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.aliases import AliasError, Aliases
 from bitplan.plan.name_patterns import NamePatterns, PatternError
-from bitplan.plan.names import guess_role
 from bitplan.plan.plan import PADDINGS, PARTS, Choice, Part, Plan, Planned, part_dtype
+from bitplan.plan.structure.families import guess_role
 from bitplan.records import parse_json
 
 VERSION: Final = 1

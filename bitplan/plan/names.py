@@ -1,4 +1,4 @@
-"""Names of tensors: matched by shell patterns, ordered, cut at the layer's number, listed; and roles guessed from them.
+"""Names of tensors: matched by shell patterns, ordered, cut at the layer's number, listed.
 
 Users name tensors in the same way everywhere (`keep`, `only`, a mapping of names to formats): by name, by the name of a
 module (for all tensors in it), or by a shell pattern (`*`, `?`, `[ab]`) of either. Manifests have regular expressions
@@ -110,32 +110,3 @@ def number_ranges(numbers: Iterable[str]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(low) if low == high else f"{low}..{high}" for low, high in runs)
-
-
-_ROLES = tuple(
-    (role, re.compile(pattern, re.IGNORECASE))
-    for role, pattern in (
-        ("scale", r"[._]scales$"),
-        ("bias", r"(^|[._])bias$"),
-        ("norm", r"norm\w*$|(norm\w*|(^|[._])ln(_?\w+)?)\.(weight|scale|gamma)$"),
-        ("router", r"router\b|(^|\.)(gate|wg)\.weight$|shared_expert_gate\b|gate_inp\w*\.weight$"),
-        ("rope", r"rotary|(^|[._])rope|inv_freq|freqs_cis|(cos|sin)_cached"),
-        (
-            "position",
-            r"position\w*embed|pos(itional)?_embed|embed_positions|(^|[._])wpe\b|position_embd|relative_\w*bias",
-        ),
-        ("state", r"(^|[._])(A_log|ssm_a)$"),
-        (
-            "embed",
-            r"embed|embd|\bwte\b|^shared\.weight$|(^|\.)lm_head\b|^output\.weight$|predictions\.decoder\.weight$"
-            r"|(^|\.)(score|classifier|qa_outputs|output_projection)\.weight$",
-        ),
-        ("attn", r"attn|attention|sinks|[qkv]_proj|qkv"),
-        ("mlp_weight", r"mlp|ffn|experts|feed_forward"),
-    )
-)
-
-
-def guess_role(name: str) -> str:
-    """scale, bias, norm, router, rope, position, state, embed (output heads too), attn, mlp_weight, or other."""
-    return next((role for role, pattern in _ROLES if pattern.search(name)), "other")

@@ -30,6 +30,7 @@ from bitplan.formats import get_format
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
+from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
 from bitplan.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.safetensors import CHECKSUMS, INDEX_SUFFIX
@@ -87,24 +88,6 @@ SENTENCE_MODULES = "modules.json"
 SENTENCE_FILES = (SENTENCE_MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
 # Names that end so are files of weights of other programs, most of them pickles.
 _FILE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".onnx", ".npy", ".npz", ".h5", ".msgpack", ".zip"}
-# Model types of transformers whose matrices of these names are transposed (its Conv1D); GPT-BigCode's are not.
-_TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
-_TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
-# Model types whose code reads the weights of these names itself: multiplies by them, or casts to their type.
-_READ_DIRECTLY = {
-    "mamba": "dt_proj|embeddings|lm_head",
-    "falcon_mamba": "dt_proj|embeddings|lm_head",
-    "mamba2": "embeddings|lm_head",
-    "jamba": "dt_proj",
-    "deepseek_v32": "weights_proj",
-    "glm_moe_dsa": "weights_proj",
-    "rwkv": r"attention\.output|feed_forward\.value",  # which it divides by powers of two before it runs
-}
-# Model types whose experts lie as [experts, inputs, outputs], which no packed layer computes.
-_UNPACKED_EXPERTS = {"llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "aria", "aria_text"}
-_STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|fc1\.weight|fc2\.weight)$")
-# Experts [experts, inputs, outputs], which a packed layer holds as [experts, outputs, inputs].
-_TRANSPOSED_EXPERTS = {"gpt_oss": re.compile(r"\.experts\.(gate_up|down)_proj$")}
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
@@ -262,13 +245,10 @@ def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> lis
     """Matrices that no packed layer can hold: a folder in which they are packed could not be loaded."""
     known = list(names)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # a model may consist of others
-    is_transposed = any(part.get("model_type") in _TRANSPOSED_TYPES for part in parts)
+    kinds = {kind for part in parts if isinstance(kind := part.get("model_type"), str)}
     owners = {name.removesuffix(_ATTENTION) for name in known if name.endswith(_ATTENTION)}
     attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
-    kinds = {part.get("model_type") for part in parts}
-    read = [re.compile(rf"(^|\.)({names})\.weight$") for kind, names in _READ_DIRECTLY.items() if kind in kinds]
-    patterns = [*read, *([_TRANSPOSED] if is_transposed else []), *([_STACKED] if kinds & _UNPACKED_EXPERTS else [])]
-    return [name for name in known if name in attention or any(pattern.search(name) for pattern in patterns)]
+    return [name for name in known if name in attention or has_no_packed_layer(name, kinds)]
 
 
 def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -301,13 +281,13 @@ def transposed_in(file: TensorFile) -> frozenset[str]:
 
 
 def _transposed_experts(file: TensorFile, config: Mapping[str, Any], *, packed: bool) -> list[str]:
-    pattern = _TRANSPOSED_EXPERTS.get(config.get("model_type", ""))
-    if pattern is None:
-        return []
+    kind = config.get("model_type")
     return [
         name
         for name, spec in file.specs.items()
-        if pattern.search(name) and len(spec.shape) == 3 and packed == (spec.encoded and not _is_cast(spec.format))
+        if is_packed_turned(name, kind if isinstance(kind, str) else "")
+        and len(spec.shape) == 3
+        and packed == (spec.encoded and not _is_cast(spec.format))
     ]
 
 

@@ -21,7 +21,7 @@ from bitplan.plan import (
     manifest_schema,
 )
 from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS
-from bitplan.plan.names import guess_role
+from bitplan.plan.structure.families import guess_role
 from tests.limits import assert_quick
 
 RAW = {

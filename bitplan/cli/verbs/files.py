@@ -133,13 +133,16 @@ def inspect(
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
+    from bitplan.errors import PlanError
     from bitplan.plan.mermaid import draw_view
     from bitplan.store.models.describe_files import describe
 
     view = describe(file)
+    if chart and view.source == "table":
+        raise PlanError(f"{file}: no chart, since nothing was run: {view.notes[-1]}; leave out --chart for the table")
     if as_json:
         show_json({"file": str(file), **view.to_dict()})
-    elif chart and view.source != "table":
+    elif chart:
         print(draw_view(view), end="")
     elif view.source == "table":
         rows = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bitplan.errors import PlanError
@@ -10,6 +12,7 @@ from bitplan.plan.structure.model_view import (
     TRACED,
     UNKNOWN,
     UNUSED,
+    ExpertsUse,
     LinearUse,
     ModelView,
     ModuleUse,
@@ -80,6 +83,184 @@ def product_of(module: nn.Module) -> LinearUse | None:
         wanted = "bias" if module._parameters.get("bias") is not None else None
         return uses[0] if uses[0].bias == wanted else None
     return None
+
+
+def scale_of_rows(table: nn.Module) -> float | None:
+    """The factor by which a table multiplies the rows that it looks up; None where it does anything else with them."""
+    import torch
+
+    from bitplan.plan.structure.graph import CASTS, Graph
+    from bitplan.plan.structure.products import Products
+    from bitplan.plan.structure.recorder import record
+
+    if type(table).forward is torch.nn.Embedding.forward:
+        return None  # it has another name for a reason: code that reads its weight
+    try:
+        recording = record(table, (torch.zeros(2, dtype=torch.long),), {})
+    except Exception:  # whatever its forward raises: it looks no rows up
+        return None
+    graph = Graph(recording)
+    tables = Products(graph).embeddings
+    steps = [step for step in recording.steps if step.name not in CASTS]
+    if (
+        [part.weight for part in tables] != ["weight"]
+        or len(recording.outputs) != 1
+        or steps[0].index != tables[0].step
+    ):
+        return None
+    if len(steps) == 1:
+        return 1.0 if recording.outputs == (tables[0].output,) else None
+    if len(steps) != 2 or steps[1].name != "mul" or recording.outputs != steps[1].outputs:
+        return None
+    factors = [given for given in steps[1].args if isinstance(given, float | int)]
+    named = [graph.values[graph.uncast(value)].names for value in steps[1].inputs if value != tables[0].output]
+    if named and len(named[0]) == 1:
+        return _number_of(table, named[0][0])
+    return float(factors[0]) if len(factors) == 1 and len(steps[1].inputs) == 1 else None
+
+
+def _number_of(module: nn.Module, name: str) -> float | None:
+    """The number in a buffer. One on the meta device has none: transformers keeps it beside, as scalar_NAME."""
+    buffer = module._buffers.get(name)
+    if buffer is None or buffer.numel() != 1:
+        return None
+    number = getattr(module, f"scalar_{name}", None) if buffer.is_meta else float(buffer)
+    return None if number is None else float(number)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm: one of torch's, or one whose own run was seen to be one, with a weight of its own."""
+    if module not in _norms_seen:
+        _norms_seen[module] = _see_norm(module)
+    return _norms_seen[module]
+
+
+def _see_norm(module: nn.Module) -> bool:
+    import torch
+    from torch import nn
+
+    from bitplan.plan.structure.graph import Graph
+    from bitplan.plan.structure.norms import Norms
+    from bitplan.plan.structure.recorder import record
+
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.modules.batchnorm._NormBase):
+        return True
+    vectors = [one for one in module._parameters.values() if one is not None and not nn.parameter.is_lazy(one)]
+    if not vectors or vectors[0].ndim != 1 or any(True for _ in module.children()):
+        return False
+    try:
+        recording = record(module, (torch.zeros(2, *vectors[0].shape, dtype=vectors[0].dtype),), {})
+    except Exception:  # whatever its forward raises: it takes no such input
+        return False
+    return any(norm.weight in module._parameters for norm in Norms(Graph(recording)).norms)
+
+
+# What sends tokens to experts and brings the results back; factors are looked at one by one.
+_ROUTING_STEPS = {"T", "any", "arange", "argsort", "bincount", "clone", "contiguous", "cumsum", "empty_like"}
+_ROUTING_STEPS |= {"eq", "expand", "flatten", "float", "floordiv", "gather", "getitem", "greater", "gt", "histc"}
+_ROUTING_STEPS |= {"index_add", "index_select", "int", "long", "mT", "new_zeros", "nonzero", "one_hot"}
+_ROUTING_STEPS |= {"ones_like", "permute", "repeat_interleave", "reshape", "scatter_add", "setitem", "shape"}
+_ROUTING_STEPS |= {"size", "sort", "squeeze", "sum", "t", "to", "transpose", "type", "unbind", "unflatten"}
+_ROUTING_STEPS |= {"unsqueeze", "view", "where", "zeros", "zeros_like"}
+_norms_seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_experts_seen: weakref.WeakKeyDictionary[nn.Module, ExpertsUse | None] = weakref.WeakKeyDictionary()
+
+
+def experts_of(module: nn.Module) -> ExpertsUse | None:
+    """The experts that a module alone is, seen in a run of its own; None if it holds no two stacks of matrices."""
+    if sum(weight is not None and weight.ndim == 3 for weight in module._parameters.values()) < 2:
+        return None
+    if module not in _experts_seen:
+        _experts_seen[module] = _see_experts(module)
+    return _experts_seen[module]
+
+
+def _see_experts(module: nn.Module) -> ExpertsUse:
+    import inspect
+
+    import torch
+
+    from bitplan.plan.structure.graph import Graph
+    from bitplan.plan.structure.recognise import Recogniser
+    from bitplan.plan.structure.recorder import record
+
+    taken = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    if len(taken) != 3:
+        return ExpertsUse(fault=f"it takes {', '.join(taken)}, not tokens, the experts of each and their weights")
+    stacks = [weight for weight in module._parameters.values() if weight is not None and weight.ndim == 3]
+    faults: dict[str, None] = {}
+    for size in dict.fromkeys(size for weight in stacks for size in (weight.shape[2], weight.shape[1])):
+        hidden = torch.zeros(4, size, dtype=stacks[0].dtype)
+        routes = torch.tensor([[0, min(1, len(stacks[0]) - 1)]] * 4)
+        try:
+            recording = record(module, (hidden, routes, torch.zeros(4, 2, dtype=hidden.dtype)), {})
+        except Exception as error:  # whatever its forward raises: it takes no such input
+            faults[" ".join(str(error).split())[:200]] = None
+            continue
+        return _experts_in(module, recording, Recogniser(Graph(recording)))
+    return ExpertsUse(fault=f"its forward could not be followed: {next(iter(faults))}")
+
+
+def _experts_in(module: nn.Module, recording: Recording, parts: Recogniser) -> ExpertsUse:
+    uses = {
+        ExpertsUse(
+            mlp.gate.weight,
+            mlp.down.weight,
+            mlp.gate.bias,
+            mlp.down.bias,
+            mlp.activation,
+            mlp.gate.is_columns,
+            mlp.is_interleaved,
+        )
+        for mlp in parts.gated
+        if mlp.is_fused and mlp.gate.is_columns == mlp.down.is_columns
+    }
+    if len(uses) != 1 or len(parts.linears) != 2 * len(parts.gated):
+        return ExpertsUse(fault="its experts are not down(act(gate(x)) * up(x)) with gate and up in one matrix")
+    use = uses.pop()
+    held = {name for name, weight in module._parameters.items() if weight is not None}
+    read = {name for name in (use.gate_up, use.down, use.gate_up_bias, use.down_bias) if name is not None}
+    if use.activation != "other" and any(mlp.gate_part for mlp in parts.gated):
+        return replace(use, fault=f"{use.gate_up} has the rows of up before those of gate")
+    if held != read:
+        return replace(use, fault=f"it holds {', '.join(sorted(held - read))} beside its experts' weights and biases")
+    counts = [len(module.get_parameter(name)) for name in use.weights]
+    if len(set(counts)) > 1:
+        return replace(use, fault=f"{use.gate_up} has {counts[0]} matrices, and {use.down} {counts[1]}")
+    if (more := _beside_experts(recording, parts)) is not None:
+        return replace(use, fault=f"it computes more than its experts' sum: {more}")
+    return use
+
+
+def _beside_experts(recording: Recording, parts: Recogniser) -> str | None:
+    """What is computed beside gating, products, and the sum by the router's weights."""
+    graph = parts.graph
+    inside = set(parts.linears)
+    for mlp in parts.gated:
+        behind = graph.slots_behind(mlp.down.input, parts.linears)
+        inside |= behind[1] if behind is not None else set()
+    routes = recording.calls[0].inputs[2]
+    for step in recording.steps:
+        if step.index in inside or step.name in _ROUTING_STEPS or step.name in ("bmm", "chunk"):
+            continue
+        if graph.before_bias(step) is not None:
+            continue
+        if step.name != "mul" or not any(_is_made_of(graph, value, routes) for value in step.inputs):
+            return step.name
+    return None
+
+
+def _is_made_of(graph: Graph, value: int, source: int) -> bool:
+    """Whether a value is rows of another, in some order and type."""
+    waiting, done = [value], set[int]()
+    while waiting:
+        if (index := waiting.pop()) == source:
+            return True
+        step = graph.maker(index)
+        if index not in done and step is not None and step.name in _ROUTING_STEPS:
+            done.add(index)
+            waiting += step.inputs[:1]
+    return False
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -5,7 +5,9 @@ GGUF files, names in plans and manifests, and the way between the names of trans
 says so: such a view has the source "table".
 
     NAMES      last part (or last two parts) of a module's name -> its role, and what engines join it with
-    FAMILIES   model type of transformers -> llama.cpp's architecture, how it differs, where its experts are
+    _ROLES     patterns of names -> the coarser roles that manifests and plans have
+    FAMILIES   model type of transformers -> llama.cpp's architecture, how it differs, where its experts are, and which
+               of its matrices no packed layer can hold
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bitplan.plan.names import guess_role, natural_order, split_layer, without_expert
+from bitplan.plan.names import natural_order, split_layer, without_expert
 from bitplan.plan.structure.model_view import TABLE, UNKNOWN, ModelView, Stack, TensorRecord
 
 _ITEM = re.compile(r"\[[0-9]+\]$")  # of a tensor that has all experts
@@ -23,7 +25,7 @@ _KIND = re.compile(r"[._](weight|bias|blocks|scales|scale)$")
 
 @dataclass(frozen=True)
 class NameRow:
-    """Names of one role; engines compute those of one `joined` word and one block as one layer."""
+    """Names of one role, "^" before a whole name; engines compute those of one `joined` word and block as one layer."""
 
     role: str
     names: tuple[str, ...]
@@ -50,10 +52,41 @@ NAMES = (
     NameRow("gate_up", ("gate_up_proj", "gate_up", "mlp1", "ffn_gate_up_exps")),
     NameRow("down", ("down_proj", "ffn_down", "w2", "mlp2", "ffn_down_exps", "mlp.c_proj", "fc2", "dense_4h_to_h")),
     NameRow("norm", ("output_norm", "ln_f")),
-    NameRow("head", ("lm_head", "unembedding", "embed_out")),
+    NameRow("head", ("lm_head", "unembedding", "embed_out", "^output")),
 )
+_EXPERT_ROLES = ("gate", "up", "gate_up", "down")
 _ROW_OF = {name: row for row in NAMES for name in row.names}
 _GUESSED = {"embed": "embedding", "position": "position_embedding", "norm": "norm", "bias": "bias", "router": "router"}
+
+
+# In the order in which they are tried.
+_ROLES = tuple(
+    (role, re.compile(pattern, re.IGNORECASE))
+    for role, pattern in (
+        ("scale", r"[._]scales$"),
+        ("bias", r"(^|[._])bias$"),
+        ("norm", r"norm\w*$|(norm\w*|(^|[._])ln(_?\w+)?)\.(weight|scale|gamma)$"),
+        ("router", r"router\b|(^|\.)(gate|wg)\.weight$|shared_expert_gate\b|gate_inp\w*\.weight$"),
+        ("rope", r"rotary|(^|[._])rope|inv_freq|freqs_cis|(cos|sin)_cached"),
+        (
+            "position",
+            r"position\w*embed|pos(itional)?_embed|embed_positions|(^|[._])wpe\b|position_embd|relative_\w*bias",
+        ),
+        ("state", r"(^|[._])(A_log|ssm_a)$"),
+        (
+            "embed",
+            r"embed|embd|\bwte\b|^shared\.weight$|(^|\.)lm_head\b|^output\.weight$|predictions\.decoder\.weight$"
+            r"|(^|\.)(score|classifier|qa_outputs|output_projection)\.weight$",
+        ),
+        ("attn", r"attn|attention|sinks|[qkv]_proj|qkv"),
+        ("mlp_weight", r"mlp|ffn|experts|feed_forward"),
+    )
+)
+
+
+def guess_role(name: str) -> str:
+    """scale, bias, norm, router, rope, position, state, embed (output heads too), attn, mlp_weight, or other."""
+    return next((role for role, pattern in _ROLES if pattern.search(name)), "other")
 
 
 @dataclass(frozen=True)
@@ -75,16 +108,25 @@ class Family:
     model_class     transformers' class for what comes back; empty where another type comes back
     permutes        rows of q and k are in another order there
     norms_plus_one  a norm's weight is stored one higher
+    columns         pattern of modules whose matrix is [inputs, outputs] (transformers' Conv1D)
+    read_directly   pattern of modules whose weight other code reads: multiplies by it, or casts to its type
+    expert_columns  its stacked experts are [experts, inputs, outputs]: "packed" where a packed layer holds them turned,
+                    "unpacked" where none computes them
     """
 
-    architecture: str
+    architecture: str = ""
     model_class: str = ""
     permutes: bool = False
     norms_plus_one: bool = False
     activation: str = "silu"
     experts: ExpertNames | None = None
+    columns: str = ""
+    read_directly: str = ""
+    expert_columns: str = ""
 
 
+_CONV1D = Family(columns="c_attn|q_attn|c_proj|c_fc")
+_UNPACKED_EXPERTS = Family(expert_columns="unpacked")
 FAMILIES = {
     "llama": Family("llama", "LlamaForCausalLM", permutes=True),
     "mistral": Family("llama", permutes=True),
@@ -103,7 +145,19 @@ FAMILIES = {
     ),
     "gemma3": Family("gemma3", norms_plus_one=True, activation="gelu_pytorch_tanh"),
     "gemma3_text": Family("gemma3", "Gemma3ForCausalLM", norms_plus_one=True, activation="gelu_pytorch_tanh"),
+    "gpt_oss": Family(expert_columns="packed"),
+    **dict.fromkeys(("llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"), _UNPACKED_EXPERTS),
+    **dict.fromkeys(("aria", "aria_text"), _UNPACKED_EXPERTS),
+    **dict.fromkeys(("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"), _CONV1D),
+    **dict.fromkeys(("mamba", "falcon_mamba"), Family(read_directly="dt_proj|embeddings|lm_head")),
+    "mamba2": Family(read_directly="embeddings|lm_head"),
+    "jamba": Family(read_directly="dt_proj"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(read_directly="weights_proj")),
+    "rwkv": Family(read_directly=r"attention\.output|feed_forward\.value"),  # which it divides before it runs
 }
+GGUF_FAMILIES = {kind: family for kind, family in FAMILIES.items() if family.architecture}
+GGUF_MANIFESTS = ("llama", "qwen", "gemma", "phi3")  # manifests that say what tensors are called in GGUF files
+_STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|fc1\.weight|fc2\.weight)$")
 # What these families are made of, under transformers' names; a model has some of each.
 OUTSIDE_BLOCKS = ("model.embed_tokens", "model.norm", "lm_head")
 BLOCK_NORMS = (
@@ -114,13 +168,29 @@ BLOCK_ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
 BLOCK_FEED = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 
 
+def has_no_packed_layer(name: str, kinds: Iterable[str]) -> bool:
+    """Whether no packed layer can hold a tensor of a model that consists of these types."""
+    for family in (FAMILIES[kind] for kind in kinds if kind in FAMILIES):
+        modules = "|".join(pattern for pattern in (family.columns, family.read_directly) if pattern)
+        if modules and re.search(rf"(^|\.)({modules})\.weight$", name):
+            return True
+        if family.expert_columns == "unpacked" and _STACKED.search(name):
+            return True
+    return False
+
+
+def is_packed_turned(name: str, kind: str) -> bool:
+    """Whether a tensor of a model of this type is experts [experts, inputs, outputs], packed as its transpose."""
+    return kind in FAMILIES and FAMILIES[kind].expert_columns == "packed" and _STACKED.search(name) is not None
+
+
 def row_of(name: str) -> NameRow | None:
     """The row of a tensor or module, by the last parts of its name; None where it has none."""
     module = _ITEM.sub("", name)
     while (shorter := _KIND.sub("", module)) != module:
         module = shorter
     parts = module.split(".")
-    return _ROW_OF.get(".".join(parts[-2:])) or _ROW_OF.get(parts[-1])
+    return _ROW_OF.get(f"^{module}") or _ROW_OF.get(".".join(parts[-2:])) or _ROW_OF.get(parts[-1])
 
 
 def joined_name(tensor: str, *, joined: bool = True) -> str:
@@ -146,9 +216,13 @@ def view_by_names(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> ModelV
     records, joined, blocks = [], dict[str, list[str]](), dict[str, None]()
     for name, shape, fmt in tensors:
         row = row_of(name)
-        records.append(TensorRecord(name, tuple(shape), "", role_of(name), name.rpartition(".")[0], fmt))
+        experts = shape[0] if row is not None and row.role in _EXPERT_ROLES and len(shape) == 3 else 0
+        records.append(
+            TensorRecord(name, tuple(shape), "", role_of(name), name.rpartition(".")[0], fmt, experts=experts)
+        )
         if row is not None and row.joined and name.endswith(".weight"):
-            joined.setdefault(joined_name(name), []).append(name)
+            holder = name.removesuffix(".weight").rpartition(".")[0]
+            joined.setdefault(f"{holder}.{row.joined}", []).append(name)
         before, number, _ = split_layer(name)
         if number:
             blocks[f"{before}{number}"] = None

@@ -122,6 +122,12 @@ class Graph:
             value = step.inputs[0]
         return value
 
+    def uncast(self, value: int) -> int:
+        """The value behind casts."""
+        while (step := self.maker(value)) is not None and step.name in CASTS:
+            value = step.inputs[0]
+        return value
+
     def final_readers(self, value: int) -> Iterator[tuple[Step, int]]:
         """Steps that read a value, or views and copies of it, with the value that each reads."""
         for step in self.readers(value):
@@ -150,6 +156,9 @@ class Graph:
             if step is None:
                 known = self.values[value]
                 return ReadWeight(value, turned, item, whole) if known.is_parameter else None
+            if self._picks_matrices(step):
+                value = step.inputs[0]
+                continue
             if step.writes or not step.inputs or (len(step.inputs) > 1 and step.name not in CASTS):
                 return None
             if step.name in TURNS:
@@ -165,6 +174,14 @@ class Graph:
                 return None
             value = step.inputs[0]
         return None
+
+    def _picks_matrices(self, step: Step) -> bool:
+        """Whether a step picks matrices of a stack by indices that the run computed: the experts of tokens."""
+        if step.name != "getitem" or len(step.inputs) != 2 or not isinstance(step.args[1], Ref):
+            return False
+        stack, index = (self.values[value] for value in step.inputs)
+        is_number = not index.dtype.is_floating_point and index.dtype is not torch.bool
+        return len(stack.shape) == 3 and is_number and not step.writes
 
     def name_of(self, weight: ReadWeight, module: str) -> str:
         """A parameter's name; of a tied one the name in the module that reads it, if it has one there."""

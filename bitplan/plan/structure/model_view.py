@@ -9,6 +9,7 @@ run are numbers: two parts read the same tensor if they name the same value.
     EmbeddingUse     rows of a table, picked by indices
     ConvolutionUse   a convolution of any rank
     GatedMlpUse      down(act(gate(x)) * up(x))
+    ExpertsUse       the same for many experts, whose weights one module holds
     PlainMlpUse      down(act(up(x)))
     AttentionUse     which projections queries, keys and values come from, and which read its result
     Residual         a sum of a value and something computed from it
@@ -69,6 +70,12 @@ class WeightUse:
         """Its role or kind in a word."""
         said = getattr(self, "role", None) or getattr(self, "kind", None) or getattr(self, "function", None)
         return str(said or "embedding")
+
+    @property
+    def shown_path(self) -> str:
+        """Its module; with the weight's name where a module holds several, as that of stacked experts does."""
+        weight = str(getattr(self, "weight", None) or "")
+        return weight if weight and not weight.endswith("weight") else self.path
 
 
 @dataclass(frozen=True)
@@ -187,6 +194,28 @@ class GatedMlpUse:
 
 
 @dataclass(frozen=True)
+class ExpertsUse:
+    """A module that holds the matrices of many experts: a sum over a token's experts of down(act(gate(x)) * up(x)).
+
+    gate_up, down   names of its weights of rank 3; biases likewise. `is_columns`: they are [experts, inputs, outputs]
+    fault           why it is not known to be that sum and nothing else; empty where it is
+    """
+
+    gate_up: str = ""
+    down: str = ""
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+    activation: str = "other"
+    is_columns: bool = False
+    is_interleaved: bool = False
+    fault: str = ""
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.gate_up, self.down) if name)
+
+
+@dataclass(frozen=True)
 class PlainMlpUse:
     """down(act(up(x)))."""
 
@@ -291,10 +320,10 @@ class ModelView:
                 hidden |= {*alike[1:]}
         rows, seen = [], set()
         for part in sorted((part for parts in self.parts.values() for part in parts), key=lambda part: part.step):
-            block = self.block_of(part.path)
-            if block not in hidden and (part.path, type(part)) not in seen:
-                seen.add((part.path, type(part)))
-                rows.append((shown[block] + part.path[len(block) :] if block else part.path, part))
+            block, name = self.block_of(part.path), part.shown_path
+            if block not in hidden and (name, type(part)) not in seen:
+                seen.add((name, type(part)))
+                rows.append((shown[block] + name[len(block) :] if block else name, part))
         return rows
 
     @cached_property
@@ -377,7 +406,7 @@ class ModelView:
                 {
                     "part": name,
                     "what": part.what,
-                    "weight": "x".join(map(str, record.shape)) if record is not None else "",
+                    "weight": "x".join(map(str, _weight_shape(part, record))),
                     "reads": shown.get(group.producer, group.producer) if group is not None else "",
                     "notes": "; ".join(words),
                 }
@@ -405,6 +434,16 @@ class ModelView:
                 for group in self.input_groups()
             ]
         }
+
+
+def _weight_shape(part: WeightUse, record: TensorRecord | None) -> tuple[int, ...]:
+    """As the file or the module has it; as the run has it where the file calls it something else."""
+    if record is not None:
+        return record.shape
+    if isinstance(part, LinearUse):
+        turned = part.shape[::-1] if part.is_columns else part.shape
+        return (part.experts, *turned) if part.experts else turned
+    return part.size if isinstance(part, NormUse) else getattr(part, "shape", ())
 
 
 def _as_dict(item: Any) -> Any:

@@ -55,8 +55,20 @@ class Products:
         weight = self.graph.value_at(step, weight_at, names[1])
         if value is None or weight is None:
             return
+        if step.name == "bmm" and self._product_with_columns(step, value, weight):
+            return
         bias = self.graph.value_at(step, bias_at, names[2]) if bias_at is not None else None
         self._add_linear(step, value, weight, bias, columns)
+
+    def _product_with_columns(self, step: Step, weight: int, column: int) -> bool:
+        """A matrix for each row of the input, which is made a column for the product: squeeze(w @ x[..., None])."""
+        before, after = self.graph.maker(column), self.graph.readers(step.outputs[0])
+        is_column = before is not None and before.name == "unsqueeze" and self.graph.values[column].shape[-1] == 1
+        if not is_column or self.graph.weight(weight) is None or [reader.name for reader in after] != ["squeeze"]:
+            return False
+        assert before is not None
+        self._add_linear(after[0], before.inputs[0], weight, None, columns=False)
+        return True
 
     def _add_linear(self, step: Step, value: int, weight: int, bias: int | None, columns: bool) -> None:
         read = self.graph.weight(weight)
@@ -69,6 +81,8 @@ class Products:
         columns = columns != (read.is_turned if read is not None else False)
         outputs, inputs = (shape[-1], shape[-2]) if columns else (shape[-2], shape[-1])
         name = self.graph.name_of(read, step.module) if read is not None else ""
+        if not name and not computed:
+            return  # a weight that the model does not hold: of a module that a forward keeps elsewhere
         bias_read = self.graph.weight(bias) if bias is not None else None
         self.linears[step.index] = LinearUse(
             path=holder(name or computed[0]),

@@ -1,19 +1,20 @@
-"""The experts of a Hugging Face MoE block as two grouped products, FP8 or BF16 by choice.
+"""The experts of an MoE block as two grouped products, FP8 or BF16 by choice.
 
-transformers keeps the experts of a block in one module with `gate_up_proj` [E, 2 F, H] and `down_proj` [E, H, F]; it is
-called with hidden states [T, H] and, for each token, its experts and their weights [T, k]. Here tokens are sorted by
-expert once, both products use that order, and the results are weighted and added to the tokens that they belong to. How
-many tokens each expert has stays on the GPU: nothing waits for the host.
+A module that holds the experts of a block (`experts_of`: gate and up [E, 2 F, H], down [E, H, F]) is called with hidden
+states [T, H] and, for each token, its experts and their weights [T, k]. Here tokens are sorted by expert once, both
+products use that order, and the results are weighted and added to the tokens that they belong to. How many tokens each
+expert has stays on the GPU: nothing waits for the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bitplan.plan.structure import activations
+from bitplan.plan.structure.describe import experts_of
 from bitplan.runtime.fp8.fused_projections import Renamed
 from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
@@ -21,16 +22,17 @@ from bitplan.runtime.fp8.layers.weight_casts import expire_casts, free_with
 
 
 class Fp8Experts(nn.Module):
-    """Takes the place of a transformers experts module, over the same parameters."""
-
-    checkpoint_names = (Renamed("gate_up_proj", "fc1.weight"), Renamed("down_proj", "fc2.weight"))
+    """Takes the place of a module that holds experts, over the same parameters."""
 
     def __init__(self, experts: nn.Module, recipe: Fp8Recipe, fc1: GemmChoice, fc2: GemmChoice) -> None:
         super().__init__()
-        self.num_experts: int = experts.get_parameter("gate_up_proj").shape[0]
-        self.act_fn: Any = experts.act_fn
-        self.fc1 = grouped_of(experts.get_parameter("gate_up_proj"), recipe, fc1)
-        self.fc2 = grouped_of(experts.get_parameter("down_proj"), recipe, fc2)
+        seen = experts_of(experts)
+        assert seen is not None
+        gate_up, down = experts.get_parameter(seen.gate_up), experts.get_parameter(seen.down)
+        self.checkpoint_names = (Renamed(seen.gate_up, "fc1.weight"), Renamed(seen.down, "fc2.weight"))
+        self.num_experts: int = gate_up.shape[0]
+        self.act_fn = activations.KNOWN[seen.activation]
+        self.fc1, self.fc2 = grouped_of(gate_up, recipe, fc1), grouped_of(down, recipe, fc2)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         chosen = top_k_index.reshape(-1)

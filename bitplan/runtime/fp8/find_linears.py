@@ -12,12 +12,11 @@ A layer's `kind` and `name` are those of policies; policies are asked by shape, 
     proj     what reads the result of attention                   row
     fc1      gate and up, or the first projection of an MLP       layernorm_column; column where no norm is its own
     fc2      the last projection of an MLP                        row
-    experts  a module with gate_up_proj and down_proj of rank 3   column_grouped fc1 and row_grouped fc2
+    experts  a module that holds their gate, up and down          column_grouped fc1 and row_grouped fc2
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -25,12 +24,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bitplan.errors import PlanError
 from bitplan.plan.fp8.policy import Question
 from bitplan.plan.fp8.vocabulary import Fp8Error
 from bitplan.plan.names import ShellPatterns
+from bitplan.plan.structure import activations
+from bitplan.plan.structure.describe import experts_of
+from bitplan.plan.structure.model_view import ExpertsUse
 from bitplan.runtime.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 
 _NAMES = dict.fromkeys(("query", "key", "value", "qkv", "key_value", "query_key", "query_value"), "qkv")
@@ -39,8 +41,6 @@ _LEFT = {"head": "the output layer", "router": "a router"}
 _VISION = ("visual", "vision_tower", "vision_model", "image_encoder", "vit")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BASE = "base_layer"
-_GATING = "_default_apply_gate"  # transformers' own
-_EXPERT_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,11 @@ class _Finder:
 
     def sites(self) -> Sites:
         paths = [path for path, module in self.model.named_modules() if is_linear(module)]
-        experts = {path for path, module in self.model.named_modules() if is_experts(module)}
-        self._check_patterns([*paths, *experts])
+        stacks = {path: use for path, module in self.model.named_modules() if (use := experts_of(module)) is not None}
+        experts = {path for path, use in stacks.items() if use.weights}
+        self._check_patterns([*paths, *stacks])
         left = {path: why for path in paths if (why := self._why_left(path)) is not None}
+        left |= {path: use.fault for path, use in stacks.items() if not use.weights and self._is_wanted(path)}
         groups: dict[str, tuple[str, ...]] = {}
         linears = set(paths)
         for prefix, wiring in self.wirings.items():
@@ -138,7 +140,7 @@ class _Finder:
         for path in self.modules:
             members = groups.get(path, (path,))
             if path in experts and self._is_wanted(path):
-                sites += self._experts(path, self.modules[path])
+                sites += self._experts(path, self.modules[path], stacks[path])
             elif path in linears and path not in left and path == members[0]:
                 sites.append(self._dense(members))
         mlps = [mlp.under(prefix) for prefix, wiring in self.wirings.items() for mlp in wiring.mlps]
@@ -214,11 +216,11 @@ class _Finder:
         apart = None if norm is None else norm.why
         return Site(label, _part(parent.split(".")), kind, name, shape, paths, taken, obstacle=obstacle, apart=apart)
 
-    def _experts(self, path: str, module: nn.Module) -> Iterator[Site]:
-        for child, kind, name in (("gate_up_proj", "column_grouped", "fc1"), ("down_proj", "row_grouped", "fc2")):
-            weight: Tensor = getattr(module, child)
+    def _experts(self, path: str, module: nn.Module, experts: ExpertsUse) -> Iterator[Site]:
+        for child, kind, name in ((experts.gate_up, "column_grouped", "fc1"), (experts.down, "row_grouped", "fc2")):
+            weight = module.get_parameter(child)
             topk = self.topk or getattr(self.modules.get(path.rpartition(".")[0]), "top_k", None)
-            obstacle = experts_obstacle(module)
+            obstacle = experts_obstacle(module, experts)
             if self.uses[id(weight)] > 1:
                 obstacle = f"{path}.{child} is shared with another module"
             if weight.is_cuda and weight.dtype != torch.bfloat16:
@@ -266,33 +268,19 @@ def _is_conv1d(module: nn.Module) -> bool:
     return library is not None and type(module) is library.Conv1D
 
 
-def is_experts(module: nn.Module) -> bool:
-    """A module that holds the weights of many experts, as transformers does."""
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    return all(isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights)
-
-
-def experts_obstacle(module: nn.Module) -> str | None:
-    """Why the experts of a module are not known to be down(act(gate(x)) * up(x)), called as transformers does."""
-    if getattr(module, "is_transposed", False) is not False:
+def experts_obstacle(module: nn.Module, experts: ExpertsUse) -> str | None:
+    """Why the experts of a module are not known to be a sum of down(act(gate(x)) * up(x))."""
+    if experts.is_columns:
         return "its weights are transposed"
-    if any(getattr(module, f"{each}_bias", None) is not None for each in ("gate_up_proj", "down_proj")):
+    if experts.gate_up_bias is not None or experts.down_bias is not None:
         return "its experts have biases"
-    if (
-        getattr(module, "is_concatenated", True) is not True
-        or getattr(module, "has_post_expert_norm", False) is not False
-    ):
-        return "its gate and up are interleaved, or its experts have a norm of their own"
-    gating = getattr(type(module), "_apply_gate", None)
-    if not callable(getattr(module, "act_fn", None)) or getattr(gating, "__name__", _GATING) != _GATING:
+    if experts.is_interleaved:
+        return "its gate and up are interleaved"
+    if experts.activation not in activations.KNOWN:
         return f"{type(module).__name__} gates its experts in its own way, not by act(gate) * up"
-    if set(module._parameters) != {"gate_up_proj", "down_proj"} or list(_arguments(module)) != _EXPERT_ARGUMENTS:
-        return f"{type(module).__name__} has other tensors or arguments than {', '.join(_EXPERT_ARGUMENTS)}"
+    if experts.fault:
+        return f"{type(module).__name__}: {experts.fault}"
     return "it has hooks, which would be lost" if _has_hooks(module) else None
-
-
-def _arguments(module: nn.Module) -> list[str]:
-    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -264,7 +264,7 @@ def _half_packed(decided: _Decided) -> list[str]:
     return [
         f"{place.name}: is packed by the plan and {listed(missing)} of the same layer is not; pack both or neither"
         for place in places
-        if (missing := lacking(packed[id(place.module)]))
+        if (missing := lacking(place.module, packed[id(place.module)]))
     ]
 
 

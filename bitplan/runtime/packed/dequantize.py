@@ -15,7 +15,7 @@ from torch import nn
 from bitplan.errors import StoreError
 from bitplan.kernels import decode
 from bitplan.runtime.packed.checkpoints.source import forget
-from bitplan.runtime.packed.layer_replacement import EXPERTS, is_transposed
+from bitplan.runtime.packed.layer_replacement import are_columns
 from bitplan.runtime.packed.quant_embedding import QuantEmbedding
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed_weight import PackedWeight
@@ -96,7 +96,7 @@ def _fill(plain: Any, layer: nn.Module, dtype: torch.dtype, numbers: dict[int, n
             continue
         if id(weight) not in numbers:
             decoded = decode(weight.encoded, dtype)
-            if local in EXPERTS and is_transposed(plain):
+            if are_columns(plain, local):
                 decoded = decoded.transpose(1, 2).contiguous()
             numbers[id(weight)] = nn.Parameter(decoded, requires_grad=dtype.is_floating_point)
         plain.register_parameter(local, numbers[id(weight)])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from bitplan.plan.plan import Plan
+from bitplan.plan.structure.describe import is_norm
 from bitplan.store.models.morph import ParameterPlace
 
 
@@ -60,8 +61,8 @@ def _given(place: ParameterPlace, after: Callable[[Tensor], torch.dtype], incomi
         return None
     if isinstance(module, nn.Linear | _ConvNd | nn.Embedding):
         return dtype
-    is_norm = "norm" in type(module).__name__.lower() and place.local == "weight" and place.parameter.dim() == 1
-    if not is_norm or dtype == incoming:
+    is_factor = place.local == "weight" and place.parameter.dim() == 1
+    if not is_factor or dtype == incoming or not is_norm(module):
         return None
     return _tried(module, {name: after(own) for name, own in _floats(module)}, incoming)
 

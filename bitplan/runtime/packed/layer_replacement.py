@@ -4,8 +4,8 @@
 |---|---|
 | nn.Linear, and subclasses whose own forward computes the same (Falcon's) | QuantLinear |
 | nn.Embedding, and transformers' that multiplies its rows | QuantEmbedding |
-| experts of transformers, stacked as `gate_up_proj` and `down_proj` [experts, outputs, inputs] | StackedExperts |
-| those of gpt-oss, [experts, inputs, outputs] with biases: packed as [experts, outputs, inputs] | StackedExperts |
+| experts [experts, outputs, inputs] of one module that was seen to be a sum of down(silu(gate) * up) | StackedExperts |
+| those of gpt-oss's gating, [experts, inputs, outputs]: packed as [experts, outputs, inputs] | StackedExperts |
 
 Layers whose weight other code reads cannot be packed: other subclasses of Linear and Embedding, attention's out_proj,
 TransformerEncoderLayer. Nor can transformers' Conv1D: its matrix is transposed, so that blocks along its last axis
@@ -15,13 +15,14 @@ would mix outputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from bitplan.kernels.matmul.decode_row_slices import why_no_rows
-from bitplan.plan.structure.describe import product_of
+from bitplan.plan.structure.describe import experts_of, product_of, scale_of_rows
+from bitplan.plan.structure.model_view import ExpertsUse
 from bitplan.runtime.packed.quant_embedding import QuantEmbedding
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.quant_linear import QuantLinear
@@ -29,24 +30,23 @@ from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.models.morph import ParameterPlace
 
-EXPERTS = ("gate_up_proj", "down_proj")
-BIASES = tuple(f"{name}_bias" for name in EXPERTS)
-_THEIR_NAMES = dict(zip(("gate_up", "down", "gate_up_bias", "down_bias"), (*EXPERTS, *BIASES), strict=True))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class StackedExperts(QuantExperts):
-    """QuantExperts with the names and the signature of transformers' stacked experts (Mixtral, Qwen, gpt-oss, ...)."""
+    """QuantExperts with the names that weights and biases have in the module whose place it takes."""
 
-    def __init__(self, gate_up: PackedWeight, down: PackedWeight, **options: Any) -> None:
+    def __init__(self, gate_up: PackedWeight, down: PackedWeight, names: Mapping[str, str], **options: Any) -> None:
         super().__init__(gate_up, down, **options)
-        for own, theirs in _THEIR_NAMES.items():
+        self._their_names = dict(names)
+        for own, theirs in names.items():
             for held in (self._modules, self._parameters):
                 if own in held:
                     held[theirs] = held.pop(own)  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        theirs, held = _THEIR_NAMES.get(name, name), self.__dict__
+        held = self.__dict__
+        theirs = held.get("_their_names", {}).get(name, name)
         is_renamed = theirs in held.get("_modules", ()) or theirs in held.get("_parameters", ())
         return super().__getattr__(theirs if is_renamed else name)
 
@@ -60,7 +60,9 @@ def packed_kind(module: nn.Module, local: str) -> str | None:
         return "QuantLinear"
     if local == "weight" and _is_table(module):
         return "QuantEmbedding"
-    return "StackedExperts" if local in EXPERTS and _why_not_experts(module) is None else None
+    experts = experts_of(module)
+    is_known = experts is not None and local in experts.weights and _why_not_experts(experts) is None
+    return "StackedExperts" if is_known else None
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -79,13 +81,7 @@ def _is_table(module: nn.Module) -> bool:
     """An embedding that looks rows up, and at most multiplies them by one factor."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
-    return type(module) is nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding")
-
-
-def _embedding_scale(module: Any) -> float | None:
-    """The factor of transformers' scaled embeddings, from the float, since the buffer may lie on meta."""
-    scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
-    return None if scale is None else float(scale)
+    return type(module) is nn.Embedding or scale_of_rows(module) is not None
 
 
 def why_not_packed(module: nn.Module, local: str, parent: nn.Module | None) -> str | None:
@@ -93,8 +89,9 @@ def why_not_packed(module: nn.Module, local: str, parent: nn.Module | None) -> s
     if packed_kind(module, local) is None:
         what = f"the {local} of {article(type(module).__name__)}"
         known = isinstance(module, nn.Linear | nn.Embedding) and local == "weight"
-        if local in EXPERTS and hasattr(module, EXPERTS[0]):
-            return f"{what}, {_why_not_experts(module)}"
+        experts = experts_of(module)
+        if experts is not None and module.get_parameter(local).ndim == 3:
+            return f"{what}: {_why_not_experts(experts)}"
         return f"{what}, whose forward is not {_base_name(module)}'s own" if known else what
     if parent is None:
         return "the model itself, which has no parent to replace it in (wrap it in nn.Sequential)"
@@ -110,49 +107,52 @@ def _base_name(module: nn.Module) -> str:
     return "Linear" if isinstance(module, nn.Linear) else "Embedding"
 
 
-def _why_not_experts(module: nn.Module) -> str | None:
-    """Why a module is not stacked experts that QuantExperts computes: those of gpt-oss, or two matrices each, joined by
-    silu(gate) * up.
-    """
-    said: Any = module
-    if is_transposed(module) and set(module._parameters) == {*EXPERTS, *BIASES}:
+def _why_not_experts(experts: ExpertsUse) -> str | None:
+    """Why experts are not what QuantExperts computes: gpt-oss's gating, or silu(gate) * up with gate's rows first."""
+    if experts.fault:
+        return experts.fault
+    if experts.activation == "gpt_oss" and experts.is_columns and experts.is_interleaved:
         return None
-    if set(module._parameters) != set(EXPERTS) or not hasattr(module, "is_transposed"):
-        return "which holds other weights than the gate_up_proj and down_proj of experts"
-    if said.is_transposed or not said.is_concatenated:
-        return "which keeps its experts transposed or interleaved: rows are not outputs"
-    if said.has_bias or not said.has_gate or getattr(module, "has_post_expert_norm", False):
-        return "whose experts have biases, norms, or no gate"
-    activation = type(getattr(module, "act_fn", None)).__name__
-    if activation not in ("SiLU", "SiLUActivation") or _gate_of(module) != "_default_apply_gate":
-        return f"whose experts are joined by something else than silu(gate) * up ({activation})"
-    return None
+    if experts.is_columns or experts.is_interleaved:
+        return "it keeps its experts transposed or interleaved: rows are not outputs"
+    if experts.gate_up_bias is not None or experts.down_bias is not None:
+        return "its experts have biases"
+    return None if experts.activation == "silu" else f"it joins gate and up by {experts.activation}, not by silu"
 
 
-def _gate_of(module: nn.Module) -> str:
-    return getattr(getattr(type(module), "_apply_gate", None), "__name__", "")
+def are_columns(module: nn.Module, local: str) -> bool:
+    """Whether a parameter is experts that a packed layer holds, and lies as [experts, inputs, outputs] in its module;
+    packed it is [experts, outputs, inputs].
+    """
+    experts = experts_of(module)
+    if experts is None or local not in experts.weights:
+        return False
+    return experts.is_columns and _why_not_experts(experts) is None
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether experts lie as [experts, inputs, outputs] in a module; packed they are [experts, outputs, inputs]."""
-    return type(module).__name__ == "GptOssExperts" and bool(getattr(module, "is_transposed", False))
+def stack_of(module: nn.Module, part: Literal["gate_up", "down"]) -> str:
+    """The name of one of the two stacks of experts that a module holds; empty where it holds none."""
+    experts = experts_of(module)
+    return "" if experts is None else experts.gate_up if part == "gate_up" else experts.down
 
 
 def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in which a parameter is packed: rows are outputs."""
-    return (shape[0], shape[2], shape[1]) if local in EXPERTS and is_transposed(module) else shape
+    return (shape[0], shape[2], shape[1]) if are_columns(module, local) else shape
 
 
 def with_output_rows(place: ParameterPlace) -> Tensor:
     """The numbers of a parameter as they are packed."""
     numbers: Tensor = place.parameter
-    is_turned = place.local in EXPERTS and is_transposed(place.module)
+    is_turned = are_columns(place.module, place.local)
     return numbers.detach().transpose(1, 2).contiguous() if is_turned else numbers
 
 
-def lacking(packed: set[str]) -> list[str]:
+def lacking(module: nn.Module, packed: set[str]) -> list[str]:
     """Parameters of a layer that must be packed together with these, and are not."""
-    return [name for name in EXPERTS if name not in packed] if packed & set(EXPERTS) else []
+    experts = experts_of(module)
+    stacks = () if experts is None else experts.weights
+    return [name for name in stacks if name not in packed] if packed & set(stacks) else []
 
 
 def format_fault(weight_format: Any) -> str | None:
@@ -178,33 +178,27 @@ def packed_layer(
     """
     made: nn.Module
     if isinstance(module, nn.Embedding):
-        scale = _embedding_scale(module)
+        scale = None if type(module) is nn.Embedding else scale_of_rows(module)
         made = QuantEmbedding(weights["weight"], dtype=dtype, padding_idx=module.padding_idx, scale=scale, name=name)
     elif isinstance(module, nn.Linear):
         made = QuantLinear(weights["weight"], plain.get("bias"), strategy=strategy, cache=cache, name=name)
     else:
+        experts = experts_of(module)
+        assert experts is not None
+        named = (("gate_up", experts.gate_up), ("down", experts.down))
+        named += (("gate_up_bias", experts.gate_up_bias), ("down_bias", experts.down_bias))
         made = StackedExperts(
-            *(weights[local] for local in EXPERTS),
-            **_joined_by(module, plain),
+            weights[experts.gate_up],
+            weights[experts.down],
+            {ours: theirs for ours, theirs in named if theirs is not None},
+            gate_up_bias=plain.get(experts.gate_up_bias or ""),
+            down_bias=plain.get(experts.down_bias or ""),
+            activation="gpt_oss" if experts.activation == "gpt_oss" else "swiglu",
             strategy=strategy,
             cache=cache,
             name=name,
         )
     return made.train(module.training)
-
-
-def _joined_by(module: Any, plain: Mapping[str, nn.Parameter | None]) -> dict[str, Any]:
-    """How gate and up of experts become one."""
-    if not is_transposed(module):
-        return {"activation": "swiglu"}
-    gate_up_bias, down_bias = (plain.get(name) for name in BIASES)
-    return {
-        "activation": "gpt_oss",
-        "alpha": float(module.alpha),
-        "limit": float(module.limit),
-        "gate_up_bias": gate_up_bias,
-        "down_bias": down_bias,
-    }
 
 
 def article(name: str) -> str:

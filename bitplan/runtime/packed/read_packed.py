@@ -17,7 +17,8 @@ from bitplan.formats import Encoded, get_format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.optional import require
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
-from bitplan.plan.names import guess_role, listed
+from bitplan.plan.names import listed
+from bitplan.plan.structure.families import guess_role
 from bitplan.records import on_failure
 from bitplan.store.checks.deep_check import deep_check, tag_of
 from bitplan.store.devices import known_device

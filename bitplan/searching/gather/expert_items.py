@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bitplan.plan.names import split_layer
-from bitplan.runtime.packed.layer_replacement import EXPERTS, is_transposed, packed_kind
+from bitplan.runtime.packed.layer_replacement import are_columns, packed_kind, stack_of
 from bitplan.searching.gather.expert_products import ExpertSlice
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import places_of
@@ -27,7 +27,7 @@ def items_of_stacks(model: nn.Module, names: Mapping[str, str], slices: dict[str
         place = places[ours]
         if tensor in slices or packed_kind(place.module, place.local) != "StackedExperts":
             continue
-        transposed = is_transposed(place.module)
+        transposed = are_columns(place.module, place.local)
         for index in range(len(place.parameter)):
             name = expert_name(tensor, index)
             found[name] = tensor
@@ -40,17 +40,17 @@ def items_of_gguf(
 ) -> dict[str, str]:
     """The same of a GGUF file, which has gate and up apart; numbers say whether they lie where they are expected."""
     stacks = {
-        (split_layer(place.name)[1], place.local): place
+        (split_layer(place.name)[1], place.local == stack_of(place.module, "down")): place
         for place in places_of(model)
         if is_in_block(place.name)
         and packed_kind(place.module, place.local) == "StackedExperts"
-        and not is_transposed(place.module)
+        and not are_columns(place.module, place.local)
     }
     found: dict[str, str] = {}
     with open_tensors(path) as file:
         for tensor, spec in file.specs.items():
             named = _GGUF.fullmatch(tensor)
-            place = None if named is None else stacks.get((named[1], EXPERTS[named[2] == "down"]))
+            place = None if named is None else stacks.get((named[1], named[2] == "down"))
             if named is None or place is None:
                 continue
             outputs = spec.shape[1]

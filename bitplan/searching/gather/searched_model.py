@@ -21,6 +21,7 @@ from bitplan.plan import shipped_manifest
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Plan, Planned
 from bitplan.plan.structure.describe import describe
+from bitplan.plan.structure.families import GGUF_MANIFESTS
 from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
@@ -33,7 +34,6 @@ from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import places_of
 from bitplan.store.rounding.input_statistics import weight_digest
 
-GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")
 ANY_ROWS = "int8_row"  # a format that holds rows of every length: for asking which tensors are weights at all
 UNKNOWN_LAYER = "not the weight of a linear layer or an embedding: nothing is known of its damage, so it stays"
 
@@ -306,7 +306,7 @@ def _of_parameter(parameter: nn.Parameter) -> Stored:
 def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """What the file holds, and under which name of the model each tensor lies."""
     known = {place.name for place in places_of(model)}
-    families = [shipped_manifest(family).aliases for family in GGUF_FAMILIES]
+    families = [shipped_manifest(family).aliases for family in GGUF_MANIFESTS]
     tensors, names = {}, {}
     with open_tensors(path) as file:
         for name, spec in file.specs.items():

@@ -41,7 +41,8 @@ from bitplan.formats.scales.checks import (
 from bitplan.formats.scales.rules import BasedScales, PowerOfTwoScales
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.manifest import Manifest, Tag
-from bitplan.plan.names import guess_role, natural_order
+from bitplan.plan.names import natural_order
+from bitplan.plan.structure.families import guess_role
 from bitplan.store.files.gguf_tensors import GGUFTensors
 from bitplan.store.files.packed_rows import (
     PackedTensor,

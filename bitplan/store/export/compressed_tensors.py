@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
-from bitplan.plan.names import guess_role
-from bitplan.plan.structure.families import row_of
+from bitplan.plan.structure.families import guess_role
 from bitplan.records import on_failure
 from bitplan.store.export.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
 from bitplan.store.export.targets import ExportRequest
 from bitplan.store.files.tensor_file import Promise, TensorFile
+from bitplan.store.models.describe_files import describe_tensors
 
 TARGET = "compressed-tensors"
 
@@ -85,7 +86,7 @@ def prepare(request: ExportRequest) -> FolderExport:
     source = open_folder(request, TARGET, SUBSTITUTES)
     with on_failure(source.file.close):
         layers = [_layer(source, name) for name in source.file.specs]
-        joined = _joined_groups(source.file, layers)
+        joined = _joined_groups(source.file, source.folder, layers)
         if not any(layer.is_packed for layer in layers):
             raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
     config = {**source.config, "quantization_config": quantization_config(layers)}
@@ -137,15 +138,12 @@ def _pack(encoded: Encoded, where: str) -> list[Tensor]:
     return [data, encoded.scales]
 
 
-def _joined_groups(file: TensorFile, layers: Sequence[OutputLayer]) -> list[list[str]]:
-    """The layers that engines compute as one; those must have one format."""
-    found: dict[str, list[OutputLayer]] = {}
-    for layer in layers:
-        module, _, kind = layer.sources[0].rpartition(".")
-        row = row_of(module)
-        if kind == "weight" and row is not None and row.joined:
-            found.setdefault(f"{module.rpartition('.')[0]}.{row.joined}", []).append(layer)
-    for group in found.values():
+def _joined_groups(file: TensorFile, folder: Path, layers: Sequence[OutputLayer]) -> list[list[str]]:
+    """The layers that engines compute as one, as the model's view has them; those must have one format."""
+    by_name = {layer.sources[0]: layer for layer in layers}
+    joined = describe_tensors(list(file.specs.values()), folder).joined
+    groups = [[by_name[name] for name in names] for names in joined]
+    for group in groups:
         names = [layer.fmt.name if layer.fmt is not None and layer.is_packed else "not packed" for layer in group]
         for layer, own in zip(group, names, strict=True):
             if own != names[0]:
@@ -153,7 +151,7 @@ def _joined_groups(file: TensorFile, layers: Sequence[OutputLayer]) -> list[list
                     f"{file.path}: {group[0].sources[0]!r} is {names[0]}, {layer.sources[0]!r} {own}; "
                     "engines compute them as one layer, so give them one format"
                 )
-    return [[layer.sources[0] for layer in group] for group in found.values()]
+    return [[layer.sources[0] for layer in group] for group in groups]
 
 
 def quantization_config(layers: Sequence[OutputLayer]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from bitplan.formats.dtypes import dtype_name, wider_types
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Substitutes
-from bitplan.plan.names import guess_role
+from bitplan.plan.structure.families import guess_role
 from bitplan.records import on_failure, stamps_of
 from bitplan.store.export.gguf_names import evidence_of, fit_names
 from bitplan.store.export.gguf_source import GGUFModel, open_model

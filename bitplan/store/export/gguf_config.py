@@ -8,7 +8,7 @@ from typing import Any
 
 from bitplan.documents import is_number, show
 from bitplan.errors import StoreError
-from bitplan.plan.structure.families import FAMILIES
+from bitplan.plan.structure.families import GGUF_FAMILIES
 from bitplan.store.export.gguf_metadata import YARN_BETAS, ModelConfig, rope_factors
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.tensor_file import TensorFile
@@ -16,7 +16,7 @@ from bitplan.store.gpt_oss.config import ONLY_GGUF
 
 # llama.cpp's architecture -> the model types that come back, by whether they have experts.
 _TYPES: dict[str, dict[bool, str]] = {}
-for _kind, _family in FAMILIES.items():
+for _kind, _family in GGUF_FAMILIES.items():
     if _family.model_class:
         _TYPES.setdefault(_family.architecture, {})[_family.experts is not None] = _kind
 _LOCAL_ROTATIONS = 10_000.0  # of Gemma's layers that look at a window
@@ -78,7 +78,7 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
     heads, width = said.number("attention.head_count"), said.number("embedding_length")
     size = said.number("attention.key_length", said.number("rope.dimension_count", width // heads))
     config: dict[str, Any] = {
-        "architectures": [FAMILIES[kind].model_class],
+        "architectures": [GGUF_FAMILIES[kind].model_class],
         "model_type": kind,
         "dtype": "bfloat16",  # to compute in: a GGUF file names none
         "hidden_size": width,

@@ -15,7 +15,7 @@ from gguf.constants import GGUFValueType
 
 from bitplan.documents import is_number, show
 from bitplan.errors import StoreError
-from bitplan.plan.structure.families import FAMILIES, Family
+from bitplan.plan.structure.families import GGUF_FAMILIES, Family
 from bitplan.records import read_json
 from bitplan.store.files.gguf_values import GGUFValue
 
@@ -64,12 +64,12 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        if self.model_type not in FAMILIES:
+        if self.model_type not in GGUF_FAMILIES:
             raise StoreError(
                 f"{self.path}: model_type {show(self.model_type)} is none that is exported to GGUF "
-                f"({', '.join(FAMILIES)}, gpt_oss)"
+                f"({', '.join(GGUF_FAMILIES)}, gpt_oss)"
             )
-        return FAMILIES[self.model_type]
+        return GGUF_FAMILIES[self.model_type]
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self._values.get(key)

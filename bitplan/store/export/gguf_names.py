@@ -22,7 +22,7 @@ from bitplan.plan.structure.families import (
     BLOCK_ATTENTION,
     BLOCK_FEED,
     BLOCK_NORMS,
-    FAMILIES,
+    GGUF_FAMILIES,
     OUTSIDE_BLOCKS,
     Family,
 )
@@ -154,7 +154,7 @@ def gguf_origins(file: TensorFile) -> dict[str, Origin]:
     if not is_model_folder(file.folder):
         return {}
     config = ModelConfig(file.folder)
-    if config.model_type not in FAMILIES:
+    if config.model_type not in GGUF_FAMILIES:
         return {}
     names = ((name, int(found["number"]) if (found := EXPERT.fullmatch(name)) else None) for name in file.specs)
     return dict(_places(names, config, str(file.path)))

@@ -25,7 +25,7 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.plan.format_choices import Substitutes
-from bitplan.plan.names import guess_role
+from bitplan.plan.structure.families import guess_role
 from bitplan.records import on_failure
 from bitplan.store.export.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
 from bitplan.store.export.targets import EXPERT, ExportRequest

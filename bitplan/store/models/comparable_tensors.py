@@ -26,7 +26,7 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
-from bitplan.plan.structure.families import FAMILIES
+from bitplan.plan.structure.families import GGUF_FAMILIES
 from bitplan.store.export.gguf_config import ROTATIONS
 from bitplan.store.export.gguf_names import gguf_name, is_plus_one, name_table
 from bitplan.store.export.targets import EXPERT
@@ -41,7 +41,7 @@ from bitplan.store.gpt_oss.source import GptOssFile, plain_rows
 from bitplan.store.packed_folder import transposed_in
 
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")
-_FAMILIES = {family.architecture: family for family in FAMILIES.values()}
+_FAMILIES = {family.architecture: family for family in GGUF_FAMILIES.values()}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 

@@ -12,12 +12,13 @@ the table has for its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitplan.errors import FileFormatError, PlanError
+from bitplan.errors import FileFormatError, MissingLibraryError, PlanError
+from bitplan.optional import require
 from bitplan.plan.structure.describe import describe as describe_module
 from bitplan.plan.structure.families import view_by_names
 from bitplan.plan.structure.model_view import ModelView, TensorRecord
@@ -46,12 +47,19 @@ def describe(model: nn.Module | str | Path, example: Any = None) -> ModelView:
     path = Path(model)
     with open_tensors(path) as file:
         specs = list(file.specs.values())
+    return describe_tensors(specs, path, example)
+
+
+def describe_tensors(specs: Sequence[TensorSpec], folder: Path, example: Any = None) -> ModelView:
+    """The same of tensors by the names that a folder's config has for them; `joined` has names of theirs alone."""
     named = view_by_names((spec.name, tuple(spec.shape), spec.format) for spec in specs)
     try:
-        seen = describe_module(empty_model(path), example)
-    except (PlanError, FileFormatError) as error:
+        seen = describe_module(empty_model(folder), example)
+    except (PlanError, FileFormatError, MissingLibraryError) as error:
         return replace(named, notes=(*named.notes, str(error)))
-    return replace(seen, tensors=tuple(_with_files(seen, named, specs)))
+    joined = [group for group in seen.joined if all(name in named.by_name for name in group)]
+    joined += [group for group in named.joined if not any(name in seen.by_name for name in group)]
+    return replace(seen, tensors=tuple(_with_files(seen, named, specs)), joined=tuple(joined))
 
 
 def _with_files(seen: ModelView, named: ModelView, specs: Iterable[TensorSpec]) -> Iterable[TensorRecord]:
@@ -69,8 +77,8 @@ def empty_model(folder: Path) -> nn.Module:
     if not (folder / CONFIG).is_file():
         raise FileFormatError(f"{folder}: no {CONFIG} says which model it is")
     import torch
-    import transformers
 
+    transformers = require("transformers", purpose=f"{folder}: what its model computes", extra="models")
     from bitplan.store.models.transformers_names import foreign_reason, silence_transformers
 
     with silence_transformers():

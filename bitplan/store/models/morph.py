@@ -24,6 +24,7 @@ from bitplan.formats.scales.rules import ScaleRule
 from bitplan.plan.format_choices import NONE, NamedBy, Stored, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.plan.structure.describe import is_norm
 from bitplan.store.models.column_importance import ActivationObserver
 from bitplan.store.models.decoded_in_eval import MorphedParameter, set_slots, slots_of
 from bitplan.store.models.encode_options import EncodeOptions
@@ -95,9 +96,9 @@ class ParameterPlace:
     def role(self) -> Literal["weight", "bias", "norm", "other"]:
         if "bias" in self.local:
             return "bias"
-        if "norm" in type(self.module).__name__.lower():
-            return "norm"
-        return "weight" if isinstance(self.module, _LAYERS) and _WEIGHT.fullmatch(self.local) else "other"
+        if isinstance(self.module, _LAYERS) and _WEIGHT.fullmatch(self.local):
+            return "weight"
+        return "norm" if is_norm(self.module) else "other"
 
     def stored(self, norms: bool = False) -> Stored:
         """As `choose_formats` takes it: biases, norms and parameters of unknown layers must be asked for by name."""

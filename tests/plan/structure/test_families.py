@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from bitplan import describe
+from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
 from bitplan.plan.structure.model_view import LinearUse, ModelView
 
 SIZES: dict[str, object] = {
@@ -121,3 +122,11 @@ def test_encoder_and_others(kind: str) -> None:
     view = describe(build(kind, transformers.AutoModel))
     assert spelled(view) == OTHERS[kind]
     assert not view.unknown
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "openai-gpt", "aria_text", "llama4_text", "gpt_oss", "llama", "mixtral"])
+def test_the_table_has_the_matrices_that_lie_turned(kind: str) -> None:
+    view = describe(build(kind, transformers.AutoModelForCausalLM))
+    names = [linear.weight for linear in view.linears]
+    in_table = {name for name in names if has_no_packed_layer(name, [kind]) or is_packed_turned(name, kind)}
+    assert in_table == {linear.weight for linear in view.linears if linear.is_columns}

@@ -42,23 +42,58 @@ def built(kind, **more):
 
 
 class PlainExperts(nn.Module):
+    """Two experts, each run on the tokens that chose it; under names of its own."""
+
     def __init__(self):
         super().__init__()
-        self.gate_up_proj, self.down_proj = nn.Parameter(torch.zeros(2, 32, 16)), nn.Parameter(torch.zeros(2, 16, 16))
-        self.act_fn = nn.functional.silu
+        self.into, self.back = nn.Parameter(torch.zeros(2, 32, 16)), nn.Parameter(torch.zeros(2, 16, 16))
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        raise NotImplementedError
+    def joined(self, both):
+        gate, up = both.chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
+
+    def last(self, rows):
+        return rows
+
+    def forward(self, tokens, chosen, weights):
+        result = torch.zeros_like(tokens)
+        for expert in range(2):
+            rows, slots = torch.where(chosen == expert)
+            inner = self.joined(nn.functional.linear(tokens[rows], self.into[expert]))
+            result.index_add_(0, rows, self.last(inner @ self.back[expert].T) * weights[rows, slots, None])
+        return result
 
 
 class ClampedExperts(PlainExperts):
-    def _apply_gate(self, gate_up):
-        raise NotImplementedError
+    def joined(self, both):
+        gate, up = both.chunk(2, dim=-1)
+        return nn.functional.silu(gate.clamp(max=1)) * up
+
+
+class InterleavedExperts(PlainExperts):
+    def joined(self, both):
+        return nn.functional.silu(both[..., ::2]) * both[..., 1::2]
+
+
+class UpFirstExperts(PlainExperts):
+    def joined(self, both):
+        up, gate = both.chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
+
+
+class NormedExperts(PlainExperts):
+    def last(self, rows):
+        return nn.functional.rms_norm(rows, (16,))
+
+
+class ScaledExperts(PlainExperts):
+    def last(self, rows):
+        return rows * 2
 
 
 class SortedExperts(PlainExperts):
-    def forward(self, hidden_states):
-        raise NotImplementedError
+    def forward(self, tokens):
+        return torch.bmm(self.joined(torch.bmm(tokens.view(2, -1, 16), self.into.mT)), self.back.mT)
 
 
 @pytest.mark.parametrize(
@@ -66,19 +101,28 @@ class SortedExperts(PlainExperts):
     [
         (PlainExperts, lambda _: None, None),
         (ClampedExperts, lambda _: None, "in its own way"),
-        (SortedExperts, lambda _: None, "other tensors or arguments"),
-        (PlainExperts, lambda one: delattr(one, "act_fn"), "in its own way"),
-        (PlainExperts, lambda one: setattr(one, "has_post_expert_norm", True), "norm of their own"),
-        (PlainExperts, lambda one: setattr(one, "is_concatenated", False), "interleaved"),
+        (InterleavedExperts, lambda _: None, "interleaved"),
+        (UpFirstExperts, lambda _: None, "into has the rows of up before those of gate"),
+        (NormedExperts, lambda _: None, "more than its experts' sum: rms_norm"),
+        (ScaledExperts, lambda _: None, "more than its experts' sum: mul"),
+        (PlainExperts, lambda one: setattr(one, "back", nn.Parameter(torch.zeros(3, 16, 16))), "and back 3"),
+        (PlainExperts, lambda one: setattr(one, "more", nn.Parameter(torch.zeros(1))), "more beside"),
         (PlainExperts, lambda one: one.register_forward_hook(print), "hooks, which would be lost"),
     ],
 )
-def test_experts_that_compute_something_else_stay_as_they_are(kind, change, says):
+def test_experts_are_known_by_what_they_compute(kind, change, says):
     model = nn.ModuleDict({"experts": kind()})
     change(model["experts"])
-    for site in find_sites(model).sites:
+    sites = find_sites(model).sites
+    assert [site.path for site in sites] == ["experts.into", "experts.back"]
+    for site in sites:
         assert site.obstacle is None if says is None else says in site.obstacle
-    assert len(find_sites(model).sites) == 2
+
+
+def test_experts_that_were_not_followed_are_left_and_named():
+    found = find_sites(nn.ModuleDict({"experts": SortedExperts()}))
+    assert not found.sites
+    assert found.left == ("experts (it takes tokens, not tokens, the experts of each and their weights)",)
 
 
 def norms_of(model):

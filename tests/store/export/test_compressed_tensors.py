@@ -94,7 +94,7 @@ def test_what_compressed_tensors_cannot_hold_is_refused(folder, tmp_path):
     def prepare(formats, source=folder):
         prepare_export(ExportRequest(source, tmp_path / "a", formats), "compressed-tensors")
 
-    with pytest.raises(StoreError, match=r"'\S+q_proj.weight' int8_row; engines compute them as one layer"):
+    with pytest.raises(StoreError, match=r"'\S+q_proj.weight' is int8_row, '\S+k_proj.weight' not packed; engines"):
         prepare({"*.q_proj*": "int8_row"})
     with pytest.raises(StoreError, match="compressed-tensors has no q4_0_gguf"):
         prepare({"*.o_proj*": "q4_0_gguf"})

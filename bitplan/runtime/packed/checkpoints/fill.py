@@ -43,7 +43,7 @@ def check_layers(model: nn.Module, assignment: Assignment, file: TensorFile, whe
             faults.append(f"{target} ({fmt}): {reason}")
         packed.setdefault(owner, set()).add(local)
     for owner, locals_ in packed.items():
-        if missing := lacking(locals_):
+        if missing := lacking(model.get_submodule(owner), locals_):
             faults.append(f"{owner}: {listed(missing)} is not packed and {listed(sorted(locals_))} is")
     if faults:
         raise FileFormatError(

@@ -20,8 +20,8 @@ from bitplan.errors import ArgumentError, StoreError
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.plan.format_choices import Stored, choose_formats
-from bitplan.plan.names import guess_role
 from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.plan.structure.families import guess_role
 from bitplan.runtime.packed.checkpoints.source import LoadedFrom, config_of, remembered
 from bitplan.runtime.packed.checkpoints.tensor_sources import TensorRecipe
 from bitplan.runtime.packed.gpt_oss.model import GptOssPackedExperts
