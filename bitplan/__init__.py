@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bitplan.searching.run import search as search
     from bitplan.store.compare import compare_models as compare_models
     from bitplan.store.files.open_files import open_tensors as open_tensors
-    from bitplan.store.models.describe_files import describe as describe
+    from bitplan.store.describe_files import describe as describe
     from bitplan.store.models.morph import morph_model as morph_model, unmorph_model as unmorph_model
     from bitplan.store.models.save_load import load_model as load_model, save_model as save_model
     from bitplan.store.models.weight_store import WeightStore as WeightStore

@@ -47,18 +47,18 @@ def test_a_format_is_found_by_name_and_is_itself(fmt):
     ("wrong", "hint"),
     [
         ("q4_0", "llama.cpp's q4_0 is 'q4_0_gguf'"),
-        ("mxpf4", "'mxfp4'"),
-        ("int-8", "'int8'"),
-        ("bf16", "'bfloat16'"),
-        ("nvfp_4", "'nvfp4'"),
-        (torch.float16, "'float16'"),
+        ("mxpf4", "did you mean 'mxfp4'"),
+        ("int-8", "did you mean 'int8'"),
+        ("bf16", "did you mean 'bfloat16'"),
+        ("nvfp_4", "did you mean 'nvfp4'"),
+        (torch.float16, "did you mean 'float16'"),
     ],
 )
 def test_an_unknown_name_gets_a_suggestion(wrong, hint):
     with pytest.raises(FormatError) as refusal:
         get_format(wrong)
     assert hint in str(refusal.value)
-    assert str(refusal.value).startswith(f"no format {wrong!r}; `bitplan formats` lists them all; did you mean ")
+    assert str(refusal.value).startswith(f"no format {wrong!r}; `bitplan formats` lists them all; ")
 
 
 def test_a_name_like_no_other_gets_none():

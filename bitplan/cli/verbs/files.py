@@ -135,7 +135,7 @@ def inspect(
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
     from bitplan.errors import PlanError
     from bitplan.plan.mermaid import draw_view
-    from bitplan.store.models.describe_files import describe
+    from bitplan.store.describe_files import describe
 
     view = describe(file)
     if chart and view.source == "table":

@@ -4,7 +4,7 @@ Which module does which step:
 
     model_view      the records: ModelView, TensorRecord, LinearUse, NormUse, ...; they need no torch
     families        the one table of names, for files without code
-    describe        from a module to its view; `bitplan.describe` takes paths, too (store.models.describe_files)
+    describe        from a module to its view; `bitplan.describe` takes paths, too (store.describe_files)
     example_inputs  what a forward is called with, where the user gives nothing
     recorder        one run: every torch function with what goes in and out; `untouched` keeps the model as it was
     graph           walks through a recording

@@ -29,10 +29,10 @@ from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.structure.families import guess_role
 from bitplan.records import on_failure
+from bitplan.store.describe_files import describe_tensors
 from bitplan.store.export.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
 from bitplan.store.export.targets import ExportRequest
 from bitplan.store.files.tensor_file import Promise, TensorFile
-from bitplan.store.models.describe_files import describe_tensors
 
 TARGET = "compressed-tensors"
 

@@ -17,7 +17,7 @@ from torch import nn
 from bitplan.errors import FileFormatError
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.optional import remote_code_allowed
-from bitplan.store.models.describe_files import model_class
+from bitplan.store.describe_files import model_class
 from bitplan.store.models.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.store.packed_folder import CONFIG
 
