@@ -350,7 +350,7 @@ def test_evidence_of_other_tensors_of_the_model_is_refused_by_name(found, option
     model, folder, _ = found
     before = (folder / EVIDENCE).read_bytes()
     with pytest.raises(EvidenceFileError, match=r"searched was '.* tensors, .*', is '.* tensors, .*'"):
-        bitplan.search(model, tokens(), goal={"bits": 40.0}, formats=FORMATS, out=folder, **option)
+        bitplan.search(model, tokens(), goal={"bits": 31.0}, formats=FORMATS, out=folder, **option)
     assert (folder / EVIDENCE).read_bytes() == before
 
 
