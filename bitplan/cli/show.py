@@ -86,27 +86,32 @@ def _width() -> int | None:
 
 
 @contextmanager
-def progress(what: str, total: int, *, amount: Callable[[int], str] = str) -> Iterator[Callable[[int, str], None]]:
+def progress(
+    what: str, total: int, *, amount: Callable[[int], str] = str, estimates: bool = True
+) -> Iterator[Callable[[int, str], None]]:
     """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds.
 
-    It yields a function of (amount, label); `amount` formats amounts.
+    It yields a function of (amount, label); `amount` formats amounts. `estimates` says how long it will take in all,
+    unless the labels do.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        with _lines(what, max(total, 1), amount) as advance:
+        with _lines(what, max(total, 1), amount, estimates) as advance:
             yield advance
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, *([TimeRemainingColumn()] if estimates else []), console=console, transient=True) as bar:
         task = bar.add_task(what, total=max(total, 1))
         yield lambda count, label: bar.update(task, advance=count, description=f"{what} {visible(label)[-40:]}")
 
 
 @contextmanager
-def _lines(what: str, total: int, amount: Callable[[int], str]) -> Iterator[Callable[[int, str], None]]:
+def _lines(
+    what: str, total: int, amount: Callable[[int], str], estimates: bool
+) -> Iterator[Callable[[int, str], None]]:
     """A thread prints progress every ten seconds, also while a single step takes minutes."""
     done, doing, started, is_over = 0, "", time.monotonic(), threading.Event()
     whole = 0.0  # seconds of it all, by the steps that are done: while one takes its time, the total does not rise
@@ -119,8 +124,9 @@ def _lines(what: str, total: int, amount: Callable[[int], str]) -> Iterator[Call
     def tell() -> None:
         while not is_over.wait(LINE_EVERY_S):
             seconds = time.monotonic() - started
-            left = f"about {_duration(max(whole, seconds))} in all" if done else "nothing is done yet"
-            line = f"{what}: {amount(done)} of {amount(total)} in {_duration(seconds)}, {left}"
+            left = f", about {_duration(max(whole, seconds))} in all" if estimates else ""
+            line = f"{what}: {amount(done)} of {amount(total)} in {_duration(seconds)}"
+            line += left if done else ", nothing is done yet"
             print(visible(f"{line}: {doing}" if doing else line), file=sys.stderr, flush=True)
 
     teller = threading.Thread(target=tell, daemon=True)

@@ -66,7 +66,7 @@ def load_for_running(
         raise MeasureError(no_causal_model(str(path), type(model).__name__))
     with silence_transformers():
         lm = CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
-        require_causal(lm, lm)
+        require_causal(lm, lambda ids: lm(ids.to(lm.device)))
     return lm
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bitplan.measure.machine import free_memory
 from bitplan.measure.quality.perplexity import Quality
 from bitplan.searching.decide.correct import Corrections
 from bitplan.searching.decide.explain import explain_plan
@@ -21,19 +22,24 @@ from bitplan.searching.decide.rivals import RivalPlan, best_uniform, may_win, ri
 from bitplan.searching.decide.solve import Solution, front, kl_out_of_reach, size_out_of_reach, solve, within
 from bitplan.searching.errors import GoalError, SearchError
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, smallest_bytes
-from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
+from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, needed_memory, smallest_bytes
+from bitplan.searching.gather.passes import BACK, GRADIENT_TOKENS, steps_of
+from bitplan.searching.gather.plan_meter import COUNTED, MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
 from bitplan.searching.gather.training_evidence import read_gradients, read_speeds, time_by_policy, weigh_by_gradients
 from bitplan.searching.goal import WINDOWS, Goal
-from bitplan.searching.phases import IN_ALL, PhaseClock, Stage, no_stage
+from bitplan.searching.phases import IN_ALL, SHARES, ExpectedPhase, PhaseClock, Stage, no_stage
 from bitplan.searching.prepare import SearchText, prepare
 from bitplan.searching.result import SearchResult
 from bitplan.searching.runtime_formats import Target, candidates, target_of
 from bitplan.store.export.gguf_source import is_folder_like
 from bitplan.store.files.headers import is_gguf
 
+# Seconds a number, on two cores of a Xeon: in a pass forward with one token, to keep its statistics, to predict what a
+# format costs, to round.
+PASS_S, KEEP_S, PREDICT_S, ROUND_S = 8e-11, 2e-7, 9e-8, 2.5e-6
+PLANS, PARTS, CORRECTIONS, RIVALS = 2.5, 6, 3, 3  # of a usual search: those that are rounded, projections, ...
 MOST_CORRECTIONS = 3
 AGREES = 0.1  # predicted and measured within a tenth: nothing to correct
 WORTH = 0.02  # a corrected plan that promises less damage by this share is measured; of less, four windows say nothing
@@ -129,8 +135,29 @@ class Searcher:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        self.clock = PhaseClock(self.stage)
+        self.clock = PhaseClock(self.stage, self._expected())
         self.stage = self.clock
+
+    def _expected(self) -> dict[str, ExpectedPhase]:
+        """What phases take on two cores of a Xeon; on other machines all take longer or shorter."""
+        numbers, text = self.subject.numbers, self.text
+        tokens, checked, proven = (sum(map(len, part)) for part in (text.statistics, text.checks, text.proof))
+        passes = tokens + BACK * min(tokens, GRADIENT_TOKENS)
+
+        def measured(turn: int, steps: int, times: int, tokens: int) -> ExpectedPhase:
+            return ExpectedPhase(turn, steps, times * tokens * numbers * PASS_S)
+
+        return {
+            "statistics": ExpectedPhase(
+                0, steps_of(self.subject, text.statistics, 0), numbers * (passes * PASS_S + KEEP_S)
+            ),
+            "rounding": ExpectedPhase(1, SHARES, numbers * len(self.formats) * PREDICT_S),
+            "rounding plans": ExpectedPhase(2, int(PLANS * numbers / COUNTED), PLANS * numbers * ROUND_S),
+            "checking": measured(2, PARTS, PARTS, checked),
+            "correcting": measured(2, CORRECTIONS, CORRECTIONS, checked),
+            "measuring the model": measured(3, 2 * len(text.proof), 2, proven),
+            "proving": measured(4, RIVALS * len(text.proof), RIVALS, proven),
+        }
 
     def find(self, goal: Goal) -> SearchResult:
         """The best plan within the goal, proven; written where there is a folder."""
@@ -265,14 +292,16 @@ class Searcher:
             )
 
     def needs(self) -> str:
-        """A sentence on the bytes that statistics take on disk; more than is free there is refused."""
+        """A sentence on the bytes that statistics take on disk, more than is free there is refused, and on memory."""
         kept, scratch = evidence_bytes(self.subject, self.text.statistics)
         place = (self.folder or Path()).absolute()
         free = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free
         said = f"statistics take about {kept / 1e6:,.0f} MB in {place}, and {scratch / 1e6:,.0f} MB more until then"
         if kept + scratch > free:
             raise SearchError(f"{said}; {free / 1e6:,.0f} MB are free there: give --output on another disk")
-        return said
+        memory, free = needed_memory(self.subject, kept), free_memory()
+        much = "" if memory < free else ": it may not be enough, end other programs or search on another machine"
+        return f"{said}; it takes about {memory / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free{much}"
 
     def _why_so_large(self, most: int) -> str:
         """Where tensors that stay take more than is allowed: why most of their bytes do."""

@@ -60,7 +60,9 @@ def test_a_gguf_file_from_search_to_text_and_report(here, capsys):
     shown = ran(
         "search", "tiny.gguf", *SEARCH, "--bits", 9, "--formats", "int8_row,mxfp4", "-o", "found", capsys=capsys
     )
-    assert "--for llama.cpp" in shown.partition("tiny.gguf: 9 bits")[0]  # said before the work, not after it
+    before_work = shown.partition("tiny.gguf: 9 bits")[0]  # said before it, not after it
+    assert "--for llama.cpp" in before_work
+    assert re.search(r"it takes about 0\.\d GB of memory, and [\d.]+ GB are free$", before_work, re.M)
     command = printed_command(shown)
     ran(*command, capsys=capsys)
     packed = command[2]

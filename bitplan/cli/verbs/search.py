@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,7 +124,7 @@ def search(
             all_rivals=all_rivals,
             workers=workers,
             out=folder,
-            stage=progress,
+            stage=partial(progress, estimates=False),
             note=note,
         )
         write_report(records_of_search(folder), folder / "report.html", title=f"{model.name}: {goal}")

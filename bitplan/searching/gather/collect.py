@@ -37,6 +37,7 @@ from bitplan.version import __version__
 EVIDENCE = "evidence.json"
 
 USUAL_BITS = 4.5
+LIBRARIES_BYTES, ROUNDING_COPIES = 600 * 10**6, 12  # measured: of SmolLM2-135M 3.6 GB are expected, and were taken
 LOOKED_UP = 64  # columns of an embedding's rounding, which compares no columns with each other
 
 
@@ -314,6 +315,16 @@ def evidence_bytes(subject: SearchSubject, windows: Sequence[Tensor]) -> tuple[i
     width = next((each.embedding_dim for each in subject.model.modules() if isinstance(each, nn.Embedding)), 0)
     tokens = min(GRADIENT_TOKENS, sum(map(len, windows)))
     return kept, kept + 4 * tokens * width * len(subject.runner.blocks)
+
+
+def needed_memory(subject: SearchSubject, kept: int) -> int:
+    """About how many bytes of memory a search takes: Python's libraries, the model where it is not read from its folder
+    piece by piece, and the largest weight while it is rounded; statistics of `kept` bytes are read from disk, and the
+    system keeps what it has room for.
+    """
+    model = sum(each.nbytes for each in subject.model.parameters() if each.device.type != "meta")
+    largest = max(math.prod(site.shape) for site in subject.sites.values())
+    return LIBRARIES_BYTES + 2 * model + kept + ROUNDING_COPIES * 4 * largest
 
 
 def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:

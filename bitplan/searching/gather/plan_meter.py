@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.measure.machine import free_memory
 from bitplan.measure.quality.estimates import Estimate, clustered_mean
 from bitplan.measure.quality.noise_floor import round_activations
 from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
@@ -20,7 +21,7 @@ from bitplan.searching.gather.blocks import BlockRunner, Replaced, TokenStates, 
 from bitplan.searching.gather.damage import RoundedWeights
 from bitplan.searching.phases import Stage
 
-CACHED_LOGITS_BYTES = 4 * 2**30
+CACHED_LOGITS_BYTES = 2**29  # or what is free, if that is less: they are made of last states, which are kept
 BATCH = 2048  # tokens in one call of a block
 COUNTED = 1000  # weights in one step of progress
 OnWindows = Callable[[int], None]
@@ -79,7 +80,7 @@ class PlanMeter:
         self._runner = rounded.subject.runner
         on_cpu = self._runner.device.type == "cpu"  # a GPU computes logits in less time than it takes to store them
         self._itself = _ModelItself(self._runner, windows)
-        self._cached = CachedLogits(self._itself, CACHED_LOGITS_BYTES if on_cpu else 0)
+        self._cached = CachedLogits(self._itself, min(CACHED_LOGITS_BYTES, free_memory() // 8) if on_cpu else 0)
 
     def reference(self, on_windows: OnWindows | None = None) -> Quality:
         """The model itself; its logits are remembered."""

@@ -248,6 +248,19 @@ class WeightStore:
             self._generation += 1
             self._refresh()
 
+    def follow(self, master: Tensor) -> None:
+        """Take another tensor for the master, and drop every version.
+
+        `load_state_dict(assign=True)` puts other Parameters into a model, and a store of the old one does not see that.
+        (Those of `morph_model` look at what the model has.)
+        """
+        if tuple(master.shape) != self.shape:
+            raise StoreError(f"{self.name}: a store of shape {self.shape} cannot follow {tuple(master.shape)}")
+        with self._update_lock, self._lock:
+            self._master = WeightStore(master, name=self.name)._master
+            self._generation += 1
+            self._refresh()
+
     def unpack(self, fmt: Format | str) -> Tensor:
         """Set the master to the decoded version in this format; that version stays, all others are dropped."""
         name = get_format(fmt).name

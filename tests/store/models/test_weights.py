@@ -842,3 +842,19 @@ def test_features_of_a_narrow_matrix_are_its_columns() -> None:
     observer.observe(torch.randn(10, 32))
     with pytest.raises(StoreError, match=r"the activations have 32 features, a weight of shape \(8, 16\) takes 16"):
         store.calibrate("int4", observer)
+
+
+def test_a_store_follows_another_parameter():
+    layer = nn.Linear(8, 4, bias=False)
+    store = WeightStore(layer.weight)
+    store.morph("int8_row")
+    layer.load_state_dict({"weight": torch.ones(4, 8)}, assign=True)
+    store.follow(layer.weight)
+    assert store.active("int8_row") is None
+    assert store.follows(layer.weight)
+    assert torch.equal(store.simulate("int8_row"), torch.ones(4, 8))
+    with torch.no_grad():
+        layer.weight.zero_()
+    assert torch.equal(store.simulate("int8_row"), torch.zeros(4, 8))
+    with pytest.raises(StoreError, match=r"a store of shape \(4, 8\) cannot follow \(8, 4\)"):
+        store.follow(torch.ones(8, 4))
