@@ -185,12 +185,16 @@ def packed_layer(
     else:
         experts = experts_of(module)
         assert experts is not None
-        named = (("gate_up", experts.gate_up), ("down", experts.down))
-        named += (("gate_up_bias", experts.gate_up_bias), ("down_bias", experts.down_bias))
+        named = {
+            "gate_up": experts.gate_up,
+            "down": experts.down,
+            "gate_up_bias": experts.gate_up_bias,
+            "down_bias": experts.down_bias,
+        }
         made = StackedExperts(
             weights[experts.gate_up],
             weights[experts.down],
-            {ours: theirs for ours, theirs in named if theirs is not None},
+            {ours: theirs for ours, theirs in named.items() if theirs is not None},
             gate_up_bias=plain.get(experts.gate_up_bias or ""),
             down_bias=plain.get(experts.down_bias or ""),
             activation="gpt_oss" if experts.activation == "gpt_oss" else "swiglu",

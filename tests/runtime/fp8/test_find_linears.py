@@ -120,9 +120,16 @@ def test_experts_are_known_by_what_they_compute(kind, change, says):
 
 
 def test_experts_that_were_not_followed_are_left_and_named():
-    found = find_sites(nn.ModuleDict({"experts": SortedExperts()}))
+    found = find_sites(nn.Sequential(SortedExperts()), example=torch.zeros(4, 16))
     assert not found.sites
-    assert found.left == ("experts (it takes tokens, not tokens, the experts of each and their weights)",)
+    assert found.left == ("0 (it takes tokens, not tokens, the experts of each and their weights)",)
+
+
+def test_stacks_of_matrices_that_are_no_experts_are_not_called_so():
+    layer = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3))
+    found = find_sites(nn.Sequential(layer))
+    assert not found.sites
+    assert not found.left
 
 
 def norms_of(model):
