@@ -142,7 +142,11 @@ ODD = {
         4,
     ),
     "ibert": ({}, 14, 2),
-    "perceiver": ({"d_latents": 64, "num_latents": 8, "qk_channels": 32, "num_self_attends_per_block": 2}, 25, 2),
+    "perceiver": (
+        {"d_latents": 64, "num_latents": 8, "qk_channels": 32, "v_channels": 64, "num_self_attends_per_block": 2},
+        25,
+        2,
+    ),
     "xlnet": ({"d_inner": 128}, 5, 2),
 }
 

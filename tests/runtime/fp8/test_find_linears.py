@@ -44,9 +44,10 @@ def built(kind, **more):
 class PlainExperts(nn.Module):
     """Two experts, each run on the tokens that chose it; under names of its own."""
 
-    def __init__(self):
+    def __init__(self, width=16):
         super().__init__()
-        self.into, self.back = nn.Parameter(torch.zeros(2, 32, 16)), nn.Parameter(torch.zeros(2, 16, 16))
+        self.into = nn.Parameter(torch.randn(2, 2 * width, width) / width**0.5)
+        self.back = nn.Parameter(torch.randn(2, width, width) / width**0.5)
 
     def joined(self, both):
         gate, up = both.chunk(2, dim=-1)
