@@ -37,6 +37,7 @@ def describe(model: nn.Module, example: Any = None) -> ModelView:
     "unknown" where a part of the model could not be followed. Raises `PlanError` where no example fits.
     """
     from bitplan.plan.structure.example_inputs import examples_for
+    from bitplan.plan.structure.recorder import NumbersNeededError
 
     if example is not None:
         return _view(model, _run(model, *_arguments(example)))
@@ -45,7 +46,12 @@ def describe(model: nn.Module, example: Any = None) -> ModelView:
         try:
             return _view(model, _run(model, args, kwargs))
         except PlanError as error:
-            faults.append(str(error))
+            faults.append(error)
+    if faults and isinstance(faults[0].__cause__, NumbersNeededError):  # the likeliest example: no other would do
+        raise PlanError(
+            f"{faults[0]}, so what it computes cannot be seen without them; its linear layers can be packed and put "
+            "into FP8 one by one (apply_plan, apply_fp8), and joined layers and norms stay apart"
+        ) from faults[0]
     tried = f": {faults[0]}" if faults else ""
     raise PlanError(
         f"{type(model).__name__}: no input was found that its forward takes ({len(faults)} tried){tried}; give one: "

@@ -68,6 +68,7 @@ def _from_config(model: nn.Module, config: Any) -> Iterator[Example]:
             yield (), given | ({"use_cache": False} if "use_cache" in taken else {})
     if main == "input_values":
         yield (), {"input_values": torch.zeros(1, 4000)} | settings
+        yield (), {"input_values": torch.zeros(1, _setting(config, "audio_channels", "num_channels") or 1, 4000)}
         bins, frames = _setting(config, "num_mel_bins") or 128, _setting(config, "max_length") or 1024
         yield (), {"input_values": torch.zeros(1, frames, bins)}
     if "input_ids" in taken and "pixel_values" in taken and isinstance(size, int):

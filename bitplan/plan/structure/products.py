@@ -121,6 +121,8 @@ class Products:
             if self.graph.weight(operands[weight].value) is None or len(letters) < 2 or "." in letters:
                 continue
             summed = [letter for letter in letters if letter not in result]
+            if letters[:-2] in summed:  # a matrix of rank 3, as XLNet's of attention, not one for each expert
+                continue
             if len(summed) == 1 and others.endswith(summed[0]) and letters[-1] in (summed[0], result[-1:]):
                 self._add_linear(
                     step, operands[value].value, operands[weight].value, None, columns=letters[-1] != summed[0]

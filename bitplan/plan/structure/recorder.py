@@ -45,6 +45,8 @@ MOST_REAL = 1 << 20  # numbers of a tensor that is copied rather than replaced b
 _NEED_NUMBERS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "nonzero"}
 _NEED_NUMBERS |= {"unique", "unique_consecutive", "masked_select", "equal", "allclose", "is_nonzero", "bincount"}
 _NEED_NUMBERS |= {"__array__", "argwhere", "histc", "__complex__"}
+_TAKE_SIZES = {"view", "reshape", "expand", "repeat", "unflatten", "narrow", "as_strided", "pad"}
+_TAKE_SIZES |= {"new_zeros", "new_ones", "new_empty", "new_full", "split", "chunk"}
 _MADE_OF_NOTHING = {"arange", "zeros", "ones", "full", "tensor", "linspace", "eye", "as_tensor"}
 # Functions whose integers are positions along a dimension: (its argument's position, its default).
 _CHOOSE_INDICES = {"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "argmax": (1, None), "argmin": (1, None)}
@@ -238,6 +240,11 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = _name_of(func)
+        if name in _TAKE_SIZES:  # a size that a forward computed as a tensor is a number all the same
+            args, kwargs = (
+                (*args[:1], *tree_map_only(Tensor, _as_size, args[1:])),
+                tree_map_only(Tensor, _as_size, kwargs),
+            )
         args, kwargs = self._with_twins(args, kwargs, indexed=name in ("getitem", "setitem"))
         tensors = _tensors_in((args, kwargs))
         if getattr(func, "__name__", "") in _NEED_NUMBERS and any(map(_has_no_numbers, tensors)):
@@ -414,6 +421,13 @@ def _type_asked_for(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.dtyp
     """The type of a move to a device or another tensor's place: its own where the call names none."""
     asked = [given for given in (*args[1:], *kwargs.values()) if isinstance(given, torch.dtype)]
     return asked[0] if asked else tensors[-1].dtype
+
+
+def _as_size(tensor: Tensor) -> Any:
+    """The number in a tensor of one integer; any other tensor as it is."""
+    with torch._C.DisableTorchFunction():
+        is_size = tensor.dim() == 0 and not tensor.is_floating_point() and tensor.device.type == "cpu"
+        return int(tensor) if is_size else tensor
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

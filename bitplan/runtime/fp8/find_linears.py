@@ -32,7 +32,7 @@ from bitplan.plan.fp8.vocabulary import Fp8Error
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
-from bitplan.plan.structure.model_view import ExpertsUse
+from bitplan.plan.structure.model_view import ExpertsUse, LinearUse
 from bitplan.runtime.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 
 _NAMES = dict.fromkeys(("query", "key", "value", "qkv", "key_value", "query_key", "query_value"), "qkv")
@@ -128,7 +128,7 @@ class _Finder:
         experts = {path for path, use in stacks.items() if use.weights}
         self._check_patterns([*paths, *stacks])
         left = {path: why for path in paths if (why := self._why_left(path)) is not None}
-        left |= {path: use.fault for path, use in stacks.items() if not use.weights and self._is_wanted(path)}
+        left |= {path: use.fault for path, use in stacks.items() if not use.weights and self._holds_experts(path)}
         groups: dict[str, tuple[str, ...]] = {}
         linears = set(paths)
         for prefix, wiring in self.wirings.items():
@@ -175,6 +175,12 @@ class _Finder:
         if not role and callable(output) and output() is self.modules[path]:
             role = "head"
         return _LEFT.get(role)
+
+    def _holds_experts(self, path: str) -> bool:
+        """Whether a module was seen to hold stacks of matrices, and FP8 is wanted there."""
+        seen = self._wiring(path)
+        parts = () if seen is None else seen[1].view.parts.get(path[len(seen[0]) :], ())
+        return self._is_wanted(path) and any(isinstance(part, LinearUse) and part.experts for part in parts)
 
     def _wiring(self, path: str) -> tuple[str, Wiring] | None:
         return next(((prefix, wiring) for prefix, wiring in self.wirings.items() if path.startswith(prefix)), None)

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from bitplan import describe
+from bitplan.errors import PlanError
 from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
 from bitplan.plan.structure.model_view import LinearUse, ModelView
 
@@ -130,3 +131,46 @@ def test_the_table_has_the_matrices_that_lie_turned(kind: str) -> None:
     names = [linear.weight for linear in view.linears]
     in_table = {name for name in names if has_no_packed_layer(name, [kind]) or is_packed_turned(name, kind)}
     assert in_table == {linear.weight for linear in view.linears if linear.is_columns}
+
+
+# Forwards with sizes in tensors, matrices of rank 3, bfloat16 alone; (linears, blocks)
+ODD = {
+    "longformer": ({"attention_window": 4}, 14, 2),
+    "led": (
+        {"attention_window": 4, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
+        33,
+        4,
+    ),
+    "ibert": ({}, 14, 2),
+    "perceiver": (
+        {"d_latents": 64, "num_latents": 8, "qk_channels": 32, "v_channels": 64, "num_self_attends_per_block": 2},
+        25,
+        2,
+    ),
+    "xlnet": ({"d_inner": 128}, 5, 2),
+}
+
+
+def odd(kind: str, **more: object) -> torch.nn.Module:
+    config = type(transformers.AutoConfig.for_model(kind))
+    sizes = {key: value for key, value in SIZES.items() if key in config.__dataclass_fields__} | more
+    auto = transformers.AutoModelForSeq2SeqLM if kind == "led" else transformers.AutoModelForMaskedLM
+    auto = transformers.AutoModelForCausalLM if kind == "xlnet" else auto
+    model: torch.nn.Module = auto.from_config(config(**sizes)).eval()
+    return model
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_models_that_are_seldom_are_seen(kind: str) -> None:
+    more, linears, blocks = ODD[kind]
+    model = odd(kind, **more)
+    view = describe(model.bfloat16() if kind == "xlnet" else model)
+    assert len(view.linears) == linears
+    assert sum(len(stack.blocks) for stack in view.blocks()) == blocks
+    assert not view.unknown
+    assert not any(linear.experts for linear in view.linears)
+
+
+def test_a_forward_that_needs_numbers_is_refused_with_what_can_be_done() -> None:
+    with pytest.raises(PlanError, match=r"asks for numbers.*; its linear layers can be packed and put"):
+        describe(odd("ibert", quant_mode=True))

@@ -44,9 +44,10 @@ def built(kind, **more):
 class PlainExperts(nn.Module):
     """Two experts, each run on the tokens that chose it; under names of its own."""
 
-    def __init__(self):
+    def __init__(self, width=16):
         super().__init__()
-        self.into, self.back = nn.Parameter(torch.zeros(2, 32, 16)), nn.Parameter(torch.zeros(2, 16, 16))
+        self.into = nn.Parameter(torch.randn(2, 2 * width, width) / width**0.5)
+        self.back = nn.Parameter(torch.randn(2, width, width) / width**0.5)
 
     def joined(self, both):
         gate, up = both.chunk(2, dim=-1)
@@ -120,9 +121,16 @@ def test_experts_are_known_by_what_they_compute(kind, change, says):
 
 
 def test_experts_that_were_not_followed_are_left_and_named():
-    found = find_sites(nn.ModuleDict({"experts": SortedExperts()}))
+    found = find_sites(nn.Sequential(SortedExperts()), example=torch.zeros(4, 16))
     assert not found.sites
-    assert found.left == ("experts (it takes tokens, not tokens, the experts of each and their weights)",)
+    assert found.left == ("0 (it takes tokens, not tokens, the experts of each and their weights)",)
+
+
+def test_stacks_of_matrices_that_are_no_experts_are_not_called_so():
+    layer = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3))
+    found = find_sites(nn.Sequential(layer))
+    assert not found.sites
+    assert not found.left
 
 
 def norms_of(model):

@@ -10,8 +10,9 @@ from torch import nn
 
 pytest.importorskip("numba")
 
-from bitplan import apply_plan, describe, fuse_projections
+from bitplan import QuantExperts, apply_plan, describe, fuse_projections
 from tests.plan.structure import handwritten_models as models
+from tests.runtime.fp8.test_find_linears import PlainExperts
 
 TOKENS = torch.arange(8)[None] % models.VOCABULARY
 
@@ -46,3 +47,28 @@ def test_joined_layers_give_the_numbers_of_separate_ones(model, example, joined)
         # Products are the same to the bit; a mean over a part, which lies in rows of all, may add in another order.
         torch.testing.assert_close(packed(*example), alone, rtol=1e-6, atol=1e-6)
     assert float((alone - expected).norm() / expected.norm()) < 0.03
+
+
+class Routed(nn.Module):
+    """Experts of somebody's own class, under names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(64, 2), PlainExperts(width=64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(1)
+        return self.experts(x, chosen, weights)
+
+
+def test_experts_of_any_class_are_packed_by_what_they_compute() -> None:
+    torch.manual_seed(0)
+    plain = Routed().eval()
+    packed = copy.deepcopy(plain)
+    apply_plan(packed, {"experts.*": "int8_row", "*": "float32"})
+    assert isinstance(packed.experts, QuantExperts)
+    assert {name for name, _ in packed.experts.named_children()} >= {"into", "back"}
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        expected = plain(x)
+        assert float((packed(x) - expected).norm() / expected.norm()) < 0.03
