@@ -76,7 +76,7 @@ test-engines: $(VENV)/.installed-dev $(ENGINES)/.built test-folders
 test-folders: $(VENV)/.installed-dev $(ENGINES)/.libraries
 	PYTHONPATH=$(ENGINES)/python $(BIN)/python benchmarks/engine_folders.py --families --output $(ENGINES)/engine_folders.json \
 	  $(if $(MODEL),--model $(MODEL)) $(if $(GGUF),--gguf $(GGUF)) $(if $(TEXT),--text $(TEXT))
-	PYTHONPATH=$(ENGINES)/python $(BIN)/python -m pytest tests/store/export tests/store/files/test_scheme_libraries.py
+	PYTHONPATH=$(ENGINES)/python $(BIN)/python -m pytest tests/files/engines tests/files/test_scheme_libraries.py
 
 $(ENGINES)/.libraries:
 	mkdir -p $(ENGINES)

@@ -33,9 +33,9 @@ from torch import nn
 from torch.nn import functional
 
 import bitplan
-from bitplan.kernels import encode
-from bitplan.measure.machine import cpu_model
-from bitplan.runtime.packed.quant_linear import QuantLinear
+from bitplan.formats.dispatch import encode
+from bitplan.packed.machine import cpu_model
+from bitplan.packed.quant_linear import QuantLinear
 
 SHAPES = ((4096, 4096), (11008, 4096))
 FORMATS = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row", "q4_0_gguf", "int4_g32", "mxfp4", "nvfp4")

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from bitplan.base.records import write_json
 from bitplan.formats import Encoded, encode, get_format
-from bitplan.kernels.matmul.fused import FusedMatmul, fused_for
-from bitplan.measure.speed import crossover_files
-from bitplan.measure.speed.crossover import MOST_FUSED_ROWS, Crossover, measure_crossover
-from bitplan.records import write_json
+from bitplan.packed import crossover_files
+from bitplan.packed.crossover import MOST_FUSED_ROWS, Crossover, measure_crossover
+from bitplan.packed.products.fused import FusedMatmul, fused_for
 
 # Outputs and inputs of the layers of llamas of 1B and 8B, joined projections first.
 SMALL = ((16384, 2048), (2048, 8192), (3072, 2048), (2048, 2048), (128256, 2048))

@@ -24,13 +24,13 @@ from harness import ROOT, commit, machine, save, versions
 from torch import Tensor
 from torch.nn import functional
 
-from bitplan.errors import BitplanError
+from bitplan.base.errors import BitplanError
+from bitplan.files.engines import compressed_tensors, mlx, torchao
+from bitplan.files.engines.targets import ExportReport, export_model
+from bitplan.files.headers import is_gguf
+from bitplan.files.models.transformers_names import silence_transformers
 from bitplan.formats import decode, encode, get_format
-from bitplan.runtime.causal_lm import load_causal_lm
-from bitplan.store.export import compressed_tensors, mlx, torchao
-from bitplan.store.export.targets import ExportReport, export_model
-from bitplan.store.files.headers import is_gguf
-from bitplan.store.models.transformers_names import silence_transformers
+from bitplan.packed.language.causal_lm import load_causal_lm
 
 CONTEXT = {"compressed-tensors": 128, "mlx": 32, "torchao": 128, "hf": 128}  # MLX is slow on a CPU
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -156,7 +156,7 @@ def run_format(source: Path, target: str, fmt: str, windows: Sequence[Tensor]) -
 def run_families(targets: Sequence[str]) -> list[dict[str, Any]]:
     """Logits of tiny models: the largest difference from those of the folder that the export was made of."""
     sys.path.insert(0, str(ROOT))
-    from tests.store.export.tiny_models import MODELS, save_tiny
+    from tests.files.engines.tiny_models import MODELS, save_tiny
 
     rows = []
     ids = torch.arange(3, 19).reshape(1, -1)

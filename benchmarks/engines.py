@@ -25,9 +25,9 @@ import torch
 from harness import ROOT, commit, machine, save, versions
 from torch.nn import functional
 
-from bitplan.runtime.causal_lm import load_causal_lm
-from bitplan.store.export.targets import export_model
-from bitplan.store.files.open_files import open_tensors
+from bitplan.files.engines.targets import export_model
+from bitplan.files.open_files import open_tensors
+from bitplan.packed.language.causal_lm import load_causal_lm
 
 CONTEXT = 512
 FORMATS = (
@@ -152,7 +152,7 @@ def run(engine: Engine, source: Path, text: Path, chunks: int, formats: Sequence
 def run_families(engine: Engine) -> list[dict[str, Any]]:
     """Every family that is exported, from random weights: the engine must compute what transformers computes."""
     sys.path.insert(0, str(ROOT))
-    from tests.store.export.tiny_models import MODELS, save_tiny
+    from tests.files.engines.tiny_models import MODELS, save_tiny
 
     rows = []
     letters = torch.randint(26, (16, 64), generator=torch.Generator().manual_seed(0))

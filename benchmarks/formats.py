@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from bitplan import formats
-from bitplan.formats import Encoded, get_format
-from bitplan.kernels import decode, encode, explain_decode, explain_encode
+from bitplan.formats import Encoded, explain_decode, explain_encode, get_format
+from bitplan.formats.dispatch import decode, encode
 
 CPU_FORMATS = (
     *("bfloat16", "int8_row", "int8_g128", "q4_0_gguf", "q4_0_poly", "q8_0_gguf", "mxfp4", "mxfp4_gguf", "int4_g32"),
@@ -102,7 +102,7 @@ def measure_format(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
 
 
 def _gpu_variants(x: Tensor, encoded: Encoded) -> dict[str, Callable[[], object]]:
-    from bitplan.kernels.codec.triton_codec import DECODERS, ENCODERS
+    from bitplan.formats.triton_codec import DECODERS, ENCODERS
 
     fmt = encoded.fmt
     return {"encode": lambda: ENCODERS[fmt.name](x, fmt), "decode": lambda: DECODERS[fmt.name](encoded, x.dtype)}

@@ -30,9 +30,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bitplan.runtime import gather_weights_in_fp8
-from bitplan.runtime.fp8.apply import apply_fp8
-from bitplan.runtime.fp8.layers.linear import Fp8Linear
+from bitplan.fp8 import gather_weights_in_fp8
+from bitplan.fp8.apply import apply_fp8
+from bitplan.fp8.layers.linear import Fp8Linear
 
 ARMS = ("bf16", "fp8", "fp8 gathered")
 

@@ -29,13 +29,13 @@ import harness
 import torch
 from torch import Tensor
 
-from bitplan.formats.fp8_recipes import expert_recipes
-from bitplan.kernels.fp8.experts import products as kernels
-from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout, scale_kind
-from bitplan.runtime.fp8.bench.modules import route_tokens
-from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear, plain_rows, plain_sums
-from bitplan.runtime.fp8.layers.weight_casts import drop_casts
+from bitplan.fp8.bench.modules import route_tokens
+from bitplan.fp8.kernels import experts_products as kernels
+from bitplan.fp8.kernels.experts_layout import TILE_ROWS, GroupLayout, scale_kind
+from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
+from bitplan.fp8.layers.grouped_linear import GroupedLinear, plain_rows, plain_sums
+from bitplan.fp8.layers.weight_casts import drop_casts
+from bitplan.fp8.recipes import expert_recipes
 
 SHAPES = {  # out_features, in_features
     "dsv3": {"fc1": (4096, 7168), "fc2": (7168, 2048), "plain": (2048, 7168)},
@@ -180,7 +180,7 @@ def products() -> list[dict[str, Any]]:
 
 def candidate_launches(scales: str) -> list[Any]:
     """Launches of Triton's product worth measuring, the default first."""
-    from bitplan.kernels.fp8.experts.triton_products import DEFAULT_LAUNCHES, GroupedLaunch
+    from bitplan.fp8.kernels.experts_triton_products import DEFAULT_LAUNCHES, GroupedLaunch
 
     cuts = [(128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 8, 4), (128, 128, 4, 3), (64, 256, 4, 4), (64, 128, 4, 5)]
     first = DEFAULT_LAUNCHES[scales]
@@ -261,7 +261,7 @@ def guessed_casts(
     x: Tensor, weight: Tensor, layout: GroupLayout, *, wrong: bool = False
 ) -> dict[str, Callable[[], object]]:
     """Casts of the same numbers again and again, so that all guesses but the first are right; or all are `wrong`."""
-    from bitplan.kernels.fp8.guessed_cast import new_state
+    from bitplan.fp8.kernels.guessed_cast import new_state
 
     def cast(what: Callable[..., object], state: Tensor, *given: Any) -> None:
         if wrong:
@@ -276,8 +276,8 @@ def guessed_casts(
 
 
 def launches() -> list[dict[str, Any]]:
-    from bitplan.kernels.fp8.experts import fast_tile as pairs
-    from bitplan.kernels.fp8.triton_cast import CastLaunch
+    from bitplan.fp8.kernels import experts_general_cast as pairs
+    from bitplan.fp8.kernels.triton_cast import CastLaunch
 
     def run(kind: str, launch: CastLaunch, call: Call) -> None:
         ours[kind]["tensor"] = launch

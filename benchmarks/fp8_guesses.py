@@ -33,7 +33,7 @@ from llama_layers import Size, TinyLlama
 from torch import Tensor, nn
 
 from bitplan.cli.demo.tiny_model import shipped_text
-from bitplan.formats.fp8 import FP8_LIMITS
+from bitplan.fp8.casts import FP8_LIMITS
 
 SIZE, LAYERS = Size(64, 256, 1, 1, 64), 18
 BATCH, LENGTH = 4, 128

@@ -47,20 +47,18 @@ import torch
 from llama_layers import LlamaLayers, Size
 from torch import Tensor, nn
 
-from bitplan.measure.speed.fp8_report import ReportLog, fingerprint_of
-from bitplan.measure.speed.paired_timing import OK, Arm, Call, Timed, stopwatch_of, time_in_turns
-from bitplan.plan.fp8.layers import Layer, Parallel, bench_cases, local_layers
-from bitplan.plan.fp8.merge import merge_reports, summary
-from bitplan.plan.fp8.model_parts import model_parts
-from bitplan.plan.fp8.report import Report
-from bitplan.plan.fp8.speedup_interval import speedup_interval
-from bitplan.plan.fp8.token_ranges import BandPolicy
-from bitplan.runtime.fp8.apply import apply_fp8
-from bitplan.runtime.fp8.bench.layer_bench import BenchPlan, run_bench
-from bitplan.runtime.fp8.bench.modules import ModuleBuilder
-from bitplan.runtime.fp8.bench.ranks import ParallelGroups
-from bitplan.runtime.fp8.experts import cast_dropper
-from bitplan.runtime.fp8.layer_settings import Fp8Recipe
+from bitplan.base.paired_timing import OK, Arm, Call, Timed, stopwatch_of, time_in_turns
+from bitplan.fp8.apply import apply_fp8
+from bitplan.fp8.bench.layer_bench import BenchPlan, ParallelGroups, run_bench
+from bitplan.fp8.bench.modules import ModuleBuilder
+from bitplan.fp8.bench.report_log import ReportLog, fingerprint_of
+from bitplan.fp8.layer_settings import Fp8Recipe
+from bitplan.fp8.layers.grouped_linear import cast_dropper
+from bitplan.fp8.policy.layers import Layer, Parallel, bench_cases, local_layers
+from bitplan.fp8.policy.merge import merge_reports, summary
+from bitplan.fp8.policy.model_parts import model_parts
+from bitplan.fp8.policy.report import Report
+from bitplan.fp8.policy.token_ranges import BandPolicy, speedup_interval
 
 SIZES = {
     "h4096": Size(4096, 14336, 32, 8),

@@ -32,15 +32,15 @@ import harness
 import torch
 from torch import Tensor, nn
 
-from bitplan.kernels.fp8.cast import cast_layouts
-from bitplan.kernels.fp8.guessed_cast import new_state
-from bitplan.kernels.fp8.product import scaled_product
-from bitplan.kernels.fp8.triton_cast import CastLaunch
-from bitplan.kernels.fp8.triton_product import block_scaled_product
-from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8.layers.linear import Fp8Linear, hold_weight_casts
-from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
-from bitplan.runtime.fp8.layers.weight_casts import drop_weight_casts
+from bitplan.fp8.kernels.cast import cast_layouts
+from bitplan.fp8.kernels.guessed_cast import new_state
+from bitplan.fp8.kernels.product import scaled_product
+from bitplan.fp8.kernels.triton_cast import CastLaunch
+from bitplan.fp8.kernels.triton_product import block_scaled_product
+from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
+from bitplan.fp8.layers.linear import Fp8Linear, hold_weight_casts
+from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.weight_casts import drop_weight_casts
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 LAYERS = {"fc1": (28672, 4096), "qkv": (6144, 4096)}

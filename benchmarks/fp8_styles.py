@@ -29,8 +29,8 @@ import torch
 from fp8_layers import LAYERS, LONGEST, OTHER_SIZES, SIZES, _arm, _run_thrice, _says_ready, _step, _torchao
 from layer_styles import STYLES, StyledLayers
 
-from bitplan.measure.speed.paired_timing import stopwatch_of, time_in_turns
-from bitplan.runtime.fp8.apply import apply_fp8
+from bitplan.base.paired_timing import stopwatch_of, time_in_turns
+from bitplan.fp8.apply import apply_fp8
 
 ALL_SIZES = SIZES | OTHER_SIZES
 CASES = [f"{style}:h4096:{tokens}" for style in STYLES for tokens in (2048, 16384)]

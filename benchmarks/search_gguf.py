@@ -33,20 +33,20 @@ from engines import Engine
 from llama_judge import CONTEXT, Judge
 from search import BITS, random_plan, spearman
 
+from bitplan.base.records import read_json, read_text
+from bitplan.files.engines.targets import export_model
+from bitplan.files.open_files import open_tensors, write_tensors
+from bitplan.files.tensor_file import Promise
 from bitplan.formats import Encoded, get_format
 from bitplan.plan.plan import Plan
-from bitplan.records import read_json, read_text
 from bitplan.searching import Goal, GoalError, Searcher, SearchEvidence, explain_plan
-from bitplan.searching.decide.rivals import rivals_of, uniform_plans
 from bitplan.searching.gather.damage import RoundedWeights
 from bitplan.searching.gather.plan_meter import PlanMeter
 from bitplan.searching.phases import Advance, no_stage
 from bitplan.searching.prepare import prepare
+from bitplan.searching.rivals import rivals_of, uniform_plans
 from bitplan.searching.run import solve_and_correct
 from bitplan.searching.runtime_formats import candidates, target_of
-from bitplan.store.export.targets import export_model
-from bitplan.store.files.open_files import open_tensors, write_tensors
-from bitplan.store.files.tensor_file import Promise
 
 THEIRS = (
     *("Q2_K", "IQ3_S", "Q3_K_S", "Q3_K_M", "IQ4_XS", "IQ4_NL"),

@@ -68,15 +68,15 @@ from torch.nn import functional
 import bitplan
 from bitplan.cli.demo.tiny_model import shipped_text
 from bitplan.formats import get_format
-from bitplan.measure.quality.weight_error import rounding_error
-from bitplan.plan.selective.choose_rungs import RungCandidate, choose_rungs
-from bitplan.plan.selective.config import SelectivePrecisionConfig
-from bitplan.runtime.selective.run_calibration import run_calibration
-from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.runtime.streaming.blocks.layout import ParameterSpec, lay_out
-from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
-from bitplan.store import round_weight
-from bitplan.store.rounding.error_compensation import InputHessian
+from bitplan.rounding import round_weight
+from bitplan.rounding.error_compensation import InputHessian
+from bitplan.streaming.block_layout import ParameterSpec, lay_out
+from bitplan.streaming.selective.config import SelectivePrecisionConfig
+from bitplan.streaming.selective.decide import RungCandidate, choose_rungs
+from bitplan.streaming.selective.gradient_statistics import rounding_error
+from bitplan.streaming.selective.run_calibration import run_calibration
+from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
+from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 PLAIN = ("bf16", "int8_row", "int4_g32", "nvfp4", "mxfp4", "q5_0_gguf", "q4_k_gguf")
 ROUNDED_ARMS = ("damage_k_rounded", "q5_k_rounded")
@@ -110,7 +110,7 @@ class Experiment:
         if options.model is None:
             self.model, ids = byte_llama(sizes, self.dtype), torch.tensor(list(words.encode()))
         else:
-            from bitplan.runtime.causal_lm import load_causal_lm
+            from bitplan.packed.language.causal_lm import load_causal_lm
 
             loaded = load_causal_lm(options.model)
             self.model, ids = loaded.model.to(self.dtype), loaded.encode(words)

@@ -48,13 +48,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bitplan.cli.demo.tiny_model import shipped_text
-from bitplan.measure.calibration import CalibrationResult
-from bitplan.plan.selective.config import SelectivePrecisionConfig
-from bitplan.runtime.selective.run_calibration import run_calibration
-from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
-from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
+from bitplan.streaming.selective.calibration import CalibrationResult
+from bitplan.streaming.selective.config import SelectivePrecisionConfig
+from bitplan.streaming.selective.run_calibration import run_calibration
+from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
+from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
+from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 ARMS = ("bf16", "int8_row", "int8_groups", "fp8_row", "static", "dynamic_gradient", "dynamic_impact")
 BLOCKS = "model.layers.*"
@@ -229,7 +229,7 @@ class Task:
 
 
 def lora_task(model_path: Path, words: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype) -> Task:
-    from bitplan.runtime.causal_lm import load_causal_lm
+    from bitplan.packed.language.causal_lm import load_causal_lm
 
     loaded = load_causal_lm(model_path)
     ids = loaded.encode(words)

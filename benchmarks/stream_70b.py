@@ -24,11 +24,11 @@ from llama_stack import LlamaBlock, LlamaStack, LowRankLinear, Size, rotary
 from stream_decode import pinned_bandwidth
 from torch import Tensor, nn
 
-from bitplan.runtime.streaming import stream_blocks as stream_module
-from bitplan.runtime.streaming.blocks.layout import BlockLayout
-from bitplan.runtime.streaming.stream_blocks import stream_blocks
-from bitplan.runtime.streaming.transfer.devices import StreamDevice
-from bitplan.runtime.streaming.transfer.host_memory import Fill, MemoryHost
+from bitplan.streaming import stream_blocks as stream_module
+from bitplan.streaming.block_layout import BlockLayout
+from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.transfer.devices import StreamDevice
+from bitplan.streaming.transfer.host_memory import Fill, MemoryHost
 
 LARGE = Size(80, 8192, 28672, 64, 16, 1024, (4096,), torch.bfloat16, kv_heads=8)
 TINY_LARGE = Size(5, 128, 256, 4, 4, 8, (8,), torch.float32, kv_heads=2)

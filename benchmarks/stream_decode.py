@@ -21,12 +21,12 @@ from llama_stack import LlamaBlock, Size
 from torch import Tensor
 from torch.nn import functional
 
-from bitplan.kernels import encode
-from bitplan.kernels.matmul.fused import fused_for
-from bitplan.runtime.streaming.blocks.formats import resolve_formats
-from bitplan.runtime.streaming.blocks.layout import BlockLayout, ParameterSpec, Piece, lay_out
-from bitplan.runtime.streaming.transfer.devices import StreamDevice
-from bitplan.runtime.streaming.transfer.host_memory import exact_buffer
+from bitplan.formats.dispatch import encode
+from bitplan.packed.products.fused import fused_for
+from bitplan.streaming.block_layout import BlockLayout, ParameterSpec, Piece, lay_out
+from bitplan.streaming.options import resolve_formats
+from bitplan.streaming.transfer.devices import StreamDevice
+from bitplan.streaming.transfer.host_memory import exact_buffer
 
 FORMATS = ("bfloat16", "int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4", "int4_g32")
 Row = dict[str, Any]

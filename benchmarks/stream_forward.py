@@ -27,8 +27,8 @@ from llama_stack import FULL, TINY, LlamaStack, Size
 from stream_rows import Row
 from streaming import Run, document_of, inputs
 
-from bitplan.runtime.streaming.stream_blocks import stream_blocks
-from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
+from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 SLOTS = 3
 

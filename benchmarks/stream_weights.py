@@ -28,10 +28,11 @@ from llama_stack import LlamaStack, Size
 from stream_decode import pinned_bandwidth
 from torch import Tensor
 
-from bitplan.kernels import Picked, adamw
-from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
-from bitplan.runtime.streaming.transfer.devices import StreamDevice
+from bitplan.formats import Picked
+from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
+from bitplan.streaming.training import host_training as adamw
+from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.transfer.devices import StreamDevice
 
 FORWARD_SHARE = 1 / 4  # of a checkpointed step that computes gradients of weights: one of four times the products
 Row = dict[str, Any]

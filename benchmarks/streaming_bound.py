@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bitplan.runtime.streaming.transfer.schedule import Walk, load_now, loads_ahead, spread_residents
+from bitplan.streaming.transfer.schedule import Walk, load_now, loads_ahead, spread_residents
 
 BACKWARD = 2.0  # of a block's forward
 WARM_STEPS = 3  # the first step starts with empty slots

@@ -26,7 +26,7 @@ import torch
 import triton
 from trees_tables import FEATURES, higgs_like
 
-from bitplan.kernels.base.launch import PreparedLaunch
+from bitplan.base.loops.launch import PreparedLaunch
 from bitplan.trees import BoostedTreesClassifier
 from bitplan.trees.threads import allowed_cores
 

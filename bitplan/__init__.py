@@ -7,52 +7,54 @@ definitions `bitplan.formats.encode` and `bitplan.formats.decode`. A name is imp
 import sys
 from typing import TYPE_CHECKING
 
-from bitplan.lazy_names import lazy_names
-from bitplan.version import __version__ as __version__
+from bitplan.base.lazy_names import lazy_names
+from bitplan.base.old_names import add_old_parts
+from bitplan.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from bitplan.errors import BitplanError as BitplanError
+    from bitplan.base.errors import BitplanError as BitplanError
     from bitplan.formats.encoded import Encoded as Encoded
     from bitplan.formats.format import Format as Format
     from bitplan.formats.quantization_error import ErrorReport as ErrorReport, error_report as error_report
     from bitplan.formats.registry import get_format as get_format, list_formats as list_formats
     from bitplan.formats.repacking import repack as repack
-    from bitplan.kernels.codec.dispatch import decode as decode, encode as encode
+    from bitplan.formats.dispatch import decode as decode, encode as encode
     from bitplan.plan.format_choices import choose_formats as choose_formats
     from bitplan.plan.manifest import Manifest as Manifest
     from bitplan.plan.plan import Choice as Choice, Plan as Plan, combine as combine
-    from bitplan.plan.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
+    from bitplan.streaming.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
     from bitplan.plan.structure.model_view import ModelView as ModelView
     from bitplan.report.page import write_report as write_report
-    from bitplan.runtime.fp8.apply import apply_fp8 as apply_fp8, apply_fp8_config as apply_fp8_config
-    from bitplan.runtime.packed.apply_plan import apply_plan as apply_plan
-    from bitplan.runtime.packed.checkpoints.load import load_packed as load_packed
-    from bitplan.runtime.packed.checkpoints.save import save_packed as save_packed
-    from bitplan.runtime.packed.dequantize import dequantize as dequantize
-    from bitplan.runtime.packed.fused_projections import fuse_projections as fuse_projections
-    from bitplan.runtime.packed.quant_embedding import QuantEmbedding as QuantEmbedding
-    from bitplan.runtime.packed.quant_experts import QuantExperts as QuantExperts
-    from bitplan.runtime.packed.quant_linear import QuantLinear as QuantLinear
-    from bitplan.runtime.packed.tile_cache import TileCache as TileCache
-    from bitplan.runtime.packed.warm_up import warm_up as warm_up
-    from bitplan.runtime.selective.run_calibration import run_calibration as run_calibration
-    from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy as SelectivePrecisionPolicy
-    from bitplan.runtime.streaming.stream_blocks import stream_blocks as stream_blocks
+    from bitplan.fp8.apply import apply_fp8 as apply_fp8, apply_fp8_config as apply_fp8_config
+    from bitplan.packed.apply_plan import apply_plan as apply_plan
+    from bitplan.packed.checkpoints.load import load_packed as load_packed
+    from bitplan.packed.checkpoints.save import save_packed as save_packed
+    from bitplan.packed.dequantize import dequantize as dequantize
+    from bitplan.packed.fused_projections import fuse_projections as fuse_projections
+    from bitplan.packed.quant_embedding import QuantEmbedding as QuantEmbedding
+    from bitplan.packed.quant_experts import QuantExperts as QuantExperts
+    from bitplan.packed.quant_linear import QuantLinear as QuantLinear
+    from bitplan.packed.tile_cache import TileCache as TileCache
+    from bitplan.packed.warm_up import warm_up as warm_up
+    from bitplan.streaming.selective.run_calibration import run_calibration as run_calibration
+    from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy as SelectivePrecisionPolicy
+    from bitplan.streaming.stream_blocks import stream_blocks as stream_blocks
     from bitplan.searching.goal import Goal as Goal
     from bitplan.searching.run import search as search
-    from bitplan.store.compare import compare_models as compare_models
-    from bitplan.store.files.open_files import open_tensors as open_tensors
-    from bitplan.store.describe_files import describe as describe
-    from bitplan.store.models.morph import morph_model as morph_model, unmorph_model as unmorph_model
-    from bitplan.store.models.save_load import load_model as load_model, save_model as save_model
-    from bitplan.store.models.weight_store import WeightStore as WeightStore
-    from bitplan.store.quantize_files import quantize_file as quantize_file
+    from bitplan.files.compare import compare_models as compare_models
+    from bitplan.files.open_files import open_tensors as open_tensors
+    from bitplan.files.describe_files import describe as describe
+    from bitplan.files.models.morph import morph_model as morph_model, unmorph_model as unmorph_model
+    from bitplan.files.models.save_load import load_model as load_model, save_model as save_model
+    from bitplan.files.models.weight_store import WeightStore as WeightStore
+    from bitplan.files.quantize_files import quantize_file as quantize_file
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    parts=("formats", "kernels", "measure", "plan", "report", "runtime", "searching", "store", "trees"),
+    parts=("files", "formats", "fp8", "packed", "plan", "report", "rounding", "searching", "streaming", "trees"),
     present=("__version__",),
 )
+add_old_parts()
 
 _theirs = sys.modules.get("transformers")
 if int(str(getattr(_theirs, "__version__", "0")).partition(".")[0]) >= 5:

@@ -13,19 +13,19 @@ from typing import Any, cast
 
 from torch import nn
 
-from bitplan.documents import Fields
-from bitplan.optional import require
-from bitplan.records import read_json
+from bitplan.base.documents import Fields
+from bitplan.base.optional import require
+from bitplan.base.records import read_json
 
 peft = require("peft", purpose="bitplan.peft", extra="train")
 
 from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
 
-from bitplan.runtime.packed.product_strategy import LayerError  # noqa: E402
-from bitplan.runtime.packed.quant_embedding import QuantEmbedding  # noqa: E402
-from bitplan.runtime.packed.quant_linear import QuantLinear  # noqa: E402
-from bitplan.store.files.safetensors import SafetensorsFile  # noqa: E402
-from bitplan.store.models.transformers_names import foreign_faults  # noqa: E402
+from bitplan.files.models.transformers_names import foreign_faults  # noqa: E402
+from bitplan.files.safetensors import SafetensorsFile  # noqa: E402
+from bitplan.packed.product_strategy import LayerError  # noqa: E402
+from bitplan.packed.quant_embedding import QuantEmbedding  # noqa: E402
+from bitplan.packed.quant_linear import QuantLinear  # noqa: E402
 
 __all__ = ["LoraPackedLinear", "get_peft_model", "load_adapter"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bitplan.optional import require
+from bitplan.base.optional import require
 
 require("transformers", purpose="bitplan.transformers", extra="models", least=5)
 
-from bitplan.runtime.packed.checkpoints.quantizer import BitplanConfig, BitplanQuantizer, register  # noqa: E402
+from bitplan.packed.checkpoints.quantizer import BitplanConfig, BitplanQuantizer, register  # noqa: E402
 
 __all__ = ["BitplanConfig", "BitplanQuantizer"]
 register()

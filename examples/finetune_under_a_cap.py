@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bitplan import stream_blocks
-from bitplan.runtime import CudaDevice, SimulatedDevice, StreamDevice
+from bitplan.streaming import CudaDevice, SimulatedDevice, StreamDevice
 
 GB = 10**9
 

@@ -26,17 +26,32 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's ba
 # Files of more than five seconds, in the order in which they begin: else one worker is at its last file while the other
 # has no work. Files that compile the same loops are apart, so that the second finds them compiled.
 LONGEST = (
-    *("tests/trees/test_grow.py", "tests/kernels/matmul/test_cpu_fused.py", "tests/fuzz/test_fuzz.py"),
-    *("tests/kernels/codec/test_cpu_codec.py", "tests/test_docs.py", "tests/cli/demo/test_demo.py"),
-    *("tests/test_lean_import.py", "tests/runtime/selective/test_trainer_callbacks.py"),
-    *(f"tests/cli/verbs/{name}.py" for name in ("test_perplexity_verb", "test_bench_verbs")),
-    *(f"tests/kernels/fp8/experts/{name}.py" for name in ("test_fast_tile", "test_products", "test_hopper_products")),
-    *(f"tests/kernels/{name}.py" for name in ("fp8/test_cast", "fp8/test_compiles", "test_triton_compiles")),
-    *("tests/trees/test_estimators.py", "tests/runtime/selective/test_training_policy.py"),
+    "tests/trees/test_grow.py",
+    "tests/packed/products/test_cpu_fused.py",
+    "tests/fuzz/test_fuzz.py",
+    "tests/formats/test_cpu_codec.py",
+    "tests/test_docs.py",
+    "tests/cli/demo/test_demo.py",
+    "tests/test_lean_import.py",
+    "tests/streaming/selective/test_trainer_callbacks.py",
+    "tests/cli/verbs/test_perplexity_verb.py",
+    "tests/cli/verbs/test_bench_verbs.py",
+    "tests/fp8/kernels/test_experts_fast_tile.py",
+    "tests/fp8/kernels/test_experts_products.py",
+    "tests/fp8/kernels/test_experts_hopper_products.py",
+    "tests/fp8/kernels/test_cast.py",
+    "tests/fp8/kernels/test_compiles.py",
+    "tests/packed/products/test_triton_compiles.py",
+    "tests/trees/test_estimators.py",
+    "tests/streaming/selective/test_training_policy.py",
     "tests/report/test_browser.py",
-    *(f"tests/runtime/streaming/{name}.py" for name in ("test_training_state", "test_offload", "test_programs")),
-    *("tests/runtime/fp8/test_apply.py", "tests/runtime/fp8/bench/test_confirm_policy.py"),
-    *("tests/store/models/test_models.py", "tests/trees/distributed/test_distributed.py"),
+    "tests/streaming/test_training_state.py",
+    "tests/streaming/test_offload.py",
+    "tests/streaming/test_programs.py",
+    "tests/fp8/test_apply.py",
+    "tests/fp8/bench/test_confirm_policy.py",
+    "tests/files/models/test_models.py",
+    "tests/trees/distributed/test_distributed.py",
 )
 
 
@@ -265,3 +280,11 @@ def remember_broadcasts(semantic: Any) -> None:
         return made
 
     semantic.broadcast_impl_value = broadcast
+
+
+@pytest.fixture
+def device() -> Any:
+    """Where the kernel under test runs; references run on the CPU."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,7 @@ import pytest
 from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO
 
-from bitplan.measure.machine import has_gpu_driver
+from bitplan.packed.machine import has_gpu_driver
 from tests.processes import SERVER
 
 

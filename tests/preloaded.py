@@ -15,7 +15,7 @@ gc.disable()  # imports leave little behind that a collection would find
 import bitplan  # noqa: E402
 import bitplan.cli.app  # noqa: E402
 import bitplan.trees.distributed.fit  # noqa: E402
-from bitplan.measure.machine import has_gpu_driver  # noqa: E402
+from bitplan.packed.machine import has_gpu_driver  # noqa: E402
 
 for name in bitplan.__all__:
     getattr(bitplan, name)

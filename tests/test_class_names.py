@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import bitplan
-from bitplan.errors import BitplanError, FileFormatError
-from bitplan.runtime.fp8.layer_settings import Fp8Recipe
-from bitplan.runtime.fp8.layers.linear import Fp8Linear
+from bitplan.base.errors import BitplanError, FileFormatError
+from bitplan.fp8.layer_settings import Fp8Recipe
+from bitplan.fp8.layers.linear import Fp8Linear
 
 # Of a class alone: to parse the whole module takes longer.
 HEAD = re.compile(r"^class [^_\W].*?:(?=\s*(?:#.*)?$)", re.MULTILINE | re.DOTALL)

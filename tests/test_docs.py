@@ -23,11 +23,11 @@ import safetensors.torch
 import torch
 
 import bitplan
+from bitplan.base.errors import MissingLibraryError
 from bitplan.cli import run
 from bitplan.cli.demo.tiny_model import Corpus, TinyTransformer, shipped_text
-from bitplan.errors import MissingLibraryError
 from bitplan.formats import list_formats
-from bitplan.formats.fp8_recipes import RECIPES
+from bitplan.fp8.recipes import RECIPES
 from bitplan.plan import shipped_manifest
 from tests.processes import run_code
 

@@ -12,30 +12,29 @@ import torch
 from torch import nn
 
 import bitplan
-from bitplan.documents import keys_of
-from bitplan.measure.calibration import load_calibration
-from bitplan.measure.machine import examine_machine
-from bitplan.measure.speed import crossover_files
+from bitplan.base.documents import keys_of
+from bitplan.base.records import read_json
+from bitplan.files.drift import DriftLog, log_drift, read_drift
+from bitplan.fp8.policy import report as fp8_report
+from bitplan.fp8.policy import token_ranges as fp8_token_ranges
+from bitplan.fp8.policy.policy import load_policy
+from bitplan.fp8.policy.report import Report
+from bitplan.fp8.policy.thresholds import ThresholdPolicy
+from bitplan.fp8.policy.token_ranges import BandPolicy
+from bitplan.packed import crossover_files
+from bitplan.packed.machine import examine_machine
 from bitplan.plan import Manifest, Plan, expand_raw_map, manifest_schema, plan
-from bitplan.plan.fp8 import report as fp8_report
-from bitplan.plan.fp8 import token_ranges as fp8_token_ranges
-from bitplan.plan.fp8.policy import load_policy
-from bitplan.plan.fp8.report import Report
-from bitplan.plan.fp8.thresholds import ThresholdPolicy
-from bitplan.plan.fp8.token_ranges import BandPolicy
-from bitplan.plan.selective.config import SelectivePrecisionConfig
-from bitplan.plan.selective.state import PolicyState, load_state
-from bitplan.records import read_json
 from bitplan.report.page import build_sections
 from bitplan.report.read_records import read_records
-from bitplan.runtime.selective.telemetry import PrecisionStepMetrics
-from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.runtime.streaming.stream_blocks import stream_blocks
-from bitplan.runtime.streaming.telemetry import StreamStepStats
-from bitplan.runtime.streaming.training import training_state
-from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
 from bitplan.searching import SearchEvidence
-from bitplan.store.checks.drift import DriftLog, log_drift, read_drift
+from bitplan.streaming.selective.calibration import load_calibration
+from bitplan.streaming.selective.config import SelectivePrecisionConfig
+from bitplan.streaming.selective.state import PolicyState, load_state
+from bitplan.streaming.selective.training_policy import PrecisionStepMetrics, SelectivePrecisionPolicy
+from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.telemetry import StreamStepStats
+from bitplan.streaming.training import training_state
+from bitplan.streaming.training.adamw_settings import AdamWSettings
 
 FOLDER = Path(__file__).parent.parent / "docs" / "documents"
 PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
@@ -194,7 +193,7 @@ def keys_written(name, tmp_path):
         with DriftLog(tmp_path / "drift.jsonl") as log:
             return log_drift(log, 0, [("w", weight, bitplan.encode(weight, "mxfp4"))])[0].to_dict()
     if name == "trees-model":
-        file = pytest.importorskip("bitplan.trees.files.load", exc_type=ImportError)
+        file = pytest.importorskip("bitplan.trees.load", exc_type=ImportError)
         return [*file.HEAD, *file.NODE_FIELDS, *file.LEAF_FIELDS]
     known = {
         "manifest": manifest_schema()["properties"],

@@ -11,72 +11,57 @@ from pathlib import Path
 import bitplan
 
 PACKAGE = Path(bitplan.__file__).parent
-OPEN_TO_ALL = {
-    "documents",
-    "errors",
-    "folders",
-    "lazy_names",
-    "logs",
-    "optional",
-    "records",
-    "text",
-    "version",
-    "yaml_reader",
-}
-# layer -> what it may import: layers, or single rooms of them
-MAY_IMPORT = {
+OPEN_TO_ALL = "base"
+# wing -> what it may import besides base: wings, or single rooms of them
+MAY_IMPORT: dict[str, set[str]] = {
+    "base": set(),
     "formats": set(),
-    "kernels": {"formats"},
     "plan": {"formats"},
-    "store": {"formats", "kernels", "plan"},
-    "measure": {"formats", "kernels", "plan"},
-    "runtime": {"formats", "kernels", "plan", "store", "measure"},
-    "searching": {"formats", "kernels", "plan", "store", "measure", "runtime"},
-    "trees": {"formats", "kernels.base"},
+    "rounding": {"formats"},
+    "files": {"formats", "plan", "rounding"},
+    "packed": {"files", "formats", "plan"},
+    "searching": {"files", "formats", "fp8.policy", "packed", "plan", "rounding", "streaming.selective"},
+    "streaming": {"files", "formats", "packed", "plan"},
+    "fp8": {"formats", "plan"},
+    "trees": set(),
     "report": set(),
-    "cli": {"formats", "kernels", "plan", "store", "measure", "runtime", "searching", "trees", "report"},
+    "cli": {
+        "base",
+        "files",
+        "formats",
+        "fp8",
+        "packed",
+        "plan",
+        "report",
+        "rounding",
+        "searching",
+        "streaming",
+        "trees",
+    },
 }
 # room -> the rooms beside it that it may import; the modules of the folder that holds it are open to it
-ROOMS = {
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "base": {"loops": set()},
     "cli": {"demo": set(), "verbs": {"demo"}},
-    "formats": {"gguf": {"scales"}, "scales": {"gguf"}},
-    "kernels": {"base": set(), "codec": {"base"}, "fp8": {"base"}, "matmul": {"base", "codec"}},
-    "kernels.fp8": {"experts": set()},
-    "kernels.matmul": {"cpu": set(), "direct": set()},
-    "measure": {"gradients": {"quality"}, "quality": set(), "speed": set()},
-    "plan": {"fp8": set(), "selective": set(), "structure": set()},
-    "report": {"pages": set()},
-    "runtime": {"fp8": set(), "packed": set(), "selective": {"streaming"}, "streaming": set()},
-    "runtime.fp8": {"bench": {"layers"}, "layers": set()},
-    "runtime.fp8.layers": {"compiled": set()},
-    "runtime.packed": {"checkpoints": {"gpt_oss"}, "gpt_oss": set(), "operators": set()},
-    "runtime.streaming": {"blocks": set(), "training": {"blocks", "transfer"}, "transfer": {"blocks"}},
-    "searching": {"decide": set(), "gather": {"decide"}},
-    "store": {
-        "checks": {"files", "models"},
-        "files": set(),
-        "gpt_oss": {"files"},
-        "models": {"export", "files", "gpt_oss"},
-        "rounding": {"files"},
-        "export": {"files", "gpt_oss", "rounding"},
+    "files": {"engines": {"gpt_oss", "schemes"}, "gpt_oss": set(), "models": {"engines", "gpt_oss"}, "schemes": set()},
+    "formats": {"gguf": set()},
+    "fp8": {
+        "bench": {"kernels", "layers", "loongforge", "policy"},
+        "kernels": set(),
+        "layers": {"kernels", "policy"},
+        "loongforge": {"policy"},
+        "policy": set(),
     },
-    "store.files": {"poly": set(), "schemes": set()},
-    "trees": {
-        "cuda": {"distributed", "loops"},
-        "dask": {"distributed"},
-        "distributed": {"loops"},
-        "evaluation": {"distributed"},
-        "files": {"inputs", "losses", "models"},
-        "inputs": {"distributed"},
-        "loops": set(),
-        "losses": {"distributed", "evaluation", "loops"},
-        "models": {"distributed", "evaluation", "files", "inputs", "loops", "losses"},
-    },
+    "packed": {"checkpoints": set(), "language": {"checkpoints"}, "products": set()},
+    "plan": {"structure": set()},
+    "searching": {"gather": set()},
+    "streaming": {"selective": {"training", "transfer"}, "training": {"transfer"}, "transfer": {"selective"}},
+    "trees": {"cuda": {"distributed", "loops"}, "dask": {"distributed"}, "distributed": {"loops"}, "loops": set()},
 }
 
 
 def name_of(path: Path) -> str:
-    """plan.fp8.choice for bitplan/plan/fp8/choice.py; plan.fp8 for its __init__.py."""
+    """fp8.policy.choice for bitplan/fp8/policy/choice.py; fp8.policy for its __init__.py."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -105,7 +90,7 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _module_of(name: str) -> str:
-    """store.files for bitplan.store.files.anything."""
+    """files.gguf for bitplan.files.gguf.anything."""
     inner = name.removeprefix("bitplan").lstrip(".")
     while inner and inner not in MODULES:
         inner = inner.rpartition(".")[0]
@@ -118,22 +103,22 @@ def is_within(name: str, room: str) -> bool:
 
 def wrong_imports(name: str, source: str) -> list[str]:
     """Imports that the tables do not allow."""
-    layer = name.split(".")[0]
+    wing = name.split(".")[0]
     wrong = []
     for other in imported(source):
-        open_to_all = other.split(".")[0] in OPEN_TO_ALL
-        if layer not in MAY_IMPORT or open_to_all or any(is_within(other, each) for each in MAY_IMPORT[layer]):
+        allowed = (OPEN_TO_ALL, *MAY_IMPORT.get(wing, ())) if wing != OPEN_TO_ALL else ()
+        if wing not in MAY_IMPORT or any(is_within(other, room) for room in allowed):
             continue
-        if not is_within(other, layer) or _crosses_rooms(name, other):
+        if not is_within(other, wing) or _crosses_rooms(name, other):
             wrong.append(other)
     return wrong
 
 
 def _crosses_rooms(name: str, other: str) -> bool:
-    """Do two modules of a layer lie in rooms side by side, the first of which may not import the second?"""
+    """Do two modules of a wing lie in rooms side by side, the first of which may not import the second?"""
     for folder, rooms in ROOMS.items():
         if is_within(name, folder) and is_within(other, folder) and name != folder and other != folder:
-            mine, theirs = (each[len(folder) + 1 :].split(".")[0] for each in (name, other))
+            mine, theirs = (full[len(folder) + 1 :].split(".")[0] for full in (name, other))
             if mine in rooms and theirs in rooms and mine != theirs and theirs not in rooms[mine]:
                 return True
     return False
@@ -164,10 +149,9 @@ def test_no_circle_of_imports() -> None:
 
 
 def test_the_checks_can_fail() -> None:
-    assert wrong_imports("plan.plan", "def f():\n    from bitplan.store.files.gguf import x") == ["store.files.gguf"]
-    assert wrong_imports("runtime.fp8.apply", "from bitplan.runtime.packed import apply_plan") == [
-        "runtime.packed.apply_plan"
-    ]
-    assert wrong_imports("trees.grow", "import bitplan.kernels.codec.dispatch") == ["kernels.codec.dispatch"]
-    assert wrong_imports("trees.grow", "from bitplan.kernels.base.jit import compiled") == []
-    assert wrong_imports("runtime.selective.units", "from bitplan.runtime.streaming.errors import StreamError") == []
+    assert wrong_imports("plan.plan", "def f():\n    from bitplan.files.gguf import x") == ["files.gguf"]
+    assert wrong_imports("fp8.apply", "from bitplan.packed import apply_plan") == ["packed.apply_plan"]
+    assert wrong_imports("trees.grow", "import bitplan.formats.dispatch") == ["formats.dispatch"]
+    assert wrong_imports("base.records", "import bitplan.plan.plan") == ["plan.plan"]
+    assert wrong_imports("trees.grow", "from bitplan.base.loops.jit import compiled") == []
+    assert wrong_imports("streaming.selective.units", "from bitplan.streaming.errors import StreamError") == []

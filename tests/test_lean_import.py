@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from bitplan.files.safetensors import write_safetensors
 from bitplan.plan import SHIPPED
-from bitplan.store.files.safetensors import write_safetensors
 
 HEAVY = {"torch", "numpy", "triton", "numba", "gguf", "matplotlib", "sklearn", "transformers"}
 
@@ -28,9 +28,10 @@ def modules_after(statement: str, **environment: str) -> set[str]:
 
 def test_a_name_loads_what_it_needs_and_starts_no_gpu() -> None:
     """Nor does a module of kernels load a compiler, nor that of the callbacks a trainer."""
-    code = "from bitplan import encode; import bitplan.kernels, sys, torch; assert not torch.cuda.is_initialized()\n"
+    code = "from bitplan import encode; import bitplan.formats.dispatch, sys, torch\n"
+    code += "assert not torch.cuda.is_initialized()\n"
     code += f"assert not set(sys.modules) & {HEAVY - {'torch', 'numpy'}}\n"
-    code += "import bitplan.runtime.selective.trainer_callbacks"
+    code += "import bitplan.streaming.selective.trainer_callbacks"
     assert not modules_after(code) & {"transformers", "lightning", "tensorboard", "triton"}
 
 
@@ -108,7 +109,7 @@ def check(others=()):
 
 import bitplan
 check(["typer", "rich", "pydantic"])
-assert len([name for name in sys.modules if name.startswith("bitplan")]) <= 3  # itself, lazy_names and version
+assert len([name for name in sys.modules if name.startswith("bitplan")]) <= 9  # base, names and old parts
 import bitplan.plan
 for name in bitplan.plan.__all__:
     getattr(bitplan.plan, name)

@@ -9,8 +9,8 @@ import bitplan
 
 peft = pytest.importorskip("peft")
 
+from bitplan.packed.product_strategy import LayerError  # noqa: E402
 from bitplan.peft import LoraPackedLinear, get_peft_model, load_adapter  # noqa: E402
-from bitplan.runtime.packed.product_strategy import LayerError  # noqa: E402
 
 
 def packed_model() -> torch.nn.Module:

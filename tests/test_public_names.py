@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import bitplan
-from bitplan.errors import MissingLibraryError
+from bitplan.base.errors import MissingLibraryError
 
 ROOT = Path(bitplan.__file__).parents[1]
-PARTS = ("formats", "kernels", "measure", "plan", "report", "runtime", "store", "trees")
-LAZY = ("", ".formats", ".measure", ".plan", ".runtime", ".store")
+PARTS = ("files", "formats", "fp8", "packed", "plan", "report", "rounding", "searching", "streaming", "trees")
+LAZY = ("", ".files", ".formats", ".fp8", ".packed", ".plan", ".rounding", ".searching", ".streaming")
 NAMES = {
     "BitplanError",
     "Choice",
@@ -134,7 +134,7 @@ def test_the_check_of_imports_can_fail() -> None:
     assert deep_imports("from bitplan.plan import (\n    Plan,\n    nothing,\n)\n") == [
         "bitplan.plan has no public nothing"
     ]
-    assert deep_imports("import bitplan.store.models.weight_store\n") == [
-        "bitplan.store.models.weight_store is no public module"
+    assert deep_imports("import bitplan.files.models.weight_store\n") == [
+        "bitplan.files.models.weight_store is no public module"
     ]
     assert not deep_imports("from bitplan import Plan as P, trees\nimport bitplan\n")

@@ -25,7 +25,7 @@ import numpy as np
 from numba.core import bytecode
 from numba.core.codegen import CPUCodeLibrary
 
-from bitplan.kernels.base import helper_threads, prepared_code, row_pieces
+from bitplan.base.loops import helper_threads, prepared_code, row_pieces
 from bitplan.trees import (
     BoostedTreesClassifier,
     BoostedTreesRanker,
@@ -85,7 +85,7 @@ def main() -> None:
 
     def save(self: Any, sig: Any, result: Any) -> None:
         name = prepared_code.name_of(self._py_func, sig)
-        if name and self._py_func.__module__.startswith(("bitplan.trees.", "bitplan.kernels.base.")):
+        if name and self._py_func.__module__.startswith(("bitplan.trees.", "bitplan.base.loops.")):
             made[name] = result
         keep(self, sig, result)
 

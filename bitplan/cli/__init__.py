@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from bitplan.errors import BitplanError
-from bitplan.text import visible
+from bitplan.base.errors import BitplanError
+from bitplan.base.text import visible
 
 INTERRUPTED = 130
 # How often threads of torch's OpenMP look for work before they sleep: 0.5 ms. By itself it is over 10 ms after every

@@ -11,19 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
+from bitplan.base.version import __version__
 from bitplan.cli.quick_help import QuickCommand, QuickGroup
-from bitplan.cli.verbs import bench as bench_verbs
-from bitplan.cli.verbs import convert as convert_verbs
 from bitplan.cli.verbs import doctor as doctor_verbs
+from bitplan.cli.verbs import export as convert_verbs
 from bitplan.cli.verbs import export as export_verbs
 from bitplan.cli.verbs import files as file_verbs
+from bitplan.cli.verbs import fp8 as bench_verbs
 from bitplan.cli.verbs import fp8 as fp8_verbs
 from bitplan.cli.verbs import plan as plan_verbs
 from bitplan.cli.verbs import quality as quality_verbs
 from bitplan.cli.verbs import report as report_verbs
 from bitplan.cli.verbs import run_model as run_verbs
 from bitplan.cli.verbs import search as search_verbs
-from bitplan.version import __version__
 
 app = typer.Typer(
     cls=QuickGroup,

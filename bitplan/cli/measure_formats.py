@@ -10,20 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import MeasureError
+from bitplan.base.errors import MeasureError
+from bitplan.files.models.morph import ParameterPlace, formats_of, morph_model, places_of
 from bitplan.formats import Format, get_format
+from bitplan.formats.dispatch import decode, encode
 from bitplan.formats.dtypes import dtype_name
-from bitplan.formats.scales.rules import ScaleRule
-from bitplan.kernels import decode, encode
-from bitplan.measure.machine import free_memory
-from bitplan.measure.quality.noise_floor import round_activations, shared_twin
-from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
+from bitplan.formats.scale_rules import ScaleRule
+from bitplan.packed.language.causal_lm import CausalLM, late_logits_of
+from bitplan.packed.language.perplexity import CachedLogits, Quality, measure_perplexity, round_activations, shared_twin
+from bitplan.packed.machine import free_memory
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
 from bitplan.plan.structure.families import GGUF_MANIFESTS
-from bitplan.runtime.causal_lm import CausalLM, late_logits_of
-from bitplan.store.models.morph import ParameterPlace, formats_of, morph_model, places_of
 
 CACHED_LOGITS_BYTES = 2**29  # of the reference at most: last states, and logits where they are not made late
 BATCH_LOGITS_BYTES = 2**28  # of a batch: a window of 512 tokens and a vocabulary of 131,072 alone has as much
@@ -117,7 +116,7 @@ def morphed_twin(
 
     Experts that a packed folder holds as their transpose are quantized so here too: blocks lie along inputs.
     """
-    from bitplan.runtime.packed.layer_replacement import with_output_rows
+    from bitplan.packed.layer_replacement import with_output_rows
 
     twin = shared_twin(candidate.model)
     if formats is None:
@@ -144,7 +143,7 @@ def morphed_twin(
 
 def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[ParameterPlace, Format]]:
     """Parameters that the plan packs and whose rows are not outputs in the model, and their formats."""
-    from bitplan.runtime.packed.layer_replacement import are_columns
+    from bitplan.packed.layer_replacement import are_columns
 
     if not isinstance(formats, Plan):
         return []
@@ -157,7 +156,7 @@ def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[P
 
 
 def _packed_bytes(model: nn.Module, formats: Wanted | None) -> dict[str, int]:
-    from bitplan.runtime.packed.layer_replacement import packed_shape
+    from bitplan.packed.layer_replacement import packed_shape
 
     return {
         place.name: fmt.nbytes(packed_shape(place.module, place.local, tuple(place.parameter.shape)))
@@ -190,7 +189,7 @@ def plan_for_model(
     A plan may have GGUF's names, which are translated. A parameter without an entry is an error. Tensors that stay
     count, in bits per weight, with their bytes in the file.
     """
-    from bitplan.runtime.packed.layer_replacement import packed_shape
+    from bitplan.packed.layer_replacement import packed_shape
 
     places = places_of(model)
     if not isinstance(formats, Plan):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from bitplan.cli.quick_help import manifest_names
-from bitplan.formats.fp8_recipes import RECIPES
+from bitplan.fp8.recipes import RECIPES
 
 Rule = Literal["absmax", "absmean", "percentile", "mse"]
 

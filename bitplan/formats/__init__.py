@@ -1,33 +1,39 @@
-"""What a number is: the exact definition of every format, in plain torch.
+"""What a number is: the exact definition of every format in plain torch, with its fast twins beside it.
 
 Which module does which step:
 
-    registry          the table of formats: element, block, storage of scales, packing
-    elements          the numbers that a code can stand for
-    scales.rules      how a scale is stored, and the rule that chooses it; MXFP4's is that of powers of two
-    scales.choose     that rule, or another of a user's choice (mse, percentile), tile by tile
-    codec             encode and decode by these definitions; `kernels.codec.dispatch` picks a faster twin
-    fp8_recipes       the table of FP8 recipes: a new one is a row here, a test, and a row of docs/adaptive-fp8.md
-    fp8               FP8 casts by these recipes
+    registry               the table of formats: element, block, storage of scales, packing
+    elements               the numbers that a code can stand for
+    scale_rules            how a scale is stored, and the rule that chooses it; MXFP4's is that of powers of two
+    scale_choice           that rule, or another of a user's choice (mse, percentile), tile by tile
+    codec                  encode and decode by these definitions
+    dispatch               picks a faster twin, and says which and why: `cpu_codec` by numba, `triton_codec` on GPUs
+    reencode, scale_checks    changed weights encoded again; scales and codes at the end of their range
+    gguf                   GGUF's blocks with their own scales
 """
 
 from typing import TYPE_CHECKING
 
-from bitplan.lazy_names import lazy_names
+from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.errors import FormatError as FormatError, NonFiniteError as NonFiniteError
+    from bitplan.base.errors import FormatError as FormatError, NonFiniteError as NonFiniteError
     from bitplan.formats.codec import decode as decode, encode as encode
+    from bitplan.formats.dispatch import (
+        Picked as Picked,
+        explain_decode as explain_decode,
+        explain_encode as explain_encode,
+    )
     from bitplan.formats.encoded import Encoded as Encoded
     from bitplan.formats.format import Format as Format
     from bitplan.formats.quantization_error import ErrorReport as ErrorReport, error_report as error_report
+    from bitplan.formats.reencode import requantize as requantize
     from bitplan.formats.registry import (
         DTYPE_NAMES as DTYPE_NAMES,
         get_format as get_format,
         list_formats as list_formats,
     )
     from bitplan.formats.repacking import repack as repack
-    from bitplan.formats.scales.checks import scale_health as scale_health
-    from bitplan.formats.scales.reencode import requantize as requantize
+    from bitplan.formats.scale_checks import scale_health as scale_health
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,6 +1,6 @@
 """encode and decode: the definition of every format, in plain torch.
 
-Slow and clear; tests compare the fast kernels in `bitplan.kernels` with this code bit for bit.
+Slow and clear; tests compare the fast kernels in `bitplan.formats.dispatch` with this code bit for bit.
 Work goes tile by tile, so that a large tensor costs its own output and a few megabytes more.
 """
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bitplan.errors import FormatError, NonFiniteError
+from bitplan.base.errors import FormatError, NonFiniteError
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.gguf.layouts import SMALLER_BLOCKS
 from bitplan.formats.gguf.search import BlockSearch
 from bitplan.formats.registry import get_format
-from bitplan.formats.scales.choose import choose_affine, choose_scales
-from bitplan.formats.scales.rules import SCALE_RULES, ScaleRule
+from bitplan.formats.scale_choice import choose_affine, choose_scales
+from bitplan.formats.scale_rules import SCALE_RULES, ScaleRule
 from bitplan.formats.tiles import from_blocks, tile_of_grid, tiles, to_blocks
 
 NonFinite = Literal["error", "replace"]

@@ -173,7 +173,7 @@ def unsigned_integer(bits: int, codes: str, gauss: float | None = None) -> Integ
 
 
 # Clipping limits for Gaussian numbers, in units of mean |x| (sigma = 1.2533 mean |x|).
-# tests/formats/scales/test_scale_rules.py checks them by search. Ternary's limit is BitNet's, not the optimum (1.53).
+# tests/formats/test_scale_rules.py checks them by search. Ternary's limit is BitNet's, not the optimum (1.53).
 INT8 = signed_integer(8, "int8", gauss=4.90)
 INT4 = signed_integer(4, "int8", gauss=2.97)
 INT4_ON_LOW = replace(INT4, limit=8, gauss=3.40)  # the limit gets code -8, as in GGUF's Q4_0

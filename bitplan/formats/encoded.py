@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 from bitplan.formats.format import Format, PartShapes
 from bitplan.formats.registry import get_format
 

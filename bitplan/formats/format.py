@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from bitplan.formats.dtypes import ITEM_BYTES, torch_dtype
 from bitplan.formats.elements import Element
 from bitplan.formats.packing import Packing
-from bitplan.formats.scales.rules import (
+from bitplan.formats.scale_rules import (
     MSE_DEEP,
     MSE_FINE,
     MSE_POWERS,

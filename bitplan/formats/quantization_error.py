@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 from bitplan.formats.codec import decode, readable
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.tiles import from_blocks, tile_of_grid, tiles

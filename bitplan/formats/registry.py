@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 
-from bitplan.errors import FormatError, did_you_mean
+from bitplan.base.errors import FormatError, did_you_mean
 from bitplan.formats import elements as el
 from bitplan.formats.elements import Element
 from bitplan.formats.format import ROW, TENSOR, Block, Format
-from bitplan.formats.gguf.blocks import gguf_blocks
-from bitplan.formats.gguf.ggml_encoders import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40, GgufQ80
+from bitplan.formats.gguf.blocks import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40, GgufQ80, gguf_blocks
 from bitplan.formats.packing import Packing
-from bitplan.formats.scales.rules import BasedScales, PowerOfTwoScales, ScaleRule, ScaleStorage
+from bitplan.formats.scale_rules import BasedScales, PowerOfTwoScales, ScaleRule, ScaleStorage
 
 _F32 = ScaleStorage("float32")
 _F64 = ScaleStorage("float64")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
-from bitplan.formats.scales.rules import E8M0_NAN
+from bitplan.formats.scale_rules import E8M0_NAN
 
 # Pairs of formats that hold the same numbers in different bytes.
 _TWINS = ({"q4_0_poly", "q4_0_gguf"}, {"mxfp4", "mxfp4_gguf"})

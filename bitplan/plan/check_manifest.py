@@ -31,14 +31,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from bitplan.documents import short
-from bitplan.errors import ManifestError
+from bitplan.base.documents import short
+from bitplan.base.errors import ManifestError
+from bitplan.base.text import counted
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.manifest import Manifest, Tag, needs_base, rule_text
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Part, part_dtype
-from bitplan.text import counted
 
 CAST = "cast"
 OTHER_MODEL = "other-model"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from bitplan.errors import ArgumentError, FormatError, PlanError
+from bitplan.base.errors import ArgumentError, FormatError, PlanError
 from bitplan.formats import Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.gguf.layouts import LAYOUTS, SMALLER_BLOCKS

@@ -10,27 +10,382 @@ codes of an mxfp4 weight under one name (`FP4`) and its scales under another (`U
 decide which format `FP4` and `UE8` are together; a tag may also name it (`format`, `part`).
 
 The manifests that come with bitplan (`SHIPPED`) are files in `manifests/`, to copy and change.
+
+Aliases: one map between two namings of the same tensors, read both ways.
+
+A name with its layer number left open is a template: `block.[i].attn.norm.scale`. A tensor of one naming may be
+several of the other (gpt-oss's `qkv` is Hugging Face's q, k and v), so a template maps to a list. Only parts of a
+name between dots are numbers; each placeholder of one side is used on the other.
+
+NamePatterns: matches many regular expressions against a whole name, in bounded time.
+
+Patterns come from files that others wrote, and Python's `re` backtracks: `(a+)+$` takes for ever on 40 letters. A timer
+cannot stop `re` inside its own process, and a helper process would make a pure function start one. So patterns are
+parsed by `re`'s own parser and run as one finite automaton, every alternative of every pattern at once, and a table
+keeps the sets of states it has met: a name is read once, however many patterns there are. Constructs without an
+automaton (back references, look-around, word boundaries, atomic and possessive parts, flags) are refused by name, and
+so is a pattern that counts too far, such as `a{100000}`.
+
+New sets of states cost time and memory. Patterns for the names of a model meet few; patterns that are made to meet new
+sets at every letter exceed `MAX_WORK` and are refused.
+
+A match agrees with `re.fullmatch`, except that `$` means the end only, not also before a last newline.
+
+JSON Schema of the manifest document, for editors; the reader in manifest.py is stricter and says more.
+
+It is written by hand; a test checks that reader and schema have the same keys and the same verdicts.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NoReturn, cast
 
-from bitplan.documents import FLAG, NAME, OBJECT, TEXT, Kind, Reader, is_number, is_text, load_document, one_of, short
-from bitplan.errors import FormatError, ManifestError, did_you_mean
+from bitplan.base.documents import (
+    FLAG,
+    NAME,
+    OBJECT,
+    TEXT,
+    Kind,
+    Reader,
+    is_number,
+    is_text,
+    load_document,
+    one_of,
+    short,
+)
+from bitplan.base.errors import BitplanError, FormatError, ManifestError, did_you_mean
+from bitplan.base.records import parse_json
 from bitplan.formats import Format, get_format, list_formats
 from bitplan.formats.dtypes import ITEM_BYTES
-from bitplan.plan.aliases import AliasError, Aliases
-from bitplan.plan.name_patterns import NamePatterns, PatternError
 from bitplan.plan.plan import PADDINGS, PARTS, Choice, Part, Plan, Planned, part_dtype
 from bitplan.plan.structure.families import guess_role
-from bitplan.records import parse_json
+
+# ---- name patterns ---------------------------------------------------------------------------------------------------
+
+
+MAX_PATTERN_LETTERS = 500
+MAX_GROUPS = 50
+MAX_STATES = 1000  # of one pattern
+MAX_STATES_IN_ALL = 30_000
+MAX_WORK = 200_000  # states visited to find new sets: gpt-oss takes 3,000, a rule for each tensor 50,000
+
+_parser: Any = importlib.import_module("re._parser")  # it has no type stubs
+_REFUSED = {
+    "ASSERT": "look-ahead and look-behind are",
+    "ASSERT_NOT": "look-ahead and look-behind are",
+    "GROUPREF": "a back reference is",
+    "GROUPREF_EXISTS": "a conditional group is",
+    "ATOMIC_GROUP": "an atomic group is",
+    "POSSESSIVE_REPEAT": "a possessive repeat is",
+}
+_CATEGORIES = {
+    f"CATEGORY_{prefix}{name}": re.compile(f"\\{letter.upper() if prefix else letter}")
+    for name, letter in (("DIGIT", "d"), ("SPACE", "s"), ("WORD", "w"))
+    for prefix in ("", "NOT_")
+}
+
+Test = Callable[[str], bool]
+States = frozenset[int]
+
+
+class PatternError(BitplanError, ValueError):
+    """Why pattern number `index` cannot be used, as the end of a sentence that begins with the pattern."""
+
+    index: int | None = None
+
+
+class NamePatterns:
+    """Compiled patterns; `matching(name)` has the indices of those for which `re.fullmatch` would succeed."""
+
+    def __init__(self, regexes: Sequence[str]) -> None:
+        self._free: list[list[int]] = []  # state -> states reached without a letter
+        self._letters: list[tuple[Test, int] | None] = []  # state -> (which letters, state after)
+        self._starts: set[int] = set()  # states passed only at the start of a name
+        self._ends: set[int] = set()  # states passed only at the end of a name
+        self._accepts: dict[int, int] = {}  # last state of a pattern -> its index
+        self._sets: dict[States, States] = {}
+        self._work = 0
+        firsts = set()
+        for index, regex in enumerate(regexes):
+            self._limit = min(len(self._free) + MAX_STATES, MAX_STATES_IN_ALL)
+            try:
+                first = self._state()
+                self._accepts[self._build(_parse(regex), first)] = index
+            except PatternError as error:
+                error.index = index
+                raise
+            firsts.add(first)
+        self._first = self._closure(firsts, at_start=True)
+        self._steps: dict[tuple[States, str], States] = {}
+        self._matches: dict[States, tuple[int, ...]] = {}
+
+    def matching(self, name: str) -> tuple[int, ...]:
+        """The indices of the patterns that match a name, in order."""
+        states = self._first
+        for letter in name:
+            key = (states, letter)
+            after = self._steps.get(key)
+            if after is None:
+                after = self._steps[key] = self._step(states, letter)
+            if not after:
+                return ()
+            states = after
+        if not name:  # the start of an empty name is also its end
+            return self._accepted(self._closure(set(states), at_start=True, at_end=True))
+        if states not in self._matches:
+            self._matches[states] = self._accepted(self._closure(set(states), at_end=True))
+        return self._matches[states]
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    def _step(self, states: States, letter: str) -> States:
+        reached = set()
+        for state in states:
+            way = self._letters[state]
+            if way is not None and way[0](letter):
+                reached.add(way[1])
+        self._count(len(states))
+        return self._closure(reached)
+
+    def _closure(self, states: set[int], *, at_start: bool = False, at_end: bool = False) -> States:
+        """All states reached without a letter."""
+        reached, waiting = set(states), list(states)
+        while waiting:
+            state = waiting.pop()
+            if (state in self._starts and not at_start) or (state in self._ends and not at_end):
+                continue
+            for after in self._free[state]:
+                if after not in reached:
+                    reached.add(after)
+                    waiting.append(after)
+        self._count(len(reached))
+        closed = frozenset(reached)
+        return self._sets.setdefault(closed, closed)  # one object for equal sets, compared by identity
+
+    def _count(self, states: int) -> None:
+        self._work += states
+        if self._work > MAX_WORK:
+            raise PatternError(
+                f"need more than {MAX_WORK} steps for these names; use fewer rules, or simpler ones (no nested '*' or "
+                "counts)"
+            )
+
+    def _accepted(self, states: States) -> tuple[int, ...]:
+        return tuple(sorted(self._accepts[state] for state in states if state in self._accepts))
+
+    # ---- building: each part goes from a state to a new one ---------------------------------------------------------
+
+    def _state(self) -> int:
+        if len(self._free) >= self._limit:
+            if self._limit == MAX_STATES_IN_ALL:
+                raise PatternError(f"is too much: the rules together have more than {MAX_STATES_IN_ALL} states")
+            raise PatternError(
+                f"is too large: it counts beyond {MAX_STATES} states; use '+' or '*' in place of a high count"
+            )
+        self._free.append([])
+        self._letters.append(None)
+        return len(self._free) - 1
+
+    def _build(self, parts: Any, state: int) -> int:
+        for op, argument in parts:
+            state = self._part(str(op), argument, state)
+        return state
+
+    def _part(self, op: str, argument: Any, state: int) -> int:
+        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # greedy or lazy changes which match is found, not whether there is one
+            least, most, body = argument
+            return self._repeat(least, most, body, state)
+        if op == "SUBPATTERN":
+            if argument[1] or argument[2]:
+                _refuse("a flag is")
+            return self._build(argument[3], state)
+        if op == "BRANCH":
+            return self._branch(argument[1], state)
+        if op == "AT":
+            return self._anchor(str(argument), state)
+        if op in _REFUSED:
+            _refuse(_REFUSED[op])
+        before = state if self._letters[state] is None else self._next(state)
+        after = self._state()
+        self._letters[before] = (_letter_test(op, argument), after)
+        return after
+
+    def _branch(self, branches: Any, state: int) -> int:
+        after = self._state()
+        for branch in branches:
+            inner = self._state()
+            self._free[state].append(inner)
+            self._free[self._build(branch, inner)].append(after)
+        return after
+
+    def _repeat(self, least: int, most: Any, body: Any, state: int) -> int:
+        for _ in range(least):
+            state = self._next(self._build(body, state))
+        after = self._state()
+        if most is _parser.MAXREPEAT or int(most) >= _parser.MAXREPEAT:
+            loop = self._next(state)
+            self._free[self._build(body, loop)].append(loop)
+            self._free[loop].append(after)
+            return after
+        for _ in range(int(most) - least):
+            self._free[state].append(after)
+            state = self._next(self._build(body, state))
+        self._free[state].append(after)
+        return after
+
+    def _next(self, state: int) -> int:
+        """A new state after this one, so that even an empty body counts towards the limit."""
+        after = self._state()
+        self._free[state].append(after)
+        return after
+
+    def _anchor(self, kind: str, state: int) -> int:
+        if kind not in ("AT_BEGINNING", "AT_BEGINNING_STRING", "AT_END", "AT_END_STRING"):
+            _refuse("a word boundary is")
+        anchor = self._next(state)
+        (self._starts if "BEGINNING" in kind else self._ends).add(anchor)
+        return self._next(anchor)
+
+
+def _parse(regex: str) -> Any:
+    if len(regex) > MAX_PATTERN_LETTERS:
+        raise PatternError(f"is too long: {len(regex)} letters, at most {MAX_PATTERN_LETTERS}; split it into two rules")
+    if regex.count("(") > MAX_GROUPS:  # so that no nesting reaches the interpreter's own limit
+        raise PatternError(f"has more than {MAX_GROUPS} groups; split it into several rules")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of sets that a later Python will read differently
+            parsed = _parser.parse(regex)
+    except (re.error, OverflowError, Warning) as error:
+        shell = ".*".join(map(re.escape, regex.split("*"))) if regex[:1] == "*" else ""
+        hint = f"; the shell pattern would be {shell!r} here" if shell else ""
+        raise PatternError(f"is not a valid regular expression: {error}{hint}") from None
+    if parsed.state.flags & ~re.UNICODE:
+        _refuse("a flag is")
+    return parsed
+
+
+def _refuse(what: str) -> NoReturn:
+    raise PatternError(f"cannot be matched in bounded time: {what} not allowed; use several simpler rules in its place")
+
+
+def _letter_test(op: str, argument: Any) -> Test:
+    """A test for the letters that a part of exactly one letter matches."""
+    if op == "LITERAL":
+        return chr(argument).__eq__
+    if op == "NOT_LITERAL":
+        return chr(argument).__ne__
+    if op == "ANY":
+        return "\n".__ne__
+    if op == "IN":
+        negated = bool(argument) and str(argument[0][0]) == "NEGATE"
+        tests = [_set_test(str(kind), value) for kind, value in argument[negated:]]
+        return lambda letter: any(test(letter) for test in tests) != negated
+    return _refuse(f"{op.lower()} is")
+
+
+def _set_test(kind: str, value: Any) -> Test:
+    if kind == "RANGE":
+        low, high = value
+        return lambda letter: low <= ord(letter) <= high
+    if kind == "CATEGORY":
+        category = _CATEGORIES[str(value)]
+        return lambda letter: category.match(letter) is not None
+    return _letter_test(kind, value)
+
+
+# ---- aliases ---------------------------------------------------------------------------------------------------------
+
+
+_PLACEHOLDER = re.compile(r"\[([a-z])\]")
+_OPEN = "[]"
+
+
+class AliasError(BitplanError, ValueError):
+    """A map of aliases that cannot be read both ways."""
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """`templates` maps a template of our naming to templates of the other naming."""
+
+    templates: Mapping[str, tuple[str, ...]]
+    _ours: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False, compare=False)
+    _others: dict[tuple[str, ...], tuple[str, str]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for ours, others in self.templates.items():
+            if not others:
+                raise AliasError(f"{ours!r} has no other name")
+            for template in (ours, *others):
+                if sorted(_letters(template)) != sorted(set(_letters(ours))):
+                    raise AliasError(f"{template!r} must have the placeholders of {ours!r}, each once")
+            if _key(ours) in self._ours:
+                raise AliasError(f"{ours!r} has the same form as {self._ours[_key(ours)]!r}")
+            self._ours[_key(ours)] = ours
+            for other in others:
+                if _key(other) in self._others:
+                    raise AliasError(f"{other!r} stands for two names, {self._others[_key(other)][1]!r} and {ours!r}")
+                self._others[_key(other)] = (other, ours)
+        both = self._ours.keys() & self._others.keys()
+        if both:
+            raise AliasError(f"{self._ours[min(both)]!r} is a name of both namings")
+
+    def to_ours(self, name: str) -> str:
+        """The name in our naming; a name that is not an alias is returned unchanged."""
+        key, numbers = _open(name)
+        if key not in self._others:
+            return name
+        other, ours = self._others[key]
+        return _fill(ours, dict(zip(_letters(other), numbers, strict=True)))
+
+    def to_others(self, name: str) -> tuple[str, ...]:
+        """The names in the other naming; a name without aliases is returned unchanged."""
+        key, numbers = _open(name)
+        if key not in self._ours:
+            return (name,)
+        ours = self._ours[key]
+        values = dict(zip(_letters(ours), numbers, strict=True))
+        return tuple(_fill(other, values) for other in self.templates[ours])
+
+    def template_of(self, name: str) -> str | None:
+        """Our template for a name of the other naming; None where it is not an alias."""
+        entry = self._others.get(_open(name)[0])
+        return entry[1] if entry else None
+
+
+def _letters(template: str) -> Sequence[str]:
+    return _PLACEHOLDER.findall(template)
+
+
+def _key(template: str) -> tuple[str, ...]:
+    """The parts of a template, with placeholders left open; a placeholder is a whole part."""
+    parts = template.split(".")
+    if any("[" in part and not _PLACEHOLDER.fullmatch(part) for part in parts):
+        raise AliasError(f"{template!r}: a placeholder is a letter in brackets between dots, such as 'block.[i].bias'")
+    return tuple(_OPEN if "[" in part else part for part in parts)
+
+
+def _open(name: str) -> tuple[tuple[str, ...], list[str]]:
+    parts = name.split(".")
+    numbers = [part for part in parts if part.isdecimal() and part.isascii()]
+    return tuple(_OPEN if part.isdecimal() and part.isascii() else part for part in parts), numbers
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+
+
+# ---- manifest --------------------------------------------------------------------------------------------------------
+
 
 VERSION: Final = 1
 MAX_RULES = 1000
@@ -382,3 +737,69 @@ def open_manifest(name_or_path: str | Path) -> Manifest:
     if path.suffix or len(path.parts) > 1:
         raise ManifestError(f"{path}: no such file; manifests that come with bitplan: {', '.join(SHIPPED)}")
     return shipped_manifest(str(name_or_path))
+
+
+# ---- json schema -----------------------------------------------------------------------------------------------------
+
+
+_NAME = {"type": "string", "minLength": 1}
+
+
+def manifest_schema() -> dict[str, Any]:
+    """The schema, a new dict each time."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "bitplan manifest",
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["version", "patterns"],
+        "properties": {
+            "version": {"const": VERSION},
+            "model": {"type": "string", "description": "what the manifest is for, in words"},
+            "formats": {
+                "type": "object",
+                "description": "tag -> what it stands for",
+                "additionalProperties": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "bits": {"type": "integer", "minimum": 1, "maximum": 64},
+                        "role": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+                        "format": {**_NAME, "description": "a format of bitplan's; `bitplan formats` lists them"},
+                        "part": {"enum": ["data", "scales"]},
+                    },
+                },
+            },
+            "patterns": {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": MAX_RULES,
+                "description": "rules in order; the first whose regex matches the whole name wins",
+                "items": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["regex", "format"],
+                    "properties": {
+                        "regex": _NAME,
+                        "format": {**_NAME, "description": "a tag in `formats`, or a format of bitplan's"},
+                        "role": _NAME,
+                        "optional": {"type": "boolean", "description": "may match no tensor"},
+                    },
+                },
+            },
+            "fused_dequant": {"const": True},
+            "block_size": {"type": "integer", "minimum": 2, "maximum": 2**20, "multipleOf": 2},
+            "scale_encoding": {"enum": list(SCALE_ENCODINGS)},
+            "scale_base": {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "tensor"}]},
+            "axis": {"const": -1},
+            "nibble_order": {"enum": list(NIBBLE_ORDERS)},
+            "padding": {"enum": list(PADDINGS)},
+            "aliases": {
+                "type": "object",
+                "description": "name with [i] -> the same tensor's name, or names, in another naming",
+                "additionalProperties": {"anyOf": [_NAME, {"type": "array", "minItems": 1, "items": _NAME}]},
+            },
+        },
+        "if": {"properties": {"scale_encoding": {"enum": list(BASED_ENCODINGS)}}, "required": ["scale_encoding"]},
+        "then": {"required": ["scale_base"]},
+    }

@@ -11,7 +11,7 @@ import fnmatch
 import re
 from collections.abc import Iterable
 
-from bitplan.errors import PlanError, did_you_mean
+from bitplan.base.errors import PlanError, did_you_mean
 
 MOST_UNMATCHED_SHOWN = 6
 _EXPERT = re.compile(r"(^|\.)experts\.[0-9]+(?=\.)")

@@ -2,6 +2,6 @@
 
 from bitplan.report.page import write_report
 from bitplan.report.read_records import ReportError
-from bitplan.report.training_log import TrainingLog
+from bitplan.report.read_records import TrainingLog
 
 __all__ = ["ReportError", "TrainingLog", "write_report"]

@@ -14,22 +14,18 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from bitplan.records import atomic_file, check_output
+from bitplan.base.records import atomic_file, check_output
+from bitplan.base.version import __version__
 from bitplan.report.markup import Markup, tag
-from bitplan.report.pages.benchmarks import benchmark_section
-from bitplan.report.pages.errors import errors_section
-from bitplan.report.pages.findings import findings_section
-from bitplan.report.pages.machine import machine_section
-from bitplan.report.pages.plan import plan_section
-from bitplan.report.pages.precision import precision_section
-from bitplan.report.pages.quality import quality_section
-from bitplan.report.pages.search import search_section
-from bitplan.report.pages.speed import speed_section
-from bitplan.report.pages.streaming import stream_section
-from bitplan.report.pages.training import training_section
 from bitplan.report.read_records import Record, read_records
 from bitplan.report.section import Section
-from bitplan.version import __version__
+from bitplan.report.section_of_machine import machine_section
+from bitplan.report.section_of_plan import findings_section, plan_section
+from bitplan.report.section_of_precision import precision_section
+from bitplan.report.section_of_quality import errors_section, quality_section
+from bitplan.report.section_of_search import search_section
+from bitplan.report.section_of_speed import benchmark_section, speed_section
+from bitplan.report.section_of_streaming import stream_section, training_section
 
 # The sections in the order of the page, and the kinds of record that each one shows.
 SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section]], ...] = (

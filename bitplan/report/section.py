@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bitplan.report.figures import NONE, count, plural
-from bitplan.report.markup import Markup, join, tag
+from bitplan.report.markup import NONE, Markup, count, join, plural, tag
 from bitplan.report.read_records import Record
 
 

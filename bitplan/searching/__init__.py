@@ -6,18 +6,16 @@ Which module does which step:
     prepare, groups          the model, its text, and which tensors are decided together
     gather                   what formats cost the model: statistics of its text, rounded weights, distances of plans
     evidence                 these costs as a file
-    decide                   the plan, by evidence alone: `decide.solve`
+    solver                   the plan, by evidence alone; `rivals`, `correct` and `explain` beside it
     run, result              all of it in turn, the proof on held-out text, and the files
 """
 
 from typing import TYPE_CHECKING
 
-from bitplan.lazy_names import lazy_names
+from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.searching.decide.explain import explain_plan as explain_plan
-    from bitplan.searching.decide.solve import Solution as Solution, solve as solve
-    from bitplan.searching.errors import (
+    from bitplan.searching.goal import (
         EvidenceFileError as EvidenceFileError,
         GoalError as GoalError,
         SearchError as SearchError,
@@ -27,8 +25,10 @@ if TYPE_CHECKING:
         SearchEvidence as SearchEvidence,
         TensorGroup as TensorGroup,
     )
+    from bitplan.searching.explain import explain_plan as explain_plan
     from bitplan.searching.goal import Goal as Goal
     from bitplan.searching.result import SearchResult as SearchResult
     from bitplan.searching.run import Searcher as Searcher, search as search
+    from bitplan.searching.solver import Solution as Solution, solve as solve
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

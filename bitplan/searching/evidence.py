@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bitplan.documents import (
+from bitplan.base.documents import (
     FLAG,
     NAME,
     OBJECT,
@@ -41,12 +41,12 @@ from bitplan.documents import (
     load_document,
     one_of,
 )
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
+from bitplan.base.records import write_json
 from bitplan.formats import get_format
 from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.names import natural_order
-from bitplan.records import write_json
-from bitplan.searching.errors import EvidenceFileError
+from bitplan.searching.goal import EvidenceFileError
 
 DOCUMENT = "bitplan-evidence"
 VERSION = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bitplan.folders import scratch_folder
+from bitplan.base.folders import scratch_folder
 from bitplan.searching.gather.passes import add_windows, steps_of
 from bitplan.searching.gather.statistics import EVIDENCE, InputStatistics
 from bitplan.searching.prepare import prepare

@@ -1,4 +1,7 @@
-"""What a plan is to reach: a size, a distance from the model, a speed, or several of them at once."""
+"""What a plan is to reach: a size, a distance from the model, a speed, or several of them at once.
+
+What a search refuses.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,25 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from bitplan.searching.errors import GoalError
+from bitplan.base.errors import BitplanError, FileFormatError
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+class SearchError(BitplanError, ValueError):
+    """A model, text or set of formats that cannot be searched."""
+
+
+class GoalError(SearchError):
+    """A goal that no plan reaches; the message has the nearest one that some plan does."""
+
+
+class EvidenceFileError(SearchError, FileFormatError):
+    """An evidence file that cannot be read, or is of another model, text, formats or version."""
+
+
+# ---- goal ------------------------------------------------------------------------------------------------------------
+
 
 WINDOWS = 32  # of text for a search's statistics, where nobody says how many
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -8,15 +8,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from bitplan.measure.quality.perplexity import spread_windows
-from bitplan.runtime.causal_lm import CausalLM, load_causal_lm, require_causal
-from bitplan.runtime.model_on_disk import ModelOnDisk, is_plain_folder
-from bitplan.searching.errors import SearchError
+from bitplan.files.headers import check_model_source
+from bitplan.files.packed_folder import CONFIG, read_config
+from bitplan.packed.language.causal_lm import CausalLM, load_causal_lm, require_causal
+from bitplan.packed.language.model_on_disk import ModelOnDisk, is_plain_folder
+from bitplan.packed.language.perplexity import spread_windows
 from bitplan.searching.gather.expert_products import ExpertSlice
 from bitplan.searching.gather.searched_model import SearchSubject, subject_of
-from bitplan.searching.goal import WINDOWS
-from bitplan.store.files.headers import check_model_source
-from bitplan.store.packed_folder import CONFIG, read_config
+from bitplan.searching.goal import WINDOWS, SearchError
 
 CHECKS, HELD_OUT = 4, 12
 LEAST_WINDOWS = 4

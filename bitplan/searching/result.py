@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bitplan.measure.quality.perplexity import Quality
+from bitplan.base.records import write_json
+from bitplan.packed.language.perplexity import Quality
 from bitplan.plan.plan import Plan
-from bitplan.records import write_json
-from bitplan.searching.decide.rivals import RivalPlan, uniform_plans
-from bitplan.searching.decide.solve import Solution
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.plan_meter import MeasuredPlan, paired_difference, summary_of
 from bitplan.searching.gather.timing import BlockTimes
 from bitplan.searching.goal import Goal
 from bitplan.searching.groups import place_of
+from bitplan.searching.rivals import RivalPlan, uniform_plans
+from bitplan.searching.solver import Solution
 
 PLAN, FRONT = "plan.json", "front.json"
 DOCUMENT = "bitplan-front"

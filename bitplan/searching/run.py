@@ -14,27 +14,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitplan.measure.machine import free_memory
-from bitplan.measure.quality.perplexity import Quality
-from bitplan.searching.decide.correct import Corrections
-from bitplan.searching.decide.explain import explain_plan
-from bitplan.searching.decide.rivals import RivalPlan, best_uniform, may_win, rivals_of
-from bitplan.searching.decide.solve import Solution, front, kl_out_of_reach, size_out_of_reach, solve, within
-from bitplan.searching.errors import GoalError, SearchError
+from bitplan.files.engines.gguf_source import is_folder_like
+from bitplan.files.headers import is_gguf
+from bitplan.packed.language.perplexity import Quality
+from bitplan.packed.machine import free_memory
 from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.explain import explain_plan
 from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, needed_memory, smallest_bytes
 from bitplan.searching.gather.passes import BACK, GRADIENT_TOKENS, steps_of
 from bitplan.searching.gather.plan_meter import COUNTED, MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
 from bitplan.searching.gather.training_evidence import read_gradients, read_speeds, time_by_policy, weigh_by_gradients
-from bitplan.searching.goal import WINDOWS, Goal
+from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError
 from bitplan.searching.phases import IN_ALL, SHARES, ExpectedPhase, PhaseClock, Stage, no_stage
 from bitplan.searching.prepare import SearchText, prepare
 from bitplan.searching.result import SearchResult
+from bitplan.searching.rivals import RivalPlan, best_uniform, may_win, rivals_of
 from bitplan.searching.runtime_formats import Target, candidates, target_of
-from bitplan.store.export.gguf_source import is_folder_like
-from bitplan.store.files.headers import is_gguf
+from bitplan.searching.solver import Corrections, Solution, front, kl_out_of_reach, size_out_of_reach, solve, within
 
 # Seconds a number, on two cores of a Xeon: in a pass forward with one token, to keep its statistics, to predict what a
 # format costs, to round.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bitplan.errors import did_you_mean
+from bitplan.base.errors import did_you_mean
+from bitplan.files.engines.targets import FORMATS, packed_bytes
 from bitplan.formats import get_format
-from bitplan.searching.errors import SearchError
-from bitplan.store.export.targets import FORMATS, packed_bytes
+from bitplan.searching.goal import SearchError
 
 
 @dataclass(frozen=True)

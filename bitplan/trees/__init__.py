@@ -1,15 +1,15 @@
 """Gradient-quantized boosted trees: histograms of integers, so that training is fast and exactly reproducible."""
 
-from bitplan.optional import require
+from bitplan.base.optional import require
 
 require("sklearn", purpose="bitplan.trees", extra="trees")  # before the modules below import it
 
 from bitplan.trees.distributed.fit import DistributedFit, fit_distributed
 from bitplan.trees.distributed.shards import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
-from bitplan.trees.evaluation.callbacks import RoundState
-from bitplan.trees.files.load import from_lightgbm, load_trees
-from bitplan.trees.files.pieces import TablePieces, open_pieces
+from bitplan.trees.estimator_base import RoundState
+from bitplan.trees.load import from_lightgbm, load_trees
+from bitplan.trees.pieces import TablePieces, open_pieces
 from bitplan.trees.gradients import (
     GradientPrecision,
     Gradients,
@@ -18,8 +18,8 @@ from bitplan.trees.gradients import (
     GradientsI16,
     TreesError,
 )
-from bitplan.trees.models.plots import plot_importance, plot_tree
-from bitplan.trees.models.ranker import BoostedTreesRanker
+from bitplan.trees.plots import plot_importance, plot_tree
+from bitplan.trees.ranker import BoostedTreesRanker
 from bitplan.trees.recommend import PrecisionAdvice, recommend_gradient_precision
 
 __all__ = [

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.kernels.base import row_pieces
-from bitplan.kernels.base.jit import on_threads
+from bitplan.base.loops import row_pieces
+from bitplan.base.loops.jit import on_threads
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
-from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, TreesError, pieces
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops.histogram import PANEL, words_a_row
+from bitplan.trees.pieces import TablePieces
 
 MAX_BINS = 255
 MAX_CATEGORY = 2**16 - 1  # the largest number that may stand for a category

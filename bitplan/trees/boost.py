@@ -12,18 +12,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bitplan.kernels.base import row_pieces
-from bitplan.kernels.base.jit import on_threads, thread_count
-from bitplan.optional import require
+from bitplan.base.loops import row_pieces
+from bitplan.base.loops.jit import on_threads, thread_count
+from bitplan.base.optional import require
 from bitplan.trees.binning import SAMPLE_ROWS, Bins, bin_rows, blocks_of, find_bins, give_back_memory
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
-from bitplan.trees.evaluation.metrics import Metric
-from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients, GradientsF32, prepare
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.loops import gradients as trees_gradients
 from bitplan.trees.loops import rows as trees_rows
-from bitplan.trees.objectives import Objective
+from bitplan.trees.objectives import Metric, Objective
+from bitplan.trees.pieces import TablePieces
 from bitplan.trees.tree import Forest, Tree
 
 NO_WEIGHTS = np.empty(0)

@@ -1,9 +1,12 @@
-"""`BoostedTreesClassifier` and `BoostedTreesRegressor`: scikit-learn's conventions over `boost`."""
+"""`BoostedTreesClassifier` and `BoostedTreesRegressor`: scikit-learn's conventions over `boost`.
+
+Weights of classes, multiplied into those of rows.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,19 +14,56 @@ import numpy as np
 from sklearn.base import ClassifierMixin, RegressorMixin  # type: ignore[import-untyped]
 from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
 
-from bitplan.kernels.base.jit import use_threads
+from bitplan.base.loops.jit import use_threads
 from bitplan.trees.boost import Rows
 from bitplan.trees.checks import number, one_of, targets_of, weights_of
+from bitplan.trees.continuing import Initial
 from bitplan.trees.distributed.agreement import merge_classes
 from bitplan.trees.distributed.shards import ALONE, Shards
+from bitplan.trees.estimator_base import BoostedTreesBase, FitOptions, leaves_model_if_refused
 from bitplan.trees.gradients import Array, TreesError
-from bitplan.trees.inputs.large_arrays import distinct_labels, places_among
-from bitplan.trees.inputs.weights import class_weights
-from bitplan.trees.losses.regression import OBJECTIVES
-from bitplan.trees.models.base import BoostedTreesBase, FitOptions, leaves_model_if_refused
-from bitplan.trees.models.continuing import Initial
-from bitplan.trees.objectives import Binary, Custom, Multiclass, Objective
-from bitplan.trees.threads import threads_of
+from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, Multiclass, Objective
+from bitplan.trees.threads import distinct_labels, places_among, threads_of
+
+# ---- class weights ---------------------------------------------------------------------------------------------------
+
+
+def class_weights(
+    given: Any, scale_pos_weight: Any, classes: Array, places: Array, weights: Array, shards: Shards
+) -> Array:
+    """A weight for each row; `places` are those of the rows' classes, `weights` the rows' own, or none."""
+    if given is None and scale_pos_weight is None:
+        return weights
+    places = places.astype(np.int64)
+    by_class = _by_class(given, classes, places, shards)
+    if scale_pos_weight is not None:
+        if len(classes) != 2:
+            raise TreesError(
+                f"scale_pos_weight: expected None for {len(classes)} classes, as it weighs the second of two; use "
+                "class_weight"
+            )
+        by_class[1] *= number("scale_pos_weight", scale_pos_weight, 0, above=True)
+    each: Array = by_class[places]
+    return each * weights if len(weights) else each
+
+
+def _by_class(given: Any, classes: Array, places: Array, shards: Shards) -> Array:
+    if given is None:
+        return np.ones(len(classes))
+    if isinstance(given, str) and given == "balanced":
+        counts = shards.add(np.bincount(places, minlength=len(classes)), "rows of each class")
+        balanced: Array = counts.sum() / (len(classes) * np.maximum(counts, 1))
+        return balanced
+    if not isinstance(given, Mapping):
+        raise TreesError(f"class_weight: expected None, 'balanced' or a weight by class, got {given!r:.60}")
+    labels = classes.tolist()
+    unknown = [label for label in given if label not in labels]
+    if unknown:
+        raise TreesError(f"class_weight: {unknown[0]!r:.40} is not among the classes of y, {labels[:5]}")
+    return np.array([number("class_weight", given.get(label, 1.0), 0) for label in labels])
+
+
+# ---- estimators ------------------------------------------------------------------------------------------------------
 
 
 class _FitToTargets(BoostedTreesBase):

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from bitplan.errors import BitplanError
-from bitplan.kernels.base import row_pieces
-from bitplan.kernels.base.jit import thread_count, worthwhile_threads
+from bitplan.base.errors import BitplanError
+from bitplan.base.loops import row_pieces
+from bitplan.base.loops.jit import thread_count, worthwhile_threads
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.loops import gradients as trees_gradients
 

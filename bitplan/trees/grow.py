@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from bitplan.kernels.base.jit import on_threads, thread_count
+from bitplan.base.loops.jit import on_threads, thread_count
 from bitplan.trees import thread_workspace
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.distributed.histogram_exchange import HistogramSum
@@ -29,9 +29,8 @@ from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
 from bitplan.trees.loops.histogram import BINS
-from bitplan.trees.thread_workspace import TeamSpace, team_size
+from bitplan.trees.thread_workspace import Growth, TeamSpace, team_size
 from bitplan.trees.tree import Tree
-from bitplan.trees.tree_tables import Growth
 
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
 NODES_A_STEP = 8  # that several processes expand together

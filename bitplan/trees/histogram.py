@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bitplan.kernels.base.jit import on_threads, thread_count
-from bitplan.kernels.base.row_pieces import Cut, First
-from bitplan.kernels.base.row_pieces import run as run_pieces
+from bitplan.base.loops.jit import on_threads, thread_count
+from bitplan.base.loops.row_pieces import Cut, First
+from bitplan.base.loops.row_pieces import run as run_pieces
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 from bitplan.trees.loops import histogram as kernels

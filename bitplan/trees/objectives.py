@@ -3,20 +3,24 @@
 A raw score is what trees add up to; `mean` turns it into what the user asked for. `renew` gives the leaf values of an
 objective whose best leaf is not a Newton step (the median of absolute errors). Starts, losses and renewed leaves are
 those of the rows of all processes, and do not depend on how these are divided.
+
+Objectives for numbers whose mean is not what is asked for, or that are amounts; gradients are LightGBM's.
+
+Metrics of rows that are watched: the objective's loss, and functions of the user's.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from bitplan.kernels.base.row_pieces import Cut
-from bitplan.kernels.base.row_pieces import run as run_pieces
-from bitplan.trees.distributed.medians import find_medians
-from bitplan.trees.distributed.shards import ALONE, Array, Shards, average, sum_exactly
+from bitplan.base.loops.row_pieces import Cut
+from bitplan.base.loops.row_pieces import run as run_pieces
+from bitplan.trees.distributed.shards import ALONE, Array, Shards, average, find_medians, find_quantiles, sum_exactly
 from bitplan.trees.gradients import TreesError
 from bitplan.trees.loops import gradients as trees_gradients
 
@@ -196,3 +200,143 @@ class Custom(OneScore):
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         raise TreesError("early stopping: a custom objective has no loss to watch; set early_stopping_rounds=None")
+
+
+# ---- regression losses -----------------------------------------------------------------------------------------------
+
+
+class Quantile(OneScore):
+    """The number below which a share of the targets lies."""
+
+    name = "quantile"
+    _kernel = staticmethod(trees_gradients.quantile)
+
+    def __init__(self, share: float) -> None:
+        self._share, self._numbers = share, (float(share),)
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        return find_quantiles(y, weights, [np.arange(len(y))], self._share, shards)
+
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        error = y - scores[:, 0]
+        return average(np.maximum(self._share * error, (self._share - 1.0) * error), weights, shards)
+
+    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None:
+        return find_quantiles(y - scores[:, 0], weights, leaves, self._share, shards)
+
+
+class Huber(OneScore):
+    """Squared errors up to a limit, absolute ones beyond it."""
+
+    name = "huber"
+    _kernel = staticmethod(trees_gradients.huber)
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._numbers = limit, (float(limit),)
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        return np.array([average(y, weights, shards)])
+
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        error = np.abs(scores[:, 0] - y)
+        far = self._limit * (error - 0.5 * self._limit)
+        return average(np.where(error <= self._limit, 0.5 * error * error, far), weights, shards)
+
+
+class Gamma(LogMean):
+    """Positive amounts, whose spread grows with their mean."""
+
+    name = "gamma"
+    _kernel = staticmethod(trees_gradients.gamma)
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        refuse_targets_outside(y, "the gamma objective expects numbers above 0", shards, above_zero=True)
+        return super().start(y, weights, shards)
+
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        return average(y * np.exp(-scores[:, 0]) + scores[:, 0], weights, shards)
+
+
+class Tweedie(LogMean):
+    """Amounts of which many are zero; `power` from 1 (counts) to 2 (gamma)."""
+
+    name = "tweedie"
+    _kernel = staticmethod(trees_gradients.tweedie)
+
+    def __init__(self, power: float) -> None:
+        self._power, self._numbers = power, (float(power),)
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        refuse_targets_outside(y, "the Tweedie objective expects amounts of at least 0 and one above 0", shards)
+        return super().start(y, weights, shards)
+
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        one, two = 1.0 - self._power, 2.0 - self._power
+        score: Array = scores[:, 0]
+        spread: Array = np.exp(two * score)
+        expected: Array = y * np.exp(one * score)
+        return average(spread / two - expected / one, weights, shards)
+
+
+# By name, from the settings `alpha` and `tweedie_power`.
+OBJECTIVES: dict[str, Callable[[float, float], Objective]] = {
+    "squared_error": lambda _alpha, _power: SquaredError(),
+    "absolute_error": lambda _alpha, _power: AbsoluteError(),
+    "poisson": lambda _alpha, _power: Poisson(),
+    "quantile": lambda alpha, _power: Quantile(alpha),
+    "huber": lambda alpha, _power: Huber(alpha),
+    "gamma": lambda _alpha, _power: Gamma(),
+    "tweedie": lambda _alpha, power: Tweedie(power),
+}
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+# Of targets, raw scores and weights: name, value, whether higher is better.
+Metric = Callable[[Array, Array, Array, Shards], tuple[str, float, bool]]
+
+
+def metrics_of(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
+    """The user's metrics, the first of which early stopping watches; then the objective's loss, if it has one."""
+    own = custom_metrics(objective, eval_metric)
+    return own if own and isinstance(objective, Custom) else (*own, loss_of(objective))
+
+
+def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
+    """The user's alone."""
+    given = [] if eval_metric is None else [eval_metric] if callable(eval_metric) else eval_metric
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(callable(each) for each in given):
+        raise TreesError(
+            "eval_metric: expected a function of (y, predictions) that returns (name, value, is_higher_better), or a "
+            f"list of such, got {eval_metric!r:.60}"
+        )
+    return tuple(_custom(each, objective) for each in given)
+
+
+def loss_of(objective: Objective) -> Metric:
+    """The objective's own loss, under the objective's name."""
+
+    def of(y: Array, scores: Array, weights: Array, shards: Shards) -> tuple[str, float, bool]:
+        return objective.name, objective.loss(y, scores, weights, shards), False
+
+    return of
+
+
+def _custom(function: Callable[..., Any], objective: Objective) -> Metric:
+    shown = getattr(function, "__name__", type(function).__name__)
+
+    def of(y: Array, scores: Array, weights: Array, shards: Shards) -> tuple[str, float, bool]:
+        if shards.count > 1:
+            raise TreesError(f"eval_metric: {shown} sees the rows of one process alone; leave it out of this fit")
+        weighted = (weights,) if len(weights) else ()
+        returned = function(y, objective.mean(scores), *weighted)
+        is_triple = isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], str)
+        if not is_triple or not isinstance(returned[1], numbers.Real) or not math.isfinite(returned[1]):
+            raise TreesError(
+                f"eval_metric: {shown} returned {returned!r:.80}, expected (name, value, is_higher_better) with a "
+                "finite value"
+            )
+        return returned[0], float(returned[1]), bool(returned[2])
+
+    return of

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.kernels.base.helper_threads import run
-from bitplan.kernels.base.jit import thread_count
+from bitplan.base.loops.helper_threads import run
+from bitplan.base.loops.jit import thread_count
 from bitplan.trees.gradients import Array
 from bitplan.trees.loops import predict
 

@@ -12,9 +12,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from bitplan.base.version import __version__
 from bitplan.cli import run
 from bitplan.formats import list_formats
-from bitplan.version import __version__
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bitplan.cli import run
-from bitplan.store.export.targets import export_model
-from bitplan.store.export.tokenizer_of_gguf import tokenizer_of_gguf
-from tests.store.export.test_tokenizer_of_gguf import TOKENS, as_gguf
-from tests.store.export.tiny_models import save_tiny
+from bitplan.files.engines.targets import export_model
+from bitplan.files.engines.tokenizer_of_gguf import tokenizer_of_gguf
+from tests.files.engines.test_tokenizer_of_gguf import TOKENS, as_gguf
+from tests.files.engines.tiny_models import save_tiny
 
 transformers = pytest.importorskip("transformers")
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from bitplan.cli import run
 from bitplan.cli.app import VERBS, app
 from tests.cli.verbs.test_perplexity_verb import save_llama
 from tests.crosses import few
-from tests.plan.fp8.fp8_samples import report, series
+from tests.fp8.policy.fp8_samples import report, series
 
 PANELS = ["Measure", "Plan", "Apply", "Run", "Look"]
 EXAMPLE = re.compile(r"Example: bitplan (.+)")

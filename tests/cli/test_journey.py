@@ -10,13 +10,13 @@ import shlex
 
 import pytest
 
+from bitplan.base.records import atomic_file
 from bitplan.cli import SPINS, main, run
+from bitplan.files.engines import gguf_source
+from bitplan.files.engines.targets import export_model
 from bitplan.plan import Plan
-from bitplan.records import atomic_file
-from bitplan.store.export import gguf_source
-from bitplan.store.export.targets import export_model
 from tests.crosses import few
-from tests.store.export.tiny_models import save_tiny
+from tests.files.engines.tiny_models import save_tiny
 
 TEXT = "the hen and the cat then ran there and hid in the shed with a thin hat and that other hen\n" * 40
 SEARCH = ("--text", "text.txt", "--context", "16", "--windows", "2")

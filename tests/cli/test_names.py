@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bitplan.base.text import visible
 from bitplan.cli import run, show
-from bitplan.cli.fit_columns import columns_of, share_width, split_columns, wrap
-from bitplan.text import visible
+from bitplan.cli.show import columns_of, share_width, split_columns, wrap
 from tests.crosses import few
 
 HOSTILE = "\x1b]0;owned\x07\x9b31m\x7f\u202eevil\u2066[red]x[/red][/] [link=x]\r\n.weight"

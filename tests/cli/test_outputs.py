@@ -11,7 +11,7 @@ import torch
 
 from bitplan.cli import run
 from bitplan.plan import Manifest
-from tests.plan.fp8.fp8_samples import report, series
+from tests.fp8.policy.fp8_samples import report, series
 
 RULES = {"version": 1, "patterns": [{"regex": ".*", "format": "bfloat16"}]}
 # verb, arguments before the output, and the inputs that must survive

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.errors import BitplanError, FormatError, NonFiniteError
+from bitplan.base.errors import BitplanError, FormatError, NonFiniteError
 from bitplan.formats import decode, encode, get_format
 from tests.crosses import few
 

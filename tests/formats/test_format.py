@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 from bitplan.formats import Encoded, decode, encode, get_format
 from tests.crosses import few
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.errors import FormatError
-from bitplan.formats.fp8 import (
+from bitplan.base.errors import FormatError
+from bitplan.fp8.casts import (
     FP8_DTYPES,
     FP8_LIMITS,
     SCALINGS,

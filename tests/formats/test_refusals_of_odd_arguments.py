@@ -8,7 +8,7 @@ import torch
 
 import bitplan
 from bitplan import formats
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 
 
 @pytest.mark.parametrize("module", [bitplan, formats], ids=["fast", "definition"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bitplan.formats
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 from bitplan.formats import DTYPE_NAMES, get_format, list_formats
 from tests.crosses import few
 

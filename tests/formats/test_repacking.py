@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 from bitplan.formats import Encoded, decode, encode, repack
 
 from .samples import gaussian, heavy_tailed, same

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 from bitplan.formats import decode, encode, error_report
 from bitplan.formats import quantization_error as report
 from bitplan.formats.quantization_error import Similarity, similarity

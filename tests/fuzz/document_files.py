@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bitplan.base.records import read_json
 from bitplan.plan import Manifest, Plan, check_headers, expand_raw_map
 from bitplan.plan.check_manifest import Header
-from bitplan.records import read_json
 from bitplan.searching import SearchEvidence
-from bitplan.searching.decide.solve import front
+from bitplan.searching.solver import front
 from tests.fuzz.weight_files import written
 
 DOCUMENTS = Path(__file__).parents[2] / "docs" / "documents"
@@ -36,10 +36,9 @@ def _examples(page: str) -> list[tuple[str, str]]:
 
 def read_evidence(path: Path) -> None:
     """What `plan --from` and `diff --evidence` do."""
-    from bitplan.searching.decide.explain import explain_plan
-    from bitplan.searching.decide.solve import solve
-    from bitplan.searching.errors import SearchError
-    from bitplan.searching.goal import Goal
+    from bitplan.searching.explain import explain_plan
+    from bitplan.searching.goal import Goal, SearchError
+    from bitplan.searching.solver import solve
 
     evidence = SearchEvidence.load(path)
     assert front(evidence, points=3)
@@ -72,13 +71,13 @@ def read_raw_map(path: Path) -> None:
 
 
 def read_calibration(path: Path) -> None:
-    from bitplan.measure.calibration import load_calibration
+    from bitplan.streaming.selective.calibration import load_calibration
 
     load_calibration(path, json.loads(example_text("calibration"))["fingerprint"]).result()
 
 
 def read_selective_config(path: Path) -> None:
-    from bitplan.plan.selective.config import SelectivePrecisionConfig
+    from bitplan.streaming.selective.config import SelectivePrecisionConfig
 
     SelectivePrecisionConfig.load(path).to_document()
 
@@ -88,9 +87,9 @@ def selective_policy() -> tuple[Any, Any]:
     """A policy that the example of the page fits."""
     from torch import nn
 
-    from bitplan.plan.selective.config import SelectivePrecisionConfig
-    from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
-    from bitplan.runtime.streaming.stream_blocks import stream_blocks
+    from bitplan.streaming.selective.config import SelectivePrecisionConfig
+    from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
+    from bitplan.streaming.stream_blocks import stream_blocks
 
     saved = json.loads(example_text("selective-state"))["policy"]["config"]
     config = SelectivePrecisionConfig.from_document(saved | {"telemetry_enabled": False})
@@ -109,8 +108,8 @@ def read_selective_state(path: Path) -> None:
 def streamed() -> Any:
     from torch import nn
 
-    from bitplan.runtime.streaming.stream_blocks import stream_blocks
-    from bitplan.runtime.streaming.training.adamw_settings import AdamWSettings
+    from bitplan.streaming.stream_blocks import stream_blocks
+    from bitplan.streaming.training.adamw_settings import AdamWSettings
 
     layer = nn.Linear(4, 4)
     layer.bias.requires_grad_(False)
@@ -128,10 +127,10 @@ def read_training_state(path: Path) -> None:
 
 
 def read_crossovers(path: Path) -> None:
-    from bitplan.documents import load_document
-    from bitplan.errors import FileFormatError
-    from bitplan.measure.speed import crossover_files
-    from bitplan.measure.speed.crossover import pick
+    from bitplan.base.documents import load_document
+    from bitplan.base.errors import FileFormatError
+    from bitplan.packed import crossover_files
+    from bitplan.packed.crossover import pick
 
     fingerprint = json.loads(example_text("crossover"))["fingerprint"]
     document = load_document(path, FileFormatError)
@@ -142,14 +141,14 @@ def read_crossovers(path: Path) -> None:
 
 
 def read_drift_log(path: Path) -> None:
-    from bitplan.store.checks.drift import read_drift
+    from bitplan.files.drift import read_drift
 
     read_drift(path)
 
 
 def make_trees(folder: Path) -> list[Path]:
     from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor
-    from tests.trees.files.test_model_file import fitted
+    from tests.trees.test_model_file import fitted
 
     for kind in (BoostedTreesRegressor, BoostedTreesClassifier):
         fitted(kind, n_estimators=1)[0].save(folder / f"{kind.__name__}.json")
@@ -171,7 +170,7 @@ def read_trees(path: Path) -> None:
 def make_lightgbm(folder: Path) -> list[Path]:
     """LightGBM's text, with the values of a categorical column of pandas as LightGBM writes them."""
     from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor
-    from tests.trees.files.test_model_file import fitted
+    from tests.trees.test_model_file import fitted
 
     plain = fitted(BoostedTreesRegressor, n_estimators=2)[0].to_lightgbm()
     several = fitted(BoostedTreesClassifier, n_estimators=1)[0].to_lightgbm()
@@ -196,7 +195,7 @@ def read_layer_state(path: Path) -> None:
     """What a packed layer saves beside its parts, as JSON in a tensor."""
     import torch
 
-    from bitplan.runtime.packed_weight import _read_extra
+    from bitplan.packed.packed_weight import _read_extra
 
     _read_extra(torch.tensor(list(path.read_bytes()), dtype=torch.uint8), "layer")
 
@@ -205,23 +204,23 @@ def read_layer_state(path: Path) -> None:
 
 
 def make_fp8_policies(folder: Path) -> list[Path]:
-    from bitplan.plan.fp8.merge import merge_reports
-    from tests.plan.fp8.fp8_samples import VERSION_1
+    from bitplan.fp8.policy.merge import merge_reports
+    from tests.fp8.policy.fp8_samples import VERSION_1
 
     merge_reports([small_report()]).policy.save(folder / "v2.json")
     return [folder / "v2.json", written(folder / "v1.json", VERSION_1)]
 
 
 def small_report() -> Any:
-    from tests.plan.fp8.fp8_samples import experts, pair, report, series
+    from tests.fp8.policy.fp8_samples import experts, pair, report, series
 
     return report([*series({512: 0.8, 4096: 1.2}), *pair(424, 1.1, **experts("row_grouped"))])
 
 
 def read_fp8_policy(path: Path) -> None:
-    from bitplan.plan.fp8.choice import choose_products
-    from bitplan.plan.fp8.policy import Question, decide, load_policy, read_policy
-    from bitplan.plan.fp8.vocabulary import KINDS
+    from bitplan.fp8.policy.choice import choose_products
+    from bitplan.fp8.policy.policy import Question, decide, load_policy, read_policy
+    from bitplan.fp8.policy.vocabulary import KINDS
 
     policy = load_policy(path)
     for kind in KINDS:
@@ -240,8 +239,8 @@ def make_fp8_reports(folder: Path) -> list[Path]:
 
 
 def read_fp8_report(path: Path) -> None:
-    from bitplan.plan.fp8.merge import merge_reports
-    from bitplan.plan.fp8.report import Report
+    from bitplan.fp8.policy.merge import merge_reports
+    from bitplan.fp8.policy.report import Report
 
     merge_reports([Report.load(path)]).policy.to_json()
 
@@ -251,7 +250,7 @@ def make_fp8_log(folder: Path) -> list[Path]:
 
 
 def read_fp8_log(path: Path) -> None:
-    from bitplan.measure.speed.fp8_report import ReportLog
+    from bitplan.fp8.bench.report_log import ReportLog
 
     report = small_report()
     with ReportLog(path, report.fingerprint, report.recipe, model=report.model, settings=report.settings) as log:
@@ -259,14 +258,14 @@ def read_fp8_log(path: Path) -> None:
 
 
 def make_list_report(folder: Path) -> list[Path]:
-    from tests.plan.fp8.test_loongforge_report import case
+    from tests.fp8.loongforge.test_times_report import case
 
     rows = [*case(4096, 1.2), *case(512, 0.9), *case(424, 1.1, kind="row_grouped", num_gemms=64)]
     return [written(folder / "list.json", json.dumps(rows))]
 
 
 def read_list_report(path: Path) -> None:
-    from bitplan.plan.fp8.loongforge_report import merge_lists
+    from bitplan.fp8.loongforge.times_report import merge_lists
 
     result = merge_lists([path], 1.0)
     if result is not None:
@@ -274,22 +273,22 @@ def read_list_report(path: Path) -> None:
 
 
 def make_configs(folder: Path) -> list[Path]:
-    from tests.plan.fp8.test_layers import DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B
+    from tests.fp8.policy.test_layers import DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B
 
     configs = (DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B)
     return [written(folder / f"{number}.json", json.dumps(config)) for number, config in enumerate(configs)]
 
 
 def make_yaml(folder: Path) -> list[Path]:
-    from tests.plan.fp8.test_loongforge_yaml import DEEPSEEK, QWEN, SELECTIVE
+    from tests.fp8.loongforge.test_model_yaml import DEEPSEEK, QWEN, SELECTIVE
 
     written(folder / "deepseek_v3.yaml", DEEPSEEK)
     return [written(folder / f"{name}.yaml", text) for name, text in (("a", DEEPSEEK), ("b", QWEN), ("c", SELECTIVE))]
 
 
 def read_fp8_model(path: Path) -> None:
-    from bitplan.plan.fp8.layers import Parallel, local_layers
-    from bitplan.runtime.fp8.model_files import open_model
+    from bitplan.fp8.loongforge.model_yaml import open_model
+    from bitplan.fp8.policy.layers import Parallel, local_layers
 
     local_layers(open_model(path).parts, Parallel(tp=2))
 
@@ -368,8 +367,8 @@ def _tokenizers() -> dict[str, dict[str, Any]]:
 def read_folder_for_gguf(path: Path) -> None:
     import logging
 
-    from bitplan.store.export.gguf_metadata import ModelConfig, model_metadata, rope_factors
-    from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
+    from bitplan.files.engines.gguf_metadata import ModelConfig, model_metadata, rope_factors
+    from bitplan.files.engines.gguf_tokenizer import tokenizer_metadata
 
     logging.getLogger("gguf").setLevel(logging.ERROR)  # it warns of a chat template of another type
     config = ModelConfig(path.parent)

@@ -13,7 +13,7 @@ from random import Random
 
 import typer
 
-from bitplan.errors import BitplanError
+from bitplan.base.errors import BitplanError
 from tests.fuzz.document_files import example, make_fp8_policies, make_fp8_reports
 from tests.fuzz.weight_files import make_gguf, make_gpt_oss, make_networks, make_packed, make_safetensors, written
 
@@ -24,8 +24,8 @@ def make_packed_folder(*damaged: str) -> Callable[[Path], list[Path]]:
     """A tiny Llama that `quantize` packed, with its tokenizer."""
 
     def make(folder: Path) -> list[Path]:
-        from bitplan.store import quantize_file
-        from tests.store.export.tiny_models import save_tiny
+        from bitplan import quantize_file
+        from tests.files.engines.tiny_models import save_tiny
 
         save_tiny(folder / "plain", "llama")
         written(folder / "plain" / "generation_config.json", '{"bos_token_id": 1, "eos_token_id": [2], "top_p": 0.9}')
@@ -36,7 +36,7 @@ def make_packed_folder(*damaged: str) -> Callable[[Path], list[Path]]:
 
 
 def load_folder(path: Path) -> None:
-    from bitplan.runtime import load_packed
+    from bitplan import load_packed
 
     load_packed(path.parent)
 
@@ -53,8 +53,8 @@ def make_adapter(folder: Path) -> list[Path]:
 def read_adapter(path: Path) -> None:
     import torch
 
+    from bitplan import apply_plan
     from bitplan.peft import load_adapter
-    from bitplan.runtime import apply_plan
 
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
     apply_plan(model, {"0.weight": "int8_row"})
@@ -95,7 +95,7 @@ def shell(*words: str, output: str = "") -> Callable[[Path], None]:
 
 
 def make_text(folder: Path) -> list[Path]:
-    from tests.store.export.tiny_models import save_tiny
+    from tests.files.engines.tiny_models import save_tiny
 
     save_tiny(folder / "model", "llama")
     return [written(folder / "text.txt", " ".join(Random(1).choices(("the", "he", "a", "th"), k=300)))]

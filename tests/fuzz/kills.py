@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from gguf import GGMLQuantizationType
 
-from bitplan.folders import atomic_folder
-from bitplan.records import atomic_file, read_json, write_json
+from bitplan.base.folders import atomic_folder
+from bitplan.base.records import atomic_file, read_json, write_json
+from bitplan.files.gguf import GGUFFile, write_gguf
+from bitplan.files.safetensors import SafetensorsFile, write_safetensors
 from bitplan.report import TrainingLog
-from bitplan.store.files.gguf import GGUFFile, write_gguf
-from bitplan.store.files.safetensors import SafetensorsFile, write_safetensors
 
 SIZES = (1_000, 300_000)  # bytes of a tensor: an even version is small, an odd one large
 

@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from bitplan.errors import BitplanError
+from bitplan.base.errors import BitplanError
 from tests.fuzz.changes import change
 from tests.fuzz.readers import READERS, Reader
 

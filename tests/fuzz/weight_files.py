@@ -18,8 +18,8 @@ def written(path: Path, content: str | bytes) -> Path:
 def make_safetensors(folder: Path) -> list[Path]:
     import torch
 
+    from bitplan.files.safetensors import DTYPES, write_safetensors
     from bitplan.formats.dtypes import torch_dtype
-    from bitplan.store.files.safetensors import DTYPES, write_safetensors
 
     paths = []
     for number, tags in enumerate((list(DTYPES), ["F32"], ["U8", "F4", "BF16"], [])):
@@ -37,7 +37,7 @@ def make_safetensors(folder: Path) -> list[Path]:
 def read_safetensors(path: Path) -> None:
     import safetensors
 
-    from bitplan.store.files.safetensors import SafetensorsFile
+    from bitplan.files.safetensors import SafetensorsFile
 
     with SafetensorsFile(path) as file:
         for name, entry in file.tensors.items():
@@ -54,7 +54,7 @@ def read_safetensors(path: Path) -> None:
 def make_index(folder: Path) -> list[Path]:
     import torch
 
-    from bitplan.store.files.safetensors import write_safetensors
+    from bitplan.files.safetensors import write_safetensors
 
     for name in "ab":
         with write_safetensors(folder / f"{name}.safetensors", [(name, torch.uint8, (1,))]) as writer:
@@ -64,7 +64,7 @@ def make_index(folder: Path) -> list[Path]:
 
 
 def read_all(path: Path) -> None:
-    from bitplan.store import open_tensors
+    from bitplan import open_tensors
 
     with open_tensors(path) as file:
         for name in (*file.specs, *file.tied):
@@ -77,7 +77,7 @@ def make_gguf(folder: Path) -> list[Path]:
     from gguf import GGMLQuantizationType as Type
     from gguf import GGUFValueType as V
 
-    from bitplan.store.files.gguf import GGUFValue, write_gguf
+    from bitplan.files.gguf import GGUFValue, write_gguf
 
     metadata = {
         "general.architecture": GGUFValue(V.STRING, "llama"),
@@ -104,7 +104,7 @@ def make_gguf(folder: Path) -> list[Path]:
 
 def read_gguf(path: Path) -> None:
     """What is read can be written, and is then read the same."""
-    from bitplan.store.files.gguf import GGUFFile, write_gguf
+    from bitplan.files.gguf import GGUFFile, write_gguf
 
     with GGUFFile(path) as file:
         raw = {name: file.read_raw(name) for name in file.tensors}
@@ -136,9 +136,9 @@ def make_split_gguf(folder: Path) -> list[Path]:
 def make_networks(folder: Path) -> list[Path]:
     import torch
 
+    from bitplan.files.poly_network import PolyNetwork
     from bitplan.formats import DTYPE_NAMES, encode
-    from bitplan.store.files.poly.network import PolyNetwork
-    from tests.store.files.test_poly_json import AMBIGUOUS, EVERY_ORIGINAL, ORIGINAL, b64, network, pack, packed
+    from tests.files.test_poly_json import AMBIGUOUS, EVERY_ORIGINAL, ORIGINAL, b64, network, pack, packed
 
     x = torch.linspace(-1, 1, 6).reshape(2, 3)
     ours = PolyNetwork.from_tensors({fmt: encode(x, fmt) for fmt in DTYPE_NAMES}).document
@@ -150,7 +150,7 @@ def make_networks(folder: Path) -> list[Path]:
 
 
 def read_network(path: Path) -> None:
-    from bitplan.store.files.poly.network import read_poly_json, write_poly_json
+    from bitplan.files.poly_network import read_poly_json, write_poly_json
 
     result = read_poly_json(path)
     write_poly_json(path.with_suffix(".again"), result)  # what can be read can be written, and is the same
@@ -160,9 +160,9 @@ def read_network(path: Path) -> None:
 def make_packed(folder: Path) -> list[Path]:
     import torch
 
+    from bitplan.files.open_files import write_tensors
+    from bitplan.files.tensor_file import Promise
     from bitplan.formats import encode
-    from bitplan.store.files.open_files import write_tensors
-    from bitplan.store.files.tensor_file import Promise
 
     x = torch.linspace(-1, 1, 4 * 128).reshape(4, 128)
     packed = {fmt: encode(x, fmt) for fmt in ("mxfp4", "nvfp4", "int8_g128", "q4_0_poly")}
@@ -183,9 +183,9 @@ ANY_FORMAT = Manifest.from_document({"version": 1, "patterns": [{"regex": ".*", 
 
 def read_packed_file(path: Path) -> None:
     """What `check --deep` and `load` do."""
-    from bitplan.runtime.packed.read_packed import read_packed
-    from bitplan.store import open_tensors
-    from bitplan.store.checks.deep_check import deep_check
+    from bitplan import open_tensors
+    from bitplan.files.deep_check import deep_check
+    from bitplan.packed.read_tensors import read_packed
 
     with open_tensors(path) as file:
         deep_check(ANY_FORMAT, file)
@@ -229,9 +229,9 @@ def make_pairs(folder: Path) -> list[Path]:
 
 
 def read_pairs(path: Path) -> None:
-    from bitplan.runtime.packed.read_packed import read_packed
-    from bitplan.store import open_tensors
-    from bitplan.store.checks.deep_check import deep_check
+    from bitplan import open_tensors
+    from bitplan.files.deep_check import deep_check
+    from bitplan.packed.read_tensors import read_packed
 
     with open_tensors(path) as file:
         deep_check(PAIRS, file)
@@ -242,8 +242,8 @@ def make_statistics(folder: Path) -> list[Path]:
     """evidence.safetensors, and llama.cpp's imatrix.gguf."""
     import torch
 
-    from bitplan.store.rounding.imatrix import write_imatrix
-    from bitplan.store.rounding.input_statistics import write_evidence
+    from bitplan.files.imatrix import write_imatrix
+    from bitplan.files.input_statistics import write_evidence
 
     squares = torch.linspace(0.1, 1, 32)
     write_imatrix(folder / "imatrix.gguf", {"a": squares, "b": squares}, tokens=1000, datasets=["text"])
@@ -257,7 +257,7 @@ def make_statistics(folder: Path) -> list[Path]:
 
 def read_statistics(path: Path) -> None:
     """What `quantize --evidence` asks of statistics."""
-    from bitplan.store.rounding.with_evidence import open_evidence
+    from bitplan.files.round_with_evidence import open_evidence
 
     with open_evidence(path) as file:
         for name in file.names:
@@ -275,7 +275,8 @@ def read_statistics(path: Path) -> None:
 
 def make_gpt_oss(naming: str, damaged: str) -> Callable[[Path], list[Path]]:
     def make(folder: Path) -> list[Path]:
-        from bitplan.store.gpt_oss import check, make_checkpoint
+        from bitplan.files.gpt_oss import make_checkpoint
+        from bitplan.files.gpt_oss import source as check
 
         # The package's own manifest takes longer to read than a damaged file, and is the same for each.
         check.shipped_manifest = functools.cache(check.shipped_manifest)  # type: ignore[attr-defined]
@@ -288,8 +289,8 @@ def make_gpt_oss(naming: str, damaged: str) -> Callable[[Path], list[Path]]:
 
 
 def read_gpt_oss(path: Path) -> None:
-    from bitplan.store.gpt_oss import GptOssFile
-    from bitplan.store.gpt_oss.config import hf_config
+    from bitplan.files.gpt_oss import GptOssFile
+    from bitplan.files.gpt_oss.config import hf_config
 
     with GptOssFile(path if path.suffix == ".gguf" else path.parent) as file:
         json.dumps(hf_config(file.shape, file.settings, packed=True), allow_nan=False).encode()
@@ -299,7 +300,7 @@ def read_gpt_oss(path: Path) -> None:
 
 def make_schemes(damaged: str) -> Callable[[Path], list[Path]]:
     def make(folder: Path) -> list[Path]:
-        from tests.store.files.quantized_folders import FOLDERS
+        from tests.files.quantized_folders import FOLDERS
 
         for name, write in FOLDERS.items():
             write(folder / name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bitplan.plan.aliases import AliasError, Aliases
+from bitplan.plan.manifest import AliasError, Aliases
 
 MAP = Aliases({"block.[i].qkv": ("h.[i].q", "h.[i].k"), "e.[i].[j]": ("x.[j].y.[i]",), "norm": ("final",)})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bitplan.errors import ArgumentError, PlanError
+from bitplan.base.errors import ArgumentError, PlanError
 from bitplan.plan import Choice, Manifest, Plan, Planned, Stored, choose_formats
 
 ROWS = [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.plan.name_patterns import MAX_PATTERN_LETTERS, NamePatterns, PatternError
+from bitplan.plan.manifest import MAX_PATTERN_LETTERS, NamePatterns, PatternError
 from tests.limits import assert_quick
 
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 from bitplan.plan import Choice, Plan, PlanError, Planned, combine
 from bitplan.plan.names import natural_order, number_ranges, split_layer
 

@@ -14,21 +14,21 @@ from pathlib import Path
 
 import torch
 
+from bitplan.base.records import write_json
+from bitplan.files.drift import DriftLog, log_drift
 from bitplan.formats import encode
-from bitplan.measure.calibration import Calibration
-from bitplan.measure.speed.crossover import Crossover, Timing
-from bitplan.measure.speed.crossover_files import to_document
+from bitplan.fp8.policy.merge import merge_reports
+from bitplan.fp8.policy.report import Fingerprint, Report, Row
+from bitplan.packed.crossover import Crossover, Timing
+from bitplan.packed.crossover_files import to_document
 from bitplan.plan import Choice, Plan
 from bitplan.plan.check_manifest import Finding
-from bitplan.plan.fp8.merge import merge_reports
-from bitplan.plan.fp8.report import Fingerprint, Report, Row
 from bitplan.plan.plan import Planned
-from bitplan.plan.selective.decide import BlockPrecisionHint
-from bitplan.records import write_json
 from bitplan.report import TrainingLog
-from bitplan.runtime.selective.telemetry import PrecisionTelemetry
-from bitplan.runtime.streaming.telemetry import StreamStepStats
-from bitplan.store.checks.drift import DriftLog, log_drift
+from bitplan.streaming.selective.calibration import Calibration
+from bitplan.streaming.selective.decide import BlockPrecisionHint
+from bitplan.streaming.selective.training_policy import PrecisionTelemetry
+from bitplan.streaming.telemetry import StreamStepStats
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 LAYERS = 24

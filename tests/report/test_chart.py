@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from bitplan.report import figures
+from bitplan.report import markup as figures
 from bitplan.report.chart import Frame, format_colours, linear_axis, log_axis, thin
 
 

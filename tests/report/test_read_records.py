@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.errors import BitplanError
+from bitplan.base.errors import BitplanError
 from bitplan.report import ReportError, write_report
 from bitplan.report import read_records as reading
 from bitplan.report.read_records import read_records, short_names

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from bitplan.base.errors import MeasureError
 from bitplan.cli import run
-from bitplan.errors import MeasureError
+from bitplan.files.engines.targets import export_model
+from bitplan.files.input_statistics import EvidenceFile
+from bitplan.files.open_files import open_tensors
 from bitplan.formats import Encoded
 from bitplan.searching.gather_evidence import gather_evidence
-from bitplan.store.export.targets import export_model
-from bitplan.store.files.open_files import open_tensors
-from bitplan.store.rounding.input_statistics import EvidenceFile
-from tests.store.export.tiny_models import LETTERS, save_tiny
+from tests.files.engines.tiny_models import LETTERS, save_tiny
 
 TEXT = "".join(LETTERS[number] for number in torch.randint(26, (400,), generator=torch.Generator().manual_seed(0)))
 

@@ -10,25 +10,25 @@ import torch
 import transformers
 
 import bitplan
+from bitplan import open_tensors, quantize_file
+from bitplan.base.errors import PlanError
 from bitplan.cli.verbs.search import show_result
-from bitplan.errors import PlanError
+from bitplan.files.round_with_evidence import evidence_for, open_evidence
 from bitplan.formats import get_format
-from bitplan.kernels import encode
-from bitplan.kernels.codec.dispatch import SMALLEST_FOR_CPU, explain_encode, parts_of, size_with_others
+from bitplan.formats.dispatch import SMALLEST_FOR_CPU, encode, explain_encode, parts_of, size_with_others
+from bitplan.packed.language import model_on_disk
 from bitplan.report.page import write_report
-from bitplan.runtime import model_on_disk
-from bitplan.searching.errors import GoalError, SearchError
+from bitplan.rounding import round_columns_cpu
+from bitplan.rounding import weights as round_weight
+from bitplan.rounding.pick_loops import loops_for
 from bitplan.searching.gather import damage, timing
 from bitplan.searching.gather.damage import RoundedWeights
 from bitplan.searching.gather.expert_products import is_unseen
 from bitplan.searching.gather.statistics import INPUTS, InputStatistics
+from bitplan.searching.goal import GoalError, SearchError
 from bitplan.searching.prepare import prepare
-from bitplan.store import open_tensors, quantize_file
-from bitplan.store.rounding import round_columns_cpu, round_weight
-from bitplan.store.rounding.pick_loops import loops_for
-from bitplan.store.rounding.with_evidence import evidence_for, open_evidence
+from tests.files.engines.tiny_models import save_tokenizer
 from tests.searching.tiny_mixtral import HIDDEN, INNER, rounding_to_nearest, save_mixtral
-from tests.store.export.tiny_models import save_tokenizer
 
 EXPERTS = 6
 UNSEEN = (4, 5)

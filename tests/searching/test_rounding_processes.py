@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import bitplan
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 from bitplan.searching import Goal, SearchError
 from bitplan.searching.gather import damage
-from bitplan.searching.gather.damage import RoundedWeights
+from bitplan.searching.gather.damage import RoundedWeights, RoundingJob, RoundingProcesses
 from bitplan.searching.gather.passes import add_windows
 from bitplan.searching.gather.searched_model import subject_of
 from bitplan.searching.gather.statistics import InputStatistics
-from bitplan.searching.rounding_processes import RoundingJob, RoundingProcesses
 from tests.searching.test_search import tiny_llama, tokens
 
 

@@ -14,12 +14,19 @@ import torch
 import transformers
 
 import bitplan
+from bitplan import open_tensors, quantize_file
 from bitplan.cli.verbs.search import show_result
-from bitplan.kernels import decode, encode
+from bitplan.files.engines.compressed_tensors import SCHEMES
+from bitplan.files.engines.mlx import QUANTIZATIONS
+from bitplan.files.engines.targets import FORMATS as EXPORTED
+from bitplan.files.engines.targets import ExportRequest, prepare_export
+from bitplan.files.gguf_tensors import GGUF_TYPES
+from bitplan.formats.dispatch import decode, encode
+from bitplan.packed.checkpoints.build import empty_model
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.report.page import write_report
-from bitplan.runtime.packed.checkpoints.build import empty_model
+from bitplan.rounding import round_weight
 from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchEvidence
 from bitplan.searching import run as runner
 from bitplan.searching.gather import blocks, collect, damage, passes, searched_model
@@ -28,12 +35,6 @@ from bitplan.searching.gather.passes import add_upper_products, mirror
 from bitplan.searching.gather.searched_model import subject_of
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
 from bitplan.searching.runtime_formats import TARGETS
-from bitplan.store import open_tensors, quantize_file, round_weight
-from bitplan.store.export.compressed_tensors import SCHEMES
-from bitplan.store.export.mlx import QUANTIZATIONS
-from bitplan.store.export.targets import FORMATS as EXPORTED
-from bitplan.store.export.targets import ExportRequest, prepare_export
-from bitplan.store.files.gguf_tensors import GGUF_TYPES
 from tests.searching.tiny_mixtral import rounding_to_nearest
 
 GGUF_CASTS = ("float32", "float16", "bfloat16")

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import bitplan
+from bitplan import open_tensors, quantize_file
+from bitplan.files.round_with_evidence import evidence_for, open_evidence
 from bitplan.formats import get_format
 from bitplan.searching.gather import expert_products
 from bitplan.searching.gather.expert_products import ExpertSlice, RoutedTokens
 from bitplan.searching.gather.statistics import GRADIENT, INPUTS, InputStatistics
 from bitplan.searching.prepare import prepare
 from bitplan.searching.runtime_formats import TARGETS
-from bitplan.store import open_tensors, quantize_file
-from bitplan.store.rounding.with_evidence import evidence_for, open_evidence
 from tests.searching.tiny_mixtral import HIDDEN, INNER, rounding_to_nearest, save_mixtral
 
 EXPERTS = 4

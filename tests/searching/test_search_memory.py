@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bitplan
-from bitplan.kernels import encode
+from bitplan.formats.dispatch import encode
 from bitplan.searching.gather import damage
 from bitplan.searching.gather.blocks import BlockRunner
-from bitplan.searching.gather.scratch_tensors import ScratchWriter
+from bitplan.searching.gather.statistics import ScratchWriter
 
 WIDTH, VOCABULARY = 96, 32
 

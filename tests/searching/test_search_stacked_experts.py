@@ -12,25 +12,24 @@ import torch
 import transformers
 
 import bitplan
+from bitplan import open_tensors, quantize_file
 from bitplan.cli import run
-from bitplan.searching.errors import SearchError
+from bitplan.files.input_statistics import expert_name
+from bitplan.files.open_files import write_tensors
+from bitplan.files.round_with_evidence import open_evidence
+from bitplan.files.tensor_file import Promise
+from bitplan.rounding.weights import round_weight
 from bitplan.searching.gather import timing
-from bitplan.searching.gather.damage import RoundedWeights
-from bitplan.searching.gather.expert_damage import ExpertDamage
-from bitplan.searching.gather.expert_items import items_of_gguf
-from bitplan.searching.gather.expert_timing import ExpertArms
+from bitplan.searching.gather.damage import ExpertDamage, RoundedWeights
+from bitplan.searching.gather.expert_products import items_of_gguf
 from bitplan.searching.gather.searched_model import subject_of
 from bitplan.searching.gather.statistics import InputStatistics
+from bitplan.searching.gather.timing import ExpertArms
+from bitplan.searching.goal import SearchError
 from bitplan.searching.prepare import prepare
 from bitplan.searching.runtime_formats import TARGETS
-from bitplan.store import open_tensors, quantize_file
-from bitplan.store.files.open_files import write_tensors
-from bitplan.store.files.tensor_file import Promise
-from bitplan.store.rounding.input_statistics import expert_name
-from bitplan.store.rounding.round_weight import round_weight
-from bitplan.store.rounding.with_evidence import open_evidence
+from tests.files.engines.tiny_models import save_tokenizer
 from tests.searching.tiny_mixtral import rounding_to_nearest
-from tests.store.export.tiny_models import save_tokenizer
 
 EXPERTS, HIDDEN, INNER = 4, 64, 32
 FORMATS = ("int4_g32", "int8_row", "nvfp4", "bfloat16")

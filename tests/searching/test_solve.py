@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 
 from bitplan.searching import FormatCost, Goal, GoalError, SearchEvidence, TensorGroup, solve
-from bitplan.searching.decide.compare_plans import compare_plans
-from bitplan.searching.decide.explain import explain_plan
-from bitplan.searching.decide.rivals import may_win, rivals_of
-from bitplan.searching.decide.solve import front
+from bitplan.searching.explain import compare_plans, explain_plan
 from bitplan.searching.goal import parse_bytes
+from bitplan.searching.rivals import may_win, rivals_of
+from bitplan.searching.solver import front
 
 FORMATS = {"mxfp4": 4.25, "q4_0_gguf": 4.5, "int8_row": 8.06, "bfloat16": 16.0}
 

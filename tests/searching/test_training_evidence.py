@@ -8,13 +8,13 @@ import math
 import pytest
 
 import bitplan
-from bitplan.plan.fp8.report import Fingerprint
-from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point
-from bitplan.plan.selective.config import SelectivePrecisionConfig
-from bitplan.plan.selective.score import RawGradStats, compare_blocks
-from bitplan.plan.selective.state import PolicyState, layout_of, observe, save_state
+from bitplan.fp8.policy.report import Fingerprint
+from bitplan.fp8.policy.token_ranges import BandPolicy, BandRule, Point
 from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError
-from bitplan.searching.decide.solve import solve
+from bitplan.searching.solver import solve
+from bitplan.streaming.selective.config import SelectivePrecisionConfig
+from bitplan.streaming.selective.score import RawGradStats, compare_blocks
+from bitplan.streaming.selective.state import PolicyState, layout_of, observe, save_state
 from tests.searching.test_search import tiny_llama, tokens
 
 FORMATS = ("mxfp4", "fp8_e4m3_row", "bfloat16")

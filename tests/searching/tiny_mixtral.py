@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 
-from bitplan.kernels import encode
+from bitplan.formats.dispatch import encode
 from bitplan.searching.gather import damage
-from tests.store.export.tiny_models import save_tokenizer
+from tests.files.engines.tiny_models import save_tokenizer
 
 HIDDEN, INNER = 64, 32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bitplan.kernels.base import row_pieces
+from bitplan.base.loops import row_pieces
 from bitplan.trees.binning import Bins, bin_rows, find_bins
 from bitplan.trees.gradients import TreesError
 

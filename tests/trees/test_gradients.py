@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bitplan.kernels.base.jit import use_threads
+from bitplan.base.loops.jit import use_threads
 from bitplan.trees.gradients import (
     GradientPrecision,
     GradientsF32,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bitplan.kernels.base import helper_threads, jit
-from bitplan.kernels.base.jit import use_threads
+from bitplan.base.loops import helper_threads, jit
+from bitplan.base.loops.jit import use_threads
 from bitplan.trees import histogram, thread_workspace
 from bitplan.trees.gradients import GradientPrecision, prepare
 from bitplan.trees.grow import TreeGrower

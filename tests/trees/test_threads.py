@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.kernels.base import jit, row_pieces
-from bitplan.kernels.base.jit import on_threads, thread_count, use_threads
+from bitplan.base.loops import jit, row_pieces
+from bitplan.base.loops.jit import on_threads, thread_count, use_threads
 from bitplan.trees import BoostedTreesClassifier, TreesError, thread_workspace, threads
 from bitplan.trees.gradients import pieces
 from bitplan.trees.threads import LIMITS, allowed_cores, threads_of
@@ -123,7 +123,7 @@ def test_two_fits_at_once_grow_the_trees_of_each(monkeypatch):
 
 FORKING = """
 import os
-from bitplan.kernels.base import jit
+from bitplan.base.loops import jit
 from bitplan.trees import BoostedTreesClassifier, thread_workspace
 from tests.trees.samples import table
 thread_workspace.TEAM_ROWS, jit.HAND_OUT_NS = 0, 1

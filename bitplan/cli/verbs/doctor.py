@@ -29,7 +29,7 @@ def doctor(
 
     Example: bitplan doctor
     """
-    from bitplan.measure.machine import examine_machine, has_gpu_driver
+    from bitplan.packed.machine import examine_machine, has_gpu_driver
 
     examined = examine_machine(measure=measure, deep=has_gpu_driver() if deep is None else deep)
     if as_json:

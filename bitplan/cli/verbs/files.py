@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from bitplan.base.text import counted, visible
 from bitplan.cli.options import Evidence, Force, Json, Keep, ManifestName, Only, Pad, PlanFile, Rule, ScaleRule
 from bitplan.cli.quick_help import format_names
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
-from bitplan.text import counted, visible
 
 
 def formats(
@@ -44,8 +44,8 @@ def formats(
 
 
 def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
-    from bitplan.errors import FormatError
-    from bitplan.store.files.open_files import open_tensors
+    from bitplan.base.errors import FormatError
+    from bitplan.files.open_files import open_tensors
 
     path, separator, name = on.rpartition(":")
     if not separator:
@@ -55,7 +55,7 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
 
         from bitplan.formats import error_report, list_formats
         from bitplan.formats.codec import finite, readable
-        from bitplan.kernels import encode
+        from bitplan.formats.dispatch import encode
 
         numbers = finite(readable(file.read_float(name), on), "error", on)
     known = list_formats()
@@ -105,7 +105,7 @@ def inspect(
 
     Example: bitplan inspect model.safetensors
     """
-    from bitplan.store.files.open_files import open_tensors
+    from bitplan.files.open_files import open_tensors
 
     if chart and not structure:
         raise typer.BadParameter("--chart draws what a model computes: add --structure")
@@ -133,9 +133,9 @@ def inspect(
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
-    from bitplan.errors import PlanError
-    from bitplan.plan.mermaid import draw_view
-    from bitplan.store.describe_files import describe
+    from bitplan.base.errors import PlanError
+    from bitplan.files.describe_files import describe
+    from bitplan.plan.plan import draw_view
 
     view = describe(file)
     if chart and view.source == "table":
@@ -191,11 +191,11 @@ def quantize(
 
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
+    from bitplan.base.records import read_text
+    from bitplan.files.headers import is_gguf, plan_for_file
+    from bitplan.files.open_files import container_for, open_tensors
+    from bitplan.files.packed_folder import check_packed_output
     from bitplan.plan import Plan, open_manifest
-    from bitplan.records import read_text
-    from bitplan.store.files.headers import is_gguf, plan_for_file
-    from bitplan.store.files.open_files import container_for, open_tensors
-    from bitplan.store.packed_folder import check_packed_output
 
     # Refuse what can be refused without torch, whose import takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
@@ -227,7 +227,7 @@ def quantize(
                 packs_folder=container is None,
             )
 
-    from bitplan.store.quantize_files import quantize_file
+    from bitplan.files.quantize_files import quantize_file
 
     with ExitStack() as opened:
         if content is not None:
@@ -270,7 +270,7 @@ def quantize(
 @contextmanager
 def _gathered(source: Path, output: Path, text: str, windows: int) -> Iterator[Path]:
     """Statistics of a text in a file that is there for this long, beside the output: they may be larger than memory."""
-    from bitplan.folders import scratch_folder
+    from bitplan.base.folders import scratch_folder
     from bitplan.searching.gather_evidence import gather_evidence
 
     with scratch_folder(output.parent, "bitplan") as folder:
@@ -306,13 +306,13 @@ def compare(
 
     Example: bitplan compare model.safetensors model.mxfp4.safetensors
     """
-    from bitplan.store.files.open_files import open_tensors
+    from bitplan.files.open_files import open_tensors
 
     with open_tensors(first) as file:
         total = sum(math.prod(spec.shape) for spec in file.specs.values())
     open_tensors(second).close()  # refuses a file that cannot be read before torch is imported
 
-    from bitplan.store.compare import compare_files
+    from bitplan.files.compare import compare_files
 
     with progress("comparing", total, amount="{:,} numbers".format) as advance:
         result = compare_files(first, second, on_numbers=advance)
@@ -361,12 +361,12 @@ def drift(
 
     Example: bitplan drift model.safetensors model.mxfp4.safetensors --jsonl drift.jsonl
     """
-    from bitplan.store.files.open_files import open_tensors
+    from bitplan.files.open_files import open_tensors
 
     for each in (master, packed):
         open_tensors(each).close()  # refuses a file that cannot be read before torch is imported
 
-    from bitplan.store.checks.drift import DriftLog, drift_files
+    from bitplan.files.drift import DriftLog, drift_files
 
     log = None if jsonl is None else DriftLog(jsonl)  # a path that cannot be written is an error before the work
     with open_tensors(packed) as file:

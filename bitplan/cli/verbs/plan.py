@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bitplan.base.text import counted
 from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, MaxKl, Rows
 from bitplan.cli.quick_help import QuickCommand, QuickGroup, manifest_names, shipped_names
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
-from bitplan.text import counted
 
 if TYPE_CHECKING:
     from bitplan.plan import Plan
@@ -45,10 +45,10 @@ def check(
 
     Example: bitplan check llama model.safetensors --deep
     """
+    from bitplan.files.open_files import open_tensors
+    from bitplan.files.packed_folder import plan_findings, read_config, read_packed_plan
     from bitplan.plan import Finding, Header, check_headers, open_manifest
     from bitplan.plan.check_manifest import CAST
-    from bitplan.store.files.open_files import open_tensors
-    from bitplan.store.packed_folder import plan_findings, read_config, read_packed_plan
 
     if len(arguments) > 2:
         raise typer.BadParameter("give MANIFEST and CHECKPOINT, or a folder that `bitplan quantize` wrote")
@@ -71,7 +71,7 @@ def check(
         if rules is not None:
             problems = check_headers(rules, headers)
             if any(part in name for name in headers for part in ("mlp1_weight", ".experts.", "_exps.")):
-                from bitplan.runtime.packed.gpt_oss.load import gpt_oss_findings, is_gpt_oss  # loads torch
+                from bitplan.packed.checkpoints.gpt_oss_load import gpt_oss_findings, is_gpt_oss  # loads torch
 
                 if is_gpt_oss(Path(checkpoint)):
                     headers, problems = gpt_oss_findings(Path(checkpoint), rules, headers)
@@ -80,7 +80,7 @@ def check(
         casts = Counter(headers[finding.where].dtype for finding in problems if finding.code == CAST)
         total = sum(header.nbytes for header in headers.values())
         if deep:
-            from bitplan.store.checks.deep_check import deep_check
+            from bitplan.files.deep_check import deep_check
 
             with progress("checking", total, amount=human_bytes) as advance:
                 findings += deep_check(rules, file, on_bytes=advance)
@@ -128,10 +128,10 @@ def plan(
 
     Example: bitplan plan model.safetensors --format int8_row -o plan.json
     """
+    from bitplan.base.records import check_output
+    from bitplan.files.headers import plan_for_file
+    from bitplan.files.open_files import open_tensors
     from bitplan.plan import open_manifest
-    from bitplan.records import check_output
-    from bitplan.store.files.headers import plan_for_file
-    from bitplan.store.files.open_files import open_tensors
 
     if source is not None:
         if arguments or fmt or keep:
@@ -171,10 +171,10 @@ def _goal(bits: float | None, size: str | None, max_kl: float | None, faster: fl
 
 def _solved(source: Path, goal: Goal, output: Path | None, force: bool) -> Plan:
     """The best plan for a goal, from evidence alone."""
-    from bitplan.records import check_output
-    from bitplan.searching.decide.explain import explain_plan
-    from bitplan.searching.decide.solve import solve
+    from bitplan.base.records import check_output
     from bitplan.searching.evidence import SearchEvidence
+    from bitplan.searching.explain import explain_plan
+    from bitplan.searching.solver import solve
 
     if output is not None:
         check_output(output, inputs=[source], force=force)
@@ -248,8 +248,8 @@ def expand(
 
     Example: bitplan manifest expand raw.json
     """
+    from bitplan.base.records import read_json
     from bitplan.plan import Manifest, expand_raw_map
-    from bitplan.records import read_json
 
     expanded = expand_raw_map(read_json(raw), where=str(raw))
     Manifest.from_document(expanded, where=str(raw))  # refuse unknown formats now, not at the first use

@@ -14,7 +14,7 @@ from bitplan.cli.show import progress, say, show_json, table
 
 if TYPE_CHECKING:
     from bitplan.cli.measure_formats import QualityRow
-    from bitplan.measure.quality.estimates import Estimate
+    from bitplan.packed.language.perplexity import Estimate
 
 
 def perplexity(
@@ -60,12 +60,12 @@ def perplexity(
 
     Example: bitplan perplexity llama --text text.txt --context 64 --format mxfp4 --format int8_row
     """
-    from bitplan.errors import MeasureError
+    from bitplan.base.errors import MeasureError
+    from bitplan.base.records import read_text
+    from bitplan.files.headers import check_model_source
+    from bitplan.files.open_files import open_tensors
     from bitplan.formats import get_format
     from bitplan.plan import Manifest, Plan, open_manifest
-    from bitplan.records import read_text
-    from bitplan.store.files.headers import check_model_source
-    from bitplan.store.files.open_files import open_tensors
 
     # Refuse all that can be refused before torch is imported and minutes are spent.
     formats = [get_format(name) for name in fmt or ()]
@@ -86,8 +86,8 @@ def perplexity(
         plan_for_model,
         require_same_tokens,
     )
-    from bitplan.measure.quality.perplexity import spread_windows
-    from bitplan.runtime.causal_lm import load_causal_lm
+    from bitplan.packed.language.causal_lm import load_causal_lm
+    from bitplan.packed.language.perplexity import spread_windows
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from bitplan.base.errors import FileFormatError
+from bitplan.base.text import counted
 from bitplan.cli.options import Force, Json
 from bitplan.cli.show import human_bytes, say, show_json
-from bitplan.errors import FileFormatError
-from bitplan.text import counted
 
 
 def report(
@@ -29,7 +29,7 @@ def report(
 
     Example: bitplan report plan.json drift.jsonl -o report.html
     """
-    from bitplan.records import check_output
+    from bitplan.base.records import check_output
     from bitplan.report import write_report
 
     records = [
@@ -48,7 +48,7 @@ def report(
 
 
 def _plan_of_packed(folder: Path) -> list[Path]:
-    from bitplan.store.packed_folder import is_model_folder, plan_path
+    from bitplan.files.packed_folder import is_model_folder, plan_path
 
     if not is_model_folder(folder):
         raise FileFormatError(

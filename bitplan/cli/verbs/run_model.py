@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from bitplan.base.text import visible
 from bitplan.cli.options import Config, Json, Threads
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
-from bitplan.text import visible
 
 if TYPE_CHECKING:
-    from bitplan.runtime.generation import Generated, Message
+    from bitplan.packed.language.generation import Generated, Message
 
 LONGEST_PROMPT = 2**24
 MODEL = "What `quantize` wrote, a Hugging Face folder, or a GGUF file."
@@ -51,7 +51,7 @@ def generate(
 
     Example: bitplan generate packed "Once upon a time" --max-tokens 16
     """
-    from bitplan.errors import MeasureError
+    from bitplan.base.errors import MeasureError
 
     if prompt is None and (as_json or raw):
         raise MeasureError(
@@ -63,7 +63,7 @@ def generate(
     _check_model(model, config)
     import torch
 
-    from bitplan.runtime.generation import Sampling, as_prompt, generate_text, load_for_running
+    from bitplan.packed.language.generation import Sampling, as_prompt, generate_text, load_for_running
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     if threads is not None:
@@ -90,7 +90,7 @@ def generate(
 
 
 def _standard_input() -> str:
-    from bitplan.errors import MeasureError
+    from bitplan.base.errors import MeasureError
 
     text = sys.stdin.read(LONGEST_PROMPT + 1)
     if len(text) > LONGEST_PROMPT:
@@ -161,8 +161,7 @@ def bench(
         _check_model(against, None)
     import torch
 
-    from bitplan.runtime.bench_model import bench_models
-    from bitplan.runtime.generation import load_for_running
+    from bitplan.packed.language.generation import bench_models, load_for_running
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -200,9 +199,9 @@ def bench(
 
 def _check_model(model: Path, config: Path | None) -> None:
     """Refuse what can be refused without torch, whose import takes seconds."""
-    from bitplan.store.files.headers import check_model_source
-    from bitplan.store.files.open_files import open_tensors
-    from bitplan.store.packed_folder import is_packed_config, read_config, read_packed_plan
+    from bitplan.files.headers import check_model_source
+    from bitplan.files.open_files import open_tensors
+    from bitplan.files.packed_folder import is_packed_config, read_config, read_packed_plan
 
     check_model_source(model, config)
     if model.is_file():

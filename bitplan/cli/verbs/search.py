@@ -73,12 +73,12 @@ def search(
 
     Example: bitplan search llama --text text.txt --context 16 --bits 7 --formats mxfp4,int8_row --output found
     """
-    from bitplan.folders import check_output_folder, finish_folder, unfinished
-    from bitplan.records import read_text
+    from bitplan.base.folders import check_output_folder, finish_folder, unfinished
+    from bitplan.base.records import read_text
+    from bitplan.files.headers import check_model_source
+    from bitplan.files.open_files import open_tensors
     from bitplan.searching.goal import Goal, parse_bytes
     from bitplan.searching.runtime_formats import TARGETS, candidates, target_of
-    from bitplan.store.files.headers import check_model_source
-    from bitplan.store.files.open_files import open_tensors
 
     # Refuse all that can be refused before torch is imported and minutes are spent.
     goal = Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows)
@@ -230,8 +230,8 @@ def diff(
     Example: bitplan diff plan.json other.json
     """
     from bitplan.plan import Plan
-    from bitplan.searching.decide.compare_plans import compare_plans
     from bitplan.searching.evidence import SearchEvidence
+    from bitplan.searching.explain import compare_plans
 
     old, new = Plan.load(first), Plan.load(second)
     compared = compare_plans(old, new, None if evidence is None else SearchEvidence.load(evidence))

@@ -1,1 +1,1 @@
-"""GGUF's formats whose blocks hold more than codes and one scale: their bytes, and how scales are searched."""
+"""GGUF's blocks with their own scales: bytes, the search for scales, and its twins for CPUs and GPUs."""

@@ -1,18 +1,105 @@
-"""GgufBlocks: a format whose blocks are bytes that GGUF fixes, with their scales among the codes."""
+"""GgufBlocks: a format whose blocks are bytes that GGUF fixes, with their scales among the codes.
+
+GGUF's three formats whose encoders are fixed by ggml, down to the byte.
+
+Q4_0 and Q8_0 compute codes from the float32 scale and round the scale to float16 afterwards, where our own formats use
+the scale as it is stored. Q4_0 gives code -8 to the number of the largest magnitude. MXFP4 rounds ties towards zero,
+writes no -0, and takes its exponent from a float32 logarithm. Checked byte for byte against gguf-py.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bitplan.errors import FormatError
+from bitplan.base.errors import FormatError
 from bitplan.formats.elements import signed_integer, unsigned_integer
 from bitplan.formats.format import Block, Format
 from bitplan.formats.gguf.layouts import LAYOUTS, Layout
 from bitplan.formats.gguf.search import FLOAT16_MAX, BlockSearch, SearchBySums, TorchSums, search_blocks
-from bitplan.formats.scales.rules import ScaleRule
+from bitplan.formats.scale_rules import E8M0_BIAS, PowerOfTwoScales, ScaleRule, flush_small, reciprocal
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# ---- ggml encoders ---------------------------------------------------------------------------------------------------
+
+
+class GgufQ40(Format):
+    """d = (the number of largest magnitude) / -8; code = trunc(x / d + 8.5), at most 15; value (code - 8) * d."""
+
+    def limits(self, blocks: Tensor, rule: ScaleRule, percentile: float) -> Tensor:
+        import torch
+
+        limit = super().limits(blocks, rule, percentile)
+        extreme = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
+        return torch.where(torch.signbit(extreme), -limit, limit)
+
+    def scale_for(self, limit: Tensor) -> Tensor:
+        return -super().scale_for(limit)
+
+    def quantize(
+        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        import torch
+
+        inverse = reciprocal(flush_small(wanted)).unsqueeze(-1)
+        codes = (blocks * inverse + 8.5).trunc().clamp(0, 15).to(torch.int8) - 8
+        return codes, wanted.to(torch.float16)
+
+
+class GgufQ80(Format):
+    """d = max |x| / 127; code = x / d rounded half away from zero."""
+
+    def quantize(
+        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        import torch
+
+        assert self.element is not None
+        codes = self.element.round(blocks * reciprocal(flush_small(wanted)).unsqueeze(-1))
+        return codes, wanted.to(torch.float16)
+
+
+class GgufMxfp4(Format):
+    """Scale 2^(floor(log2 max|x|) - 2), the logarithm rounded to float32; nearest code, ties towards zero."""
+
+    def scale_for(self, limit: Tensor) -> Tensor:
+        import torch
+
+        exponent = torch.log2(limit.double()).float().floor() - 2
+        return torch.where(limit > 0, torch.ldexp(torch.ones_like(limit), exponent.int()), 0.0)
+
+    def quantize(
+        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        import torch
+
+        assert self.scales is not None
+        stored = self.scales.store(wanted, base)
+        magnitude = blocks.abs() * reciprocal(self.scales.load(stored, base)).unsqueeze(-1)
+        codes = torch.zeros_like(magnitude, dtype=torch.uint8)
+        for midpoint in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
+            codes += magnitude > midpoint
+        negative = (blocks < 0) & (codes > 0)
+        return codes | negative.to(torch.uint8) << 3, stored
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        assert self.element is not None
+        doubled = self.element.value(codes) * 2 + 0.0  # ggml's table has no -0.0: code 8 is +0.0
+        return doubled * (scale / 2).float().unsqueeze(-1)
+
+
+class GgufPowerOfTwoScales(PowerOfTwoScales):
+    """E8M0, except that for ggml byte 255 is not NaN but 2^128, which only float64 holds."""
+
+    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
+        import torch
+
+        exponent = stored.long() - E8M0_BIAS
+        return (exponent + 1023 << 52).view(torch.float64)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 class GgufBlocks(Format):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from bitplan.formats.gguf.layouts import BlockParts, Layout
-from bitplan.formats.scales.rules import flush_small, reciprocal
+from bitplan.formats.scale_rules import flush_small, reciprocal
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bitplan.errors import PlanError
+from bitplan.base.errors import PlanError
 from bitplan.plan.structure.model_view import (
     TRACED,
     UNKNOWN,
@@ -146,7 +146,7 @@ def _see_norm(module: nn.Module) -> bool:
     from torch import nn
 
     from bitplan.plan.structure.graph import Graph
-    from bitplan.plan.structure.norms import Norms
+    from bitplan.plan.structure.recognise import Norms
     from bitplan.plan.structure.recorder import record
 
     if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.modules.batchnorm._NormBase):
@@ -290,8 +290,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rec
 def _view(model: nn.Module, recording: Recording) -> ModelView:
     from bitplan.plan.structure.blocks import find_stacks
     from bitplan.plan.structure.graph import Graph
-    from bitplan.plan.structure.module_changes import changes_of
     from bitplan.plan.structure.recognise import Recogniser, describe_step
+    from bitplan.plan.structure.untouched import changes_of
 
     graph = Graph(recording)
     parts = Recogniser(graph)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from bitplan.errors import BitplanError
+from bitplan.base.errors import BitplanError
 from bitplan.plan.structure.untouched import (
     calls_through,
     has_foreign_forward,

@@ -1,1 +1,1 @@
-"""Measuring what formats cost a model: statistics of its text, rounded weights, distances of plans."""
+"""What formats cost a model: statistics of its text, rounded weights, distances of plans."""

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.runtime.causal_lm import logits_of
-from bitplan.store.models.morph import ParameterPlace, places_of
+from bitplan.files.models.morph import ParameterPlace, places_of
+from bitplan.packed.language.causal_lm import logits_of
 
 SMALL_EXPERT = 2**18  # numbers of an expert's matrix
 # The numbers of a parameter, by its name in the model; None where it stays as it is.

@@ -16,23 +16,29 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bitplan.folders import scratch_folder
+from bitplan.base.fingerprints import hash_tensors
+from bitplan.base.folders import scratch_folder
+from bitplan.base.version import __version__
+from bitplan.files.open_files import open_tensors
 from bitplan.formats import get_format
-from bitplan.measure.calibration import hash_tensors
-from bitplan.searching.decide.rivals import nearest_uniform
-from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
-from bitplan.searching.gather.damage import RoundedWeights, by_width, formats_that_hold, projection_of
-from bitplan.searching.gather.expert_damage import ExpertDamage, experts_together
+from bitplan.searching.gather.damage import (
+    ExpertDamage,
+    RoundedWeights,
+    by_width,
+    experts_together,
+    formats_that_hold,
+    projection_of,
+)
 from bitplan.searching.gather.passes import GRADIENT_TOKENS, MOST_OUTPUTS, add_windows, steps_of
 from bitplan.searching.gather.plan_meter import PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, how_to_begin_again
 from bitplan.searching.gather.timing import time_groups
+from bitplan.searching.goal import EvidenceFileError, SearchError
 from bitplan.searching.groups import group_tensors, place_of
 from bitplan.searching.phases import Stage, in_shares, no_stage
-from bitplan.store.files.open_files import open_tensors
-from bitplan.version import __version__
+from bitplan.searching.rivals import nearest_uniform
 
 EVIDENCE = "evidence.json"
 

@@ -1,37 +1,164 @@
-"""What a format takes from a model, in nats, predicted from the really quantized weight."""
+"""What a format takes from a model, in nats, predicted from the really quantized weight.
+
+Predicted damage of all experts of a projection together: hundreds of small weights, for every format.
+
+Each expert has its own inputs and gradients, and what a format does to one it does to all alike. So every expert is
+rounded once, to a format that takes no time, with its inputs taken as independent of each other; a few that the damage
+is largest of say, by some of their rows and their whole inputs, how many times that each format costs.
+
+Weights rounded in processes of one thread each: a matrix of some hundred rows keeps one core busy, and no GPU.
+
+A process gets weights that read one input with their statistics, and writes what it rounds into a scratch folder.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bitplan.formats import Encoded, get_format
-from bitplan.kernels import decode, encode
-from bitplan.kernels.codec.dispatch import parts_of
+from bitplan.formats.dispatch import decode, encode, parts_of
 from bitplan.plan.names import natural_order
+from bitplan.rounding.error_compensation import InputHessian
+from bitplan.rounding.layout import layout_of
+from bitplan.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads
+from bitplan.rounding.weights import round_weight
 from bitplan.searching.gather.blocks import torch_threads
-from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject, WeightSite
-from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
+from bitplan.searching.gather.statistics import (
+    COUNTS,
+    GRADIENT,
+    INPUTS,
+    LOOKUP,
+    InputStatistics,
+    ScratchWriter,
+    StoredTensor,
+)
+from bitplan.searching.goal import SearchError
 from bitplan.searching.groups import group_name, place_of
-from bitplan.searching.rounding_processes import RoundingJob, RoundingProcesses, as_array
-from bitplan.store.rounding.error_compensation import InputHessian
-from bitplan.store.rounding.layout import layout_of
-from bitplan.store.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads
-from bitplan.store.rounding.round_weight import round_weight
+
+# ---- rounding processes ----------------------------------------------------------------------------------------------
+
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+AHEAD = 2  # jobs that wait for a process: their arrays are in memory
+
+
+@dataclass(frozen=True)
+class RoundingJob:
+    """Weights of one input and the formats they are wanted in, each with the file for it; float32 arrays."""
+
+    weights: Mapping[str, Array]
+    together: Mapping[str, int]  # numbers of a weight and of those that are rounded as it is: experts of a layer
+    wanted: Sequence[tuple[str, str, Path]]
+    hessian: Array | None
+    moments: Mapping[str, Array]  # of those that have some
+    outputs: Mapping[str, Array]
+
+    def run(self) -> list[tuple[str, str, dict[str, StoredTensor]]]:
+        """Names, formats, and where the encoded parts lie."""
+        hessian = _tensor(self.hessian)
+        inputs = None if hessian is None else InputHessian(hessian)
+        writer, done = ScratchWriter(), []
+        for name, fmt, path in self.wanted:
+            with parts_of(self.together[name]):
+                made = round_weight(
+                    torch.from_numpy(self.weights[name]),
+                    fmt,
+                    moments=_tensor(self.moments.get(name)),
+                    hessian=inputs,
+                    outputs=_tensor(self.outputs.get(name)),
+                    name=name,
+                )
+            done.append((name, fmt, writer.write(path, made.parts)))
+        return done
+
+
+@dataclass
+class RoundingProcesses:
+    """`count` processes, started when they are first needed; they end with this object."""
+
+    count: int
+    _pool: ProcessPoolExecutor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")  # threads of torch and a GPU do not survive a fork
+        self._pool = ProcessPoolExecutor(
+            self.count, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+        )
+        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def start(self, formats: Sequence[str]) -> None:
+        """Start all of them, and have them compile what rounds to these formats; this does not wait for them."""
+        with self._ends_are_named():
+            for _ in range(self.count):
+                self._pool.submit(_compile, tuple(formats))
+
+    def round(self, jobs: Iterable[RoundingJob]) -> Iterator[tuple[str, str, dict[str, StoredTensor]]]:
+        """What is rounded, as it comes; jobs are asked for a few at a time."""
+        waiting: set[Future[list[tuple[str, str, dict[str, StoredTensor]]]]] = set()
+        try:
+            with self._ends_are_named():
+                for job in jobs:
+                    waiting.add(self._pool.submit(job.run))
+                    while len(waiting) >= self.count + AHEAD:
+                        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                        for each in done:
+                            yield from each.result()
+                while waiting:
+                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    for each in done:
+                        yield from each.result()
+        finally:
+            for each in waiting:
+                each.cancel()
+
+    @contextmanager
+    def _ends_are_named(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenProcessPool as error:
+            raise SearchError(
+                f"a process that rounds weights, one of {self.count}, ended without an answer: it was killed, as for "
+                "memory, or could not start; ask for fewer --workers (0: none), and in Python begin the script under "
+                '`if __name__ == "__main__":`'
+            ) from error
+
+
+def _compile(formats: Sequence[str]) -> None:
+    weight = torch.randn(SMALLEST_FOR_CPU // 512, 512)
+    for fmt in formats:
+        round_weight(weight, fmt, hessian=torch.eye(512), outputs=torch.eye(len(weight)))
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """Numbers to send; torch itself would send a handle of shared memory, of which hosts may have little."""
+    array: Array = tensor.detach().float().cpu().contiguous().numpy()
+    return array
+
+
+def _tensor(array: Array | None) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(array)
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
 
 MOST_WEIGHTS, MOST_NUMBERS = 3, 2**28  # q, k and v; and how many numbers they may have together
 SAMPLED_ROWS, SAMPLED_SHARE = 128, 32  # at least so many rows of a weight are rounded to predict, or one in so many
@@ -390,3 +517,106 @@ def formats_that_hold(shape: Sequence[int], formats: Sequence[str]) -> list[str]
         if fmt.padded_cols(cols) == cols:
             held.append(name)
     return held
+
+
+# ---- expert damage ---------------------------------------------------------------------------------------------------
+
+
+MOST_SAMPLED = 8  # experts whose rows are rounded to every format
+SAMPLED_INPUTS = 2**28  # numbers of their second moments that are in memory
+
+
+def experts_together(subject: SearchSubject, weights: Iterable[str]) -> list[tuple[str, ...]]:
+    """Weights that are predicted together: the experts of one projection of a layer; every other weight alone."""
+    found: dict[str, list[str]] = {}
+    for name in weights:
+        key = name if subject.sites[name].slice is None else group_name(name, fused=False)
+        found.setdefault(key, []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
+class ExpertDamage:
+    """Nats a token of all experts of a projection, format by format; the last ones' statistics are remembered."""
+
+    def __init__(self, rounded: RoundedWeights) -> None:
+        self._rounded = rounded
+        self._known: dict[tuple[str, ...], _Sample] = {}
+
+    def predicted(self, names: tuple[str, ...], fmt: str) -> float:
+        """What the format costs these experts, with the rounding that `quantize --evidence` applies."""
+        if names not in self._known:
+            kept = list(self._known.items())[-1:]  # gate and up of a group come in turns
+            self._known = dict([*kept, (names, self._sample(names))])
+        sample = self._known[names]
+        nats = sample.damage(fmt)
+        whole = sample.all_quick * nats / sample.quick if sample.quick > 0 else nats
+        return whole if get_format(fmt).is_cast else whole * self._rounded.gain(projection_of(names[0]), fmt)
+
+    def _sample(self, names: Sequence[str]) -> _Sample:
+        subject, statistics = self._rounded.subject, self._rounded.statistics
+        outputs, columns = subject.sites[names[0]].shape
+        quick = formats_that_hold((outputs, columns), QUICK_FORMATS)[0]
+        all_quick = torch.cat([self._quick(some, quick) for some in _chunks(names, outputs * columns)])
+        count = max(1, min(len(names), MOST_SAMPLED, SAMPLED_INPUTS // columns**2))
+        chosen = [names[index] for index in all_quick.argsort(descending=True, stable=True)[:count].tolist()]
+        wanted = max(SAMPLED_ROWS // count, outputs // SAMPLED_SHARE)
+        rows = torch.arange(0, outputs, max(1, outputs // wanted), device=subject.device)
+        weights = torch.stack([subject.weight(name)[rows] for name in chosen])
+        inputs, gradients = [], []
+        for name in chosen:
+            own, gradient = statistics.mean(name, INPUTS, subject.device), statistics.mean(name, GRADIENT)
+            assert own is not None  # every expert has some: see RoutedTokens
+            assert gradient is not None
+            inputs.append(own)
+            gradients.append(gradient.to(subject.device)[rows])
+        minded, diagonal = torch.stack(gradients), torch.stack([own.diagonal() for own in inputs])
+        part = float(_independent(_change_of_expert_damage(weights, quick), diagonal, minded).sum())
+        return _Sample(weights, torch.stack(inputs), minded, float(all_quick.sum()), part)
+
+    def _quick(self, names: Sequence[str], fmt: str) -> Tensor:
+        """Of each expert, with inputs taken as independent: the diagonal of their second moments alone."""
+        subject, statistics = self._rounded.subject, self._rounded.statistics
+        weights = torch.stack([subject.weight(name) for name in names])
+        diagonals, gradients = [], []
+        for name in names:
+            inputs, gradient = statistics.mean(name, INPUTS), statistics.mean(name, GRADIENT)
+            assert inputs is not None
+            assert gradient is not None
+            diagonals.append(inputs.diagonal().clone())
+            gradients.append(gradient)
+        places = (torch.stack(each).to(subject.device) for each in (diagonals, gradients))
+        return _independent(_change_of_expert_damage(weights, fmt), *places).sum(1).cpu()
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Some rows [experts, rows, K] of some experts with their inputs [experts, K, K]; `quick` is their part of all."""
+
+    weights: Tensor
+    inputs: Tensor
+    gradients: Tensor
+    all_quick: float
+    quick: float
+
+    def damage(self, fmt: str) -> float:
+        change = _change_of_expert_damage(self.weights, fmt)
+        moved = (torch.bmm(change, self.inputs) * change).sum(-1).clamp_min(0)
+        return float((self.gradients.double() * moved.double()).sum()) / 2
+
+
+def _change_of_expert_damage(weights: Tensor, fmt: str) -> Tensor:
+    """Weights [experts, rows, K] minus their numbers in a format, to nearest."""
+    flat = weights.flatten(0, 1)
+    return decode(encode(flat, fmt), torch.float32).neg_().add_(flat).view_as(weights)
+
+
+def _independent(change: Tensor, diagonal: Tensor, gradients: Tensor) -> Tensor:
+    """Nats a token of each expert's rows, inputs taken as independent."""
+    moved = torch.bmm(change.square(), diagonal.float()[:, :, None])[:, :, 0]
+    return gradients.double() * moved.double() / 2
+
+
+def _chunks(names: Sequence[str], numbers: int) -> Iterator[Sequence[str]]:
+    step = max(1, AT_ONCE // numbers)
+    for start in range(0, len(names), step):
+        yield names[start : start + step]

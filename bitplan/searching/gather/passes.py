@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.files.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 from bitplan.plan.names import listed
-from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.blocks import TokenStates, equal_lengths
 from bitplan.searching.gather.expert_products import (
     ExpertSlice,
@@ -28,10 +28,19 @@ from bitplan.searching.gather.expert_products import (
     one_by_one,
     unseen_name,
 )
-from bitplan.searching.gather.scratch_tensors import ScratchWriter, StoredTensor
 from bitplan.searching.gather.searched_model import SearchSubject
-from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, WEIGHED, InputStatistics
-from bitplan.store.rounding.input_statistics import TOKENS_PER_OUTPUT, weight_digest
+from bitplan.searching.gather.statistics import (
+    BETWEEN,
+    COUNTS,
+    GRADIENT,
+    INPUTS,
+    LOOKUP,
+    WEIGHED,
+    InputStatistics,
+    ScratchWriter,
+    StoredTensor,
+)
+from bitplan.searching.goal import SearchError
 
 AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
 GRADIENT_TOKENS = 16384  # gradients are of the first so many

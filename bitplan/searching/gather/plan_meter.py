@@ -11,15 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.measure.machine import free_memory
-from bitplan.measure.quality.estimates import Estimate, clustered_mean
-from bitplan.measure.quality.noise_floor import round_activations
-from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
-from bitplan.searching.decide.rivals import Kind, RivalPlan
+from bitplan.packed.language.perplexity import (
+    CachedLogits,
+    Estimate,
+    Quality,
+    clustered_mean,
+    measure_perplexity,
+    round_activations,
+)
+from bitplan.packed.machine import free_memory
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.blocks import BlockRunner, Replaced, TokenStates, equal_lengths
 from bitplan.searching.gather.damage import RoundedWeights
 from bitplan.searching.phases import Stage
+from bitplan.searching.rivals import Kind, RivalPlan
 
 CACHED_LOGITS_BYTES = 2**29  # or what is free, if that is less: they are made of last states, which are kept
 BATCH = 2048  # tokens in one call of a block

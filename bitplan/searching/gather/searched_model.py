@@ -15,24 +15,23 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import PlanError
-from bitplan.measure.calibration import hash_tensors
+from bitplan.base.errors import PlanError
+from bitplan.base.fingerprints import hash_tensors
+from bitplan.files.input_statistics import weight_digest
+from bitplan.files.models.morph import places_of
+from bitplan.files.open_files import open_tensors
+from bitplan.packed.read_tensors import device_of
 from bitplan.plan import shipped_manifest
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Plan, Planned
 from bitplan.plan.structure.describe import describe
 from bitplan.plan.structure.families import GGUF_MANIFESTS
-from bitplan.runtime.packed.read_packed import device_of
-from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
 from bitplan.searching.gather.blocks import BlockRunner, Replaced
-from bitplan.searching.gather.expert_items import items_of_gguf, items_of_stacks
-from bitplan.searching.gather.expert_products import ExpertSlice
+from bitplan.searching.gather.expert_products import ExpertSlice, items_of_gguf, items_of_stacks
+from bitplan.searching.goal import SearchError
 from bitplan.searching.groups import group_tensors, groups_seen
 from bitplan.searching.runtime_formats import TARGETS, Target
-from bitplan.store.files.open_files import open_tensors
-from bitplan.store.models.morph import places_of
-from bitplan.store.rounding.input_statistics import weight_digest
 
 ANY_ROWS = "int8_row"  # a format that holds rows of every length: for asking which tensors are weights at all
 UNKNOWN_LAYER = "not the weight of a linear layer or an embedding: nothing is known of its damage, so it stays"

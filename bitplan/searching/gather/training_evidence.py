@@ -18,17 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bitplan.documents import OBJECT, Reader, load_document
-from bitplan.plan.fp8.policy import Question, decide, load_policy
-from bitplan.plan.fp8.token_ranges import BandPolicy
-from bitplan.plan.fp8.vocabulary import MODULE
-from bitplan.plan.selective.score import average_stats
-from bitplan.plan.selective.state import DOCUMENT as STATE
-from bitplan.plan.selective.state import read_history
-from bitplan.searching.errors import EvidenceFileError
+from bitplan.base.documents import OBJECT, Reader, load_document
+from bitplan.fp8.policy.policy import Question, decide, load_policy
+from bitplan.fp8.policy.token_ranges import BandPolicy
+from bitplan.fp8.policy.vocabulary import MODULE
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import GRADIENT, INPUTS, InputStatistics
+from bitplan.searching.goal import EvidenceFileError
+from bitplan.streaming.selective.score import average_stats
+from bitplan.streaming.selective.state import DOCUMENT as STATE
+from bitplan.streaming.selective.state import read_history
 
 _SIZES = re.compile(r"(?P<count>\d+) parameters, (?P<numbers>\d+) numbers")
 FP8 = "fp8_"

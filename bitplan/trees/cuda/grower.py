@@ -16,20 +16,19 @@ import torch
 import triton
 from torch import Tensor
 
-from bitplan.kernels.base.launch import PreparedLaunch
+from bitplan.base.loops.launch import PreparedLaunch
 from bitplan.trees.binning import BinnedRows, Bins
-from bitplan.trees.cuda import columns as there
 from bitplan.trees.cuda import kernels, waves
+from bitplan.trees.cuda import kernels as there
 from bitplan.trees.cuda.binning import CudaBins, copy_bins
-from bitplan.trees.cuda.gradients import CudaGradients
 from bitplan.trees.cuda.limits import check_memory, table_bytes
-from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, collect_rows
+from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, CudaGradients, collect_rows
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import split
-from bitplan.trees.tree_tables import Growth
+from bitplan.trees.thread_workspace import Growth
 
 WAVE = 32  # nodes at most
 BLOCK = 1024  # rows that are partitioned together

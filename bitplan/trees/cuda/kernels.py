@@ -12,6 +12,8 @@ Bins of a row lie in groups of up to 16 features, 16 bytes a row. Row r begins w
 A cell of a histogram is two int64: gradient << 28 plus rows, and hessian. A program adds its rows to cells in shared
 memory, two 32-bit atomics for each bin, gradient << 12 plus rows and hessian, and adds those to the cells of the
 node. Triton has no atomics in shared memory: these are PTX. Its interpreter adds to the node's cells at once.
+
+Columns of the tables that go to the GPU and come back.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -20,8 +22,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bitplan.kernels.base.numbers import INTERPRETED
-from bitplan.trees.cuda import columns
+from bitplan.base.loops.launch import INTERPRETED
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+
+COLUMNS = 16
+# Of a node's row of `table`
+START, STOP, SIDE, FEATURE, BIN, MISSING_LEFT, FIRST_BLOCK = range(7)
+SMALL_START, SMALL_STOP, SMALL_SIDE, SMALL_SLOT, LARGE_SLOT, GROUPS, FIRST_SEGMENT, LEFTS, RIGHTS = range(7, 16)
+# and of its last row
+NODES, BLOCKS, SEGMENTS, SEGMENT_ROWS = range(4)
+# Of a node's row of the result: the gain's bits, the split, three sums of its left side, three of the node
+RESULT_GAIN, RESULT_FEATURE, RESULT_BIN, RESULT_MISSING_LEFT, RESULT_LEFT = range(5)
+RESULT_NODE, RESULT = 7, 10
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
 
 BINS = 256
 GROUP_BYTES = 16
@@ -34,22 +52,16 @@ PLACE, TO_LEFT, LEFT_BOTH, LEFT_HESS, ALL_BOTH, ALL_HESS, FOUND = range(7)
 GRAD_SCALE, HESS_SCALE, L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN = range(7)
 
 _BINS, _BYTES, _SHIFT, _COLUMNS, _FOUND, _RESULT = (
-    tl.constexpr(each) for each in (BINS, GROUP_BYTES, CELL_SHIFT, columns.COLUMNS, FOUND, columns.RESULT)
+    tl.constexpr(each) for each in (BINS, GROUP_BYTES, CELL_SHIFT, COLUMNS, FOUND, RESULT)
 )
 _MISSING, _ROW, _COUNT = tl.constexpr(255), tl.constexpr(0xFFFFFFFF), tl.constexpr(MOST_ROWS)
-_START, _STOP, _SIDE = (tl.constexpr(each) for each in (columns.START, columns.STOP, columns.SIDE))
-_FEATURE, _BIN, _MISSING_LEFT = (tl.constexpr(each) for each in (columns.FEATURE, columns.BIN, columns.MISSING_LEFT))
-_FIRST_BLOCK, _FIRST_SEGMENT = tl.constexpr(columns.FIRST_BLOCK), tl.constexpr(columns.FIRST_SEGMENT)
-_SMALL_START, _SMALL_STOP, _SMALL_SIDE = (
-    tl.constexpr(each) for each in (columns.SMALL_START, columns.SMALL_STOP, columns.SMALL_SIDE)
-)
-_SMALL_SLOT, _LARGE_SLOT, _GROUPS = (
-    tl.constexpr(each) for each in (columns.SMALL_SLOT, columns.LARGE_SLOT, columns.GROUPS)
-)
-_LEFTS, _RIGHTS, _NODES, _BLOCKS = (
-    tl.constexpr(each) for each in (columns.LEFTS, columns.RIGHTS, columns.NODES, columns.BLOCKS)
-)
-_SEGMENTS, _SEGMENT_ROWS = tl.constexpr(columns.SEGMENTS), tl.constexpr(columns.SEGMENT_ROWS)
+_START, _STOP, _SIDE = (tl.constexpr(each) for each in (START, STOP, SIDE))
+_FEATURE, _BIN, _MISSING_LEFT = (tl.constexpr(each) for each in (FEATURE, BIN, MISSING_LEFT))
+_FIRST_BLOCK, _FIRST_SEGMENT = tl.constexpr(FIRST_BLOCK), tl.constexpr(FIRST_SEGMENT)
+_SMALL_START, _SMALL_STOP, _SMALL_SIDE = (tl.constexpr(each) for each in (SMALL_START, SMALL_STOP, SMALL_SIDE))
+_SMALL_SLOT, _LARGE_SLOT, _GROUPS = (tl.constexpr(each) for each in (SMALL_SLOT, LARGE_SLOT, GROUPS))
+_LEFTS, _RIGHTS, _NODES, _BLOCKS = (tl.constexpr(each) for each in (LEFTS, RIGHTS, NODES, BLOCKS))
+_SEGMENTS, _SEGMENT_ROWS = tl.constexpr(SEGMENTS), tl.constexpr(SEGMENT_ROWS)
 NOISE = tl.constexpr(1e-12)  # as `trees.loops.split` has it
 SHARED_CELLS = tl.constexpr(4096)  # of 4 bytes: 16 features
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bitplan.kernels.base.numbers import INTERPRETED
+from bitplan.base.loops.launch import INTERPRETED
 from bitplan.trees.cuda.kernels import BINS, MOST_ROWS
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules

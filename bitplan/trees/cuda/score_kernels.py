@@ -4,15 +4,23 @@ The arithmetic is that of `trees.loops.gradients`, in float64 and without fused 
 from the CPU's, in its last bits. So a kernel that needs it computes what follows from a number a little smaller and
 from one a little larger; where both round to the same float32, the CPU's does, too. The few rows where they do not
 are *doubtful*: the host computes those.
+
+One round's gradients on the GPU, in float32; they are rounded when a tree enters its rows.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from bitplan.trees.cuda.kernels import BINS, byte_of
+from bitplan.trees.gradients import Array, GradientPrecision
 
 DOUBTFUL = 2**16  # rows that are listed; more, and the host computes all of them
 PARTS_COLUMNS = 5  # of a table of ranges of rows: start, stop, the first block, the side of the entries, the leaf
@@ -253,3 +261,53 @@ def walk_rows(
     leaf = tl.where(node < 0, -1 - node, 0)
     score = tl.load(scores_ptr + row, mask=inside, other=0.0)
     tl.store(scores_ptr + row, score + tl.load(values_ptr + leaf), mask=inside)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+BLOCK = 1024
+ENDS = {GradientPrecision.I16: (127, 255), GradientPrecision.I8: (7, 15)}  # the largest codes
+
+
+@dataclass(frozen=True)
+class CudaGradients:
+    """float32 gradients and hessians of all rows, and how they are to be rounded; no key: to nearest."""
+
+    grads: Tensor
+    hessians: Tensor
+    ends: tuple[int, int]
+    tops: tuple[float, float]
+    key: int | None
+
+    @property
+    def grad_scale(self) -> float:
+        return self.tops[0] / self.ends[0]
+
+    @property
+    def hess_scale(self) -> float:
+        return self.tops[1] / self.ends[1]
+
+    def enter(self, entries: Tensor, rows: Array | range) -> None:
+        """Write the entries of some rows."""
+        device = entries.device
+        inverse = [end / top if top else 0.0 for end, top in zip(self.ends, self.tops, strict=True)]
+        key = np.array([self.key or 0], np.uint64).view(np.int64)
+        is_all = isinstance(rows, range)
+        numbers = self.grads if is_all else torch.from_numpy(np.asarray(rows, np.int32)).to(device)
+        enter_floats[(triton.cdiv(max(len(rows), 1), BLOCK),)](
+            entries,
+            self.grads,
+            self.hessians,
+            numbers,
+            torch.tensor(inverse, dtype=torch.float64).to(device),
+            torch.from_numpy(key).to(device),
+            len(rows),
+            MOST_GRAD=self.ends[0],
+            MOST_HESS=self.ends[1],
+            STOCHASTIC=self.key is not None,
+            ALL=is_all,
+            BLOCK=BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )

@@ -8,9 +8,9 @@ import triton
 from torch import Tensor
 
 from bitplan.trees.cuda import score_kernels as kernels
-from bitplan.trees.cuda.gradients import BLOCK, ENDS, CudaGradients
 from bitplan.trees.cuda.grower import CudaTreeGrower
 from bitplan.trees.cuda.limits import check_memory
+from bitplan.trees.cuda.score_kernels import BLOCK, ENDS, CudaGradients
 from bitplan.trees.gradients import Array, GradientPrecision, largest, units
 from bitplan.trees.grow import Grown, GrowthRules, newton_steps
 from bitplan.trees.objectives import Binary, Multiclass, Objective, SquaredError

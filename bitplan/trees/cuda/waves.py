@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.kernels.base.jit import address_of, call_at, compiled, inlined
-from bitplan.kernels.base.vectors import same_bits
-from bitplan.trees.cuda import columns as there
+from bitplan.base.loops.jit import address_of, call_at, compiled, inlined
+from bitplan.base.loops.vectors import same_bits
+from bitplan.trees.cuda import kernels as there
 from bitplan.trees.gradients import Array
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import split
-from bitplan.trees.tree_tables import Growth
+from bitplan.trees.thread_workspace import Growth
 
 NODE, SMALL = range(2)  # columns of `wave`: nodes that are expanded, and of each the child of fewer rows, or -1
 ALL_ROWS = 2**62  # no node is too large

@@ -1,6 +1,6 @@
 """Boosted trees on a Dask cluster: estimators that take dask arrays and dataframes."""
 
-from bitplan.optional import require
+from bitplan.base.optional import require
 
 require("dask", purpose="bitplan.trees.dask", extra="dask")  # before the modules below import them
 require("distributed", purpose="bitplan.trees.dask", extra="dask")

@@ -2,21 +2,221 @@
 
 A fit is that of the plain estimator on all rows, in the collection's order, to the bit, for any number of workers and
 partitions. Predictions of a collection are lazy dask arrays; those of anything else are the plain estimator's.
+
+A fit as the client of a Dask cluster leads it: partitions to workers, one task on each, one model back.
+
+Worker k gets the k-th run of partitions, so that all rows are in the collection's order whatever the number of workers.
+Partitions that are computed for the fit are computed there; those that lie elsewhere are moved. A fit needs all of its
+workers at once, so a lock on each of them keeps two fits from waiting for each other for ever.
 """
 
 from __future__ import annotations
 
+import secrets
+import time
+import uuid
+from collections.abc import Callable
 from typing import Any, Self
 
 import dask
 import dask.array
+import distributed
 import numpy as np
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
+from bitplan.base.text import visible
 from bitplan.trees.checks import number
-from bitplan.trees.dask.cluster import fit_on_cluster
+from bitplan.trees.dask import on_worker
 from bitplan.trees.dask.on_worker import predict_part
+from bitplan.trees.distributed.shards import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
+from bitplan.trees.gradients import TreesError
+
+# ---- cluster ---------------------------------------------------------------------------------------------------------
+
+
+LOOK_S = 0.5  # how often the client looks whether all workers are still there
+POLL_S = 0.02
+GRACE_S = 12.0  # for the others to end after one has stopped: longer than their roll call takes
+
+
+def fit_on_cluster(
+    model: Any,
+    x: Any,
+    y: Any,
+    weights: Any,
+    eval_set: Any,
+    client: Any,
+    timeout_s: float,
+    take: Callable[[Any], None],
+) -> None:
+    """`take` gets the fitted model, or what is there of it when the fit is interrupted."""
+    pieces = _collections(x, y, weights, eval_set)
+    client = client or _current_client()
+    present = sorted(client.nthreads())
+    if not present:
+        raise TreesError("dask: the cluster has no workers; start some, or wait for them (client.wait_for_workers)")
+    addresses = present[: len(pieces["X"])]
+    key = f"bitplan-{uuid.uuid4().hex}"
+    with distributed.MultiLock(names=[f"bitplan.trees {address}" for address in addresses], client=client):
+        _Fit(client, addresses, key, timeout_s).run(model, pieces, take)
+
+
+class _Fit:
+    def __init__(self, client: Any, addresses: list[str], key: str, timeout_s: float) -> None:
+        self._client, self._addresses, self._key, self._timeout_s = client, addresses, key, timeout_s
+        known = client.scheduler_info(n_workers=-1)["workers"]
+        names = {address: visible(repr(known.get(address, {}).get("name")), 100) for address in addresses}
+        self._names = [f"{name} at {address}" for address, name in names.items()]
+
+    def run(self, model: Any, pieces: dict[str, list[Any]], take: Callable[[Any], None]) -> None:
+        tasks: list[Any] = []
+        try:
+            parts = self._lay(pieces)
+            tasks = parts
+            self._answers(self._send([(_count_rows, part) for part in parts]), "reading the rows")
+            secret = secrets.token_bytes(32)
+            opening = self._send_to(0, on_worker.open_store, self._key, secret)
+            ((host, port),) = self._answers([opening], "opening a store")
+            fit = on_worker.WorkerFit(self._key, host, port, secret, tuple(self._names), self._timeout_s)
+            tasks = self._send([(on_worker.fit_part, model, part, rank, fit) for rank, part in enumerate(parts)])
+            try:
+                answers = self._answers(tasks, "fitting")
+            except KeyboardInterrupt:
+                self._take_rounds(tasks, take)
+                raise
+            for _, lost in answers:
+                if lost is not None:
+                    raise lost
+            take(answers[0][0])
+        finally:
+            self._client.cancel(tasks)
+            self._client.run(on_worker.end_fit, self._key, workers=self._present(), on_error="ignore")
+
+    def _lay(self, pieces: dict[str, list[Any]]) -> list[Any]:
+        """A task for each worker that lays its partitions one after the other."""
+        count, parts = len(self._addresses), []
+        for rank, address in enumerate(self._addresses):
+            runs = {}
+            for name, partitions in pieces.items():
+                run = partitions[len(partitions) * rank // count : len(partitions) * (rank + 1) // count]
+                runs[name] = self._client.compute(run, workers=[address], allow_other_workers=True)
+            place = len(pieces["X"]) * rank // count, bool(pieces["eval_set's X"])
+            parts.append(self._send_to(rank, on_worker.lay_rows, *place, *runs.values()))
+        return parts
+
+    def _send(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+        return [self._send_to(rank, *call) for rank, call in enumerate(calls)]
+
+    def _send_to(self, rank: int, function: Any, *given: Any) -> Any:
+        return self._client.submit(function, *given, workers=[self._addresses[rank]], pure=False)
+
+    def _answers(self, tasks: list[Any], doing: str) -> list[Any]:
+        """What the tasks return; where a worker is gone or a task failed, one error, after the others have ended."""
+        next_look = time.monotonic()
+        while not all(task.done() for task in tasks):
+            if any(task.status == "error" for task in tasks):
+                break
+            if time.monotonic() >= next_look:
+                self._check_workers(tasks, doing)
+                next_look = time.monotonic() + LOOK_S
+            time.sleep(POLL_S)
+        if all(task.status == "finished" for task in tasks):
+            answers: list[Any] = self._client.gather(tasks)
+            return answers
+        self._let_end(tasks)
+        self._check_workers(tasks, doing)
+        for task in tasks:
+            if task.status == "error":
+                raise task.exception()
+        raise ProcessLostError(f"dask: the tasks of a fit were cancelled while {doing}; start the fit again")
+
+    def _check_workers(self, tasks: list[Any], doing: str) -> None:
+        lost = [rank for rank, address in enumerate(self._addresses) if address not in self._present()]
+        if lost:
+            self._let_end(tasks)
+            names = ", ".join(f"worker {self._names[rank]}" for rank in lost)
+            raise ProcessLostError(
+                f"dask: lost {names} while {doing}: it died or left the cluster; look at its log, then start the fit "
+                "again, on the workers that are there"
+            )
+
+    def _let_end(self, tasks: list[Any]) -> None:
+        """Wait until the workers that are there have noticed: then they are free for the next fit."""
+        until = time.monotonic() + GRACE_S
+        here = set(self._present())
+        waiting = [task for task, address in zip(tasks, self._addresses, strict=False) if address in here]
+        while not all(task.done() for task in waiting) and time.monotonic() < until:
+            time.sleep(POLL_S)
+
+    def _present(self) -> list[str]:
+        known = self._client.nthreads()
+        return [address for address in self._addresses if address in known]
+
+    def _take_rounds(self, tasks: list[Any], take: Callable[[Any], None]) -> None:
+        """End the fit in all workers; of the first that has complete rounds, take them."""
+        self._client.run(on_worker.cancel_fit, self._key, workers=self._present(), on_error="ignore")
+        self._let_end(tasks)
+        for task in tasks:
+            if task.status == "finished":
+                fitted, _ = task.result()
+                if hasattr(fitted, "booster_"):
+                    take(fitted)
+                    return
+
+
+def _count_rows(part: on_worker.WorkerRows) -> int:
+    return len(part.y)
+
+
+def _current_client() -> Any:
+    try:
+        return distributed.get_client()
+    except ValueError:
+        raise TreesError(
+            "dask: there is no client; make one (client = distributed.Client(address)), or give client=... to the "
+            "estimator"
+        ) from None
+
+
+def _collections(x: Any, y: Any, weights: Any, eval_set: Any) -> dict[str, list[Any]]:
+    """The partitions of each, as many of each kind."""
+    if isinstance(eval_set, list) and len(eval_set) == 1:
+        (eval_set,) = eval_set
+    if eval_set is not None and (not isinstance(eval_set, tuple) or len(eval_set) != 2):
+        raise TreesError(f"eval_set: expected (X, y), two dask collections, got {type(eval_set).__name__}")
+    pieces = {"X": _partitions("X", x)}
+    pieces["y"] = _partitions("y", y, x)
+    pieces["sample_weight"] = [] if weights is None else _partitions("sample_weight", weights, x)
+    eval_x, eval_y = eval_set or (None, None)
+    pieces["eval_set's X"] = [] if eval_x is None else _partitions("eval_set's X", eval_x)
+    pieces["eval_set's y"] = [] if eval_y is None else _partitions("eval_set's y", eval_y, eval_x)
+    for name, of in (("y", "X"), ("sample_weight", "X"), ("eval_set's y", "eval_set's X")):
+        if pieces[name] and len(pieces[name]) != len(pieces[of]):
+            raise TreesError(
+                f"{name}: expected {len(pieces[of])} partitions, as {of} has, got {len(pieces[name])}; repartition one "
+                "of them"
+            )
+    return pieces
+
+
+def _partitions(name: str, collection: Any, like: Any = None) -> list[Any]:
+    """Delayed partitions by rows; an array that belongs to another is cut as that one is."""
+    if not dask.is_dask_collection(collection) or not hasattr(collection, "to_delayed"):
+        raise TreesError(
+            f"{name}: expected a dask array or dataframe, got {type(collection).__name__}; dask.array.from_array makes "
+            "one, and the plain estimator fits what lies in memory"
+        )
+    if not isinstance(collection, dask.array.Array):
+        return list(collection.to_delayed())
+    if collection.ndim == 2:
+        collection = collection.rechunk({1: -1})
+    if isinstance(like, dask.array.Array) and collection.shape[:1] == like.shape[:1]:
+        collection = collection.rechunk({0: like.chunks[0]})
+    return list(collection.to_delayed().reshape(-1))
+
+
+# ---- estimators ------------------------------------------------------------------------------------------------------
 
 
 class _OnDask:

@@ -16,7 +16,7 @@ from distributed import get_worker
 from distributed.comm import get_address_host
 from sklearn.base import clone  # type: ignore[import-untyped]
 
-from bitplan.errors import BitplanError
+from bitplan.base.errors import BitplanError
 from bitplan.trees.dask.secret_store import SecretStore, StoreHost
 from bitplan.trees.distributed.fit import fit_by_ranks
 from bitplan.trees.distributed.ranks import Meeting, Ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from bitplan.kernels.base import jit, openmp_threads
+from bitplan.base.loops import jit, openmp_threads
 
 compiled = functools.partial(jit.compiled, compiler=jit.OneTypeCompiler)
 inlined = functools.partial(jit.inlined, compiler=jit.OneTypeCompiler)

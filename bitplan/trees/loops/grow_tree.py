@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.kernels.base.atomics import LINE, fetch_add, join, lock, meet, read, unlock, wait_for_change
-from bitplan.kernels.base.jit import call_at, run_at
-from bitplan.kernels.base.vectors import prefetch
+from bitplan.base.loops.atomics import LINE, fetch_add, join, lock, meet, read, unlock, wait_for_change
+from bitplan.base.loops.jit import call_at, run_at
+from bitplan.base.loops.vectors import prefetch
 from bitplan.trees.loops.compiling import called, compiled, inlined
 from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
 from bitplan.trees.loops.nodes import DROPPED, HOPELESS, QUEUED, READY, SIZE, WAIT

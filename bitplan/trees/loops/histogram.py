@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.kernels.base.vectors import load, number_at, prefetch, same_bits, store
+from bitplan.base.loops.vectors import load, number_at, prefetch, same_bits, store
 from bitplan.trees.loops.compiling import compiled, inlined
 
 BINS = 256

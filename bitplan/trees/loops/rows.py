@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.kernels.base.addresses import read
-from bitplan.kernels.base.vectors import count_below, prefetch
+from bitplan.base.loops.addresses import read
+from bitplan.base.loops.vectors import count_below, prefetch
 from bitplan.trees.loops.compiling import compiled, inlined
 from bitplan.trees.loops.histogram import PANEL, ROW
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.kernels.base.jit import address_of, call_at, run_at
-from bitplan.kernels.base.vectors import largest, load, multiply_add, narrow, to_float, view
+from bitplan.base.loops.jit import address_of, call_at, run_at
+from bitplan.base.loops.vectors import largest, load, multiply_add, narrow, to_float, view
 from bitplan.trees.loops.compiling import compiled, inlined
 from bitplan.trees.loops.histogram import BINS, unpack_cell
 

@@ -11,18 +11,17 @@ import pytest
 import torch
 
 from bitplan.cli import run
-from bitplan.cli.demo import plan as demo_plan
-from bitplan.cli.demo import quality as demo_quality
+from bitplan.cli.demo import run as demo_plan
+from bitplan.cli.demo import run as demo_quality
 from bitplan.cli.demo import run as demo_run
+from bitplan.cli.demo import run as demo_training
 from bitplan.cli.demo import tiny_model
-from bitplan.cli.demo import training as demo_training
-from bitplan.cli.demo.quality import PLAN, REFERENCE
-from bitplan.cli.demo.run import EVIDENCE, RECORDS, prepare_folder
-from bitplan.kernels import encode
+from bitplan.cli.demo.run import EVIDENCE, PLAN, RECORDS, REFERENCE, prepare_folder
+from bitplan.files.open_files import open_tensors
+from bitplan.formats.dispatch import encode
 from bitplan.plan import Manifest, Plan
 from bitplan.report.read_records import read_records
 from bitplan.searching.gather import damage
-from bitplan.store.files.open_files import open_tensors
 from tests.report.browser import Browser
 
 BLOCKS = 1  # of six: a sixth of the layers to search formats for

@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.cli.demo.gpu import GpuSizes, measure_fp8, measure_fused, plan_fp8
-from bitplan.cli.demo.plan import manifest_of, worst_and_best
-from bitplan.cli.demo.training import LEARNING_RATE, WARMUP, rate_shape
-from bitplan.cli.demo.trees import made_table
-from bitplan.measure.speed.crossover_files import gpu_fingerprint
+from bitplan.cli.demo.run import (
+    LEARNING_RATE,
+    WARMUP,
+    GpuSizes,
+    made_table,
+    manifest_of,
+    measure_fp8,
+    measure_fused,
+    plan_fp8,
+    rate_shape,
+    worst_and_best,
+)
+from bitplan.packed.crossover_files import gpu_fingerprint
 from bitplan.plan import Manifest, Plan
 from bitplan.plan.plan import Choice, Planned
 from bitplan.report import write_report

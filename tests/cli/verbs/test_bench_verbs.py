@@ -12,9 +12,9 @@ import typer
 
 import bitplan.cli.app
 from bitplan.cli import run
-from bitplan.cli.verbs import bench as bench_verbs
-from bitplan.plan.fp8.policy import load_policy
-from bitplan.plan.fp8.report import Report
+from bitplan.cli.verbs import fp8 as bench_verbs
+from bitplan.fp8.policy.policy import load_policy
+from bitplan.fp8.policy.report import Report
 from tests.processes import Program
 
 LLAMA = {
@@ -123,7 +123,7 @@ def test_killed_and_resumed(capsys):
     arguments = ["config.json", *QUICK, "--no-products", "--report", "r.jsonl", "--policy", "p.json"]
     code = (
         "import sys, torch\ntorch.set_num_threads(1)\n"
-        "from bitplan.runtime.fp8.bench import layer_bench as fp8_bench\nimport time\n"
+        "from bitplan.fp8.bench import layer_bench as fp8_bench\nimport time\n"
         "real = fp8_bench.time_in_turns\n"
         "def slow(*args, **more):\n    time.sleep(0.3)\n    return real(*args, **more)\n"
         "fp8_bench.time_in_turns = slow\n"

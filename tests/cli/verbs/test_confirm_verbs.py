@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from bitplan.cli import run
-from bitplan.runtime.fp8.bench import confirm as fp8_confirm
-from bitplan.runtime.fp8.bench import confirm_policy as fp8_confirm_policy
-from tests.plan.fp8.fp8_samples import H200
-from tests.runtime.fp8.bench.test_confirm_model import LLAMA
-from tests.runtime.fp8.test_apply import ALL, LAYERS, WINS, SetClock, policy_of
+from bitplan.fp8.bench import confirm as fp8_confirm
+from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
+from tests.fp8.bench.test_confirm_model import LLAMA
+from tests.fp8.policy.fp8_samples import H200
+from tests.fp8.test_apply import ALL, LAYERS, WINS, SetClock, policy_of
 
 LOSES = {64: 0.5, 128: 0.6}
 
@@ -105,7 +105,7 @@ def test_memory_that_ran_out_is_a_row(capsys, monkeypatch):
     def example(*_):
         raise MemoryError
 
-    monkeypatch.setattr("bitplan.runtime.fp8.bench.confirm_model.SmallModel.example", example)
+    monkeypatch.setattr("bitplan.fp8.bench.confirm.SmallModel.example", example)
     assert confirm(tokens="64") == 1
     out = capsys.readouterr().out
     assert "unmeasured" in out

@@ -10,7 +10,7 @@ import typer
 
 from bitplan.cli import run
 from bitplan.cli.verbs.doctor import doctor
-from bitplan.measure import machine
+from bitplan.packed import machine
 from bitplan.report import write_report
 
 

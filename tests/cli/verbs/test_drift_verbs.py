@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 
 from bitplan.cli import run
+from bitplan.files.drift import read_drift
 from bitplan.formats import encode
-from bitplan.store.checks.drift import read_drift
 
 PREFIX = "model.layers.0"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bitplan.cli import run
-from bitplan.plan.fp8.policy import load_policy
-from bitplan.plan.fp8.report import Row
-from tests.plan.fp8.fp8_samples import H200, VERSION_1, experts, pair, report, series
+from bitplan.fp8.policy.policy import load_policy
+from bitplan.fp8.policy.report import Row
+from tests.fp8.policy.fp8_samples import H200, VERSION_1, experts, pair, report, series
 
 
 @pytest.fixture(autouse=True)

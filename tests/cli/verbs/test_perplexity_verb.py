@@ -17,14 +17,14 @@ import tokenizers
 import torch
 import transformers
 
+from bitplan.base.errors import FileFormatError
 from bitplan.cli import run
-from bitplan.errors import FileFormatError
+from bitplan.files.gpt_oss import make_checkpoint
+from bitplan.files.models.morph import morph_model
+from bitplan.files.models.save_load import save_model
+from bitplan.files.open_files import open_tensors
+from bitplan.files.quantize_files import quantize_file
 from bitplan.plan import shipped_manifest
-from bitplan.store.files.open_files import open_tensors
-from bitplan.store.gpt_oss import make_checkpoint
-from bitplan.store.models.morph import morph_model
-from bitplan.store.models.save_load import save_model
-from bitplan.store.quantize_files import quantize_file
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MERGES = [("Ġ", letter) for letter in LETTERS] + [(letter, "e") for letter in LETTERS]  # Ġ: a space, in GPT-2's bytes
@@ -458,7 +458,7 @@ def test_without_transformers_the_way_to_get_it_is_told(capsys, monkeypatch):
 
 
 def test_text_errors_are_of_the_library_too(here):
-    from bitplan.records import read_text
+    from bitplan.base.records import read_text
 
     (here / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(FileFormatError, match="not UTF-8"):

@@ -52,7 +52,7 @@ def test_check_exits_1_with_findings(llama, capsys):
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory):
-    from bitplan.store.gpt_oss import make_checkpoint
+    from bitplan.files.gpt_oss import make_checkpoint
 
     folder = tmp_path_factory.mktemp("gpt-oss")
     make_checkpoint(folder / "hf", naming="hf")
@@ -82,8 +82,8 @@ def _third_layer(tensors, _config):
     ],
 )
 def test_check_finds_what_load_packed_refuses(gpt_oss, tmp_path, capsys, change, message):
-    from bitplan.errors import BitplanError
-    from bitplan.runtime import load_packed
+    from bitplan import load_packed
+    from bitplan.base.errors import BitplanError
 
     tensors = safetensors.torch.load_file(gpt_oss / "hf" / "model.safetensors")
     config = json.loads((gpt_oss / "hf" / "config.json").read_text())

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 import bitplan
+from bitplan.base.errors import MeasureError
 from bitplan.cli import run
-from bitplan.errors import MeasureError
-from bitplan.runtime import generation
-from bitplan.runtime.bench_model import bench_models
-from bitplan.runtime.generation import Sampling, generate_text, load_for_running
+from bitplan.packed.language import generation
+from bitplan.packed.language.generation import Sampling, bench_models, generate_text, load_for_running
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
 transformers = pytest.importorskip("transformers")

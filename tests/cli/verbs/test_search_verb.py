@@ -12,7 +12,7 @@ import pytest
 
 from bitplan.cli import run
 from bitplan.cli.verbs.search import next_step
-from bitplan.kernels import encode
+from bitplan.formats.dispatch import encode
 from bitplan.plan import Plan
 from bitplan.searching.gather import collect, damage, passes
 from bitplan.searching.runtime_formats import TARGETS

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from bitplan.errors import FormatError, NonFiniteError
+from bitplan.base.errors import FormatError, NonFiniteError
 from bitplan.formats import Encoded, decode, encode, error_report, get_format, requantize, scale_health
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.gguf.layouts import LAYOUTS

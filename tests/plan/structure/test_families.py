@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from bitplan import describe
-from bitplan.errors import PlanError
+from bitplan.base.errors import PlanError
 from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
 from bitplan.plan.structure.model_view import LinearUse, ModelView
 

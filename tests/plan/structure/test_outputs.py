@@ -25,10 +25,10 @@ from torch import Tensor, nn
 pytest.importorskip("numba")
 
 from bitplan import apply_plan, describe, fuse_projections
-from bitplan.errors import BitplanError
-from bitplan.runtime.fp8.apply import apply_fp8
-from bitplan.runtime.streaming.stream_blocks import stream_blocks
-from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
+from bitplan.base.errors import BitplanError
+from bitplan.fp8.apply import apply_fp8
+from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.plan.structure import handwritten_models as models
 from tests.plan.structure.test_families import SIZES
 

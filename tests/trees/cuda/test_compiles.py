@@ -1,4 +1,4 @@
-"""The kernels of trees compile for Hopper, where they never run in CI; see tests/kernels/test_triton_compiles.py.
+"""The kernels of trees compile for Hopper, where they never run in CI; see packed/products/test_triton_compiles.py.
 
 What only the assembly shows: atomics in shared memory, none of which loop, no fused multiply-add where a split is
 judged, no registers that spill.

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.trees.distributed.medians import find_medians, find_quantiles, sorted_quantile, whole_weights
-from bitplan.trees.distributed.shards import ALONE, Span, average, sum_exactly
+from bitplan.trees.distributed.shards import (
+    ALONE,
+    Span,
+    average,
+    find_medians,
+    find_quantiles,
+    sorted_quantile,
+    sum_exactly,
+    whole_weights,
+)
 
 FLOATS = st.lists(st.floats(-1e12, 1e12, allow_subnormal=True), max_size=30)
 

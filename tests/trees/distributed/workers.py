@@ -167,7 +167,7 @@ def fit_with_small_sample(rank, settings, x, y, cuts, sample_rows):
 
 def fit_after_error(rank, x, y):
     """A fit that one process refuses, and then one that all can do."""
-    from bitplan.errors import BitplanError
+    from bitplan.base.errors import BitplanError
     from bitplan.trees import BoostedTreesRegressor
     from bitplan.trees.distributed.fit import fit_distributed
 

@@ -7,7 +7,7 @@ import pytest
 
 from bitplan.trees.loops import nodes as kernels
 from bitplan.trees.loops.split import CHILD, DEPTH, GAIN, STATE, STOP
-from bitplan.trees.tree_tables import Growth
+from bitplan.trees.thread_workspace import Growth
 
 
 class Queue(Growth):

@@ -1,0 +1,280 @@
+"""Folders that are written whole or not at all, and scratch folders that go with their process.
+
+`atomic_folder` writes a new folder beside the old one and exchanges the two in one step, so that a kill at any moment
+leaves the old folder or the new one. Of an old folder only what the new one replaces goes: every other file is the
+user's, and is in the new folder as a hard link (a copy where a file system has none) before the exchange.
+
+The exchange is Linux's renameat2. Elsewhere, and on file systems that lack it, the old folder is renamed to
+`.NAME.*.replaced` and the new one takes its name; a kill between the two leaves no folder of that name, and the next
+write to it puts the old one back first.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from bitplan.base.errors import StoreError
+from bitplan.base.records import KINDS, is_at, lock, named_after, partial_name, status_of, sweep, sync_folder
+
+# The old folder and the new one -> names in the old one that go, beside those that the new one has itself.
+Replaces = Callable[[Path, Path], Collection[str]]
+UNFINISHED = ".unfinished"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+@contextmanager
+def atomic_folder(path: str | Path, *, replaces: Replaces | None = None) -> Iterator[Path]:
+    """Yield a folder that becomes `path` when the block ends without an error; an empty folder may exist already.
+
+    replaces   a folder that is not empty is allowed too: what goes of it; its other files and its permissions stay
+    """
+    target = check_output_folder(path, replace=replaces is not None)
+    with _locked_folder(lambda: partial_name(target), target) as partial:
+        before = status_of(target)
+        if before is not None:  # what may not be seen there may not be seen here
+            partial.chmod(stat.S_IMODE(before.st_mode) | stat.S_IRWXU)
+        yield partial
+        sync_folder(partial)
+        replace_folder(partial, path, replaces)
+
+
+def replace_folder(new: Path, path: str | Path, replaces: Replaces | None) -> None:
+    """Put a complete folder, which lies beside `path`, there in one step; see `atomic_folder`."""
+    target = Path(os.path.realpath(path))
+    if replaces is not None and target.exists() and any(target.iterdir()):
+        _exchange_for(new, target, replaces)
+    else:
+        _take_permissions(new, target)
+        _place(new, target, path)
+    sync_folder(target.parent)
+
+
+def check_output_folder(path: str | Path, *, inputs: Iterable[Path] = (), replace: bool = False) -> Path:
+    """The folder that `atomic_folder` will make, links followed; an error if it cannot be made, or holds an input."""
+    target = Path(os.path.realpath(path))
+    _sweep(target)
+    status = status_of(path)
+    for source in inputs:
+        if status is not None and _contains(status, source):
+            raise StoreError(f"{path}: holds the input {source} itself; write to another folder")
+    if status is None:
+        if not target.parent.is_dir():
+            raise StoreError(f"{path}: there is no folder {target.parent}; make it first")
+    elif not stat.S_ISDIR(status.st_mode):
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "a file")
+        raise StoreError(f"{path}: is {kind}, and a folder was to be written; remove it or choose another name")
+    elif any(target.iterdir()):
+        if not replace:
+            raise StoreError(f"{path}: is not empty; a folder is never overwritten: remove it or choose another name")
+        if _contains(status, Path(".")) or os.path.ismount(target):
+            raise StoreError(
+                f"{path}: is the folder that this process runs in, or a file system of its own, so another cannot take "
+                "its name; run in another folder, or give a new folder's name"
+            )
+    return target
+
+
+def _contains(folder: os.stat_result, path: Path) -> bool:
+    """Whether a path is that folder or lies below it, by its own name or by that of what its links lead to."""
+    try:
+        below = {Path(os.path.abspath(path)), Path(os.path.realpath(path))}
+    except FileNotFoundError:  # this process runs in a folder that is gone
+        return False
+    places = {place for name in below for place in (name, *name.parents)}
+    return any(status is not None and os.path.samestat(folder, status) for status in map(status_of, places))
+
+
+def unfinished(path: Path) -> Path:
+    """Where work goes that will take the place of a folder, and that an interrupt must not lose: beside it."""
+    return path.with_name(f"{path.name}{UNFINISHED}")
+
+
+def finish_folder(path: Path, goes: Collection[str]) -> None:
+    """Let `unfinished(path)`, which is complete, replace a folder's files of its own names and of those in `goes`."""
+    target = Path(os.path.realpath(path))
+    done, old = unfinished(target), partial_name(target)
+    replace_folder(done, target, lambda *_: goes)
+    os.rename(done, old)  # a name that the next write sweeps
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
+    """A folder `.NAME-*` for this long; those that killed processes left are removed."""
+    sweep(parent, rf"\.{re.escape(name)}-\w+")
+    with _locked_folder(lambda: parent / f".{name}-{secrets.token_hex(6)}", parent) as scratch:
+        yield scratch
+
+
+# ---- one folder for another ------------------------------------------------------------------------------------------
+
+
+def _place(new: Path, target: Path, path: str | Path) -> None:
+    try:
+        os.replace(new, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise StoreError(
+            f"{path}: something else was written there meanwhile; it was left as it is, and nothing of this run "
+            "was written: choose another name"
+        ) from None
+
+
+def _exchange_for(new: Path, target: Path, replaces: Replaces) -> None:
+    """Take the user's files over, and exchange: the old folder is then at `new`.
+
+    The user's files are in both folders at that moment, so that whichever is at `new` can go.
+    """
+    held = _FolderLock(target)  # no other writer exchanges or sweeps it meanwhile
+    try:
+        goes = set(replaces(target, new))
+        _carry_over(target, new, goes)
+        sync_folder(new)
+        _take_permissions(new, target)
+        if not _exchanged(new, target):
+            _rename_both(new, target)
+        _move_late(new, target, goes)
+    finally:
+        held.close()
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Whether the two names now mean each other's folder, in one step; False where the system has none for it."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    rename.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    fault = ctypes.get_errno()
+    if fault in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(fault, os.strerror(fault), str(second))
+
+
+def _rename_both(new: Path, target: Path) -> None:
+    """In two steps: the old folder makes room first, for no folder can be renamed onto one that is not empty."""
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.replaced")
+    try:
+        os.rename(target, aside)
+        os.rename(new, target)
+        os.rename(aside, new)
+    except BaseException:
+        if aside.exists():
+            os.rename(aside, new if target.exists() else target)
+        raise
+
+
+def _carry_over(old: Path, new: Path, goes: Collection[str]) -> None:
+    """What the new folder does not have and does not replace, as links; a folder in both has the files of both."""
+    for entry in list(os.scandir(old)):
+        place, is_folder = new / entry.name, entry.is_dir(follow_symlinks=False)
+        if entry.name in goes and not os.path.lexists(place):
+            continue
+        if is_folder and (place.is_dir() or not os.path.lexists(place)):
+            place.mkdir(exist_ok=True)
+            _carry_over(Path(entry), place, ())
+            shutil.copystat(entry, place)
+        elif os.path.lexists(place):
+            if entry.is_file(follow_symlinks=False) and place.is_file():
+                place.chmod(stat.S_IMODE(entry.stat().st_mode) & 0o777)
+        else:
+            _link(Path(entry), place)
+
+
+def _link(source: Path, place: Path) -> None:
+    try:
+        os.link(source, place, follow_symlinks=False)
+    except (OSError, NotImplementedError):  # no links on this file system, or not to this user's files
+        shutil.copy2(source, place, follow_symlinks=False)
+
+
+def _move_late(old: Path, new: Path, goes: Collection[str]) -> None:
+    """What a user put into the old folder after its files were taken over."""
+    for entry in list(os.scandir(old)):
+        if not os.path.lexists(new / entry.name) and entry.name not in goes:
+            os.rename(entry, new / entry.name)
+
+
+def _take_permissions(new: Path, target: Path) -> None:
+    before = status_of(target)
+    if before is None:
+        return
+    with suppress(OSError, AttributeError):  # a group that this user is not in; a system without groups
+        os.chown(new, -1, before.st_gid)
+    new.chmod(stat.S_IMODE(before.st_mode))
+
+
+# ---- temporary names, locked by a living process ---------------------------------------------------------------------
+
+
+@contextmanager
+def _locked_folder(name: Callable[[], Path], target: Path) -> Iterator[Path]:
+    """A new folder of a name that is free; what lies there when the block ends goes."""
+    folder, held = name(), None
+    try:
+        while held is None:
+            with named_after(target):
+                folder.mkdir()
+            try:
+                held = _FolderLock(folder, wait=False)
+            except FileNotFoundError:  # another process swept it before it was locked
+                folder = name()
+        yield folder
+    finally:
+        with suppress(OSError):
+            folder.chmod(stat.S_IRWXU)
+        shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed here the next write sweeps
+        if held is not None:
+            held.close()
+
+
+class _FolderLock:
+    """The folder of a name, locked by this process until this is closed, or forgotten because of an interrupt."""
+
+    _descriptor: int | None = None
+
+    def __init__(self, folder: Path, *, wait: bool = True) -> None:
+        """Another process may give the name to another folder meanwhile; without `wait` that is an error."""
+        while sys.platform != "win32":
+            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            if lock(self._descriptor) and is_at(self._descriptor, folder):
+                return
+            self.close()
+            if not wait:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    __del__ = close
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes left of this target; an old folder whose name is free gets it back."""
+
+    def put_back_or_remove(aside: Path) -> None:
+        if target.exists():
+            shutil.rmtree(aside)
+        else:
+            os.rename(aside, target)
+
+    name = re.escape(target.name)
+    sweep(target.parent, rf"\.{name}\.[0-9a-f]{{12}}\.replaced", put_back_or_remove)
+    sweep(target.parent, rf"\.{name}\.[0-9a-f]{{12}}\.partial")

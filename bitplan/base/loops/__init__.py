@@ -1,0 +1,1 @@
+"""Compiled loops and launches: numba's compiler and threads, vectors and atomics, Triton kernels started cheaply."""

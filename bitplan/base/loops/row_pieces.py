@@ -1,0 +1,255 @@
+"""Runs a compiled loop over rows on threads that need no interpreter (`helper_threads`), piece by piece.
+
+A thread takes the next piece of rows until none is left. The loop's arguments lie in one block of memory, a *job*; a
+small function (`loop_calls`) cuts arrays to the piece and calls the loop.
+
+C functions that call a numba loop whose arguments lie in memory, in the form in which its machine code takes them.
+
+So a thread that has no interpreter can call the loop: it needs one address. The function is written in LLVM's
+language, which takes numba no time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
+
+from bitplan.base.loops import helper_threads
+from bitplan.base.loops.jit import address_of, thread_count
+
+# ---- loop calls ------------------------------------------------------------------------------------------------------
+
+
+Array = np.ndarray[Any, Any]
+INT64 = ir.IntType(64)
+_numbers = itertools.count()
+
+
+def words_of(given: Any) -> list[int]:
+    """As numba has it: of an array no owner, its size, bytes of a number, where it lies, its shape and strides."""
+    if isinstance(given, np.ndarray):
+        return [0, 0, given.size, given.itemsize, given.ctypes.data, *given.shape, *given.strides]
+    if isinstance(given, tuple):
+        return [word for each in given for word in words_of(each)]
+    if isinstance(given, float):
+        return list(struct.unpack("q", struct.pack("d", given)))
+    number = int(given)
+    return [number - 2**64 if number >= 2**63 else number]
+
+
+class CallWriter:
+    """Writes the function: `place(word)` is the address of a word of what it gets."""
+
+    def __init__(self, context: Any, function: Any) -> None:
+        self.context, self.function = context, function
+        self.builder = ir.IRBuilder(function.append_basic_block())
+        self._words = self.builder.inttoptr(function.args[0], ir.PointerType(INT64))
+
+    def number(self, value: int) -> Any:
+        return ir.Constant(INT64, value)
+
+    def place(self, word: int) -> Any:
+        return self.builder.gep(self._words, [self.number(word)])
+
+    def load(self, word: int) -> Any:
+        return self.builder.load(self.place(word))
+
+    def value(self, kind: Any, word: int) -> tuple[Any, int]:
+        """An argument that begins at this word, and the word after it."""
+        if isinstance(kind, types.Array):
+            fields = [self.load(word + at) for at in range(5 + 2 * kind.ndim)]
+            shape, strides = fields[5 : 5 + kind.ndim], fields[5 + kind.ndim :]
+            return self.array(kind, fields[3], fields[4], shape, strides), word + len(fields)
+        if isinstance(kind, types.BaseTuple):  # type: ignore[attr-defined]
+            values = []
+            for each in kind.types:
+                value, word = self.value(each, word)
+                values.append(value)
+            return self.context.make_tuple(self.builder, kind, values), word
+        held = self.load(word)
+        if kind == types.float64:
+            held = self.builder.bitcast(held, ir.DoubleType())
+        elif kind == types.boolean:
+            held = self.builder.icmp_signed("!=", held, self.number(0))
+        return held, word + 1
+
+    def array(self, kind: Any, itemsize: Any, data: Any, shape: list[Any], strides: list[Any]) -> Any:
+        builder, size = self.builder, self.number(1)
+        view = self.context.make_array(kind)(self.context, builder)
+        for length in shape:
+            size = builder.mul(size, length)
+        view.data = builder.inttoptr(data, self.context.get_data_type(kind.dtype).as_pointer())
+        view.nitems, view.itemsize = size, itemsize
+        view.shape, view.strides = cgutils.pack_array(builder, shape), cgutils.pack_array(builder, strides)
+        view.meminfo = cgutils.get_null_value(view.meminfo.type)
+        view.parent = cgutils.get_null_value(view.parent.type)
+        return view._getvalue()
+
+    def call(self, loop: Any, kinds: list[Any], values: list[Any]) -> None:
+        """Call the loop at this address, which returns nothing."""
+        kind = ir.PointerType(self.context.call_conv.get_function_type(types.none, kinds))
+        self.context.call_conv.call_function(self.builder, self.builder.inttoptr(loop, kind), types.none, kinds, values)
+
+
+def written(write: Callable[[CallWriter], None]) -> Any:
+    """A C function of one address; `write` writes what it does, up to its end."""
+    context = cpu_target.target_context
+    context.refresh()
+    library = context.codegen().create_library("call_loop")
+    module = library.create_ir_module("call_loop")
+    name = f"bitplan_call_loop_{next(_numbers)}"  # of its own, also where two threads make one at once
+    writer = CallWriter(context, ir.Function(module, ir.FunctionType(ir.VoidType(), [INT64]), name))
+    write(writer)
+    writer.builder.ret_void()
+    with global_compiler_lock:
+        library.add_ir_module(module)
+        library.finalize()
+        address = library.get_pointer_to_function(name)
+    made: Any = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
+    made.keeps, made.address = library, address
+    return made
+
+
+@functools.cache
+def caller(kinds: tuple[Any, ...]) -> Any:
+    """Calls the loop whose address is the first word, with arguments of these types, which follow it."""
+
+    def write(writer: CallWriter) -> None:
+        values, word = [], 1
+        for kind in kinds:
+            value, word = writer.value(kind, word)
+            values.append(value)
+        writer.call(writer.load(0), list(kinds), values)
+
+    return written(write)
+
+
+# ---- row pieces ------------------------------------------------------------------------------------------------------
+
+
+HELPER_NS = 20_000.0  # of work, for which a thread is asked to help
+PIECES_A_THREAD = 4
+STEP = 1024  # rows: pieces are multiples of it, so that no two share a cache line
+# Words of a job: the next row, rows of a piece and of all, the loop's address; then the arguments.
+NEXT, PIECE, COUNT, LOOP, GIVEN = range(5)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An array of which the loop gets the rows of a piece: along `axis`, `share` rows to a number."""
+
+    array: Array
+    axis: int = 0
+    share: int = 1
+
+
+@dataclass(frozen=True)
+class First:
+    """The number of a piece's first row, and a number that is added to it."""
+
+    more: int = 0
+
+
+@dataclass(frozen=True)
+class End:
+    """The number after a piece's last row."""
+
+
+def threads_for(count: int, row_ns: float) -> int:
+    return min(thread_count(), max(int(count * row_ns / HELPER_NS), 1))
+
+
+def piece_rows(count: int, threads: int) -> int:
+    """Rows of a piece."""
+    return max(-(-count // (threads * PIECES_A_THREAD * STEP)), 1) * STEP
+
+
+def run(loop: Any, count: int, row_ns: float, *arguments: Any) -> None:
+    """Call a `compiled` loop that returns nothing for all of `count` rows, of which each takes `row_ns`.
+
+    Arguments are as they are, or `Cut`, `First`, `End`.
+    """
+    threads = threads_for(count, row_ns)
+    if threads == 1:
+        loop(*(_whole(each, count) for each in arguments))
+        return
+    forms = tuple(map(_form_of, arguments))
+    job = [0, piece_rows(count, threads), count, _address(loop, tuple(kind for kind, _, _ in forms))]
+    for each in arguments:
+        job += _words(each)
+    words = np.array(job, np.int64)
+    helper_threads.run(_taker(forms), words.ctypes.data, threads)
+
+
+def _whole(given: Any, count: int) -> Any:
+    if isinstance(given, Cut):
+        return given.array
+    return given.more if isinstance(given, First) else count if isinstance(given, End) else given
+
+
+def _form_of(given: Any) -> tuple[Any, int, int]:
+    """The type that the loop gets; the axis along which it is cut (-1: it is not, -2: first row, -3: end); share."""
+    if isinstance(given, Cut):
+        kind = numba.typeof(given.array)
+        return (kind.copy(layout="A") if given.axis else kind), given.axis, given.share
+    if isinstance(given, First | End):
+        return types.int64, -2 if isinstance(given, First) else -3, 1
+    return numba.typeof(given), -1, 1
+
+
+def _words(given: Any) -> list[int]:
+    if isinstance(given, First):
+        return [given.more]
+    return [0] if isinstance(given, End) else words_of(given.array if isinstance(given, Cut) else given)
+
+
+@functools.cache
+def _address(loop: Any, kinds: tuple[Any, ...]) -> int:
+    return address_of(loop, kinds=kinds)
+
+
+@functools.cache
+def _taker(forms: tuple[tuple[Any, int, int], ...]) -> Any:
+    """A C function of a job's address, which takes pieces and calls the loop."""
+    return written(lambda writer: _write_taker(writer, forms))
+
+
+def _write_taker(writer: CallWriter, forms: tuple[tuple[Any, int, int], ...]) -> None:
+    builder, number = writer.builder, writer.number
+    piece, count, loop = (writer.load(word) for word in (PIECE, COUNT, LOOP))
+    again, work, done = (writer.function.append_basic_block() for _ in range(3))
+    builder.branch(again)
+    builder.position_at_end(again)
+    first = builder.atomic_rmw("add", writer.place(NEXT), piece, "monotonic")
+    builder.cbranch(builder.icmp_signed("<", first, count), work, done)
+    builder.position_at_end(work)
+    end = builder.add(first, piece)
+    end = builder.select(builder.icmp_signed("<", end, count), end, count)
+    values, word = [], GIVEN
+    for kind, axis, share in forms:
+        if axis >= 0:
+            itemsize, data, *rest = (writer.load(word + at) for at in range(3, 5 + 2 * kind.ndim))
+            shape, strides = rest[: kind.ndim], rest[kind.ndim :]
+            begin = builder.sdiv(first, number(share))
+            shape[axis] = builder.sub(builder.sdiv(builder.add(end, number(share - 1)), number(share)), begin)
+            data = builder.add(data, builder.mul(begin, strides[axis]))
+            values.append(writer.array(kind, itemsize, data, shape, strides))
+            word += 5 + 2 * kind.ndim
+            continue
+        value, word = writer.value(kind, word)
+        values.append(end if axis == -3 else builder.add(value, first) if axis == -2 else value)
+    writer.call(loop, [kind for kind, _, _ in forms], values)
+    builder.branch(again)
+    builder.position_at_end(done)

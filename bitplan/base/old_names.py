@@ -1,0 +1,87 @@
+"""Public names that had another place: they work for one release, with a warning that names the new one."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+# old package: {new package: names}
+_MOVED = {
+    "bitplan.kernels": {
+        "bitplan.formats": "Picked explain_decode explain_encode",
+        "bitplan": "decode encode",
+    },
+    "bitplan.measure": {
+        "bitplan.streaming": "CalibrationError GradStatsCollector GradStatsError collect_grad_stats",
+        "bitplan.packed": "MeasureError examine_machine",
+    },
+    "bitplan.plan": {
+        "bitplan.fp8": (
+            "BenchOptions Fingerprint Fp8Error Parallel Report Row bench_cases load_policy local_layers "
+            "merge_reports model_parts should_use_fp8 to_thresholds"
+        ),
+        "bitplan.streaming": (
+            "HeuristicPolicyBridge Phase PolicyState Pressure RuntimeLimitHints SelectiveError compute_hints "
+            "describe_changes layout_of load_state observe save_state"
+        ),
+        "bitplan": "SelectivePrecisionConfig",
+    },
+    "bitplan.runtime": {
+        "bitplan.streaming": (
+            "AdamWSettings BlockNonFiniteError CudaDevice PrecisionTelemetry SimulatedDevice StreamDevice "
+            "StreamError StreamStateError TelemetryError TensorBoardScalars TransferError lightning_callback "
+            "trainer_callback"
+        ),
+        "bitplan.packed": "ApplyError LayerError read_packed",
+        "bitplan.fp8": "Fp8LayerError Fp8UnavailableError gather_weights_in_fp8",
+        "bitplan": (
+            "QuantEmbedding QuantExperts QuantLinear SelectivePrecisionPolicy TileCache apply_fp8 "
+            "apply_fp8_config apply_plan fuse_projections load_packed save_packed warm_up"
+        ),
+    },
+    "bitplan.store": {
+        "bitplan.files": (
+            "Container DriftLog FileFormatError GptOssFile Promise StoreError TensorFile TensorSpec "
+            "convert_gpt_oss export_model log_drift make_checkpoint observe_model read_drift register_container"
+        ),
+        "bitplan": (
+            "WeightStore compare_models load_model morph_model open_tensors quantize_file save_model unmorph_model"
+        ),
+        "bitplan.rounding": "round_weight round_with_report",
+    },
+}
+_HOMES = {old: {name: new for new, names in homes.items() for name in names.split()} for old, homes in _MOVED.items()}
+_OLD_PARTS = ("kernels", "measure", "runtime", "store")  # they are no packages any more
+
+
+def is_old_name(package: str, name: str) -> bool:
+    return name in _HOMES.get(package, {})
+
+
+def old_name(package: str, name: str) -> Any:
+    """What a name of this package stands for, from its new place."""
+    if not is_old_name(package, name):
+        raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules.get(package))
+    home = _HOMES[package][name]
+    message = f"{package}.{name} is {home}.{name} now; the next version has no {package}.{name}"
+    warnings.warn(message, FutureWarning, stacklevel=3)
+    return getattr(importlib.import_module(home), name)
+
+
+def add_old_parts() -> None:
+    """Parts that are gone stay importable: modules that hold nothing and look their names up."""
+    for part in _OLD_PARTS:
+        package = f"bitplan.{part}"
+        module = ModuleType(package, f"The names of {package} have other places now.")
+        module.__dict__["__getattr__"] = functools.partial(_name_of_old_part, package)
+        module.__dict__["__all__"] = sorted(_HOMES[package])
+        sys.modules[package] = module
+        setattr(sys.modules["bitplan"], part, module)
+
+
+def _name_of_old_part(package: str, name: str) -> Any:
+    return old_name(package, name)

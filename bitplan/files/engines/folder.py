@@ -1,0 +1,284 @@
+"""What targets that are folders share: a model's folder in, another one out, with config, tokenizer and shards.
+
+A target says of every tensor what it becomes (`OutputLayer`) and how packed numbers lie there (`pack`). Tensors are
+read, encoded and written one at a time; one that is packed already in the wanted format keeps its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.base.errors import StoreError
+from bitplan.base.records import on_failure, stamps_of
+from bitplan.files.engines.gguf_names import evidence_of, fit_names
+from bitplan.files.engines.gguf_source import GGUFModel, open_model
+from bitplan.files.engines.targets import ExportReport, ExportRequest, ExportRow, OnBytes
+from bitplan.files.headers import check_model_source, is_gguf, plan_for_file
+from bitplan.files.open_files import container_for
+from bitplan.files.packed_folder import (
+    METADATA,
+    FolderContents,
+    check_packed_output,
+    cut_shards,
+    is_packed_config,
+    read_config,
+    side_files,
+    unquantized_config,
+    write_packed_folder,
+)
+from bitplan.files.round_with_evidence import WeightEvidence, open_evidence
+from bitplan.files.schemes.tensors import SchemeTensors
+from bitplan.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.codec import finite, readable
+from bitplan.formats.dispatch import encode
+from bitplan.formats.dtypes import dtype_name, wider_types
+from bitplan.plan import Plan
+from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.structure.families import guess_role
+
+PLAIN = ("bfloat16", "float16", "float32")
+DEFAULT_TYPE = "bfloat16"
+Pack = Callable[[Encoded, str], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """One tensor of the source, or the experts of a layer, and what it becomes there; `fmt` None stays as it is."""
+
+    sources: tuple[str, ...]
+    fmt: Format | None
+    reason: str
+    promises: tuple[Promise, ...]
+
+    @property
+    def is_packed(self) -> bool:
+        return self.fmt is not None and not self.fmt.is_cast
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """A model, open for reading, its config without a word on how it was packed, and the plan for it.
+
+    folder   where config and tokenizer lie
+    """
+
+    file: TensorFile
+    folder: Path
+    config: dict[str, Any]
+    plan: Plan
+
+    def format_of(self, name: str) -> tuple[Format | None, str]:
+        """The format that the plan has for a tensor, None where it stays in its own type, and the reason."""
+        entry = self.plan.entries[name]
+        return None if entry.stored is not None else get_format(entry.choice.format), entry.choice.reason
+
+    def unpacked(self, name: str, fmt: Format | None, reason: str) -> OutputLayer:
+        """A tensor that the output holds as plain numbers: in its own type, or cast."""
+        spec = self.file.spec(name)
+        cast = fmt if fmt is not None and fmt.is_cast else self.wide if is_quantized(spec) else None
+        dtype = spec.dtype if cast is None else cast.storage
+        return OutputLayer((name,), cast, reason, (Promise(name, spec.shape, None, dtype),))
+
+    @property
+    def wide(self) -> Format:
+        """What a quantized tensor becomes where it is to be plain: the type of the model."""
+        said = self.config.get("dtype") or self.config.get("torch_dtype")
+        return get_format(said if said in PLAIN else DEFAULT_TYPE)
+
+
+def is_quantized(spec: TensorSpec) -> bool:
+    """Whether the source holds codes, which the file gives packed or decoded (`gguf:Q4_K`, `awq:uint4_g64`)."""
+    return spec.encoded or ":" in spec.format
+
+
+def is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """The weight of a layer that engines pack; routers are not."""
+    return name.endswith(".weight") and len(shape) == 2 and guess_role(name) != "router"
+
+
+def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | None = None) -> FolderSource:
+    """Refuse what is no model, an output that must not be written, and options of other targets."""
+    if request.part_bytes is not None or request.pretokenizer is not None:
+        raise StoreError(f"{request.output}: --split and --pretokenizer are for GGUF")
+    if container_for(request.output) is not None:
+        raise StoreError(
+            f"{request.output}: {target} is a folder, and {request.output.suffix} names a file; "
+            f"give a folder's name, such as {request.output.with_suffix('')}"
+        )
+    folder = check_model_source(request.source, None)
+    if request.source.is_file() and not is_gguf(request.source):
+        raise StoreError(f"{request.source}: {target} is made of a model's folder or a GGUF file; give {folder}")
+    file = open_model(request.source, with_tokenizer=True)
+    with on_failure(file.close):
+        if isinstance(file, GGUFModel):
+            folder = file.folder
+        config = read_config(folder)
+        if "quantization_config" in config and not is_packed_config(config) and not isinstance(file, SchemeTensors):
+            raise StoreError(
+                f"{request.source}: is quantized in a way that bitplan does not read; "
+                "export the model that it was made from"
+            )
+        check_packed_output(request.output, inputs=file.files, force=request.force)
+        plan = plan_for_file(
+            file,
+            fit_names(request.formats, file),
+            keep=request.keep,
+            only=request.only,
+            substitutes=substitutes,
+            how_to_fill=None,
+        )
+    return FolderSource(file, folder, unquantized_config(config), plan)
+
+
+def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[str]) -> WeightEvidence | None:
+    """Statistics under the model's names, or under those that it has in GGUF; a fault closes both files."""
+    if request.evidence is None:
+        return None
+    with ExitStack() as opened:
+        opened.callback(file.close)
+        statistics = opened.enter_context(open_evidence(request.evidence))
+        evidence = evidence_of(statistics, file)
+        evidence.require_use(packed)
+        opened.pop_all()
+        return evidence
+
+
+class FolderExport:
+    """A prepared export; see `bitplan.files.engines.targets`.
+
+    config   what the output's config.json says
+    pack     an Encoded, and what to call it in a message -> the tensors that a packed layer's promises name, in order
+    joined   tensors that the engine computes as one: formats whose scales have a base share it
+    metadata what the header of every file says beside the tensors
+    """
+
+    def __init__(
+        self,
+        request: ExportRequest,
+        target: str,
+        source: FolderSource,
+        layers: Sequence[OutputLayer],
+        config: Mapping[str, Any],
+        pack: Pack,
+        joined: Sequence[Sequence[str]] = (),
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self._request, self._file, self._config, self._pack = request, source.file, config, pack
+        self._folder, self._stamps = source.folder, stamps_of(source.file.files)
+        self._layers = {promise.name: layer for layer in layers for promise in layer.promises}
+        self._metadata = {**METADATA, **(metadata or {})}
+        self._made: dict[str, Tensor] = {}
+        self._joined = {name: tuple(group) for group in joined for name in group}
+        self._bases: dict[tuple[str, ...], float] = {}
+        left_out = {alias: f"is {name!r}" for alias, name in source.file.tied.items()}
+        rows = [self._row(layer) for layer in layers]
+        self.report = ExportReport(str(request.source), str(request.output), target, rows, left_out)
+        packed = [name for layer in layers if layer.is_packed for name in layer.sources]
+        self._evidence = _open_evidence(request, source.file, packed)
+
+    def _row(self, layer: OutputLayer) -> ExportRow:
+        spec = self._file.spec(layer.sources[0])
+        count = len(layer.sources)
+        name = layer.fmt.name if layer.fmt is not None else dtype_name(layer.promises[0].dtype)
+        return ExportRow(
+            layer.promises[0].name,
+            layer.sources[0] + (f" and {count - 1} more" if count > 1 else ""),
+            (count, *spec.shape) if count > 1 else spec.shape,
+            spec.format,
+            name,
+            layer.reason,
+            sum(promise.nbytes for promise in layer.promises),
+        )
+
+    def write(self, on_bytes: OnBytes | None = None) -> None:
+        promises = [promise for layer in dict.fromkeys(self._layers.values()) for promise in layer.promises]
+        shards = [replace(shard, metadata=self._metadata) for shard in cut_shards(promises, {})]
+        contents = FolderContents(shards, self._config, None, side_files(self._folder), self._stamps)
+
+        def write_shard(writer: Writer, own: Sequence[Promise]) -> None:
+            for promise in own:
+                writer.write(promise.name, self._part(promise.name))
+                if on_bytes:
+                    on_bytes(promise.nbytes, promise.name)
+
+        written = write_packed_folder(self._request.output, contents, write_shard, force=self._request.force)
+        self.report.files = [str(path) for path in written]
+
+    def close(self) -> None:
+        self._file.close()
+        if self._evidence is not None:
+            self._evidence.file.close()
+
+    def _part(self, name: str) -> Tensor:
+        """The parts of a layer come one after the other: they are made together, and each is taken once."""
+        if name not in self._made:
+            layer = self._layers[name]
+            self._made |= dict(zip((promise.name for promise in layer.promises), self._tensors(layer), strict=True))
+        return self._made.pop(name)
+
+    def _tensors(self, layer: OutputLayer) -> list[Tensor]:
+        made = [self._of(layer, source) for source in layer.sources]
+        return made[0] if len(made) == 1 else [torch.stack(parts) for parts in zip(*made, strict=True)]
+
+    def _of(self, layer: OutputLayer, source: str) -> list[Tensor]:
+        where, spec = f"{self._file.path}: {source}", self._file.spec(source)
+        if layer.is_packed:
+            assert layer.fmt is not None
+            return self._pack(self._encoded(layer.fmt, source), where)
+        numbers = self._file.read_float(source) if spec.encoded else self._file.read(source)
+        assert isinstance(numbers, Tensor)
+        dtype = layer.promises[0].dtype
+        narrow = numbers.to(dtype)
+        if narrow.dtype != numbers.dtype and bool((narrow.isinf() & numbers.isfinite()).any()):
+            raise StoreError(
+                f"{where}: holds numbers beyond {dtype_name(dtype)}; take {wider_types(dtype_name(dtype))}"
+            )
+        if narrow.dtype != numbers.dtype:
+            lost = int((narrow.to(numbers.dtype) != numbers).sum()) - int(numbers.isnan().sum())
+            if lost:
+                name = layer.promises[0].name
+                self.report.rounded[name] = self.report.rounded.get(name, 0) + lost
+        return [narrow]
+
+    def _encoded(self, fmt: Format, source: str) -> Encoded:
+        where, spec = f"{self._file.path}: {source}", self._file.spec(source)
+        if spec.encoded and spec.format == fmt.name:
+            held = self._file.read(source)
+            assert isinstance(held, Encoded)
+            base = self._base(fmt, source)
+            if base is not None and held.base is not None and float(held.base) != base:
+                raise StoreError(
+                    f"{where}: is packed with another base than the layers it is computed with; "
+                    "export the model that it was made from"
+                )
+            return held
+        numbers = finite(readable(self._file.read_float(source), where), self._request.nonfinite, where)
+        base = self._base(fmt, source)
+        if self._evidence is not None and self._evidence.has(source):
+            return self._evidence.round(source, numbers, fmt, base=base, where=where)[0]
+        rule = self._request.scale_rule if "absmax" in fmt.rules else None
+        return encode(numbers, fmt, scale_rule=rule, base=base, name=where)
+
+    def _base(self, fmt: Format, source: str) -> float | None:
+        """The largest base among tensors that are computed as one; None where each has its own."""
+        if fmt.scales is None or not fmt.scales.needs_base or source not in self._joined:
+            return None
+        group = self._joined[source]
+        if group not in self._bases:
+            self._bases[group] = max(self._own_base(fmt, name) for name in group)
+        return self._bases[group]
+
+    def _own_base(self, fmt: Format, name: str) -> float:
+        spec = self._file.spec(name)
+        held = self._file.read(name) if spec.encoded and spec.format == fmt.name else None
+        made = held if isinstance(held, Encoded) else encode(self._file.read_float(name), fmt, name=name)
+        assert made.base is not None
+        return float(made.base)

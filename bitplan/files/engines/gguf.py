@@ -1,0 +1,316 @@
+"""To GGUF, so that llama.cpp runs it: from a Hugging Face folder, or from GGUF itself.
+
+From a folder, names go through gguf-py's table, rows of q and k are put in llama.cpp's order, experts of a layer become
+one tensor, and config and tokenizer become metadata. From GGUF everything but the formats stays. Norms, biases and
+routers are float32, which is what llama.cpp computes them in.
+
+gpt-oss to GGUF: its experts are woven, biased and packed in ways of their own, which `files.gpt_oss` knows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bitplan.base.errors import StoreError
+from bitplan.base.records import require_unchanged, stamps_of
+from bitplan.files.engines.gguf_metadata import ModelConfig, is_gpt_oss, model_metadata, rope_factors, text
+from bitplan.files.engines.gguf_names import GGUFNames, fit_names, heads_of, is_plus_one, row_order
+from bitplan.files.engines.gguf_tokenizer import tokenizer_metadata
+from bitplan.files.engines.targets import EXPERT, ExportReport, ExportRequest, ExportRow, OnBytes, experts_in_order
+from bitplan.files.gguf import GGUFValue
+from bitplan.files.gguf_split_write import check_gguf_output, write_parts
+from bitplan.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
+from bitplan.files.gpt_oss.convert import save_gpt_oss
+from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
+from bitplan.files.gpt_oss.source import GptOssFile
+from bitplan.files.headers import plan_for_file
+from bitplan.files.imatrix import ImatrixFile
+from bitplan.files.open_files import open_tensors
+from bitplan.files.round_with_evidence import OtherName, WeightEvidence, evidence_for, open_evidence
+from bitplan.files.tensor_file import Promise, TensorFile
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.codec import finite, readable
+from bitplan.formats.dispatch import encode
+from bitplan.formats.dtypes import dtype_name
+from bitplan.plan import Plan
+
+# ---- gguf gpt oss ----------------------------------------------------------------------------------------------------
+
+
+_EXPERTS = {"mxfp4": "mxfp4", "mxfp4_gguf": "mxfp4", "bfloat16": "bfloat16"}
+
+
+class GptOssExport:
+    """A prepared export; see `bitplan.files.engines.targets`."""
+
+    def __init__(self, request: ExportRequest) -> None:
+        wanted = request.formats.name if isinstance(request.formats, Format) else request.formats
+        if not isinstance(wanted, str) or wanted not in _EXPERTS or request.keep or request.only:
+            raise StoreError(
+                f"{request.source}: gpt-oss is exported with its experts in mxfp4 or bfloat16 and the rest as it is; "
+                f"give --format mxfp4 or --format bfloat16, and neither --keep nor --only"
+            )
+        if request.evidence is not None or request.part_bytes is not None:
+            raise StoreError(f"{request.source}: gpt-oss is exported to one file, and takes no evidence")
+        self._request, self._experts = request, _EXPERTS[wanted]
+        folder = request.source if request.source.is_dir() else request.source.parent
+        config = ModelConfig(folder)
+        self._metadata = {"general.name": text(folder.resolve().name)}
+        self._metadata |= tokenizer_metadata(folder, config.vocabulary, request.pretokenizer)
+        self._file = GptOssFile(request.source)
+        check_gguf_output(request.output, None, inputs=self._file.files, force=request.force)
+        slots = list_slots("gguf", self._file.shape, packed=self._experts == "mxfp4")
+        rows = [self._row(slot) for slot in slots]
+        self.report = ExportReport(str(request.source), str(request.output), "gguf", rows)
+
+    def _row(self, slot: LayoutTensor) -> ExportRow:
+        if slot.is_expert:
+            name, why = ("mxfp4_gguf" if self._experts == "mxfp4" else "bfloat16"), "experts"
+        elif set(slot.parts) <= GGUF_WIDE:
+            name, why = "float32", "norms, biases and routers: llama.cpp computes them in float32"
+        else:
+            name, why = "bfloat16", "stays"
+        fmt = get_format(name)
+        size = fmt.nbytes(slot.shape) if math.prod(slot.shape) else 0
+        return ExportRow(slot.name, ", ".join(slot.parts), slot.shape, "", name, why, size)
+
+    def write(self, on_bytes: OnBytes | None = None) -> None:
+        save_gpt_oss(
+            self._file,
+            Path(self._request.output),
+            "gguf",
+            experts="mxfp4" if self._experts == "mxfp4" else "bfloat16",
+            scale_rule=self._request.scale_rule,
+            metadata=self._metadata,
+            force=self._request.force,
+            on_bytes=on_bytes or (lambda _count, _name: None),
+        )
+        self.report.files = [str(self._request.output)]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# ---- gguf ------------------------------------------------------------------------------------------------------------
+
+
+FLOAT32 = get_format("float32")
+# Parts of a model that reads pictures, which llama.cpp keeps in a file of their own, and tables it computes itself.
+_LEFT_OUT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.|rotary_emb\.inv_freq$|masked_bias$")
+_ROUTER = re.compile(r"\.ffn_gate_inp\.weight$")
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One tensor of the output: of one tensor of the source, of many experts', or computed here.
+
+    heads     rows are reordered within so many heads
+    plus_one  norms of Gemma, which its checkpoints hold one less
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    fmt: Format
+    reason: str
+    heads: int | None = None
+    plus_one: bool = False
+    made: Tensor | None = None
+
+    @property
+    def promise(self) -> Promise:
+        if self.fmt.is_cast:
+            return Promise(self.name, self.shape, None, self.fmt.storage)
+        return Promise(self.name, self.shape, self.fmt)
+
+
+def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
+    """Everything that can be refused is, before a weight is read."""
+    folder = request.source if request.source.is_dir() else request.source.parent
+    if request.source.suffix != ".gguf" and is_gpt_oss(folder):
+        return GptOssExport(request)
+    with ExitStack() as opened:
+        file = opened.enter_context(open_tensors(request.source))
+        statistics = None if request.evidence is None else opened.enter_context(open_evidence(request.evidence))
+        inputs = [*file.files, *([request.evidence] if request.evidence else [])]
+        check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force)
+        plan = plan_for_file(
+            file, fit_names(request.formats, file), keep=request.keep, only=request.only, output="out.gguf"
+        )
+        left_out: dict[str, str] = {}
+        if isinstance(file, GGUFTensors):
+            outgoing, metadata = list(_same_names(file, plan)), dict(file.metadata)
+        else:
+            outgoing, metadata, left_out = _from_folder(file, plan, request)
+        for item in outgoing:
+            gguf_type(item.promise, request.output)
+        promises = [item.promise for item in outgoing]
+        check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force, promises=promises)
+        metadata = file_metadata(metadata, promises)
+        evidence = None
+        if statistics is not None:
+            numbered = {
+                source: OtherName(item.name, place if len(item.sources) > 1 else None)
+                for item in outgoing
+                for place, source in enumerate(item.sources)
+            }
+            evidence = evidence_for(statistics, file, numbered)
+            evidence.require_use(source for item in outgoing if not item.fmt.is_cast for source in item.sources)
+            metadata |= statistics.gguf_keys if isinstance(statistics, ImatrixFile) else {}
+        opened.pop_all()
+        return GGUFExport(request, file, evidence, outgoing, metadata, left_out)
+
+
+def _same_names(file: TensorFile, plan: Plan) -> Iterator[Outgoing]:
+    for name, spec in file.specs.items():
+        fmt, reason = _format(plan, name)
+        yield Outgoing(name, (name,), spec.shape, fmt, reason)
+
+
+def _format(plan: Plan, name: str) -> tuple[Format, str]:
+    entry = plan.entries[name]
+    return get_format(entry.stored or entry.choice.format), entry.choice.reason
+
+
+# ---- from a Hugging Face folder --------------------------------------------------------------------------------------
+
+
+def _from_folder(
+    file: TensorFile, plan: Plan, request: ExportRequest
+) -> tuple[list[Outgoing], dict[str, GGUFValue], dict[str, str]]:
+    folder = request.source if request.source.is_dir() else request.source.parent
+    config = ModelConfig(folder)
+    metadata = model_metadata(config, folder.resolve().name)
+    metadata |= tokenizer_metadata(folder, config.vocabulary, request.pretokenizer)
+    names = GGUFNames(config, str(file.path))
+    grouped: dict[str, list[str]] = {}
+    left_out: dict[str, str] = {}
+    for name in file.specs:
+        if _LEFT_OUT.search(name):
+            left_out[name] = "llama.cpp has no place for it in a language model's file"
+        else:
+            grouped.setdefault(names.of(name), []).append(name)
+    left_out |= {alias: f"is {name!r}, which llama.cpp uses in its place" for alias, name in file.tied.items()}
+    outgoing = [_outgoing(file, plan, config, new, sources) for new, sources in grouped.items()]
+    factors = rope_factors(config)
+    if factors is not None:
+        made = torch.tensor(factors, dtype=torch.float32)
+        outgoing.append(Outgoing("rope_freqs.weight", (), tuple(made.shape), FLOAT32, "llama 3's rotations", made=made))
+    names.check_whole({item.name for item in outgoing})
+    return outgoing, metadata, left_out
+
+
+def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sources: list[str]) -> Outgoing:
+    family, first = config.family, sources[0]
+    shape = file.spec(first).shape
+    if len(sources) > 1 or EXPERT.fullmatch(first):
+        sources = list(experts_in_order(file, new, sources))
+        shape = (len(sources), *shape)
+    chosen = {_format(plan, name)[0].name for name in sources}
+    if len(chosen) > 1:
+        raise StoreError(
+            f"{file.path}: the {len(sources)} experts of {new!r} are one tensor in GGUF and need one format, "
+            f"the plan gives {', '.join(sorted(chosen))}"
+        )
+    fmt, reason = _format(plan, first)
+    if len(shape) < 2 or _ROUTER.search(new):
+        fmt, reason = FLOAT32, "norms, biases and routers: llama.cpp computes them in float32"
+    return Outgoing(new, tuple(sources), shape, fmt, reason, heads_of(family, config, new), is_plus_one(family, new))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class GGUFExport:
+    """A prepared export; see `bitplan.files.engines.targets`."""
+
+    def __init__(
+        self,
+        request: ExportRequest,
+        file: TensorFile,
+        evidence: WeightEvidence | None,
+        outgoing: list[Outgoing],
+        metadata: Mapping[str, GGUFValue],
+        left_out: dict[str, str],
+    ) -> None:
+        self._request, self._file, self._evidence = request, file, evidence
+        self._outgoing, self._metadata, self._stamps = outgoing, metadata, stamps_of(file.files)
+        rows = [self._row(item) for item in outgoing]
+        self.report = ExportReport(str(request.source), str(request.output), "gguf", rows, left_out)
+
+    def _row(self, item: Outgoing) -> ExportRow:
+        source = item.sources[0] if item.sources else ""
+        more = f" and {len(item.sources) - 1} more" if len(item.sources) > 1 else ""
+        before = self._file.spec(source).format if source else "computed"
+        return ExportRow(item.name, source + more, item.shape, before, item.fmt.name, item.reason, item.promise.nbytes)
+
+    def write(self, on_bytes: OnBytes | None = None) -> None:
+        promises = [item.promise for item in self._outgoing]
+        with write_parts(self._request.output, promises, self._metadata, self._request.part_bytes) as writer:
+            for item in self._outgoing:
+                writer.write(item.name, self._read(item))
+                if on_bytes:
+                    on_bytes(item.promise.nbytes, item.name)
+            require_unchanged(self._stamps)
+        self.report.files = [str(path) for path in writer.paths]
+
+    def close(self) -> None:
+        self._file.close()
+        if self._evidence is not None:
+            self._evidence.file.close()
+
+    def _read(self, item: Outgoing) -> Tensor | Encoded:
+        if item.made is not None:
+            return item.made
+        pieces = [self._piece(item, source) for source in item.sources]
+        if len(item.shape) == len(self._file.spec(item.sources[0]).shape):
+            return pieces[0]
+        return _stacked(pieces, item)
+
+    def _piece(self, item: Outgoing, source: str) -> Tensor | Encoded:
+        spec, where = self._file.spec(source), f"{self._file.path}: {source}"
+        if spec.encoded and spec.format == item.fmt.name and not item.fmt.is_cast:
+            kept = self._file.read(source)
+            assert isinstance(kept, Encoded)
+            return kept if item.heads is None else _permuted_rows(kept, item.heads)
+        numbers = self._file.read_float(source)
+        if item.fmt.is_cast and not numbers.is_floating_point():
+            return numbers
+        numbers = finite(readable(numbers, where), self._request.nonfinite, where)
+        if self._evidence is not None and self._evidence.has(source) and not item.fmt.is_cast:
+            rounded, _ = self._evidence.round(source, numbers, item.fmt, where=where)
+            return rounded if item.heads is None else _permuted_rows(rounded, item.heads)
+        if item.heads is not None:
+            numbers = numbers[row_order(numbers.shape[0], item.heads)]
+        if item.plus_one:
+            numbers = numbers.float() + 1
+        if item.fmt.is_cast:
+            narrow = numbers.to(item.fmt.storage)
+            finite(narrow, "error", f"{where} as {dtype_name(item.fmt.storage)}")
+            return narrow
+        rule = self._request.scale_rule if "absmax" in item.fmt.rules else None
+        return encode(numbers, item.fmt, scale_rule=rule, name=where)
+
+
+def _permuted_rows(encoded: Encoded, heads: int) -> Encoded:
+    """Rows of packed bytes in another order: no number changes, for blocks lie along rows."""
+    order = row_order(encoded.shape[0], heads)
+    parts = {name: part[order] if part.dim() else part for name, part in encoded.parts.items()}
+    return Encoded(encoded.fmt, encoded.shape, **parts)
+
+
+def _stacked(pieces: list[Tensor | Encoded], item: Outgoing) -> Tensor | Encoded:
+    first = pieces[0]
+    if not isinstance(first, Encoded):
+        return torch.stack([piece for piece in pieces if isinstance(piece, Tensor)])
+    packed = [piece for piece in pieces if isinstance(piece, Encoded)]
+    parts = {name: torch.stack([piece.parts[name] for piece in packed]) for name in first.parts}
+    return Encoded(first.fmt, item.shape, **parts)

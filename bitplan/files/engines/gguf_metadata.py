@@ -1,0 +1,289 @@
+"""What a GGUF file must say of a model for llama.cpp to run it, from a Hugging Face config.json.
+
+Each family says what its architecture is called there, whether the rows of q and k are reordered (llama.cpp rotates
+neighbours where transformers rotates halves), and whether norms are stored one less than they are (Gemma).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import GGUFValueType
+
+from bitplan.base.documents import is_number, show
+from bitplan.base.errors import StoreError
+from bitplan.base.records import read_json
+from bitplan.files.gguf import GGUFValue
+from bitplan.plan.structure.families import GGUF_FAMILIES, Family
+
+_MOST_LAYERS = 10_000
+YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # and what both sides take where a config has none
+_GEMMA_PATTERN = 6  # llama.cpp's own where a file says nothing
+
+
+def text(value: str) -> GGUFValue:
+    return GGUFValue(GGUFValueType.STRING, value)
+
+
+def whole(value: int) -> GGUFValue:
+    return GGUFValue(GGUFValueType.UINT32, int(value))
+
+
+def real(value: float) -> GGUFValue:
+    return GGUFValue(GGUFValueType.FLOAT32, float(value))
+
+
+def flag(value: bool) -> GGUFValue:
+    return GGUFValue(GGUFValueType.BOOL, bool(value))
+
+
+def array(kind: GGUFValueType, items: Sequence[Any]) -> GGUFValue:
+    return GGUFValue(GGUFValueType.ARRAY, items, kind)
+
+
+class ModelConfig:
+    """A folder's config.json, or a `document` in its place, with errors that name the key."""
+
+    def __init__(self, folder: Path, document: Mapping[str, Any] | None = None) -> None:
+        self.path = folder / "config.json" if document is None else folder
+        whole_config = self._read(folder) if document is None else document
+        self.model_type = str(whole_config.get("model_type"))
+        inner = whole_config.get("text_config")
+        self._values: Mapping[str, Any] = {**whole_config, **inner} if isinstance(inner, dict) else whole_config
+
+    def _read(self, folder: Path) -> dict[str, Any]:
+        if not self.path.is_file():
+            raise StoreError(f"{folder}: no config.json, so not a Hugging Face model")
+        document = read_json(self.path)
+        if not isinstance(document, dict):
+            raise StoreError(f"{self.path}: expected a JSON object, got a {type(document).__name__}")
+        return document
+
+    @property
+    def family(self) -> Family:
+        if self.model_type not in GGUF_FAMILIES:
+            raise StoreError(
+                f"{self.path}: model_type {show(self.model_type)} is none that is exported to GGUF "
+                f"({', '.join(GGUF_FAMILIES)}, gpt_oss)"
+            )
+        return GGUF_FAMILIES[self.model_type]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def real(self, key: str, default: float) -> float:
+        return real_number(self._values, key, self.path, default)
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """An object under a key; empty where there is none."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise StoreError(f"{self.path}: {key} must be an object, got {show(value)}")
+        return value
+
+    def number(self, *keys: str) -> int:
+        """A count above zero, under the first of these keys that is there."""
+        for key in keys:
+            value = self.get(key)
+            if value is not None:
+                if type(value) is not int or not 0 < value < 2**31:
+                    raise StoreError(f"{self.path}: {key} must be a whole number above zero, got {show(value)}")
+                return value
+        raise StoreError(f"{self.path}: no {' or '.join(keys)}, which llama.cpp needs")
+
+    @property
+    def layers(self) -> int:
+        count = self.number("num_hidden_layers")
+        if count > _MOST_LAYERS:
+            raise StoreError(f"{self.path}: num_hidden_layers is {count}, and no model has more than {_MOST_LAYERS}")
+        return count
+
+    @property
+    def heads(self) -> int:
+        return self.number("num_attention_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.number("num_key_value_heads", "num_attention_heads")
+
+    @property
+    def head_size(self) -> int:
+        return self.number("head_dim") if self.get("head_dim") else self.number("hidden_size") // self.heads
+
+    @property
+    def vocabulary(self) -> int:
+        return self.number("vocab_size")
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """Rotary settings as transformers 5 writes them; those of older configs in the same form."""
+        said = self.mapping("rope_parameters")
+        said = said["full_attention"] if isinstance(said.get("full_attention"), dict) else said
+        scaling = dict(self.mapping("rope_scaling"))
+        scaling.setdefault("rope_type", scaling.pop("type", said.get("rope_type", "default")))
+        rope = {"rope_theta": self.get("rope_theta", 10000.0), **said, **scaling}
+        if not isinstance(rope["rope_type"], str):
+            raise StoreError(f"{self.path}: rope_type must be a text, got {show(rope['rope_type'])}")
+        return rope
+
+    def rope_number(self, key: str) -> float:
+        """A rotary setting above zero."""
+        value = real_number(self.rope, key, self.path)
+        if value <= 0:
+            raise StoreError(f"{self.path}: {key} of its rotary positions must be above zero, got {value}")
+        return value
+
+
+def real_number(values: Mapping[str, Any], key: str, path: Path, default: float | None = None) -> float:
+    """A number under a key, with an error that names both."""
+    value: Any = default if values.get(key) is None else values[key]
+    if not is_number(value):
+        raise StoreError(f"{path}: {key} must be a number, got {'none' if value is None else show(value)}")
+    return float(value)
+
+
+def is_gpt_oss(folder: Path) -> bool:
+    """Whether a folder holds gpt-oss, which has a converter of its own."""
+    return (folder / "config.json").is_file() and ModelConfig(folder).model_type == "gpt_oss"
+
+
+def _check_computation(config: ModelConfig) -> None:
+    """Refuse what llama.cpp would compute otherwise without a word."""
+    family = config.family
+    act = config.get("hidden_act") or config.get("hidden_activation") or family.activation
+    if act not in (family.activation, {"silu": "swish"}.get(family.activation)):
+        raise StoreError(
+            f"{config.path}: activation {show(act)}; llama.cpp's {family.architecture} computes {family.activation!r}"
+        )
+    if family.architecture == "qwen3moe" and not config.get("norm_topk_prob", False):
+        raise StoreError(f"{config.path}: norm_topk_prob is false; llama.cpp's qwen3moe always divides by the sum")
+    if family.architecture == "qwen3moe" and (
+        config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    ):
+        raise StoreError(f"{config.path}: some layers are dense; llama.cpp's qwen3moe has experts in every layer")
+    scale = config.get("query_pre_attn_scalar", config.head_size)
+    is_largest = config.layers == 62  # llama.cpp knows Gemma 3 27B by its layers, and scales it by another size
+    if family.architecture == "gemma3" and not is_largest and scale != config.head_size:
+        raise StoreError(
+            f"{config.path}: query_pre_attn_scalar is {show(scale)}; llama.cpp's gemma3 takes the size of a head, "
+            f"{config.head_size}"
+        )
+
+
+def _window_pattern(config: ModelConfig) -> int:
+    """Every how many layers one of Gemma's looks at the whole text."""
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise StoreError(f"{config.path}: layer_types must be a list, got {show(kinds)}")
+    full = [place for place, kind in enumerate(kinds) if kind == "full_attention"]
+    pattern = full[0] + 1 if full else max(_GEMMA_PATTERN, len(kinds) + 1)
+    if not kinds:
+        keys = [key for key in ("sliding_window_pattern", "_sliding_window_pattern") if config.get(key)]
+        return config.number(*keys) if keys else _GEMMA_PATTERN
+    if full != list(range(pattern - 1, len(kinds), pattern)):
+        raise StoreError(f"{config.path}: layer_types repeat in no pattern, and llama.cpp's gemma3 has one")
+    return pattern
+
+
+def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
+    """Architecture, sizes and constants, in llama.cpp's keys."""
+    family = config.family
+    _check_computation(config)
+    own = {
+        "block_count": whole(config.layers),
+        "context_length": whole(config.number("max_position_embeddings")),
+        "embedding_length": whole(config.number("hidden_size")),
+        "feed_forward_length": whole(config.number("intermediate_size")),
+        "attention.head_count": whole(config.heads),
+        "attention.head_count_kv": whole(config.kv_heads),
+        "attention.key_length": whole(config.head_size),
+        "attention.value_length": whole(config.head_size),
+        "attention.layer_norm_rms_epsilon": real(config.real("rms_norm_eps", 1e-6)),
+        "rope.dimension_count": whole(config.head_size),
+        "vocab_size": whole(config.vocabulary),
+        **_rope(config),
+    }
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if experts:
+        own["expert_count"] = whole(config.number("num_local_experts", "num_experts"))
+        own["expert_used_count"] = whole(config.number("num_experts_per_tok"))
+        if config.get("moe_intermediate_size"):
+            own["expert_feed_forward_length"] = whole(config.number("moe_intermediate_size"))
+    if family.architecture == "gemma3" and config.get("sliding_window"):
+        own["attention.sliding_window"] = whole(config.number("sliding_window"))
+        if (pattern := _window_pattern(config)) != _GEMMA_PATTERN:
+            own["attention.sliding_window_pattern"] = whole(pattern)
+    return {
+        "general.architecture": text(family.architecture),
+        "general.type": text("model"),
+        "general.name": text(name),
+        **{f"{family.architecture}.{key}": value for key, value in own.items()},
+    }
+
+
+def _rope(config: ModelConfig) -> dict[str, GGUFValue]:
+    rope = config.rope
+    keys = {"rope.freq_base": real(config.rope_number("rope_theta"))}
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": text(kind), "rope.scaling.factor": real(config.rope_number("factor"))}
+        keys |= _yarn(config) if kind == "yarn" else {}
+    elif kind not in ("default", "llama3"):
+        raise StoreError(
+            f"{config.path}: rotary positions of type {show(kind)} are not exported; GGUF's are none of them"
+        )
+    return keys
+
+
+def _yarn(config: ModelConfig) -> dict[str, GGUFValue]:
+    """YaRN's own settings; those that llama.cpp derives itself must be what it derives."""
+    rope, keys = config.rope, {}
+    if rope.get("original_max_position_embeddings"):
+        context = int(config.rope_number("original_max_position_embeddings"))
+        keys["rope.scaling.original_context_length"] = whole(context)
+    for name, usual in YARN_BETAS.items():
+        if rope.get(name) is not None and config.rope_number(name) != usual:
+            keys[f"rope.scaling.yarn_{name}"] = real(config.rope_number(name))
+    usual = _attention(config, 1.0)
+    attention = usual
+    if rope.get("attention_factor") is not None:
+        attention = config.rope_number("attention_factor")
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention = _attention(config, config.rope_number("mscale"))
+        attention /= _attention(config, config.rope_number("mscale_all_dim"))
+    if not math.isclose(attention, usual, rel_tol=1e-6) or rope.get("truncate", True) is not True:
+        raise StoreError(
+            f"{config.path}: YaRN with an attention factor of {attention:.7g} and truncate "
+            f"{show(rope.get('truncate', True))} is not exported; llama.cpp computes it with {usual:.7g} and truncates"
+        )
+    return keys
+
+
+def _attention(config: ModelConfig, scale: float) -> float:
+    """How much YaRN multiplies queries and keys by."""
+    return 0.1 * scale * math.log(max(config.rope_number("factor"), 1.0)) + 1.0
+
+
+def rope_factors(config: ModelConfig) -> list[float] | None:
+    """Llama 3's stretching of slow rotations, one divisor for each frequency; None where there is none.
+
+    A rotation that turns at least high_freq_factor times within the original context stays, one that turns less than
+    low_freq_factor times slows down by `factor`, and between them it goes from one to the other linearly in its rate.
+    """
+    if config.rope["rope_type"] != "llama3":
+        return None
+    factor, low, high = map(config.rope_number, ("factor", "low_freq_factor", "high_freq_factor"))
+    context, size = config.rope_number("original_max_position_embeddings"), config.head_size
+    base = config.rope_number("rope_theta")
+    if low >= high:
+        raise StoreError(f"{config.path}: low_freq_factor must be below high_freq_factor, got {low} and {high}")
+    divisors = []
+    for pair in range(size // 2):
+        turns = context / (2 * math.pi * base ** (2 * pair / size))
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        divisors.append(1 / ((1 - share) / factor + share))
+    return divisors

@@ -1,0 +1,172 @@
+"""export_model: a model in the files of another engine, by a format or a plan; a table says what became of each tensor.
+
+A target is a module with `prepare(request) -> Prepared`: it reads headers and configs, refuses what the engine could
+not load, and knows every name, format and size before a weight is read. `Prepared.write` then does the work, whole or
+not at all. To add one: a module in this folder, and its line in TARGETS.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from bitplan.base.errors import StoreError, did_you_mean
+from bitplan.files.tensor_file import TensorFile
+from bitplan.formats import get_format
+from bitplan.formats.codec import NonFinite
+from bitplan.formats.scale_rules import ScaleRule
+from bitplan.plan.format_choices import Wanted
+
+EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
+TARGETS = {
+    "gguf": "bitplan.files.engines.gguf",
+    "compressed-tensors": "bitplan.files.engines.compressed_tensors",
+    "mlx": "bitplan.files.engines.mlx",
+    "torchao": "bitplan.files.engines.torchao",
+    "hf": "bitplan.files.engines.hf",
+}
+_ENGINES = {"llama.cpp": "gguf", "llamacpp": "gguf", "ollama": "gguf", "vllm": "compressed-tensors"}
+_ENGINES |= {"mlx-lm": "mlx", "ao": "torchao", "huggingface": "hf", "transformers": "hf", "safetensors": "hf"}
+# Formats of ours that an engine's files hold, for those who must know before torch is there.
+FORMATS = {
+    "gguf": (
+        *("q2_k_gguf", "q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "iq4_nl_gguf", "mxfp4", "mxfp4_gguf"),
+        *("q4_0_gguf", "q4_1_gguf", "q5_0_gguf", "q5_1_gguf", "q8_0_gguf"),
+    ),
+    "compressed-tensors": (
+        *("int4_g32", "int4_g64", "int4_g128", "int8_row", "int8_g64", "int8_g128"),
+        *("fp8_e4m3_row", "fp8_e4m3_b128", "mxfp8_e4m3", "mxfp4", "nvfp4"),
+    ),
+    "mlx": (
+        *("int4_g32", "int4_g64", "int4_g128", "int8_g64", "int8_g128"),
+        *("q4_0_gguf", "q4_1_gguf", "q8_0_gguf", "mxfp4", "mxfp8_e4m3"),
+    ),
+}
+_OWN_LAYOUTS = ("compressed-tensors", "mlx")  # which have more or other parts than our formats
+OnBytes = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What is wanted.
+
+    formats      a format for all weights, or a plan or manifest over the source's names
+    keep, only   names or shell patterns of tensors that stay, or that alone change
+    evidence     statistics of the inputs, evidence.safetensors or imatrix.gguf: the same bytes, better numbers
+    pretokenizer GGUF's name of how the tokenizer splits text, where its rules are none that are known
+    part_bytes   GGUF: split into files of at most so many bytes of tensors
+    """
+
+    source: Path
+    output: Path
+    formats: Wanted
+    keep: Sequence[str] = ()
+    only: Sequence[str] = ()
+    scale_rule: ScaleRule | None = None
+    nonfinite: NonFinite = "error"
+    evidence: Path | None = None
+    pretokenizer: str | None = None
+    part_bytes: int | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class ExportRow:
+    """One tensor of the output: its name there, whence it came, how it was held and is held, why, and its bytes."""
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    before: str
+    format: str
+    reason: str
+    nbytes: int
+
+
+@dataclass
+class ExportReport:
+    """Every tensor of the output, what of the source was left out, and what a reader should know.
+
+    rounded   once written: tensors of plain numbers, and how many of these their type does not hold exactly
+    """
+
+    source: str
+    output: str
+    target: str
+    rows: list[ExportRow] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    rounded: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "nbytes": self.nbytes}
+
+
+class Prepared(Protocol):
+    """An export that can be done: nothing of the output exists yet."""
+
+    report: ExportReport
+
+    def write(self, on_bytes: OnBytes | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def packed_bytes(to: str | None, fmt: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a weight in a target's files: MLX has a bias beside every scale; None counts the format itself."""
+    held = get_format(fmt)
+    if to not in _OWN_LAYOUTS or held.is_cast:
+        return held.nbytes(shape)
+    promises = importlib.import_module(TARGETS[to]).promises("", shape, held)
+    return sum(promise.nbytes for promise in promises)
+
+
+def prepare_export(request: ExportRequest, to: str) -> Prepared:
+    """Refuse what cannot be done, and say what would be: see `Prepared`."""
+    if to not in TARGETS:
+        read = _ENGINES.get(to.lower())
+        hint = did_you_mean(to.lower(), TARGETS) if read is None else f"; {to} reads what --to {read} writes"
+        raise StoreError(f"no target {to!r}; there are {', '.join(TARGETS)}{hint}")
+    prepared: Prepared = importlib.import_module(TARGETS[to]).prepare(request)
+    return prepared
+
+
+def export_model(
+    source: str | Path,
+    output: str | Path,
+    to: str,
+    formats: Wanted,
+    *,
+    on_bytes: OnBytes | None = None,
+    **options: Any,
+) -> ExportReport:
+    """Write a model (a Hugging Face folder, or a file of weights that has all it needs) as `to` asks.
+
+    The options are those of `ExportRequest`. Peak memory: the largest tensor in its old and its new form.
+    """
+    prepared = prepare_export(ExportRequest(Path(source), Path(output), formats, **options), to)
+    try:
+        prepared.write(on_bytes)
+        return prepared.report
+    finally:
+        prepared.close()
+
+
+def experts_in_order(file: TensorFile, new: str, sources: Sequence[str]) -> tuple[str, ...]:
+    """The experts of a layer by number, all of one shape and none missing."""
+    numbers = {int(found["number"]): name for name in sources if (found := EXPERT.fullmatch(name))}
+    if sorted(numbers) != list(range(len(sources))):
+        raise StoreError(
+            f"{file.path}: the experts that become {new!r} are not 0 to {len(sources) - 1}: {len(numbers)} found"
+        )
+    if len({file.spec(name).shape for name in sources}) > 1:
+        raise StoreError(f"{file.path}: the experts that become {new!r} differ in shape")
+    return tuple(numbers[number] for number in range(len(sources)))

@@ -1,0 +1,196 @@
+"""To a torchao folder: tensors as torchao's own classes flatten them to safetensors, and an FqnToConfig by layer.
+
+| format | torchao's class | config |
+|---|---|---|
+| int8_row | Int8Tensor | Int8WeightOnlyConfig |
+| int4_g32, int4_g64, int4_g128 | IntxUnpackedToInt8Tensor: a byte for each code | IntxWeightOnlyConfig, int4 |
+| int8_g64, int8_g128 | IntxUnpackedToInt8Tensor | IntxWeightOnlyConfig, int8 |
+| fp8_e4m3_row | Float8Tensor | Float8WeightOnlyConfig |
+| nvfp4 | NVFP4Tensor | NVFP4WeightOnlyConfig |
+
+Codes and scales are ours. The metadata of every file says which class each tensor is of, so that torchao itself and
+transformers build them again; torchao is not needed to write them. Layouts are those of torchao 0.18.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.base.errors import StoreError
+from bitplan.base.records import on_failure
+from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
+from bitplan.files.engines.targets import EXPERT, ExportRequest
+from bitplan.files.tensor_file import Promise
+from bitplan.formats import Encoded, Format
+from bitplan.formats.dtypes import dtype_name
+from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.structure.families import guess_role
+
+TARGET = "torchao"
+_GROUPS = {f"int4_g{size}": ("int4", size) for size in (32, 64, 128)} | {"int8_g64": ("int8", 64)}
+_GROUPS |= {"int8_g128": ("int8", 128)}
+FORMATS = ("int8_row", *_GROUPS, "fp8_e4m3_row", "nvfp4")
+_FOUR_BITS = ("int4_g64", "int4_g32", "nvfp4", "int8_row")
+SUBSTITUTES = Substitutes(
+    "int8_row",
+    {"int4_g128": _FOUR_BITS, "int4_g64": _FOUR_BITS[1:], "int4_g32": _FOUR_BITS[2:], "*": ("int8_row",)},
+)
+_REFUSED = dict.fromkeys(("mxfp4", "mxfp8_e4m3"), "its configs for MX formats quantize activations, too")
+_REFUSED["fp8_e4m3_b128"] = "its config for FP8 weights alone has a scale per row or tensor"
+STAYS = "torchao packs linear layers"
+EXPERTS = "transformers joins the experts of a layer, and reads no tensors of torchao there"
+
+
+def prepare(request: ExportRequest) -> FolderExport:
+    """Everything that can be refused is, before a weight is read."""
+    source = open_folder(request, TARGET, SUBSTITUTES)
+    with on_failure(source.file.close):
+        layers = [_layer(source, name) for name in source.file.specs]
+        if not any(layer.is_packed for layer in layers):
+            raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
+    said = {
+        "quant_method": TARGET,
+        "quant_type": {"default": fqn_to_config(layers)},
+        "modules_to_not_convert": None,
+        "include_input_output_embeddings": False,
+        "untie_embedding_weights": False,
+    }
+    return FolderExport(
+        request,
+        TARGET,
+        source,
+        layers,
+        {**source.config, "quantization_config": said},
+        _pack,
+        metadata=_metadata(source, layers),
+    )
+
+
+def _layer(source: FolderSource, name: str) -> OutputLayer:
+    spec = source.file.spec(name)
+    fmt, reason = source.format_of(name)
+    is_expert = EXPERT.fullmatch(name) is not None
+    linear = is_linear(name, spec.shape) and guess_role(name) != "embed" and not is_expert
+    if fmt is None or fmt.is_cast or not linear:
+        packs = fmt is not None and not fmt.is_cast
+        stays = EXPERTS if is_expert else STAYS
+        return source.unpacked(name, None if packs else fmt, stays if packs else reason)
+    if fmt.name not in FORMATS:
+        why = _REFUSED.get(fmt.name, "no tensor class of it has these numbers")
+        raise StoreError(
+            f"{source.file.path}: torchao has no {fmt.name} ({name!r}): {why}; take one of {', '.join(FORMATS)}"
+        )
+    return OutputLayer((name,), fmt, reason, _promises(name, spec.shape, fmt))
+
+
+def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[Promise, ...]:
+    module, _, own = name.rpartition(".")
+    parts = fmt.part_shapes(shape)
+    codes = (shape, torch.int8) if fmt.name in _GROUPS else (parts["data"][1], parts["data"][0])
+    scale_dtype, scale_shape = parts["scales"]
+    found = {"qdata": codes, "scale": (scale_shape, scale_dtype)}
+    if fmt.name in _GROUPS:
+        found["zero_point"] = (scale_shape, torch.int8)
+    if fmt.name == "nvfp4":
+        found["per_tensor_scale"] = ((), torch.float32)
+    return tuple(Promise(f"{module}._{own}_{part}", size, None, dtype) for part, (size, dtype) in found.items())
+
+
+def _pack(encoded: Encoded, _where: str) -> list[Tensor]:
+    assert encoded.scales is not None
+    if encoded.fmt.name in _GROUPS:
+        codes = encoded.codes().reshape(encoded.shape).to(torch.int8)
+        return [codes, encoded.scales, torch.zeros(encoded.scales.shape, dtype=torch.int8)]
+    if encoded.base is not None:
+        return [encoded.data, encoded.scales, encoded.base]
+    return [encoded.data, encoded.scales]
+
+
+# ---- what torchao reads beside the numbers -------------------------------------------------------------------------
+
+
+def _said(kind: str, data: Any, version: int | None = None) -> dict[str, Any]:
+    return {"_type": kind, **({} if version is None else {"_version": version}), "_data": data}
+
+
+def _dtype(name: str) -> dict[str, Any]:
+    return _said("torch.dtype", name)
+
+
+_PER_ROW = _said("PerRow", {"dim": -1}, 1)
+
+
+def layer_config(fmt: str) -> dict[str, Any]:
+    """The config by which torchao itself would quantize a layer to this format, as its `config_to_dict` writes it."""
+    if fmt == "int8_row":
+        return _said(
+            "Int8WeightOnlyConfig", {"group_size": None, "granularity": _PER_ROW, "set_inductor_config": True}, 2
+        )
+    if fmt == "fp8_e4m3_row":
+        said = {"weight_dtype": _dtype("float8_e4m3fn"), "set_inductor_config": True, "granularity": _PER_ROW}
+        return _said("Float8WeightOnlyConfig", said, 2)
+    if fmt == "nvfp4":
+        return _said("NVFP4WeightOnlyConfig", {"use_dynamic_per_tensor_scale": True}, 1)
+    kind, size = _GROUPS[fmt]
+    return _said(
+        "IntxWeightOnlyConfig",
+        {
+            "weight_dtype": _dtype(kind),
+            "granularity": _said("PerGroup", {"group_size": size}, 1),
+            "mapping_type": _said("MappingType", "SYMMETRIC"),
+            "scale_dtype": None,
+            "intx_packing_format": _said("IntxPackingFormat", "UNPACKED_TO_INT8"),
+            "intx_choose_qparams_algorithm": _said("IntxChooseQParamsAlgorithm", "AFFINE"),
+        },
+        2,
+    )
+
+
+def fqn_to_config(layers: Sequence[OutputLayer]) -> dict[str, Any]:
+    """torchao's FqnToConfig as its `config_to_dict` writes it: a config for every layer that is packed."""
+    found = {
+        layer.sources[0].removesuffix(".weight"): layer_config(layer.fmt.name)
+        for layer in layers
+        if layer.fmt is not None and layer.is_packed
+    }
+    return _said("FqnToConfig", {"fqn_to_config": found, "module_fqn_to_config": found}, 1)
+
+
+def _metadata(source: FolderSource, layers: Sequence[OutputLayer]) -> dict[str, str]:
+    """What every file says: of which class each tensor is, and with what."""
+    computes = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
+    said: dict[str, str] = {"tensor_names": json.dumps([layer.sources[0] for layer in layers])}
+    for layer in layers:
+        spec = source.file.spec(layer.sources[0])
+        own = dtype_name(spec.dtype) if not computes or not spec.encoded else computes
+        document = {"_type": "Tensor"} if layer.fmt is None or not layer.is_packed else _class(layer, own, spec.shape)
+        said[layer.sources[0]] = json.dumps(document)
+    return said
+
+
+def _class(layer: OutputLayer, computes: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
+    assert layer.fmt is not None
+    name = layer.fmt.name
+    parts = [promise.name.rpartition("._weight_")[2] for promise in layer.promises]
+    own: dict[str, Any] = {"block_size": [1, shape[-1]], "act_quant_kwargs": None, "dtype": _dtype(computes)}
+    if name == "int8_row":
+        kind, own = "Int8Tensor", {**own, "reduce_range": False}
+    elif name == "fp8_e4m3_row":
+        kind, own = (
+            "Float8Tensor",
+            {**own, "mm_config": None, "kernel_preference": _said("KernelPreference", "AUTO")},
+        )
+    elif name == "nvfp4":
+        flags = {"is_swizzled_scales": False, "use_triton_kernel": False, "act_quant_kwargs": None}
+        kind, own = "NVFP4Tensor", {**flags, "block_size": 16, "orig_dtype": _dtype(computes)}
+    else:
+        width, size = _GROUPS[name]
+        kind = "IntxUnpackedToInt8Tensor"
+        own = {"target_dtype": _dtype(width), "block_size": [1, size], "dtype": _dtype(computes)}
+        own["activation_quantization"] = None
+    return {"_type": kind, "_data": own, "_tensor_data_names": parts}

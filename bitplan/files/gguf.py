@@ -1,0 +1,506 @@
+"""Reads and writes GGUF one tensor at a time, with a header parser that trusts no count.
+
+`gguf.GGUFReader` maps the whole file and believes its lengths. Here every length is compared with the remaining bytes
+before anything is allocated, and a read fills one new tensor, so memory is bounded by the header and the largest
+tensor.
+
+Layout (version 2 and 3, little-endian): "GGUF", version, tensor count, key count; the keys with
+typed values; per tensor name, dimensions (fastest first), type, offset; then, from an aligned
+position, the payloads one after the other, each padded to `general.alignment`. Tensors must lie in
+header order without gaps: llama.cpp demands the same. Source: ggml's docs/gguf.md. Shapes here are
+torch's (slowest first). Metadata keeps its types, so that writing what was read gives the same
+bytes (only a signalling NaN in it would come back quiet).
+
+Values of GGUF's metadata. A long array stays as bytes of the file; its items are made when needed.
+
+A tokenizer has hundreds of thousands of strings and numbers; as Python objects they take ten times their bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from bitplan.base.errors import FileFormatError, StoreError
+from bitplan.base.records import atomic_file
+from bitplan.files.tensor_bytes import ContainerFile, Payload, PayloadWriter
+from bitplan.formats.dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+# ---- gguf values -----------------------------------------------------------------------------------------------------
+
+
+STRUCT_CODES = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.FLOAT64: "d",
+    GGUFValueType.BOOL: "?",
+}
+
+
+class GGUFArray(Sequence[Any]):
+    """An array of numbers or strings as bytes of the file, already checked; equal to a sequence of the same items."""
+
+    def __init__(self, item_type: GGUFValueType, count: int, raw: bytes) -> None:
+        self.item_type, self.raw, self._count = item_type, raw, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.item_type != GGUFValueType.STRING:
+            return (item for (item,) in struct.iter_unpack(f"<{STRUCT_CODES[self.item_type]}", self.raw))
+        return self._strings()
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, GGUFArray) and other.item_type == self.item_type:
+            return self.raw == other.raw
+        if not isinstance(other, Sequence) or isinstance(other, str) or len(other) != len(self):
+            return False
+        return all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{self._count} items of {self.item_type.name}>"
+
+    def _strings(self) -> Iterator[str]:
+        at = 0
+        for _ in range(self._count):
+            length = int.from_bytes(self.raw[at : at + 8], "little")
+            yield self.raw[at + 8 : at + 8 + length].decode()
+            at += 8 + length
+
+
+@dataclass(frozen=True)
+class GGUFValue:
+    """One metadata value with its type in the file.
+
+    An array has a sequence as value and names the type of its items; the items of an array of arrays
+    are `GGUFValue` themselves.
+    """
+
+    type: GGUFValueType
+    value: Any
+    item_type: GGUFValueType | None = None
+
+
+# ---- gguf ------------------------------------------------------------------------------------------------------------
+
+
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 2**20
+MAX_HEADER_BYTES = 2**27  # several times the largest tokenizer in use
+MAX_KEY_BYTES = 2**16 - 1
+MAX_NAME_BYTES = 1024  # llama.cpp itself reads names of up to 63 bytes
+MAX_RANK = 4
+MAX_NESTING = 4
+# Each item becomes Python objects, many times its bytes. The largest models in use have some 90,000 tensors and 100
+# keys, and tokenizers 700,000 strings.
+MAX_KEYS, MAX_TENSORS, MAX_STRINGS = 2**14, 2**18, 2**22
+
+_LEAST_BYTES = {kind: struct.calcsize(f"<{code}") for kind, code in STRUCT_CODES.items()}
+_LEAST_BYTES |= {GGUFValueType.STRING: 8, GGUFValueType.ARRAY: 12}
+
+_PLAIN_DTYPES = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+    GGMLQuantizationType.F64: "float64",
+    GGMLQuantizationType.I8: "int8",
+    GGMLQuantizationType.I16: "int16",
+    GGMLQuantizationType.I32: "int32",
+    GGMLQuantizationType.I64: "int64",
+}
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where one tensor lies in its file: `start` is an offset from the beginning of the file."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def raw_shape(self) -> tuple[int, ...]:
+        """The shape of the encoded bytes: the last dimension counts bytes per row."""
+        return _raw_shape(self.type, self.shape)
+
+
+class GGUFFile(ContainerFile[GGUFTensor]):
+    """One .gguf file open for reading; `tensors` and `metadata` are in file order."""
+
+    version: int
+    alignment: int
+    metadata: dict[str, GGUFValue]
+
+    @property
+    def parts(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return [self.path]
+
+    def read_raw(self, name: str) -> torch.Tensor:
+        """The encoded bytes as a fresh uint8 tensor of shape [*shape[:-1], bytes per row]."""
+        tensor = self._entry(name)
+        return self._read_exactly(f"tensor {name!r}", tensor.start, tensor.nbytes).reshape(tensor.raw_shape)
+
+    def read_raw_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows start..stop of the tensor with its leading dimensions flattened, [rows, bytes per row]."""
+        tensor = self._entry(name)
+        *lead, row_bytes = tensor.raw_shape
+        raw = self._read_rows(name, tensor.start, row_bytes, math.prod(lead), start, stop)
+        return raw.reshape(stop - start, row_bytes)
+
+    def _read_header(self) -> None:
+        header = _Header(self._file, self._size, self.path)
+        self.version = _check_version(header)
+        tensor_count = header.count("tensors", least_bytes=24, most=MAX_TENSORS)
+        key_count = header.count("metadata keys", least_bytes=13, most=MAX_KEYS)
+        self.metadata = {}
+        for _ in range(key_count):
+            key = header.string("a metadata key", MAX_KEY_BYTES)
+            if key in self.metadata:
+                raise FileFormatError(f"{self.path}: metadata key {key[:80]!r} appears twice")
+            self.metadata[key] = header.value(header.value_type(key), key)
+        self.alignment = _check_alignment(self.metadata, where=str(self.path))
+        infos = [header.tensor_info() for _ in range(tensor_count)]
+        self.tensors = self._place(infos, first=header.position + -header.position % self.alignment)
+
+    def _place(self, infos: Sequence[tuple[str, Any, tuple[int, ...], int]], first: int) -> dict[str, GGUFTensor]:
+        """Check the offsets against the sizes: aligned, one after the other, up to the end of the file."""
+        tensors: dict[str, GGUFTensor] = {}
+        end = 0
+        for name, kind, shape, offset in infos:
+            where = f"{self.path}: tensor {name[:80]!r}"
+            nbytes = math.prod(_raw_shape(kind, shape))
+            expected = end + -end % self.alignment
+            if name in tensors:
+                raise FileFormatError(f"{where} appears twice")
+            if offset % self.alignment:
+                raise FileFormatError(f"{where}: offset {offset} is not a multiple of the alignment {self.alignment}")
+            if first + offset + nbytes > self._size:
+                raise FileFormatError(
+                    f"{where} ends at byte {first + offset + nbytes}, the file at {self._size}; "
+                    "it is cut short: copy or download it again"
+                )
+            if offset != expected:
+                fault = "overlaps the tensor before it" if offset < expected else "leaves a hole before it"
+                raise FileFormatError(f"{where} {fault}: offset {offset}, expected {expected}")
+            tensors[name] = GGUFTensor(name, kind, shape, first + offset, nbytes)
+            end = offset + nbytes
+        if self._size > first + end + -end % self.alignment:
+            raise FileFormatError(
+                f"{self.path}: the tensors end at byte {first + end}, the file at {self._size}: "
+                "some bytes belong to no tensor"
+            )
+        return tensors
+
+
+class _Header:
+    """A cursor over the header that never reads or allocates more than the file has left."""
+
+    def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
+        self.path = path
+        self.position = 0
+        self._file = file
+        self._end = min(size, MAX_HEADER_BYTES)
+        self._strings = self._arrays = 0
+
+    def take(self, nbytes: int, what: str) -> bytes:
+        left = self._end - self.position
+        raw = self._file.read(nbytes) if nbytes <= left else b""
+        if len(raw) < nbytes:
+            raise FileFormatError(
+                f"{self.path}: {what} at byte {self.position} needs {nbytes} bytes, {left} are left "
+                f"(a header may take {MAX_HEADER_BYTES}); the file is cut short or damaged"
+            )
+        self.position += nbytes
+        return raw
+
+    def number(self, code: str, what: str) -> int:
+        return int(struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0])
+
+    def count(self, what: str, least_bytes: int, most: int | None = None) -> int:
+        count = self.number("Q", f"the number of {what}")
+        left = self._end - self.position
+        if count > left // least_bytes:
+            raise FileFormatError(
+                f"{self.path}: {count} {what[:80]} before byte {self.position} cannot fit in the {left} bytes left"
+            )
+        if most is not None and count > most:
+            raise FileFormatError(f"{self.path}: {count} {what[:80]}, at most {most} are read")
+        return count
+
+    def string(self, what: str, most_bytes: int = MAX_HEADER_BYTES) -> str:
+        length = self.number("Q", f"the length of {what}")
+        if length > most_bytes:
+            raise FileFormatError(f"{self.path}: {what} has {length} bytes, at most {most_bytes} are allowed")
+        raw = self.take(length, what)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise FileFormatError(f"{self.path}: {what} before byte {self.position} is not UTF-8: {error}") from None
+
+    def value_type(self, key: str) -> GGUFValueType:
+        number = self.number("I", f"the type of {key[:80]!r}")
+        if number not in _LEAST_BYTES:
+            raise FileFormatError(
+                f"{self.path}: metadata {key[:80]!r} has type {number}, known are 0 to {max(_LEAST_BYTES)}"
+            )
+        return GGUFValueType(number)
+
+    def value(self, kind: GGUFValueType, key: str, depth: int = 0) -> GGUFValue:
+        what = f"metadata {key[:80]!r}"
+        if kind == GGUFValueType.STRING:
+            return GGUFValue(kind, self.string(what))
+        if kind != GGUFValueType.ARRAY:
+            return GGUFValue(kind, struct.unpack(f"<{STRUCT_CODES[kind]}", self.scalars(kind, 1, what))[0])
+        if depth == MAX_NESTING:
+            raise FileFormatError(f"{self.path}: {what} nests arrays more than {MAX_NESTING} deep")
+        item = self.value_type(key)
+        count = self.count(f"items of {what}", _LEAST_BYTES[item])
+        if item == GGUFValueType.STRING:
+            return GGUFValue(kind, GGUFArray(item, count, self.strings(count, what)), item)
+        if item == GGUFValueType.ARRAY:
+            self._arrays += count
+            if self._arrays > MAX_KEYS:
+                raise FileFormatError(f"{self.path}: {what} has arrays in arrays, at most {MAX_KEYS} are read")
+            return GGUFValue(kind, tuple([self.value(item, key, depth + 1) for _ in range(count)]), item)
+        return GGUFValue(kind, GGUFArray(item, count, self.scalars(item, count, what)), item)
+
+    def scalars(self, kind: GGUFValueType, count: int, what: str) -> bytes:
+        raw = self.take(count * _LEAST_BYTES[kind], what)
+        if kind == GGUFValueType.BOOL and raw.strip(b"\0\1"):
+            raise FileFormatError(f"{self.path}: {what} is a bool with a byte other than 0 and 1")
+        return raw
+
+    def strings(self, count: int, what: str) -> bytes:
+        """The bytes of `count` strings, each checked; a separate loop, since a tokenizer has hundreds of thousands."""
+        self._strings += count
+        if self._strings > MAX_STRINGS:
+            raise FileFormatError(
+                f"{self.path}: {what}: {self._strings} strings in all, at most {MAX_STRINGS} are read"
+            )
+        raw = bytearray()
+        for _ in range(count):
+            head = self.take(8, what)
+            text = self.take(int.from_bytes(head, "little"), what)
+            try:
+                text.decode()
+            except UnicodeDecodeError as error:
+                place = f"{what} before byte {self.position}"
+                raise FileFormatError(f"{self.path}: {place} is not UTF-8: {error}") from None
+            raw += head
+            raw += text
+        return bytes(raw)
+
+    def tensor_info(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
+        """Name, type, shape (slowest dimension first) and offset of the next tensor."""
+        name = self.string("a tensor name", MAX_NAME_BYTES)
+        what = f"tensor {name[:80]!r}"
+        rank = self.number("I", f"the rank of {what}")
+        if rank > MAX_RANK:
+            raise FileFormatError(f"{self.path}: {what} has {rank} dimensions, ggml holds at most {MAX_RANK}")
+        shape = tuple([self.number("Q", f"the shape of {what}") for _ in range(rank)][::-1])
+        number = self.number("I", f"the type of {what}")
+        if number not in GGML_QUANT_SIZES:
+            known = ", ".join(f"{kind.value} {kind.name}" for kind in GGML_QUANT_SIZES)
+            raise FileFormatError(f"{self.path}: {what} has type {number}, known to the installed gguf are: {known}")
+        kind = GGMLQuantizationType(number)
+        if fault := _shape_fault(kind, shape):
+            raise FileFormatError(f"{self.path}: {what}: {fault}")
+        return name, kind, shape, self.number("Q", f"the offset of {what}")
+
+
+def _check_version(header: _Header) -> int:
+    magic = header.take(4, "the magic")
+    if magic != b"GGUF":
+        raise FileFormatError(f"{header.path}: not a GGUF file: it begins with {magic!r}, expected b'GGUF'")
+    version = header.number("I", "the version")
+    if version and version % 2**16 == 0:
+        raise FileFormatError(
+            f"{header.path}: a big-endian GGUF file; only little-endian is read: convert it with gguf-convert-endian"
+        )
+    if version not in (2, 3):
+        raise FileFormatError(
+            f"{header.path}: GGUF version {version}, read are 2 and 3; convert it with a current llama.cpp"
+        )
+    return version
+
+
+def _check_alignment(metadata: Mapping[str, GGUFValue], where: str) -> int:
+    given = metadata.get("general.alignment", GGUFValue(GGUFValueType.UINT32, DEFAULT_ALIGNMENT))
+    alignment = given.value if given.type == GGUFValueType.UINT32 else 0
+    if not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise FileFormatError(
+            f"{where}: general.alignment must be a UINT32 power of two up to {MAX_ALIGNMENT}, "
+            f"got {given.type.name} {repr(given.value)[:80]}"
+        )
+    return int(alignment)
+
+
+def _shape_fault(kind: GGMLQuantizationType, shape: Sequence[int]) -> str | None:
+    if len(shape) > MAX_RANK or not all(type(size) is int and 0 < size < 2**63 for size in shape):
+        return f"shape must be at most {MAX_RANK} positive integers, got {tuple(shape)}"
+    block = GGML_QUANT_SIZES[kind][0]
+    row = shape[-1] if shape else 1
+    return f"rows of {row} elements do not divide into {kind.name} blocks of {block}" if row % block else None
+
+
+def _raw_shape(kind: GGMLQuantizationType, shape: Sequence[int]) -> tuple[int, ...]:
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    *lead, row = shape or (1,)
+    return (*lead, row // block * block_bytes)
+
+
+def plain_dtype(type: GGMLQuantizationType) -> torch.dtype | None:
+    """The torch dtype with the same bytes as a plain type such as F16; None for types made of blocks."""
+    name = plain_dtype_name(type)
+    return None if name is None else torch_dtype(name)
+
+
+def plain_dtype_name(type: GGMLQuantizationType) -> str | None:
+    """The name of that dtype."""
+    return _PLAIN_DTYPES.get(type)
+
+
+def dequantize_rows(raw: torch.Tensor, type: GGMLQuantizationType) -> torch.Tensor:
+    """Encoded rows, uint8 [..., bytes per row], as fresh float32 [..., elements per row] on the CPU."""
+    import torch
+    from gguf.quants import dequantize
+
+    block, block_bytes = GGML_QUANT_SIZES[type]
+    if raw.dtype != torch.uint8 or raw.dim() == 0 or raw.shape[-1] % block_bytes:
+        raise StoreError(
+            f"{type.name} rows are uint8 of a multiple of {block_bytes} bytes, got {raw.dtype} {tuple(raw.shape)}"
+        )
+    shape = (*raw.shape[:-1], raw.shape[-1] // block_bytes * block)
+    if not raw.numel():
+        return torch.empty(shape)
+    if (plain := plain_dtype(type)) is not None:
+        return raw.cpu().contiguous().clone().view(plain).to(torch.float32)
+    try:
+        with np.errstate(all="ignore"):  # damaged scales give inf and NaN, not warnings
+            return torch.from_numpy(dequantize(raw.cpu().contiguous().numpy(), type).reshape(shape))
+    except NotImplementedError:
+        known = ", ".join(kind.name for kind in dequantizable_types())
+        raise StoreError(f"the installed gguf cannot decode {type.name}; it can decode: {known}") from None
+
+
+def dequantizable_types() -> list[GGMLQuantizationType]:
+    """The types that `dequantize_rows` takes, found by decoding one block of zeros of each type."""
+    from gguf.quants import dequantize
+
+    known = list(_PLAIN_DTYPES)
+    for kind, (_, block_bytes) in GGML_QUANT_SIZES.items():
+        if kind not in _PLAIN_DTYPES:
+            try:
+                dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+            except NotImplementedError:
+                continue
+            known.append(kind)
+    return sorted(known)
+
+
+@contextmanager
+def write_gguf(
+    path: str | Path,
+    entries: Sequence[tuple[str, GGMLQuantizationType, Sequence[int]]],
+    metadata: Mapping[str, GGUFValue],
+    *,
+    checksums: bool = False,
+) -> Iterator[PayloadWriter]:
+    """Write a version 3 file: tensors (name, type, shape) are known first, their bytes come one by one.
+
+    Tensors lie in the order given. Each comes as encoded bytes (uint8, `raw_shape`), or, for a plain
+    type such as F16, as a tensor of that dtype. llama.cpp wants `general.architecture` in the
+    metadata. The file appears when the block ends without an error and every tensor was written.
+    """
+    alignment = _check_alignment(metadata, where=str(path))
+    head = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(metadata))]
+    for key, value in metadata.items():
+        head += [
+            _pack_string(key, MAX_KEY_BYTES),
+            struct.pack("<I", value.type),
+            _pack_value(value, f"{path}: {key!r}"),
+        ]
+    payloads: dict[str, Payload] = {}
+    end = 0
+    for name, kind, shape in entries:
+        if fault := _shape_fault(kind, shape) or ("the name is taken" if name in payloads else None):
+            raise StoreError(f"{path}: tensor {name!r}: {fault}")
+        raw_shape = _raw_shape(kind, shape)
+        nbytes = math.prod(raw_shape)
+        accepts = {torch_dtype("uint8"): raw_shape}
+        if (plain := plain_dtype(kind)) is not None:
+            accepts[plain] = tuple(shape)
+        head += [_pack_string(name, MAX_NAME_BYTES), struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))]
+        head += [struct.pack("<IQ", kind, end)]
+        payloads[name] = Payload(name, end, nbytes, accepts)
+        end += nbytes + -nbytes % alignment
+    header = b"".join(head)
+    if len(header) > MAX_HEADER_BYTES:
+        raise StoreError(f"{path}: the header takes {len(header)} bytes, at most {MAX_HEADER_BYTES} are read back")
+    with atomic_file(path) as file:
+        file.write(header)
+        first = len(header) + -len(header) % alignment
+        placed = [replace(payload, start=first + payload.start) for payload in payloads.values()]
+        writer = PayloadWriter(file, path, placed, first + end, header, checksums)
+        yield writer
+        writer.finish()
+
+
+def _pack_string(text: str, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:
+        raise StoreError(f"{text[:80]!r} cannot be written as UTF-8: {error}") from None
+    if len(raw) > most_bytes:
+        raise StoreError(f"{text[:80]!r} takes {len(raw)} bytes, at most {most_bytes} are allowed here")
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _pack_value(value: GGUFValue, where: str) -> bytes:
+    try:
+        if value.type != GGUFValueType.ARRAY:
+            return _pack_items(value.type, [value.value], where)
+        items = _pack_items(value.item_type, value.value, where)
+        return struct.pack("<IQ", value.item_type, len(value.value)) + items
+    except (struct.error, TypeError, AttributeError, KeyError, OverflowError):
+        kind = value.type.name if value.item_type is None else f"{value.type.name} of {value.item_type.name}"
+        raise StoreError(f"{where}: {repr(value.value)[:80]} is not a GGUF {kind}") from None
+
+
+def _pack_items(kind: GGUFValueType | None, items: Sequence[Any], where: str) -> bytes:
+    if isinstance(items, GGUFArray) and items.item_type == kind:
+        return items.raw
+    if kind == GGUFValueType.STRING:
+        return b"".join(_pack_string(item) for item in items)
+    if kind == GGUFValueType.ARRAY:
+        return b"".join(_pack_value(item, where) for item in items)
+    if kind == GGUFValueType.BOOL and not all(isinstance(item, bool) for item in items):
+        raise TypeError("not a bool")
+    return struct.pack(f"<{len(items)}{STRUCT_CODES[kind]}", *items)

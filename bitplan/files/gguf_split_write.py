@@ -1,0 +1,109 @@
+"""Writes a GGUF model, in one file or in parts, as llama.cpp's gguf-split names and marks them.
+
+Parts get their names in reverse order, so that the first part, which engines open, appears when all others exist. Each
+says in `split.run` what was written into all of them, so that parts of two runs are not read as one model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gguf.constants import GGMLQuantizationType, GGUFValueType
+
+from bitplan.base.errors import StoreError
+from bitplan.base.records import check_output
+from bitplan.files.gguf import GGUFValue, write_gguf
+from bitplan.files.gguf_tensors import GGUFTensorWriter, gguf_type
+from bitplan.files.tensor_bytes import PayloadWriter
+from bitplan.files.tensor_file import Promise
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitplan.formats import Encoded
+
+
+RUN = "bitplan-"
+
+
+class PartWriter:
+    """Takes every promised tensor, in any order, and puts it into its part."""
+
+    def __init__(self, paths: list[Path], writers: Mapping[str, GGUFTensorWriter]) -> None:
+        self.paths, self._writers = paths, writers
+
+    def write(self, name: str, item: Tensor | Encoded) -> None:
+        self._writers[name].write(name, item)
+
+
+def check_gguf_output(
+    output: Path, part_bytes: int | None, *, inputs: Iterable[Path], force: bool, promises: Sequence[Promise] = ()
+) -> None:
+    """Refuse an output that is not .gguf, is one of the inputs, or exists without `force`, and parts below 1 MiB."""
+    if output.is_dir():
+        raise StoreError(f"{output}: is a folder, and GGUF is a file; give a name such as {output / 'model.gguf'}")
+    if output.suffix != ".gguf":
+        raise StoreError(f"{output}: GGUF files end in .gguf, got {output.suffix!r}")
+    if part_bytes is not None and part_bytes < 2**20:
+        raise StoreError(f"{output}: parts of {part_bytes} bytes; at least {2**20} (1 MiB) make sense")
+    inputs = list(inputs)
+    for path in _paths(output, len(_grouped(promises, part_bytes)), part_bytes):
+        check_output(path, inputs=inputs, force=force)
+
+
+def _paths(output: Path, count: int, part_bytes: int | None) -> list[Path]:
+    if part_bytes is None:
+        return [output]
+    return [output.with_name(f"{output.stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
+
+
+def _grouped(promises: Sequence[Promise], part_bytes: int | None) -> list[list[Promise]]:
+    """Consecutive tensors, at most `part_bytes` in a part; a larger tensor has a part of its own."""
+    if part_bytes is None:
+        return [list(promises)]
+    groups: list[list[Promise]] = [[]]
+    size = 0
+    for promise in promises:
+        if groups[-1] and size + promise.nbytes > part_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(promise)
+        size += promise.nbytes
+    return groups
+
+
+@contextmanager
+def write_parts(
+    output: Path, promises: Sequence[Promise], metadata: Mapping[str, GGUFValue], part_bytes: int | None
+) -> Iterator[PartWriter]:
+    """One file, or parts of at most `part_bytes` bytes of tensors; the first part has the metadata."""
+    groups = _grouped(promises, part_bytes)
+    paths = _paths(output, len(groups), part_bytes)
+    writers: dict[str, GGUFTensorWriter] = {}
+    files: list[PayloadWriter] = []
+    run = f"{RUN}{secrets.token_hex(16)}"  # until the numbers are known
+    with ExitStack() as opened:
+        for place, (path, group) in enumerate(zip(paths, groups, strict=True)):
+            own = dict(metadata) if place == 0 else {}
+            if part_bytes is not None:
+                own |= {
+                    "split.no": GGUFValue(GGUFValueType.UINT16, place),
+                    "split.count": GGUFValue(GGUFValueType.UINT16, len(groups)),
+                    "split.tensors.count": GGUFValue(GGUFValueType.INT32, len(promises)),
+                    "split.run": GGUFValue(GGUFValueType.STRING, run),
+                }
+            entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in group]
+            payloads = opened.enter_context(write_gguf(path, entries, own, checksums=part_bytes is not None))
+            files.append(payloads)
+            writers |= {item.name: GGUFTensorWriter(payloads) for item in group}
+        yield PartWriter(paths, writers)
+        if part_bytes is not None:
+            checksums = [list((file.checksums or {}).items()) for file in files]
+            contents = hashlib.sha256(repr((sorted(metadata.items()), checksums)).encode()).hexdigest()
+            for file in files:
+                file.fill(run.encode(), f"{RUN}{contents[:32]}".encode())

@@ -1,0 +1,407 @@
+"""A gpt-oss checkpoint open for reading, in any layout, one chunk of rows or one expert at a time.
+
+Nothing larger than that is ever in memory.
+
+Checks from headers alone that a gpt-oss checkpoint is complete and in one of its layouts.
+
+The checks, in order, each an error of one line that names file and tensor: layout and layers, names, halves of packed
+weights (by the shipped manifest), gate and up alternating, sizes, shapes, dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
+from bitplan.base.records import Closing, on_failure
+from bitplan.files.gguf import GGUFFile, GGUFValue, plain_dtype
+from bitplan.files.gguf_split_read import open_gguf
+from bitplan.files.gpt_oss.config import ARCHITECTURE, CONFIG, Settings, read_config, read_metadata
+from bitplan.files.gpt_oss.experts import Matrix, group_experts, join_expert
+from bitplan.files.gpt_oss.layouts import (
+    LAYER_PREFIX,
+    LAYOUT_TITLES,
+    GptOssShape,
+    Layout,
+    LayoutTensor,
+    list_slots,
+    slot_name,
+)
+from bitplan.files.safetensors import Checkpoint, open_checkpoint
+from bitplan.formats.dtypes import dtype_name
+from bitplan.plan import Header, require_clean, shipped_manifest
+from bitplan.plan.names import listed, natural_order
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """The header of a tensor: `kind` in words; `dtype` None is a GGUF type made of blocks."""
+
+    kind: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of the checks: `experts` is the experts' float type, None if they are MXFP4."""
+
+    layout: Layout
+    shape: GptOssShape
+    slots: list[LayoutTensor]
+    experts: torch.dtype | None
+
+
+def read_headers(file: Checkpoint | GGUFFile) -> dict[str, TensorHeader]:
+    """The headers of either container in one form."""
+    headers = {}
+    if isinstance(file, GGUFFile):
+        for name, item in file.tensors.items():
+            plain = plain_dtype(item.type)
+            kind = item.type.name if plain is None else dtype_name(plain)
+            headers[name] = TensorHeader(kind, plain, item.shape, item.nbytes, file.path)
+        return headers
+    for name, entry in file.tensors.items():
+        kind = dtype_name(entry.dtype)
+        headers[name] = TensorHeader(kind, entry.dtype, entry.shape, entry.nbytes, file.weight_map[name])
+    return headers
+
+
+def check_gpt_oss(where: str, file: Checkpoint | GGUFFile, tensors: Mapping[str, TensorHeader]) -> Checked:
+    """All checks; the first that fails is raised."""
+    layout = _layout(where, file, tensors)
+    layers = _count_layers(where, layout, tensors)
+    packed = _is_packed(layout, tensors)
+    expected = list_slots(layout, GptOssShape(layers=layers), packed=packed)
+    _check_names(where, layout, layers, [slot.name for slot in expected], tensors)
+    if packed and layout != "gguf":
+        require_clean(shipped_manifest("gpt-oss"), _as_published(tensors), checkpoint=where)
+    for slot in expected:
+        _check_alternating(slot, tensors)
+    shape = _derive_shape(where, layout, layers, tensors)
+    slots = list_slots(layout, shape, packed=packed)
+    for slot in slots:
+        if tensors[slot.name].shape != slot.shape:
+            raise _fault(tensors, slot.name, f"expected shape {slot.shape} in a model of {_sizes(shape)}")
+    return Checked(layout, shape, slots, _check_dtypes(layout, slots, tensors))
+
+
+def _fault(tensors: Mapping[str, TensorHeader], name: str, text: str) -> FileFormatError:
+    tensor = tensors[name]
+    return FileFormatError(f"{tensor.file}: tensor {name[:80]!r} is {tensor.kind} {tensor.shape}: {text}")
+
+
+def _layout(where: str, file: Checkpoint | GGUFFile, names: Mapping[str, object]) -> Layout:
+    if isinstance(file, GGUFFile):
+        kind = file.metadata.get("general.architecture")
+        if kind is None or kind.value != ARCHITECTURE:
+            came = "none" if kind is None else repr(str(kind.value)[:40])
+            raise FileFormatError(f"{where}: expected a GGUF file of architecture {ARCHITECTURE!r}, got {came}")
+        return "gguf"
+    if any(name.startswith(LAYER_PREFIX["openai"]) for name in names):
+        return "openai"
+    if any(name.startswith(LAYER_PREFIX["hf"]) for name in names):
+        return "hf"
+    raise FileFormatError(
+        f"{where}: expected gpt-oss's tensors under OpenAI's names (block.0. ...) or Hugging Face's "
+        f"(model.layers.0. ...), got {listed(natural_order(names), 3) or 'no tensors'}"
+    )
+
+
+def _count_layers(where: str, layout: Layout, names: Mapping[str, object]) -> int:
+    pattern = re.compile(re.escape(LAYER_PREFIX[layout]) + r"([0-9]+)\.")
+    numbers = {int(match[1][:9]) for name in names if (match := pattern.match(name))}
+    count = max(numbers, default=0) + 1
+    absent = [number for number in range(min(count, _MOST_LAYERS)) if number not in numbers]
+    if absent or count > _MOST_LAYERS:
+        shown = f"{', '.join(map(str, absent[:5]))}{', ...' if len(absent) > 5 else ''}"
+        raise FileFormatError(
+            f"{where}: has a layer {count - 1}, so layers 0 to {count - 1} must be there; missing: {shown}; "
+            "a shard may be absent"
+        )
+    return count
+
+
+def _is_packed(layout: Layout, names: Mapping[str, object]) -> bool:
+    """Whether names are those of packed experts: always in OpenAI's layout; in GGUF both kinds have the same names."""
+    if layout != "hf":
+        return True
+    floats = any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in names)
+    return not floats or any(name.endswith(("_proj_blocks", "_proj_scales")) for name in names)
+
+
+def _check_names(
+    where: str, layout: Layout, layers: int, expected: list[str], tensors: Mapping[str, TensorHeader]
+) -> None:
+    known = set(expected)
+    missing = [name for name in expected if name not in tensors]
+    extra = natural_order(set(tensors) - known)
+    title = f"{LAYOUT_TITLES[layout]} layout of gpt-oss with {layers} layer{'s' if layers > 1 else ''}"
+    if missing:
+        also = f"; unknown to it: {listed(extra, 3)}" if extra else ""
+        raise FileFormatError(
+            f"{where}: {title} has {len(expected)} tensors, missing: {listed(missing, 3)}{also}; "
+            "complete the checkpoint, or download it again"
+        )
+    if extra:
+        raise FileFormatError(
+            f"{where}: {title} has {len(expected)} tensors, unknown to it: {listed(extra, 3)}"
+            f"{did_you_mean(extra[0], known)}; write the checkpoint without"
+        )
+
+
+def _as_published(tensors: Mapping[str, TensorHeader]) -> dict[str, Header]:
+    """Headers for the manifest of the published gpt-oss: other float types of a fine-tuned model pass as bfloat16."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        is_float = tensor.dtype in FLOATS
+        nbytes = 2 * math.prod(tensor.shape) if is_float else tensor.nbytes
+        renamed[name] = Header("bfloat16" if is_float else tensor.kind, tensor.shape, nbytes)
+    return renamed
+
+
+def _check_alternating(slot: LayoutTensor, tensors: Mapping[str, TensorHeader]) -> None:
+    came = tensors[slot.name].shape
+    if not slot.weaves or len(came) != len(slot.shape):
+        return
+    count = came[-1] if slot.kind in ("woven", "transposed") else came[1]
+    if count % 2:
+        raise _fault(tensors, slot.name, f"gate and up alternate in it, so they are an even number, got {count}")
+
+
+def _derive_shape(where: str, layout: Layout, layers: int, tensors: Mapping[str, TensorHeader]) -> GptOssShape:
+    """The model's sizes, each from one tensor of layer 0; the others must agree."""
+
+    def sizes_of(part: str, rank: int) -> tuple[int, ...]:
+        name = slot_name(layout, part)
+        if len(tensors[name].shape) != rank:
+            raise _fault(tensors, name, f"expected {rank} axes")
+        return tensors[name].shape
+
+    vocab, hidden = sizes_of("embed", 2)
+    (heads,) = sizes_of("sinks", 1)
+    q_rows = sizes_of("out", 2)[1]
+    kv_rows = sizes_of("k", 2)[0]
+    experts, intermediate = sizes_of("gate_bias", 2)
+    if layout == "openai":
+        kv_rows = (kv_rows - q_rows) // 2
+    if layout != "gguf":
+        intermediate //= 2
+    head_dim = q_rows // heads if heads else 0
+    kv_heads = kv_rows // head_dim if head_dim else 0
+    try:
+        return GptOssShape(layers, experts, hidden, intermediate, heads, kv_heads, head_dim, vocab)
+    except StoreError as error:
+        sources = [slot_name(layout, part) for part in ("embed", "sinks", "out", "k", "gate_bias")]
+        raise FileFormatError(f"{where}: the shapes of {listed(sources)} make no model: {error}") from None
+
+
+def _check_dtypes(layout: Layout, slots: list[LayoutTensor], tensors: Mapping[str, TensorHeader]) -> torch.dtype | None:
+    experts: dict[str, LayoutTensor] = {}
+    for slot in slots:
+        tensor = tensors[slot.name]
+        if slot.kind in ("blocks", "scales"):
+            allowed = ["uint8"]
+        else:
+            allowed = [dtype_name(dtype) for dtype in FLOATS] + ["MXFP4"] * (slot.kind == "matrix")
+        if tensor.kind not in allowed:
+            hint = f"; decode it first: bitplan quantize IN OUT.gguf --format bfloat16 --only {slot.name!r}"
+            raise _fault(tensors, slot.name, f"expected {' or '.join(allowed)}{hint if layout == 'gguf' else ''}")
+        if slot.is_expert:
+            experts.setdefault(tensor.kind, slot)
+    (_, first), *others = experts.items()
+    if others:
+        text = f"all experts must have one format, and {first.name!r} is {tensors[first.name].kind}"
+        raise _fault(tensors, others[0][1].name, text)
+    return None if first.kind in ("blocks", "scales") else tensors[first.name].dtype
+
+
+def _sizes(shape: GptOssShape) -> str:
+    return (
+        f"{shape.experts} experts, hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.heads} heads, "
+        f"{shape.kv_heads} for keys, of {shape.head_dim}, vocabulary {shape.vocab}"
+    )
+
+
+# ---- source ----------------------------------------------------------------------------------------------------------
+
+
+CHUNK_BYTES = 2**26
+
+
+class GptOssSource(Protocol):
+    """A source from which a checkpoint can be written: a file, or random numbers.
+
+    `where` begins the errors; `experts` is the float type of the experts, None where they are MXFP4; `is_widened`
+    says that float32 may stand for bfloat16, as it does in GGUF.
+    """
+
+    where: str
+    shape: GptOssShape
+    settings: Settings
+    experts: torch.dtype | None
+    is_widened: bool
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the file; None where there is none."""
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file that is read; random numbers have none."""
+
+    def dtype(self, part: str, layer: int | None) -> torch.dtype:
+        """The type of a part that is not an expert's matrix."""
+
+    def rows(self, part: str, layer: int | None) -> Iterator[Tensor]:
+        """The rows of a part that is not an expert's matrix, some at a time."""
+
+    def expert(self, layer: int, parts: tuple[str, ...], index: int) -> Matrix:
+        """One expert's matrix [outputs, inputs]: ("gate", "up") alternating by rows, or ("down",)."""
+
+    def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
+        """The name, for errors, of the tensor that holds these matrices."""
+
+    def twin(self, slot: LayoutTensor) -> LayoutTensor | None:
+        """The source's tensor with the same parts in the same arrangement as a tensor of another layout."""
+
+    def raw(self, slot: LayoutTensor) -> Iterator[Tensor]:
+        """The bytes of one of the source's own tensors, some rows at a time."""
+
+
+def plain_rows(source: GptOssSource, slot: LayoutTensor) -> Iterator[Tensor]:
+    """The rows of a tensor of any layout that is not an expert's matrix, some at a time, in the source's types."""
+    if (twin := source.twin(slot)) is not None:
+        yield from source.raw(twin)
+    elif slot.kind == "woven":  # biases: small enough to be held whole
+        parts = [torch.cat(list(source.rows(part, slot.layer))) for part in slot.parts]
+        yield torch.stack(parts, dim=-1).flatten(-2)
+    else:
+        for part in slot.parts:
+            yield from source.rows(part, slot.layer)
+
+
+class GptOssFile(Closing):
+    """A checkpoint in OpenAI's, Hugging Face's or GGUF's layout, completely checked; see `GptOssSource`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.where = str(path)
+        self._file = _open(self.path)
+        with on_failure(self.close):
+            self.tensors = read_headers(self._file)
+            checked = check_gpt_oss(self.where, self._file, self.tensors)
+            self.layout, self.shape, self.slots = checked.layout, checked.shape, checked.slots
+            self.experts = checked.experts
+            self.is_widened = self.layout == "gguf"
+            self.config: dict[str, Any] | None = None  # in Hugging Face's spelling
+            self.settings = self._read_settings()
+        self._places = {(part, slot.layer): slot for slot in self.slots for part in slot.parts if not slot.is_expert}
+        self._twins = {(slot.kind, slot.parts, slot.layer): slot for slot in self.slots}
+        self._groups = group_experts(self.slots)
+
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def files(self) -> list[Path]:
+        return self._file.parts if isinstance(self._file, GGUFFile) else self._file.sources
+
+    @property
+    def metadata(self) -> dict[str, GGUFValue]:
+        """GGUF's metadata; empty for other layouts."""
+        return self._file.metadata if isinstance(self._file, GGUFFile) else {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def dtype(self, part: str, layer: int | None) -> torch.dtype:
+        dtype = self.tensors[self._places[part, layer].name].dtype
+        assert dtype is not None
+        return dtype
+
+    def rows(self, part: str, layer: int | None) -> Iterator[Tensor]:
+        slot = self._places[part, layer]
+        if slot.kind == "woven":
+            yield self._read(slot, 0, slot.shape[0])[:, slot.parts.index(part) :: 2]
+            return
+        first, count = _span(slot, part, self.shape)
+        yield from self._chunks(slot, first, first + count)
+
+    def expert(self, layer: int, parts: tuple[str, ...], index: int, device: torch.device | str = "cpu") -> Matrix:
+        def read(slot: LayoutTensor) -> Tensor:
+            return self._read(slot, index, index + 1)[0].to(device)
+
+        return join_expert(self._groups[layer, parts], read, index)
+
+    def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
+        return self._groups[layer, parts][0].name
+
+    def twin(self, slot: LayoutTensor) -> LayoutTensor | None:
+        return self._twins.get((slot.kind, slot.parts, slot.layer))
+
+    def raw(self, slot: LayoutTensor) -> Iterator[Tensor]:
+        return self._chunks(slot, 0, slot.shape[0])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _chunks(self, slot: LayoutTensor, start: int, stop: int) -> Iterator[Tensor]:
+        step = max(1, CHUNK_BYTES * slot.shape[0] // max(1, self.tensors[slot.name].nbytes))
+        for first in range(start, stop, step):
+            yield self._read(slot, first, min(stop, first + step))
+
+    def _read(self, slot: LayoutTensor, start: int, stop: int) -> Tensor:
+        """Items start..stop along the first axis; GGUF's MXFP4 comes as bytes."""
+        if not isinstance(self._file, GGUFFile):
+            return self._file.read_rows(slot.name, start, stop)
+        dtype = self.tensors[slot.name].dtype or torch.uint8
+        if len(slot.shape) == 1:
+            return self._file.read_raw(slot.name).view(dtype)[start:stop]
+        rows = math.prod(slot.shape[1:-1])
+        raw = self._file.read_raw_rows(slot.name, start * rows, stop * rows)
+        return raw.view(dtype).reshape(stop - start, *slot.shape[1:-1], -1)
+
+    def _read_settings(self) -> Settings:
+        if isinstance(self._file, GGUFFile):
+            return read_metadata(self._file.path, self._file.metadata, self.shape)
+        path = self.folder / CONFIG
+        if not path.is_file():
+            return Settings(experts_per_token=min(Settings.experts_per_token, self.shape.experts))
+        settings, self.config = read_config(path, self.shape)
+        return settings
+
+
+def _open(path: Path) -> Checkpoint | GGUFFile:
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                return open_gguf(path)
+    return open_checkpoint(path)
+
+
+def _span(slot: LayoutTensor, part: str, shape: GptOssShape) -> tuple[int, int]:
+    """The rows of a part in a tensor; only OpenAI's qkv has several parts by rows."""
+    if len(slot.parts) == 1:
+        return 0, slot.shape[0]
+    counts = [shape.q_rows, shape.kv_rows, shape.kv_rows]
+    at = slot.parts.index(part)
+    return sum(counts[:at]), counts[at]

@@ -1,0 +1,386 @@
+"""Whole models: every weight of a torch module in a format.
+
+`morph_model` gives each chosen Parameter a WeightStore, and eval-mode forwards use the decoded version instead of the
+Parameter (`decoded_in_eval`). The Parameters themselves, `state_dict()`, optimizers and training are untouched:
+quantization happens after training, not in it.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from bitplan.base.errors import StoreError, did_you_mean
+from bitplan.files.models.decoded_in_eval import MorphedParameter, set_slots, slots_of
+from bitplan.files.models.weight_store import ActivationObserver, CalibrationGain, EncodeOptions, WeightStore
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.format import NARROW_KERNEL
+from bitplan.formats.scale_rules import ScaleRule
+from bitplan.plan.format_choices import NONE, NamedBy, Stored, Wanted, choose_formats
+from bitplan.plan.names import ShellPatterns
+from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.plan.structure.describe import is_norm
+
+_LAYERS = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+)
+_WEIGHT = re.compile(r"weight|weight_(ih|hh|hr)(_l\d+(_reverse)?)?|(in|q|k|v)_proj_weight")
+_BEFORE = "morphed before"
+
+
+# ---- which weight gets which format ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MorphChoice:
+    """The format of one Parameter, and why. `fmt` None: it was left alone."""
+
+    fmt: str | None
+    reason: str
+    calibration: CalibrationGain | None = None
+
+
+@dataclass(frozen=True)
+class MorphReport:
+    """Every Parameter of the model by name, in the model's order."""
+
+    choices: Mapping[str, MorphChoice]
+
+    @property
+    def formats(self) -> dict[str, str]:
+        return {name: choice.fmt for name, choice in self.choices.items() if choice.fmt is not None}
+
+    @property
+    def left_alone(self) -> dict[str, str]:
+        return {name: choice.reason for name, choice in self.choices.items() if choice.fmt is None}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: asdict(choice) for name, choice in self.choices.items()}
+
+
+@dataclass(frozen=True)
+class ParameterPlace:
+    """A Parameter by one of its names."""
+
+    name: str
+    module: nn.Module
+    local: str
+    parameter: nn.Parameter
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """A key that is the same for all names of a module's Parameter."""
+        return id(self.module), self.local
+
+    @property
+    def owner(self) -> str:
+        return self.name[: -len(self.local)].rstrip(".")
+
+    @property
+    def role(self) -> Literal["weight", "bias", "norm", "other"]:
+        if "bias" in self.local:
+            return "bias"
+        if isinstance(self.module, _LAYERS) and _WEIGHT.fullmatch(self.local):
+            return "weight"
+        return "norm" if is_norm(self.module) else "other"
+
+    def stored(self, norms: bool = False) -> Stored:
+        """As `choose_formats` takes it: biases, norms and parameters of unknown layers must be asked for by name."""
+        named_by: dict[str, NamedBy] = {"weight": "any", "norm": "any" if norms else "module"}
+        unknown = f"not a weight of a known layer ({type(self.module).__name__}): left alone unless named"
+        shape = (0, 0) if nn.parameter.is_lazy(self.parameter) else tuple(self.parameter.shape)
+        return Stored(
+            shape,
+            dtype_name(self.parameter.dtype),
+            named_by=named_by.get(self.role, "own name"),
+            else_stays=unknown if self.role == "other" else f"{self.role}: left alone",
+        )
+
+
+class EncodedModule(nn.Module, ABC):
+    """A module in the place of a Parameter, which it holds encoded; its name is the Parameter's."""
+
+    shape: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def encoded(self) -> Encoded: ...
+
+    @abstractmethod
+    def replace(self, encoded: Encoded) -> None:
+        """Replace the bytes by others of the same format and shape."""
+
+
+def encoded_modules_of(model: nn.Module) -> dict[str, EncodedModule]:
+    """Every EncodedModule under every name it has."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, EncodedModule)}
+
+
+def places_of(model: nn.Module) -> list[ParameterPlace]:
+    """Every Parameter under every name it has: modules used twice and tied weights appear twice."""
+    return [
+        ParameterPlace(f"{path}.{local}".lstrip("."), module, local, parameter)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for local, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _plan(places: list[ParameterPlace], formats: Wanted, norms: bool) -> Plan:
+    """A single format is for all weights; parameters that a mapping does not name keep their formats."""
+    before = {
+        place.name: Planned(Choice(slot.fmt.name, _BEFORE))
+        for place in places
+        if (slot := slots_of(place.module).get(place.local))
+    }
+    if isinstance(formats, Plan):  # a plan may have only one of the names of a tied parameter
+        named = {id(place.parameter) for place in places if place.name in formats}
+        places = [place for place in places if place.name in formats or id(place.parameter) not in named]
+    tensors = {place.name: place.stored(norms) for place in places}
+    wanted = {"*": formats} if isinstance(formats, Format | str) else formats
+    plan = choose_formats(tensors, wanted, base=Plan(before), where="morph_model")
+    plan.require_whole("morph_model")
+    return plan
+
+
+# ---- the public functions --------------------------------------------------------------------------------------------
+
+
+def morph_model(
+    model: nn.Module,
+    formats: Wanted,
+    *,
+    norms: bool = False,
+    scale_rule: ScaleRule | None = None,
+    pad: Literal["zero"] | None = None,
+    observers: Mapping[str, ActivationObserver] | None = None,
+) -> MorphReport:
+    """Quantize the model's weights to a format; from now on its eval-mode forwards use them.
+
+    formats    one format for the weights of all known layers, or what `choose_formats` takes: a plan, a manifest, or a
+               mapping of names or shell patterns, of parameters or of modules (then all in them), to a format or to
+               None (leave it alone). The first pattern that matches wins; a pattern that matches nothing is an error. A
+               parameter that no pattern matches stays as it is; tied ones count as one.
+    norms      also the weights of normalization layers; biases only where a pattern ends in their own name
+    observers  from `observe_model`: choose the scales of these parameters by their inputs, not by `scale_rule`
+
+    Modules in training mode use the FP32 Parameters, and so does code outside of any forward of the model and its
+    modules. Under torch.compile training is compiled and evaluation is not. If a weight cannot be encoded, the error
+    names it and the model is as it was.
+    """
+    if isinstance(model, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise StoreError("an attention's out_proj runs inside the attention: morph the MultiheadAttention that owns it")
+    places, observers = places_of(model), observers or {}
+    plan = _plan(places, formats, norms)
+    ShellPatterns(observers).check([place.name for place in places], "observers")
+    options = EncodeOptions(scale_rule=scale_rule, pad=pad or plan.pad)
+    store_of = _store_finder(model)
+    choices: dict[tuple[int, str], MorphChoice] = {}
+    slots: dict[tuple[int, str], MorphedParameter] = {}
+    for place in sorted(places, key=lambda place: place.name not in plan):
+        if place.key in choices:  # the same module under a second name
+            continue
+        if place.name not in plan:
+            choices[place.key] = MorphChoice(None, "not in the plan")
+            continue
+        entry = plan.entries[place.name]
+        fmt, reason = get_format(entry.choice.format), entry.choice.reason
+        if entry.stored is not None:
+            choices[place.key] = MorphChoice(None, reason)
+            continue
+        slots[place.key] = slot = MorphedParameter(store_of(place), fmt)
+        if reason == _BEFORE:
+            choices[place.key] = MorphChoice(fmt.name, reason)
+        else:
+            choices[place.key] = _morph(slot, reason, observers.get(place.name), options)
+    _morph_ties(places, choices, slots)
+    if not slots:
+        reasons = "; ".join(sorted({choice.reason for choice in choices.values()})) or "it has no parameters"
+        raise StoreError(f"nothing in this {type(model).__name__} was morphed: {reasons}")
+    _attach(model, slots)
+    return MorphReport({place.name: choices[place.key] for place in places})
+
+
+def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
+    """Take versions from a file: each is kept bit for bit, and its Parameter gets the decoded numbers.
+
+    A tied parameter may be given under one of its names, or under each: with the same bytes, or in other formats.
+    """
+    places = {place.name: place for place in places_of(model)}
+    groups: dict[int, dict[str, Encoded]] = {}
+    for name, version in encoded.items():
+        if name not in places:
+            raise StoreError(f"the model has no parameter {name!r}{did_you_mean(name, places)}")
+        parameter = places[name].parameter
+        if version.shape != tuple(parameter.shape):
+            raise StoreError(f"{name}: the parameter has shape {tuple(parameter.shape)}, its encoding {version.shape}")
+        first = groups.setdefault(id(parameter), {}).setdefault(version.fmt.name, version)
+        if first is not version and first.to_bytes() != version.to_bytes():
+            raise StoreError(f"{name}: another name of this tied parameter brings other {version.fmt.name} bytes")
+    store_of = _store_finder(model)
+    slots = {}
+    for name, place in places.items():
+        versions = groups.get(id(place.parameter))
+        if versions is not None:
+            fmt = encoded[name].fmt if name in encoded else next(iter(versions.values())).fmt
+            slots[place.key] = MorphedParameter(store_of(place), fmt)
+        elif place.local in slots_of(place.module):
+            slots[place.key] = slots_of(place.module)[place.local]
+    for place in places.values():
+        if versions := groups.pop(id(place.parameter), None):
+            store_of(place).adopt(*versions.values())
+    _attach(model, slots)
+
+
+def unmorph_model(model: nn.Module) -> None:
+    """Undo `morph_model`: drop the versions and restore the classes. Parameters keep their numbers."""
+    if not stores_of(model) and any(isinstance(module, EncodedModule) for module in model.modules()):
+        raise StoreError(
+            f"unmorph_model: this {type(model).__name__} is packed, not morphed; "
+            "bitplan.dequantize(model) makes it plain"
+        )
+    _attach(model, {})
+
+
+def stores_of(model: nn.Module) -> dict[str, WeightStore]:
+    """The store of every morphed parameter; tied ones share theirs."""
+    return {place.name: slot.store for place in places_of(model) if (slot := slots_of(place.module).get(place.local))}
+
+
+def formats_of(model: nn.Module) -> dict[str, Format]:
+    """The format of every morphed parameter."""
+    return {place.name: slot.fmt for place in places_of(model) if (slot := slots_of(place.module).get(place.local))}
+
+
+@contextmanager
+def observe_model(model: nn.Module) -> Iterator[dict[str, ActivationObserver]]:
+    """Record the inputs of weights: run representative batches inside, then give the result to `morph_model`.
+
+    It records inputs of Linear, convolutions, attention's input projections and the first layer of recurrent layers; it
+    cannot record those of an Embedding (indices), of a transposed convolution (rows) or inside a recurrence.
+    """
+    observers: dict[str, ActivationObserver] = {}
+    names = {place.key: place.name for place in reversed(places_of(model))}
+
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for local, inputs, axis in _inputs_of(module, args, kwargs):
+            observers.setdefault(names[id(module), local], ActivationObserver(axis)).observe(inputs)
+
+    handles = [
+        module.register_forward_pre_hook(watch, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, _LAYERS)
+    ]
+    try:
+        yield observers
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not observers:
+        raise StoreError(
+            "no input reached a layer that can be observed; run batches through the model inside the `with`"
+        )
+
+
+def _inputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor, int]]:
+    """(parameter, its inputs, the axis of features) for a call of a layer."""
+    first = ("query", "key", "value") if isinstance(module, nn.MultiheadAttention) else ("input",)
+    named = dict(zip(first, args, strict=False)) | kwargs
+    if isinstance(module, nn.MultiheadAttention):
+        whole = module._qkv_same_embed_dim
+        met = {
+            ("in_proj_weight" if whole else f"{role[0]}_proj_weight", id(named[role])): named[role] for role in first
+        }
+        yield from ((local, inputs, -1) for (local, _), inputs in met.items())
+        return
+    inputs = named.get("input")
+    inputs = inputs.data if isinstance(inputs, nn.utils.rnn.PackedSequence) else inputs
+    if not isinstance(inputs, Tensor):
+        return
+    if isinstance(module, nn.Linear | nn.RNNCellBase):
+        yield "weight" if isinstance(module, nn.Linear) else "weight_ih", inputs, -1
+    elif isinstance(module, nn.RNNBase):
+        yield "weight_ih_l0", inputs, -1
+        if module.bidirectional:
+            yield "weight_ih_l0_reverse", inputs, -1
+    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.kernel_size[-1] < NARROW_KERNEL:
+        yield "weight", inputs, -1 - len(module.kernel_size)
+
+
+def _morph(
+    slot: MorphedParameter, reason: str, observer: ActivationObserver | None, options: EncodeOptions
+) -> MorphChoice:
+    if observer is None or slot.fmt.is_cast:
+        slot.store.morph(slot.fmt, **options)
+        return MorphChoice(slot.fmt.name, reason + ("" if observer is None else "; a cast has no scales to calibrate"))
+    gain = slot.store.calibrate(slot.fmt, observer, pad=options["pad"])
+    explained = (
+        f"{reason}; calibrated on {gain.rows_seen} inputs, error {gain.error_before:.3g} -> {gain.error_after:.3g}"
+    )
+    return MorphChoice(slot.fmt.name, explained, gain)
+
+
+def _morph_ties(
+    places: list[ParameterPlace],
+    choices: dict[tuple[int, str], MorphChoice],
+    slots: dict[tuple[int, str], MorphedParameter],
+) -> None:
+    """Morph a tied weight under all its names if one of them is named, except where None is explicit."""
+    morphed = {id(place.parameter): place for place in reversed(places) if place.key in slots}
+    for place in places:
+        twin = morphed.get(id(place.parameter))
+        if twin is not None and place.key not in slots and not choices[place.key].reason.endswith(NONE):
+            slots[place.key] = MorphedParameter(slots[twin.key].store, slots[twin.key].fmt)
+            choices[place.key] = MorphChoice(slots[twin.key].fmt.name, f"tied to {twin.name}")
+
+
+def _store_finder(model: nn.Module) -> Callable[[ParameterPlace], WeightStore]:
+    """A function that gives one store per Parameter: the model's existing ones, or new ones."""
+    stores = {id(store._master): store for store in stores_of(model).values()}
+
+    def find(place: ParameterPlace) -> WeightStore:
+        if id(place.parameter) not in stores:
+            stores[id(place.parameter)] = WeightStore(place.parameter, name=place.name)
+        return stores[id(place.parameter)]
+
+    return find
+
+
+def _attach(model: nn.Module, slots: Mapping[tuple[int, str], MorphedParameter]) -> None:
+    """Make these, and only these, the morphed Parameters of a model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owners = {owner for owner, _ in slots}
+    on_path = {
+        id(modules[".".join(parts[:end])])
+        for path, module in modules.items()
+        if id(module) in owners
+        for parts in [path.split(".")]
+        for end in range(len(parts))
+    }
+    for module in model.modules():
+        mine = {local: slots[id(module), local] for local in module._parameters if (id(module), local) in slots}
+        set_slots(module, mine, on_path=id(module) in on_path)
+        for handle, hook in list(module._forward_pre_hooks.items()):
+            if hook is _no_shortcut:
+                del module._forward_pre_hooks[handle]
+    if slots and not isinstance(model, nn.TransformerEncoderLayer):
+        model.register_forward_pre_hook(_no_shortcut)
+
+
+def _no_shortcut(*_: object) -> None:
+    """A hook that does nothing: because of it a TransformerEncoderLayer calls its parts one by one."""

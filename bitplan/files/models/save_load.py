@@ -1,0 +1,226 @@
+"""Saves and loads models: the packed bytes of a model are the bytes in the file.
+
+A morphed parameter is written as its active version, a parameter that a plan packed as its packed bytes, under the
+parameter's own name; everything else is written as it is. Loading restores the version unchanged and the FP32 master
+from it, so that a loaded model can run, be saved again byte for byte, or be trained further.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.base.errors import ArgumentError, FileFormatError, StoreError
+from bitplan.files.models.morph import EncodedModule, attach_encoded, encoded_modules_of, formats_of, stores_of
+from bitplan.files.models.transformers_names import listed_names, model_from_tensors
+from bitplan.files.open_files import open_tensors, require_container, write_tensors
+from bitplan.files.tensor_file import NARROW_FLOATS, Promise, TensorFile
+from bitplan.formats import Encoded
+from bitplan.formats.dispatch import decode
+from bitplan.formats.dtypes import dtype_name
+
+
+def save_model(model: nn.Module, path: str | Path, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a model's parameters and persistent buffers; the suffix chooses .safetensors, .gguf or .json.
+
+    Parameters that `morph_model` or `apply_plan` packed are written packed, under their own names, as by
+    `quantize_file`.
+    """
+    _check_arguments("save_model(model, path)", model, path)
+    items, tied = _model_items(model, path)
+    if not require_container(path).holds_ties:
+        items |= {alias: items[name] for alias, name in tied.items()}
+        tied = {}
+    promises = [
+        Promise(name, item.shape, item.fmt)
+        if isinstance(item, Encoded)
+        else Promise(name, tuple(item.shape), dtype=item.dtype)
+        for name, item in items.items()
+    ]
+    with write_tensors(path, promises, metadata=metadata, tied=tied) as writer:
+        for name, item in items.items():
+            writer.write(name, item)
+
+
+def load_model(path: str | Path, model: nn.Module) -> nn.Module:
+    """Fill a model of the same architecture from a file and return it.
+
+    Every name and shape is checked before the first value is changed. A tied parameter may come under any of its names;
+    a model of transformers takes files under the names that its save_pretrained writes. A packed tensor fits a
+    parameter of any float type: the file's bytes become the version, and the decoded numbers, rounded to the
+    parameter's type, the parameter. A parameter that a plan packed takes only its own format.
+    """
+    _check_arguments("load_model(path, model)", model, path)
+    own = own_tensors(model)
+    with open_tensors(path) as file:
+        names = [*file.specs, *file.tied]
+        unsaved = {name: item for name, item in model.named_buffers(remove_duplicate=False) if name not in own}
+        given = {id(own[name]) for name in names if name in own}
+        missing = sorted(name for name, tensor in own.items() if name not in names and id(tensor) not in given)
+        unknown = sorted(name for name in names if name not in own and name not in unsaved)
+        if not missing and not unknown:
+            _check_buffers(path, file, {name: unsaved[name] for name in names if name in unsaved})
+            for name in names:
+                if name in own:
+                    _check_shape(path, name, file.spec(name).shape, own[name])
+            items = {name: file.read(name) for name in file.specs if name in own}
+        elif _is_of_transformers(model):
+            items = _under_the_models_names(path, file, model)
+        else:
+            raise FileFormatError(
+                f"{path}: does not fit this model: {listed_names('missing in the file', missing)}; "
+                f"{listed_names('unknown to the model', unknown)}"
+            )
+    for name, item in items.items():
+        _check_fits(path, item, name, own[name])
+    plain = {name: item for name, item in items.items() if not isinstance(item, Encoded)}
+    _check_ties(path, plain, own)
+    with torch.no_grad():
+        for name, item in items.items():
+            place = own[name]
+            if isinstance(place, EncodedModule):
+                assert isinstance(item, Encoded)
+                place.replace(item)
+            elif not isinstance(item, Encoded):
+                place.copy_(item)
+    versions = {name: item for name, item in items.items() if isinstance(item, Encoded)}
+    attach_encoded(model, {name: item for name, item in versions.items() if isinstance(own[name], Tensor)})
+    return model
+
+
+def _check_buffers(path: str | Path, file: TensorFile, unsaved: Mapping[str, Tensor]) -> None:
+    """Refuse a file whose buffers differ from those that the model computes itself (positions, rotary frequencies)."""
+    for name, own in unsaved.items():
+        if not _same_buffer(file.read_float(name), own):
+            raise FileFormatError(
+                f"{path}: {name!r} holds other numbers than the model's own buffer, which is computed and not loaded; "
+                "the file is of another model or config"
+            )
+
+
+def _same_buffer(came: Tensor, own: Tensor) -> bool:
+    """Whether buffers are equal: integers exactly, floats to 16-bit precision. On meta they count as equal."""
+    if came.shape != own.shape or own.is_meta:
+        return came.shape == own.shape
+    if not own.is_floating_point():
+        return torch.equal(came.to(own.dtype), own.cpu())
+    return torch.allclose(came.float(), own.float().cpu(), rtol=1e-2, atol=1e-6)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")  # not imported: the model is not of transformers
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def _under_the_models_names(path: str | Path, file: TensorFile, model: Any) -> dict[str, Tensor | Encoded]:
+    """A file's tensors as transformers renames and merges them; tensors that are only renamed stay packed."""
+    for spec in file.specs.values():
+        is_plain = spec.dtype.is_floating_point and not spec.encoded
+        if is_plain and not _holds(model.dtype, spec.dtype):
+            raise FileFormatError(
+                f"{path}: {spec.name!r} is {spec.dtype}, which the model's {model.dtype} cannot hold exactly"
+            )
+    read = {name: file.read(name) for name in file.specs}
+    numbers = {name: decode(item) if isinstance(item, Encoded) else item for name, item in read.items()}
+    numbers |= {alias: numbers[name] for alias, name in file.tied.items()}
+    loaded = model_from_tensors(type(model), model.config, numbers, str(path), dtype=torch.float32)
+    packed = {numbers[name].data_ptr(): item for name, item in read.items() if isinstance(item, Encoded)}
+    tensors: dict[str, Tensor | Encoded] = {}
+    for name, tensor in loaded.state_dict().items():
+        item = packed.get(tensor.data_ptr())
+        if item is not None and item.shape == tuple(tensor.shape):
+            tensors[name] = item
+        else:
+            tensors[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+    return tensors
+
+
+def _check_shape(path: str | Path, name: str, shape: tuple[int, ...], own: Tensor | EncodedModule) -> None:
+    if shape != tuple(own.shape):
+        raise FileFormatError(f"{path}: {name!r} is {shape}, the model's is {tuple(own.shape)}")
+
+
+def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, own: Tensor | EncodedModule) -> None:
+    _check_shape(path, name, tuple(item.shape), own)
+    if isinstance(own, EncodedModule):
+        came, packed = item.fmt.name if isinstance(item, Encoded) else str(item.dtype), own.encoded.fmt.name
+        if came != packed:
+            raise FileFormatError(
+                f"{path}: {name!r} is {came}, the model holds it packed as {packed}; load the file into the model "
+                "before the plan is applied"
+            )
+        return
+    if isinstance(item, Encoded):
+        holds, what = own.is_floating_point(), item.fmt.name
+    else:
+        holds, what = _holds(own.dtype, item.dtype), str(item.dtype)
+    if not holds:
+        raise FileFormatError(f"{path}: {name!r} is {what}, which the model's {own.dtype} cannot hold exactly")
+
+
+def _holds(own: torch.dtype, came: torch.dtype) -> bool:
+    """Whether the type `own` holds every number of the type `came`."""
+    if dtype_name(came) not in NARROW_FLOATS:  # torch does not promote narrow floats
+        return torch.promote_types(came, own) == own
+    if came == torch.float8_e8m0fnu:
+        return own in (torch.bfloat16, torch.float32, torch.float64)
+    return came != torch.float4_e2m1fn_x2 and own.is_floating_point and own.itemsize > 1
+
+
+def _check_ties(path: str | Path, plain: Mapping[str, Tensor], own: Mapping[str, Tensor | EncodedModule]) -> None:
+    """Refuse a file with different numbers under names that are one parameter of the model."""
+    first: dict[int, str] = {}
+    for name, item in plain.items():
+        place = own[name]
+        assert isinstance(place, Tensor)
+        other = first.setdefault(id(place), name)
+        kind = place.dtype
+        if other != name and not torch.equal(item.to(kind), plain[other].to(kind)):
+            raise FileFormatError(f"{path}: the model ties {name!r} to {other!r}, and the file has different numbers")
+
+
+def _check_arguments(call: str, model: object, path: object) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(path, str | Path):
+        came = {"model": type(model).__name__, "path": type(path).__name__}
+        raise ArgumentError(
+            f"{call}: model must be a torch.nn.Module and path a str or Path, got model: {came['model']} and "
+            f"path: {came['path']}"
+        )
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor | EncodedModule]:
+    """Everything a model saves, by its own names: a packed parameter is one thing, not its parts."""
+    packed = encoded_modules_of(model)
+    own: dict[str, Tensor | EncodedModule] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        owner = name.rpartition(".")[0]
+        own[owner if owner in packed else name] = packed.get(owner, tensor)
+    return own
+
+
+def _model_items(model: nn.Module, path: str | Path) -> tuple[dict[str, Tensor | Encoded], dict[str, str]]:
+    """Everything a model saves, each tensor once, and the names that share one."""
+    stores, formats = stores_of(model), formats_of(model)
+    items: dict[str, Tensor | Encoded] = {}
+    tied: dict[str, str] = {}
+    first_name: dict[tuple[int, str | None], str] = {}
+    for name, module in model.named_modules():
+        if refusal := getattr(module, "why_not_saved", None):
+            raise StoreError(f"{path}: {name!r} {refusal}")
+    for name, tensor in own_tensors(model).items():
+        if isinstance(tensor, nn.Parameter | EncodedModule):  # tied only if the format is the same too
+            same = (id(tensor), formats[name].name if name in formats else None)
+            if same in first_name:
+                tied[name] = first_name[same]
+                continue
+            first_name[same] = name
+        if isinstance(tensor, EncodedModule):
+            items[name] = tensor.encoded
+        else:
+            items[name] = stores[name].morph(formats[name]) if name in stores else tensor.detach()
+    return items, tied

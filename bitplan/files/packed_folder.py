@@ -1,0 +1,422 @@
+"""A packed Hugging Face folder: has everything for loading, and the same bytes for the same model.
+
+| file | what |
+|---|---|
+| config.json | the model's own, with `quantization_config` |
+| model.safetensors, or model-N-of-M.safetensors and an index | bitplan's safetensors, of `SHARD_BYTES` at most |
+| bitplan_plan.json | the plan: the format of every tensor, and why |
+| the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
+
+`quantization_config` is {"quant_method": "bitplan", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
+"load_with": WORDS}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bitplan.base.documents import NAME, SIZE, Kind, Reader
+from bitplan.base.errors import FileFormatError, StoreError
+from bitplan.base.folders import atomic_folder, check_output_folder
+from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
+from bitplan.base.text import counted, visible
+from bitplan.files.open_files import write_tensors
+from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX
+from bitplan.files.safetensors_tensors import NativeTensors, part_name
+from bitplan.files.tensor_file import Promise, TensorFile, Writer
+from bitplan.formats import get_format
+from bitplan.plan.check_manifest import Finding
+from bitplan.plan.names import listed, natural_order
+from bitplan.plan.plan import Plan
+from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
+
+log = logging.getLogger("bitplan")
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+WHOLE = "model.safetensors"
+PLAN = "bitplan_plan.json"
+QUANT_METHOD = "bitplan"
+VERSION = 1
+QUANTIZATION_KEYS = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
+SHARD_BYTES = 5 * 10**9
+METADATA = {"format": "pt"}  # transformers requires the name of the library
+# The files of a model beside its weights and config; a model's code is not copied.
+SIDE_FILES = (
+    GENERATION,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+# Files that one tokenizer or processor consists of: of an earlier one none stays beside a new one.
+TOKENIZER_FILES = {
+    "added_tokens.json",
+    "additional_chat_templates",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+}
+SENTENCE_MODULES = "modules.json"
+SENTENCE_FILES = (SENTENCE_MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
+# Names that end so are files of weights of other programs, most of them pickles.
+_FILE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".onnx", ".npy", ".npz", ".h5", ".msgpack", ".zip"}
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+_ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
+_DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
+# transformers without the plug-in points at this entry of config.json, and knows no more.
+_HINT = {"load_with": "import bitplan.transformers before from_pretrained, or bitplan.load_packed(folder)"}
+_KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
+WriteShard = Callable[[Writer, Sequence[Promise]], None]
+
+
+# ---- config and plan of a folder -------------------------------------------------------------------------------------
+
+
+def is_model_folder(path: str | Path) -> bool:
+    return Path(path, CONFIG).is_file()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model's config; an error of one line if there is none."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileFormatError(
+            f"{folder}: no {CONFIG}, so not a model's folder; copy that of the model the weights came from into it"
+        )
+    document: dict[str, Any] = Reader(str(path), FileFormatError, strict=False).keys("", read_json(path), {}, ())
+    return document
+
+
+def is_packed_config(config: Mapping[str, Any]) -> bool:
+    said = config.get("quantization_config")
+    return isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
+
+
+def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
+    """The plan by which a folder was packed, after the config's entry for it was checked."""
+    return Plan.load(plan_path(folder, config))
+
+
+def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's `quantization_config`; an error of one line if it is not bitplan's, or of a newer version."""
+    where = f"{folder / CONFIG}: quantization_config"
+    if not is_packed_config(config):
+        other = config.get("quantization_config")
+        if not isinstance(other, dict) or other.get("quant_method") is None:
+            raise FileFormatError(f"{folder}: is not packed; `bitplan quantize` packs it")
+        raise FileFormatError(
+            f"{where}: quant_method {other['quant_method']!r}, which bitplan does not load; `bitplan quantize` packs "
+            "the folder of the model in bfloat16 or float32"
+        )
+    reader = Reader(where, FileFormatError, strict=False)  # transformers may add keys of its own
+    said: dict[str, Any] = config["quantization_config"]
+    version = said.get("version")
+    if type(version) is int and version > VERSION:
+        raise FileFormatError(
+            f"{where}: version {version} of quant_method {QUANT_METHOD!r}, and this bitplan reads up to {VERSION}; "
+            "install a newer bitplan"
+        )
+    reader.keys("", said, _KEYS, tuple(_KEYS))
+    return said
+
+
+def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
+    """The path of a packed folder's plan; the digest in the config must match it."""
+    said = check_packed_config(folder, read_config(folder) if config is None else config)
+    where = f"{folder / CONFIG}: quantization_config"
+    name: str = said["plan"]
+    path = folder / name
+    if Path(name).name != name or not path.is_file():
+        raise FileFormatError(f"{where}: the plan {name[:80]!r} is not in the folder; copy or quantize it again")
+    if hashlib.sha256(read_bytes(path, what="plan")).hexdigest() != said["plan_sha256"]:
+        raise FileFormatError(
+            f"{path}: is not the plan by which this folder was packed (its sha256 differs from {CONFIG}'s); "
+            "copy or quantize the folder again"
+        )
+    return path
+
+
+def plan_findings(plan: Plan, file: TensorFile) -> list[Finding]:
+    """Findings about tensors for which the plan and the files of a folder disagree."""
+    names = {*file.specs, *file.tied}
+    lacks = f"{listed([path.name for path in file.files if path.suffix == '.safetensors'], 3)} lacks it"
+    findings = [Finding("plan", name, f"missing: its plan has it, and {lacks}") for name in plan if name not in names]
+    for name in names - set(plan):
+        holder = file.shard_of(file.tied.get(name, name)) if isinstance(file, NativeTensors) else file.path
+        findings.append(Finding("plan", name, f"extra: {holder.name!r} has it, and its plan lacks it"))
+    for name in names & set(plan):
+        spec, entry = file.spec(name), plan.entries[name]
+        wanted = entry.stored or entry.choice.format
+        held = spec.format if spec.encoded else spec.dtype_name
+        if entry.shape is not None and tuple(entry.shape) != spec.shape:
+            findings.append(Finding("plan", name, f"the plan has shape {entry.shape}, the file {spec.shape}"))
+        elif (spec.encoded or not get_format(entry.choice.format).is_cast) and wanted != held:
+            findings.append(Finding("plan", name, f"the plan has {wanted}, the file {held}"))
+    return sorted(findings, key=lambda finding: finding.where)
+
+
+def check_plan(plan: Plan, file: TensorFile) -> None:
+    """Refuse a folder whose plan is not that of its tensors: files were mixed up or lost."""
+    if findings := plan_findings(plan, file):
+        first = findings[0]
+        raise FileFormatError(
+            f"{file.path}: the folder is damaged: {first.where}: {first.message} "
+            f"({counted(len(findings), 'finding')}); copy or quantize it again"
+        )
+
+
+def plan_digest(plan: Plan) -> str:
+    return hashlib.sha256(plan.to_json().encode()).hexdigest()
+
+
+def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without a word on how its folder was quantized, by whatever library."""
+    return {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+
+
+def packed_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """A model's config for the folder that holds it packed."""
+    said = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan), **_HINT}
+    return {**unquantized_config(config), "quantization_config": said}
+
+
+def side_files(folder: Path) -> dict[str, Path]:
+    """The files to copy beside weights and config, by their name in the folder; none that a link brings from elsewhere.
+
+    A model of sentence-transformers has folders of its own, which its modules.json names.
+    """
+    found = {path.name: path for pattern in SIDE_FILES for path in folder.glob(pattern)}
+    if (folder / SENTENCE_MODULES).is_file():
+        found |= {name: folder / name for name in SENTENCE_FILES if (folder / name).is_file()}
+        found |= {name: folder / name for name in _sentence_folders(folder)}
+    kept = {name: path for name, path in sorted(found.items()) if _is_of(folder, path)}
+    if outside := sorted(found.keys() - kept.keys()):
+        log.warning("%s: links that lead out of the folder are not copied: %s", folder, visible(listed(outside, 3)))
+    return kept
+
+
+def _sentence_folders(folder: Path) -> list[str]:
+    """Folders of sentence-transformers' parts (pooling, dense layers); "" is the model itself."""
+    where = folder / SENTENCE_MODULES
+    document = read_json(where)
+    parts = [part.get("path") if isinstance(part, dict) else None for part in document] if document else []
+    if not isinstance(document, list) or not all(isinstance(path, str) for path in parts):
+        raise FileFormatError(f'{where}: must be a list of objects with a "path"; copy the model\'s own file again')
+    return [path for path in parts if path and Path(path).name == path and (folder / path).is_dir()]
+
+
+def _is_of(folder: Path, path: Path) -> bool:
+    """Whether links of a file or folder stay in the model's folder, or lead to the blobs of its Hugging Face cache."""
+    root = Path(os.path.realpath(folder))
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    paths = [path, *path.rglob("*")] if path.is_dir() else [path]
+    return all(any(Path(os.path.realpath(each)).is_relative_to(one) for one in roots) for each in paths)
+
+
+def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Matrices that no packed layer can hold: a folder in which they are packed could not be loaded."""
+    known = list(names)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # a model may consist of others
+    kinds = {kind for part in parts if isinstance(kind := part.get("model_type"), str)}
+    owners = {name.removesuffix(_ATTENTION) for name in known if name.endswith(_ATTENTION)}
+    attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
+    return [name for name in known if name in attention or has_no_packed_layer(name, kinds)]
+
+
+def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensors that lie transposed in a model's file, and their shapes in a packed folder, where rows are outputs."""
+    shapes = {name: file.specs[name].shape for name in _transposed_experts(file, config, packed=False)}
+    return {name: (shape[0], shape[2], shape[1]) for name, shape in shapes.items()}
+
+
+def shapes_of_transposed(file: TensorFile) -> dict[str, tuple[int, ...]]:
+    """The same for a file of any kind: none where it is no model's folder."""
+    return packed_shapes(file, read_config(file.folder)) if is_model_folder(file.folder) else {}
+
+
+def plan_with_shapes(plan: Plan, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Plan:
+    """The same plan with other shapes for some of its tensors."""
+    changed = {name: replace(plan.entries[name], shape=shapes[name]) for name in names if name in plan.entries}
+    return Plan({**plan.entries, **changed}, padding=plan.padding) if changed else plan
+
+
+def packed_experts(file: TensorFile, config: Mapping[str, Any]) -> list[str]:
+    """Packed tensors whose rows are outputs, and which the model has transposed."""
+    return _transposed_experts(file, config, packed=True)
+
+
+def transposed_in(file: TensorFile) -> frozenset[str]:
+    """Tensors that lie in a packed folder as the transpose of the model's; none in files of other kinds."""
+    folder = file.path if file.path.is_dir() else file.path.parent
+    config = read_config(folder) if isinstance(file, NativeTensors) and is_model_folder(folder) else {}
+    return frozenset(packed_experts(file, config) if is_packed_config(config) else ())
+
+
+def _transposed_experts(file: TensorFile, config: Mapping[str, Any], *, packed: bool) -> list[str]:
+    kind = config.get("model_type")
+    return [
+        name
+        for name, spec in file.specs.items()
+        if is_packed_turned(name, kind if isinstance(kind, str) else "")
+        and len(spec.shape) == 3
+        and packed == (spec.encoded and not _is_cast(spec.format))
+    ]
+
+
+def _is_cast(fmt: str) -> bool:
+    return get_format(fmt).is_cast
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of weights, as it will be written."""
+
+    name: str
+    promises: tuple[Promise, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=lambda: METADATA)
+
+
+def cut_shards(promises: Iterable[Promise], tied: Mapping[str, str], limit: int = SHARD_BYTES) -> list[Shard]:
+    """Tensors in natural order of names, in files of at most `limit` bytes; a larger tensor has a file of its own."""
+    by_name = {promise.name: promise for promise in promises}
+    groups: list[list[Promise]] = []
+    room = 0
+    for name in natural_order(by_name):
+        promise = by_name[name]
+        if not groups or promise.nbytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(promise)
+        room -= promise.nbytes
+    count = len(groups)
+    names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)] if count > 1 else [WHOLE]
+    aliases: dict[str, list[str]] = {}
+    for alias, own in tied.items():
+        aliases.setdefault(own, []).append(alias)
+    return [
+        Shard(
+            name,
+            tuple(group),
+            {alias: promise.name for promise in group for alias in aliases.get(promise.name, ())},
+        )
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
+    """The document that says which file holds which tensor."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for shard in shards:
+        for promise in shard.promises:
+            parts = promise.fmt.part_shapes(promise.shape) if promise.fmt else ("data",)
+            weight_map |= {part_name(promise.name, part): shard.name for part in parts}
+            total += promise.nbytes
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FolderContents:
+    """Everything in a folder except the numbers; without config and plan it is weights alone."""
+
+    shards: Sequence[Shard]
+    config: Mapping[str, Any] | None = None
+    plan: Plan | None = None
+    beside: Mapping[str, Path] = field(default_factory=dict)
+    inputs: Stamps = field(default_factory=dict)
+
+
+def check_packed_output(
+    output: str | Path, *, inputs: Iterable[Path] = (), force: bool = False, any_folder: bool = False
+) -> None:
+    """Refuse a folder that exists, unless `force` may write there: a model's folder, and neither it nor in it an input.
+
+    any_folder   a folder that holds no model will do as well, as for transformers' save_pretrained
+    """
+    if Path(output).suffix.lower() in _FILE_SUFFIXES and not Path(output).is_dir():
+        raise StoreError(
+            f"{output}: a folder is to be written, and {Path(output).suffix} names a file of a kind that is not; give "
+            f"a folder's name, such as {Path(output).with_suffix('')}, or a .safetensors file"
+        )
+    target = check_output_folder(output, inputs=inputs, replace=True)
+    if not target.is_dir() or not any(target.iterdir()) or (force and any_folder):
+        return
+    if not force:
+        raise StoreError(f"{output}: exists already; replace it with --force, or choose another name")
+    if not is_model_folder(target):
+        raise StoreError(
+            f"{output}: is not empty and has no {CONFIG}, so it is no model's folder and --force does not replace it; "
+            "remove it or choose another name"
+        )
+
+
+def write_packed_folder(
+    output: str | Path, contents: FolderContents, write_shard: WriteShard, *, force: bool = False
+) -> list[Path]:
+    """Write a folder under a temporary name, and rename it when it is complete. Returns what was written.
+
+    force   a model that is there is replaced: its weights, their index, configs and plan go, and the tokenizer where
+            the new model brings one; every other file stays
+    """
+    with atomic_folder(output, replaces=_model_files if force else None) as folder:
+        for shard in contents.shards:
+            place = folder / shard.name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            metadata = {**shard.metadata, **({} if contents.plan is None else {CHECKSUMS: ""})}  # of our own layout
+            with write_tensors(place, shard.promises, metadata=metadata, tied=shard.tied) as writer:
+                write_shard(writer, shard.promises)
+        if [shard.name for shard in contents.shards] != [WHOLE]:
+            write_json(folder / f"model{INDEX_SUFFIX}", index_of(contents.shards))
+        for name, path in contents.beside.items():
+            if path.is_dir():
+                shutil.copytree(path, folder / name)
+            else:
+                shutil.copyfile(path, folder / name)
+        if contents.plan is not None:
+            contents.plan.save(folder / PLAN)
+        if contents.config is not None:
+            write_json(folder / CONFIG, contents.config)
+        require_unchanged(contents.inputs)
+        written = sorted(path.name for path in folder.iterdir())
+    return [Path(output, name) for name in written]
+
+
+def _model_files(old: Path, new: Path) -> set[str]:
+    """Files of the model in a folder that has no place beside a new one."""
+    names = {path.name for path in old.iterdir() if _WEIGHTS.fullmatch(path.name)} | {CONFIG, GENERATION, PLAN}
+    return names | TOKENIZER_FILES if any((new / name).exists() for name in TOKENIZER_FILES) else names

@@ -1,0 +1,81 @@
+"""Poly's network JSON (network.py) as a container."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bitplan.base.errors import StoreError
+from bitplan.files.safetensors import INDEX_SUFFIX
+from bitplan.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
+from bitplan.formats.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitplan.formats import Encoded
+
+
+class PolyTensors(TensorFile):
+    """Poly's JSON network, which is small enough to be read whole."""
+
+    kind = "poly json"
+
+    def __init__(self, path: Path) -> None:
+        from bitplan.files.poly_network import read_poly_json
+        from bitplan.formats import Encoded
+
+        self.path = path
+        self.network = read_poly_json(path)
+        self.specs = {}
+        for name, item in self.network.tensors.items():
+            if isinstance(item, Encoded):
+                spec = TensorSpec(name, item.fmt.name, item.shape, item.nbytes, "float32", encoded=True)
+            else:
+                kind = dtype_name(item.dtype)
+                spec = TensorSpec(name, kind, tuple(item.shape), item.nbytes, kind, False)
+            self.specs[name] = spec
+
+    def read(self, name: str) -> Tensor | Encoded:
+        self.spec(name)
+        return self.network.tensors[name]
+
+    def close(self) -> None:
+        """Nothing is held open: the document was read whole."""
+
+
+class PolyJson(Container):
+    """A JSON document is written in one piece, so all tensors are held until the end."""
+
+    suffix = ".json"
+    file_type = PolyTensors
+
+    def recognises(self, path: Path, head: bytes) -> bool:
+        return head[:1] == b"{" and not path.name.endswith(INDEX_SUFFIX)
+
+    @contextmanager
+    def write(
+        self, path: Path, promises: Sequence[Promise], metadata: Mapping[str, Any], tied: Mapping[str, str]
+    ) -> Iterator[Writer]:
+        from bitplan.files.poly_network import PolyNetwork, write_poly_json
+
+        if metadata:
+            raise StoreError(
+                f"{path}: network JSON holds no metadata, got {next(iter(metadata))!r}; write .safetensors"
+            )
+        writer = _PolyWriter()
+        yield writer
+        missing = [promise.name for promise in promises if promise.name not in writer.tensors]
+        if missing:
+            raise StoreError(f"{path}: {len(missing)} tensors were promised and never came, {missing[0]!r} first")
+        write_poly_json(path, PolyNetwork.from_tensors({p.name: writer.tensors[p.name] for p in promises}))
+
+
+class _PolyWriter:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor | Encoded] = {}
+
+    def write(self, name: str, item: Tensor | Encoded) -> None:
+        self.tensors[name] = item

@@ -1,0 +1,1 @@
+"""Folders that GPTQ, AWQ, compressed-tensors and others quantized: one reader each."""

@@ -1,0 +1,157 @@
+"""bitsandbytes folders: NF4 and FP4 in blocks of the flattened weight, and LLM.int8.
+
+| part of NAME.weight | what |
+|---|---|
+| NAME.weight | codes of 4 bits, first one high, in any type of as many bytes |
+| NAME.weight.quant_state.bitsandbytes__nf4 | JSON as bytes: shape, dtype, blocksize, and of nested scales theirs |
+| NAME.weight.quant_map | the 16 numbers |
+| NAME.weight.absmax | a float32 for each block; or nested: nested_quant_map[byte] * nested_absmax + offset |
+| NAME.SCB | LLM.int8: the largest number of each row, the weight being int8 * SCB / 127 |
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bitplan.base.documents import NAME, NUMBER, SHAPE, SIZE, Reader, one_of
+from bitplan.base.errors import FileFormatError
+from bitplan.base.records import parse_json
+from bitplan.files.schemes.integers import PIECE_NUMBERS
+from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.formats import get_format
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitplan.formats import Encoded
+
+STATE = ".quant_state.bitsandbytes__"
+MOST_STATE_BYTES = 2**16
+_KEYS = {
+    "quant_type": one_of("nf4", "fp4"),
+    "blocksize": SIZE,
+    "dtype": one_of(*FLOATS),
+    "shape": SHAPE,
+    "nested_blocksize": SIZE,
+    "nested_dtype": NAME,
+    "nested_offset": NUMBER,
+}
+
+
+@dataclass(frozen=True)
+class FourBits:
+    """The quantization state of a weight."""
+
+    shape: tuple[int, ...]
+    dtype_name: str
+    blocksize: int
+    nested_blocksize: int | None
+    nested_offset: float
+
+    @property
+    def blocks(self) -> int:
+        return -(-math.prod(self.shape) // self.blocksize)
+
+
+def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
+    for name in folder.checkpoint.tensors:
+        owner, found, kind = name.partition(STATE)
+        if found:
+            yield _four_bits(folder, owner, name, kind)
+        elif name.endswith(".SCB"):
+            yield _int8(folder, name.removesuffix(".SCB"))
+
+
+def _four_bits(folder: QuantizedFolder, name: str, state_name: str, kind: str) -> SchemeWeight:
+    state = _read_state(folder, name, state_name)
+    count = math.prod(state.shape)
+    codes = folder.checkpoint.tensors.get(name)
+    if codes is None or codes.nbytes != -(-count // 2) or not count:
+        held = "none" if codes is None else codes.nbytes
+        folder.stop(name, f"{list(state.shape)} numbers of 4 bits take {-(-count // 2)} bytes, the file has {held}")
+    parts = [name, state_name, f"{name}.quant_map", f"{name}.absmax"]
+    folder.part(f"{name}.quant_map", ("float32",), (16,), of=name)
+    if state.nested_blocksize is None:
+        folder.part(f"{name}.absmax", ("float32",), (state.blocks,), of=name)
+    else:
+        folder.part(f"{name}.absmax", ("uint8",), (state.blocks,), of=name)
+        folder.part(f"{name}.nested_quant_map", ("float32",), (256,), of=name)
+        folder.part(f"{name}.nested_absmax", ("float32",), (-(-state.blocks // state.nested_blocksize),), of=name)
+        parts += [f"{name}.nested_quant_map", f"{name}.nested_absmax"]
+    reason = f"no format of bitplan has blocks of {state.blocksize} {kind.upper()} codes over the flattened weight"
+    read = functools.partial(_decode, folder, name, state)
+    label = f"{kind}_b{state.blocksize}{'' if state.nested_blocksize is None else '_nested'}"
+    return SchemeWeight(name, state.shape, tuple(parts), label, None, state.dtype_name, reason, read)
+
+
+def _read_state(folder: QuantizedFolder, name: str, state_name: str) -> FourBits:
+    entry = folder.part(state_name, ("uint8",), (None,), of=name)
+    if entry.nbytes > MOST_STATE_BYTES:
+        folder.stop(name, f"its quant_state takes {entry.nbytes} bytes, of which {MOST_STATE_BYTES} are the most")
+    where = f"{folder.path}: {state_name!r}"
+    document: Any = parse_json(folder.checkpoint.read_bytes(state_name), where=where)
+    reader = Reader(where, FileFormatError, strict=False)
+    required = ["quant_type", "blocksize", "dtype", "shape"]
+    nested = isinstance(document, dict) and "nested_blocksize" in document
+    reader.keys("", document, _KEYS, [*required, "nested_offset"] if nested else required)
+    if not document["blocksize"] or (nested and not document["nested_blocksize"]):
+        folder.stop(name, "its quant_state has blocks of nothing")
+    return FourBits(
+        tuple(document["shape"]),
+        document["dtype"],
+        document["blocksize"],
+        document["nested_blocksize"] if nested else None,
+        float(document.get("nested_offset", 0.0)),
+    )
+
+
+def _decode(folder: QuantizedFolder, name: str, state: FourBits) -> Tensor:
+    """Products in float32, rounded once to the weight's type, as bitsandbytes' own."""
+    import torch
+
+    from bitplan.formats.dtypes import torch_dtype
+
+    absmax = folder.read(f"{name}.absmax")
+    if state.nested_blocksize is not None:
+        codes, levels = absmax.long(), folder.read(f"{name}.nested_quant_map")
+        of_block = torch.arange(state.blocks) // state.nested_blocksize
+        absmax = levels[codes] * folder.read(f"{name}.nested_absmax")[of_block] + state.nested_offset
+    table, count = folder.read(f"{name}.quant_map"), math.prod(state.shape)
+    raw = folder.read(name).reshape(-1).view(torch.uint8)
+    out = torch.empty(count, dtype=torch_dtype(state.dtype_name))
+    step = PIECE_NUMBERS
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        some = raw[start // 2 : -(-stop // 2)]
+        codes = torch.stack((some >> 4, some & 15), dim=-1).flatten()[: stop - start]
+        scales = absmax[torch.arange(start, stop) // state.blocksize]
+        out[start:stop] = (table[codes.long()] * scales).to(out.dtype)
+    return out.reshape(state.shape)
+
+
+def _int8(folder: QuantizedFolder, owner: str) -> SchemeWeight:
+    name = f"{owner}.weight"
+    codes = folder.part(name, ("int8",), (None, None), of=name)
+    rows, cols = codes.shape
+    folder.part(f"{owner}.SCB", ("float32",), (rows,), of=name)
+    parts = [name, f"{owner}.SCB", f"{owner}.weight_format"]
+    found = tuple(part for part in parts if part in folder.checkpoint.tensors)
+    layout = folder.checkpoint.tensors.get(f"{owner}.weight_format")
+    if layout is not None and any(folder.checkpoint.read_bytes(layout.name)):
+        folder.stop(name, "its weight_format is not rows in order, which bitplan does not read")
+    reason = "the same codes; scales are SCB / 127, rounded to float32"
+    read = functools.partial(_keep_int8, folder, owner)
+    return SchemeWeight(name, (rows, cols), found, "int8_row", "int8_row", folder.dtype_name, reason, read)
+
+
+def _keep_int8(folder: QuantizedFolder, owner: str) -> Encoded:
+    from bitplan.formats import Encoded
+    from bitplan.formats.scale_rules import divided
+
+    codes = folder.read(f"{owner}.weight")
+    scales = divided(folder.read(f"{owner}.SCB"), 127.0).reshape(-1, 1)
+    return Encoded(get_format("int8_row"), (codes.shape[0], codes.shape[1]), codes, scales)

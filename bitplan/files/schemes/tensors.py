@@ -1,0 +1,172 @@
+"""A folder that another library quantized, as a file of weights: each weight under its own name, not by its parts."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bitplan.base.documents import OBJECT, Reader, or_null
+from bitplan.base.errors import FileFormatError
+from bitplan.base.records import on_failure, read_json
+from bitplan.base.text import counted, visible
+from bitplan.files.safetensors import INDEX_SUFFIX, Checkpoint, open_checkpoint
+from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.files.tensor_file import TensorFile, TensorSpec
+from bitplan.formats import get_format
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitplan.formats import Encoded, Format
+
+log = logging.getLogger("bitplan")
+CONFIG = "config.json"
+# The config's name of a scheme -> the module that reads it.
+SCHEMES = {
+    "gptq": "gptq",
+    "awq": "awq",
+    "compressed-tensors": "compressed_tensors",
+    "fp8": "fp8",
+    "fbgemm_fp8": "fp8",
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+    "mlx": "mlx",
+}
+# Files beside the config in which older versions keep the settings, and their schemes.
+_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
+def scheme_of(path: Path) -> dict[str, Any] | None:
+    """The quantization settings of a folder, or of an index's folder, if bitplan reads their scheme; else None."""
+    if not path.is_dir() and not path.name.endswith(INDEX_SUFFIX):
+        return None
+    folder = path if path.is_dir() else path.parent
+    config = folder / CONFIG
+    if not config.is_file():
+        return None
+    said = _quantization(config)
+    if said is None:
+        old = next((name for name in _OLD_FILES if (folder / name).is_file()), None)
+        if old is not None:
+            reader = Reader(str(folder / old), FileFormatError, strict=False)
+            document = reader.keys("", read_json(folder / old), {}, ())
+            said = {"quant_method": _OLD_FILES[old], **document}
+    method = None if said is None else said.get("quant_method")
+    return said if isinstance(method, str) and method in SCHEMES else None
+
+
+def _quantization(config: Path) -> dict[str, Any] | None:
+    keys = {"quantization_config": or_null(OBJECT), "compression_config": or_null(OBJECT)}
+    document = Reader(str(config), FileFormatError, strict=False).keys("", read_json(config), keys, ())
+    mlx = document.get("quantization")
+    if isinstance(mlx, dict) and "bits" in mlx and "group_size" in mlx:
+        return {**mlx, "quant_method": "mlx"}  # mlx_lm names no method, and repeats it as quantization_config
+    said: dict[str, Any] | None = document.get("quantization_config") or document.get("compression_config")
+    return said
+
+
+class SchemeTensors(TensorFile):
+    """Weights kept packed where bitplan has the format bit for bit, else decoded; the log says which, and why."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        said = scheme_of(path)
+        if said is None:
+            raise FileFormatError(f"{path}: its {CONFIG} names no quantization that bitplan reads")
+        self.kind: str = said["quant_method"]
+        self._checkpoint: Checkpoint = open_checkpoint(path)
+        with on_failure(self.close):
+            folder = QuantizedFolder(path, said, self._checkpoint, _model_type(path))
+            reader = importlib.import_module(f"{__package__}.{SCHEMES[self.kind]}")
+            self._weights: dict[str, SchemeWeight] = {}
+            for weight in reader.list_weights(folder):
+                if weight.name in self._weights or (
+                    weight.name in self._checkpoint.tensors and weight.name not in weight.parts
+                ):
+                    raise FileFormatError(f"{path}: {weight.name[:80]!r} lies there twice, packed and as it is")
+                self._weights[weight.name] = weight
+            self._list()
+            self.metadata = {"format": "pt"}
+            self._say()
+
+    @property
+    def files(self) -> list[Path]:
+        return [*self._checkpoint.sources, (self.path if self.path.is_dir() else self.path.parent) / CONFIG]
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each way in which weights are read: packed or decoded, and why."""
+        ways: Counter[tuple[str, str]] = Counter()
+        for weight in self._weights.values():
+            came = f"kept packed as {weight.format}" if weight.format else f"decoded to {weight.dtype_name}"
+            ways[f"{weight.label}, {came}", weight.reason] += 1
+        return [
+            f"{self.path}: {self.kind}: {counted(count, 'weight')} in {way}: {why}"
+            for (way, why), count in sorted(ways.items())
+        ]
+
+    def read(self, name: str) -> Tensor | Encoded:
+        own = self.spec(name).name
+        return self._weights[own].read() if own in self._weights else self._checkpoint.read(own)
+
+    def decode_where(self, fault: Callable[[Format], str | None]) -> None:
+        """From now on decode weights whose format has a fault, to the type of the model."""
+        for name, weight in self._weights.items():
+            if weight.format is not None and (reason := fault(get_format(weight.format))):
+                self._weights[name] = replace(
+                    weight, format=None, reason=reason, read=functools.partial(_decoded, weight)
+                )
+        self._list()
+        self._say()
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+    def _list(self) -> None:
+        parts = Counter(part for weight in self._weights.values() for part in weight.parts)
+        tensors = self._checkpoint.tensors
+        specs = {
+            name: TensorSpec(name, entry.dtype_name, entry.shape, entry.nbytes, entry.dtype_name, False)
+            for name, entry in tensors.items()
+            if name not in parts
+        }
+        for name, weight in self._weights.items():
+            nbytes = sum(tensors[part].nbytes // parts[part] for part in weight.parts)  # experts share theirs
+            held = weight.label if weight.label == weight.dtype_name else f"{self.kind}:{weight.label}"
+            fmt = weight.format or held
+            dtype = "float32" if weight.format else weight.dtype_name
+            specs[name] = TensorSpec(name, fmt, weight.shape, nbytes, dtype, weight.format is not None)
+        self.specs = dict(sorted(specs.items()))
+
+    def _say(self) -> None:
+        for note in self.notes:
+            _say_once(note)
+
+
+@functools.cache
+def _say_once(note: str) -> None:
+    """Log a note once, however often a command opens the folder."""
+    log.warning("%s", visible(note))
+
+
+def _decoded(weight: SchemeWeight) -> Tensor:
+    from bitplan.formats import Encoded
+    from bitplan.formats.dispatch import decode
+    from bitplan.formats.dtypes import torch_dtype
+
+    found = weight.read()
+    assert isinstance(found, Encoded)
+    return decode(found).to(torch_dtype(weight.dtype_name))
+
+
+def _model_type(path: Path) -> str:
+    """The type in which the model computes, by its config."""
+    config = read_json((path if path.is_dir() else path.parent) / CONFIG)
+    said = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return said if said in FLOATS else "bfloat16"

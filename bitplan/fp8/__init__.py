@@ -1,0 +1,35 @@
+"""Faster training in FP8 where it was measured to be faster.
+
+Which module does which step:
+
+    recipes, casts        the table of recipes, and their definition (a new one is a row there, and of its page)
+    kernels               the same casts and products on GPUs, of one matrix and of all experts
+    layers                linear layers in FP8, and what they keep of their weights
+    bench                 the layer benchmark, its report, and its confirmation on whole blocks
+    policy                reports into policies, and their answer for a layer and a count of tokens
+    apply                 `apply_fp8`: asks the policy about every layer and puts FP8 where it wins
+    find_linears, build, fused_projections, experts    where FP8 may go, and the layer that goes there
+    summary, token_watch  what was decided, and a warning where tokens are others than planned
+    loongforge            LoongForge's files
+"""
+
+from typing import TYPE_CHECKING
+
+from bitplan.base.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from bitplan.fp8.bench.bench_options import BenchOptions as BenchOptions
+    from bitplan.fp8.layer_settings import Fp8LayerError as Fp8LayerError, Fp8UnavailableError as Fp8UnavailableError
+    from bitplan.fp8.layers.linear import gather_weights_in_fp8 as gather_weights_in_fp8
+    from bitplan.fp8.policy.layers import (
+        Parallel as Parallel,
+        bench_cases as bench_cases,
+        local_layers as local_layers,
+    )
+    from bitplan.fp8.policy.merge import merge_reports as merge_reports, to_thresholds as to_thresholds
+    from bitplan.fp8.policy.model_parts import model_parts as model_parts
+    from bitplan.fp8.policy.policy import load_policy as load_policy, should_use_fp8 as should_use_fp8
+    from bitplan.fp8.policy.report import Fingerprint as Fingerprint, Report as Report, Row as Row
+    from bitplan.fp8.policy.vocabulary import Fp8Error as Fp8Error
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,0 +1,320 @@
+"""The layer benchmark: every layer of a model at every token count, BF16 and FP8 in turns, into a report.
+
+A case (layer and logical tokens) is timed in one or more ways: eager and as a CUDA graph, and experts under uniform and
+Zipf routing. One way is one set of arms that take turns (`paired_timing`), each a whole forward and backward of the
+module with random inputs and random gradients:
+
+    bf16                      plain norm and linear, or the grouped product in BF16
+    fp8                       all three products in FP8
+    fprop, dgrad, wgrad       one product in FP8, the other two in BF16: its own gain, with its casts
+
+The BF16 row of a product is the same BF16 module, so a report's pair for `wgrad` says what switching wgrad alone does.
+Weights are cast anew in every step, as where each step has one micro batch; with more of them FP8 gains more than here.
+
+Rows go into a `ReportLog` as they come. A run that is started again skips the ways that the log has; if it was killed
+between the rows of one way, the missing rows are timed anew and no longer count as taken in turns. A case that runs out
+of memory is a row, and the run goes on. `modules` builds what is timed.
+
+The processes of a benchmark under torchrun: their groups, and what they must agree on.
+
+Ranks are numbered as in Megatron: neighbours share a tensor-parallel group. For experts, neighbours share an
+expert-tensor-parallel group, and the experts are spread over these groups. With more ranks than a group needs there are
+several groups, all busy with the same case, as in training. Agreement goes over gloo on the CPU, so that it is not in
+the GPU's queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bitplan.base.paired_timing import ERROR, OK, OOM, Arm, Peers, Stopwatch, Timed, time_in_turns
+from bitplan.fp8.bench.report_log import ReportLog
+from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
+from bitplan.fp8.policy.layers import Case, Parallel
+from bitplan.fp8.policy.report import ROUTINGS, TIMINGS, Row
+from bitplan.fp8.policy.vocabulary import GROUPED_KINDS, MODULE, PRECISIONS, PRODUCTS
+from bitplan.fp8.recipes import BF16
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+_SEVERITY = (OK, OOM, ERROR)
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The groups of this rank; None for a group of one."""
+
+    tp: Any = None
+    ep: Any = None
+    etp: Any = None
+
+
+@dataclass(frozen=True)
+class BenchRanks:
+    """This process among the others: its rank and its groups."""
+
+    first: bool
+    groups: ParallelGroups
+    peers: Peers
+    count: int = 1
+
+    def share(self, value: Any) -> Any:
+        """The first rank's value, on every rank."""
+        if self.count == 1:
+            return value
+        shared = [value if self.first else None]
+        dist.broadcast_object_list(shared, src=0, group=self.peers.group)  # type: ignore[attr-defined]
+        return shared[0]
+
+
+class RankPeers(Peers):
+    """Agreement of all ranks."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def worst(self, status: str) -> str:
+        severity = torch.tensor([_SEVERITY.index(status)])
+        dist.all_reduce(severity, op=dist.ReduceOp.MAX, group=self.group)
+        return _SEVERITY[int(severity)]
+
+    def slowest(self, samples_ms: Sequence[float]) -> list[float]:
+        times_ms = torch.tensor(list(samples_ms), dtype=torch.float64)
+        dist.all_reduce(times_ms, op=dist.ReduceOp.MAX, group=self.group)
+        return [float(each) for each in times_ms]
+
+
+@contextmanager
+def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator[BenchRanks]:
+    """The groups of this process, inside a `with` block; a single process joins nothing."""
+    if count == 1:
+        yield BenchRanks(True, ParallelGroups(), Peers())
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        peers = RankPeers(dist.new_group(backend="gloo"))
+        expert = parallel.ep * parallel.etp
+        tp = _own_group(count, [range(start, start + parallel.tp) for start in range(0, count, parallel.tp)])
+        etp = _own_group(count, [range(start, start + parallel.etp) for start in range(0, count, parallel.etp)])
+        across = [
+            range(start + lane, start + expert, parallel.etp)
+            for start in range(0, count, expert)
+            for lane in range(parallel.etp)
+        ]
+        ep = _own_group(count, across)
+        yield BenchRanks(dist.get_rank() == 0, ParallelGroups(tp, ep, etp), peers, count)
+        dist.barrier(group=peers.group)
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+def _own_group(count: int, groups: Sequence[range]) -> Any:
+    """This rank's group among these; every rank creates all groups, in the same order. None for a group of one."""
+    mine = None
+    for ranks in groups:
+        if len(ranks) == 1:
+            continue
+        made = dist.new_group(list(ranks)) if len(ranks) < count else dist.group.WORLD
+        if dist.get_rank() in ranks:
+            mine = made
+    return mine
+
+
+# ---- layer bench -----------------------------------------------------------------------------------------------------
+
+
+# Only for the estimate of a dry run: sustained rates of an H100 or H200, and the time to build and compile a case.
+_FLOPS_PER_S = 4e14
+_BYTES_PER_S = 2e12
+_BUILD_S = 1.0
+_EAGER_SAMPLE_S = 4.2e-3
+_FLUSH_S = 0.3e-3
+
+Builder = Callable[["Way", GemmChoice], Arm]  # what is timed for a way: BF16 where no product is in FP8
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """What is measured and how often; all of it goes into the report's settings."""
+
+    cases: tuple[Case, ...]
+    recipe: Fp8Recipe
+    turns: int = 10
+    warmup: int = 10
+    precisions: tuple[str, ...] = PRECISIONS
+    timings: tuple[str, ...] = TIMINGS
+    routings: tuple[str, ...] = ROUTINGS
+    products_apart: bool = True
+
+    def ways(self) -> list[Way]:
+        """Every way to time every case, in the order of the run; a layer that occurs twice is timed once."""
+        ways: dict[tuple[Any, ...], Way] = {}
+        for case in self.cases:
+            routings = self.routings if case.layer.kind in GROUPED_KINDS else (None,)
+            for routing in routings:
+                for timing in self.timings:
+                    way = Way(case, timing, routing)
+                    ways.setdefault(way.key, way)
+        return list(ways.values())
+
+    def gemms(self) -> tuple[str, ...]:
+        """What rows are written for: the whole module, and each product if that was asked for."""
+        apart = self.products_apart and "fp8" in self.precisions
+        return (MODULE, *(PRODUCTS if apart else ()))
+
+    def choices(self) -> dict[str, GemmChoice]:
+        """The arms of every way, by name."""
+        choices = {"bf16": GemmChoice.all(BF16)} if "bf16" in self.precisions else {}
+        if "fp8" in self.precisions:
+            choices["fp8"] = GemmChoice.all(self.recipe.name)
+            for product in self.gemms()[1:]:
+                choices[product] = GemmChoice(**(dict.fromkeys(PRODUCTS, BF16) | {product: self.recipe.name}))
+        return choices
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that a resumed run must have in common with the first."""
+        return {
+            "fp8": self.recipe.fp8,
+            "turns": self.turns,
+            "warmup": self.warmup,
+            "precisions": list(self.precisions),
+            "timings": list(self.timings),
+            "routings": list(self.routings),
+            "products_apart": self.products_apart,
+            "weight_casts": "every step",
+        }
+
+    def estimated_minutes(self) -> float:
+        """Very roughly, how long a run takes on a GPU of the H100's class."""
+        return sum(self._seconds(way) for way in self.ways()) / 60
+
+    def _seconds(self, way: Way) -> float:
+        if way.case.obstacle is not None:
+            return 0.0
+        out, width = way.case.layer.shape
+        tokens, gemms = way.case.tokens, way.case.layer.num_gemms or 1
+        flops, numbers = 6 * tokens * out * width, 12 * (tokens * (out + width) + gemms * out * width)
+        call = flops / _FLOPS_PER_S + numbers / _BYTES_PER_S
+        sample = max(call, _EAGER_SAMPLE_S) if way.timing == "eager" else call
+        return _BUILD_S + len(self.choices()) * (self.warmup * call + self.turns * (sample + _FLUSH_S))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One case, timed in one way."""
+
+    case: Case
+    timing: str
+    routing: str | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.row(MODULE, "bf16", Timed(ERROR, message="only for its key")).key[:-1]
+
+    @property
+    def label(self) -> str:
+        how = f", {self.routing}" if self.routing else ""
+        layer = self.case.layer
+        return f"{layer.part} {layer.kind} {layer.name} at {self.case.tokens} ({self.timing}{how})"
+
+    def row(self, gemm: str, precision: str, timed: Timed, *, padded: int | None = None, in_turns: bool = True) -> Row:
+        layer = self.case.layer
+        size: dict[str, Any] = dict(layer.question())
+        if layer.kind in GROUPED_KINDS:
+            size |= {
+                "name": layer.name,
+                "ep": layer.parallel.ep,
+                "topk": layer.moe_router_topk,
+                "routing": self.routing,
+            }
+        return Row(
+            **size,
+            tokens=self.case.tokens,
+            padded_tokens=padded,
+            gemm=gemm,
+            timing=self.timing,
+            precision=precision,
+            status=timed.status,
+            samples_ms=timed.samples_ms,
+            in_turns=timed.in_turns and in_turns,
+            peak_bytes=timed.peak_bytes,
+            message=timed.message,
+        )
+
+    def rows(
+        self, plan: BenchPlan, timed: Mapping[str, Timed], *, padded: int | None = None, in_turns: bool = True
+    ) -> Iterator[Row]:
+        """The rows of the arms; the BF16 arm stands against each product."""
+        for gemm in plan.gemms():
+            for precision in plan.precisions:
+                arm = gemm if precision == "fp8" and gemm != MODULE else precision
+                rows = padded if precision == "fp8" else None
+                yield self.row(gemm, precision, timed[arm], padded=rows, in_turns=in_turns)
+
+
+def run_bench(
+    plan: BenchPlan,
+    log: ReportLog | None,
+    builder: Builder,
+    stopwatch: Stopwatch,
+    *,
+    padded_tokens: Callable[[Way], int | None] = lambda _: None,
+    peers: Peers | None = None,
+    done: Sequence[Sequence[Any]] | None = None,
+    on_way: Callable[[Way], None] = lambda _: None,
+) -> int:
+    """Measure what is not in the log yet, and finish the log; returns the number of ways timed in this run.
+
+    `on_way` is called after each way. In a process that does not write (`log` is None, all but the first under
+    torchrun), `done` has the keys that the first process read in its log: all processes must skip the same ways.
+    """
+    keys = {tuple(key) for key in done} if done is not None else (log.done if log is not None else set())
+    timed_now = 0
+    for way in plan.ways():
+        expected = {row.key for row in way.rows(plan, _nothing(plan))}
+        missing = expected - keys
+        if missing:
+            timed = _time(plan, way, builder, stopwatch, peers)
+            timed_now += 1
+            whole = missing == expected
+            for row in way.rows(plan, timed, padded=padded_tokens(way), in_turns=whole):
+                if log is not None and row.key in missing:
+                    log.append(row)
+        on_way(way)
+    if log is not None:
+        log.finish()
+    return timed_now
+
+
+def _nothing(plan: BenchPlan) -> dict[str, Timed]:
+    return {arm: Timed(ERROR, message="only for its key") for arm in plan.choices()}
+
+
+def _time(plan: BenchPlan, way: Way, builder: Builder, stopwatch: Stopwatch, peers: Peers | None) -> dict[str, Timed]:
+    if way.case.obstacle is not None:
+        return {arm: Timed(ERROR, message=way.case.obstacle) for arm in plan.choices()}
+    arms = {arm: builder(way, gemms) for arm, gemms in plan.choices().items()}
+    return time_in_turns(
+        arms, stopwatch, turns=plan.turns, warmup=plan.warmup, graph=way.timing == "graph", peers=peers
+    )
+
+
+def count_failures(rows: Sequence[Row]) -> dict[str, int]:
+    """How many rows ran out of memory or failed."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        if row.status != OK:
+            counts[row.status] = counts.get(row.status, 0) + 1
+    return counts

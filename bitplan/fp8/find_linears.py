@@ -1,0 +1,318 @@
+"""Finds where FP8 may go in a model: every linear layer, by its shape, joined where the model was seen to allow it.
+
+Every `nn.Linear`, and transformers' Conv1D, is a candidate. `recorded_wiring` says which of them read one tensor and
+are one layer, which norm a layer may take over, and which MLPs can be joined. The experts of a block are two layers.
+
+Left out unless they are asked for by `include`: the output layer and routers, as the run showed them, and adapters of
+peft. A linear that peft has wrapped (its `base_layer`) is a candidate: the base becomes FP8, the adapter stays.
+
+A layer's `kind` and `name` are those of policies; policies are asked by shape, and only version 1 by name:
+
+    qkv      what queries, keys and values come from              layernorm_column; column where no norm is its own
+    proj     what reads the result of attention                   row
+    fc1      gate and up, or the first projection of an MLP       layernorm_column; column where no norm is its own
+    fc2      the last projection of an MLP                        row
+    experts  a module that holds their gate, up and down          column_grouped fc1 and row_grouped fc2
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitplan.base.errors import PlanError
+from bitplan.fp8.policy.policy import Question
+from bitplan.fp8.policy.vocabulary import Fp8Error
+from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
+from bitplan.plan.names import ShellPatterns
+from bitplan.plan.structure import activations
+from bitplan.plan.structure.describe import experts_of
+from bitplan.plan.structure.model_view import ExpertsUse, LinearUse
+
+_NAMES = dict.fromkeys(("query", "key", "value", "qkv", "key_value", "query_key", "query_value"), "qkv")
+_NAMES |= dict.fromkeys(("gate", "up", "gate_up"), "fc1") | {"attention_output": "proj", "down": "fc2"}
+_LEFT = {"head": "the output layer", "router": "a router"}
+_VISION = ("visual", "vision_tower", "vision_model", "image_encoder", "vit")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BASE = "base_layer"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One layer as a policy knows it, and the modules that make it up. `obstacle` says why it cannot be replaced.
+
+    norm   the norm that it may take over; `apart` says why the one in front stays apart, where there is one
+    name   as version 1 policies know it; None for what they do not know
+    """
+
+    path: str
+    part: str
+    kind: str
+    name: str | None
+    shape: tuple[int, int]
+    modules: tuple[str, ...]
+    norm: NormBefore | None = None
+    num_gemms: int | None = None
+    moe_router_topk: int | None = None
+    obstacle: str | None = None
+    apart: str | None = None
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.num_gemms is not None
+
+    def question(self, tokens: int | None, **more: Any) -> Question:
+        """The question to a policy about this layer."""
+        own: dict[str, Any] = {"name": self.name, "num_gemms": self.num_gemms, "moe_router_topk": self.moe_router_topk}
+        return Question(self.kind, tokens, shape=self.shape, part=self.part, **own, **more)
+
+    def within(self, block: str) -> Site:
+        """The same layer by paths inside a block."""
+        cut = len(block) + 1 if block else 0
+        norm = None if self.norm is None else replace(self.norm, path=self.norm.path[cut:])
+        return replace(self, path=self.path[cut:], modules=tuple(path[cut:] for path in self.modules), norm=norm)
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined; what was run."""
+
+    sites: tuple[Site, ...]
+    left: tuple[str, ...]
+    mlps: tuple[MlpWiring, ...] = ()
+    run: RecordedRun = field(default_factory=RecordedRun)
+
+    def block_of(self, path: str) -> str:
+        """The block that a layer is in, as it was seen; by the first number in its path where it was not."""
+        for prefix, (view, _, _) in self.run.views.items():
+            if not prefix or path.startswith(f"{prefix}."):
+                block = view.block_of(path[len(prefix) + 1 :] if prefix else path)
+                if block or prefix:
+                    return f"{prefix}.{block}".strip(".")
+        return block_of(path)
+
+
+def find_sites(
+    model: nn.Module, *, include: Iterable[str] = (), exclude: Iterable[str] = (), example: Any = None
+) -> Sites:
+    """Every layer that a policy can be asked about; `include` and `exclude` are names or shell patterns of modules."""
+    return _Finder(model, tuple(include), tuple(exclude), example).sites()
+
+
+class _Finder:
+    def __init__(self, model: nn.Module, include: tuple[str, ...], exclude: tuple[str, ...], example: Any) -> None:
+        self.model, self.asks = model, bool(include)
+        self.include, self.exclude = ShellPatterns(include), ShellPatterns(exclude)
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.uses: dict[int, int] = {}
+        for module in self.modules.values():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self.uses[id(parameter)] = self.uses.get(id(parameter), 0) + 1
+        self.topk = _topk(model)
+        self.run = run_without_numbers(model, example)
+        self.wirings = {
+            f"{prefix}." if prefix else "": Wiring(model.get_submodule(prefix), view)
+            for prefix, (view, _, _) in self.run.views.items()
+        }
+
+    def sites(self) -> Sites:
+        paths = [path for path, module in self.model.named_modules() if is_linear(module)]
+        stacks = {path: use for path, module in self.model.named_modules() if (use := experts_of(module)) is not None}
+        experts = {path for path, use in stacks.items() if use.weights}
+        self._check_patterns([*paths, *stacks])
+        left = {path: why for path in paths if (why := self._why_left(path)) is not None}
+        left |= {path: use.fault for path, use in stacks.items() if not use.weights and self._holds_experts(path)}
+        groups: dict[str, tuple[str, ...]] = {}
+        linears = set(paths)
+        for prefix, wiring in self.wirings.items():
+            for group in wiring.joined():
+                members = tuple(prefix + path for path in group)
+                if not set(members) & set(left) and self._can_join(members):
+                    groups |= dict.fromkeys(members, members)
+        sites: list[Site] = []
+        for path in self.modules:
+            members = groups.get(path, (path,))
+            if path in experts and self._is_wanted(path):
+                sites += self._experts(path, self.modules[path], stacks[path])
+            elif path in linears and path not in left and path == members[0]:
+                sites.append(self._dense(members))
+        mlps = [mlp.under(prefix) for prefix, wiring in self.wirings.items() for mlp in wiring.mlps]
+        shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())
+        return Sites(tuple(sites), shown, tuple(mlps), self.run)
+
+    def _check_patterns(self, paths: list[str]) -> None:
+        for what, patterns in (("include", self.include), ("exclude", self.exclude)):
+            try:
+                patterns.check(paths, what)
+            except PlanError as error:
+                raise Fp8Error(str(error).replace("no tensor", "no linear layer")) from None
+
+    def _is_wanted(self, path: str) -> bool:
+        return (not self.asks or bool(self.include.matching(path))) and not self.exclude.matching(path)
+
+    def _why_left(self, path: str) -> str | None:
+        """Why a linear is no candidate: "" where it is not wanted, None where it is one."""
+        if not self._is_wanted(path):
+            return ""
+        above = path
+        while above := above.rpartition(".")[0]:
+            base = getattr(self.modules[above], _BASE, None)
+            if isinstance(base, nn.Module) and not path.startswith(f"{above}.{_BASE}"):
+                return "an adapter"
+        if self.asks:
+            return None
+        role, seen = self._role(path), self._wiring(path)
+        if role == "head" and seen is not None and (seen[0] or seen[1].view.block_of(path)):
+            return None  # the last layer of a part or of a block, behind which a head may come
+        output = getattr(self.model, "get_output_embeddings", None)
+        if not role and callable(output) and output() is self.modules[path]:
+            role = "head"
+        return _LEFT.get(role)
+
+    def _holds_experts(self, path: str) -> bool:
+        """Whether a module was seen to hold stacks of matrices, and FP8 is wanted there."""
+        seen = self._wiring(path)
+        parts = () if seen is None else seen[1].view.parts.get(path[len(seen[0]) :], ())
+        return self._is_wanted(path) and any(isinstance(part, LinearUse) and part.experts for part in parts)
+
+    def _wiring(self, path: str) -> tuple[str, Wiring] | None:
+        return next(((prefix, wiring) for prefix, wiring in self.wirings.items() if path.startswith(prefix)), None)
+
+    def _role(self, path: str) -> str:
+        seen = self._wiring(path)
+        return "" if seen is None else seen[1].role(path[len(seen[0]) :])
+
+    def _norm_before(self, paths: tuple[str, ...]) -> NormBefore | None:
+        seen = self._wiring(paths[0])
+        if seen is None:
+            return None
+        prefix, wiring = seen
+        norm = wiring.norm_before([path[len(prefix) :] for path in paths])
+        if norm is None:
+            return None
+        norm = replace(norm, path=prefix + norm.path)
+        parameters = self.modules[norm.path]._parameters.values()
+        if norm.why is None and any(self.uses[id(each)] > 1 for each in parameters if each is not None):
+            norm = replace(norm, why=f"{norm.path} is shared with another module")
+        return norm
+
+    def _dense(self, paths: tuple[str, ...]) -> Site:
+        linears = [self.modules[path] for path in paths]
+        shape = (sum(features_of(each)[0] for each in linears), features_of(linears[0])[1])
+        name = _NAMES.get(self._role(paths[0]))
+        if name == "qkv" and len(paths) < 3 and self._role(paths[0]) != "qkv":
+            name = None  # a part of what policies know by that name
+        norm = self._norm_before(paths)
+        kind = "column" if name in ("qkv", "fc1") else "row"
+        if norm is not None and norm.why is None:
+            kind = "layernorm_column"
+        obstacle = self._obstacle(paths)
+        if re.search(r"(^|\.)experts\.[0-9]+(\.|$)", paths[0]):
+            obstacle = "an expert of its own: experts were measured as one grouped product"
+        parent = paths[0].rpartition(".")[0]
+        label = "+".join([paths[0], *(path.removeprefix(f"{parent}.") for path in paths[1:])])
+        taken = norm if norm is not None and norm.why is None else None
+        apart = None if norm is None else norm.why
+        return Site(label, _part(parent.split(".")), kind, name, shape, paths, taken, obstacle=obstacle, apart=apart)
+
+    def _experts(self, path: str, module: nn.Module, experts: ExpertsUse) -> Iterator[Site]:
+        for child, kind, name in ((experts.gate_up, "column_grouped", "fc1"), (experts.down, "row_grouped", "fc2")):
+            weight = module.get_parameter(child)
+            topk = self.topk or getattr(self.modules.get(path.rpartition(".")[0]), "top_k", None)
+            obstacle = experts_obstacle(module, experts)
+            if self.uses[id(weight)] > 1:
+                obstacle = f"{path}.{child} is shared with another module"
+            if weight.is_cuda and weight.dtype != torch.bfloat16:
+                obstacle = f"grouped products on a GPU take bfloat16, its weights are {weight.dtype}"
+            shape = (weight.shape[1], weight.shape[2])
+            label, part = f"{path}.{child}".lstrip("."), _part(path.split("."))
+            yield Site(label, part, kind, name, shape, (path,), None, weight.shape[0], topk, obstacle)
+
+    def _can_join(self, paths: tuple[str, ...]) -> bool:
+        """Whether linears that read one tensor can be one: alike in all but their outputs, and none has an obstacle."""
+        linears = [self.modules[path] for path in paths]
+        if self._obstacle(paths) is not None or not all(isinstance(one, nn.Linear) for one in linears):
+            return False
+        kinds = {
+            (getattr(one, "bias", None) is None, weight.dtype, weight.device, weight.requires_grad)
+            for one in linears
+            if (weight := one.get_parameter("weight")) is not None
+        }
+        return len(kinds) == 1
+
+    def _obstacle(self, paths: tuple[str, ...]) -> str | None:
+        """Why linears cannot be replaced."""
+        for path in paths:
+            linear = self.modules[path]
+            if type(linear) is not nn.Linear and not _is_conv1d(linear):
+                return f"{path} is a {type(linear).__name__}, whose forward is not Linear's own"
+            if _has_hooks(linear):
+                return f"{path} has hooks, which would be lost"
+            if self.uses[id(linear.weight)] > 1:
+                return f"the weight of {path} is shared with another module"
+            seen = self._wiring(path)
+            uses = seen[1].view.uses(f"{path[len(seen[0]) :]}.weight") if seen is not None else ()
+            if any(use.module != use.path for use in uses):
+                return f"the weight of {path} is read by another module than its own"
+        return None
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D, a linear whose weight is [inputs, outputs]."""
+    library = sys.modules.get("transformers.pytorch_utils")  # a model that has one has loaded it
+    return library is not None and type(module) is library.Conv1D
+
+
+def experts_obstacle(module: nn.Module, experts: ExpertsUse) -> str | None:
+    """Why the experts of a module are not known to be a sum of down(act(gate(x)) * up(x))."""
+    if experts.is_columns:
+        return "its weights are transposed"
+    if experts.gate_up_bias is not None or experts.down_bias is not None:
+        return "its experts have biases"
+    if experts.is_interleaved:
+        return "its gate and up are interleaved"
+    if experts.activation not in activations.KNOWN:
+        return f"{type(module).__name__} gates its experts in its own way, not by act(gate) * up"
+    if experts.fault:
+        return f"{type(module).__name__}: {experts.fault}"
+    return "it has hooks, which would be lost" if _has_hooks(module) else None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS)
+
+
+def features_of(linear: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs, whichever way the weight lies."""
+    rows, columns = linear.get_parameter("weight").shape
+    return (columns, rows) if _is_conv1d(linear) else (rows, columns)
+
+
+def _part(parts: list[str]) -> str:
+    return "vit" if any(part in _VISION for part in parts) else "llm"
+
+
+def _topk(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    for each in (config, getattr(config, "text_config", None)):
+        topk = getattr(each, "num_experts_per_tok", None)
+        if type(topk) is int and topk >= 1:
+            return topk
+    return None
+
+
+def block_of(path: str) -> str:
+    """The block that a layer is in: up to the first number in its path; empty where there is none."""
+    match = re.match(r"(?:.*?\.)??[0-9]+(?=\.)", path)
+    return match[0] if match else ""

@@ -1,0 +1,12 @@
+"""Linear layers in FP8, and what they keep of their weights.
+
+Which module does which step:
+
+    linear, norm_linear, grouped_linear    the layers: plain, behind a norm, of all experts
+    linear_function                        the one function of autograd that they run through
+    products                               its three products, each by its own recipe
+    weight_source                          where they get the weight: cast, kept cast, stored in FP8, shared scale
+    weight_casts, scale_guesses            what is kept from one step to the next
+    bound_operators, inductor_lowering     what generated code calls
+    parallel, shared_amax, sharded_weight  layers over several processes
+"""

@@ -1,0 +1,245 @@
+"""The one function of autograd that all FP8 linear layers run through, and its operators for compiled graphs.
+
+Layers differ in where the weight comes from (a `WeightSource`), where its gradient goes (to the weight, or to a master
+beside it), and whether x is normalised first.
+
+Under torch.compile the two halves are single operators (`bitplan::fp8_linear_forward`, `..._backward`), so a model
+compiles without a graph break, and kept casts of weights stay outside the graph, whose memory planning would otherwise
+reuse their memory. Eager mode calls the two halves directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bitplan.base.compiled_code import register_lowerings
+from bitplan.fp8.casts import FP8_DTYPES, empty_scale, padded_tokens, scaling_of
+from bitplan.fp8.layer_settings import Fp8LayerError
+from bitplan.fp8.layers.products import (
+    Fp8Settings,
+    run_backward,
+    run_forward,
+    run_norm_backward,
+    run_norm_forward,
+)
+from bitplan.fp8.layers.weight_source import CASTS, WeightSource
+from bitplan.fp8.recipes import BF16
+
+INPUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def run_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    text: str,
+    source: WeightSource,
+    master: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+) -> Tensor:
+    """x [..., K], normalised if there is a norm, times weight [N, K] plus bias; differentiable."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if torch.compiler.is_compiling() and type(source) is not WeightSource:
+        raise Fp8LayerError(f"{type(source).__name__} has no operator in compiled graphs; call it outside of them")
+    shape = x.shape
+    if shape[-1] != weight.shape[1] or x.dtype not in INPUT_TYPES:
+        raise Fp8LayerError(
+            f"a layer of {weight.shape[1]} inputs takes bfloat16, float16 or float32 numbers [..., {weight.shape[1]}], "
+            f"got {x.dtype} of shape {tuple(shape)}"
+        )
+    x_MK = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    keep = torch.is_grad_enabled()  # inside the function gradients are always off
+    y: Tensor = _Fp8Product.apply(x_MK, weight, master, bias, norm_weight, norm_bias, text, source, keep)  # type: ignore[no-untyped-call]
+    return y if len(shape) == 2 else y.view(*shape[:-1], weight.shape[0])
+
+
+class _Fp8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MK: Tensor,
+        weight: Tensor,
+        master: Tensor | None,  # noqa: ARG004  it takes the gradient
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        text: str,
+        source: WeightSource,
+        keep: bool,
+    ) -> Tensor:
+        needs = ctx.needs_input_grad
+        need_x, need_w = keep and (needs[0] or needs[4] or needs[5]), keep and (needs[1] or needs[2])
+        in_graph = torch.compiler.is_compiling()
+        reads = source.reuse if in_graph else source
+        if norm_weight is None:
+            run: Any = forward_op if in_graph else run_forward
+            y, kept, kept_scale = run(x_MK, weight, bias, text, need_x, need_w, reads)
+            if need_w and text.split("/")[5] == BF16:  # wgrad's recipe; Dynamo would warn of from_text's cache
+                kept = x_MK
+            ctx.save_for_backward(kept, kept_scale, weight)
+        else:
+            run = norm_forward_op if in_graph else run_norm_forward
+            made = run(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reads)
+            y, kept, kept_scale, rstd, mean = made
+            ctx.save_for_backward(kept, kept_scale, weight, x_MK, norm_weight, norm_bias, rstd, mean)
+        ctx.settings = (text, source)
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        kept, kept_scale, weight, *normed = ctx.saved_tensors  # torch raises if the weight has changed since
+        text, source = ctx.settings
+        needs = ctx.needs_input_grad
+        need_x, need_w = needs[0] or needs[4] or needs[5], needs[1] or needs[2]
+        in_graph = torch.compiler.is_compiling()
+        reads = source.reuse if in_graph else source
+        dx = dw = d_norm_weight = d_norm_bias = None
+        if normed:
+            run: Any = norm_backward_op if in_graph else run_norm_backward
+            made = run(dy_MN, kept, kept_scale, weight, *normed, text, need_x, need_w, reads)
+            dx, d_norm_weight, d_norm_bias, dw = made
+        elif need_x or need_w:
+            run = backward_op if in_graph else run_backward
+            dx, dw = run(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reads)
+        db = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs[3] else None
+        return (
+            dx if needs[0] else None,
+            dw if needs[1] else None,
+            dw if needs[2] else None,
+            db,
+            d_norm_weight if needs[4] else None,
+            d_norm_bias if needs[5] else None,
+            None,
+            None,
+            None,
+        )
+
+
+# ---- operators for compiled graphs ----------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("bitplan", "FRAGMENT")
+_MOST_BOUND = 4096
+FUNCTIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {}  # of the operators, by name; generated code calls them
+
+
+def define_operator(signature: str, run: Callable[..., tuple[Tensor | None, ...]], fake: Callable[..., Any]) -> Any:
+    """An operator `bitplan::...` for every device, whose last argument says whether weight casts are reused.
+
+    torch.library.custom_op also checks each call for aliases, which costs the host as much as a launch. Generated code
+    calls the function past the dispatcher (`inductor_lowering`).
+    """
+
+    def in_graph(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """Operators return tensors only: empty ones for None."""
+        made = run(x, *rest[:-1], CASTS[rest[-1]])
+        return tuple(x.new_empty(0) if each is None else each for each in made)
+
+    def shapes(*given: Any) -> Any:
+        register_lowerings("bitplan.fp8.layers.inductor_lowering")
+        return fake(*given)
+
+    name = signature.split("(")[0]
+    FUNCTIONS[name] = with_bound_calls(name, in_graph)
+    _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _LIBRARY.impl(name, FUNCTIONS[name], "CompositeExplicitAutograd")
+    torch.library.register_fake(f"bitplan::{name}", shapes, lib=_LIBRARY)
+    return getattr(torch.ops.bitplan, name).default
+
+
+def with_bound_calls(name: str, operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """The function of this operator; on a GPU with calls that are bound for what they depend on."""
+    bound: dict[tuple[Any, ...], Any] = {}
+    key_of: Any = None
+    bind: Any = None
+
+    def run(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        nonlocal key_of, bind
+        if not x.is_cuda:
+            return operator(x, *rest)
+        if bind is None:
+            from bitplan.fp8.layers.binders import BINDERS  # it needs Triton
+
+            key_of, bind = BINDERS[name]
+        key = key_of(x, *rest)
+        call = bound.get(key)
+        made: tuple[Tensor, ...] | None = call(x, *rest) if call is not None else None
+        if made is not None:
+            return made
+        made = operator(x, *rest)
+        if call is None and (new := bind(x, *rest)) is not None:
+            if len(bound) >= _MOST_BOUND:
+                bound.clear()
+            bound[key] = new
+        return made
+
+    return run
+
+
+def forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    wgrad = Fp8Settings.from_text(text).gemms.wgrad
+    y = x_MK.new_empty((x_MK.shape[0], weight.shape[0]))
+    if not need_w or wgrad == BF16:
+        return y, x_MK.new_empty(0), x_MK.new_empty(0)
+    shape = (x_MK.shape[1], padded_tokens(wgrad, x_MK.shape[0]))
+    scale = empty_scale(shape, scaling_of(wgrad), x_MK.device)
+    return y, x_MK.new_empty(shape, dtype=FP8_DTYPES["e4m3"]), scale
+
+
+def norm_forward_shapes(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    settings = Fp8Settings.from_text(text)
+    y, kept, scale = forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse)  # type: ignore[no-untyped-call]
+    if need_w and settings.gemms.wgrad == BF16:
+        kept = x_MK.new_empty(x_MK.shape)
+    rstd = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)
+    has_mean = settings.norm is not None and settings.norm[0] == "layer"
+    return y, kept, scale, rstd, x_MK.new_empty(x_MK.shape[0], dtype=torch.float32) if has_mean else x_MK.new_empty(0)
+
+
+def _backward_shapes(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    dx = dy_MN.new_empty((dy_MN.shape[0], weight.shape[1]) if need_x else 0)
+    return dx, weight.new_empty(weight.shape) if need_w else dy_MN.new_empty(0)
+
+
+def norm_backward_shapes(dy_MN, kept, kept_scale, weight, x_MK, norm_weight, norm_bias, *rest):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    need_x, need_w = rest[-3:-1]
+    dw = weight.new_empty(weight.shape) if need_w else dy_MN.new_empty(0)
+    if not need_x:
+        return dy_MN.new_empty(0), dy_MN.new_empty(0), dy_MN.new_empty(0), dw
+    d_bias = dy_MN.new_empty(0) if norm_bias is None else norm_weight.new_empty(norm_weight.shape)
+    return x_MK.new_empty(x_MK.shape), norm_weight.new_empty(norm_weight.shape), d_bias, dw
+
+
+forward_op = define_operator(
+    "fp8_linear_forward(Tensor x, Tensor weight, Tensor? bias, str text, bool need_x, bool need_w, bool reuse) "
+    "-> (Tensor, Tensor, Tensor)",
+    run_forward,
+    forward_shapes,
+)
+backward_op = define_operator(
+    "fp8_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, str text, bool need_x, "
+    "bool need_w, bool reuse) -> (Tensor, Tensor)",
+    run_backward,
+    _backward_shapes,
+)
+norm_forward_op = define_operator(
+    "fp8_norm_linear_forward(Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, str text, "
+    "bool need_x, bool need_w, bool reuse) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    run_norm_forward,
+    norm_forward_shapes,
+)
+norm_backward_op = define_operator(
+    "fp8_norm_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, Tensor x, Tensor norm_weight, "
+    "Tensor? norm_bias, Tensor rstd, Tensor mean, str text, bool need_x, bool need_w, bool reuse) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    run_norm_backward,
+    norm_backward_shapes,
+)

@@ -1,0 +1,108 @@
+"""Where the products of an FP8 layer get their weight, and how the tensors beside it are cast."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.fp8.casts import CastPair, ScaledFp8
+from bitplan.fp8.kernels.cast import cast_layouts
+from bitplan.fp8.layers.scale_guesses import guess_for
+from bitplan.fp8.layers.weight_casts import count_backward, expire_casts, weight_cols, weight_rows
+from bitplan.fp8.recipes import BF16
+
+log = logging.getLogger("bitplan")
+
+
+class WeightSource:
+    """Where products get the weight, and how tensors are cast beside it. This one casts the weight itself.
+
+    `reuse`: micro-batches share that cast. `grad_type`: type of the weight's gradient; None: the weight's own type.
+    """
+
+    grad_type: torch.dtype | None = None
+
+    def __init__(self, reuse: bool) -> None:
+        self.reuse = reuse
+
+    def rows(self, weight: Tensor, recipe: str, eps: float, *, with_cols: bool) -> ScaledFp8:
+        """The weight [N, K] for fprop. `with_cols`: dgrad will ask for the other layout of the same cast."""
+        return weight_rows(weight, recipe, eps, with_cols=with_cols, reuse=self.reuse)
+
+    def cols(self, weight: Tensor, recipe: str, eps: float) -> ScaledFp8:
+        """The weight transposed, [K, N], for dgrad."""
+        return weight_cols(weight, recipe, eps, reuse=self.reuse)
+
+    def count_backward(self, weight: Tensor, gradient: Tensor) -> None:
+        """A gradient was computed for the weight: from now on see whether a step is over."""
+        if self.reuse:
+            count_backward(weight, gradient)
+
+    def plain(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight for products that are not FP8."""
+        return weight
+
+    def cast(
+        self, x: Tensor, recipe: str, fp8: str, eps: float, weight: Tensor, role: str, *, rows: bool, cols: bool
+    ) -> CastPair:
+        """Cast the input or the output's gradient (`role` says which) for its products."""
+        return cast_layouts(x, recipe, fp8, eps, rows=rows, cols=cols, guess=guess_for(recipe, weight, role, fp8))
+
+    def cast_for(
+        self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, weight: Tensor, role: str
+    ) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
+        """A tensor cast for its two products: once if both have the same recipe, else once for each."""
+        if rows_by == cols_by:
+            if rows_by == BF16:
+                return None, None
+            return self.cast(x, rows_by, fp8, eps, weight, role, rows=True, cols=True)
+        rows = cols = None
+        if rows_by != BF16:
+            rows = self.cast(x, rows_by, fp8, eps, weight, role, rows=True, cols=False).rows
+        if cols_by != BF16:
+            cols = self.cast(x, cols_by, fp8, eps, weight, role, rows=False, cols=True).cols
+        return rows, cols
+
+
+CASTS = (WeightSource(reuse=False), WeightSource(reuse=True))  # by whether casts are reused
+
+
+class CastsWeight(nn.Module):
+    """A layer that keeps casts of its `weight` from one call to the next, as long as it may."""
+
+    reuse_weight_cast: bool
+
+    def train(self, mode: bool = True) -> Self:
+        """As ever. What was written between training and evaluation need not be counted: weights are cast anew."""
+        if mode != self.training and self.reuse_weight_cast:
+            expire_casts([cast(Tensor, self.weight)])
+        return super().train(mode)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As ever; FSDP2 puts its shards in place so, and from then on every forward casts what was gathered."""
+        super().__setattr__(name, value)
+        if name == "weight" and self.__dict__.get("reuse_weight_cast") and _is_shard(value):
+            self.reuse_weight_cast = False
+            _say_that_casts_are_not_reused()
+
+
+def _is_shard(weight: Any) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")  # FSDP2 has imported it
+    return tensors is not None and isinstance(weight, tensors.DTensor)
+
+
+_said = False
+
+
+def _say_that_casts_are_not_reused() -> None:
+    global _said
+    if not _said:
+        _said = True
+        log.warning(
+            "bitplan: FSDP2 shards FP8 layers, so every forward casts their weights, in each micro-batch; call "
+            "gather_weights_in_fp8(model) before fully_shard to cast once a step and to gather one byte a number"
+        )

@@ -1,0 +1,1 @@
+"""LoongForge's files: a model's YAML, and the reports of its layer benchmark."""

@@ -1,0 +1,559 @@
+"""From a LoongForge YAML to the parts of a model and the FP8 options of each.
+
+A file describes one model, or under `model` a `foundation` (the LLM) and an `image_encoder` (the ViT), each with sizes
+under Megatron's names and its own FP8 keys:
+
+    fp8: "e4m3"                    the format; "hybrid" takes E5M2 for gradients
+    fp8_recipe: "blockwise"        tensorwise, rowwise, blockwise or mxfp8
+    fp8_param: true                weights are kept in FP8
+    selective_fp8: true            ask the policy, module by module
+    fp8_dynamic_policy_path: ...   the policy's file, relative to the YAML or to a folder above it
+    fp8_dynamic_num_tokens: 4096   tokens per step in this part, where it is not seq_length x micro_batch_size
+
+`defaults` includes other files, as in Hydra; the caller reads them (`open_base`), so that this module stays pure. Other
+keys are ignored, but an unknown key with one of our prefixes is a spelling mistake, and refused.
+
+Model descriptions from files: a Hugging Face config.json, or a YAML with the files that its `defaults` name.
+
+load_yaml: reads a YAML mapping from an untrusted file, within limits and without surprises.
+
+PyYAML only splits the text into events here. Their meaning is decided below, because PyYAML's own is that of YAML 1.1:
+`1:30` is 90, `010` is 8, `!!int ''` is an IndexError, and ten lines of aliases or merge keys make a billion nodes.
+Every fault of the text is one ModelConfigError with file and line.
+
+Scalars are null, booleans, integers, floats and strings; dates and base-60 numbers are strings, as in YAML 1.2. Keys
+are text. An alias counts as many nodes as it stands for, and so does a merge key (`<<`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bitplan.base.documents import FLAG, NAME, document_key, is_text, keys_of, load_bytes, one_of, short, show
+from bitplan.base.errors import did_you_mean
+from bitplan.fp8.policy.layers import Attention, Experts, LatentAttention, ModelPart, Parallel
+from bitplan.fp8.policy.model_parts import MAX_BLOCKS, ConfigObject, load_model_parts, whole
+from bitplan.fp8.policy.vocabulary import COUNT, DEFAULT_RECIPE, ModelConfigError
+from bitplan.fp8.recipes import RECIPES
+
+# ---- yaml reader -----------------------------------------------------------------------------------------------------
+
+
+MAX_YAML_CHARACTERS = 2**17
+MAX_NODES = 10_000
+MAX_ALIASES = 100
+MAX_DEPTH = 32
+MAX_DIGITS = 40
+MERGE = "<<"
+
+_NULL = ("", "~", "null", "Null", "NULL")
+_TRUE = ("true", "True", "TRUE", "yes", "Yes", "YES", "on", "On", "ON")
+_FALSE = ("false", "False", "FALSE", "no", "No", "NO", "off", "Off", "OFF")
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+|0b[01]+|0o[0-7]+)")
+_OCTAL = re.compile(r"[-+]?0[0-9_]+")
+_FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+_NO_NUMBER = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
+_TAG = "tag:yaml.org,2002:"
+_SCALAR_TAGS = ("str", "int", "float", "bool", "null")
+
+
+def load_yaml(text: str, *, where: str) -> dict[str, Any]:
+    """A YAML mapping with text as keys; one document, only plain tags, no duplicate keys."""
+    import yaml  # type: ignore[import-untyped]  # when it is asked for; it comes with gguf
+
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise ModelConfigError(
+            f"{where}: {len(text)} characters are too many for a model's YAML, at most {MAX_YAML_CHARACTERS}"
+        )
+    try:
+        document = _Reading(where, yaml.parse(text, Loader=yaml.SafeLoader)).document()
+    # PyYAML's own errors, and Python's that its scanner lets through: "\UFFFFFFFF", %YAML with a number too long to
+    # convert.
+    except (yaml.YAMLError, ArithmeticError, ValueError) as fault:
+        if isinstance(fault, ModelConfigError):
+            raise
+        raise ModelConfigError(f"{where}: not valid YAML: {' '.join(str(fault).split())[:300]}") from None
+    if document is None:
+        raise ModelConfigError(f"{where}: empty; a model's YAML is a mapping of keys")
+    if not isinstance(document, dict):
+        raise ModelConfigError(f"{where}: a model's YAML must be a mapping of keys, got {show(document)}")
+    return document
+
+
+class _Reading:
+    """One pass over the events of one text."""
+
+    def __init__(self, where: str, events: Iterator[Any]) -> None:
+        self.where = where
+        self.events = events
+        self.nodes = 0
+        self.aliases = 0
+        self.anchors: dict[str, tuple[Any, int]] = {}  # name -> its value and number of nodes
+        self.line = 0
+
+    def document(self) -> Any:
+        self.next("StreamStartEvent")
+        start = self.next()
+        if type(start).__name__ == "StreamEndEvent":
+            return None
+        value = self.node(self.next(), 0)
+        self.next("DocumentEndEvent")
+        if type(self.next()).__name__ != "StreamEndEvent":
+            self.stop("a second document begins; a model's YAML is one")
+        return value
+
+    def next(self, expected: str = "") -> Any:
+        event = next(self.events)
+        assert not expected or type(event).__name__ == expected
+        self.line = event.start_mark.line + 1
+        return event
+
+    def stop(self, message: str) -> NoReturn:
+        raise ModelConfigError(f"{self.where}: line {self.line}: {message}")
+
+    def count(self, nodes: int) -> None:
+        self.nodes += nodes
+        if self.nodes > MAX_NODES:
+            self.stop(f"more than {MAX_NODES} values, aliases and merge keys written out; a model's YAML is smaller")
+
+    # ---- nodes ----------------------------------------------------------------------------------------------------
+
+    def node(self, event: Any, depth: int) -> Any:
+        kind = type(event).__name__
+        if kind == "AliasEvent":
+            return self.alias(event.anchor)
+        if depth > MAX_DEPTH:
+            self.stop(f"nested more than {MAX_DEPTH} deep")
+        before = self.nodes
+        self.count(1)
+        if event.anchor in self.anchors:
+            self.stop(f"the anchor &{short(event.anchor, 40)} is set twice")
+        if kind == "ScalarEvent":
+            value = self.scalar(event)
+        elif kind == "SequenceStartEvent":
+            self.check_tag(event.tag, "seq")
+            value = self.sequence(depth)
+        else:
+            self.check_tag(event.tag, "map")
+            value = self.mapping(depth)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = value, self.nodes - before
+        return value
+
+    def alias(self, name: str) -> Any:
+        self.aliases += 1
+        if self.aliases > MAX_ALIASES:
+            self.stop(f"more than {MAX_ALIASES} aliases")
+        if name not in self.anchors:
+            self.stop(f"the alias *{short(name, 40)} has no anchor before it, or stands within its own")
+        value, nodes = self.anchors[name]
+        self.count(nodes)
+        return value
+
+    def sequence(self, depth: int) -> list[Any]:
+        items = []
+        while type(event := self.next()).__name__ != "SequenceEndEvent":
+            items.append(self.node(event, depth + 1))
+        return items
+
+    def mapping(self, depth: int) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        while type(event := self.next()).__name__ != "MappingEndEvent":
+            key = self.key(event)
+            if key in own or (key == MERGE and merged):
+                self.stop(f"key {short(key, 80)!r} appears twice")
+            value = self.node(self.next(), depth + 1)
+            if key == MERGE:
+                merged = self.merged(value)
+            else:
+                own[key] = value
+        return {**merged, **own}
+
+    def key(self, event: Any) -> str:
+        if type(event).__name__ != "ScalarEvent":
+            self.stop("a key must be text, not a list, a mapping or an alias")
+        self.count(1)
+        if event.anchor is not None:
+            self.stop("a key has an anchor; only values may")
+        if event.tag not in (None, "!", f"{_TAG}str"):
+            self.check_tag(event.tag, "str")
+        return self.text(event.value)
+
+    def merged(self, value: Any) -> dict[str, Any]:
+        """The keys that `<<` merges; of several mappings the first that has a key gives its value."""
+        merged: dict[str, Any] = {}
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, dict):
+                self.stop(f"<< takes a mapping or a list of mappings, got {show(item)}")
+            self.count(len(item))
+            merged = {**item, **merged}
+        return merged
+
+    # ---- scalars --------------------------------------------------------------------------------------------------
+
+    def scalar(self, event: Any) -> Any:
+        text = self.text(event.value)
+        if event.tag in (None, "!"):
+            # implicit[0]: the scalar is plain, so that its text decides its kind; else it was quoted, or tagged "!"
+            return self.plain(text) if event.implicit[0] and event.tag is None else text
+        kind = self.check_tag(event.tag, *_SCALAR_TAGS)
+        if kind == "str":
+            return text
+        value = self.plain(text)
+        if kind == "float" and type(value) is int:
+            value = float(value)
+        if {"int": int, "float": float, "bool": bool, "null": type(None)}[kind] is not type(value):
+            self.stop(f"!!{kind} must be followed by a value of that kind, got {show(text)}")
+        return value
+
+    def plain(self, text: str) -> Any:
+        if text in _NULL:
+            return None
+        if text in _TRUE or text in _FALSE:
+            return text in _TRUE
+        if text[0] not in "+-.0123456789":
+            return text
+        if text.lower() in _NO_NUMBER:
+            return float(_NO_NUMBER[text.lower()])
+        if _OCTAL.fullmatch(text):
+            self.stop(f"{show(text)} begins with 0, which is octal to some readers; write it without, or in quotes")
+        integer = _INTEGER.fullmatch(text)
+        if not integer and not _FLOAT.fullmatch(text):
+            return text
+        if len(text) > MAX_DIGITS:
+            self.stop(f"a number of {len(text)} letters, at most {MAX_DIGITS}; put text in quotes")
+        return int(text.replace("_", ""), 0) if integer else float(text)
+
+    def text(self, text: str) -> str:
+        if not is_text(text):
+            self.stop("half of a surrogate pair is no text")
+        return text
+
+    def check_tag(self, tag: str | None, *allowed: str) -> str:
+        """The plain kind that an explicit tag names; other tags are refused, and no tag runs code."""
+        if tag in (None, "!"):
+            return allowed[0]
+        kind = str(tag).removeprefix(_TAG)
+        if kind not in allowed or kind == tag:
+            shown = f"!!{kind}" if kind != tag else str(tag)
+            self.stop(f"the tag {short(shown, 80)} is not allowed here; only {', '.join(f'!!{k}' for k in allowed)}")
+        return kind
+
+
+# ---- model yaml ------------------------------------------------------------------------------------------------------
+
+
+MAX_FILES = 32
+MAX_FILES_DEEP = 8
+MAX_PACKAGE_PARTS = 8
+COMPONENTS = {"foundation": "llm", "image_encoder": "vit"}
+OpenBase = Callable[[str], str]  # the name of another file, as written in `defaults` -> its text
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """What the YAML asks of FP8 in one part of a model."""
+
+    fp8: str | None = document_key(one_of("e4m3", "hybrid"), None)
+    fp8_recipe: str = document_key(one_of(*RECIPES), DEFAULT_RECIPE)
+    fp8_param: bool = document_key(FLAG, False)
+    selective_fp8: bool = document_key(FLAG, False)
+    fp8_dynamic_policy_path: str | None = document_key(NAME, None)
+    fp8_dynamic_num_tokens: int | None = document_key(COUNT, None)
+
+
+@dataclass(frozen=True)
+class YamlModel:
+    """The parts of a model, the FP8 keys of each, and the parallel sizes that the file sets (else None)."""
+
+    parts: tuple[ModelPart, ...]
+    options: Mapping[str, Fp8Options]
+    tp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    tokens: int | None = None  # seq_length x micro_batch_size, of the LLM or of the only part
+
+    def parallel(self, tp: int | None = None, ep: int | None = None, etp: int | None = None) -> Parallel:
+        """The given sizes, else those of the file, else 1; with experts etp defaults to tp, as in Megatron."""
+        chosen = tp or self.tp or 1
+        follows = chosen if any(part.experts for part in self.parts) else 1
+        return Parallel(chosen, ep or self.ep or 1, etp or self.etp or follows)
+
+
+_SIZE_KEYS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+_PARALLEL_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+def read_yaml_model(
+    text: str,
+    *,
+    where: str = "model.yaml",
+    open_base: OpenBase | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> YamlModel:
+    """The model of a YAML file. `overrides` replace the LLM's keys, like a launch script's arguments."""
+    document = _compose(text, where, open_base, depth=0, opened=[where])
+    model = document.get("model")
+    if isinstance(model, Mapping) and any(name in model for name in COMPONENTS):
+        components = {COMPONENTS[name]: (model[name], f"model.{name}.") for name in COMPONENTS if name in model}
+    else:
+        components = {_single_part(document): (document, "")}
+    parts, options = [], {}
+    sizes: dict[str, int | None] = {}
+    for part, (values, prefix) in components.items():
+        config = ConfigObject(values, prefix, where)
+        if part == "llm" or len(components) == 1:
+            config = ConfigObject({**config.values, **(overrides or {})}, prefix, where)
+        options[part] = _options(config)
+        # A file that only switches FP8 on need not describe a model.
+        if options[part] == Fp8Options() or any(key in config.values for key in _SIZE_KEYS):
+            parts.append(_part(config, part))
+        if part == "llm" or len(components) == 1:
+            sizes["tokens"] = _tokens(config) or _tokens(ConfigObject(document, "", where))
+        for word, key in _PARALLEL_KEYS.items():
+            sizes[word] = sizes.get(word) or config.optional(key)
+    return YamlModel(tuple(parts), options, **sizes)
+
+
+# ---- defaults --------------------------------------------------------------------------------------------------------
+
+
+def _compose(text: str, where: str, open_base: OpenBase | None, depth: int, opened: list[str]) -> dict[str, Any]:
+    """The document merged with its `defaults`: later files win over earlier ones, itself is last, or at `_self_`."""
+    own = load_yaml(text, where=where)
+    bases = own.pop("defaults", [])
+    if not isinstance(bases, list):
+        raise ModelConfigError(f"{where}: defaults must be a list, got {show(bases)}")
+    if depth > MAX_FILES_DEEP:
+        raise ModelConfigError(
+            f"{where}: defaults lead more than {MAX_FILES_DEEP} files deep; does a file take itself in?"
+        )
+    result: dict[str, Any] = {}
+    for item in [*bases, *([] if "_self_" in bases else ["_self_"])]:
+        if item == "_self_":
+            result = _over(result, own)
+            continue
+        name, package = _base_name(item, where)
+        if open_base is None:
+            raise ModelConfigError(f"{where}: defaults name {name!r}; give open_base, which reads such files")
+        opened.append(name)
+        if len(opened) > MAX_FILES:
+            raise ModelConfigError(f"{where}: defaults take in more than {MAX_FILES} files")
+        below = _compose(open_base(name), name, open_base, depth + 1, opened)
+        for key in reversed(package):
+            below = {key: below}
+        result = _over(result, below)
+    return result
+
+
+def _base_name(item: Any, where: str) -> tuple[str, list[str]]:
+    """The file that an item names, and the keys under which it is inserted."""
+    if isinstance(item, str):
+        return item, []
+    if isinstance(item, dict) and len(item) == 1:
+        (group, name), *_ = item.items()
+        if isinstance(group, str) and isinstance(name, str) and " " not in group:
+            folder, _, package = group.partition("@")
+            parts = package.split(".") if package else []
+            if len(parts) <= MAX_PACKAGE_PARTS:
+                return f"{folder}/{name}", parts
+    raise ModelConfigError(f"{where}: an item of defaults must be NAME or FOLDER@PACKAGE: NAME, got {show(item)}")
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _over(result[key], value) if both else value
+    return result
+
+
+# ---- one part --------------------------------------------------------------------------------------------------------
+
+
+def _single_part(document: Mapping[str, Any]) -> str:
+    """The part of a file with one part: "vit" for an image encoder, by its class or its type; else "llm"."""
+    target, model_type = str(document.get("_target_", "")), str(document.get("model_type", ""))
+    return "vit" if ".encoder." in target or model_type.endswith("_vit") else "llm"
+
+
+def _options(config: ConfigObject) -> Fp8Options:
+    known = keys_of(Fp8Options)
+    for name in config.values:
+        if str(name).startswith(("fp8", "selective_fp8")) and name not in known:
+            raise config.fail(f"unknown key {config.prefix}{name}{did_you_mean(name, known)}")
+    given = {name: value for name, value in config.values.items() if name in known and value is not None}
+    for name, value in given.items():
+        if not known[name].holds(value):
+            raise config.fail(f"{config.prefix}{name} must be {known[name].text}, got {show(value)}")
+    options = Fp8Options(**given)
+    if options.selective_fp8 and options.fp8 is None:
+        raise config.fail(
+            f'{config.prefix}selective_fp8 chooses where FP8 is used, and fp8 is not set; add fp8: "e4m3"'
+        )
+    if options.selective_fp8 and options.fp8_dynamic_policy_path is None:
+        raise config.fail(f"{config.prefix}selective_fp8 asks a policy; add fp8_dynamic_policy_path")
+    return options
+
+
+def _tokens(config: ConfigObject) -> int | None:
+    length, batch = config.optional("seq_length"), config.optional("micro_batch_size")
+    return length * batch if length and batch else None
+
+
+def _part(config: ConfigObject, part: str) -> ModelPart:
+    blocks = config.blocks("num_layers")
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    count = config.first_of("num_experts", "num_moe_experts")
+    moe = _moe_blocks(config, blocks) if config.optional(count) else 0
+    dense = blocks - moe
+    ffn = config.size("ffn_hidden_size") if dense else config.optional("ffn_hidden_size") or 0
+    experts = None
+    if moe:
+        expert_ffn = config.first_of("moe_ffn_hidden_size", "ffn_hidden_size")
+        shared = config.optional("moe_shared_expert_intermediate_size") or 0
+        experts = Experts(config.size(count), config.size(expert_ffn), config.size("moe_router_topk"), shared)
+    gated = bool(config.values.get("swiglu") or config.values.get("gated_linear_unit"))
+    keys = config.names(
+        heads="num_attention_heads",
+        kv_heads="num_query_groups",
+        ffn="ffn_hidden_size",
+        experts=count,
+        expert_ffn="moe_ffn_hidden_size",
+        shared_ffn="moe_shared_expert_intermediate_size",
+    )
+    attention = _attention(config, hidden, heads)
+    return ModelPart(part, hidden, dense, moe, attention, ffn, gated, experts, keys, config.where)
+
+
+def _attention(config: ConfigObject, hidden: int, heads: int) -> Attention | LatentAttention:
+    if config.values.get("multi_latent_attention"):
+        return LatentAttention(
+            heads,
+            config.optional("q_lora_rank"),
+            config.size("kv_lora_rank"),
+            config.size("qk_head_dim"),
+            config.size("qk_pos_emb_head_dim"),
+            config.size("v_head_dim"),
+            norm_fused=bool(config.values.get("qk_layernorm")),
+        )
+    grouped = config.values.get("group_query_attention") is not False
+    kv_heads = config.size("num_query_groups", heads) if grouped else heads
+    head_dim = config.optional("kv_channels") or whole(hidden, heads, config.where, config.prefix + "hidden_size")
+    return Attention(heads, kv_heads, head_dim)
+
+
+def _moe_blocks(config: ConfigObject, blocks: int) -> int:
+    """How many blocks have experts: every n-th, or by a list of 0 and 1, which may be spelt `[0]*3+[1]*58`."""
+    value: Any = config.values.get("moe_layer_freq")
+    value = 1 if value is None else value
+    if COUNT.holds(value):
+        return sum(block % value == 0 for block in range(blocks))
+    pattern = _spelt_out(value) if isinstance(value, str) else value
+    if not isinstance(pattern, list) or len(pattern) != blocks or not all(each in (0, 1) for each in pattern):
+        raise config.fail(
+            f"{config.prefix}moe_layer_freq must be a count, or {blocks} times 0 or 1 as a list or spelt like "
+            f"[0]*3+[1]*58, got {show(value)}"
+        )
+    return sum(pattern)
+
+
+def _spelt_out(text: str) -> list[int] | None:
+    """`[0]*3+[1]*58`, also as an argument: `${moe_freq:"[0]*3+[1]*58"}`. No regular expression: it could backtrack."""
+    if text.startswith("${") and text.endswith("}"):
+        text = text[2:-1].partition(":")[2].strip()
+    result: list[int] = []
+    for term in text.strip("\"'() ").split("+"):
+        inner, _, times = term.strip().partition("]")
+        times = times.removeprefix("*") if times else "1"
+        digits = [digit.strip() for digit in inner.removeprefix("[").split(",")]
+        if not inner.startswith("[") or "]" not in term or not times.isascii() or not times.isdecimal():
+            return None
+        if len(times) > 4 or len(result) > MAX_BLOCKS or any(digit not in ("0", "1") for digit in digits):
+            return None
+        result += [int(digit) for digit in digits] * int(times)
+    return result
+
+
+# ---- model files -----------------------------------------------------------------------------------------------------
+
+
+_SUFFIXES = (".yaml", ".yml")
+_ROOTS = ("configs", "config", "conf")  # a `defaults` item may be relative to the root of the configurations
+_LONGEST_NAME = 200
+
+
+def open_model(path: str | Path) -> YamlModel:
+    """The parts of a model from a config.json, a folder with one, or a YAML; only a YAML can set parallel sizes."""
+    source = Path(path)
+    if source.suffix not in _SUFFIXES:
+        return YamlModel(tuple(load_model_parts(source)), {})
+    model = open_yaml_model(source)
+    if not model.parts:
+        raise ModelConfigError(f"{source}: has FP8 keys and no sizes; add num_layers, hidden_size, ... or `defaults`")
+    return model
+
+
+def open_yaml_model(path: str | Path) -> YamlModel:
+    """A YAML model; files that `defaults` names are looked for beside the file, then in the folders above it.
+
+    The search never leaves the root of the configurations: the nearest folder above that is named `configs`, `config`
+    or `conf`, else the folder of the file itself. Symbolic links are resolved first.
+    """
+    source = Path(path)
+    beside = source.resolve().parent
+    above = [beside, *beside.parents]
+    root = next((folder for folder in above if folder.name in _ROOTS), beside)
+    folders = above[: above.index(root) + 1]
+
+    def open_base(name: str) -> str:
+        _check_name(source, name)
+        for folder in folders:
+            for suffix in _SUFFIXES:
+                path = (folder / f"{name}{suffix}").resolve()
+                if not path.is_file():
+                    continue
+                if not path.is_relative_to(root):
+                    raise ModelConfigError(
+                        f"{source}: defaults name {name[:120]!r}, which lies outside of {root}; "
+                        f"put it there, or name that folder's root `configs`"
+                    )
+                return _read(path)
+        tried = ", ".join(str(folder / f"{name}.yaml") for folder in folders[:2])
+        raise ModelConfigError(f"{source}: defaults name {name!r}, and there is no such file (looked for {tried})")
+
+    return read_yaml_model(_read(source), where=str(source), open_base=open_base)
+
+
+def _check_name(source: Path, name: str) -> None:
+    if Path(name).is_absolute() or "\0" in name or len(name) > _LONGEST_NAME:
+        raise ModelConfigError(
+            f"{source}: an item of defaults must be a relative path of at most {_LONGEST_NAME} letters, "
+            f"got {name[:120]!r}"
+        )
+
+
+def find_policy(written: str, beside: str | Path) -> Path:
+    """The policy that a YAML names, searched in the YAML's folder, the folders above it and the current folder."""
+    folder = Path(beside).resolve().parent
+    tried = [above / written for above in (folder, *folder.parents)]
+    existing = next((path for path in (*tried, Path(written)) if path.is_file()), None)
+    if existing is None:
+        raise ModelConfigError(f"{beside}: fp8_dynamic_policy_path names {written!r}, and there is no {tried[0]}")
+    return existing
+
+
+def _read(path: Path) -> str:
+    try:
+        return load_bytes(path, ModelConfigError, max_bytes=4 * MAX_YAML_CHARACTERS, what="model's YAML").decode()
+    except UnicodeDecodeError:
+        raise ModelConfigError(f"{path}: not UTF-8 text, so not a model's YAML") from None

@@ -1,0 +1,111 @@
+"""Hands a policy to other FP8 libraries: a filter for torchao, and decisions for TransformerEngine's module classes.
+
+    from torchao.float8 import convert_to_float8_training
+    convert_to_float8_training(model, module_filter_fn=torchao_filter(model, policy, tokens=8192), config=config)
+
+A policy says where OUR layers win. Other libraries cast apart from the norm and run q, k and v as three products, so
+they gain less, and where we win narrowly they may lose: use a policy with a speedup threshold above 1 for them. They
+run all three products of a layer in FP8 or none, so they get answers for whole modules; otherwise the answers are those
+of `apply_fp8`.
+
+TransformerEngine is known by class names alone; nothing of it is imported. Names and arguments were compared with the
+sources of TransformerEngine 2.20 and Megatron-LM of August 2026; UNTESTED against the running library: the tests have
+only classes of its names. `LayerNormMLP` holds two products, for which a policy has no single answer: it gets none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from bitplan.fp8.find_linears import find_sites
+from bitplan.fp8.policy.choice import Fp8Choice, choose_products
+from bitplan.fp8.policy.policy import Policy, Question, asked_by_shape
+from bitplan.fp8.policy.vocabulary import GROUPED_KINDS, KIND_OF_CLASS, Fp8Error, promote, shape_obstacle
+
+TORCHAO_RECIPES = ("tensorwise", "rowwise")
+# TransformerEngine's own classes, where Megatron's wrappers are not used: the kind by class and by parallel_mode.
+_OWN_CLASSES: dict[str, dict[str | None, str]] = {
+    "LayerNormLinear": {"column": "layernorm_column", None: "layernorm_column"},
+    "GroupedLinear": {"column": "column_grouped", "row": "row_grouped", None: "column_grouped"},
+    "Linear": {"column": "column", "row": "row", None: "duplicated"},
+}
+
+
+def torchao_filter(
+    model: nn.Module,
+    policy: Policy,
+    *,
+    tokens: int,
+    recipe: str | None = "tensorwise",
+    tp: int = 1,
+    extrapolate: bool = False,
+    estimate: bool = True,
+) -> Callable[[nn.Module, str], bool]:
+    """A `module_filter_fn`: true for linears of layers that the policy puts in FP8 as a whole."""
+    if recipe is not None and recipe not in TORCHAO_RECIPES:
+        raise Fp8Error(f"torchao's float8 linears have the recipes {', '.join(TORCHAO_RECIPES)}, got {recipe!r}")
+    chosen: set[str] = set()
+    for site in find_sites(model).sites:
+        if site.is_grouped or site.obstacle is not None:
+            continue
+        question = asked_by_shape(policy, site.question(tokens, tp=tp, recipe=recipe, extrapolate=extrapolate))
+        if choose_products(policy, question, estimate=estimate, apart=False):
+            chosen.update(site.modules)
+
+    def takes(module: nn.Module, path: str) -> bool:
+        if path not in chosen or not isinstance(module, nn.Linear):
+            return False
+        return shape_obstacle("tensorwise", (module.out_features, module.in_features)) is None
+
+    return takes
+
+
+def transformer_engine_kind(cls: type, init_kwargs: Mapping[str, Any] | None = None) -> str | None:
+    """The kind of a module class of TransformerEngine, or of Megatron's wrapper of one; None for any other class."""
+    kwargs = init_kwargs or {}
+    for each in cls.__mro__:
+        kind = KIND_OF_CLASS.get(each.__name__)
+        if kind is None and each.__module__.split(".")[0] == "transformer_engine":
+            mode = kwargs.get("parallel_mode", kwargs.get("tensor_parallel_mode"))
+            kind = _OWN_CLASSES.get(each.__name__, {}).get(mode)
+        if kind is not None:
+            return promote(kind, bool(kwargs.get("is_expert")))
+    return None
+
+
+def transformer_engine_decision(
+    policy: Policy,
+    *,
+    tokens: int,
+    tp: int = 1,
+    etp: int = 1,
+    moe_router_topk: int | None = None,
+    part: str = "llm",
+    extrapolate: bool = False,
+    estimate: bool = True,
+) -> Callable[..., Fp8Choice | None]:
+    """`decide(cls, ub_name, init_kwargs)`, to be called when a module is made; it gives None for unknown classes."""
+
+    def decide(cls: type, ub_name: str | None = None, init_kwargs: Mapping[str, Any] | None = None) -> Fp8Choice | None:
+        kwargs = init_kwargs or {}
+        kind = transformer_engine_kind(cls, kwargs)
+        if kind is None:
+            return None
+        gemms = kwargs.get("num_gemms")
+        question = Question(
+            kind,
+            tokens,
+            name=ub_name or kwargs.get("ub_name") or kwargs.get("tp_comm_buffer_name"),
+            tp=tp,
+            etp=etp,
+            num_gemms=gemms if kind in GROUPED_KINDS else None,
+            moe_router_topk=moe_router_topk,
+            part=part,
+            extrapolate=extrapolate,
+        )
+        return choose_products(policy, question, estimate=estimate, apart=False)
+
+    return decide

@@ -1,0 +1,451 @@
+"""Which products of a layer run in FP8 and by which recipe, and for how many tokens that holds.
+
+This is the one answer: `bitplan explain` and the table of `apply_fp8` show it, `apply_fp8` builds by it, and the
+adapters ask it. It is made from `policy.decide`: what the rules say of the module, or of one product by itself.
+
+A policy answers for the whole module (all three products in FP8, casts shared) and, where they were timed apart, for
+each product alone (this one in FP8, the others in BF16). Of two ways to use FP8 the faster by the evidence is taken:
+
+    whole      all three in FP8, where the whole module was measured to win, or is estimated to: its speedup
+    some       the products that win alone. Together they share casts, so they save at least the sum of what each
+               saves: with savings s = 1 - 1 / speedup they promise a speedup of 1 / (1 - sum of s)
+
+"Some" must promise APART_MARGIN times the speed of the alternative, BF16 or the whole module. A product that loses
+alone may still gain beside the others, whose casts it uses at no cost; so a module that wins stays whole, though some
+products lose alone, unless the others alone are worth more. If neither way wins: BF16, with the reason. Among recipes
+the one with the larger speedup is taken. Version 1 knows whole modules only, and its answers are taken as they are.
+
+Where nothing was measured `estimate` is asked, unless `estimate=False`; the reason says that it is an estimate.
+Without a shape, all shapes that were measured under the key must agree.
+
+A choice is made for one token count. Between `holds_from` and `holds_to` the policy chooses the same products under the
+same recipe; a model that is given other counts should warn.
+
+Estimates a layer's speedup where it was never measured: at other token counts, and at other shapes.
+
+A policy itself answers BF16 between a loss and a win, and for a shape that was not measured. That gives speed away
+where the neighbours leave little doubt: so there is an estimate, and every reason that rests on one says so.
+
+    counts    between two measured ones FP8's share of BF16's time runs along a curve over 1 / tokens that follows the
+              points around and stays between the two: FP8's fixed costs in a step (casts of weights, launches) are
+              spread over its tokens. Below the smallest count FP8 is assumed to take as long as there.
+              Above the largest, up to REACH times it, FP8 gains as much as there; if it was falling, it falls on
+    shapes    two things decide what FP8 gains: the work of a layer (tokens x out x in, against what a launch costs) and
+              its intensity (1 / (1 / tokens + 1 / out + 1 / in): multiplications for each number that is read, cast or
+              written). Points of an H200 lie in the order of their intensity nearly without exception, whatever their
+              shape and count. So a layer gains at least what a measured layer of the same kind gains at a token count
+              at which that layer has neither more work nor a higher intensity; the best of these counts
+
+A layer is not estimated to win if a layer with at least as much work and intensity was measured to lose, nor beside a
+count that was tried and failed, nor at a count that was measured for this very shape: a measured loss or "undecided"
+stands. `low` is the estimate from the lower ends of the intervals: if it does not reach the threshold, the estimate is
+within the noise.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from bitplan.fp8.policy.policy import Fp8Decision, Policy, Question, alike_rules, decide, matching_rules
+from bitplan.fp8.policy.thresholds import ThresholdPolicy
+from bitplan.fp8.policy.token_ranges import BandPolicy, BandRule, Point
+from bitplan.fp8.policy.vocabulary import (
+    DEFAULT_RECIPE,
+    GEMMS,
+    LOSE,
+    MODULE,
+    PRODUCTS,
+    UNDECIDED,
+    UNMEASURED,
+    shape_obstacle,
+)
+from bitplan.fp8.recipes import RECIPES
+
+# ---- estimate --------------------------------------------------------------------------------------------------------
+
+
+# How many times the largest measured count an estimate reaches. One doubling: over every measured doubling the speedup
+# rose or stayed the same, and no more is assumed. `Question.extrapolate` asks for all counts.
+REACH = 2
+
+
+@dataclass(frozen=True)
+class SpeedupEstimate:
+    """A speedup that was not measured, its lower end, and its reason."""
+
+    speedup: float
+    low: float
+    reason: str
+
+
+def estimate_speedup(policy: BandPolicy, question: Question) -> SpeedupEstimate | None:
+    """The estimate for a layer with a shape, or None where neighbours are missing."""
+    tokens, shape = question.tokens, question.shape
+    if tokens is None or shape is None:
+        return None
+    own = next(iter(matching_rules(policy, question)), None)
+    if own is not None:
+        here = _at(own, tokens)
+        if here is None or own.points[0].tokens <= tokens <= own.points[-1].tokens:
+            return here
+    alike = [rule for rule in alike_rules(policy, question) if tokens <= REACH * rule.points[-1].tokens]
+    near = [(rule, _equal_counts(rule, question)) for rule in alike]
+    estimates = [(rule, _at(rule, least)) for rule, (least, _) in near]
+    known = [(rule, estimate) for rule, estimate in estimates if estimate is not None]
+    if not known:
+        return None
+    rule, best = max(known, key=lambda each: each[1].low)  # the first of equals
+    reason = best.reason
+    if rule is not own:
+        reason = f"never measured itself; it has no less work and intensity than {reason}"
+    against = _easier_loss(policy, near)
+    if against is not None and best.speedup >= policy.speedup_threshold:
+        return SpeedupEstimate(against.speedup, against.low, f"{reason}; but no more than {against.reason}")
+    return SpeedupEstimate(best.speedup, best.low, reason)
+
+
+def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
+    """The two counts at which a rule's shape has the intensity, or the work, of the layer asked about, sorted.
+
+    Experts share the tokens, so each has the intensity of its share.
+    """
+    tokens, (rows, columns) = question.tokens or 1, question.shape or rule.shape
+    if rule.shape == (rows, columns):
+        return tokens, tokens
+    experts = rule.num_gemms or 1
+    rest = experts / tokens + 1 / rows + 1 / columns - 1 / rule.shape[0] - 1 / rule.shape[1]
+    by_intensity = experts / rest if rest > 0 else math.inf
+    by_work = tokens * rows * columns / (rule.shape[0] * rule.shape[1])
+    return min(by_intensity, by_work), max(by_intensity, by_work)
+
+
+def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float, float]]]) -> SpeedupEstimate | None:
+    """The worst speedup of layers with at least as much work and intensity, if it is below the threshold."""
+    estimates = [
+        _at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens
+    ]
+    lost = [each for each in estimates if each is not None and each.speedup < policy.speedup_threshold]
+    return min(lost, key=lambda each: each.speedup, default=None)
+
+
+# ---- one measured shape at any count ---------------------------------------------------------------------------------
+
+
+def _at(rule: BandRule, tokens: float) -> SpeedupEstimate | None:
+    """The least speedup of a rule's own shape at a count; None beside a count that was tried and failed."""
+    points = rule.points
+    index = bisect_left([point.tokens for point in points], tokens)
+    after = points[index] if index < len(points) else None
+    before = points[index - 1] if index and (after is None or after.tokens > tokens) else None
+    beside = [point for point in (before, after) if point is not None]
+    if any(point.speedup is None for point in beside):
+        return None
+    if before is None:
+        speedup = _speedup(beside[0]) * tokens / beside[0].tokens
+        by = "" if tokens == beside[0].tokens else ", were FP8's time still that"
+    elif after is None:
+        speedup = _after_the_last(points, tokens)
+        by = ", the largest count"
+    else:
+        speedup = _between(points, index, tokens)
+        by = ""
+    low = speedup * min((point.low or 0.0) / _speedup(point) for point in beside)
+    where = f"{rule.shape[0]}x{rule.shape[1]} at {tokens:.0f} tokens"
+    known = " and ".join(point.describe() for point in beside)
+    return SpeedupEstimate(speedup, low, f"{where}, about {speedup:.3f}x by {known}{by}")
+
+
+def _after_the_last(points: Sequence[Point], tokens: float) -> float:
+    last = _speedup(points[-1])
+    if len(points) == 1 or points[-2].speedup is None:
+        return last
+    fallen = max(points[-2].speedup - last, 0.0) / math.log(points[-1].tokens / points[-2].tokens)
+    return max(last - fallen * math.log(tokens / points[-1].tokens), 0.0)
+
+
+def _between(points: Sequence[Point], index: int, tokens: float) -> float:
+    """The speedup by a curve of FP8's share of BF16's time over 1 / tokens, through all points up to a failed one."""
+    first, end = index, index
+    while first and points[first - 1].speedup is not None:
+        first -= 1
+    while end < len(points) and points[end].speedup is not None:
+        end += 1
+    known = points[first:end][::-1]  # 1 / tokens rises
+    shares = [1 / _speedup(point) for point in known]
+    return 1 / max(_rising_curve([1 / point.tokens for point in known], shares, 1 / tokens), sys.float_info.min)
+
+
+def _rising_curve(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """A cubic between each two points; its slopes (Fritsch and Butland's) keep it between the two."""
+    steps = [after - before for before, after in pairwise(xs)]
+    slopes = [(after - before) / step for (before, after), step in zip(pairwise(ys), steps, strict=True)]
+    at = min(max(bisect_left(xs, x), 1), len(steps)) - 1
+    ends = []
+    for point in (at, at + 1):
+        if point in (0, len(steps)):
+            ends.append(slopes[at])
+        elif slopes[point - 1] * slopes[point] <= 0:
+            ends.append(0.0)
+        else:
+            one, two = 2 * steps[point] + steps[point - 1], steps[point] + 2 * steps[point - 1]
+            ends.append((one + two) / (one / slopes[point - 1] + two / slopes[point]))
+    t = (x - xs[at]) / steps[at]
+    line = ys[at] * (1 - t) ** 2 * (1 + 2 * t) + ys[at + 1] * t**2 * (3 - 2 * t)
+    return line + steps[at] * t * (1 - t) * ((1 - t) * ends[0] - t * ends[1])
+
+
+def _speedup(point: Point) -> float:
+    assert point.speedup is not None  # points without a speedup were refused before
+    return point.speedup
+
+
+# ---- choice ----------------------------------------------------------------------------------------------------------
+
+
+# The gain over BF16, or over the whole module, that some products must promise. A single product has casts and launches
+# of its own, which cost the host time in a whole layer that the time of one module does not show: on an H200 at 512
+# tokens wgrad alone promised 1.068x (fc1) and 1.029x (fc2) in CUDA graphs, and the layer made of them ran at 0.67x
+# without graphs. The margin is above these.
+APART_MARGIN = 1.10
+
+_ANY_COUNT = 2**47  # beyond any model's tokens
+_STEP = 2**0.125  # between the counts that are tried to find how far a choice holds; shorter runs may be missed
+
+
+@dataclass(frozen=True)
+class Fp8Choice:
+    """Products in FP8 (none: BF16), the recipe, why, and the range of tokens for which this holds (None: no end).
+
+    `tokens` and both bounds count rows of the product: for experts after topk.
+    """
+
+    products: tuple[str, ...]
+    recipe: str | None
+    answer: str
+    reason: str
+    tokens: int | None
+    speedup: float | None = None
+    holds_from: int | None = None
+    holds_to: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.products)
+
+    @property
+    def precision(self) -> str:
+        if not self.products:
+            return "bf16"
+        return "fp8" if self.products == PRODUCTS else f"fp8 {', '.join(self.products)}"
+
+    def precision_of(self, product: str) -> str:
+        return "fp8" if product in self.products else "bf16"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"precision": self.precision} | asdict(self)
+
+
+def choose_products(policy: Policy, question: Question, *, estimate: bool = True, apart: bool = True) -> Fp8Choice:
+    """The products of one layer that run in FP8, by `question.recipe` or else by the recipe that is fastest in the
+    policy.
+
+    `apart=False` is for layers that run all three products in FP8 or none.
+    """
+    question = replace(question, gemm=MODULE)
+    choices = [
+        _by_recipe(policy, replace(question, recipe=recipe), estimate, apart)
+        for recipe in _recipes(policy, question, estimate)
+    ]
+    wins = [each for each in choices if each]
+    if not wins:
+        return choices[0] if len(choices) == 1 else _none_of(choices)
+    best = max(wins, key=lambda each: each.speedup or 0.0)  # the first of equals
+    others = f"; the best of {len(choices)} recipes" if len(choices) > 1 else ""
+    return replace(best, reason=best.reason + others)
+
+
+def _recipes(policy: Policy, question: Question, estimate: bool) -> Sequence[str | None]:
+    if question.recipe is not None:
+        return (question.recipe,)
+    if isinstance(policy, ThresholdPolicy):
+        return (DEFAULT_RECIPE,)  # version 1 names no recipe
+    recipes = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
+    return [recipe for recipe in RECIPES if recipe in recipes] or (None,)
+
+
+def _rules_of(policy: BandPolicy, question: Question) -> list[BandRule]:
+    """The rules of a layer, of the whole module and of each product."""
+    return [rule for gemm in GEMMS for rule in matching_rules(policy, replace(question, gemm=gemm))]
+
+
+def _none_of(choices: list[Fp8Choice]) -> Fp8Choice:
+    first = next((each for each in choices if each.answer in (UNDECIDED, LOSE)), choices[0])
+    reasons = "; ".join(f"{each.recipe}: {each.reason}" for each in choices)
+    return replace(first, recipe=None, reason=reasons)
+
+
+def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
+    """The choice under one recipe, and how far it holds."""
+    if isinstance(policy, ThresholdPolicy):
+        return _by_threshold(policy, question)
+    shapes = []
+    if question.shape is None:  # all shapes measured under the key, by any recipe
+        shapes = sorted({rule.shape for rule in _rules_of(policy, replace(question, recipe=None))})
+    if len(shapes) > 1:
+        return _of_all_shapes([_by_recipe(policy, replace(question, shape=shape), estimate, apart) for shape in shapes])
+    asked = replace(question, shape=shapes[0]) if shapes else question
+    choice = _at_count(policy, asked, estimate, apart)
+    return _bounded(policy, asked, choice, estimate, apart) if choice else choice
+
+
+def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Choice:
+    whole = decide(policy, question)
+    if not whole:
+        return Fp8Choice((), question.recipe, whole.answer, whole.reason, whole.tokens)
+    size: dict[str, Any] = {key: getattr(question, key) for key in ("name", "tp", "etp", "num_gemms")}
+    rule = policy.find(question.looked_up_kind, **size)
+    assert rule is not None  # a rule decided it
+    return Fp8Choice(
+        PRODUCTS, question.recipe, whole.answer, whole.reason, whole.tokens, whole.speedup, rule.min_tokens
+    )
+
+
+def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:
+    """One choice for all shapes under a key: FP8 only if every shape has the same products in FP8."""
+    first = next((each for each in choices if not each), choices[0])
+    prefix = f"no shape was given and {len(choices)} were measured"
+    if not first:
+        return replace(first, reason=f"{prefix}; one of them is against FP8: {first.reason}")
+    if any(each.products != first.products for each in choices):
+        reason = f"{prefix}, which differ in the products that win; give the shape"
+        return Fp8Choice((), first.recipe, UNDECIDED, reason, first.tokens)
+    least = min(choices, key=lambda each: each.speedup or 0.0)
+    highs = [each.holds_to for each in choices if each.holds_to is not None]
+    return replace(
+        least,
+        reason=f"{prefix}; all are for FP8: {least.reason}",
+        holds_from=max(each.holds_from or 1 for each in choices),
+        holds_to=min(highs, default=None),
+    )
+
+
+# ---- at one count ----------------------------------------------------------------------------------------------------
+
+
+def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
+    """The whole module, some of its products, or BF16."""
+    whole = decide(policy, question)
+    if estimate and not whole and whole.answer == UNMEASURED:
+        whole = _estimated(policy, question, whole)
+    alone = _winning_alone(policy, question)
+    some = tuple(alone)
+    recipe = question.recipe or whole.recipe
+    if some == PRODUCTS and not whole and whole.answer == UNMEASURED:  # nothing is known against all three
+        reason = f"{_answers_text(alone)}; the whole module: {whole.reason}"
+        return Fp8Choice(PRODUCTS, recipe, alone[PRODUCTS[0]].answer, reason, whole.tokens, _promise(alone))
+    promise = _promise(alone)
+    needed = APART_MARGIN * max((whole.speedup or 0.0) if whole else policy.speedup_threshold, 1.0)
+    if apart and some != PRODUCTS and promise >= needed:
+        beside = "more than the whole module" if whole else "the whole module"
+        reason = f"{_answers_text(alone)}; {beside}: {whole.reason}"
+        return Fp8Choice(some, recipe, alone[some[0]].answer, reason, whole.tokens, promise)
+    if whole:
+        return Fp8Choice(PRODUCTS, recipe, whole.answer, whole.reason, whole.tokens, whole.speedup)
+    reason = _why_not(some, promise, needed, whole) if apart or some == PRODUCTS else whole.reason
+    return Fp8Choice((), recipe, whole.answer, reason, whole.tokens)
+
+
+def _estimated(policy: BandPolicy, question: Question, whole: Fp8Decision) -> Fp8Decision:
+    """The whole module by its estimate; single products are not estimated, because they gain too little."""
+    guess = estimate_speedup(policy, question)
+    if guess is None:
+        return whole
+    reason = f"estimated {guess.speedup:.3f}x: {guess.reason}"
+    if not guess.low >= policy.speedup_threshold:
+        noise = f"; within the noise: it may be {guess.low:.3f}x" if guess.speedup >= policy.speedup_threshold else ""
+        return replace(whole, reason=reason + noise)
+    obstacle = question.recipe and question.shape and shape_obstacle(question.recipe, question.shape)
+    if obstacle:
+        return replace(whole, reason=obstacle)
+    return replace(whole, use_fp8=True, reason=reason, speedup=guess.speedup)
+
+
+def _winning_alone(policy: BandPolicy, question: Question) -> dict[str, Fp8Decision]:
+    """The products that were measured apart and win."""
+    asked = {gemm: replace(question, gemm=gemm) for gemm in PRODUCTS}
+    decisions = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
+    return {gemm: decision for gemm, decision in decisions.items() if decision}
+
+
+def _promise(alone: dict[str, Fp8Decision]) -> float:
+    """The speedup of products together: they save at least what each saves alone."""
+    saved = sum(1 - 1 / max(each.speedup or 1.0, 1.0) for each in alone.values())
+    return 1 / max(1 - saved, 1e-3)
+
+
+def _answers_text(alone: dict[str, Fp8Decision]) -> str:
+    return "; ".join(f"{gemm} {decision.reason}" for gemm, decision in alone.items())
+
+
+def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Fp8Decision) -> str:
+    if not some:
+        return whole.reason
+    if some == PRODUCTS:
+        return f"each product wins alone, but the whole module does not: {whole.reason}"
+    less = f"promise {promise:.3f}x, less than the {needed:.3f}x that casts and launches of their own ask for"
+    return f"products apart ({', '.join(some)}) {less}; the whole module: {whole.reason}"
+
+
+# ---- how far it holds ------------------------------------------------------------------------------------------------
+
+
+def _bounded(policy: BandPolicy, question: Question, choice: Fp8Choice, estimate: bool, apart: bool) -> Fp8Choice:
+    """The choice with the counts between which it stays the same."""
+    tokens = question.tokens or 1
+    near = [rule for gemm in GEMMS for rule in alike_rules(policy, replace(question, gemm=gemm))]
+    rules = BandPolicy(near, policy.fingerprint, policy.speedup_threshold, policy.confidence, where=policy.where)
+
+    def same(rows: int) -> bool:
+        asked = replace(question, num_tokens=rows, moe_router_topk=1)  # rows are counted after topk
+        return _at_count(rules, asked, estimate, apart).products == choice.products
+
+    counts = _turning_counts(_rules_of(rules, question), near)
+    low = _last_same(same, tokens, sorted((each for each in counts if each < tokens), reverse=True))
+    high = _last_same(same, tokens, sorted(each for each in counts if each > tokens))
+    return replace(choice, holds_from=low, holds_to=None if high == _ANY_COUNT else high)
+
+
+def _turning_counts(own: Iterable[BandRule], near: Iterable[BandRule]) -> set[int]:
+    """Counts so close that between two of them a choice changes at most once.
+
+    A choice changes at measured counts, at the end of estimates, and between these where an estimate crosses the
+    threshold.
+    """
+    measured = {point.tokens for rule in own for point in rule.points}
+    ends = {REACH * rule.points[-1].tokens for rule in near}
+    counts = {1, _ANY_COUNT} | {each + by for each in measured | ends for by in (-1, 0, 1)}
+    at = 1.0
+    while at < max(ends):
+        counts.add(int(at))
+        at *= _STEP
+    return {each for each in counts if each > 0}
+
+
+def _last_same(same: Callable[[int], bool], tokens: int, counts: Iterable[int]) -> int:
+    """The last count, on the way from `tokens` through `counts`, at which the choice is still the same."""
+    last = tokens
+    for count in counts:
+        if same(count):
+            last = count
+            continue
+        other = count
+        while abs(other - last) > 1:
+            middle = (last + other) // 2
+            last, other = (middle, other) if same(middle) else (last, middle)
+        return last
+    return last

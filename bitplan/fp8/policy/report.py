@@ -1,0 +1,306 @@
+"""The report: what a layer benchmark measured, every sample of it, and on what machine.
+
+A report is evidence only: it holds no decision, so that another threshold or confidence needs no GPU. It is one file,
+in one of two forms with the same content:
+
+    one document     {"document": "bitplan-fp8-report", "version": 1, "fingerprint": {...}, "recipe": "blockwise",
+                      "model": "...", "settings": {...}, "rows": [ROW, ...]}
+    lines            the same document without "rows" on the first line, one ROW per line, and {"end": ROWS} last. A
+                     running benchmark writes this form (`packed.fp8_report_log`): if it is killed, the file
+                     has whole lines and no end, and is resumed rather than merged
+
+A row is one precision of one layer at one logical token count:
+
+    {"part": "llm", "kind": "row", "name": "fc2", "shape": [4096, 14336], "tp": 1, "tokens": 4096, "gemm": "module",
+     "timing": "graph", "precision": "fp8", "status": "ok", "samples_ms": [0.41, ...], "in_turns": true}
+
+An expert's row has "etp", "num_gemms", "ep", "topk" and "routing" instead of "tp", and needs no name. `padded_tokens`
+(the count that the kernel padded to) and `peak_bytes` may be noted. A row that ran out of memory has the status "oom",
+one that failed "error"; both have a `message` and no samples. `in_turns`: sample i was taken next to sample i of the
+other precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from bitplan.base.documents import (
+    EVIDENCE,
+    FLAG,
+    LIST,
+    NAME,
+    OBJECT,
+    SIZE,
+    TEXT,
+    Kind,
+    Reader,
+    document_key,
+    load_bytes,
+    one_of,
+    show,
+)
+from bitplan.base.errors import FileFormatError
+from bitplan.base.logs import json_line
+from bitplan.base.records import MAX_JSON_BYTES, parse_json, write_json
+from bitplan.fp8.policy.vocabulary import (
+    COUNT,
+    GEMMS,
+    GROUPED_KINDS,
+    KIND,
+    LOCAL_SHAPE,
+    PARTS,
+    PRECISIONS,
+    TIME_MS,
+    BenchReportError,
+)
+from bitplan.fp8.recipes import RECIPES
+
+DOCUMENT = "bitplan-fp8-report"
+VERSION = 1
+OK, OOM, ERROR = "ok", "oom", "error"
+TIMINGS = ("eager", "graph")
+ROUTINGS = ("uniform", "zipf")
+RESUME = "run the benchmark again on the same path and it goes on from the last whole line"
+
+MAX_SAMPLES = 1000  # of a row: unpaired times are all divided by one another
+_SAMPLES = Kind(
+    f"a list of at most {MAX_SAMPLES} times from 1e-6 to 1e9 milliseconds",
+    lambda value: type(value) in (list, tuple) and len(value) <= MAX_SAMPLES and all(map(TIME_MS.holds, value)),
+)
+# Keys of a row in the document.
+_ROW_ORDER = (
+    *("part", "kind", "name", "shape", "tp", "ep", "etp", "num_gemms", "topk", "tokens", "padded_tokens"),
+    *("gemm", "routing", "timing", "precision", "status", "samples_ms", "in_turns", "peak_bytes", "message"),
+)
+_DENSE_ONLY = ("tp",)
+_GROUPED_ONLY = ("etp", "num_gemms", "ep", "topk", "routing")
+_HEAD_KEYS = {
+    "document": one_of(DOCUMENT),
+    "version": SIZE,
+    "fingerprint": OBJECT,
+    "recipe": one_of(*RECIPES),
+    "model": TEXT,
+    "settings": EVIDENCE,
+}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The machine and the software of a measurement; times of two fingerprints are never compared."""
+
+    gpu: str
+    driver: str
+    torch: str
+    triton: str
+    bitplan: str
+    commit: str
+
+    def differences(self, other: Fingerprint) -> dict[str, tuple[str, str]]:
+        """The fields that differ: name -> (ours, theirs)."""
+        mine, theirs = asdict(self), asdict(other)
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+FINGERPRINT_KEYS = tuple(each.name for each in fields(Fingerprint))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One precision of one layer at one logical token count; the module's docstring describes the fields."""
+
+    part: str = document_key(one_of(*PARTS))
+    kind: str = document_key(KIND)
+    shape: tuple[int, int] = document_key(LOCAL_SHAPE)
+    tokens: int = document_key(COUNT)
+    gemm: str = document_key(one_of(*GEMMS))
+    timing: str = document_key(one_of(*TIMINGS))
+    precision: str = document_key(one_of(*PRECISIONS))
+    status: str = document_key(one_of(OK, OOM, ERROR))
+    name: str | None = document_key(NAME, None)
+    tp: int | None = document_key(COUNT, None)
+    ep: int | None = document_key(COUNT, None)
+    etp: int | None = document_key(COUNT, None)
+    num_gemms: int | None = document_key(COUNT, None)
+    topk: int | None = document_key(COUNT, None)
+    padded_tokens: int | None = document_key(COUNT, None)
+    routing: str | None = document_key(one_of(*ROUTINGS), None)
+    samples_ms: tuple[float, ...] = document_key(_SAMPLES, ())
+    in_turns: bool = document_key(FLAG, False)
+    peak_bytes: int | None = document_key(SIZE, None)
+    message: str = document_key(TEXT, "")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "samples_ms", tuple(self.samples_ms))
+        _check_row(Reader("a report row", BenchReportError), "", self.to_document())
+
+    @property
+    def layer_key(self) -> tuple[Any, ...]:
+        """The layer and product, as rules are looked up: without the name of an expert's layer."""
+        if self.kind in GROUPED_KINDS:
+            return (self.part, self.kind, None, self.shape, None, self.etp, self.num_gemms, self.gemm)
+        return (self.part, self.kind, self.name, self.shape, self.tp, None, None, self.gemm)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The unique key of a row: the layer, the logical tokens, how it was run and in which precision."""
+        return (*self.layer_key, self.tokens, self.routing, self.timing, self.precision)
+
+    def to_document(self) -> dict[str, Any]:
+        order = {name: getattr(self, name) for name in _ROW_ORDER}
+        order["shape"], order["samples_ms"] = list(self.shape), list(self.samples_ms)
+        absent: tuple[Any, ...] = (None, "", [])
+        document = {name: value for name, value in order.items() if value not in absent}
+        if self.status != OK and not self.in_turns:
+            del document["in_turns"]
+        return document
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows and where they come from; `where` names the file in messages and is not part of the document."""
+
+    fingerprint: Fingerprint
+    recipe: str
+    rows: tuple[Row, ...]
+    model: str = ""
+    settings: Mapping[str, Any] | None = None
+    where: str = field(default="report", compare=False)
+
+    def __post_init__(self) -> None:
+        seen = set()
+        for row in self.rows:
+            if row.key in seen:
+                raise BenchReportError(f"{self.where}: {describe_row(row)} is there twice; keep one of the two rows")
+            seen.add(row.key)
+
+    def head(self) -> dict[str, Any]:
+        return {
+            "document": DOCUMENT,
+            "version": VERSION,
+            "fingerprint": asdict(self.fingerprint),
+            "recipe": self.recipe,
+            "model": self.model,
+            "settings": dict(self.settings or {}),
+        }
+
+    def to_document(self) -> dict[str, Any]:
+        return self.head() | {"rows": [row.to_document() for row in self.rows]}
+
+    def to_lines(self) -> str:
+        """The report as a benchmark leaves it: head, rows, end."""
+        documents = [self.head(), *(row.to_document() for row in self.rows), {"end": len(self.rows)}]
+        return "".join(map(json_line, documents))
+
+    def save(self, path: str | Path) -> None:
+        """Write the one-document form, whole or not at all."""
+        write_json(path, self.to_document())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        data = load_bytes(path, BenchReportError, max_bytes=MAX_JSON_BYTES, what="report")
+        return parse_report(data, where=str(path))
+
+
+def parse_report(data: bytes, *, where: str) -> Report:
+    """A finished report in either form; one that was cut off is an error that says so."""
+    head, rows, ended = split_report(data, where=where)
+    if not ended:
+        raise BenchReportError(f"{where}: unfinished: {len(rows)} rows and no end line; {RESUME}")
+    return report_of(head, rows, where=where)
+
+
+def split_report(data: bytes, *, where: str) -> tuple[dict[str, Any], list[Any], bool]:
+    """The head, the raw rows, and whether the report is whole; a torn last line is an error."""
+    if not data.strip():
+        raise BenchReportError(
+            f"{where}: empty; a report begins with its document name, version and fingerprint; {RESUME}"
+        )
+    first, _, rest = data.partition(b"\n")
+    head = _json(first, where=where, quiet=True)
+    if not isinstance(head, dict) or "rows" in head or "document" not in head:
+        whole = _json(data, where=where)
+        Reader(where, BenchReportError).version(whole, VERSION)
+        Reader(where, BenchReportError).keys("", whole, _HEAD_KEYS | {"rows": LIST}, ("document", "version", "rows"))
+        return {name: value for name, value in whole.items() if name != "rows"}, whole["rows"], True
+    lines = rest.split(b"\n")
+    if lines[-1]:
+        raise BenchReportError(f"{where}: cut off in line {len(lines) + 1}, which has no end; {RESUME}")
+    rows = [_json(line, where=f"{where}: line {number}") for number, line in enumerate(lines[:-1], start=2)]
+    ended = bool(rows) and isinstance(rows[-1], dict) and "end" in rows[-1]
+    if ended:
+        count = rows.pop()["end"]
+        if count != len(rows):
+            raise BenchReportError(
+                f"{where}: its end line says {show(count)} rows, {len(rows)} are there; run it again"
+            )
+    return head, rows, ended
+
+
+def report_of(head: Any, rows: list[Any], *, where: str) -> Report:
+    reader = Reader(where, BenchReportError)
+    reader.version(head, VERSION)
+    reader.keys("", head, _HEAD_KEYS, ("document", "version", "fingerprint", "recipe"))
+    return Report(
+        read_fingerprint(reader, head["fingerprint"]),
+        head["recipe"],
+        tuple(Row(**_check_row(reader, f"rows[{index}]", row)) for index, row in enumerate(rows)),
+        head.get("model", ""),
+        head.get("settings"),
+        where,
+    )
+
+
+def read_fingerprint(reader: Reader, value: Any) -> Fingerprint:
+    known = dict.fromkeys(FINGERPRINT_KEYS, TEXT)
+    values = reader.keys("fingerprint", value, known, FINGERPRINT_KEYS)
+    if not values["gpu"]:
+        reader.fail("fingerprint: gpu", NAME.text, "")
+    return Fingerprint(**values)
+
+
+def describe_row(row: Row) -> str:
+    """A row in words, for messages."""
+    size = f"etp {row.etp}, {row.num_gemms} gemms" if row.kind in GROUPED_KINDS else f"tp {row.tp}"
+    named = f"{row.kind} {row.name or ''}".strip()
+    how = ", ".join(filter(None, (row.gemm, row.routing, row.timing, row.precision)))
+    return f"{row.part} {named} {row.shape[0]}x{row.shape[1]} ({size}) at {row.tokens} tokens ({how})"
+
+
+def _check_row(reader: Reader, path: str, value: Any) -> dict[str, Any]:
+    values = reader.fields_of(Row, path, value)
+    at = f"{path}: " if path else ""
+    grouped = values["kind"] in GROUPED_KINDS
+    needed = ("etp", "num_gemms") if grouped else ("tp", "name")
+    check_size_keys(reader, at, values, needed, _DENSE_ONLY if grouped else _GROUPED_ONLY)
+    if values["status"] == OK and not values.get("samples_ms"):
+        reader.stop(f"{at}samples_ms must be {_SAMPLES.text}, at least one, where the status is ok")
+    if values["status"] != OK and ("samples_ms" in values or not values.get("message")):
+        reader.stop(f"{at}a row with the status {values['status']} has a message and no samples_ms")
+    if values.get("padded_tokens", values["tokens"]) < values["tokens"]:
+        reader.stop(f"{at}padded_tokens {values['padded_tokens']} is less than tokens {values['tokens']}")
+    return values
+
+
+def check_size_keys(
+    reader: Reader, at: str, values: Mapping[str, Any], needed: Iterable[str], others: Iterable[str]
+) -> None:
+    """Require the keys by which this kind of layer is looked up; refuse those of other kinds."""
+    for name in needed:
+        if name not in values:
+            reader.stop(f"{at}{name} is missing; {values['kind']} is looked up by it")
+    for name in others:
+        if name in values:
+            reader.stop(f"{at}{name} does not belong to {values['kind']}")
+
+
+def _json(text: bytes, *, where: str, quiet: bool = False) -> Any:
+    try:
+        return parse_json(text, where=where)
+    except FileFormatError as fault:
+        if quiet:
+            return None
+        raise BenchReportError(f"{fault}; a report that was cut off in mid-write reads like this: {RESUME}") from None

@@ -1,0 +1,226 @@
+"""Compares a block in FP8 with its BF16 self before a model is changed: is the wiring what it was taken for?
+
+One block of each make is copied, the copy becomes FP8, and both are run once on the same inputs: those that the model
+gives the block on token ids or random numbers, without hooks, as in evaluation. What a block adds to its input must be
+the same but for the rounding of FP8: products of E4M3 are wrong by 4%, a block by 5 to 10%, one whose norm is computed
+elsewhere by 50% and more. Beyond `BOUND` the block is tried with its norms and activations as the model's own code has
+them, and stays BF16 if that differs too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from bitplan.base.documents import short
+from bitplan.fp8.build import LayerDecision, put_decided
+from bitplan.fp8.find_linears import Sites
+from bitplan.fp8.policy.vocabulary import UNMEASURED, Fp8Error
+from bitplan.fp8.recorded_wiring import MlpWiring, random_like
+from bitplan.fp8.summary import Compared
+from bitplan.plan.structure.untouched import calls_through, own_forward, restored, same_random_numbers
+
+BOUND = 0.2
+_SEED = 0
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _NotCopiedError(Fp8Error):
+    """A block of which there can be no second one."""
+
+
+def make_of(block: str, members: Sequence[LayerDecision]) -> tuple[object, ...]:
+    """What blocks have in common that need be tried once: their layers, and what these become."""
+    inner = [each.within(block) for each in members]
+    return tuple((one.site.path, one.site.shape, one.site.norm, one.choice.products, one.joins) for one in inner)
+
+
+def built_block(plain: nn.Module, path: str, members: Sequence[LayerDecision], mlps: Sequence[MlpWiring]) -> nn.Module:
+    """A copy of a block with its layers in FP8."""
+    try:
+        block = copy.deepcopy(plain)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _NotCopiedError(f"{_shown(path)} cannot be copied: {short(str(error), 200)}") from error
+    cut = f"{path}." if path else ""
+    inside = [wiring for wiring in mlps if wiring.path.startswith(cut)]
+    put_decided(
+        block, [each.within(path) for each in members], [one.under("", len(cut)) for one in inside], watch=False
+    )
+    return block
+
+
+def compare_blocks(
+    model: nn.Module, sites: Sites, decided: Sequence[LayerDecision]
+) -> tuple[list[LayerDecision], tuple[Compared, ...]]:
+    """What is decided, less what was seen to compute something else, and a figure for each make of block."""
+    blocks: dict[str, list[LayerDecision]] = {}
+    for each in decided:
+        blocks.setdefault(sites.block_of(each.site.path), []).append(each)
+    makes: dict[tuple[object, ...], list[str]] = {}
+    for path, members in blocks.items():
+        if any(each.choice for each in members):
+            makes.setdefault(make_of(path, members), []).append(path)
+    first = {paths[0] for paths in makes.values()}
+    inputs, fault = _inputs_of(model, sites, first)
+    results: list[Compared] = []
+    for paths in makes.values():
+        if paths[0] not in inputs:
+            results.append(Compared(_shown(paths[0]), None, BOUND, "all", f"not compared: {fault}"))
+            continue
+        try:
+            result, kept = _compare(model, paths[0], blocks[paths[0]], sites.mlps, inputs[paths[0]])
+        except _NotCopiedError as error:
+            results.append(Compared(_shown(paths[0]), None, BOUND, "all", f"not compared: {error}"))
+            continue
+        results.append(result)
+        for path in paths:
+            blocks[path] = [_after(each, result, kept) for each in blocks[path]]
+    by_path = {each.site.path: each for members in blocks.values() for each in members}
+    return [by_path[each.site.path] for each in decided], tuple(results)
+
+
+def _after(decided: LayerDecision, result: Compared, kept: str) -> LayerDecision:
+    if kept == "all" or not decided.choice:
+        return decided
+    why = f"{result.block}: {result.reason}"
+    return decided.apart(why) if kept == "apart" else decided.in_bf16(why, UNMEASURED)
+
+
+def _compare(
+    model: nn.Module, path: str, members: Sequence[LayerDecision], mlps: Sequence[MlpWiring], inputs: Inputs
+) -> tuple[Compared, str]:
+    plain = model.get_submodule(path)
+    with _quiet(plain):
+        expected = _call(plain, inputs)
+
+    def difference(chosen: Sequence[LayerDecision]) -> float:
+        block = built_block(plain, path, chosen, mlps)
+        try:
+            with _quiet(block):
+                return _difference(expected, _call(block, inputs), inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a forward raises when its layers are others
+            faults.append(f"{type(error).__name__}: {short(' '.join(str(error).split()), 200)}")
+            return math.inf
+
+    faults: list[str] = []
+    found = difference(members)
+    if found <= BOUND:
+        reason = f"differs by {found:.3f} from its BF16 self (bound {BOUND})"
+        return Compared(_shown(path), found, BOUND, "all", reason), "all"
+    said = f"raised {faults[0]}" if faults else f"differed by {found:.3f} from its BF16 self (bound {BOUND})"
+    apart = [each.apart(said) for each in members]
+    again = difference(apart) if any(each.site.norm for each in members) or mlps else math.inf
+    if again <= BOUND:
+        reason = f"{said} with norms and activations joined; they stay apart, which differs by {again:.3f}"
+        return Compared(_shown(path), again, BOUND, "apart", reason), "apart"
+    return Compared(_shown(path), None if faults else found, BOUND, "bf16", f"{said}, and stays BF16"), "bf16"
+
+
+def _shown(path: str) -> str:
+    return path or "the model"
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+class _AllSeenError(Exception):
+    """Raised to stop a model once all inputs are recorded."""
+
+
+def _inputs_of(model: nn.Module, sites: Sites, wanted: set[str]) -> tuple[dict[str, Inputs], str]:
+    """The inputs of blocks, as the model gives them on random numbers; and why some are missing."""
+    inputs: dict[str, Inputs] = {}
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return inputs, "the model has no numbers, being on the meta device"
+    faults = list(sites.run.faults)
+    for prefix, (_, args, kwargs) in sites.run.views.items():
+        root = model.get_submodule(prefix)
+        paths = {path for path in wanted if path == prefix or not prefix or path.startswith(f"{prefix}.")}
+        try:
+            with _quiet(root):
+                inputs |= _record(model, root, paths, _example(root, args, kwargs))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a forward raises
+            faults.append(f"its forward raised {type(error).__name__}: {short(' '.join(str(error).split()), 200)}")
+    return inputs, "; ".join(faults) or "the run did not reach it"
+
+
+def _example(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
+    made = random_like((args, kwargs), torch.Generator().manual_seed(_SEED))
+    given: Inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
+    return given
+
+
+def _record(model: nn.Module, root: nn.Module, paths: set[str], given: Inputs) -> dict[str, Inputs]:
+    by_module = {id(model.get_submodule(path)): path for path in paths}
+    inputs: dict[str, Inputs] = {}
+
+    def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path = by_module.get(id(module))
+        if path is not None and path not in inputs:
+            inputs[path] = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, dict(kwargs)))
+            if len(inputs) == len(paths):
+                raise _AllSeenError
+        return own_forward(module)(*args, **kwargs)
+
+    with contextlib.suppress(_AllSeenError), calls_through(call):
+        root(*given[0], **given[1])
+    return inputs
+
+
+def _call(block: nn.Module, inputs: Inputs) -> list[Tensor]:
+    args, kwargs = tree_map_only(Tensor, torch.clone, inputs)
+    with calls_through(lambda module, given, named: own_forward(module)(*given, **named)):
+        output = block(*args, **kwargs)
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _difference(expected: Sequence[Tensor], made: Sequence[Tensor], inputs: Inputs) -> float:
+    """The norm of the difference over the norm of what the block adds to its input."""
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    apart = whole = added = 0.0
+    if [one.shape for one in expected] != [one.shape for one in made]:
+        return math.inf
+    for one, other in zip(expected, made, strict=True):
+        residual = next((x for x in given if x.shape == one.shape), None)
+        apart += float((other.float() - one.float()).square().sum())
+        whole += float(one.float().square().sum())
+        added += float((one if residual is None else one.float() - residual.float()).float().square().sum())
+    base = added if added > 1e-6 * whole else whole  # a block that adds nothing yet is compared as a whole
+    if not math.isfinite(apart) or not math.isfinite(base):
+        return 0.0 if not math.isfinite(whole) else math.inf  # nothing can be said of numbers that are not finite
+    return math.sqrt(apart / base) if base else 0.0
+
+
+@contextlib.contextmanager
+def _quiet(module: nn.Module) -> Iterator[None]:
+    """A run that leaves nothing behind: as in evaluation, without gradients, hooks, random numbers or attributes."""
+    training = {one: one.training for one in module.modules()}
+    buffers = [(one, one._version, one.clone()) for one in module.buffers() if not one.is_meta]
+    with torch.no_grad(), restored(module), same_random_numbers(), _eager():
+        for one in training:
+            one.training = False
+        try:
+            yield
+        finally:
+            for one, was in training.items():
+                one.training = was
+            for buffer, version, numbers in buffers:
+                if buffer._version != version:
+                    buffer.copy_(numbers)
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

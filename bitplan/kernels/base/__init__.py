@@ -1,1 +1,0 @@
-"""What every kernel stands on: compiling and launching, vectors, arithmetic of numbers."""

@@ -1,1 +1,0 @@
-"""Products with packed weights: fused kernels for GPUs, and for CPUs."""

@@ -1,1 +1,0 @@
-"""Loops of a CPU's products with packed weights."""

@@ -1,1 +1,0 @@
-"""Statistics of gradients, gathered without stopping the device."""

@@ -1,0 +1,539 @@
+"""apply_plan: rewrites a model by a plan, and reports what was changed and why.
+
+Everything is decided before anything is built: every name, shape, tie and layer is checked first, and one error lists
+all faults. Then every weight is packed beside the model, and the model changes only when all of them are packed. A
+failure (numbers that are not finite, memory) leaves the model as it was.
+
+Names are those of parameters: `model.layers.0.mlp.up_proj.weight`. A packed format turns the layer that owns the weight
+into a packed one (`layer_replacement` says which); float32, bfloat16, float16 and float64 cast the parameter
+or buffer where it is. A weight that several layers share, such as an embedding and the head, is packed once and stays
+shared.
+
+Refuses plans under which float types would clash: a Linear takes inputs of its weight's own type, and no other.
+
+A norm in float32 gives float32 for any input, unless its forward casts back: so each norm that a plan changes is run
+once on its own, in its new type. Embeddings give their own type. Packed linears take any type. A mixture of types that
+the model had before the plan is not refused: such a model casts by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from bitplan.base.errors import ArgumentError, BitplanError, did_you_mean
+from bitplan.files.models.decoded_in_eval import Morphed
+from bitplan.files.models.morph import ParameterPlace, places_of
+from bitplan.formats import Format, get_format
+from bitplan.formats.dispatch import encode
+from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.scale_rules import ScaleRule
+from bitplan.packed.checkpoints.save import adapt_to_transformers
+from bitplan.packed.layer_replacement import (
+    format_fault,
+    lacking,
+    packed_kind,
+    packed_layer,
+    packed_shape,
+    why_not_packed,
+    with_output_rows,
+)
+from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.product_strategy import check_strategy
+from bitplan.packed.tile_cache import TileCache
+from bitplan.plan.format_choices import Stored, Wanted, choose_formats
+from bitplan.plan.names import listed
+from bitplan.plan.plan import Plan
+from bitplan.plan.structure.describe import is_norm
+
+# ---- dtype checks ----------------------------------------------------------------------------------------------------
+
+
+def meeting_faults(
+    places: Mapping[str, ParameterPlace], casts: Mapping[int, torch.dtype], packed: set[int], plan: Plan
+) -> list[str]:
+    """The clashes of a forward after the plan. `casts` and `packed` hold ids of parameters."""
+
+    def after(tensor: Tensor) -> torch.dtype:
+        return casts.get(id(tensor), tensor.dtype)
+
+    replaced = {id(place.module) for place in places.values() if id(place.parameter) in packed}
+    unchanged = {name: place for name, place in places.items() if id(place.module) not in replaced}
+    products = {
+        name: place.parameter
+        for name, place in unchanged.items()
+        if isinstance(place.module, nn.Linear | _ConvNd) and place.local == "weight"
+    }
+    if not products or not casts:
+        return []
+    wanted = Counter(after(weight) for weight in products.values()).most_common(1)[0][0]
+    takes = next(name for name, weight in products.items() if after(weight) == wanted)
+    faults = []
+    for name, place in unchanged.items():
+        given = _given(place, after, wanted)
+        was = _given(place, lambda tensor: tensor.dtype, products[takes].dtype)
+        if given is None or given == wanted or (was is not None and was != products[takes].dtype):
+            continue
+        faults.append(
+            f"{name} would be {_named(after(place.parameter))} ({_reason(plan, name)}) and meet {takes}, "
+            f"{_named(wanted)} ({_reason(plan, takes)}), which takes no other type: change one of the two rules"
+        )
+    return faults
+
+
+def _given(place: ParameterPlace, after: Callable[[Tensor], torch.dtype], incoming: torch.dtype) -> torch.dtype | None:
+    """The type of the output of a parameter's module for this input; None where the parameter does not decide it."""
+    dtype = after(place.parameter)
+    module = place.module
+    if not dtype.is_floating_point:
+        return None
+    if isinstance(module, nn.Linear | _ConvNd | nn.Embedding):
+        return dtype
+    is_factor = place.local == "weight" and place.parameter.dim() == 1
+    if not is_factor or dtype == incoming or not is_norm(module):
+        return None
+    return _tried(module, {name: after(own) for name, own in _floats(module)}, incoming)
+
+
+def _floats(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, own) for name, own in module.named_parameters(recurse=False) if own.is_floating_point())
+
+
+def _tried(module: nn.Module, types: Mapping[str, torch.dtype], incoming: torch.dtype) -> torch.dtype:
+    """The type of a norm's output; the type of its weight where the norm refuses the mixture of types."""
+    trial = copy.deepcopy(module)
+    for name, own in _floats(trial):
+        own.data = own.data.to(types[name])
+    weight = next(own for _, own in _floats(trial))
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that a mixture is slow
+            out = trial(torch.ones(2, weight.shape[-1], dtype=incoming, device=weight.device))
+    except (RuntimeError, TypeError, ValueError):
+        return weight.dtype
+    return out.dtype if isinstance(out, Tensor) else incoming
+
+
+def _reason(plan: Plan, name: str) -> str:
+    return plan[name].reason if name in plan else "not in the plan"
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- apply plan ------------------------------------------------------------------------------------------------------
+
+
+MAX_FAULTS_SHOWN = 10
+MATCHES = ("all", "common")
+SKIP_HINT = 'or unsupported="skip" leaves such layers as they are'
+UNSUPPORTED = ("error", "skip")
+
+
+class ApplyError(BitplanError, ValueError):
+    """A plan that does not fit the model it is for."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The change of one tensor; `reason` is the plan's."""
+
+    name: str
+    before: str
+    after: str
+    format: str
+    bytes_before: int
+    bytes_after: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A tensor that stayed as it was."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class AppliedPlan:
+    """Every tensor that was changed, and every one that was not, in the plan's order."""
+
+    changes: tuple[Change, ...]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(change.bytes_before for change in self.changes)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(change.bytes_after for change in self.changes)
+
+    def lines(self) -> list[str]:
+        """One line per tensor."""
+        changed = [
+            f"{one.name}: {one.before} -> {one.after}, {one.bytes_before} -> {one.bytes_after} bytes ({one.reason})"
+            for one in self.changes
+        ]
+        return [*changed, *(f"{one.name}: left alone ({one.reason})" for one in self.skipped)]
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Wanted,
+    *,
+    strategy: str = "auto",
+    cache: TileCache | None = None,
+    match: Literal["all", "common"] = "all",
+    unsupported: Literal["error", "skip"] = "error",
+    scale_rule: ScaleRule | None = None,
+    pad: Literal["zero"] | None = None,
+) -> AppliedPlan:
+    """Rewrite a model in place so that every tensor has the format of the plan.
+
+    plan              a Plan; or a format, mapping or manifest, from which `choose_formats` makes a plan for this model
+    strategy, cache   of the packed layers that are made
+    match             "all": plan and model must name the same tensors; "common": tensors of one only are skipped
+    unsupported       "skip": a tensor whose layer cannot hold the plan's format stays as it is, listed as skipped
+    scale_rule, pad   as `bitplan.encode` takes them; pad="zero" fills rows that are not whole blocks,
+                      as a plan whose padding is "zero" does
+    """
+    check_strategy(strategy, "apply_plan")
+    for option, value, known in (("match", match, MATCHES), ("unsupported", unsupported, UNSUPPORTED)):
+        if value not in known:
+            raise ApplyError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"apply_plan(model, plan): model must be a torch.nn.Module, got a {type(model).__name__}")
+    if any(isinstance(module, Morphed) for module in model.modules()):
+        raise ApplyError("the model is morphed: its weights are read in another way; call unmorph_model first")
+    tensors = _Tensors(model)
+    if not isinstance(plan, Plan):
+        plan = choose_formats(tensors.stored(), plan, where="apply_plan")
+    decided = _decide(plan, tensors, match, unsupported)
+    _check_meetings(tensors, decided, plan)
+    made = _pack(decided, strategy, cache, {"scale_rule": scale_rule, "pad": pad or plan.pad})
+    for decision in decided.casts:
+        _check_range(decision)
+    _swap(model, made)
+    if made:
+        adapt_to_transformers(model)
+    for decision in decided.casts:
+        decision.cast()
+    order = {name: index for index, name in enumerate(plan)}
+    changes = [one.change for one in decided.packs] + [one.change for one in decided.casts]
+    changes.sort(key=lambda change: order[change.name])
+    skipped = sorted(decided.skipped, key=lambda one: order.get(one.name, len(order)))
+    return AppliedPlan(tuple(changes), tuple(skipped))
+
+
+# ---- the model's tensors ---------------------------------------------------------------------------------------------
+
+
+class _Tensors:
+    """The tensors of a model by name: parameters, packed weights, and buffers that are saved."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places = {place.name: place for place in places_of(model)}
+        self.parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+        modules = list(model.named_modules(remove_duplicate=False))
+        self.packed = {path: module for path, module in modules if isinstance(module, PackedWeight)}
+        self.buffers = {
+            f"{path}.{name}".lstrip("."): (module, name)
+            for path, module in modules
+            if not isinstance(module, PackedWeight)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places or name in self.packed or name in self.buffers
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*self.places, *self.packed, *self.buffers)
+
+    def stored(self) -> dict[str, Stored]:
+        """The tensors as `choose_formats` takes them."""
+        held = {name: _held(self, name) for name in self}
+        return {
+            name: Stored(tuple(item.shape), item.fmt.name, packed=True)
+            if isinstance(item, PackedWeight)
+            else Stored(self.packed_shape(name, tuple(item.shape)), dtype_name(item.dtype))
+            for name, item in held.items()
+        }
+
+    def packed_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return packed_shape(self.places[name].module, self.places[name].local, shape) if name in self.places else shape
+
+    def groups(self) -> list[list[str]]:
+        """Names that stand for one and the same parameter or packed weight."""
+        by_id: dict[int, list[str]] = {}
+        for name, place in self.places.items():
+            by_id.setdefault(id(place.parameter), []).append(name)
+        for name, packed in self.packed.items():
+            by_id.setdefault(id(packed), []).append(name)
+        return list(by_id.values())
+
+
+# ---- what is decided for each tensor ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _PackDecision:
+    """Layers that share a weight, to become packed layers that share a packed one."""
+
+    places: tuple[ParameterPlace, ...]
+    fmt: Format
+    change: Change
+
+
+@dataclass(frozen=True)
+class _CastDecision:
+    tensor: Tensor
+    dtype: torch.dtype
+    cast: Callable[[], None]
+    change: Change
+
+
+@dataclass
+class _Decided:
+    packs: list[_PackDecision]
+    casts: list[_CastDecision]
+    skipped: list[Skipped]
+
+
+class _RefusedError(Exception):
+    """A tensor cannot have its format. `layer`: the reason is the layer that holds the tensor, not the plan."""
+
+    def __init__(self, reason: str, *, layer: bool = False) -> None:
+        super().__init__(reason)
+        self.layer = layer
+
+
+def _decide(plan: Plan, tensors: _Tensors, match: str, unsupported: str) -> _Decided:
+    decided = _Decided([], [], [])
+    _match_names(plan, tensors, match, decided)
+    faults, may_skip = [], False
+    groups = [[name for name in group if name in plan] for group in tensors.groups()]
+    groups += [[name] for name in tensors.buffers if name in plan]
+    for names in groups:
+        if not names:
+            continue
+        try:
+            _decide_group(plan, tensors, names, decided)
+        except _RefusedError as fault:
+            if fault.layer and unsupported == "skip":
+                decided.skipped += [Skipped(name, str(fault)) for name in names]
+            else:
+                may_skip |= fault.layer
+                faults.append(f"{names[0]}: {fault}")
+    faults += _half_packed(decided)
+    if faults:
+        more = f"; and {len(faults) - MAX_FAULTS_SHOWN} more" if len(faults) > MAX_FAULTS_SHOWN else ""
+        skip = f"; {SKIP_HINT}" if may_skip else ""
+        raise ApplyError(f"the plan cannot be applied: {'; '.join(faults[:MAX_FAULTS_SHOWN])}{more}{skip}")
+    return decided
+
+
+def _half_packed(decided: _Decided) -> list[str]:
+    """Layers of which a plan packs some weights but not all that must be packed together."""
+    packed: dict[int, set[str]] = {}
+    places = [place for decision in decided.packs for place in decision.places]
+    for place in places:
+        packed.setdefault(id(place.module), set()).add(place.local)
+    return [
+        f"{place.name}: is packed by the plan and {listed(missing)} of the same layer is not; pack both or neither"
+        for place in places
+        if (missing := lacking(place.module, packed[id(place.module)]))
+    ]
+
+
+def _match_names(plan: Plan, tensors: _Tensors, match: str, decided: _Decided) -> None:
+    lacking = [name for name in plan if name not in tensors]
+    unplanned = [names[0] for names in tensors.groups() if not any(name in plan for name in names)]
+    if match == "common":
+        decided.skipped += [Skipped(name, "the model has no tensor of this name") for name in lacking]
+        decided.skipped += [Skipped(name, "not in the plan") for name in unplanned]
+        return
+    differences = []
+    if lacking:
+        parts = any(plan.entries[name].part for name in lacking)
+        hint = did_you_mean(lacking[0], list(tensors)) + (
+            " (codes and scales of experts: load_packed)" if parts else ""
+        )
+        differences.append(f"the plan names {len(lacking)} tensors that the model lacks: {listed(lacking)}{hint}")
+    if unplanned:
+        differences.append(f"the model has {len(unplanned)} tensors that the plan lacks: {listed(unplanned)}")
+    if differences:
+        raise ApplyError(f"{'; '.join(differences)}; resolve the plan from this model's names, or pass match='common'")
+
+
+def _decide_group(plan: Plan, tensors: _Tensors, names: list[str], decided: _Decided) -> None:
+    name = names[0]
+    formats = {plan[one].format for one in names}
+    if len(formats) > 1:
+        raise _RefusedError(
+            f"tied to {listed(names[1:])}, for which the plan has another format ({', '.join(sorted(formats))})"
+        )
+    entry, fmt = plan.entries[name], get_format(plan[name].format)
+    if entry.part is not None:
+        raise _RefusedError(f"the plan means a part ({entry.part}) of {fmt.name}, and this is a whole tensor")
+    held = _held(tensors, name)
+    shape = tuple(held.shape)
+    if entry.shape is not None and entry.shape not in (shape, tensors.packed_shape(name, shape)):
+        raise _RefusedError(f"the plan is for shape {entry.shape}, the model has {shape}")
+    if isinstance(held, PackedWeight):
+        if held.fmt.name != fmt.name:
+            raise _RefusedError(
+                f"already packed as {held.fmt.name}, the plan has {fmt.name}; packing it again would lose more: "
+                "apply the plan to the float model"
+            )
+        decided.skipped += [Skipped(one, f"already {fmt.name}") for one in names]
+        return
+    if entry.stored is not None and not held.is_floating_point():
+        decided.skipped += [Skipped(one, entry.choice.reason) for one in names]
+        return
+    if not held.is_floating_point():
+        raise _RefusedError(f"holds {held.dtype}, the plan has {fmt.name}", layer=True)
+    if fmt.is_cast:
+        _decide_cast(plan, tensors, names, held, fmt, decided)
+    else:
+        _decide_pack(plan, tensors, names, held, fmt, decided)
+    decided.skipped += [Skipped(one, f"tied to {name}") for one in names[1:]]
+
+
+def _held(tensors: _Tensors, name: str) -> Tensor | PackedWeight:
+    if name in tensors.packed:
+        return tensors.packed[name]
+    if name in tensors.places:
+        parameter: Tensor = tensors.places[name].parameter
+        return parameter
+    module, local = tensors.buffers[name]
+    buffer: Tensor | None = module._buffers[local]
+    assert buffer is not None
+    return buffer
+
+
+def _decide_cast(plan: Plan, tensors: _Tensors, names: list[str], held: Tensor, fmt: Format, decided: _Decided) -> None:
+    name, before = names[0], dtype_name(held.dtype)
+    if held.dtype == fmt.storage:
+        decided.skipped.append(Skipped(name, f"already {fmt.name}"))
+        return
+    nbytes = fmt.nbytes(tuple(held.shape))
+    change = Change(name, before, fmt.name, fmt.name, held.nbytes, nbytes, plan[name].reason)
+    if name in tensors.buffers:
+        module, local = tensors.buffers[name]
+        cast = _buffer_cast(module, local, held, fmt.storage)
+    else:
+        cast = _parameter_cast(held, fmt.storage)
+    decided.casts.append(_CastDecision(held, fmt.storage, cast, change))
+
+
+def _decide_pack(plan: Plan, tensors: _Tensors, names: list[str], held: Tensor, fmt: Format, decided: _Decided) -> None:
+    name = names[0]
+    fault = format_fault(fmt)
+    if fault is not None:
+        raise _RefusedError(fault)
+    if name in tensors.buffers:
+        raise _RefusedError(f"a buffer, which cannot be {fmt.name}", layer=True)
+    everywhere = [place for place in tensors.places.values() if place.parameter is held]
+    for place in everywhere:
+        reason = why_not_packed(place.module, place.local, tensors.parents.get(id(place.module)))
+        if reason is not None:
+            tied = "" if place.name == name else f"tied to {place.name}, which is "
+            next_step = "; untie them, or plan a float format for it" if tied else "; plan a float format for it"
+            raise _RefusedError(f"{tied}{reason}, and cannot be {fmt.name}{next_step}", layer=True)
+    change = Change(
+        name,
+        f"{type(everywhere[0].module).__name__} {dtype_name(held.dtype)}",
+        f"{packed_kind(everywhere[0].module, everywhere[0].local)} {fmt.name}",
+        fmt.name,
+        held.nbytes,
+        fmt.nbytes(packed_shape(everywhere[0].module, everywhere[0].local, tuple(held.shape))),
+        plan[name].reason,
+    )
+    decided.packs.append(_PackDecision(tuple(everywhere), fmt, change))
+
+
+def _check_meetings(tensors: _Tensors, decided: _Decided, plan: Plan) -> None:
+    casts = {id(one.tensor): one.dtype for one in decided.casts}
+    packed = {id(one.places[0].parameter) for one in decided.packs}
+    faults = meeting_faults(tensors.places, casts, packed, plan)
+    if faults:
+        more = f"; and {len(faults) - 1} more such meetings" if len(faults) > 1 else ""
+        raise ApplyError(f"the plan cannot be applied: {faults[0]}{more}")
+
+
+# ---- packing and casting ---------------------------------------------------------------------------------------------
+
+
+def _pack(
+    decided: _Decided, strategy: str, cache: TileCache | None, options: Mapping[str, Any]
+) -> dict[int, nn.Module]:
+    """The packed layers, each by the id of the layer that it will replace; the model is not touched."""
+    weights: dict[int, dict[str, PackedWeight]] = {}
+    places: dict[int, ParameterPlace] = {}
+    for decision in decided.packs:
+        first = decision.places[0]
+        numbers = with_output_rows(first)
+        weight = PackedWeight(encode(numbers, decision.fmt, name=first.name, **options))
+        for place in decision.places:
+            weights.setdefault(id(place.module), {})[place.local] = weight
+            places[id(place.module)] = place
+    return {
+        key: packed_layer(
+            place.module,
+            weights[key],
+            plain=place.module._parameters,
+            dtype=place.parameter.dtype,
+            name=place.owner,
+            strategy=strategy,
+            cache=cache,
+        )
+        for key, place in places.items()
+    }
+
+
+def _swap(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if id(child) in made:
+                setattr(parent, name, made[id(child)])
+
+
+def _check_range(decision: _CastDecision) -> None:
+    """Refuse a cast that would turn large numbers into infinities."""
+    tensor, largest = decision.tensor, torch.finfo(decision.dtype).max
+    if largest >= torch.finfo(tensor.dtype).max or not tensor.numel():
+        return
+    low, high = torch.aminmax(tensor.detach().nan_to_num(posinf=0.0, neginf=0.0))
+    if float(high) > largest or float(low) < -largest:
+        raise ApplyError(
+            f"{decision.change.name}: numbers up to {max(float(high), -float(low)):.3g} do not fit {decision.dtype} "
+            f"(largest {largest:.3g}); plan bfloat16 or float32 for it"
+        )
+
+
+def _parameter_cast(parameter: Tensor, dtype: torch.dtype) -> Callable[[], None]:
+    def cast() -> None:
+        grad, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.to(dtype)
+        parameter.grad = None if grad is None else grad.to(dtype)
+
+    return cast
+
+
+def _buffer_cast(module: nn.Module, local: str, buffer: Tensor, dtype: torch.dtype) -> Callable[[], None]:
+    def cast() -> None:
+        module._buffers[local] = buffer.to(dtype)
+
+    return cast

@@ -1,0 +1,1 @@
+"""Packed checkpoints of any architecture: loaded, saved, known to transformers."""

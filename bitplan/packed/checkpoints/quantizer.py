@@ -1,0 +1,177 @@
+"""transformers' registry: `AutoModelForCausalLM.from_pretrained(folder)` loads what `bitplan quantize` wrote.
+
+transformers loads the plain tensors. Packed layers are hidden from it until it is done, and are then filled as
+`load_packed` fills them. bitplan checks everything first, because transformers fills a missing tensor with random
+numbers and only warns.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from bitplan.base.errors import StoreError
+from bitplan.files.open_files import open_tensors
+from bitplan.files.packed_folder import (
+    PLAN,
+    QUANT_METHOD,
+    VERSION,
+    check_packed_config,
+    check_plan,
+    read_config,
+    read_packed_plan,
+)
+from bitplan.packed.checkpoints.build import plain_types
+from bitplan.packed.checkpoints.fill import (
+    check_layers,
+    make_layers,
+    needed_bytes,
+    place_all,
+    read_values,
+)
+from bitplan.packed.checkpoints.save import adapt_to_transformers
+from bitplan.packed.checkpoints.tensor_sources import Assignment, assign, remember
+from bitplan.packed.fused_projections import fuse_what_is_seen
+from bitplan.packed.read_tensors import check_filled, check_norms, check_room, device_of
+from bitplan.plan.plan import Plan
+
+
+class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """`quantization_config` of a folder that bitplan packed."""
+
+    def __init__(self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", **_theirs: Any) -> None:
+        self.quant_method = QUANT_METHOD
+        self.version, self.plan, self.plan_sha256 = version, plan, plan_sha256
+
+
+class _Unfilled(nn.Module):
+    """Where a packed layer will be; only its bias is there for transformers to load.
+
+    An `_init_weights` may read the children of a layer (T5's does): weights and sizes are there for it as plain
+    attributes, on meta, where nothing can be written.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.register_parameter("bias", layer._parameters.get("bias"))
+        sizes = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        weights = {name: value for name, value in layer._parameters.items() if name != "bias"}
+        self.__dict__ |= sizes | weights  # not registered, so that the weights are no keys to load
+
+
+class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Loads packed folders; it does not pack a plain model (`bitplan quantize` does)."""
+
+    requires_calibration = True
+
+    def __init__(self, quantization_config: QuantizationConfigMixin, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self._layers: dict[str, nn.Module] = {}
+        self._packed = Assignment(())
+        self._all = Assignment(())
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._folder = Path()
+        self._config: dict[str, Any] = {}
+        self._plan: Plan | None = None
+        self._device = torch.device("cpu")
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train over packed layers; the packed weights are constants."""
+        return True
+
+    def update_device_map(self, device_map: Any) -> Any:
+        if isinstance(
+            device_map, str
+        ):  # "auto" and similar names spread a model over devices; a packed model goes to the first
+            device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
+        places = {"cpu"} if device_map is None else set(device_map.values())
+        if len(places) > 1 or "disk" in places:
+            raise StoreError(
+                f"from_pretrained: a packed model goes to one device, and device_map names {sorted(map(str, places))}; "
+                "give one, such as device_map='cuda'"
+            )
+        self._device = device_of(next(iter(places)))
+        return {"": self._device}
+
+    def _process_model_before_weight_loading(
+        self, model: Any, *, checkpoint_files: list[str] | None = None, **_theirs: Any
+    ) -> Any:
+        if not checkpoint_files:
+            raise StoreError("from_pretrained: a packed model is loaded from the folder that holds it")
+        self._folder = Path(checkpoint_files[0]).parent
+        _check_inside(getattr(model.config, "_name_or_path", ""), checkpoint_files)
+        where = str(self._folder)
+        self._config = read_config(self._folder)
+        has_plan = (self._folder / check_packed_config(self._folder, self._config)["plan"]).is_file()
+        self._plan = read_packed_plan(self._folder, self._config) if has_plan else None  # a download may leave it out
+        with torch.device("cpu"), open_tensors(self._folder) as file:
+            if self._plan is not None:
+                check_plan(self._plan, file)
+            self._all = assign(model, file, where)
+            check_layers(model, self._all, file, where)
+            self._dtypes = plain_types(model, None)
+            check_room(where, needed_bytes(model, self._all, file, self._dtypes), self._device)
+            check_norms(file)  # transformers will read the norms, and accepts NaN
+            recipes = tuple(recipe for recipe in self._all.recipes if recipe.format_in(file) is not None)
+        made = {recipe.targets[0] for recipe in recipes}
+        ties = {target: source for target, source in self._all.ties.items() if source in made}
+        self._packed = Assignment(recipes, ties)
+        for owner in sorted({target.rpartition(".")[0] for target in (*made, *ties)}):
+            self._layers[owner] = model.get_submodule(owner)
+            model.set_submodule(owner, _Unfilled(self._layers[owner]))
+        model.all_tied_weights_keys = {
+            target: source for target, source in model.all_tied_weights_keys.items() if source not in {*made, *ties}
+        }
+        model._keys_to_ignore_on_load_unexpected = {".*"}  # `assign` has refused unexpected tensors already
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_theirs: Any) -> Any:
+        unfilled = {owner: model.get_submodule(owner)._parameters["bias"] for owner in self._layers}
+        biases = {f"{owner}.bias": bias for owner, bias in unfilled.items() if bias is not None}
+        with open_tensors(self._folder) as file:
+            values = read_values(model, self._packed, file, self._device, self._dtypes, may_round=True)
+            layers = make_layers(
+                self._layers.__getitem__, values, biases, strategy="auto", cache=None, dtypes=self._dtypes
+            )
+            place_all(model, values, {}, layers)
+            check_filled(model, str(self._folder))
+            if self._device.type in ("cuda", "cpu"):
+                fuse_what_is_seen(model)
+            remember(model, file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan)
+        adapt_to_transformers(model)
+        self._layers.clear()
+        return model
+
+
+def _check_inside(folder: str, files: list[str]) -> None:
+    """Refuse an index that names files outside of the folder: transformers would follow it."""
+    root = Path(os.path.abspath(folder))
+    if not folder or not root.is_dir():  # a name on the hub
+        return
+    for file in files:
+        if not Path(os.path.abspath(file)).is_relative_to(root):
+            raise StoreError(
+                f"{folder}: its index names {file!r}, which is not in the folder; copy or quantize the folder again"
+            )
+
+
+def register() -> None:
+    """Make bitplan's folders known to transformers; a second call does nothing."""
+    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(QUANT_METHOD)(BitplanConfig)
+        register_quantizer(QUANT_METHOD)(BitplanQuantizer)

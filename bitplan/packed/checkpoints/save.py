@@ -1,0 +1,343 @@
+"""save_packed: a packed model as the folder or file that `bitplan quantize` writes.
+
+A model that was loaded from a checkpoint is saved under the checkpoint's own names, files and types, so that loading
+and saving give the same bytes. A model that was packed in memory (`apply_plan`) is saved under its own names, which
+load as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.base.errors import ArgumentError, StoreError
+from bitplan.files.gpt_oss.config import with_quantization
+from bitplan.files.models.save_load import own_tensors, save_model
+from bitplan.files.open_files import container_for
+from bitplan.files.packed_folder import (
+    CONFIG,
+    SHARD_BYTES,
+    FolderContents,
+    Shard,
+    check_packed_output,
+    cut_shards,
+    packed_config,
+    side_files,
+    write_packed_folder,
+)
+from bitplan.files.tensor_file import Promise
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.dtypes import dtype_name
+from bitplan.packed.checkpoints.gpt_oss_load import GptOssPackedExperts
+from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, TensorRecipe, config_of, remembered
+from bitplan.packed.packed_weight import PackedWeight
+from bitplan.plan.format_choices import Stored, choose_formats
+from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.plan.structure.families import guess_role
+
+_HELD = "as the model holds it"
+
+
+def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a model whose weights are packed, to a folder or to one .safetensors file.
+
+    force        the folder may exist: files of a model there are replaced, all others stay
+    shard_bytes  the most that a file of weights may hold; a model that was loaded keeps its files
+
+    Tokenizer and generation config are copied from the folder that the model was loaded from, where there is one.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(path, str | Path):
+        raise ArgumentError(
+            "save_packed(model, path): model must be a torch.nn.Module and path a str or Path, "
+            f"got a {type(model).__name__} and a {type(path).__name__}"
+        )
+    if not any(isinstance(module, PackedWeight) for module in model.modules()):
+        raise StoreError(f"{path}: nothing in this {type(model).__name__} is packed; apply_plan packs it")
+    if hasattr(model, "peft_config"):
+        raise StoreError(
+            f"{path}: the model has adapters; save them with its save_pretrained, and pack the model alone"
+        )
+    if container_for(path) is not None:
+        save_model(model, path)
+        return
+    if is_packed_gpt_oss(model):
+        save_gpt_oss(model, path, force=force, shard_bytes=shard_bytes)
+        return
+    source = remembered(model)
+    items = _items(model, source)
+    inputs = [] if source is None or source.folder is None else _files(source)
+    check_packed_output(path, inputs=inputs, force=force, any_folder=True)
+    plan = _plan(items.saved, source)
+    promises = {name: one.promise for name, one in items.saved.items()}
+    shards = _shards(promises, items.tied, source, shard_bytes)
+    config = _config(model, source)
+    contents = FolderContents(
+        shards,
+        None if config is None else packed_config(config, plan),
+        plan,
+        _beside(model, source),
+    )
+
+    def write(writer: Any, promises: Any) -> None:
+        for promise in promises:
+            writer.write(promise.name, items.saved[promise.name].read())
+
+    write_packed_folder(path, contents, write, force=force)
+
+
+def adapt_to_transformers(model: nn.Module) -> None:
+    """Replace the methods of transformers that assume that every weight is a plain tensor.
+
+    transformers' save_pretrained would write packed parts under names that nothing reads.
+    """
+    for name, ours in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _resize_token_embeddings)):
+        if hasattr(model, name):
+            setattr(model, name, functools.partial(ours, model))  # which can be pickled, as a method cannot
+
+
+def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
+    """Refuse before transformers has resized either embedding: rows cannot be added to packed tables."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    packed = [layer for layer in layers if isinstance(getattr(layer, "weight", None), PackedWeight)]
+    if not packed:
+        return type(model).resize_token_embeddings(model, new_num_tokens, *args, **options)
+    rows = packed[0].weight.shape[0]
+    if new_num_tokens in (None, rows) and not args and not options.get("pad_to_multiple_of"):
+        return layers[0]
+    raise StoreError(
+        f"resize_token_embeddings({new_num_tokens}): {packed[0].name} is packed ({packed[0].weight.fmt.name}) and "
+        f"keeps its {rows} rows; resize the unpacked model, then pack it"
+    )
+
+
+def _save_pretrained(model: nn.Module, save_directory: str | Path, **options: Any) -> None:
+    """A model that is packed is saved by save_packed; the folder may exist, as for transformers' own."""
+    unknown = sorted(set(options) - {"safe_serialization", "max_shard_size"})
+    if unknown or not isinstance(options.get("max_shard_size", 0), int):
+        raise StoreError(
+            f"save_pretrained: bitplan.save_packed writes a packed model, and takes no {unknown or 'units'}; "
+            "call bitplan.save_packed(model, folder)"
+        )
+    save_packed(model, save_directory, force=True, shard_bytes=options.get("max_shard_size") or SHARD_BYTES)
+
+
+# ---- tensors, plan and files to write --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _SavedTensor:
+    """A tensor of the file: its name, shape and type, and a function that gives its numbers when they are written."""
+
+    promise: Promise
+    read: Callable[[], Tensor | Encoded]
+
+
+@dataclass(frozen=True)
+class _Items:
+    saved: Mapping[str, _SavedTensor]
+    tied: Mapping[str, str]
+
+
+def _items(model: nn.Module, source: LoadedFrom | None) -> _Items:
+    own = {name: item if isinstance(item, Tensor) else item.encoded for name, item in own_tensors(model).items()}
+    objects = {name: id(item) for name, item in own_tensors(model).items()}
+    recipes = {} if source is None else {target: recipe for recipe in source.recipes for target in recipe.targets}
+    saved: dict[str, _SavedTensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name in sorted(own, key=lambda name: name not in recipes):
+        if objects[name] in first and name not in recipes:
+            tied[name] = first[objects[name]]
+            continue
+        first.setdefault(objects[name], name)
+        recipe = recipes.get(name)
+        if recipe is None:
+            saved[name] = _saved(name, own[name], None)
+            continue
+        _require_pieces(recipe)
+        for piece in recipe.pieces:
+            dtype = None if source is None else source.dtypes.get(piece.name)
+            part = own[name] if recipe.is_one and piece.item is None else _cut(own[name], piece.place, piece.shape)
+            saved[piece.name] = _saved(piece.name, part, dtype)
+    if hasattr(model, "all_tied_weights_keys"):
+        tied = {}  # its config says which tensors are tied
+    if source is not None:
+        tied |= {alias: name for alias, name in source.tied.items() if alias not in saved}
+        for alias in source.tied:
+            saved.pop(alias, None)
+    return _Items(saved, tied)
+
+
+def _require_pieces(recipe: TensorRecipe) -> None:
+    if recipe.converter is not None:
+        raise StoreError(
+            f"{recipe.targets[0]!r} was made of {len(recipe.pieces)} tensors by transformers' own steps, which "
+            "save_packed does not undo; the folder that the model came from still holds them"
+        )
+
+
+def _cut(item: Tensor | Encoded, place: tuple[int | slice, ...], shape: tuple[int, ...]) -> Tensor | Encoded:
+    if isinstance(item, Tensor):
+        return item[place]
+    return Encoded(item.fmt, shape, **{name: part[place] for name, part in item.parts.items()})
+
+
+def _saved(name: str, item: Tensor | Encoded, stored: torch.dtype | None) -> _SavedTensor:
+    if isinstance(item, Encoded):
+        return _SavedTensor(Promise(name, item.shape, item.fmt), lambda: item)
+    dtype = item.dtype
+    if stored is not None and stored != dtype and _holds(item, stored):
+        dtype = stored
+    return _SavedTensor(Promise(name, tuple(item.shape), dtype=dtype), lambda: item.detach().to(dtype))
+
+
+def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dtype`, the type in the file, holds all numbers of the tensor exactly."""
+    return bool(((tensor.to(dtype).to(tensor.dtype) == tensor) | tensor.isnan()).all())
+
+
+def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
+    """The plan that the model was packed by; tensors that have changed since get new entries."""
+    known = {} if source is None or source.plan is None else source.plan.entries
+    stays = choose_formats(
+        {
+            name: Stored(one.promise.shape, dtype_name(one.promise.dtype))
+            for name, one in saved.items()
+            if one.promise.fmt is None
+        },
+        {},
+    )
+    entries = {}
+    for name, one in saved.items():
+        promise = one.promise
+        if promise.fmt is not None:
+            entry = Planned(Choice(promise.fmt.name, _HELD), promise.shape, guess_role(name))
+        else:
+            entry = stays.entries[name]
+            entry = Planned(Choice(entry.choice.format, _HELD), entry.shape, entry.role, stored=entry.stored)
+        before = known.get(name)
+        same = before is not None and _layout(before) == _layout(entry)
+        entries[name] = before if before is not None and same else entry
+    if source is not None and source.plan is not None:
+        entries |= {alias: known[alias] for alias in source.tied if alias in known}
+    return Plan(entries, padding="none" if source is None or source.plan is None else source.plan.padding)
+
+
+def _layout(entry: Planned) -> tuple[Any, ...]:
+    """Type and shape, which decide a tensor's bytes. A plain tensor's type is in `stored` or in `format`."""
+    fmt = get_format(entry.choice.format)
+    plain = entry.stored or (dtype_name(fmt.storage) if fmt.is_cast else None)
+    return (plain or fmt.name, tuple(entry.shape or ()))
+
+
+def _shards(
+    promises: Mapping[str, Promise], tied: Mapping[str, str], source: LoadedFrom | None, shard_bytes: int
+) -> list[Shard]:
+    if source is None or {name for names in source.shards.values() for name in names} != set(promises):
+        return cut_shards(promises.values(), tied, shard_bytes)
+    return [
+        Shard(
+            file,
+            tuple(promises[name] for name in names),
+            {alias: name for alias, name in tied.items() if name in names},
+            source.metadata[file],
+        )
+        for file, names in source.shards.items()
+    ]
+
+
+def _beside(model: nn.Module, source: LoadedFrom | None) -> dict[str, Path]:
+    """Tokenizer and the like, from the folder that bitplan or transformers loaded the model from."""
+    if source is not None and source.folder is not None:
+        return side_files(source.folder)
+    name = getattr(model, "name_or_path", None)
+    return side_files(Path(name)) if isinstance(name, str) and name and Path(name).is_dir() else {}
+
+
+def _config(model: nn.Module, source: LoadedFrom | None) -> Mapping[str, Any] | None:
+    """The original config.json if the model's config has not changed since loading; else the model's own."""
+    now = config_of(model)
+    if source is not None and source.config is not None and now == source.config_then:
+        return source.config
+    if now is None:
+        return None
+    names = {"architectures": [type(model).__name__]}
+    return names | {key: value for key, value in now.items() if value is not None} | names
+
+
+def _files(source: LoadedFrom) -> list[Path]:
+    assert source.folder is not None
+    return [source.folder / name for name in source.shards]
+
+
+_BLOCK = 32
+
+
+# ---- gpt-oss, in Hugging Face's layout; `bitplan convert` brings it into the others ----------------------------------
+
+
+def is_packed_gpt_oss(model: nn.Module) -> bool:
+    return any(isinstance(module, GptOssPackedExperts) for module in model.modules())
+
+
+def save_gpt_oss(model: nn.Module, path: str | Path, *, force: bool, shard_bytes: int) -> None:
+    """Write the folder; a model that was loaded from a folder in this layout gives the same bytes."""
+    source = remembered(model)
+    tensors = _tensors(model)
+    folder = None if source is None else source.folder
+    check_packed_output(path, inputs=[] if folder is None else [folder / CONFIG], force=force, any_folder=True)
+    promises = {
+        name: Promise(name, tuple(tensor.shape), dtype=_type(source, name, tensor)) for name, tensor in tensors.items()
+    }
+    beside = {} if folder is None else side_files(folder)
+    config: Mapping[str, Any] | None = None
+    if source is not None and source.config is not None and config_of(model) == source.config_then:
+        assert folder is not None
+        beside |= {CONFIG: folder / CONFIG}  # as it is, to the byte
+    else:
+        config = with_quantization(config_of(model) or {}, packed=True)
+
+    def write(writer: Any, wanted: Any) -> None:
+        for promise in wanted:
+            writer.write(promise.name, tensors[promise.name].to(promise.dtype))
+
+    write_packed_folder(
+        path, FolderContents(_shards(promises, {}, source, shard_bytes), config, None, beside), write, force=force
+    )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of the layout, by name."""
+    found: dict[str, Tensor] = {}
+    inside: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, GptOssPackedExperts):
+            continue
+        inside.append(f"{path}.")
+        for stem, packed, bias in (
+            ("gate_up_proj", module.gate_up, module.gate_up_bias),
+            ("down_proj", module.down, module.down_bias),
+        ):
+            parts = packed.encoded.parts
+            blocks = parts["data"].unflatten(-1, (-1, _BLOCK // 2))
+            assert bias is not None
+            for name, tensor in (("_blocks", blocks), ("_scales", parts["scales"]), ("_bias", bias.detach())):
+                found[f"{path}.{stem}{name}"] = tensor
+    for name, tensor in model.state_dict().items():
+        if not name.startswith(tuple(inside)):
+            found[name] = tensor
+    return found
+
+
+def _type(source: LoadedFrom | None, name: str, tensor: Tensor) -> torch.dtype:
+    """The type in the file, else bfloat16 (the layout's type), where it holds the numbers exactly."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    stored = (None if source is None else source.dtypes.get(name)) or torch.bfloat16
+    return stored if bool((tensor.to(stored).to(tensor.dtype) == tensor).all()) else tensor.dtype

@@ -1,0 +1,351 @@
+"""Where each tensor of a model comes from in a checkpoint, decided on names and shapes before a number is read.
+
+transformers renames tensors when it loads, and merges some: the experts of Mixtral and Qwen lie in their files one by
+one and in the model as one stack. Its own tables say how. Packed rows can be put side by side without touching a
+number, so merged tensors stay packed where every step stacks or concatenates rows; anything else is refused, never
+expanded. Names of other models are taken as they are.
+
+All that does not fit is one error: tensors that are missing, unknown, or of another shape.
+
+What a loaded model remembers of its checkpoint, so that it can be saved as the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from bitplan.base.errors import FileFormatError
+from bitplan.files.safetensors_tensors import NativeTensors
+from bitplan.files.tensor_file import TensorFile, TensorSpec
+from bitplan.formats import get_format
+from bitplan.packed.layer_replacement import packed_shape
+from bitplan.plan.names import natural_order
+from bitplan.plan.plan import Plan
+
+MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """A tensor of the file, and where its rows lie in the model's tensor: in which item of a stack, from which row."""
+
+    name: str
+    shape: tuple[int, ...]
+    item: int | None = None
+    start: int = 0
+
+    @property
+    def place(self) -> tuple[int | slice, ...]:
+        rows = slice(self.start, self.start + self.shape[0]) if self.shape else slice(None)
+        return (rows,) if self.item is None else (self.item, rows)
+
+
+@dataclass(frozen=True)
+class TensorRecipe:
+    """How tensors of the model are made: from `pieces` put side by side, or by transformers' own `converter`."""
+
+    targets: tuple[str, ...]
+    pieces: tuple[FilePiece, ...]
+    patterns: tuple[str, ...] = ()
+    converter: Any = None
+
+    @property
+    def is_one(self) -> bool:
+        return len(self.pieces) == 1 and self.converter is None
+
+    def format_in(self, file: TensorFile) -> str | None:
+        """The packed format of its pieces; None where they are plain tensors."""
+        spec = file.spec(self.pieces[0].name)
+        return spec.format if spec.encoded and not get_format(spec.format).is_cast else None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Every tensor of a model: made by a recipe, tied to another (`ties`), or computed by the model (`unread`)."""
+
+    recipes: tuple[TensorRecipe, ...]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+
+
+def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
+    """A recipe for every tensor of a model, from a file's headers; one error lists all that does not fit."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    targets, converters = _targets(model, own, [*file.specs, *file.tied])
+    grouped: dict[str, dict[str, list[str]]] = {}
+    for name in targets:
+        target, pattern = targets[name]
+        if target in own and name in file.specs:
+            grouped.setdefault(target, {}).setdefault(pattern or name, []).append(name)
+    unknown = [name for name, (target, _) in targets.items() if target not in own]
+    recipes = []
+    for target, sources in grouped.items():
+        converter = converters.get(next(iter(sources)))
+        if converter is None:
+            unknown += sorted(sources)[1:]  # two names of the file for one tensor
+        recipes.append(_recipe(target, sources, converter, file))
+    made = {target for recipe in recipes for target in recipe.targets}
+    pairs = _ties_of(model) | {targets[alias][0]: targets[name][0] for alias, name in file.tied.items()}
+    half_made = [pair for pair in pairs.items() if len(made.intersection(pair)) == 1]
+    ties = dict((one, other) if other in made else (other, one) for one, other in half_made)
+    missing = [name for name in own if name not in made and name not in ties]
+    unread = [name for name in unknown if _is_computed(model, name)]
+    unknown = [name for name in unknown if name not in unread]
+    shapes = [text for recipe in recipes if (text := _shape_fault(recipe, _shapes_in(model, recipe, own, file)))]
+    mixed = [text for recipe in recipes if (text := _packing_fault(recipe, file))]
+    kinds = (
+        ("missing", missing),
+        ("unknown to the model", unknown),
+        ("of another shape", shapes),
+        ("not loadable", mixed),
+    )
+    faults = [f"{len(found)} {kind}: {shortened(natural_order(found))}" for kind, found in kinds if found]
+    if faults:
+        hint = "; a model that has them all can be given as model=" if unknown and not missing else ""
+        raise FileFormatError(f"{where}: does not fit this {type(model).__name__}: {'; '.join(faults)}{hint}")
+    return Assignment(tuple(recipes), ties, tuple(unread))
+
+
+def shortened(faults: Sequence[str]) -> str:
+    """The first faults, and how many more there are."""
+    more = f" and {len(faults) - MOST_SHOWN} more" if len(faults) > MOST_SHOWN else ""
+    return ", ".join(faults[:MOST_SHOWN]) + more
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _targets(
+    model: nn.Module, own: Mapping[str, tuple[int, ...]], names: Sequence[str]
+) -> tuple[dict[str, tuple[str, str | None]], dict[str, Any]]:
+    """For each name of the file the model's name and the pattern of its converter; and the converters by pattern."""
+    if not hasattr(model, "base_model_prefix"):
+        return {name: (name, None) for name in names}, {}
+    from transformers import core_model_loading as theirs
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    table = get_model_conversion_mapping(model)
+    renamings = [entry for entry in table if isinstance(entry, theirs.WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, theirs.WeightConverter)]
+    prefix: Any = model.base_model_prefix
+    targets: dict[str, tuple[str, str | None]] = {}
+    for name in sorted(names, key=theirs.dot_natural_key):
+        renamed = theirs.rename_source_key(name, renamings, converters, prefix, own)
+        targets[name] = (name, None) if renamed[0] not in own and name in own else renamed
+    return targets, {pattern: entry for entry in converters for pattern in entry.source_patterns}
+
+
+def _recipe(target: str, sources: Mapping[str, list[str]], converter: Any, file: TensorFile) -> TensorRecipe:
+    shapes = {name: file.spec(name).shape for found in sources.values() for name in found}
+    if converter is None:
+        name = next(iter(shapes))
+        return TensorRecipe((target,), (FilePiece(name, shapes[name]),))
+    ordered = {pattern: sources[pattern] for pattern in converter.source_patterns if pattern in sources}
+    pieces = _side_by_side(converter.operations, ordered, shapes)
+    if pieces is not None:
+        return TensorRecipe((target,), pieces)
+    targets = tuple(target.replace(converter.target_patterns[0], each) for each in converter.target_patterns)
+    flat = [(pattern, name) for pattern, found in ordered.items() for name in found]
+    return TensorRecipe(
+        targets,
+        tuple(FilePiece(name, shapes[name]) for _, name in flat),
+        tuple(pattern for pattern, _ in flat),
+        converter,
+    )
+
+
+def _side_by_side(
+    operations: Sequence[Any], sources: Mapping[str, list[str]], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[FilePiece, ...] | None:
+    """Where each source's rows lie in the result; None where a step does more than that."""
+    steps = [type(operation).__name__ for operation in operations]
+    stacks = steps[:1] == ["MergeModulelist"] and operations[0].dim == 0
+    rest = steps[1:] if stacks else steps
+    axis = 1 if stacks else 0
+    if list(rest) not in ([], ["Concatenate"]) or (rest and operations[-1].dim != axis) or not steps:
+        return None
+    if any(len(shape) < 2 for shape in shapes.values()) or (not rest and len(sources) > 1):
+        return None
+    pieces, start = [], 0
+    for found in sources.values():
+        for index, name in enumerate(found):
+            pieces.append(FilePiece(name, shapes[name], index if stacks else None, start))
+            start += 0 if stacks else shapes[name][0]
+        start += shapes[found[0]][0] if stacks else 0
+    return tuple(pieces)
+
+
+def _ties_of(model: nn.Module) -> dict[str, str]:
+    """Names of a model that stand for one tensor: transformers' own table, and parameters that are the same object."""
+    table: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, nn.Parameter) and first.setdefault(id(tensor), name) != name:
+            table.setdefault(name, first[id(tensor)])
+    return table
+
+
+def _is_computed(model: nn.Module, name: str) -> bool:
+    """Whether a file's tensor is one that the model computes itself, or that transformers says may be left over."""
+    if name in dict(model.named_buffers(remove_duplicate=False)):
+        return True
+    patterns: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return name.endswith("rotary_emb.inv_freq") or any(re.search(pattern, name) for pattern in patterns)
+
+
+# ---- shapes and formats ----------------------------------------------------------------------------------------------
+
+
+def _shapes_in(
+    model: nn.Module, recipe: TensorRecipe, own: Mapping[str, tuple[int, ...]], file: TensorFile
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a recipe's tensors in the file: packed ones have outputs as rows, however the model holds them."""
+    shapes = {target: own[target] for target in recipe.targets if target in own}
+    if recipe.format_in(file) is None:
+        return shapes
+    parts = {target: target.rpartition(".") for target in shapes}
+    return {
+        target: packed_shape(model.get_submodule(parts[target][0]), parts[target][2], shape)
+        for target, shape in shapes.items()
+    }
+
+
+def _shape_fault(recipe: TensorRecipe, own: Mapping[str, tuple[int, ...]]) -> str | None:
+    if recipe.converter is not None:
+        return None  # transformers' own steps decide; their result is compared with the model later
+    target, came = recipe.targets[0], _shape_of(recipe.pieces)
+    return None if came == own[target] else f"{target} (the file has {came}, the model {own[target]})"
+
+
+def _shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
+    """The shape of pieces side by side; None where they leave holes or differ in width."""
+    first = pieces[0]
+    if len(pieces) == 1 and first.item is None:
+        return first.shape
+    rows = max(piece.start + piece.shape[0] for piece in pieces)
+    items = {piece.item for piece in pieces}
+    whole = sum(piece.shape[0] for piece in pieces) == rows * len(items)
+    if not whole or any(piece.shape[1:] != first.shape[1:] for piece in pieces):
+        return None
+    return (rows, *first.shape[1:]) if first.item is None else (len(items), rows, *first.shape[1:])
+
+
+def _packing_fault(recipe: TensorRecipe, file: TensorFile) -> str | None:
+    specs: list[TensorSpec] = [file.spec(piece.name) for piece in recipe.pieces]
+    formats = {spec.format if spec.encoded else str(spec.dtype) for spec in specs}
+    packed = [spec for spec in specs if spec.encoded and not get_format(spec.format).is_cast]
+    target = recipe.targets[0]
+    if not packed or recipe.is_one:
+        return None
+    fmt = get_format(packed[0].format)
+    if recipe.converter is not None:
+        steps = ", ".join(type(op).__name__ for op in recipe.converter.operations)
+        return f"{target} ({packed[0].name} is packed, and transformers changes it by {steps}; quantize with --keep)"
+    if len(formats) > 1:
+        return f"{target} (made of {len(specs)} tensors in {' and '.join(sorted(formats))}: give them one format)"
+    if fmt.block.rows != 1 or fmt.zero_point or (fmt.scales is not None and fmt.scales.needs_base):
+        return (
+            f"{target} (made of {len(specs)} tensors in {fmt.name}, which has a factor for each: use mxfp4 or int8_row)"
+        )
+    return None
+
+
+def convert_plain(recipe: TensorRecipe, tensors: Sequence[torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Plain tensors through transformers' own steps."""
+    converter = deepcopy(recipe.converter)
+    for piece, pattern, tensor in zip(recipe.pieces, recipe.patterns, tensors, strict=True):
+        converter.add_tensor(recipe.targets[0], piece.name, pattern, tensor)
+    made = converter.convert(recipe.targets[0], model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+# ---- source ----------------------------------------------------------------------------------------------------------
+
+
+_ATTRIBUTE = "_bitplan_checkpoint"
+
+
+@dataclass(frozen=True)
+class LoadedFrom:
+    """Names, files and types of a checkpoint; `config` is its document, `config_then` the model's as it was loaded."""
+
+    folder: Path | None
+    config: Mapping[str, Any] | None
+    config_then: Mapping[str, Any] | None
+    plan: Plan | None
+    recipes: tuple[TensorRecipe, ...]
+    dtypes: Mapping[str, torch.dtype]  # of the plain tensors in the file
+    shards: Mapping[str, tuple[str, ...]]  # file -> its tensors
+    metadata: Mapping[str, Mapping[str, str]]  # file -> its metadata
+    tied: Mapping[str, str]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copied model shares this object, which never changes."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled model loses this object; save_packed then uses the model's own names."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+def forget(model: nn.Module) -> None:
+    """Undo what makes a model packed for transformers: methods that were replaced, and where it was loaded from."""
+    for name in (_ATTRIBUTE, "save_pretrained", "resize_token_embeddings", "hf_quantizer"):
+        model.__dict__.pop(name, None)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+
+
+def remembered(model: nn.Module) -> LoadedFrom | None:
+    found: LoadedFrom | None = getattr(model, _ATTRIBUTE, None)
+    return found
+
+
+def remember(
+    model: nn.Module,
+    file: TensorFile,
+    recipes: tuple[TensorRecipe, ...],
+    *,
+    folder: Path | None,
+    config: Mapping[str, Any] | None,
+    plan: Plan | None,
+) -> None:
+    """Note in a model what it must know of this open file."""
+    shards: dict[str, tuple[str, ...]] = {}
+    metadata: dict[str, Mapping[str, str]] = {}
+    if isinstance(file, NativeTensors):
+        for shard in file.shards:
+            place = file.shard_name(shard).as_posix()
+            shards[place] = tuple(name for name in file.specs if file.shard_of(name) == shard)
+            metadata[place] = file.metadata_of(shard)
+    source = LoadedFrom(
+        folder=folder,
+        config=config,
+        config_then=config_of(model),
+        plan=plan,
+        recipes=recipes,
+        dtypes={name: spec.dtype for name, spec in file.specs.items() if not spec.encoded},
+        shards=shards,
+        metadata=metadata,
+        tied=dict(file.tied),
+    )
+    setattr(model, _ATTRIBUTE, source)
+
+
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """A model's config as a document; None where it has none."""
+    config: Any = getattr(model, "config", None)
+    return config.to_dict() if hasattr(config, "to_dict") else None

@@ -1,0 +1,283 @@
+"""Packed layers that read one input as one product: q, k and v of an attention, gate and up of an MLP.
+
+    fuse_projections(model)         # after the model is on its device; returns the joined names
+
+Which layers read the same input is seen in what the model computes (`bitplan.describe`), not in their names.
+
+The layers stay where they are, under their names: their packed bytes become views of one matrix, so that a state_dict
+holds the same tensors as before, in the same memory. The first of them to be called with an input runs the product of
+all, and the others take their part of it when they are called with the same tensor. That is one launch instead of
+three, and a matrix that fills the GPU; on a CPU it is one call, and one start of all threads, instead of three.
+
+It is for inference: for the fused kernel and, on a GPU and outside of graphs, for weights that are decoded in each call
+and have no factor of their own (nvfp4 has). With a tile cache and where a gradient is needed each layer runs by itself.
+So do layers that get different inputs, as in cross-attention, after a few calls, and on a CPU tensors with factors of
+their own. Layers with a bias stay alone. An input that is
+written in place between the calls is not seen in compiled graphs and in inference mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
+
+from bitplan.base.errors import PlanError
+from bitplan.formats import Encoded
+from bitplan.formats.dispatch import has_decoder
+from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.product_strategy import INPUTS, input_type
+from bitplan.packed.products.fused import FusedMatmul, Prepared, fused_for
+from bitplan.packed.quant_linear import QuantLinear
+from bitplan.plan.structure.describe import describe
+
+MOST_UNCLAIMED = 4  # products of which not all layers took their part, before each layer runs by itself
+
+
+def fuse_projections(model: nn.Module, example: Any = None) -> list[str]:
+    """Join the packed layers that read the same input; returns their names, joined by +.
+
+    example   what the model's forward is called with, for `bitplan.describe`, where none can be made from its config
+    """
+    joined = []
+    for group in describe(model, example).input_groups():
+        alike: dict[Any, list[tuple[str, QuantLinear]]] = {}
+        for linear in group.linears if group.is_one_tensor else ():
+            layer = model.get_submodule(linear.path)
+            if isinstance(layer, QuantLinear):
+                key = (layer.weight.fmt.name, layer.strategy, id(layer.cache), layer.bias is None)
+                alike.setdefault(key, []).append((linear.path, layer))
+        for members in alike.values():
+            layers = [layer for _, layer in members]
+            if len(layers) > 1 and why_not_joined(layers) is None:
+                joined.append(JointProjection(layers, _joint_name([path for path, _ in members])).name)
+    return joined
+
+
+def fuse_what_is_seen(model: nn.Module) -> list[str]:
+    """`fuse_projections` for a loaded model, which runs as well where no example fits its forward: layer by layer."""
+    if type(model).forward is nn.Module.forward:  # a container, whose layers the user calls
+        return []
+    try:
+        return fuse_projections(model)
+    except PlanError as error:
+        warnings.warn(f"packed layers stay apart, one product each: {error}", stacklevel=3)
+        return []
+
+
+def _joint_name(paths: Sequence[str]) -> str:
+    """model.layers.0.self_attn.q_proj+k_proj+v_proj."""
+    parts = [path.split(".") for path in paths]
+    shared = 0
+    while all(len(part) > shared + 1 and part[: shared + 1] == parts[0][: shared + 1] for part in parts):
+        shared += 1
+    return ".".join([*parts[0][:shared], "+".join(".".join(part[shared:]) for part in parts)])
+
+
+def why_not_joined(layers: Sequence[QuantLinear]) -> str | None:
+    """Why these layers cannot be one product; None if they can."""
+    first = layers[0]
+    if any(layer.bias is not None for layer in layers):
+        return "a layer has a bias"
+    if any(
+        layer.in_features != first.in_features or layer.weight.fmt.name != first.weight.fmt.name for layer in layers
+    ):
+        return "they differ in inputs or format"
+    if any(layer.strategy != first.strategy or layer.cache is not first.cache for layer in layers):
+        return "they differ in strategy or cache"
+    if len({id(layer.weight) for layer in layers}) < len(layers) or any(layer.joint is not None for layer in layers):
+        return "they share a weight, or are joined already"
+    return None
+
+
+class JointProjection:
+    """What joined layers share, as their `joint`. It is made anew when one of their weights changes."""
+
+    def __init__(self, layers: Sequence[QuantLinear], name: str) -> None:
+        self.layers, self.name = list(layers), name
+        for place, layer in enumerate(layers):
+            layer.joint, layer.joint_at = self, place
+        self.sizes = [layer.out_features for layer in layers]
+        self._joining = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.layer: JointLinear | None = None
+        self._was_refused = False
+        self._runs: dict[Any, bool] = {}
+        # What each layer had when they were joined.
+        self._held: list[tuple[PackedWeight, Tensor | None, Tensor | None, Tensor | None]] = []
+        # The last input, its version and type, and products not yet taken: one tuple, so that threads do not mix two.
+        self._last: tuple[Tensor, tuple[int, torch.dtype], dict[int, Tensor]] | None = None
+        self._unclaimed = 0
+
+    def drop(self, token: int) -> None:
+        """Forget everything, because a weight or a layer's settings changed; the next call makes it anew."""
+        self._begin()
+
+    def part(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
+        """This layer's product with x; None where it has to run by itself."""
+        if is_grad_enabled() and x.requires_grad:
+            return None
+        compiling, place = is_compiling(), layer.joint_at
+        if not compiling and self._held and not self._is_held(layer):
+            self._begin()
+        version = 0 if compiling or x.is_inference() else x._version
+        mark = version, input_type(x)  # autocast may be switched between two layers
+        last, part = self._last, None
+        if last is not None and last[0] is x and last[1] == mark:
+            part = last[2].pop(place, None)  # once: whoever got it may have written into it
+        if part is None:
+            y = self._product(layer, x, compiling)
+            if y is None:
+                return None
+            # Outside of graphs each part is a tensor of its own to autograd, so that it may be written in place.
+            split = y.split_with_sizes if compiling else y.unsafe_split_with_sizes
+            parts = dict(enumerate(split(self.sizes, -1)))
+            part = parts.pop(place)
+            self._last = x, mark, parts
+        if place == len(self.sizes) - 1:  # the last layer has its part: forget input and products
+            self._last = None
+        return part
+
+    def _is_held(self, layer: QuantLinear) -> bool:
+        """Whether the layer has the weight and parts with which it was joined, and no bias; bytes are checked later."""
+        weight, data, scales, base = self._held[layer.joint_at]
+        if layer._modules["weight"] is not weight or layer._parameters["bias"] is not None:
+            return False
+        found = weight._buffers
+        return found["data"] is data and found["scales"] is scales and found.get("base") is base
+
+    def _product(self, layer: QuantLinear, x: Tensor, compiling: bool) -> Tensor | None:
+        if compiling:
+            return self._made(x) if self._settle_for(x) else None
+        if self._unclaimed >= MOST_UNCLAIMED:
+            return None
+        if self._last is not None or layer.joint_at:  # others did not take their parts, or came before
+            self._unclaimed += 1
+        y = None if self.layer is None else self.layer.bound_product(x)
+        return self._made(x) if y is None and self._runs_for(x) else y
+
+    def _made(self, x: Tensor) -> Tensor | None:
+        layer = self.layer
+        return None if layer is None else layer.forward(x)  # None: another thread has changed a weight
+
+    def _runs_for(self, x: Tensor) -> bool:
+        rows = math.prod(x.shape[:-1])
+        key = ((rows - 1).bit_length(), x.dtype)  # as picks are made
+        runs = self._runs.get(key)
+        if runs is None:
+            made = self.made()
+            runs = self._runs[key] = made is not None and made.runs_joined(rows, x.dtype)
+        return runs
+
+    def _settle_for(self, x: Tensor) -> bool:
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        rows = math.prod(x.shape[:-1])
+        return self.decide(rows, x.dtype) if has_static_value(rows) else False
+
+    def decide(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether a graph runs an input of `rows` rows as one product; a traced graph calls this once."""
+        made = self.made()
+        self._runs.clear()
+        return made is not None and made.picks_fused(rows, dtype, measure=True)
+
+    decide._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see QuantLinear.settle
+
+    def made(self) -> JointLinear | None:
+        """The layer of all projections together; None where there is no fused kernel that can join them."""
+        with self._joining:
+            if self._held and not all(self._is_held(layer) for layer in self.layers):
+                self._begin()
+            return self.layer if self.layer is not None or self._was_refused else self._join()
+
+    def _join(self) -> JointLinear | None:
+        first = self.layers[0]
+        fused = fused_for(first.weight.device.type)
+        if fused is None or type(first.weight.data) is not Tensor or first.strategy not in ("auto", "fused"):
+            return None
+        if any(layer.strategy != first.strategy or layer.cache is not first.cache for layer in self.layers):
+            return None
+        if any(layer.bias is not None for layer in self.layers):  # it was set after they were joined
+            return None
+        if fused.why_not(first.weight.encoded, torch.bfloat16) is not None:
+            return None
+        weights = [layer.weight for layer in self.layers]
+        alone = [fused.prepare(weight.encoded) for weight in weights]
+        prepared = fused.join(alone)
+        if prepared is None:
+            self._was_refused = True
+            return None
+        with torch.inference_mode(False):  # else load_state_dict could not write them outside of inference mode
+            made = JointLinear(_joined(weights), prepared, first, self.name)
+        if first.weight.device.type == "cpu":  # a few numbers, for exported graphs of any number of rows
+            for layer, own in zip(self.layers, alone, strict=True):
+                layer.graph.hold_prepared(layer.weight, own)
+        for weight in weights:
+            weight.add_listener(self)
+        parts = [weight._buffers.get for weight in weights]
+        self._held = [
+            (weight, part("data"), part("scales"), part("base")) for weight, part in zip(weights, parts, strict=True)
+        ]
+        self.layer = made
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JointProjection:
+        memo[id(self)] = twin = JointProjection.__new__(JointProjection)
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers, "name": self.name, "sizes": self.sizes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._joining = threading.Lock()
+        self._begin()
+
+
+def _joined(weights: Sequence[PackedWeight]) -> Encoded:
+    """One matrix of all rows; the weights become views of it. Its base is the first weight's; kernels get all bases."""
+    first = weights[0]
+    parts = {name: torch.cat([weight.get_buffer(name) for weight in weights]) for name in ("data", "scales")}
+    start = 0
+    for weight in weights:
+        for name, part in parts.items():
+            weight._buffers[name] = part[start : start + weight.shape[0]]
+        weight.forget()  # drops what was made for this layer alone
+        start += weight.shape[0]
+    return Encoded(first.fmt, (start, first.shape[1]), **parts, base=first.encoded.base)
+
+
+class JointLinear(QuantLinear):
+    """A layer over the rows of several weights."""
+
+    def __init__(self, weight: Encoded, prepared: Prepared, like: QuantLinear, name: str) -> None:
+        super().__init__(weight, strategy=like.strategy, cache=like.cache, name=name)
+        self._own = prepared
+
+    def picks_fused(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> bool:
+        is_taken = dtype == torch.bfloat16 or (self.weight.device.type == "cpu" and dtype in INPUTS)
+        return is_taken and self._pick(rows, dtype, measure=measure).strategy == "fused"
+
+    def runs_joined(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether one product is better than several: fused ones, and decoded ones on a GPU, which the host delays."""
+        if self.picks_fused(rows, dtype):
+            return True
+        is_decoded = self.weight.encoded.base is None and has_decoder(
+            self.weight.fmt, self.weight.device, self.weight.shape, dtype
+        )
+        return self.weight.device.type == "cuda" and is_decoded and self._pick(rows, dtype).strategy == "decode"
+
+    def _prepare(self, fused: FusedMatmul) -> Prepared:
+        made = fused.join([self._own])  # each stream has counters of its own
+        assert made is not None
+        return made

@@ -1,0 +1,126 @@
+"""Teaches torch's compiler (Inductor) to call packed products directly, instead of through torch's dispatcher.
+
+Importing it registers the lowerings of bitplan::packed_linear and bitplan::packed_input_gradient. `linear` imports it
+when a graph is traced and Inductor is loaded: loading that takes seconds.
+
+| on CUDA, with a fixed number of rows | becomes |
+|---|---|
+| the fused kernel, up to its widest tile | one call that writes into memory which the compiler has planned |
+| decode | a call that decodes into planned memory, and a matrix product of the compiler's |
+| a weight that is kept expanded | a matrix product of the compiler's |
+
+Everything else becomes a direct call of the operator's function. Code for C++ (`torch.export` and AOTInductor) calls
+the operator as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering, to_dtype
+
+from bitplan.base.inductor_calls import call_into, call_returned, for_cpp
+from bitplan.formats import get_format
+from bitplan.formats.dispatch import has_decoder
+from bitplan.packed.compiled_calls import TENSORS, Key
+from bitplan.packed.launch_choices import ProductWay, way_at
+from bitplan.packed.products.expert_routing import WIDEST_TILE
+
+_IMPORT = "from bitplan.packed.compiled_calls import CALLS as bitplan_calls"
+_LINEAR = torch.ops.bitplan.packed_linear.default
+_GRADIENT = torch.ops.bitplan.packed_input_gradient.default
+_aten = torch.ops.aten
+
+
+def _function(key: Key) -> str:
+    return f"bitplan_calls[{key!r}]"
+
+
+def _present(names: Sequence[str], tensors: Sequence[Any]) -> tuple[str, list[Any]]:
+    """The names of tensors that are not None, and these."""
+    there = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
+    return " ".join(name for name, _ in there), [tensor for _, tensor in there]
+
+
+def _lower_linear(x: Any, bias: Any, *weight: Any) -> Any:
+    if for_cpp():
+        return fallback_handler(_LINEAR, add_to_fallback_set=False)(x, bias, *weight)
+    data, scales, base, arranged, factor, counters, expanded, name, outputs, ways, _, _ = weight
+    (rows, inputs), dtype = x.get_size(), x.get_dtype()
+    way = _fixed_way(x, ways)
+    if way is not None and _is_on_gpu(x) and way.strategy == "fused":
+        if _fits_into(way, rows, dtype, bias):
+            given, more = _present(("bias", "base"), (bias, base))
+            types = (str(arranged.get_dtype()), len(factor.get_size()), None if bias is None else str(bias.get_dtype()))
+            key = ("fused", name, outputs, int(inputs), int(rows), types, given, ways)
+            read = [x, data, scales, arranged, factor, counters, *more]
+            return call_into(_IMPORT, _function(key), read, [rows, outputs], dtype)
+    elif way is not None and _is_on_gpu(x):
+        numbers = _numbers(way, data, scales, base, expanded, name, (outputs, inputs), dtype)
+        if numbers is not None:
+            across = lowerings[_aten.permute.default](numbers, [1, 0])
+            if bias is None:
+                return lowerings[_aten.mm.default](x, across)
+            return lowerings[_aten.addmm.default](to_dtype(bias, dtype), x, across)
+    given, present = _present(TENSORS, (bias, *weight[:7]))
+    function = _function(("linear", given, *weight[7:]))
+    return call_returned(_IMPORT, function, [x, *present], [rows, outputs], dtype)
+
+
+def _lower_gradient(grad: Any, *weight: Any) -> Any:
+    if for_cpp():
+        return fallback_handler(_GRADIENT, add_to_fallback_set=False)(grad, *weight)
+    data, scales, base, _, _, _, expanded, name, inputs, ways, _, _ = weight
+    (rows, outputs), dtype = grad.get_size(), grad.get_dtype()
+    way = _fixed_way(grad, ways)
+    if way is not None and _is_on_gpu(grad):
+        numbers = _numbers(way, data, scales, base, expanded, name, (outputs, inputs), dtype)
+        if numbers is not None:
+            return lowerings[_aten.mm.default](grad, numbers)
+    given, present = _present(TENSORS[1:], weight[:7])
+    function = _function(("input_gradient", given, *weight[7:]))
+    return call_returned(_IMPORT, function, [grad, *present], [rows, inputs], dtype)
+
+
+def _fixed_way(x: Any, ways: str) -> ProductWay | None:
+    """How it runs; None where the size of x is not known."""
+    if any(getattr(each, "free_symbols", ()) for each in x.get_size()):
+        return None
+    return way_at(ways, int(x.get_size()[0]))
+
+
+def _is_on_gpu(x: Any) -> bool:
+    return bool(x.get_device().type == "cuda")
+
+
+def _fits_into(way: ProductWay, rows: Any, dtype: torch.dtype, bias: Any) -> bool:
+    """Whether the kernel can be bound for this product, so that it writes into given memory."""
+    is_narrow = rows <= WIDEST_TILE if way.launch is None else way.launch["rows"] <= WIDEST_TILE
+    of_bias = None if bias is None else bias.get_dtype()
+    return bool(rows > 0 and is_narrow) and dtype == torch.bfloat16 and of_bias in (None, dtype, torch.float32)
+
+
+def _numbers(
+    way: ProductWay,
+    data: Any,
+    scales: Any,
+    base: Any,
+    expanded: Any,
+    name: str,
+    shape: tuple[Any, Any],
+    dtype: torch.dtype,
+) -> Any:
+    """The matrix in this type: as it is kept, or decoded; None where there is no kernel for it."""
+    if way.strategy in ("eager", "tile_cache"):
+        return expanded if expanded is not None and expanded.get_dtype() == dtype else None
+    if not has_decoder(get_format(name), data.get_device(), (int(shape[0]), int(shape[1])), dtype):
+        return None
+    given, more = _present(("base",), (base,))
+    key = ("decode", name, int(shape[0]), int(shape[1]), str(dtype).removeprefix("torch."), given)
+    return call_into(_IMPORT, _function(key), [data, scales, *more], shape, dtype)
+
+
+register_lowering(_LINEAR, type_promotion_kind=None)(_lower_linear)
+register_lowering(_GRADIENT, type_promotion_kind=None)(_lower_gradient)

@@ -1,0 +1,389 @@
+"""A causal language model with its tokenizer, from disk: a Hugging Face folder, a GGUF file, or packed weights.
+
+transformers builds the model, as an optional dependency: nothing here imports it until a model is asked for. Nothing is
+downloaded, no code that comes with a model is run unless the user's environment allows it
+(BITPLAN_TRUST_REMOTE_CODE), and pickles are not opened. Weights are always loaded as float32
+(packed tensors are decoded): a CPU without bfloat16 hardware computes nothing else in reasonable time, and formats are
+then applied to the very same numbers.
+
+| MODEL | weights are read by | config and tokenizer |
+|---|---|---|
+| a Hugging Face folder | transformers | in the folder |
+| a folder that GPTQ, AWQ, ... quantized | bitplan, by its config | in the folder |
+| what bitplan packed: a file, an index, a folder | bitplan, by the metadata | beside it, or in `config` |
+| a GGUF file | bitplan, of other families transformers | in the file, or in `config` |
+
+`config` is a folder, or a GGUF file of the same model: weights that were quantized from one may have its names.
+
+transformers fills tensors that are missing with random numbers; here such a model is refused, with the names.
+
+Lets transformers read a GGUF file once: it opens the file for the config, the tokenizer and the weights.
+
+gguf's reader takes a slice of a memory map for every token of the vocabulary, and each runs Python code of NumPy's;
+of a plain array over the same bytes it does not. Opening SmolLM2-135M took 35 s of CPU time, and takes 24.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bitplan.base.errors import MeasureError
+from bitplan.base.optional import remote_code_allowed, require
+from bitplan.files.engines.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
+from bitplan.files.headers import check_model_source, is_gguf
+from bitplan.files.models.transformers_names import (
+    REPORTED,
+    foreign_faults,
+    model_from_tensors,
+    require_complete,
+    silence_transformers,
+)
+from bitplan.files.open_files import open_tensors
+from bitplan.files.packed_folder import packed_experts, read_config
+from bitplan.files.safetensors_tensors import NativeTensors
+from bitplan.files.schemes.tensors import SchemeTensors
+from bitplan.files.tensor_file import TensorFile
+from bitplan.packed.language.perplexity import LateLogits, windows_of
+
+# ---- gguf reader -----------------------------------------------------------------------------------------------------
+
+
+_replacing = threading.RLock()
+
+
+@contextmanager
+def one_gguf_reader() -> Iterator[None]:
+    """Within the block, readers of one file that gguf makes are one. Threads come into it one after the other."""
+    import gguf
+    from gguf.gguf_reader import GGUFReader  # not the name that is replaced
+
+    class PlainReader(GGUFReader):  # type: ignore[misc]
+        data: Any
+
+        def _get(self, *args: Any, **options: Any) -> Any:
+            if isinstance(self.data, np.memmap):
+                self.data = self.data.view(np.ndarray)
+            return super()._get(*args, **options)
+
+    made: dict[Path, Any] = {}
+
+    def reader(path: Any, *args: Any, **options: Any) -> Any:
+        if args or options:
+            return PlainReader(path, *args, **options)
+        place = Path(path).resolve()
+        if place not in made:
+            made[place] = PlainReader(path)
+        return made[place]
+
+    with _replacing:
+        before = gguf.GGUFReader
+        try:
+            gguf.GGUFReader = reader  # transformers imports it by name when it reads a file
+            yield
+        finally:
+            gguf.GGUFReader = before
+
+
+# ---- causal lm -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CausalLM:
+    """A model that maps token ids to logits, in eval mode, and the tokenizer that it was trained with.
+
+    `stored` has the bytes of each tensor on disk, under the file's names.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    where: str
+    stored: Mapping[str, int] | None = None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return logits_of(self.model, ids)
+
+    @property
+    def head(self) -> nn.Module:
+        """The layer that gives the logits."""
+        module: nn.Module = self.model.get_output_embeddings()  # type: ignore[operator]
+        return module
+
+    @property
+    def device(self) -> torch.device:
+        """The device that token ids must be on."""
+        place: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[operator]
+        return place
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Bits of the file's tensors over the number of parameters, tied ones counted once."""
+        if self.stored is None:
+            return None
+        return 8 * sum(self.stored.values()) / sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def positions(self) -> int | None:
+        """The longest text, in tokens, that the model was made for; None where its config does not say."""
+        count: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        return count
+
+    def check_context(self, context: int) -> None:
+        """Refuse a context beyond the model's positions: perplexity there says nothing about its weights."""
+        if self.positions is not None and context > self.positions:
+            raise MeasureError(
+                f"{self.where}: context must be {self.positions} or less, as the model has, got {context}"
+            )
+
+    def encode(self, text: str) -> Tensor:
+        """The text's own token ids, without the special tokens that the tokenizer adds before or after."""
+        if not text.strip():
+            raise MeasureError("the text is empty; give a file of plain text to measure on")
+        ids = torch.tensor(self._tokens(text, special=False), dtype=torch.int64)
+        self.check_tokens(ids)
+        return ids
+
+    def check_tokens(self, ids: Tensor) -> None:
+        """Refuse tokens that the model does not have."""
+        rows = self.vocabulary
+        if ids.numel() and int(ids.max()) >= rows:
+            raise MeasureError(
+                f"{self.where}: the tokenizer gives token {int(ids.max())}, the model's vocabulary has {rows}; "
+                "the tokenizer is another model's"
+            )
+
+    @functools.cached_property
+    def prefix(self) -> Tensor:
+        """The tokens that the tokenizer puts before every text, such as a beginning-of-sequence token."""
+        sample = "a b a"
+        own, whole = self._tokens(sample, special=False), self._tokens(sample, special=True)
+        for start in range(len(whole) - len(own) + 1):
+            if whole[start : start + len(own)] == own:
+                return torch.tensor(whole[:start], dtype=torch.int64)
+        raise MeasureError(f"{self.where}: the tokenizer gives other tokens with its special tokens than without")
+
+    def windows(self, text: str, context: int) -> list[Tensor]:
+        """The text in windows of `context` tokens, each beginning as the tokenizer begins a text."""
+        return windows_of(self.encode(text), context, prefix=self.prefix)
+
+    def _tokens(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
+        return ids
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """The logits of one forward pass, without a cache of keys and values."""
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def late_logits_of(model: nn.Module) -> Callable[[Tensor], Tensor | LateLogits]:
+    """A model's logits, made a few tokens at a time where its head can be run apart from its body; else all at once.
+
+    Whatever a model does to its head's output, a cap or a scale, is its own: the whole model is called for a few
+    tokens, with a body that gives what it gave before.
+    """
+    body = model._modules.get(str(getattr(model, "base_model_prefix", "")))
+    whole = functools.partial(logits_of, model)
+    if body is None:
+        return whole
+
+    def late(ids: Tensor) -> Tensor | LateLogits:
+        seen: list[Any] = []
+        compute = body.forward
+
+        def last_token(*args: Any, **options: Any) -> Any:
+            seen.append(compute(*args, **options))
+            return _with_states(seen[0], seen[0][0][:, -1:])
+
+        with _body_gives(body, last_token):
+            last = logits_of(model, ids)
+        if len(seen) != 1 or last.shape[1] != 1:
+            return whole(ids)
+        template = _with_states(seen[0], seen[0][0][:, :0])
+
+        def head(states: Tensor, some_ids: Tensor) -> Tensor:
+            with _body_gives(body, lambda *_args, **_options: _with_states(template, states)):
+                return logits_of(model, some_ids)
+
+        return LateLogits(seen[0][0], ids, last.shape[-1], head)
+
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        pieces, expected = late(ids), whole(ids)[0]
+        if not isinstance(pieces, LateLogits):
+            return whole
+        joined = torch.cat([pieces.of_window(0, slice(0, 3)), pieces.of_window(0, slice(3, 8))])
+    is_same = joined.shape == expected.shape and torch.allclose(joined, expected, rtol=1e-4, atol=1e-4)
+    return late if is_same else whole
+
+
+def _with_states(output: Any, states: Tensor) -> Any:
+    """What a body gave, with other last states."""
+    return (states, *output[1:]) if isinstance(output, tuple) else replace(output, last_hidden_state=states)
+
+
+@contextmanager
+def _body_gives(body: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, a call of the body is a call of `forward`."""
+    before = vars(body).get("forward")
+    body.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del body.forward
+        else:
+            body.forward = before
+
+
+def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> CausalLM:
+    """Read a model; `config` is a folder or a GGUF file with config and tokenizer, for a file of weights alone."""
+    source, said = Path(path), None if config is None else Path(config)
+    folder = check_model_source(source, said)
+    require("transformers", purpose=f"reading {source.name}", extra="models")
+    with open_named(source, said) as file, silence_transformers():
+        stored = {name: spec.nbytes for name, spec in file.specs.items()}
+        if isinstance(file, GGUFModel):
+            tokenizer, model = file.tokenizer, _model_of(file, file.folder, str(source))
+        elif is_gguf(source) and config is None:
+            require("accelerate", purpose=f"reading {source.name}", extra="models")
+            tokenizer, model = _read_gguf(source, file)
+        else:
+            tokenizer = read_tokenizer(folder, source)
+            # A file that carries its own names is read by them; one of transformers may need its own decoding.
+            ours = said is not None or source.is_file() or _is_packed(file)
+            model = _model_of(file, folder, str(source)) if ours else read_model(source, _place(folder))
+    lm = CausalLM(model.eval(), tokenizer, str(path), stored)
+    require_causal(lm, lm)
+    return lm
+
+
+def open_named(source: Path, config: Path | None = None) -> TensorFile:
+    """A model's weights, under its own names where a GGUF file of a known family says them."""
+    if config is not None and is_gguf(config):
+        return GGUFModel(config, source)
+    if config is None and is_gguf(source) and is_folder_like(source):
+        return GGUFModel(source)
+    return open_tensors(source)
+
+
+def read_tokenizer(folder: Path, source: Path | None = None) -> Any:
+    """The tokenizer of a folder; errors name `source`, the model that was asked for."""
+    require("transformers", purpose=f"reading {folder.name}", extra="models")
+    return _read("AutoTokenizer", source or folder, "the tokenizer", _place(folder))
+
+
+def _place(folder: Path) -> dict[str, Any]:
+    return {"pretrained_model_name_or_path": str(folder)}
+
+
+def _is_packed(file: TensorFile) -> bool:
+    return isinstance(file, SchemeTensors) or bool(isinstance(file, NativeTensors) and (file.formats or file.tied))
+
+
+def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
+    """The model of the config with the file's numbers, each under its own name."""
+    from transformers import AutoModelForCausalLM
+
+    config = _read("AutoConfig", folder, "config.json", _place(folder))
+    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if known is None:
+        raise MeasureError(f"{folder}: transformers has no causal language model of type {config.model_type!r}")
+    classes = known if isinstance(known, tuple | list) else (known,)
+    named = [one for one in classes if one.__name__ in (config.architectures or ())]
+    if getattr(config, "quantization_config", None) is not None and not _is_packed(file):
+        raise MeasureError(
+            f"{where}: its config has a quantization_config, which transformers decodes; give the folder"
+        )
+    turned = packed_experts(file, read_config(folder))
+    numbers = {
+        name: file.read_float(name).transpose(1, 2) if name in turned else file.read_float(name) for name in file.specs
+    }
+    numbers |= {alias: numbers[name] for alias, name in file.tied.items()}
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # the tensors were decoded
+    return model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
+
+
+def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:
+    if len(file.file.parts) > 1:  # type: ignore[attr-defined]
+        raise MeasureError(
+            f"{source}: is split, and transformers reads GGUF from one file; merge it with llama-gguf-split"
+        )
+    place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    with one_gguf_reader():
+        return read_gguf_tokenizer(source, file.metadata), read_model(source, place)
+
+
+def read_model(source: Path, place: dict[str, Any] | None = None, dtype: torch.dtype | str = torch.float32) -> Any:
+    """The model of a folder, or of the `place` that transformers finds it at; "auto": in the type of its file."""
+    options = {"dtype": dtype, "use_safetensors": True}
+    model, info = _read("AutoModelForCausalLM", source, "the model", (place or _place(source)) | options | REPORTED)
+    if info.get("missing_keys"):
+        _refuse_without_head(model, str(source))
+    require_complete(info, str(source))
+    return model
+
+
+def _refuse_without_head(model: Any, where: str) -> None:
+    """Refuse an encoder or a body alone, by the class that its config says it was saved from: it lacks a head."""
+    from transformers import AutoModelForCausalLM
+
+    known = AutoModelForCausalLM._model_mapping.get(type(model.config), ())
+    classes = known if isinstance(known, tuple | list) else (known,)
+    saved_from = getattr(model.config, "architectures", None) or ()
+    if saved_from and not any(one.__name__ in saved_from for one in classes):
+        raise MeasureError(no_causal_model(where, str(saved_from[0])))
+
+
+def no_causal_model(where: str, kind: str) -> str:
+    """A sentence on a model that predicts no next token, and what can be done with it."""
+    return (
+        f"{where}: {kind} is no causal language model but an encoder, or a body without a head: it continues no text, "
+        "so it has no perplexity and nothing to search; `bitplan quantize` packs it and `bitplan compare` measures it"
+    )
+
+
+def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
+    """Read with transformers; any error of its many readers becomes one line."""
+    import transformers
+
+    # bitplan's own GGUF files have no tokenizer; transformers' error about that speaks of arrays.
+    hint = "; if the file holds no tokenizer, give the Hugging Face folder, or that as --config"
+    allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
+    with foreign_faults(
+        MeasureError, f"{source}: transformers cannot read {what}", hint if "gguf_file" in options else ""
+    ):
+        return getattr(transformers, reader).from_pretrained(**allowed, **options)
+
+
+def require_causal(lm: CausalLM, logits: Callable[[Tensor], Tensor]) -> None:
+    """Refuse a model whose logits change with a later token: it sees what it should predict."""
+    rows = lm.vocabulary
+    ids = torch.arange(1, 9).remainder(rows)[None].repeat(2, 1)
+    ids[1, -1] = (ids[0, -1] + 1) % rows
+    with torch.no_grad():
+        given = logits(ids)
+    one, two = given[:, :-1].double()
+    allowed = 1e-4 if given.dtype == torch.float32 else 0.1  # float32 is off by less, and a few steps of bfloat16
+    if float((one - two).abs().max()) > allowed * float(one.abs().max()):
+        kind = getattr(lm.model.config, "model_type", type(lm.model).__name__)
+        raise MeasureError(
+            f"{lm.where}: not a causal language model: what {kind} says of a token depends on later ones, "
+            "as in an encoder: it continues no text, and perplexity is not defined for it"
+        )

@@ -1,0 +1,421 @@
+"""Perplexity of a causal language model, and its distance from a reference, token by token.
+
+The text is cut into windows that do not overlap. Each begins with the tokens that the model's tokenizer puts before a
+text (a beginning-of-sequence token), or if there are none, with a token that is context only; each other token is
+predicted from the tokens before it in the window. Figures, all in nats and all computed in float64 from the model's
+logits:
+
+    NLL               mean of -log p(token); perplexity is exp(NLL)
+    NLL difference    model minus reference on the same tokens: the text's own variance drops out, which makes it far
+                      tighter than the difference of two perplexities
+    KL                mean over positions of sum p_ref log(p_ref / p_model): shows changes for all tokens
+    top-1 agreement   how often both would say the same token
+
+Standard errors are by window: see estimates.py.
+
+A mean with an honest standard error, when samples come in clusters.
+
+Tokens of one window of text share its subject, so their losses move together: a standard error that treats each token
+as an independent sample is too small. Here a window is one sample, whatever its length (the ratio estimator of survey
+sampling), and with few windows Student's distribution is used, not the normal one.
+
+Measures the reference's own noise: how far its results are apart when it is computed in two equally valid ways.
+
+A difference from the reference means little if the reference itself varies as much. The second way is how such models
+are commonly run: the same weights, activations in bfloat16. It is simulated by rounding the output of every part of the
+model, the residual stream included, to bfloat16; sums stay in float32, as matrix units accumulate, and so do the
+logits, which makes the floor low rather than high. (The idea of a self-noise floor in a quality report is exllamav3's.)
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from bitplan.base.errors import MeasureError
+
+# ---- noise floor -----------------------------------------------------------------------------------------------------
+
+
+def shared_twin(model: nn.Module) -> nn.Module:
+    """A second model over the same Parameters and buffers; hooks on it and changed modules do not affect the first."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def round_activations(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, *, keep: Collection[nn.Module] = ()
+) -> list[RemovableHandle]:
+    """Let every module inside the model, except those in `keep`, round its outputs until its handle is removed."""
+
+    def rounded(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return _rounded(output, dtype)
+
+    return [
+        module.register_forward_hook(rounded)
+        for module in model.modules()
+        if module is not model and not any(module is exempt for exempt in keep)
+    ]
+
+
+def _rounded(output: Any, dtype: torch.dtype) -> Any:
+    if isinstance(output, Tensor):
+        return output.to(dtype).to(output.dtype) if output.is_floating_point() else output
+    if type(output) in (tuple, list):
+        return type(output)(_rounded(item, dtype) for item in output)
+    return output  # an output class of a model: its tensors were rounded where they were made
+
+
+# ---- estimates -------------------------------------------------------------------------------------------------------
+
+
+_Z = 1.959963984540054  # 97.5% of the normal distribution
+_T_975 = (12.706204736432095, 4.302652729696142)  # one and two degrees of freedom, where the series below is poor
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over all samples; `standard_error` is None for a single cluster, which does not show it."""
+
+    mean: float
+    standard_error: float | None
+    clusters: int
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% confidence interval."""
+        if self.standard_error is None:
+            return None
+        half = student_t_975(self.clusters - 1) * self.standard_error
+        return self.mean - half, self.mean + half
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "standard_error": self.standard_error}
+
+
+def clustered_mean(sums: Sequence[float], counts: Sequence[int]) -> Estimate:
+    """The mean of samples, from the sum and the number of samples of each cluster."""
+    clusters, total = len(sums), sum(counts)
+    mean = math.fsum(sums) / total
+    if clusters < 2:
+        return Estimate(mean, None, clusters)
+    squares = math.fsum((part - count * mean) ** 2 for part, count in zip(sums, counts, strict=True))
+    return Estimate(mean, math.sqrt(squares * clusters / (clusters - 1)) / total, clusters)
+
+
+def student_t_975(freedom: int) -> float:
+    """How many standard errors a 95% interval reaches to each side, by the Cornish-Fisher series (within 0.2%)."""
+    if freedom <= len(_T_975):
+        return _T_975[freedom - 1]
+    z, n = _Z, freedom
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
+    )
+
+
+# ---- perplexity ------------------------------------------------------------------------------------------------------
+
+
+MOST_NATS = 709.0  # exp of a larger number exceeds float64
+# Float64 logits that are worked on at once: on CPUs few enough for the cache of a core, elsewhere 32 MB.
+AT_ONCE, AT_ONCE_ON_CPU = 2**22, 2**18
+MADE_AT_ONCE = 2**24  # logits that a head gives at once, where it is asked piece by piece
+
+# Token ids [windows, length] -> logits [windows, length, vocabulary], an object that has them as `.logits`, or
+# LateLogits.
+LogitsOf = Callable[[Tensor], Any]
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+def windows_of(ids: Tensor, context: int, prefix: Tensor | None = None) -> list[Tensor]:
+    """Token ids cut into windows of `context` tokens with `prefix` before each; the last may be shorter.
+
+    Each token is in one window. A last window with nothing to predict is left out.
+    """
+    before = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
+    body = context - len(before)
+    if body < 1 or context < 2:
+        raise MeasureError(
+            f"context must be {max(2, len(before) + 1)} tokens or more, one to see and one to predict, got {context}"
+        )
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise MeasureError(f"token ids must be one row of integers, got {ids.dtype} of shape {tuple(ids.shape)}")
+    if len(ids) < body:
+        raise MeasureError(
+            f"the text has {len(ids)} tokens, and one window of context needs {body}; "
+            f"take a longer text or a shorter context"
+        )
+    windows = [torch.cat((before.to(ids.dtype), piece)) for piece in ids.split(body)]
+    return [window for window in windows if len(window) > 1]
+
+
+def spread_windows(windows: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """As many whole windows as `tokens` allows, evenly spread: the head of a text may be a single article."""
+    context = len(windows[0])
+    wanted = tokens // context
+    if wanted < 1:
+        raise MeasureError(f"a limit of {tokens} tokens is less than one window of context, {context}; raise the limit")
+    whole = [window for window in windows if len(window) == context]
+    if wanted >= len(whole):
+        return list(windows)
+    return [whole[index * len(whole) // wanted] for index in range(wanted)]
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far a model is from its reference on the same tokens."""
+
+    kl: Estimate
+    nll_difference: Estimate
+    top1_agreement: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: getattr(self, key).to_dict() for key in ("kl", "nll_difference", "top1_agreement")}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The measurements of one model; `samples` keeps each window's sums, for other statistics."""
+
+    tokens: int
+    windows: int
+    nll: Estimate
+    against: Divergence | None
+    samples: dict[str, list[float]]
+
+    @property
+    def perplexity(self) -> float:
+        return _exp(self.nll.mean)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% interval of the perplexity: the range that other texts of the same kind may give."""
+        interval = self.nll.interval
+        return interval and (_exp(interval[0]), _exp(interval[1]))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "windows": self.windows,
+            "perplexity": _finite(self.perplexity),
+            "perplexity_interval": self.interval and tuple(map(_finite, self.interval)),
+            "nll": self.nll.to_dict(),
+            **(self.against.to_dict() if self.against else {}),
+            "samples": self.samples,
+        }
+
+
+def _exp(nll: float) -> float:
+    """exp, infinite beyond float64: a broken model can be thousands of nats off."""
+    return math.exp(nll) if nll < MOST_NATS else math.inf
+
+
+def _finite(value: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LateLogits:
+    """Logits that are made when they are asked for, a few tokens at a time: all of a window take 0.5 GB for 512 tokens
+    and a vocabulary of 262,144.
+
+    states  what the model's head gets, [windows, length, width]
+    head    states and token ids, of one window and some of its tokens -> logits [1, tokens, vocabulary]
+    """
+
+    states: Tensor
+    ids: Tensor
+    vocabulary: int
+    head: Callable[[Tensor, Tensor], Tensor]
+
+    def of_window(self, window: int, tokens: slice) -> Tensor:
+        row = slice(window, window + 1)
+        return self.head(self.states[row, tokens], self.ids[row, tokens])[0]
+
+
+@dataclass
+class CachedLogits:
+    """A reference for several models: keeps the logits of as many windows as fit, and computes the others again.
+
+    Of logits that are made late, what they are made of is kept.
+    """
+
+    model: LogitsOf
+    budget_bytes: int
+    _cached: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
+
+    _late: LateLogits | None = field(default=None, repr=False)
+
+    def __call__(self, ids: Tensor) -> Tensor | LateLogits:
+        keys = [window.numpy(force=True).tobytes() for window in ids]
+        missing = [row for row, key in enumerate(keys) if key not in self._cached]
+        computed = dict(zip(missing, self._compute(ids[missing]), strict=True)) if missing else {}
+        for row, item in computed.items():
+            if item.nbytes <= self.budget_bytes:
+                self.budget_bytes -= item.nbytes
+                self._cached[keys[row]] = item.clone()  # a view would hold the whole batch
+        items = [computed[row] if row in computed else self._cached[key] for row, key in enumerate(keys)]
+        whole = items[0][None] if len(items) == 1 else torch.stack(items)  # of a large vocabulary a copy takes long
+        return whole if self._late is None else replace(self._late, states=whole, ids=ids)
+
+    def _compute(self, ids: Tensor) -> Tensor:
+        logits = _logits(self.model, ids)
+        if isinstance(logits, Tensor):
+            return logits
+        self._late = replace(logits, states=logits.states[:0], ids=logits.ids[:0])
+        return logits.states
+
+
+def measure_perplexity(
+    model: LogitsOf,
+    windows: Sequence[Tensor],
+    *,
+    reference: LogitsOf | None = None,
+    batch: int = 4,
+    unscored: int = 1,
+    name: str = "the model",
+    on_windows: Callable[[int], None] | None = None,
+) -> Quality:
+    """Score every window; with a reference, also the distance from it.
+
+    The first `unscored` tokens of each window are context only: one, or those that the tokenizer puts before a text.
+    `on_windows` is called with the number of windows just done. Models are called as they are: put them in eval mode.
+    """
+    if not windows:
+        raise MeasureError("there is no window of text to score; cut the token ids with windows_of")
+    if batch < 1:
+        raise MeasureError(f"a batch is 1 window or more, got {batch}")
+    if not 1 <= unscored < min(map(len, windows)):
+        raise MeasureError(f"every window must have a token to score after {unscored} of context")
+    samples: dict[str, list[float]] = {"tokens": [], "nll": []}
+    with torch.no_grad():
+        for first, ids in _batches(windows, batch):
+            ours = _WindowLogits(_logits(model, ids), ids, first, name)
+            theirs = None if reference is None else _WindowLogits(_logits(reference, ids), ids, first, "the reference")
+            if theirs is not None and theirs.vocabulary != ours.vocabulary:
+                raise MeasureError(
+                    f"{name} has a vocabulary of {ours.vocabulary}, the reference one of {theirs.vocabulary}; "
+                    "they must be the same to compare token by token"
+                )
+            for row, window in enumerate(ids):
+                sums = _score_window(window, row, unscored, ours, theirs)
+                for key, value in sums.items():
+                    samples.setdefault(key, []).append(value)
+                if on_windows:
+                    on_windows(1)
+    return _summary(samples)
+
+
+def _batches(windows: Sequence[Tensor], batch: int) -> Iterator[tuple[int, Tensor]]:
+    """(number of the first window, windows [up to batch, length]); a shorter window goes alone."""
+    first = 0
+    while first < len(windows):
+        last = first + 1
+        while last < min(len(windows), first + batch) and len(windows[last]) == len(windows[first]):
+            last += 1
+        yield first, torch.stack(list(windows[first:last]))
+        first = last
+
+
+def _logits(model: LogitsOf, ids: Tensor) -> Tensor | LateLogits:
+    output = model(ids)
+    logits: Tensor | LateLogits = output if isinstance(output, Tensor | LateLogits) else output.logits
+    return logits
+
+
+class _WindowLogits:
+    """The logits of a few windows, checked as they are read; `first` is the number of the first window."""
+
+    def __init__(self, logits: Tensor | LateLogits, ids: Tensor, first: int, name: str) -> None:
+        self._logits, self._first, self._name = logits, first, name
+        given = logits if isinstance(logits, Tensor) else logits.states
+        if given.shape[:-1] != ids.shape:
+            raise MeasureError(
+                f"{name}: expected logits of shape {(*ids.shape, 'vocabulary')}, got {tuple(given.shape)}"
+            )
+        self.vocabulary = given.shape[-1] if isinstance(logits, Tensor) else logits.vocabulary
+
+    def of_window(self, row: int, tokens: slice) -> Tensor:
+        """Logits [tokens, vocabulary], all of them finite."""
+        whole = self._logits
+        logits = whole[row, tokens] if isinstance(whole, Tensor) else whole.of_window(row, tokens)
+        bad = ~torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(dim=0)  # of NaN it gives NaN
+        if bad.any():
+            raise MeasureError(
+                f"{self._name}: logits that are not finite in window {self._first + row}, from its token "
+                f"{tokens.start + int(bad.nonzero()[0])} on; look for NaN or overflow in the weights"
+            )
+        return logits
+
+
+def _score_window(
+    window: Tensor, row: int, unscored: int, ours: _WindowLogits, theirs: _WindowLogits | None
+) -> dict[str, float]:
+    """Sums over the predicted tokens of one window: those after `unscored`, each by the logits of the one before."""
+    sums = {"tokens": float(len(window) - unscored), "nll": 0.0}
+    if theirs is not None:
+        sums |= {"reference_nll": 0.0, "kl": 0.0, "agreed": 0.0}
+    step = max(1, MADE_AT_ONCE // ours.vocabulary)
+    for start in range(unscored - 1, len(window) - 1, step):
+        tokens = slice(start, min(start + step, len(window) - 1))
+        logits = ours.of_window(row, tokens)
+        against = None if theirs is None else theirs.of_window(row, tokens).to(logits.device)
+        _score_tokens(window[start + 1 : tokens.stop + 1].to(logits.device), logits, against, sums)
+    return sums
+
+
+def _score_tokens(targets: Tensor, logits: Tensor, against: Tensor | None, sums: dict[str, float]) -> None:
+    """Add what each token's logits say of it."""
+    step = max(1, (AT_ONCE_ON_CPU if logits.device.type == "cpu" else AT_ONCE) // logits.shape[-1])
+    for start in range(0, len(targets), step):
+        rows = slice(start, start + step)
+        chosen, ours = targets[rows].unsqueeze(-1), logits[rows].double()
+        _, our_total = _softmax(ours)
+        sums["nll"] += float((our_total - ours.gather(-1, chosen)).sum())
+        if against is not None:
+            theirs = against[rows].double()
+            weights, their_total = _softmax(theirs)
+            sums["reference_nll"] += float((their_total - theirs.gather(-1, chosen)).sum())
+            sums["agreed"] += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
+            sums["kl"] += float(weights.mul_(theirs.sub_(ours)).sum() + (our_total - their_total).sum())
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities [R, V], and the logarithm of each row's sum of exponentials [R, 1]."""
+    largest = logits.amax(-1, keepdim=True)
+    exponentials = (logits - largest).exp_()
+    total = exponentials.sum(-1, keepdim=True)
+    return exponentials.div_(total), total.log() + largest
+
+
+def _summary(samples: dict[str, list[float]]) -> Quality:
+    counts = [int(count) for count in samples["tokens"]]
+    divergence = None
+    if "kl" in samples:
+        pairs = zip(samples["nll"], samples["reference_nll"], strict=True)
+        divergence = Divergence(
+            clustered_mean(samples["kl"], counts),
+            clustered_mean([ours - theirs for ours, theirs in pairs], counts),
+            clustered_mean(samples["agreed"], counts),
+        )
+    return Quality(sum(counts), len(counts), clustered_mean(samples["nll"], counts), divergence, samples)

@@ -1,0 +1,209 @@
+"""Which layers can hold packed weights, and the packed layer that takes a layer's place.
+
+| layer | becomes |
+|---|---|
+| nn.Linear, and subclasses whose own forward computes the same (Falcon's) | QuantLinear |
+| nn.Embedding, and transformers' that multiplies its rows | QuantEmbedding |
+| experts [experts, outputs, inputs] of one module that was seen to be a sum of down(silu(gate) * up) | StackedExperts |
+| those of gpt-oss's gating, [experts, inputs, outputs]: packed as [experts, outputs, inputs] | StackedExperts |
+
+Layers whose weight other code reads cannot be packed: other subclasses of Linear and Embedding, attention's out_proj,
+TransformerEncoderLayer. Nor can transformers' Conv1D: its matrix is transposed, so that blocks along its last axis
+would mix outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.files.models.morph import ParameterPlace
+from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.products.decode_row_slices import why_no_rows
+from bitplan.packed.quant_embedding import QuantEmbedding
+from bitplan.packed.quant_experts import QuantExperts
+from bitplan.packed.quant_linear import QuantLinear
+from bitplan.packed.tile_cache import TileCache
+from bitplan.plan.structure.describe import experts_of, product_of, scale_of_rows
+from bitplan.plan.structure.model_view import ExpertsUse
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class StackedExperts(QuantExperts):
+    """QuantExperts with the names that weights and biases have in the module whose place it takes."""
+
+    def __init__(self, gate_up: PackedWeight, down: PackedWeight, names: Mapping[str, str], **options: Any) -> None:
+        super().__init__(gate_up, down, **options)
+        self._their_names = dict(names)
+        for own, theirs in names.items():
+            for held in (self._modules, self._parameters):
+                if own in held:
+                    held[theirs] = held.pop(own)  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.__dict__
+        theirs = held.get("_their_names", {}).get(name, name)
+        is_renamed = theirs in held.get("_modules", ()) or theirs in held.get("_parameters", ())
+        return super().__getattr__(theirs if is_renamed else name)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+def packed_kind(module: nn.Module, local: str) -> str | None:
+    """The packed layer that holds this parameter of this layer; None where there is none."""
+    if local == "weight" and _is_linear(module):
+        return "QuantLinear"
+    if local == "weight" and _is_table(module):
+        return "QuantEmbedding"
+    experts = experts_of(module)
+    is_known = experts is not None and local in experts.weights and _why_not_experts(experts) is None
+    return "StackedExperts" if is_known else None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """A layer whose forward is W x + bias and nothing else; a subclass must say so itself, for other code reads the
+    weight of those that only have another name (attention's out_proj).
+    """
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    if type(module).forward is nn.Linear.forward:
+        return False
+    product = product_of(module)
+    return product is not None and not product.is_columns
+
+
+def _is_table(module: nn.Module) -> bool:
+    """An embedding that looks rows up, and at most multiplies them by one factor."""
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
+    return type(module) is nn.Embedding or scale_of_rows(module) is not None
+
+
+def why_not_packed(module: nn.Module, local: str, parent: nn.Module | None) -> str | None:
+    """Why a parameter is not the weight of a layer that can be replaced."""
+    if packed_kind(module, local) is None:
+        what = f"the {local} of {article(type(module).__name__)}"
+        known = isinstance(module, nn.Linear | nn.Embedding) and local == "weight"
+        experts = experts_of(module)
+        if experts is not None and module.get_parameter(local).ndim == 3:
+            return f"{what}: {_why_not_experts(experts)}"
+        return f"{what}, whose forward is not {_base_name(module)}'s own" if known else what
+    if parent is None:
+        return "the model itself, which has no parent to replace it in (wrap it in nn.Sequential)"
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        return "read by a TransformerEncoderLayer directly"
+    if "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS):
+        name = type(module).__name__
+        return f"the {local} of {article(name)} with hooks, which would be lost (remove them first)"
+    return None
+
+
+def _base_name(module: nn.Module) -> str:
+    return "Linear" if isinstance(module, nn.Linear) else "Embedding"
+
+
+def _why_not_experts(experts: ExpertsUse) -> str | None:
+    """Why experts are not what QuantExperts computes: gpt-oss's gating, or silu(gate) * up with gate's rows first."""
+    if experts.fault:
+        return experts.fault
+    if experts.activation == "gpt_oss" and experts.is_columns and experts.is_interleaved:
+        return None
+    if experts.is_columns or experts.is_interleaved:
+        return "it keeps its experts transposed or interleaved: rows are not outputs"
+    if experts.gate_up_bias is not None or experts.down_bias is not None:
+        return "its experts have biases"
+    return None if experts.activation == "silu" else f"it joins gate and up by {experts.activation}, not by silu"
+
+
+def are_columns(module: nn.Module, local: str) -> bool:
+    """Whether a parameter is experts that a packed layer holds, and lies as [experts, inputs, outputs] in its module;
+    packed it is [experts, outputs, inputs].
+    """
+    experts = experts_of(module)
+    if experts is None or local not in experts.weights:
+        return False
+    return experts.is_columns and _why_not_experts(experts) is None
+
+
+def stack_of(module: nn.Module, part: Literal["gate_up", "down"]) -> str:
+    """The name of one of the two stacks of experts that a module holds; empty where it holds none."""
+    experts = experts_of(module)
+    return "" if experts is None else experts.gate_up if part == "gate_up" else experts.down
+
+
+def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which a parameter is packed: rows are outputs."""
+    return (shape[0], shape[2], shape[1]) if are_columns(module, local) else shape
+
+
+def with_output_rows(place: ParameterPlace) -> Tensor:
+    """The numbers of a parameter as they are packed."""
+    numbers: Tensor = place.parameter
+    is_turned = are_columns(place.module, place.local)
+    return numbers.detach().transpose(1, 2).contiguous() if is_turned else numbers
+
+
+def lacking(module: nn.Module, packed: set[str]) -> list[str]:
+    """Parameters of a layer that must be packed together with these, and are not."""
+    experts = experts_of(module)
+    stacks = () if experts is None else experts.weights
+    return [name for name in stacks if name not in packed] if packed & set(stacks) else []
+
+
+def format_fault(weight_format: Any) -> str | None:
+    """Why a packed layer cannot hold a format."""
+    no_rows = why_no_rows(weight_format)
+    return None if no_rows is None else f"{no_rows}; a packed layer needs another format, such as mxfp4 or int8_row"
+
+
+def packed_layer(
+    module: nn.Module,
+    weights: Mapping[str, PackedWeight],
+    *,
+    plain: Mapping[str, nn.Parameter | None],
+    dtype: torch.dtype,
+    name: str,
+    strategy: str,
+    cache: TileCache | None,
+) -> nn.Module:
+    """The packed layer in the place of this one, over these weights.
+
+    plain   the layer's own parameters, of which biases stay as they are
+    dtype   type of an embedding's output
+    """
+    made: nn.Module
+    if isinstance(module, nn.Embedding):
+        scale = None if type(module) is nn.Embedding else scale_of_rows(module)
+        made = QuantEmbedding(weights["weight"], dtype=dtype, padding_idx=module.padding_idx, scale=scale, name=name)
+    elif isinstance(module, nn.Linear):
+        made = QuantLinear(weights["weight"], plain.get("bias"), strategy=strategy, cache=cache, name=name)
+    else:
+        experts = experts_of(module)
+        assert experts is not None
+        named = {
+            "gate_up": experts.gate_up,
+            "down": experts.down,
+            "gate_up_bias": experts.gate_up_bias,
+            "down_bias": experts.down_bias,
+        }
+        made = StackedExperts(
+            weights[experts.gate_up],
+            weights[experts.down],
+            {ours: theirs for ours, theirs in named.items() if theirs is not None},
+            gate_up_bias=plain.get(experts.gate_up_bias or ""),
+            down_bias=plain.get(experts.down_bias or ""),
+            activation="gpt_oss" if experts.activation == "gpt_oss" else "swiglu",
+            strategy=strategy,
+            cache=cache,
+            name=name,
+        )
+    return made.train(module.training)
+
+
+def article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"

@@ -1,0 +1,255 @@
+"""PackedWeight: an Encoded weight as a module, so that it moves, saves and loads with the model that holds it.
+
+It lies beside `packed/`, because streaming has to know it too.
+
+Its parts are buffers (`weight.data`, `weight.scales`, ...). Codes and scales are bytes with a meaning of their own:
+`model.half()` or `model.to(torch.bfloat16)` must not touch them, so `_apply` shows every function a byte view, which
+dtype casts leave alone and device moves carry along.
+
+Things made from a weight (an expanded matrix, scales in a kernel's order, tiles in a cache) must not outlive it:
+`state` changes with every move, load and in-place write, `derived` keeps things for one state only, and caches that
+listen (`add_listener`) drop theirs too. None of these things are saved or copied.
+
+In a `state_dict` the format and shape travel beside the parts, as JSON in a uint8 tensor (`weight._extra_state`), so
+that safetensors can hold them too. Loading compares them and every part before a byte is copied.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from bitplan.base.documents import NAME, SHAPE, Reader
+from bitplan.base.errors import FileFormatError, StoreError
+from bitplan.base.records import parse_json
+from bitplan.base.weight_changes import UNCOUNTED, writes_of
+from bitplan.files.models.morph import EncodedModule
+from bitplan.formats import Encoded, Format
+
+_EXTRA = "_extra_state"
+_MAX_EXTRA_BYTES = 2**16
+_tokens = itertools.count(1)
+State = tuple[int, ...]
+Made = TypeVar("Made")
+
+
+class Listener(Protocol):
+    """An object that keeps things made from weights."""
+
+    def drop(self, token: int) -> None:
+        """The weight of this token changed or is gone."""
+
+
+class PackedWeight(EncodedModule):
+    """A weight [..., outputs, inputs] held in its format; `encoded` is the value, `data`, `scales`, ... its parts."""
+
+    dtype = torch.uint8  # the type of the bytes, not of the numbers that they stand for
+
+    def __init__(self, encoded: Encoded) -> None:
+        super().__init__()
+        self.fmt: Format = encoded.fmt
+        self.shape = encoded.shape
+        for name, part in encoded.parts.items():
+            self.register_buffer(name, part)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.token = next(_tokens)  # never reused, unlike an id()
+        self.format_name = self.fmt.name  # which compiled graphs compare in every call
+        self._changes = 0
+        self._encoded: Encoded | None = None
+        self._derived: dict[Hashable, Any] = {}
+        self._derived_state: State = ()
+        self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_buffers", ()):
+            self.forget()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse, because a model's own code reads the weight of a layer as if it were numbers."""
+        name = getattr(func, "__name__", str(func))
+        found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, cls)), None)
+        what = "a packed weight" if found is None else f"a weight of shape {tuple(found.shape)} in {found.fmt.name}"
+        raise StoreError(
+            f"{name} got {what}: the model's code reads this weight itself, not through its layer, so it cannot be "
+            "packed; quantize the model again and leave it as it is (--keep NAME)"
+        )
+
+    @property
+    def encoded(self) -> Encoded:
+        parts = {name: part for name, part in self._buffers.items() if part is not None}
+        cached = self._encoded
+        if cached is None or any(cached.parts[name] is not part for name, part in parts.items()):
+            cached = self._encoded = Encoded(self.fmt, self.shape, **parts)  # its checks take time in every forward
+        return cached
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.buffers())).device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.buffers())
+
+    @property
+    def derived_nbytes(self) -> int:
+        """Bytes of the things made from the weight and held here; tiles are counted by their cache."""
+        return sum(getattr(made, "nbytes", 0) for made in self._derived.values())
+
+    def extra_repr(self) -> str:
+        return f"{self.fmt.name}, shape={self.shape}, nbytes={self.nbytes}"
+
+    # ---- things made from the weight --------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """Equal as long as the bytes are the same and lie in the same place."""
+        return (self._changes, *(UNCOUNTED if part is None else writes_of(part) for part in self._buffers.values()))
+
+    def derived(self, key: Hashable, make: Callable[[], Made], *, keep: bool = True) -> Made:
+        """The result of `make` for this key, made at most once per state; with keep=False it is not kept."""
+        state = self.state
+        if self._derived_state != state:
+            self._derived.clear()
+            self._derived_state = state
+        if key in self._derived:
+            result: Made = self._derived[key]
+            return result
+        made = make()
+        if keep:
+            self._derived[key] = made
+        return made
+
+    def forget(self) -> None:
+        """Drop everything that was made from this weight; it is made again when it is needed."""
+        self._changes += 1
+        self._derived.clear()
+        for listener in list(self._listeners):
+            listener.drop(self.token)
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call the listener's `drop` when things made from this weight are stale, or the weight is freed."""
+        if listener not in self._listeners:
+            self._listeners.add(listener)
+            weakref.finalize(self, _drop, weakref.ref(listener), self.token).atexit = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("token", "_changes", "_encoded", "_derived", "_derived_state", "_listeners"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._begin()
+
+    # ---- moving, saving, loading ------------------------------------------------------------------------------------
+
+    def replace(self, encoded: Encoded) -> None:
+        """Take the bytes of another tensor of the same format and shape, as a file holds them."""
+        if encoded.fmt.name != self.fmt.name or encoded.shape != self.shape:
+            raise StoreError(
+                f"expected {self.fmt.name} of shape {self.shape}, got {encoded.fmt.name} of shape {encoded.shape}"
+            )
+        for name, part in encoded.parts.items():
+            self.get_buffer(name).copy_(part)
+        self.forget()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
+        moved_any = False
+        for name, part in self._buffers.items():
+            if part is None:
+                continue
+            before = _as_bytes(part)
+            moved = fn(before)
+            if moved.dtype != torch.uint8 or moved.numel() != before.numel():
+                raise StoreError(
+                    f"packed {self.fmt.name} weights are bytes: they move between devices and cannot be cast to "
+                    f"{moved.dtype}; cast the float parameters only, with .to(dtype), .half() or .bfloat16()"
+                )
+            if moved.device != before.device or moved.data_ptr() != part.data_ptr():
+                moved_any = True
+                self._buffers[name] = moved.view(part.dtype).reshape(part.shape)
+        if moved_any:
+            self.forget()
+        return self
+
+    def get_extra_state(self) -> Tensor:
+        text = json.dumps({"format": self.fmt.name, "shape": list(self.shape)})
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Sets nothing: loading has compared the state already."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        faults = self._faults(state_dict, prefix)
+        if faults:
+            error_msgs.extend(faults)
+            return
+        args = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(*args)
+        self.forget()
+
+    def _faults(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """Why this state does not fit this weight; if there is a reason, nothing is copied."""
+        where = prefix.rstrip(".") or "packed weight"
+        given = {name: state_dict[prefix + name] for name in self._buffers if prefix + name in state_dict}
+        if prefix + _EXTRA not in state_dict:
+            fault = f"{where}: the state has {', '.join(given)} but not {prefix + _EXTRA}, which says their format"
+            return [f"{fault}; save it with state_dict()"] if given else []
+        try:
+            fmt, shape = _read_extra(state_dict[prefix + _EXTRA], where)
+        except FileFormatError as error:
+            return [str(error)]
+        if fmt != self.fmt.name or shape != list(self.shape):
+            return [
+                f"{where}: expected {self.fmt.name} of shape {list(self.shape)}, the state holds {fmt} of shape "
+                f"{shape}; apply the plan that the state was saved under, then load it"
+            ]
+        faults = [f"{where}: part {name!r} is missing" for name in self._buffers if name not in given]
+        for name, (dtype, size) in self.fmt.part_shapes(self.shape).items():
+            part = given.get(name)
+            if name in given and (
+                not isinstance(part, Tensor) or part.dtype != dtype or tuple(part.shape) != size or part.is_meta
+            ):
+                came = f"{part.dtype} {tuple(part.shape)} on {part.device}" if isinstance(part, Tensor) else type(part)
+                faults.append(f"{where}: part {name!r} of {self.fmt.name} must be {dtype} {size}, got {came}")
+        return faults
+
+
+def _read_extra(extra: Any, where: str) -> tuple[Any, Any]:
+    if not isinstance(extra, Tensor) or extra.dtype != torch.uint8 or extra.dim() != 1:
+        raise FileFormatError(f"{where}: {_EXTRA} must be JSON in a uint8 tensor, got {type(extra).__name__}")
+    if extra.numel() > _MAX_EXTRA_BYTES:
+        raise FileFormatError(f"{where}: {_EXTRA} of {extra.numel()} bytes is too long for a format and a shape")
+    document = parse_json(bytes(extra.tolist()), where=f"{where}: {_EXTRA}")
+    Reader(where, FileFormatError).keys(_EXTRA, document, {"format": NAME, "shape": SHAPE}, ("format", "shape"))
+    return document["format"], document["shape"]
+
+
+def _drop(listener: weakref.ref[Listener], token: int) -> None:
+    owner = listener()
+    if owner is not None:
+        owner.drop(token)
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    return part.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,333 @@
+"""The CPU's fused product: which kernel multiplies by a packed weight, and how it is called.
+
+| kernel | formats | inputs | memory beside the weight |
+|---|---|---|---|
+| ours (`cpu`) | `FORMATS` | as they are: weights are decoded in registers, sums are float32 | none |
+| torch's 4-bit one (`cpu_matmul`) | int4_g32, on CPUs that have it (Arm) | rounded to 8-bit integers | a packed copy |
+
+Ours is a float32 product of the decoded weights, up to the order of additions: with u = 2^-24 it lies within
+(K + 4) u sum_k |x_k w_nk| of the exact one. 16-bit inputs are computed in float32, and the result rounded once.
+
+Up to 12 rows of x (8 for 4-bit codes without AVX-512), codes become numbers in registers (`cpu.rows`). For more, parts
+of the weight are decoded into a buffer that stays in the cache, and multiplied from there (`cpu.panels`), but for a few
+rows that would need a vector of inputs of their own. Two other ways were slower: the whole matrix decoded for a BLAS,
+since its numbers go to memory and back; and parts decoded for a BLAS, which copies each part and all inputs once more,
+and starts all threads for every part.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import platform
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.formats import Encoded
+from bitplan.formats.elements import E2M1_MAGNITUDES
+from bitplan.packed.products import cpu_matmul
+
+NIBBLES = ("int4_g32", "q4_0_gguf", "mxfp4", "nvfp4")
+BYTES = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row")
+FORMATS = NIBBLES + BYTES
+INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread costs more than it gains
+PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
+MOST_INPUTS, MOST_WITHOUT_LOOKUP = 12, 8  # of products in registers; the second for 4-bit codes without AVX-512
+MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in turns
+MOST_KEPT = 2**21  # bytes of scratch memory that a thread's calls leave for the next
+_E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
+
+Call = Callable[[Tensor, Sequence[int]], Tensor]
+Into = Callable[[int, int], None]  # addresses of x and of the result, float32 and contiguous
+_Job = tuple["array[int]", int, int, int, Tensor]  # fields, their address; memory for threads: address, bytes, itself
+_jobs: list[_Job] = []  # those of calls that are over, still in the CPU's cache: as many as calls ever ran at once
+
+
+class FusedOnCpu:
+    """Reads packed bytes with numba's or torch's kernel; see the table above."""
+
+    name = "the CPU's fused kernel"
+
+    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
+        if dtype not in INPUTS:
+            return f"{self.name} computes in float32, the input is {dtype}"
+        if _takes_torch(weight, dtype):
+            return None
+        return why_not_ours(weight)
+
+    def prepare(self, weight: Encoded) -> tuple[Tensor, ...]:
+        """torch's copy, or 17 numbers: those of the 16 codes, and a factor for all of them."""
+        if _takes_torch(weight, torch.float32):
+            return (cpu_matmul.pack_four_bit(weight),)
+        return (_constants(weight),)
+
+    def join(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
+        """The numbers of all; None where they differ (nvfp4's factors of whole tensors), and for torch's copies."""
+        first = parts[0][0]
+        if first.dtype == torch.uint8 or any(not torch.equal(part[0], first) for part in parts):
+            return None
+        return (first,)
+
+    def launches(self, weight: Encoded, rows: int) -> Sequence[Mapping[str, int]]:
+        return ()
+
+    def run(
+        self,
+        x_MK: Tensor,
+        weight: Encoded,
+        prepared: tuple[Tensor, ...],
+        bias: Tensor | None,
+        launch: Mapping[str, int] | None,
+    ) -> Tensor:
+        inputs = x_MK.shape[0]
+        wide = None if bias is None else bias.detach().float().contiguous()
+        if not inputs:
+            return x_MK.new_empty((0, weight.shape[0]))
+        if prepared[0].dtype == torch.uint8:
+            return cpu_matmul.four_bit_linear(x_MK, weight, prepared[0], wide).to(x_MK.dtype)
+        return _call_for(inputs, weight, prepared[0], wide)(x_MK, (inputs, weight.shape[0]))
+
+    def bind(
+        self,
+        x_MK: Tensor,
+        weight: Encoded,
+        prepared: tuple[Tensor, ...],
+        bias: Tensor | None,
+        launch: Mapping[str, int] | None,
+    ) -> Call | None:
+        """The product for further inputs of this many rows; valid while weight and bias stay where they are."""
+        if (
+            prepared[0].dtype == torch.uint8
+            or not x_MK.shape[0]
+            or (bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous()))
+        ):
+            return None
+        return _call_for(x_MK.shape[0], weight, prepared[0], None if bias is None else bias.detach())
+
+    def note(self, weight: Encoded) -> str:
+        if _takes_torch(weight, torch.float32):
+            return (
+                "is torch's 4-bit one, rounds each input row to 8-bit integers (error at most step * sum |w|, "
+                "typically 0.5 to 0.9 %) and keeps a copy of the packed weight in its own order"
+            )
+        return "decodes weights in registers or in a buffer, sums in float32 and keeps no copy"
+
+
+def why_not_ours(weight: Encoded) -> str | None:
+    """Why our kernel cannot run this product; None if it can."""
+    if weight.fmt.name not in FORMATS:
+        return f"the CPU's fused kernel has no {weight.fmt.name}, but {', '.join(FORMATS)}"
+    reason = _why_not_here()
+    if reason is not None:
+        return reason
+    from bitplan.packed.products.cpu_rows import LANES, STEP
+
+    shortest = STEP if weight.fmt.name in NIBBLES else LANES
+    if not weight.shape[0] or weight.fmt.padded_cols(weight.shape[1]) < shortest:
+        return f"the CPU's fused kernel needs rows of at least {shortest} weights here, got shape {weight.shape}"
+    return None
+
+
+def _most_inputs(weight: Encoded) -> int:
+    """From how many inputs on the weight is decoded once for all, not once for four of them."""
+    from bitplan.packed.products.cpu_rows import LOOKS_UP
+
+    return MOST_WITHOUT_LOOKUP if weight.fmt.name in NIBBLES and not LOOKS_UP else MOST_INPUTS
+
+
+def _call_for(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Call:
+    """A call for this many inputs: all is fixed but x and the result."""
+    from bitplan.packed.products.cpu_rows import LANES
+
+    most, rest = _most_inputs(weight), inputs % LANES
+    if inputs <= most:
+        product = _in_registers(inputs, weight, constants, bias)
+    elif 0 < rest <= LANES // 4:  # a panel for them would be mostly empty
+        product = _in_panels(inputs - rest, weight, constants, bias)
+        product_of_rest = _in_registers(rest, weight, constants, bias)
+    else:
+        product, rest = _in_panels(inputs, weight, constants, bias), 0
+    whole = 0 if inputs <= most else inputs - rest
+    rest_of_x, rest_of_y = 4 * weight.shape[1] * whole, 4 * weight.shape[0] * whole
+    has_rest, empty, float32 = 0 < whole < inputs, torch.empty, torch.float32
+
+    def call(x: Tensor, shape: Sequence[int]) -> Tensor:
+        dtype = x.dtype
+        wide = x if dtype is float32 and x.is_contiguous() else x.detach().to(float32).contiguous()
+        y = empty(shape, dtype=float32)
+        product(wide.data_ptr(), y.data_ptr())
+        if has_rest:
+            product_of_rest(wide.data_ptr() + rest_of_x, y.data_ptr() + rest_of_y)
+        return y if dtype is float32 else y.to(dtype)
+
+    return call
+
+
+def _takes_torch(weight: Encoded, dtype: torch.dtype) -> bool:
+    return weight.fmt.name == "int4_g32" and cpu_matmul.why_not_four_bit(weight, dtype) is None
+
+
+@functools.cache
+def _why_not_here() -> str | None:
+    if importlib.util.find_spec("numba") is None:
+        return "the CPU's fused kernel needs numba, which is not installed; pip install numba"
+    from bitplan.base.loops.cpu_features import features
+
+    if _on_x86() and not {"avx2", "fma", "f16c"} <= features():
+        return "the CPU's fused kernel needs AVX2, FMA and F16C on x86"
+    if not _on_x86() and platform.machine().lower() not in ("aarch64", "arm64"):
+        return f"the CPU's fused kernel is for x86 and 64-bit Arm, this is {platform.machine()}"
+    return None
+
+
+def _on_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+# ---- few inputs ------------------------------------------------------------------------------------------------------
+
+
+def _constants(weight: Encoded) -> Tensor:
+    from bitplan.packed.products.cpu_rows import LOOKS_UP
+
+    e2m1 = weight.fmt.name in ("mxfp4", "nvfp4")
+    numbers = [*E2M1_MAGNITUDES, *(-each for each in E2M1_MAGNITUDES)] if e2m1 else list(range(-8, 8))
+    factor = 0.5 if e2m1 and not LOOKS_UP else 1.0
+    if weight.fmt.name in ("nvfp4", "fp8_e4m3_row"):
+        factor *= _E8_OF_E4M3
+    constants = torch.tensor([*numbers, factor], dtype=torch.float32)
+    if weight.base is not None:
+        constants[16] *= weight.base.reshape(())
+    return constants
+
+
+def _in_registers(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Into:
+    """The job is complete except for the addresses of x, the result and the scratch memory."""
+    from bitplan.base.loops.jit import thread_count
+    from bitplan.base.loops.openmp_threads import run
+    from bitplan.packed.products import cpu_rows
+    from bitplan.packed.products.cpu_rows import products_of
+
+    rows, width = weight.shape
+    unit = cpu_rows.STEP if weight.fmt.name in NIBBLES else cpu_rows.LANES
+    units = -(-weight.fmt.padded_cols(width) // unit)
+    tiled = inputs if inputs == 1 else 4 * -(-inputs // 4)
+    stride = 4 * unit * (1 + units * tiled) + 64  # threads share no cache line
+    template, holds = _job(weight, constants, inputs=inputs, scratch_stride=stride)
+    template[cpu_rows.BIAS] = 0 if bias is None else bias.data_ptr()
+    x_at, y_at, scratch_at, piece_at = cpu_rows.X, cpu_rows.Y, cpu_rows.SCRATCH, cpu_rows.PIECE
+    function, is_small = products_of(weight.fmt.name), rows * width * inputs < LEAST_FOR_THREADS
+    pieces = [0, _piece(rows, 1)]  # by the number of threads
+
+    def product(x: int, y: int, _holds: Any = (holds, bias)) -> None:
+        threads = 1 if is_small else thread_count()
+        while threads >= len(pieces):
+            pieces.append(_piece(rows, len(pieces)))
+        job = _taken_job(threads * stride)
+        fields, address, scratch, _, _ = job
+        fields[:] = template
+        fields[x_at], fields[y_at], fields[scratch_at], fields[piece_at] = x, y, scratch, pieces[threads]
+        run(function, address, threads)
+        _give_back(job)
+
+    return product
+
+
+def _taken_job(size: int) -> _Job:
+    """A job with scratch memory of at least this size, for this thread alone."""
+    try:
+        job = _jobs.pop()
+    except IndexError:
+        return _new_job(size)
+    return job if job[3] >= size else _new_job(size)
+
+
+def _give_back(job: _Job) -> None:
+    if job[3] <= MOST_KEPT:
+        _jobs.append(job)
+
+
+def _new_job(size: int) -> _Job:
+    from bitplan.packed.products.cpu_rows import JOB
+
+    fields, scratch = array("q", [0]) * len(JOB), torch.empty(size + 64, dtype=torch.uint8)
+    address = scratch.data_ptr()
+    return fields, fields.buffer_info()[0], address + -address % 64, size, scratch
+
+
+def _job(weight: Encoded, constants: Tensor, **fields: int) -> tuple[array[int], Any]:
+    """A job for all rows of the weight, and the objects that must live as long, since a job holds only addresses."""
+    from bitplan.packed.products.cpu_rows import JOB
+
+    assert weight.scales is not None
+    rows, width = weight.shape
+    data, scales = weight.data.contiguous(), weight.scales.contiguous()
+    fields |= {
+        "width": width,
+        "codes": data.data_ptr(),
+        "codes_stride": data.nbytes // rows,
+        "scales": scales.data_ptr(),
+        "scales_stride": scales.nbytes // rows,
+        "rows": rows,
+        "table": constants.data_ptr(),
+        "factor": constants.data_ptr() + 64,
+    }
+    return array("q", [fields.get(name, 0) for name in JOB]), (data, scales, constants)
+
+
+def _piece(rows: int, threads: int) -> int:
+    return max(4, rows // (threads * PIECES_PER_THREAD) // 4 * 4)
+
+
+# ---- many inputs -----------------------------------------------------------------------------------------------------
+
+
+def _in_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Into:
+    """As `_in_registers`, for more inputs: panels are made of x, then multiplied."""
+    from bitplan.base.loops.jit import thread_count
+    from bitplan.base.loops.openmp_threads import run
+    from bitplan.packed.products import cpu_rows as fields
+    from bitplan.packed.products import cpu_rows as panels
+    from bitplan.packed.products.cpu_rows import decoder_of
+
+    (rows, width), name, most = weight.shape, weight.fmt.name, min(inputs, MOST_IN_PANELS)
+    unit = fields.STEP if name in NIBBLES else fields.LANES
+    count = weight.fmt.padded_cols(width)
+    if name in BYTES:
+        count = -(-count // unit) * unit
+    order = "bytes" if name in BYTES else "halves" if name == "q4_0_gguf" else "pairs"
+    arrange, multiply, decoder = panels.panels_of(order), panels.panel_products(), decoder_of(name)
+    shared = {"count": count, "unit": unit, "decoder": decoder.address, "bias": 0 if bias is None else bias.data_ptr()}
+    template, holds = _job(weight, constants, **shared)
+    for_arranging, for_panels = panels.arranging_bytes(count), 4 * panels.numbers_in_panels(most, count)
+    for_panels = -(-for_panels // 64) * 64
+
+    sizes: dict[int, tuple[int, int, int]] = {}  # by threads: rows of a piece, bytes of a thread, of all
+
+    def product(x: int, y: int, _holds: Any = (holds, bias)) -> None:
+        threads = thread_count()
+        found = sizes.get(threads)
+        if found is None:
+            piece = panels.piece_rows(rows, threads)
+            stride = max(for_arranging, panels.product_bytes(piece, most))
+            found = sizes[threads] = piece, stride, for_panels + threads * stride
+        piece, stride, size = found
+        job = _taken_job(size)
+        values, address, arranged, _, _ = job
+        for first in range(0, inputs, MOST_IN_PANELS):
+            count = min(MOST_IN_PANELS, inputs - first)
+            for function, source, result in ((arrange, x, arranged), (multiply, arranged, y)):
+                values[:] = template
+                values[fields.X], values[fields.Y], values[fields.INPUTS] = source, result, count
+                values[fields.PIECE], values[fields.SCRATCH] = piece, arranged + for_panels
+                values[fields.SCRATCH_STRIDE] = stride
+                run(function, address, threads)
+            x, y = x + 4 * width * count, y + 4 * rows * count
+        _give_back(job)
+
+    return product

@@ -1,0 +1,192 @@
+"""Finds the fused product for a device: one interface for the CPU's and the GPU's.
+
+"Fused" is a kernel that reads packed weights and never writes an expanded one: a Triton kernel on CUDA, numba's or
+torch's on a CPU (`cpu_fused`). Each may need tensors that are made once per weight (`prepare`), such as scales in its
+own order; only the kernel knows what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bitplan.formats import Encoded
+from bitplan.packed.products.cpu_fused import FusedOnCpu
+
+Launch = Mapping[str, int]
+Prepared = tuple[Tensor, ...]  # at most three tensors that a kernel made from a weight
+Bound = Callable[[Tensor, Sequence[int]], Tensor | None]  # x, the result's shape -> the result; None: x does not fit
+BoundInto = Callable[[Tensor, Tensor], bool]  # x, the result to be written -> whether they fit and it was written
+
+
+class FusedMatmul(Protocol):
+    """A kernel for x @ W.T + bias over a packed W."""
+
+    name: str
+
+    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
+        """Why the kernel cannot run for inputs of this type; None if it can."""
+
+    def prepare(self, weight: Encoded) -> Prepared:
+        """The tensors that the kernel reads beside the weight, or instead of it."""
+
+    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
+        """The prepared tensors of weights that lie one below the other in one matrix; None if it cannot join them."""
+
+    def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
+        """Launches that are worth measuring; empty if there is only one."""
+
+    def run(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Tensor:
+        """The product, in the type of x."""
+
+    def bind(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Bound | None:
+        """A call that gives the same for other x of this shape and checks nothing anew; None if there is none.
+
+        It is valid on the present stream, as long as weight and bias stay where they are.
+        """
+
+    def note(self, weight: Encoded) -> str:
+        """What a user should know of its results and memory."""
+
+
+class TritonOnCuda:
+    """The Triton kernel, imported at first use, because that loads Triton."""
+
+    name = "the Triton kernel"
+
+    def __init__(self) -> None:
+        from bitplan.packed.products import fused_few_rows
+
+        self._kernel: Any = fused_few_rows
+
+    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
+        if weight.fmt.name not in self._kernel.FUSED_FORMATS:
+            return f"the Triton kernel has no {weight.fmt.name}"
+        reason: str | None = self._kernel.why_not_fused(weight, dtype)
+        return reason
+
+    def prepare(self, weight: Encoded) -> Prepared:
+        prepared: Prepared = self._kernel.arrange_scales(weight)
+        return prepared
+
+    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
+        joined: Prepared | None = self._kernel.join_scales([self._kernel.ArrangedScales(*part) for part in parts])
+        return joined
+
+    def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
+        return [launch.to_dict() for launch in self._kernel.candidate_launches(weight, rows)]
+
+    def run(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Tensor:
+        if bias is not None and bias.dtype not in (torch.bfloat16, torch.float32):
+            bias = bias.float()
+        how = self._launch(weight, x_MK.shape[0], launch)
+        arranged = self._kernel.ArrangedScales(*prepared)
+        y: Tensor = self._kernel.fused_matmul(x_MK.contiguous(), weight, arranged, bias, launch=how)
+        return y
+
+    def bind(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Bound | None:
+        bound = self._bind(x_MK, weight, prepared, bias, launch)
+        return None if bound is None else _bound_call(x_MK, weight.shape[0], *bound)
+
+    def bind_into(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> BoundInto | None:
+        """As `bind`, for results whose memory is given, on whichever stream is present at the call."""
+        bound = self._bind(x_MK, weight, prepared, bias, launch)
+        return None if bound is None else _bound_call_into(x_MK, weight.shape[0], *bound)
+
+    def _bind(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> tuple[Callable[..., None], int] | None:
+        """What launches the product, and its split."""
+        if not x_MK.is_cuda or (bias is not None and bias.dtype not in (torch.bfloat16, torch.float32)):
+            return None
+        how = self._launch(weight, x_MK.shape[0], launch)
+        arranged = self._kernel.ArrangedScales(*prepared)
+        bound: tuple[Callable[..., None], int] | None = self._kernel.bind_matmul(x_MK, weight, arranged, bias, how)
+        return bound
+
+    def _launch(self, weight: Encoded, rows: int, launch: Launch | None) -> Any:
+        if launch is None:
+            return self._kernel.default_launch(weight, rows) if rows else None
+        return self._kernel.MatmulLaunch.from_dict(dict(launch))
+
+    def note(self, weight: Encoded) -> str:
+        return "sums in float32"
+
+
+def _bound_call(x_MK: Tensor, outputs: int, launch: Callable[..., None], split: int) -> Bound:
+    """A call that allocates the result, and memory for the parts of a split, and launches."""
+    device, index = x_MK.device, x_MK.get_device()
+    stream: int = torch.cuda.current_stream(device).cuda_stream
+    part_shape = (split, x_MK.shape[0], outputs)
+    current_stream: Any = torch._C._cuda_getCurrentRawStream
+    current_device: Any = torch._C._cuda_getDevice
+    empty, dtype, parts = torch.empty, torch.bfloat16, torch.float32
+
+    def run(x: Tensor, shape: Sequence[int]) -> Tensor | None:
+        address = x.data_ptr()
+        if address & 15 or not x.is_contiguous() or current_stream(index) != stream or current_device() != index:
+            return None
+        out = empty(shape, dtype=dtype, device=device)
+        if split == 1:
+            launch(stream, address, out.data_ptr(), 0)
+        else:
+            launch(stream, address, out.data_ptr(), empty(part_shape, dtype=parts, device=device).data_ptr())
+        return out
+
+    return run
+
+
+def _bound_call_into(x_MK: Tensor, outputs: int, launch: Callable[..., None], split: int) -> BoundInto:
+    """A call that launches; x is contiguous, and its device the present one."""
+    device, index = x_MK.device, x_MK.get_device()
+    part_shape = (split, x_MK.shape[0], outputs)
+    current_stream: Any = torch._C._cuda_getCurrentRawStream
+
+    def run(x: Tensor, out: Tensor) -> bool:
+        address, target = x.data_ptr(), out.data_ptr()
+        if (address | target) & 15:
+            return False
+        if split == 1:
+            launch(current_stream(index), address, target, 0)
+        else:
+            parts = torch.empty(part_shape, dtype=torch.float32, device=device)
+            launch(current_stream(index), address, target, parts.data_ptr())
+        return True
+
+    return run
+
+
+_by_device: dict[str, FusedMatmul | None] = {}
+
+
+def fused_for(device_type: str) -> FusedMatmul | None:
+    """The fused product of a kind of device; None where there is none."""
+    if device_type not in _by_device:
+        _by_device[device_type] = _find(device_type)
+    return _by_device[device_type]
+
+
+def _find(device_type: str) -> FusedMatmul | None:
+    if device_type == "cpu":
+        return FusedOnCpu()
+    if device_type != "cuda":
+        return None
+    try:
+        return TritonOnCuda()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "triton":
+            raise
+        return None

@@ -1,0 +1,473 @@
+"""QuantLinear: a linear layer over a packed weight, and its gradients. `apply_plan` makes them.
+
+    y = x @ decode(weight).T + bias
+
+in the way that `strategy` names. The packed weight has no gradient: adapters and biases are trained beside it, and
+gradients pass through it to earlier layers (`operators.linear`).
+
+eager, decode and tile_cache give F.linear on decoded weights, computed in float32 on a CPU and rounded once to the
+input's type; for fused, `packed.products` states the error bound. Autocast casts the input as it does for F.linear.
+
+A call takes one of three paths, which give the same numbers:
+
+| path | when | what it costs the host |
+|---|---|---|
+| bound | no gradient, the same shape as a call before; decoded on a GPU about as many rows | launches, comparisons |
+| direct | no gradient | choosing, once for every power of two of rows |
+| operator | gradients, autocast, torch.compile, torch.export, other kinds of tensors | torch's dispatch as well |
+
+Calls measure nothing: what has no record goes by a rule, until `warm_up` measures it. A graph holds the operator. How
+it runs is chosen when the graph is traced, and is a constant of the graph: by the number of rows if that is fixed
+(measured then), else by a table of row counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+from torch.compiler import is_compiling
+from torch.nn.functional import linear
+
+from bitplan.formats import Encoded, Format
+from bitplan.formats.dispatch import bind_decode, decode, encode
+from bitplan.packed.crossover import ROW_COUNTS, Pick
+from bitplan.packed.launch_choices import GraphWeight, ProductWay, text_of
+from bitplan.packed.linear_operator import Matrix, multiply, remember
+from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.product_strategy import (
+    INPUTS,
+    LayerError,
+    check_packed,
+    check_strategy,
+    check_tensor,
+    choose,
+    compute_dtype,
+    input_type,
+    is_capturing,
+    is_transformed,
+    refuse_transforms,
+)
+from bitplan.packed.products.decode_row_slices import why_no_rows
+from bitplan.packed.products.fused import Bound, FusedMatmul, Prepared, fused_for
+from bitplan.packed.tile_cache import TileCache
+
+_PICKS_KEPT = 64
+_STRIDED = torch.strided
+_packed_linear: Callable[..., Tensor] = torch.ops.bitplan.packed_linear
+
+
+# ---- the layer -------------------------------------------------------------------------------------------------------
+
+
+class QuantLinear(nn.Module):
+    """A linear layer whose weight [out_features, in_features] stays packed.
+
+    weight     an Encoded matrix of a format whose blocks lie within a row, or a PackedWeight that layers share
+    bias       kept unchanged, as a Parameter
+    strategy   "auto", "eager", "fused", "tile_cache" or "decode"; may be set later
+    cache      the TileCache of the model, for "tile_cache" and "auto"
+    name       what messages call the layer
+
+    `last_pick` says how the last forward ran and why; `explain(rows)` says how a forward of `rows` rows would run.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        weight: Encoded | PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        strategy: str = "auto",
+        cache: TileCache | None = None,
+        name: str = "QuantLinear",
+    ) -> None:
+        super().__init__()
+        check_packed(weight, name)
+        reason = why_no_rows(weight.fmt)
+        if len(weight.shape) != 2 or reason is not None:
+            raise LayerError(
+                f"{name}: a packed linear needs a matrix in a format whose blocks lie within a row, such as mxfp4 or "
+                f"int8_row, got {weight.fmt.name} of shape {weight.shape}{f': {reason}' if reason else ''}"
+            )
+        self.out_features, self.in_features = weight.shape
+        if bias is not None and tuple(bias.shape) != (self.out_features,):
+            raise LayerError(f"{name}: the bias must have shape ({self.out_features},), got {tuple(bias.shape)}")
+        self.name = name
+        self.weight = weight if isinstance(weight, PackedWeight) else PackedWeight(weight)
+        self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
+        self.graph = GraphWeight()
+        self.joint: Any = None  # a JointProjection, where the layer runs together with others
+        self.joint_at = 0
+        self._picks: dict[Any, Pick] = {}
+        self._bound: dict[Any, _BoundCall] = {}  # by shape and type; decoded products by bits of the row count and type
+        self._strategy, self._cache = check_strategy(strategy, name), cache
+        self.last_pick: Pick | None = None
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        fmt: Format | str,
+        *,
+        strategy: str = "auto",
+        cache: TileCache | None = None,
+        name: str = "QuantLinear",
+        **encode_options: Any,
+    ) -> Self:
+        """Pack a linear layer's weight; the bias is shared with it. Options are those of `bitplan.encode`."""
+        encoded = encode(linear.weight, fmt, name=f"{name}.weight", **encode_options)
+        return cls(encoded, linear.bias, strategy=strategy, cache=cache, name=name).train(linear.training)
+
+    def stand_in(self, x: Tensor) -> nn.Linear:
+        """A plain layer without numbers that computes the same, for `bitplan.describe`."""
+        bias = self.bias is not None
+        return nn.Linear(self.in_features, self.out_features, bias=bias, device="meta", dtype=x.dtype)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("weight", "bias") and self.__dict__.get("joint") is not None:
+            self.joint.drop(0)  # compiled graphs of joined layers see this alone
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_picks": {}, "_bound": {}}  # bound calls hold addresses of this layer's bytes
+
+    @property
+    def strategy(self) -> str:
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: str) -> None:
+        self._strategy = check_strategy(strategy, self.name)
+        self._forget_picks()
+
+    @property
+    def cache(self) -> TileCache | None:
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: TileCache | None) -> None:
+        self._cache = cache
+        self._forget_picks()
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={self.weight.fmt.name}, strategy={self.strategy}, adapters=bitplan.peft.get_peft_model"
+        )
+
+    def explain(self, rows: int, dtype: torch.dtype | None = None) -> Pick:
+        """How a forward of `rows` rows (all leading axes together) would run, and why. Nothing is measured for it.
+
+        dtype   of the input; bfloat16 on CUDA and float32 elsewhere if it is not given
+        """
+        usual = torch.bfloat16 if self.weight.device.type == "cuda" else torch.float32
+        return choose(self.weight, rows, dtype or usual, self.strategy, self.cache, where=self.name, measure=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is not Tensor or x.layout is not _STRIDED:
+            check_tensor(x, self.name)
+        if self.joint is not None:
+            y: Tensor | None = self.joint.part(self, x)
+            if y is not None:
+                return y
+        if is_compiling():
+            return self._in_graph(x)
+        y = self.bound_product(x)
+        return self._forward(x) if y is None else y
+
+    def bound_product(self, x: Tensor) -> Tensor | None:
+        """The product by the path that costs the host least; None where that path is not prepared for this call."""
+        calls = self._bound
+        bound = calls.get((x.shape, x.dtype))
+        if bound is None and calls and x.shape[-1:] == (self.in_features,):
+            bound = calls.get(((x.numel() // self.in_features - 1).bit_length(), x.dtype))
+        return None if bound is None else bound(x, self)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        refuse_transforms(self.name)
+        dtype = input_type(x)
+        flat = _flat(x.to(dtype))
+        self.last_pick = picked = self._pick(flat.shape[0], dtype)
+        matrix = self._matrix(picked, dtype)
+        if _is_plain(x) and not (is_grad_enabled() and (x.requires_grad or _learns(self.bias))):
+            y = multiply(flat, self.bias, matrix, ProductWay(picked.strategy, picked.launch))
+            if dtype == x.dtype:
+                self._bind(x, matrix.prepared, picked)
+        else:
+            y = self._operator(flat, matrix, text_of([(None, picked)]))
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _in_graph(self, x: Tensor) -> Tensor:
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        self._check_input(x)
+        dtype = input_type(x)
+        flat = _flat(x.to(dtype))
+        rows = flat.shape[0]
+        ways = self.settle(rows if has_static_value(rows) else None, dtype)
+        # A graph compares all that is read here, in every call: attributes of modules are several comparisons each.
+        weight: Any = self._modules["weight"]
+        graph: Any = self._modules["graph"]
+        parts, held = weight._buffers, graph._buffers
+        made: Tensor = _packed_linear(
+            flat,
+            self._parameters["bias"],
+            parts["data"],
+            parts.get("scales"),
+            parts.get("base"),
+            held["arranged"],
+            held["factor"],
+            held["counters"],
+            held["expanded"],
+            weight.format_name,
+            self.out_features,
+            ways,
+            0,
+            0,
+        )
+        return made.reshape(*x.shape[:-1], self.out_features)
+
+    def settle(self, rows: int | None, dtype: torch.dtype) -> str:
+        """The ways of a graph for `rows` rows, or any number if None; puts all that they read into `self.graph`.
+
+        It runs while a graph is traced, and is not part of the graph.
+        """
+        is_real = type(self.weight.data) is Tensor
+        if rows is not None:
+            picks: list[tuple[int | None, Pick]] = [(None, self._pick(rows, dtype, measure=is_real))]
+        else:
+            picks = [(count, self._pick(count, dtype, measure=False)) for count in ROW_COUNTS]
+            picks.append((None, picks[-1][1]))
+        self.last_pick = picks[-1][1]
+        strategies = {pick.strategy for _, pick in picks}
+        if is_real:
+            self._fill_graph(strategies, dtype)
+        elif ("fused" in strategies and not self.graph.is_prepared) or (
+            strategies & {"eager", "tile_cache"} and self.graph.expanded is None
+        ):
+            raise LayerError(
+                f"{self.name}: torch.export sees no numbers, and {' and '.join(sorted(strategies))} needs what is made "
+                "from them; run the model once with such an input, then export it"
+            )
+        return text_of(picks)
+
+    # As torch.compiler.assume_constant_result does, without the seconds that importing the compiler takes.
+    settle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _fill_graph(self, strategies: set[str], dtype: torch.dtype) -> None:
+        weight, wide = self.weight, compute_dtype(self.weight.device, dtype)
+        if "fused" in strategies:
+            fused = fused_for(weight.device.type)
+            assert fused is not None
+            self.graph.hold_prepared(weight, self.prepared(fused))
+        if "eager" in strategies:
+            self.graph.hold_expanded(weight, self._expanded(wide))
+        elif "tile_cache" in strategies:
+            assert self.cache is not None
+            pinned = self.cache.pin(weight, wide)
+            if pinned is None:
+                raise LayerError(
+                    f"{self.name}: strategy 'tile_cache' in a graph keeps the whole weight, and {self.cache!r} has no "
+                    "room for it; give the cache a larger budget, or set strategy='auto'"
+                )
+            self.graph.hold_expanded(weight, pinned)
+
+    def _operator(self, flat: Tensor, matrix: Matrix, ways: str) -> Tensor:
+        prepared = (*matrix.prepared, None, None, None)[:3]
+        y: Tensor = _packed_linear(
+            flat,
+            self.bias,
+            *matrix[:3],
+            *prepared,
+            matrix.expanded,
+            matrix.format,
+            self.out_features,
+            ways,
+            matrix.weight,
+            matrix.cache,
+        )
+        return y
+
+    def _matrix(self, picked: Pick, dtype: torch.dtype) -> Matrix:
+        """The weight, with what this pick's kernel reads beside it."""
+        weight, expanded, tokens = self.weight, None, (0, 0)
+        prepared: Prepared = ()
+        if picked.strategy == "fused":
+            fused = fused_for(weight.device.type)
+            assert fused is not None
+            prepared = self.prepared(fused)
+            self.graph.hold_prepared(weight, prepared)
+        elif picked.strategy == "eager":
+            expanded = self._expanded(compute_dtype(weight.device, dtype))
+            self.graph.hold_expanded(weight, expanded)
+        elif picked.strategy == "tile_cache":
+            assert self.cache is not None
+            remember(weight, self.cache)
+            tokens = (weight.token, self.cache.token)
+        encoded = weight.encoded
+        shape = (self.out_features, self.in_features)
+        return Matrix(encoded.data, encoded.scales, encoded.base, prepared, expanded, encoded.fmt.name, shape, *tokens)
+
+    def _expanded(self, dtype: torch.dtype) -> Tensor:
+        encoded, keep = self.weight.encoded, not is_capturing(self.weight.device)
+        return self.weight.derived(("expanded", dtype), lambda: decode(encoded, dtype), keep=keep)
+
+    def prepared(self, fused: FusedMatmul) -> Prepared:
+        """What the kernel reads beside the weight, one for each stream: a kernel may keep counters in it.
+
+        While a CUDA graph is captured, the first stream's is used, if there is one: a new one would live in the graph's
+        own memory, and be made again with every replay.
+        """
+        device = self.weight.device
+        keep = not is_capturing(device)
+        stream_key: Hashable = "fused"
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device).cuda_stream
+            first = self.weight.derived("first stream", lambda: stream, keep=keep)
+            stream_key = "fused" if stream == first or not keep else ("fused", stream)
+        return self.weight.derived(stream_key, lambda: self._prepare(fused), keep=keep)
+
+    def _prepare(self, fused: FusedMatmul) -> Prepared:
+        return fused.prepare(self.weight.encoded)
+
+    def _bind(self, x: Tensor, prepared: Prepared, picked: Pick) -> None:
+        """Keep the bound call for later inputs of this shape, or of about as many rows."""
+        if is_capturing(x.device) or not x.numel():
+            return
+        bound: Bound | None = None
+        key: Hashable = (x.shape, x.dtype)
+        if picked.strategy == "fused":
+            fused = fused_for(x.device.type)
+            assert fused is not None
+            bound = fused.bind(_flat(x), self.weight.encoded, prepared, self.bias, picked.launch)
+        elif picked.strategy == "decode" and (self.cache is None or self.strategy == "decode"):
+            bound = _bound_decode(self.weight.encoded, x.dtype, self.bias)
+            key = ((x.numel() // self.in_features - 1).bit_length(), x.dtype)
+        if bound is not None:
+            if len(self._bound) >= _PICKS_KEPT:
+                self._bound.clear()
+            shape = (*x.shape[:-1], self.out_features)
+            self._bound[key] = _bound_call(bound, shape, self, picked)
+
+    def _forget_picks(self) -> None:
+        self._picks.clear()
+        self._bound.clear()
+        if self.joint is not None:
+            self.joint.drop(0)
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.dim() < 1 or x.shape[-1] != self.in_features:
+            raise LayerError(
+                f"{self.name}: the last axis of the input must have {self.in_features} features, got {tuple(x.shape)}"
+            )
+        if x.dtype not in INPUTS:
+            raise LayerError(
+                f"{self.name}: inputs are bfloat16, float16, float32 or float64, got {x.dtype}; cast first"
+            )
+        weight: Any = self._modules["weight"]
+        device = weight._buffers["data"].device
+        if x.device != device:
+            raise LayerError(f"{self.name}: the input lies on {x.device}, the weight on {device}; move one")
+
+    def _pick(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> Pick:
+        """As `choose`, decided once for every power of two of rows, as crossovers are measured."""
+        weight, cache, strategy = self.weight, self.cache, self.strategy
+        bucket = 1 << max(0, rows - 1).bit_length()
+        is_kept = strategy in ("auto", "fused") and type(weight.data) is Tensor and not is_capturing(weight.device)
+        if not is_kept:
+            return choose(weight, bucket, dtype, strategy, cache, where=self.name, measure=measure)
+        room = cache is not None and cache.has_room(weight, compute_dtype(weight.device, dtype))
+        key = (bucket, dtype, room, weight.token, weight.state)
+        if measure or key not in self._picks:
+            if len(self._picks) >= _PICKS_KEPT:
+                self._picks.clear()
+            picked = choose(weight, bucket, dtype, strategy, cache, where=self.name, measure=measure)
+            if self._picks.get(key, picked) != picked:
+                self._bound.clear()  # calls that were bound before it was measured
+            self._picks[key] = picked
+        return self._picks[key]
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if isinstance(state_dict.get(prefix + "weight"), Tensor):
+            error_msgs: list[str] = args[-1]
+            error_msgs.append(
+                f"{prefix}weight: the state holds a float weight and this layer a packed {self.weight.fmt.name} one; "
+                "load the state before the plan is applied, or a state that was saved after it"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _bound_decode(weight: Encoded, dtype: torch.dtype, bias: Tensor | None) -> Bound | None:
+    """A call that decodes the weight and multiplies; None where no kernel decodes it, or the bias has another type."""
+    decoded = bind_decode(weight, dtype) if bias is None or bias.dtype == dtype else None
+    if decoded is None:
+        return None
+
+    def run(x: Tensor, _shape: Sequence[int]) -> Tensor | None:
+        numbers = decoded()
+        if numbers is None:
+            return None
+        # Of an input with gaps torch would round the product before it adds the bias.
+        return linear(x if x.is_contiguous() else x.contiguous(), numbers, bias)
+
+    return run
+
+
+def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked: Pick) -> _BoundCall:
+    """A call in which everything but the input is fixed; valid as long as the layer does not change.
+
+    It gives None where the layer or the mode has changed: the call takes another path, and is bound anew.
+    """
+    weight, bias = layer.weight, layer.bias
+    changes, buffers, address = weight._changes, weight._buffers, 0 if bias is None else bias.data_ptr()
+    parts = tuple((name, part, _version(part)) for name, part in buffers.items() if part is not None)
+    device, kind, on_cpu = weight.device, weight.device.type, weight.device.type == "cpu"
+
+    def run(x: Tensor, layer: QuantLinear) -> Tensor | None:
+        if layer._modules["weight"] is not weight or weight._changes != changes:
+            return None
+        for name, part, version in parts:
+            if buffers[name] is not part or (version is not None and part._version != version):
+                return None
+        if layer._parameters["bias"] is not bias or (bias is not None and bias.data_ptr() != address):
+            return None
+        is_elsewhere = not x.is_cpu if on_cpu else x.device != device  # comparing devices is slow
+        if is_elsewhere or type(x) not in _PLAIN or _modes() or is_autocast_enabled(kind) or is_transformed():
+            return None
+        if is_grad_enabled() and (x.requires_grad or _learns(bias)):
+            return None
+        y = call(x, shape)
+        if layer.last_pick is not picked:  # a module's attributes are slow to write
+            layer.last_pick = picked
+        return y
+
+    return run
+
+
+_BoundCall = Callable[[Tensor, QuantLinear], Tensor | None]
+
+
+def _version(part: Tensor) -> int | None:
+    return None if part.is_inference() else part._version
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether no tensor subclass, dispatch mode or transform of torch.func must see the call."""
+    return type(x) in _PLAIN and not _modes() and not is_transformed()
+
+
+_PLAIN = (Tensor, nn.Parameter)
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def _learns(bias: Tensor | None) -> bool:
+    return bias is not None and bias.requires_grad

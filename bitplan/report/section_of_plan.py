@@ -1,0 +1,215 @@
+"""Section of decisions: each tensor's format and reason, and the resulting bytes.
+
+Section of findings: what checks reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bitplan.report.chart import bars, card, format_colours
+from bitplan.report.markup import TIMES, Markup, count, escape, join, nbytes, percent, plural, shape, significant, tag
+from bitplan.report.read_records import Record, RecordFields
+from bitplan.report.section import Cell, Column, Fact, Section, cards, heading, source, table
+
+# ---- section of findings ---------------------------------------------------------------------------------------------
+
+
+COLUMNS = (Column("Code", choose=True), Column("Where", mono=True), Column("Finding", wide=True))
+
+
+def findings_section(records: Sequence[Record]) -> Section:
+    bodies, summary, total = [], [], 0
+    for record in records:
+        items = [RecordFields(item, f"{record.name}: [{index}]") for index, item in enumerate(record.content)]
+        rows = [[Cell(item.text("code")), Cell(item.text("where")), Cell(item.text("message"))] for item in items]
+        total += len(rows)
+        clean = tag("p", tag("b", "No findings."), " The manifest and the checkpoint agree.")
+        shown: Markup = table(f"findings of {record.name}", COLUMNS, rows) if rows else clean
+        bodies.append(join([source(record), shown]))
+        summary.append(_summary_of_section_of_findings(record, Counter(item.text("code") for item in items)))
+    return Section("findings", "Findings", join(bodies), tuple(summary), (Fact(str(total), "findings of checks"),))
+
+
+def _summary_of_section_of_findings(record: Record, codes: Counter[str]) -> Markup:
+    if not codes:
+        return join(["The check found nothing. (", tag("code", record.name), ")"])
+    kinds = ", ".join(f"{number} {code}" for code, number in sorted(codes.items()))
+    count = plural(codes.total(), "finding")
+    return join([f"The check has {count}: {kinds}. (", tag("code", record.name), ")"])
+
+
+# ---- section of plan -------------------------------------------------------------------------------------------------
+
+
+BF16_BYTES = 2
+MAX_EVIDENCE = 160
+
+
+@dataclass(frozen=True)
+class Decided:
+    """One tensor of a plan, as its document has it."""
+
+    name: str
+    format: str
+    reason: str
+    role: str
+    part: str
+    shape: list[int] | None
+    nbytes: int
+    evidence: str
+
+    @property
+    def shown_format(self) -> str:
+        return f"{self.format}.{self.part}" if self.part else self.format
+
+
+def plan_section(records: Sequence[Record]) -> Section:
+    bodies, summary, facts = [], [], []
+    for record in records:
+        decided = read_plan(record)
+        bodies.append(_body(record, decided, titled=len(records) > 1))
+        summary.append(_summary(record, decided))
+        facts += _facts(decided) if len(records) == 1 else []
+    return Section("decisions", "Decisions", join(bodies), tuple(summary), tuple(facts))
+
+
+def read_plan(record: Record) -> list[Decided]:
+    entries = []
+    for name, item in record.fields().items("tensors"):
+        sizes = item.numbers("shape", None)
+        entries.append(
+            Decided(
+                name,
+                item.text("format"),
+                item.text("reason"),
+                item.text("role", ""),
+                item.text("part", ""),
+                None if sizes is None else [int(size) for size in sizes],
+                item.whole("bytes", 0),
+                _evidence(item),
+            )
+        )
+    return entries
+
+
+def _evidence(item: RecordFields) -> str:
+    """The figures behind a reason, on one line."""
+    if "evidence" not in item:
+        return ""
+    figures = item.fields("evidence").value.items()
+    parts = [
+        f"{key} {_figure(value)}" for key, value in figures if not isinstance(value, dict)
+    ]  # the reason has nested ones
+    text = ", ".join(parts)
+    return text if len(text) <= MAX_EVIDENCE else f"{text[:MAX_EVIDENCE]}…"
+
+
+def _figure(value: object) -> str:
+    return significant(value) if isinstance(value, float) else str(value)
+
+
+def formats_by_bytes(decided: Sequence[Decided]) -> dict[str, int]:
+    """Each format's bytes, the largest first."""
+    sizes: Counter[str] = Counter()
+    for item in decided:
+        sizes[item.format] += item.nbytes
+    return dict(sorted(sizes.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def _bf16_bytes(decided: Sequence[Decided]) -> int | None:
+    """The bytes of the same numbers in bfloat16; None if a shape is missing, or is that of packed codes."""
+    if not decided or any(item.shape is None or item.part for item in decided):
+        return None
+    return sum(BF16_BYTES * math.prod(item.shape or []) for item in decided)
+
+
+def _summary(record: Record, decided: Sequence[Decided]) -> Markup:
+    sizes, whole = formats_by_bytes(decided), _bf16_bytes(decided)
+    total = sum(sizes.values())
+    smaller = f", {significant(whole / total)} times smaller than in bfloat16" if whole and total else ""
+    where = tag("code", record.name)
+    return join(
+        [
+            f"The plan puts {plural(len(decided), 'tensor')} in {plural(len(sizes), 'format')}: ",
+            tag("b", nbytes(total)),
+            f"{smaller}. (",
+            where,
+            ")",
+        ]
+    )
+
+
+def _facts(decided: Sequence[Decided]) -> list[Fact]:
+    sizes, whole = formats_by_bytes(decided), _bf16_bytes(decided)
+    total = sum(sizes.values())
+    facts = [Fact(nbytes(total), "of weights", f"{plural(len(decided), 'tensor')}, {plural(len(sizes), 'format')}")]
+    if whole and total:
+        facts.append(Fact(f"{significant(whole / total)}{TIMES}", "smaller than bfloat16", f"from {nbytes(whole)}"))
+    return facts
+
+
+def _body(record: Record, decided: Sequence[Decided], *, titled: bool) -> Markup:
+    sizes = formats_by_bytes(decided)
+    classes = format_colours(sizes)
+    total = sum(sizes.values())
+    by_format = [
+        (name, float(size), f"{nbytes(size)}  ·  {percent(size / total if total else 0)}", classes[name])
+        for name, size in sizes.items()
+    ]
+    drawn = [
+        card("Bytes by format", bars(by_format, "Bytes of each format", whole=total), note=_smaller(decided, total))
+    ]
+    roles = _by_role(decided)
+    if len(roles) > 1:
+        drawn.append(card("Bytes by role", bars(roles, "Bytes of each role", whole=total)))
+    head = [heading(record.name)] if titled else []
+    more = "Click a heading to sort; the search looks in all columns."
+    return join([*head, source(record, more), cards(drawn), _table(decided, classes)])
+
+
+def _smaller(decided: Sequence[Decided], total: int) -> str:
+    whole = _bf16_bytes(decided)
+    if not whole or not total:
+        return ""
+    return f"{nbytes(total)} in all; the same numbers in bfloat16 take {nbytes(whole)}."
+
+
+def _by_role(decided: Sequence[Decided]) -> list[tuple[str, float, str, str]]:
+    sizes: Counter[str] = Counter()
+    tensors: Counter[str] = Counter()
+    for item in decided:
+        sizes[item.role or "no role"] += item.nbytes
+        tensors[item.role or "no role"] += 1
+    ordered = sorted(sizes.items(), key=lambda pair: (-pair[1], pair[0]))
+    return [
+        (role, float(size), f"{plural(tensors[role], 'tensor')}  ·  {nbytes(size)}", "plain") for role, size in ordered
+    ]
+
+
+def _why(item: Decided) -> Markup:
+    """The reason, and below it its figures."""
+    return join([item.reason, tag("small", item.evidence)]) if item.evidence else escape(item.reason)
+
+
+def _table(decided: Sequence[Decided], classes: dict[str, str]) -> Markup:
+    with_role = any(item.role for item in decided)
+    columns = [Column("Tensor", mono=True), Column("Format", choose=True)]
+    columns += [Column("Role", choose=True)] if with_role else []
+    columns += [Column("Shape", numeric=True), Column("Bytes", numeric=True), Column("Why", wide=True)]
+    rows = []
+    for item in decided:
+        chip = tag("span", item.shown_format, class_=f"chip {classes[item.format]}")
+        sizes = item.shape
+        row = [Cell(item.name), Cell(chip, word=item.shown_format)]
+        row += [Cell(item.role)] if with_role else []
+        row += [
+            Cell("" if sizes is None else shape(sizes), float(math.prod(sizes or [0]))),
+            Cell(nbytes(item.nbytes) if sizes is not None else "", float(item.nbytes)),
+            Cell(_why(item)),
+        ]
+        rows.append(row)
+    return table(f"the {count(len(decided))} tensors of the plan", columns, rows)

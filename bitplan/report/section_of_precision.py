@@ -1,0 +1,295 @@
+"""Sensitivity of layers or blocks over steps as a heat map, with their precision and its changes, from the telemetry.
+
+A column is an update, a row a block. Cells of one colour are one path, and tooltips come from one list of figures, so a
+map of ten thousand cells stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bitplan.report.chart import (
+    WIDE,
+    Frame,
+    at,
+    box,
+    card,
+    colour,
+    legend,
+    line,
+    linear_axis,
+    marker,
+    picture,
+    text,
+)
+from bitplan.report.markup import TO, Markup, count, join, nbytes, percent, plural, significant, tag
+from bitplan.report.read_records import Record
+from bitplan.report.section import Column, Fact, Section, cards, column_table, figure, fold, heading, source
+
+LEVELS = 10
+MAX_COLUMNS = 240
+HIGH = "bf16"
+STRIPS = {"int8": "k1", "fp8": "k2", "int4": "k3"}  # the colour of a low precision; bf16 has none
+LEFT, TOP, BOTTOM = 118, 8, 40
+
+
+class Seen(NamedTuple):
+    """A block at an update."""
+
+    precision: str
+    sensitivity: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Update:
+    step: int
+    blocks: dict[str, Seen]
+    bytes_sent: int | None
+    bytes_not_sent: int | None
+    counts: dict[str, int]
+
+
+class PrecisionChange(NamedTuple):
+    step: int
+    column: int
+    block: str
+    before: str
+    after: str
+    reason: str
+
+
+def precision_section(records: Sequence[Record]) -> Section:
+    bodies, summary, facts = [], [], []
+    for record in records:
+        updates = _read(record)
+        changes = _changes(updates)
+        head = [heading(record.name)] if len(records) > 1 else []
+        drawn = [_counts_chart(updates), _bytes_chart(updates)]
+        bodies.append(join([*head, source(record), _heat_card(updates, changes), cards([d for d in drawn if d])]))
+        bodies.append(_changes_table(changes))
+        summary.append(_summary(record, updates, changes))
+        facts += _facts(updates, changes) if len(records) == 1 else []
+    return Section("precision", "Precision over steps", join(bodies), tuple(summary), tuple(facts))
+
+
+def _read(record: Record) -> list[Update]:
+    updates = []
+    for fields in record.lines():
+        blocks = {
+            name: Seen(details.text("precision"), details.number("sensitivity", None), details.text("reason", ""))
+            for name, details in fields.items("block_details")
+        }
+        counts = {name: fields.whole(f"blocks_{name}", 0) for name in (HIGH, *STRIPS)}
+        sent, not_sent = fields.whole("bytes_sent", None), fields.whole("bytes_not_sent", None)
+        updates.append(Update(fields.whole("step_id"), blocks, sent, not_sent, counts))
+    return updates
+
+
+def _changes(updates: Sequence[Update]) -> list[PrecisionChange]:
+    """Where a block's precision differs from that of the update before."""
+    changes, current = [], dict[str, str]()
+    for column, update in enumerate(updates):
+        for name, seen in update.blocks.items():
+            before = current.get(name)
+            if before is not None and before != seen.precision:
+                changes.append(PrecisionChange(update.step, column, name, before, seen.precision, seen.reason))
+            current[name] = seen.precision
+    return changes
+
+
+# ---- the map ---------------------------------------------------------------------------------------------------------
+
+
+def _heat_card(updates: Sequence[Update], changes: Sequence[PrecisionChange]) -> Markup:
+    blocks = list(dict.fromkeys(name for update in updates for name in update.blocks))
+    every = max(1, math.ceil(len(updates) / MAX_COLUMNS))
+    shown = list(updates[::every])
+    scores = [seen.sensitivity for update in shown for seen in update.blocks.values() if seen.sensitivity is not None]
+    high = max(1.0, max(scores, default=1.0))
+    names = [(f"heat h{level}", _level(level, high)) for level in (0, 3, 6, LEVELS - 1)]
+    low = sorted({seen.precision for update in shown for seen in update.blocks.values()} - {HIGH})
+    names += [(f"strip {STRIPS.get(name, 'k3')}", f"underlined: {name}") for name in low]
+    names += [("sign up", "to higher precision"), ("sign down", "to lower precision")] if changes else []
+    note = f"A row is a layer, a column an update of the hints; {count(len(updates))} updates."
+    note += f" One column in {every} is drawn; every change is marked." if every > 1 else ""
+    return card(
+        "Sensitivity of layers over steps",
+        _heat_map(blocks, shown, changes, every, high),
+        legend=legend(names),
+        note=f"{note} Point at a cell for its score, at a mark for the reason.",
+        wide=True,
+    )
+
+
+def _level(level: int, high: float) -> str:
+    return f"{significant(level / LEVELS * high, 2)} {TO} {significant((level + 1) / LEVELS * high, 2)}"
+
+
+def _heat_map(
+    blocks: Sequence[str], shown: Sequence[Update], changes: Sequence[PrecisionChange], every: int, high: float
+) -> Markup:
+    pitch = 16 if len(blocks) <= 40 else 10 if len(blocks) <= 120 else 6
+    step = (WIDE - LEFT - 10) / max(len(shown), 1)
+    gap = 1 if step > 5 else 0
+    height = TOP + pitch * len(blocks) + BOTTOM
+    parts = _cells(blocks, shown, step, pitch, gap, high) + _strips(blocks, shown, step, pitch)
+    rows = {name: index for index, name in enumerate(blocks)}
+    for change in changes:
+        x, y = LEFT + step * (change.column / every), TOP + pitch * (rows[change.block] + 0.5)
+        lower = change.after != HIGH
+        tip = f"step {count(change.step)}, {change.block}: {change.before} to {change.after}; {change.reason}"
+        parts.append(marker((x + step / 2, y - 1), "change", tip, "down" if lower else "up"))
+    skip = max(1, math.ceil(13 / pitch))
+    parts += [
+        text((LEFT - 8, TOP + pitch * (index + 0.5) + 4), name if len(name) <= 16 else f"…{name[-15:]}", "end")
+        for index, name in enumerate(blocks)
+        if index % skip == 0
+    ]
+    parts += _step_labels(shown, step, TOP + pitch * len(blocks))
+    parts.append(text(((LEFT + WIDE) / 2, height - 6), "step", "middle", "name"))
+    figures = {
+        "left": LEFT,
+        "top": TOP,
+        "width": step,
+        "pitch": pitch,
+        "blocks": blocks,
+        "steps": [update.step for update in shown],
+        "rows": [[_figures(update.blocks.get(name)) for update in shown] for name in blocks],
+    }
+    drawn = picture(parts, WIDE, height, "Heat map: sensitivity of each layer at each update, from low to high")
+    return tag("div", drawn, class_="heatmap", data_heat=json.dumps(figures, separators=(",", ":")))
+
+
+def _figures(seen: Seen | None) -> list[object]:
+    if seen is None:
+        return []
+    return [None if seen.sensitivity is None else round(seen.sensitivity, 3), seen.precision]
+
+
+def _cells(
+    blocks: Sequence[str], shown: Sequence[Update], step: float, pitch: int, gap: int, high: float
+) -> list[Markup]:
+    """One path for each level of colour, and one for cells without a score."""
+    places: dict[str, list[str]] = {}
+    for column, update in enumerate(shown):
+        for row, name in enumerate(blocks):
+            seen = update.blocks.get(name)
+            if seen is None:
+                continue
+            score = seen.sensitivity
+            level = "none" if score is None else f"h{min(LEVELS - 1, max(0, int(score / high * LEVELS)))}"
+            x, width, tall = LEFT + step * column, at(step - gap), pitch - 1
+            places.setdefault(level, []).append(f"M{at(x)} {at(TOP + pitch * row)}h{width}v{tall}h-{width}z")
+    return [tag("path", d="".join(d), class_=f"heat {level}") for level, d in sorted(places.items())]
+
+
+def _strips(blocks: Sequence[str], shown: Sequence[Update], step: float, pitch: int) -> list[Markup]:
+    """A line under the cells of each run of updates in a low precision."""
+    strips, thick = [], max(2, pitch // 5)
+    for row, name in enumerate(blocks):
+        start = 0
+        kinds = [seen.precision if (seen := update.blocks.get(name)) else HIGH for update in shown]
+        for column in range(1, len(kinds) + 1):
+            if column < len(kinds) and kinds[column] == kinds[start]:
+                continue
+            if kinds[start] != HIGH:
+                x, y = LEFT + step * start, TOP + pitch * (row + 1) - 1 - thick
+                strips.append(box(x, y, step * (column - start), thick, f"bar {STRIPS.get(kinds[start], 'k3')}"))
+            start = column
+    return strips
+
+
+def _step_labels(shown: Sequence[Update], step: float, base: float) -> list[Markup]:
+    every = max(1, math.ceil(64 / step))
+    return [
+        text((LEFT + step * (column + 0.5), base + 16), count(update.step), "middle")
+        for column, update in enumerate(shown)
+        if column % every == 0
+    ]
+
+
+# ---- beside the map --------------------------------------------------------------------------------------------------
+
+
+def _counts_chart(updates: Sequence[Update]) -> Markup | None:
+    if len(updates) < 2:
+        return None
+    names = [name for name in (HIGH, *STRIPS) if any(update.counts[name] for update in updates)]
+    steps = [float(update.step) for update in updates]
+    high = [float(update.counts[name]) for update in updates for name in names]
+    frame = Frame(
+        linear_axis(steps, "step", whole=True),
+        linear_axis(high, "layers", zero=True, whole=True),
+        "Layers in each precision",
+    )
+    for name in names:
+        points = [(float(update.step), float(update.counts[name])) for update in updates]
+        frame.add(line(frame, points, _kind(name)))
+    return card("Layers in each precision", frame.svg(), legend=legend([(_kind(name), name) for name in names]))
+
+
+def _kind(precision: str) -> str:
+    return STRIPS.get(precision, colour(7))
+
+
+def _bytes_chart(updates: Sequence[Update]) -> Markup | None:
+    known = [(update.step, update.bytes_sent, update.bytes_not_sent) for update in updates]
+    sent = [(float(step), float(value)) for step, value, _ in known if value is not None]
+    whole = [
+        (float(step), float(value + not_sent))
+        for step, value, not_sent in known
+        if value is not None and not_sent is not None
+    ]
+    if len(sent) < 2:
+        return None
+    heights = [value for _, value in (*sent, *whole)]
+    x = linear_axis([step for step, _ in sent], "step", whole=True)
+    frame = Frame(x, linear_axis(heights, "bytes a pass", formatter=nbytes, zero=True), "Bytes sent", left=74)
+    frame.add(line(frame, whole, "plain dashed"), line(frame, sent, colour(0)))
+    names = legend([(colour(0), "sent"), ("plain dashed", "all in bfloat16")])
+    return card("Bytes sent to the device", frame.svg(), legend=names)
+
+
+def _changes_table(changes: Sequence[PrecisionChange]) -> Markup:
+    if not changes:
+        return tag("p", "No layer changed its precision.", class_="note")
+    title = f"{plural(len(changes), 'change')} of precision"
+    drawn = column_table(
+        title,
+        (Column("Step", numeric=True), [figure(float(each.step), count) for each in changes]),
+        (Column("Layer", mono=True), [each.block for each in changes]),
+        (Column("From"), [each.before for each in changes]),
+        (Column("To", choose=True), [each.after for each in changes]),
+        (Column("Why", wide=True), [each.reason for each in changes]),
+    )
+    return fold(title, drawn)
+
+
+def _summary(record: Record, updates: Sequence[Update], changes: Sequence[PrecisionChange]) -> Markup:
+    last = updates[-1]
+    low = sum(number for name, number in last.counts.items() if name != HIGH)
+    text = (
+        f"Selective precision ended with {low} of {plural(sum(last.counts.values()), 'layer')} in low precision "
+        f"after {plural(len(changes), 'change')}"
+    )
+    return join([f"{text}{_saved(last)}. (", tag("code", record.name), ")"])
+
+
+def _saved(update: Update) -> str:
+    sent, not_sent = update.bytes_sent, update.bytes_not_sent
+    if sent is None or not_sent is None or not sent + not_sent:
+        return ""
+    share = percent(not_sent / (sent + not_sent))
+    return f"; at step {count(update.step)}, {share} of the bytes of an all-BF16 step were not sent"
+
+
+def _facts(updates: Sequence[Update], changes: Sequence[PrecisionChange]) -> list[Fact]:
+    last = updates[-1]
+    low = sum(number for name, number in last.counts.items() if name != HIGH)
+    whole = sum(last.counts.values())
+    return [Fact(f"{low} / {whole}", "layers in low precision", plural(len(changes), "change"))]

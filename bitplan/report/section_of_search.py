@@ -1,0 +1,440 @@
+"""Section of a search: what was decided, why, what it cost and what it gained; then charts of the evidence."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from bitplan.report.chart import (
+    Frame,
+    box,
+    card,
+    format_colours,
+    legend,
+    line,
+    linear_axis,
+    log_axis,
+    marker,
+    picture,
+    segment,
+    text,
+    whisker,
+)
+from bitplan.report.markup import TIMES, Markup, count, join, nbytes, percent, plural, significant, tag
+from bitplan.report.read_records import Record, RecordFields
+from bitplan.report.section import Cell, Column, Fact, Section, cards, column_table, figure, fold, heading, source
+
+LEVELS = 10  # shades of the heat map
+MOST_PARTS = 12  # columns of the heat map
+ROW, SIDE, TOP = 22, 74, 26
+
+
+def search_section(records: Sequence[Record]) -> Section:
+    bodies, summary, facts = [], [], []
+    for record in records:
+        found = record.fields()
+        head = [heading(record.name)] if len(records) > 1 else []
+        bodies.append(join([*head, source(record), _answers(found), cards(_charts(found)), _tables(found)]))
+        if len(records) == 1:  # its tiles say it
+            facts += _facts(found)
+        else:
+            summary.append(_summary(found))
+    return Section("search", "Search", join(bodies), tuple(summary), tuple(facts))
+
+
+def _charts(found: RecordFields) -> list[Markup]:
+    return [_heat_card(found), _front_card(found), _agreement_card(found)]
+
+
+# ---- the four answers ------------------------------------------------------------------------------------------------
+
+
+def _goal(found: RecordFields) -> str:
+    goal = found.fields("goal")
+    words = []
+    if "bits" in goal:
+        words.append(f"{significant(goal.number('bits'))} bits a weight")
+    if "bytes" in goal:
+        words.append(nbytes(goal.number("bytes")))
+    if "max_kl" in goal:
+        words.append(f"KL of at most {significant(goal.number('max_kl'))}")
+    if "faster" in goal:
+        words.append(f"{significant(goal.number('faster'))}{TIMES} BF16's speed")
+    return ", ".join(words) or "no goal"
+
+
+def _summary(found: RecordFields) -> Markup:
+    plan, reference = found.fields("plan"), found.fields("reference")
+    return join(
+        [
+            f"For {_goal(found)} the searched plan takes ",
+            tag("b", nbytes(plan.number("bytes"))),
+            f" of {nbytes(reference.number('bytes'))} and is ",
+            tag("b", f"{significant(plan.number('kl'))} nats"),
+            f" a token from the model.{_missed(found)}",
+        ]
+    )
+
+
+def _missed(found: RecordFields) -> str:
+    """A sentence where the plan is farther from the model than was asked for."""
+    missed = found.text("missed_goal", "")
+    return f" The goal is missed: {missed}." if missed else ""
+
+
+def _unseen(found: RecordFields) -> str:
+    """A sentence where no token of the text was sent to some experts."""
+    unseen = found.text("unseen_experts", "")
+    return f" {unseen[:1].upper()}{unseen[1:]}." if unseen else ""
+
+
+def _facts(found: RecordFields) -> list[Fact]:
+    plan, reference, floor = found.fields("plan"), found.fields("reference"), found.fields("noise_floor")
+    smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
+    facts = [
+        Fact(
+            nbytes(plan.number("bytes")), f"{significant(plan.number('bits'))} bits a weight", f"goal: {_goal(found)}"
+        ),
+        Fact(f"{significant(smaller)}{TIMES}", "smaller than the model", f"from {nbytes(reference.number('bytes'))}"),
+        Fact(
+            significant(plan.number("kl")),
+            "nats a token from the model",
+            _missed(found).strip() or f"noise floor {significant(floor.number('kl'), 2)}",
+        ),
+    ]
+    perplexity = plan.number("perplexity", None)
+    if perplexity is not None:
+        before = f"{significant(reference.number('perplexity'), 4)} of the model"
+        facts.append(Fact(significant(perplexity, 4), "perplexity", before))
+    return facts
+
+
+def _answers(found: RecordFields) -> Markup:
+    plan, reference, floor = found.fields("plan"), found.fields("reference"), found.fields("noise_floor")
+    cells = list(found.each("heat"))
+    formats = Counter(cell.text("format") for cell in cells)
+    mix = ", ".join(f"{name} for {plural(number, 'group')}" for name, number in formats.most_common())
+    costly = sorted(cells, key=lambda cell: -cell.number("nats_in_smallest") / max(cell.number("bytes"), 1))[:2]
+    why = " and ".join(cell.text("group") for cell in costly)
+    interval = _interval(plan)
+    between = f" (95 % {significant(interval[0])} to {significant(interval[1])})" if interval else ""
+    smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
+    rows = [
+        ("What was decided", f"{mix}. {_solved(found)}"),
+        (
+            "Why",
+            f"The least damage within {_goal(found)}, by damage predicted from the really rounded weights and checked "
+            f"by measurement. A byte matters most in {why}.{_unseen(found)}",
+        ),
+        (
+            "What it cost",
+            f"KL {significant(plan.number('kl'))} nats a token{between}; running the model in bfloat16 costs "
+            f"{significant(floor.number('kl'), 2)}. Perplexity {significant(plan.number('perplexity', None), 4)}, "
+            f"of the model {significant(reference.number('perplexity'), 4)}.{_missed(found)}",
+        ),
+        (
+            "What it gained",
+            f"{nbytes(plan.number('bytes'))} in place of {nbytes(reference.number('bytes'))}: "
+            f"{significant(smaller)}{TIMES} smaller. {_rival(found)}",
+        ),
+    ]
+    return tag("dl", *(join([tag("dt", title), tag("dd", words)]) for title, words in rows), class_="answers")
+
+
+def _solved(found: RecordFields) -> str:
+    """How good the plan is among all choices: by the solver's proof, and by measurements that corrected predictions."""
+    solution, tried = found.fields("solution"), 1 + int(found.number("corrections", 0))
+    gap, promised = solution.number("gap", 0.0), solution.number("promised", 0.0)
+    if gap >= 1e-5:
+        return f"The solver stopped within {percent(gap)} of the best possible."
+    by = f"the best of {tried} solved plans by measurement" if tried > 1 else "solved exactly"
+    if promised >= 1e-3:
+        return f"It is {by}; corrected by that, predictions promise {percent(promised)} less for a plan not measured."
+    return "No choice of these formats is predicted to cost less." if tried == 1 else f"It is {by}."
+
+
+def _rival(found: RecordFields) -> str:
+    """How the plan compares with the smallest plan that needs no search."""
+    if found.flag("lost", False):
+        why = found.text("why_lost", f"{found.fields('plan').text('label')} was better, and is the plan")
+        return f"The search lost: {why}."
+    others = [each for each in found.each("measured") if each.text("kind") != "plan"]
+    if not others:
+        return ""
+    close = min(others, key=lambda each: each.number("bytes"))
+    ours, theirs = found.fields("plan").number("kl"), close.number("kl")
+    if ours <= 0 or theirs <= 0:
+        return ""
+    goal, more = found.fields("goal"), ", more than the goal allows,"
+    is_larger = any(key in goal and close.number(key) > goal.number(key) for key in ("bits", "bytes"))
+    is_farther = "max_kl" in goal and theirs > goal.number("max_kl")
+    return (
+        f"Without a search, {close.text('label')} takes {nbytes(close.number('bytes'))}{more if is_larger else ''} and "
+        f"is {significant(theirs)} nats off{more if is_farther else ','} {significant(theirs / ours)}{TIMES} as much."
+    )
+
+
+# ---- heat map: layer by projection -----------------------------------------------------------------------------------
+
+
+def _heat_card(found: RecordFields) -> Markup:
+    cells = list(found.each("heat"))
+    parts = list(dict.fromkeys(cell.text("part") for cell in cells if cell.text("layer")))[:MOST_PARTS]
+    layers = list(dict.fromkeys(cell.text("layer") for cell in cells if cell.text("layer")))
+    outside = [cell for cell in cells if not cell.text("layer")]
+    values = [_density(cell) for cell in cells if _density(cell) > 0]
+    low, high = (min(values), max(values)) if values else (1.0, 1.0)
+    short = _short_names(cell.text("format") for cell in cells)
+    width = 460.0
+    pitch = (width - SIDE) / max(len(parts), 1)
+    drawn = [text((SIDE + (at + 0.5) * pitch, TOP - 8), _cut(part, pitch), "middle") for at, part in enumerate(parts)]
+    places = {(cell.text("layer"), cell.text("part")): cell for cell in cells}
+    for row, layer in enumerate(layers):
+        top = TOP + row * ROW
+        drawn.append(text((SIDE - 8, top + 15), f"layer {layer}", "end"))
+        for at, part in enumerate(parts):
+            if (layer, part) in places:
+                drawn += _cell(places[layer, part], SIDE + at * pitch, top, pitch, low, high, short)
+    for row, cell in enumerate(outside, len(layers)):
+        top = TOP + row * ROW + 6
+        drawn.append(text((SIDE - 8, top + 15), "outside", "end"))
+        drawn += _cell(cell, SIDE, top, width - SIDE, low, high, short, named=True)
+    height = TOP + (len(layers) + len(outside)) * ROW + 10
+    names = legend([(f"heat h{level}", _level(level, low, high)) for level in (0, 3, 6, LEVELS - 1)])
+    note = "Shade: nats a million weights that the smallest format would cost there; the letters: what the plan gives."
+    return card(
+        "Where precision matters",
+        picture(drawn, width, height, "Sensitivity by layer and projection"),
+        legend=names,
+        note=note,
+    )
+
+
+def _density(cell: RecordFields) -> float:
+    numbers = 8 * cell.number("bytes") / max(cell.number("bits"), 1e-9)
+    return float(cell.number("nats_in_smallest") / max(numbers, 1.0) * 1e6)
+
+
+def _cell(
+    cell: RecordFields,
+    left: float,
+    top: float,
+    width: float,
+    low: float,
+    high: float,
+    short: dict[str, str],
+    *,
+    named: bool = False,
+) -> list[Markup]:
+    shade = _shade(_density(cell), low, high)
+    fmt = cell.text("format")
+    tip = (
+        f"{cell.text('group')}: {fmt}, {significant(cell.number('bits'))} bits, "
+        f"{significant(cell.number('nats'))} nats; in {cell.text('smallest')} "
+        f"{significant(cell.number('nats_in_smallest'))} nats"
+    )
+    shown = f"{cell.text('part')}: {fmt}" if named else short[fmt]
+    return [
+        box(left + 1, top + 1, width - 2, ROW - 2, f"heat h{shade}", tip),
+        text((left + width / 2, top + 15), shown, "middle", "on-dark" if shade > 5 else "on-light"),
+    ]
+
+
+def _shade(value: float, low: float, high: float) -> int:
+    if value <= 0 or high <= low:
+        return 0
+    share = math.log(max(value, low) / low) / math.log(high / low)
+    return min(LEVELS - 1, int(share * LEVELS))
+
+
+def _level(level: int, low: float, high: float) -> str:
+    return significant(low * (high / low) ** (level / (LEVELS - 1)), 2)
+
+
+def _short_names(formats: object) -> dict[str, str]:
+    """Names of formats without the part that their family has in common, to fit a cell."""
+    return {name: str(name).removesuffix("_gguf").replace("bfloat16", "bf16") for name in formats}  # type: ignore[attr-defined]
+
+
+def _cut(name: str, width: float) -> str:
+    most = max(4, int(width / 7))
+    name = name.removesuffix("_proj")
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+# ---- the front, and predicted against measured -----------------------------------------------------------------------
+
+
+def _front_card(found: RecordFields) -> Markup:
+    points = [(each.number("bits"), each.number("nats")) for each in found.each("front") if each.number("nats") > 0]
+    uniform = [each for each in found.each("uniform") if each.number("nats") > 0]
+    measured = [each for each in found.each("measured") if each.number("kl") > 0]
+    bits = [x for x, _ in points] + [each.number("bits") for each in (*uniform, *measured)]
+    nats = [y for _, y in points] + [each.number("nats") for each in uniform] + [each.number("kl") for each in measured]
+    near = [value for value, x in zip(nats, bits, strict=True) if x <= 10] or nats
+    frame = Frame(
+        linear_axis([x for x in bits if x <= 10] or bits, "bits a weight"),
+        log_axis(near, "KL, nats a token"),
+        "Damage against size: the front, the plan and uniform plans",
+    )
+    inside = [(x, y) for x, y in points if x <= frame.x.high and y >= frame.y.low]
+    if len(inside) > 1:
+        frame.add(line(frame, _steps(inside), "k0"))
+    for each in uniform:
+        x, y = each.number("bits"), each.number("nats")
+        if x <= frame.x.high and y >= frame.y.low:
+            tip = f"all in {each.text('label')}: predicted {significant(y)} nats at {significant(x)} bits"
+            frame.add(marker((frame.px(x), frame.py(y)), "k7", tip, "ring"))
+    for each in measured:
+        x, y, is_plan = each.number("bits"), each.number("kl"), each.text("kind") == "plan"
+        if x > frame.x.high:
+            continue
+        interval = _interval(each)
+        if interval and interval[0] > 0:
+            frame.add(whisker(frame, x, interval[0], interval[1], "plain thin"))
+        tip = f"{each.text('label')}: measured {significant(y)} nats at {significant(x)} bits"
+        frame.add(
+            marker((frame.px(x), frame.py(y)), "k3" if is_plan else "k1", tip, "diamond" if is_plan else "square")
+        )
+    places = [(frame.px(each.number("bits")), frame.py(each.number("kl")), each) for each in measured]
+    frame.add(*_labels(places, frame.px(frame.x.high), plan_below=True))
+    names = legend(
+        [
+            ("k0", "best of some sizes, predicted"),
+            ("k3", "the plan, measured"),
+            ("k1", "others, measured"),
+            ("k7", "one format, predicted"),
+        ]
+    )
+    return card(
+        "Damage against size",
+        frame.svg(),
+        legend=names,
+        note=f"{_numbered(measured)} Steps: a plan of a size in between may lie below. Bars: 95 % interval on other "
+        "text of this kind.",
+    )
+
+
+def _labels(
+    points: Sequence[tuple[float, float, RecordFields]], right: float, *, plan_below: bool = False
+) -> list[Markup]:
+    """A word or a number beside each point, moved down where the one above would cover it.
+
+    plan_below   the plan's word goes below it and to the left: a front runs through what is to its right
+    """
+    drawn: list[Markup] = []
+    places: list[tuple[float, float, float]] = []
+    for number, (x, y, each) in enumerate(points):
+        if plan_below and each.text("kind") == "plan":
+            drawn += [text((x - 8, y + 15), "plan", "end")] if x <= right else []
+            continue
+        words = "plan" if each.text("kind") == "plan" else str(number)
+        width = 7.0 * len(words) + 2
+        while any(x < left + wide and left < x + width and abs(y - top) < 11 for left, top, wide in places):
+            y += 11
+        places.append((x, y, width))
+        if x <= right:
+            drawn.append(text((x + 8, y + 4), words))
+    return drawn
+
+
+def _numbered(measured: Sequence[RecordFields]) -> str:
+    """What the numbers of a picture stand for."""
+    words = [f"{number}: {each.text('label')}" for number, each in enumerate(measured) if each.text("kind") != "plan"]
+    return f"{'; '.join(words)}." if words else ""
+
+
+def _steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """A staircase: between two sizes, the smaller one's plan is the best that is known."""
+    corners = [(size, damage) for (_, damage), (size, _) in pairwise(points)]
+    return [points[0], *(place for pair in zip(corners, points[1:], strict=True) for place in pair)]
+
+
+def _agreement_card(found: RecordFields) -> Markup:
+    pairs = [(each.number("predicted"), each.number("kl"), each) for each in found.each("measured")]
+    pairs = [(x, y, each) for x, y, each in pairs if x > 0 and y > 0]
+    values = [value for x, y, _ in pairs for value in (x, y)] or [1.0]
+    frame = Frame(
+        log_axis(values, "predicted KL"), log_axis(values, "measured KL"), "Predicted against measured damage"
+    )
+    ends = max(frame.x.low, frame.y.low), min(frame.x.high, frame.y.high)
+    frame.add(segment((frame.px(ends[0]), frame.py(ends[0])), (frame.px(ends[1]), frame.py(ends[1])), "rule"))
+    for x, y, each in pairs:
+        is_plan = each.text("kind") == "plan"
+        tip = f"{each.text('label')}: predicted {significant(x)}, measured {significant(y)} nats"
+        frame.add(
+            marker((frame.px(x), frame.py(y)), "k3" if is_plan else "k1", tip, "diamond" if is_plan else "square")
+        )
+    frame.add(*_labels([(frame.px(x), frame.py(y), each) for x, y, each in pairs], frame.px(frame.x.high)))
+    names = legend([("k3", "the plan"), ("k1", "others, numbered as in the picture before")])
+    return card(
+        "Predicted against measured",
+        frame.svg(),
+        legend=names,
+        note="Dashed: the two agree. On text that was not used to predict.",
+    )
+
+
+def _interval(row: RecordFields) -> list[float] | None:
+    found = row.numbers("kl_interval", None)
+    if found is not None and len(found) != 2:
+        row.fail("kl_interval", "two numbers", found)
+    return found
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _tables(found: RecordFields) -> Markup:
+    rows = list(found.each("measured"))
+    intervals = [_interval(each) for each in rows]
+    measured = column_table(
+        f"what was measured on {count(found.fields('reference').whole('tokens'))} tokens",
+        (Column("Plan", mono=True), [each.text("label") for each in rows]),
+        (Column("KL", numeric=True), [figure(each.number("kl"), significant) for each in rows]),
+        (Column("Bytes", numeric=True), [figure(each.number("bytes"), nbytes) for each in rows]),
+        (Column("Bits", numeric=True), [figure(each.number("bits"), _four_digits) for each in rows]),
+        (
+            Column("KL, 95 %", numeric=True),
+            [f"{significant(each[0])} to {significant(each[1])}" if each else "" for each in intervals],
+        ),
+        (Column("Perplexity", numeric=True), [figure(each.number("perplexity", None), _four_digits) for each in rows]),
+    )
+    return join(
+        [
+            heading("Measured on text that was held out"),
+            measured,
+            _unmeasured(found),
+            fold("Every group, by layer", _groups(found)),
+        ]
+    )
+
+
+def _unmeasured(found: RecordFields) -> Markup:
+    """Plans without a search that were left to the prediction, by name."""
+    left = [
+        f"{each.text('label')} ({significant(each.number('nats'))} nats, {nbytes(each.number('bytes'))})"
+        for each in (found.each("unmeasured") if "unmeasured" in found else ())
+    ]
+    return tag("p", f"Not measured, for they are predicted to lose: {'; '.join(left)}.") if left else join([])
+
+
+def _groups(found: RecordFields) -> Markup:
+    cells = list(found.each("heat"))
+    classes = format_colours(dict.fromkeys(cell.text("format") for cell in cells))
+    formats = [cell.text("format") for cell in cells]
+    chips = [Cell(tag("span", name, class_=f"chip {classes[name]}"), word=name) for name in formats]
+    return column_table(
+        f"the {count(len(cells))} groups of the plan",
+        (Column("Group", mono=True), [cell.text("group") for cell in cells]),
+        (Column("Format", choose=True), chips),
+        (Column("Bits", numeric=True), [figure(cell.number("bits"), significant) for cell in cells]),
+        (Column("Nats", numeric=True), [figure(cell.number("nats"), significant) for cell in cells]),
+        (Column("Bytes", numeric=True), [figure(cell.number("bytes"), nbytes) for cell in cells]),
+    )
+
+
+def _four_digits(value: float) -> str:
+    return significant(value, 4)

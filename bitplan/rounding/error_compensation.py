@@ -1,0 +1,314 @@
+"""Error-compensated rounding: codes chosen so that what one column loses the others make up for.
+
+The error that counts is that of the layer's outputs, sum over rows of e H e^T with e = weight - value and H = X^T X of
+its inputs. Columns are rounded one after another, and the error of each is spread over the columns not yet rounded, in
+the proportions that the Cholesky factor of H's inverse gives (GPTQ's method). A block's scale is chosen just before its
+columns are rounded, from the weights as they are then, by rounding the block with each candidate. Afterwards sweeps go
+over all columns again: each code and each scale moves to its best place while all others stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bitplan.base.errors import FormatError
+from bitplan.rounding.layout import ScaledBlocks, unordered
+from bitplan.rounding.pick_loops import in_batches, is_compiled, loops_for
+from bitplan.rounding.scale_search import ScaleLadder, block_slices, candidates_of, least_of, search_scales
+
+Order = Literal["activation", "given"]
+# Columns whose errors go to the rest at once. A scale of more columns is searched once, before the first is rounded.
+BATCH = 128
+MOST_DAMPING = 1.0
+GREATER_DAMPING = 10.0
+
+
+@dataclass(frozen=True)
+class Codes:
+    """[R, filled] codes, as the numbers they stand for, and [strips, across] scales."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def values(self, layout: ScaledBlocks) -> Tensor:
+        steps = layout.to_rows(self.scales).repeat_interleave(layout.width, 1)[:, : layout.filled]
+        return self.codes * steps
+
+
+def inverse_factor(hessian: Tensor, columns: Tensor) -> Tensor | None:
+    """The upper triangular U with U^T U = H^-1, H's columns in this order, by one factorisation from the last to the
+    first; None where H is not positive definite. Of a large H few copies fit on a GPU: each goes when it is used up.
+    """
+    backwards = columns.flip(0)
+    lower, fault = torch.linalg.cholesky_ex(hessian[backwards][:, backwards])
+    if int(fault):
+        return None
+    lower = lower.flip((0, 1))
+    eye = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    upper: Tensor = torch.linalg.solve_triangular(lower, eye, upper=True)
+    return upper
+
+
+MUST_BE = {
+    "hessian": "X^T X of the layer's inputs",
+    "outputs": "the second moments of the loss's gradients by the layer's outputs",
+}
+
+
+def factor_of(
+    hessian: Tensor, damping: float, columns: Tensor, name: str, what: Literal["hessian", "outputs"] = "hessian"
+) -> tuple[Tensor, Tensor, float]:
+    """(H over the mean of its diagonal, damped; its inverse's factor in the order of `columns`; the damping it took).
+
+    Computed in float64.
+    """
+    wide = hessian.double()
+    heavy = wide / wide.diagonal().mean()
+    diagonal = heavy.diagonal().clone()
+    while True:
+        heavy.diagonal().copy_(diagonal + damping)
+        factor = inverse_factor(heavy, columns)
+        if factor is not None:
+            factor = factor.float()
+            return heavy.float(), factor.contiguous() if factor.is_cuda else factor, damping
+        if damping >= MOST_DAMPING:
+            raise FormatError(
+                f"{name}: `{what}` is not positive definite, even with damping {damping}; it must be {MUST_BE[what]}"
+            )
+        damping = max(damping, 1e-4) * GREATER_DAMPING
+
+
+def columns_in_order(hessian: Tensor, layout: ScaledBlocks, order: Order) -> tuple[list[int], Tensor]:
+    """Blocks in the order they are rounded, and their columns [filled] likewise: those that matter most come first.
+
+    A column never leaves its block, so the bytes need no permutation.
+    """
+    firsts = torch.arange(0, layout.filled, layout.width, device=hessian.device)
+    if order == "given":
+        return list(range(len(firsts))), torch.arange(layout.filled, device=hessian.device)
+    weight, missing = hessian.diagonal().double(), -layout.filled % layout.width  # of the last block, where it is cut
+    sums = torch.nn.functional.pad(weight, (0, missing)).reshape(-1, layout.width).sum(1)
+    blocks = (sums / (layout.filled - firsts).clamp(max=layout.width)).argsort(descending=True, stable=True)
+    last = torch.nn.functional.pad(weight, (0, missing), value=-torch.inf).reshape(-1, layout.width)
+    inside = last.argsort(dim=1, descending=True, stable=True) + firsts.unsqueeze(1)
+    columns = inside[blocks].reshape(-1)
+    return blocks.tolist(), columns[columns < layout.filled] if missing else columns
+
+
+@dataclass(frozen=True)
+class OrderedFactor:
+    """Blocks and columns in the order they are rounded, the damped Hessian, and its inverse's factor in that order."""
+
+    blocks: list[int]
+    columns: Tensor
+    damped: Tensor
+    factor: Tensor
+    damping: float
+
+
+class InputHessian:
+    """[K, K], in any unit. The last factor is remembered: give weights of one input, and formats of one width, in turn.
+
+    A factor takes as long as rounding some hundred rows.
+    """
+
+    def __init__(self, hessian: Tensor) -> None:
+        self.hessian = hessian
+        self._last: tuple[tuple[object, ...], OrderedFactor] | None = None
+
+    def factor(
+        self, layout: ScaledBlocks, order: Order, damping: float, device: torch.device, name: str
+    ) -> OrderedFactor:
+        key = (layout.cols, layout.filled, layout.width, order, damping, device)
+        if self._last is None or self._last[0] != key:
+            seen = self._checked(layout, device, name)
+            blocks, columns = columns_in_order(seen, layout, order)
+            self._last = (key, OrderedFactor(blocks, columns, *factor_of(seen, damping, columns, name)))
+        return self._last[1]
+
+    def _checked(self, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
+        check_statistics(self.hessian, (layout.cols, layout.cols), "hessian", name)
+        if not float(self.hessian.diagonal().sum()) > 0:
+            raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
+        empty = layout.filled - layout.cols
+        # Moved first: a copy from memory to a GPU changes the type on the CPU.
+        return torch.nn.functional.pad(self.hessian.to(device).double(), (0, empty, 0, empty))
+
+
+def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
+    if tuple(given.shape) != shape:
+        raise FormatError(f"{name}: `{what}` must have shape {shape}, got {tuple(given.shape)}")
+    if not bool(given.isfinite().all()):
+        raise FormatError(f"{name}: `{what}` holds NaN or infinity; collect it again from inputs that are finite")
+
+
+def compensate(
+    matrix: Tensor,
+    factor: Tensor,
+    plain: Tensor,
+    layout: ScaledBlocks,
+    ladder: ScaleLadder,
+    blocks: list[int],
+    at: Tensor,
+) -> Codes:
+    """Round [R, filled] numbers; `at` are their columns in order, `factor` is in that order."""
+    if _takes_batches(matrix, layout, ladder):
+        return Codes(*_compensate_batches(matrix, factor, plain, layout, ladder, blocks, at))
+    compiled = _compiled_blocks(matrix, layout, ladder)
+    left, loops = matrix[:, at].contiguous(), loops_for(matrix)
+    codes, scales = torch.empty_like(left), plain.clone()
+    tries = layout.width <= BATCH
+    if not tries:
+        weights = torch.empty_like(matrix[0])
+        weights[at] = factor.diagonal().square().reciprocal()
+        scales = search_scales(matrix, weights, plain, layout, ladder)
+    width = layout.width if tries else BATCH
+    none = torch.zeros(layout.rows, 1, device=matrix.device)
+    for start, stop, pieces in _batches(layout.filled, width):
+        errors = torch.empty_like(left[:, start:stop])
+        for place, (first, last) in pieces:
+            block = blocks[place] if tries else 0
+            piece, own = left[:, first:last], factor[first:last, first:last]
+            if compiled is not None:
+                found = compiled.round(piece, own, plain[:, block], ladder.multiples)
+                codes[:, first:last], own_errors, scales[:, block] = found
+                errors[:, first - start : last - start] = own_errors
+                if last < stop:
+                    left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
+                continue
+            if tries:
+                tried = candidates_of(piece, plain[:, block], layout, ladder)
+                cost = layout.sum_of_strips(loops.cost_of_scales(piece, own, layout.to_rows(tried), ladder.grid))
+                scales[:, block] = tried.gather(1, least_of(cost)[1]).squeeze(1)
+            steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
+            parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
+            codes[:, first:last], own_errors = loops.round_piece(piece, own, steps, none, parts, ladder.grid)
+            errors[:, first - start : last - start] = own_errors
+            left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
+        left[:, stop:] -= errors @ factor[start:stop, stop:]
+    unordered = torch.empty_like(codes)
+    unordered[:, at] = codes
+    return Codes(unordered, scales)
+
+
+def _compiled_blocks(matrix: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Any:
+    """Loops for a whole block of each row, where it has a scale of its own; None where they do not know the format."""
+    if not is_compiled(matrix) or layout.height > 1 or layout.width > BATCH or layout.filled % layout.width:
+        return None
+    from bitplan.rounding.round_columns_cpu import scaled_rounder_of
+
+    return scaled_rounder_of(layout.width, ladder)
+
+
+def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tuple[int, int]]]]]:
+    """(start, stop, its pieces: number and columns) of every batch."""
+    ends = [(place, (first, min(first + width, cols))) for place, first in enumerate(range(0, cols, width))]
+    each = max(1, BATCH // width)
+    groups = [ends[at : at + each] for at in range(0, len(ends), each)]
+    return [(group[0][1][0], group[-1][1][1], group) for group in groups]
+
+
+def sweep(
+    matrix: Tensor, hessian: Tensor, found: Codes, layout: ScaledBlocks, ladder: ScaleLadder, sweeps: int
+) -> Codes:
+    """Codes and scales that are each the best while all others stay; the error never grows."""
+    codes, scales, loops = found.codes.clone(), found.scales.clone(), loops_for(matrix)
+    narrow = layout.width <= BATCH
+    gradient = (matrix - found.values(layout)) @ hessian
+    if _takes_batches(matrix, layout, ladder):
+        from bitplan.rounding.triton_rounding import sweep_batches
+
+        for done in range(sweeps):
+            sweep_batches(gradient, codes, scales, hessian, _block_scales(layout, ladder), is_last=done + 1 == sweeps)
+        return Codes(codes, scales)
+    compiled = _compiled_blocks(matrix, layout, ladder)
+    if compiled is not None:
+        compiled.sweep(gradient, codes, scales, hessian, sweeps)
+        return Codes(codes, scales)
+    for _ in range(sweeps):
+        if not narrow:
+            for block, at in enumerate(block_slices(layout)):
+                move = _better_scales(codes[:, at], gradient[:, at], hessian[at, at], scales[:, block], layout, ladder)
+                scales[:, block] += move
+                gradient -= (layout.to_rows(move).unsqueeze(-1) * codes[:, at]) @ hessian[at]
+        for start, stop, pieces in _batches(layout.filled, layout.width if narrow else BATCH):
+            near, changes = gradient[:, start:stop].clone(), torch.zeros_like(codes[:, start:stop])
+            for _, (first, last) in pieces:
+                block, own, here = (
+                    first // layout.width,
+                    hessian[first:last, first:last],
+                    slice(first - start, last - start),
+                )
+                if narrow:
+                    move = _better_scales(codes[:, first:last], near[:, here], own, scales[:, block], layout, ladder)
+                    scales[:, block] += move
+                    changes[:, here] = layout.to_rows(move).unsqueeze(-1) * codes[:, first:last]
+                    near[:, here] -= changes[:, here] @ own
+                steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
+                parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
+                better, changed = loops.sweep_piece(near[:, here], codes[:, first:last], own, steps, parts, ladder.grid)
+                codes[:, first:last] = better
+                changes[:, here] += changed
+                near[:, here.stop :] -= changes[:, here] @ hessian[first:last, last:stop]
+            gradient -= changes @ hessian[start:stop]
+    return Codes(codes, scales)
+
+
+def _better_scales(
+    codes: Tensor, gradient: Tensor, hessian: Tensor, scales: Tensor, layout: ScaledBlocks, ladder: ScaleLadder
+) -> Tensor:
+    """[strips]: how far the scales of one block should move, by least squares with the codes as they are."""
+    slope = layout.sum_of_strips((codes * gradient).sum(1))
+    curve = layout.sum_of_strips((codes * (codes @ hessian)).sum(1))
+    wanted = ladder.as_stored(scales + torch.where(curve > 0, slope / curve, 0.0))
+    usable = wanted.isfinite() if ladder.is_signed else wanted.isfinite() & (wanted >= 0)
+    move = torch.where(usable, wanted - scales, 0.0)
+    return torch.where(2 * move * slope > move.square() * curve, move, 0.0)
+
+
+# ---- on GPUs: a batch of columns in one launch, and its errors to all others in one product; nothing waits -----------
+
+
+def _takes_batches(matrix: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> bool:
+    """Whether the kernels know the format: a scale for a few columns of one row."""
+    if not in_batches(matrix) or layout.height > 1 or ladder.grid.table is not None:
+        return False
+    from bitplan.rounding.triton_rounding import is_width_known, storage_of
+
+    return is_width_known(layout.width) and storage_of(ladder.fmt) is not None
+
+
+def _block_scales(layout: ScaledBlocks, ladder: ScaleLadder) -> Any:
+    from bitplan.rounding.triton_rounding import BlockScales, storage_of
+
+    storage = storage_of(ladder.fmt)
+    assert storage is not None
+    return BlockScales(storage, layout.width, ladder.grid, ladder.multiples, ladder.is_signed, ladder.base)
+
+
+def _compensate_batches(
+    matrix: Tensor,
+    factor: Tensor,
+    plain: Tensor,
+    layout: ScaledBlocks,
+    ladder: ScaleLadder,
+    blocks: list[int],
+    at: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales, as `compensate` gives them."""
+    from bitplan.rounding import triton_rounding as triton_batches
+
+    scaled = _block_scales(layout, ladder)
+    factor = factor.contiguous()
+    left, order = matrix[:, at].contiguous(), torch.tensor(blocks, dtype=torch.int32, device=matrix.device)
+    codes, scales, plain = torch.empty_like(left), plain.clone(), plain.contiguous()
+    errors = matrix.new_empty(len(matrix), scaled.span)
+    for start in range(0, layout.filled, scaled.span):
+        stop = min(start + scaled.span, layout.filled)
+        triton_batches.round_batch(left, factor, plain, order, start, scaled, codes, scales, errors)
+        left[:, stop:].addmm_(errors[:, : stop - start], factor[start:stop, stop:], alpha=-1)
+    return unordered(codes, at), scales

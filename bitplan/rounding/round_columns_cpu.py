@@ -1,0 +1,657 @@
+"""The loops of `round_columns`, compiled for CPUs: the same numbers to the bit, in the same order of arithmetic.
+
+Sweeps over whole blocks, which `error_compensation` and `group_blocks` define, add up in another order: a number that
+lies on a tie may differ.
+
+Compiled loops for blocks that have one scale each: scales are tried, codes rounded, and both swept over.
+
+`rounding` rounds with them a few rows at a time, a thousand times a weight: there calls of torch take longer than
+what they compute. Candidates of a scale lie side by side, so that one vector instruction rounds a number with many of
+them. Importing this module imports numba.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitplan.base.loops.jit import compiled, inlined, on_threads, thread_count
+from bitplan.base.loops.vectors import same_bits
+from bitplan.formats import Format
+from bitplan.formats.gguf.cpu_block_search import RowSearch
+from bitplan.formats.gguf.layouts import Layout
+from bitplan.formats.scale_rules import SMALLEST_SCALE, BasedScales
+from bitplan.rounding.group_scales import GroupScales
+from bitplan.rounding.layout import Grid
+from bitplan.rounding.scale_search import ScaleLadder
+
+# ---- scaled blocks ---------------------------------------------------------------------------------------------------
+
+
+F32, U32 = np.float32, np.uint32
+ZERO, HALF, ONE = F32(0), F32(0.5), F32(1)
+EXPONENT, OPPOSITE = U32(0x7F800000), U32(0x7F000000)
+NEAREST = F32(1.5 * 2.0**23)  # x + NEAREST - NEAREST is x to the nearest integer, ties to even, for |x| < 2^22
+SMALLEST = F32(SMALLEST_SCALE)
+# Added to the bits of a float, this moves its exponent to the nearer power of two in ratio: from sqrt(2) on upwards.
+TO_NEAREST_POWER, FRACTION_BITS, LARGEST_POWER = U32(0x004AFB0C), U32(23), U32(254)
+SMALLEST_POWER = F32(2.0**-127)
+# Of a scale's storage: distance of neighbours over the power of two below, or zero where all float32 numbers are
+# stored; the least such distance; the largest number, to which others are clamped; from where on there is none.
+STORAGES = {
+    torch.float32: (0.0, 0.0, math.inf, math.inf),
+    torch.float16: (2.0**-10, 2.0**-24, math.inf, 65520.0),
+    torch.bfloat16: (2.0**-7, 2.0**-133, math.inf, 2.0**128 - 2.0**119),
+    torch.float8_e4m3fn: (2.0**-3, 2.0**-9, 448.0, math.inf),
+}
+HALF_SCALES = np.array((*STORAGES[torch.float16], 1.0), F32)
+
+
+def storage_of(fmt: Format, base: Tensor | None) -> Any:
+    """[5] float32: how scales are stored, and their base factor; None where the loops do not know it.
+
+    Of powers of two it is not read.
+    """
+    scales = fmt.scales
+    if scales is None or (isinstance(scales, BasedScales) and base is None):
+        return None
+    if fmt.power_of_two_scales:
+        return HALF_SCALES
+    numbers = STORAGES.get(scales.dtype)
+    return None if numbers is None else np.array((*numbers, 1.0 if base is None else float(base)), F32)
+
+
+# ---- compiled ------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def candidates(piece, plain, multiples, high, storage, is_power, tried):
+    """[R, 1 + C] scales that are tried for a block of each row; what overflows its storage becomes zero."""
+    exponent = math.frexp(high)[1]
+    for row in range(piece.shape[0]):
+        largest = ZERO
+        for j in range(piece.shape[1]):
+            largest = max(largest, abs(piece[row, j]))
+        start = F32(largest / high)
+        if is_power:
+            start = F32(math.ldexp(1.0, math.frexp(largest)[1] - exponent)) if largest > ZERO else ZERO
+        tried[row, 0] = plain[row]
+        for place in range(multiples.size):
+            scale = _as_stored(F32(start * multiples[place]), storage, is_power)
+            tried[row, 1 + place] = scale if abs(scale) < np.inf else ZERO
+
+
+@compiled
+def round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, mantissa, least, is_float, table):
+    width = piece.shape[1]
+    left = np.empty(width, F32)
+    for row in range(piece.shape[0]):
+        for j in range(width):  # not left[:] = ...: numba takes seconds to compile its error
+            left[j] = piece[row, j]
+        for j in range(width):
+            step, offset = steps[row, parts[j]], offsets[row, parts[j]]
+            scaled = F32(F32(left[j] - offset) * reciprocal(step))
+            code = nearest(scaled, low, high, mantissa, least, is_float, table)
+            error = F32(F32(left[j] - F32(F32(code * step) + offset)) / factor[j, j])
+            codes[row, j], errors[row, j] = code, error
+            rest, shares = left[j + 1 :], factor[j, j + 1 :]  # views from zero: else LLVM makes no vectors of it
+            for k in range(rest.size):
+                rest[k] -= F32(error * shares[k])
+
+
+@compiled
+def try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float, table):
+    width, count = piece.shape[1], scales.shape[1]
+    left, inverses, errors = np.empty((width, count), F32), np.empty(count, F32), np.empty(count, F32)
+    for row in range(piece.shape[0]):
+        for c in range(count):
+            inverses[c] = reciprocal(scales[row, c])
+            cost[row, c] = ZERO
+        for j in range(width):
+            for c in range(count):
+                left[j, c] = piece[row, j]
+        for j in range(width):
+            unit = factor[j, j]
+            for c in range(count):
+                code = nearest(F32(left[j, c] * inverses[c]), low, high, mantissa, least, is_float, table)
+                error = F32(F32(left[j, c] - F32(code * scales[row, c])) / unit)
+                errors[c] = error
+                cost[row, c] += F32(error * error)
+            for k in range(j + 1, width):
+                share, rest = factor[j, k], left[k]
+                for c in range(count):
+                    rest[c] -= F32(errors[c] * share)
+
+
+@compiled
+def pick(tried, cost, scales):
+    """The first of those that cost least; what is not a number never wins."""
+    for row in range(tried.shape[0]):
+        place, least = 0, F32(np.inf)
+        for each in range(tried.shape[1]):
+            if cost[row, each] < least:
+                place, least = each, cost[row, each]
+        scales[row, 0] = tried[row, place]
+
+
+@compiled
+def sweep_blocks(
+    slopes,
+    changes,
+    hessian,
+    codes,
+    scales,
+    numbers,
+    storage,
+    is_power,
+    is_signed,
+    low,
+    high,
+    mantissa,
+    least,
+    is_float,
+    table,
+):
+    """Better scales and codes of whole blocks, `numbers` each, and by how much the values changed.
+
+    slopes   [R, n]: (weight - value) @ the whole Hessian, in these columns; used up
+    """
+    width = slopes.shape[1]
+    way = np.empty(numbers, F32)
+    for row in range(slopes.shape[0]):
+        for block in range(width // numbers):
+            begin, end = block * numbers, (block + 1) * numbers
+            slope, code, change = slopes[row, begin:end], codes[row, begin:end], changes[row, begin:end]
+            for k in range(numbers):
+                way[k] = ZERO
+                change[k] = ZERO
+            for k in range(numbers):
+                share, line = code[k], hessian[begin + k, begin:end]
+                if share != ZERO:
+                    for each in range(numbers):
+                        way[each] += share * line[each]
+            rise = curve = ZERO
+            for k in range(numbers):
+                rise += code[k] * slope[k]
+                curve += code[k] * way[k]
+            now = scales[row, block]
+            step = now
+            if curve > ZERO:
+                wanted = _as_stored(F32(now + F32(rise / curve)), storage, is_power)
+                move = F32(wanted - now)
+                is_usable = abs(wanted) < np.inf and (is_signed or wanted >= ZERO)
+                if is_usable and F32(2) * move * rise > move * move * curve:
+                    step = wanted
+                    scales[row, block] = wanted
+                    for k in range(numbers):
+                        slope[k] -= move * way[k]
+                        change[k] = move * code[k]
+            if step != ZERO:
+                inverse = F32(ONE / step)
+                for k in range(numbers):
+                    best = F32(F32(code[k] * step) + F32(slope[k] / hessian[begin + k, begin + k]))
+                    better = nearest(F32(best * inverse), low, high, mantissa, least, is_float, table)
+                    move = F32(F32(better - code[k]) * step)
+                    if move != ZERO:
+                        code[k] = better
+                        change[k] += move
+                        line = hessian[begin + k, begin:end]
+                        for each in range(numbers):
+                            slope[each] -= move * line[each]
+            after = slopes[row, end:]
+            for k in range(numbers):
+                share, line = change[k], hessian[begin + k, end:]
+                if share != ZERO:
+                    for each in range(after.size):
+                        after[each] -= share * line[each]
+
+
+@inlined
+def _as_stored(wanted, storage, is_power):
+    """The scale that is loaded after this one was stored; NaN where it overflows."""
+    if is_power:
+        if not wanted > ZERO:
+            return SMALLEST_POWER
+        field = min(U32(U32(same_bits(F32(wanted), U32) + TO_NEAREST_POWER) >> FRACTION_BITS), LARGEST_POWER)
+        return same_bits(U32(field << FRACTION_BITS), F32) if field > U32(0) else SMALLEST_POWER
+    mantissa, least, most, limit, base = storage[0], storage[1], storage[2], storage[3], storage[4]
+    number = min(F32(wanted / base), most) if base > ZERO and not abs(wanted) < SMALLEST else ZERO
+    if not abs(number) < limit:
+        return F32(np.nan)
+    if mantissa > ZERO:
+        power = same_bits(U32(same_bits(F32(number), U32) & EXPONENT), F32)
+        step = max(F32(power * mantissa), least)
+        number = F32(F32(F32(F32(number / step) + NEAREST) - NEAREST) * step)
+    number = F32(number * base)
+    return number if abs(number) >= SMALLEST else ZERO
+
+
+@inlined
+def as_half(number):
+    """The nearest float16; what has none stays out: it is given as NaN, which no comparison takes."""
+    return _as_stored(number, HALF_SCALES, False)
+
+
+@inlined
+def reciprocal(scale):
+    return ZERO if scale == ZERO else F32(ONE / scale)
+
+
+@inlined
+def nearest(scaled, low, high, mantissa, least, is_float, table):
+    """The nearest number of the grid. Steps of floats are powers of two: exponents give their inverse."""
+    if table is not None:
+        place = 0
+        for below in range(table.size - 1):
+            if F32(scaled) > F32(F32(table[below] + table[below + 1]) * HALF):
+                place += 1
+        return table[place]
+    inside = min(max(F32(scaled), low), high)
+    if not is_float:
+        return F32(F32(inside + NEAREST) - NEAREST)
+    power = same_bits(U32(same_bits(F32(inside), U32) & EXPONENT), F32)
+    step = max(F32(power * mantissa), least)
+    inverse = same_bits(U32(OPPOSITE - same_bits(F32(step), U32)), F32)
+    return F32(F32(F32(F32(inside * inverse) + NEAREST) - NEAREST) * step)
+
+
+# ---- round columns cpu -----------------------------------------------------------------------------------------------
+
+
+FEWEST_ROWS = 16
+SPAN = 128  # columns swept at once, of blocks that have one scale
+PIECE = 256  # the same of blocks of groups: a K-quant's block, or eight of 32
+
+
+def round_piece(
+    piece: Tensor, factor: Tensor, steps: Tensor, offsets: Tensor, parts: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor]:
+    """As `round_columns.round_piece`."""
+    codes, errors = torch.empty(piece.shape), torch.empty(piece.shape)
+    given = (factor, steps, offsets, parts, codes, errors)
+    _by_rows(round_rows, piece, (1, 2, 4, 5), given, grid)
+    return codes, errors
+
+
+def cost_of_scales(piece: Tensor, factor: Tensor, scales: Tensor, grid: Grid) -> Tensor:
+    """As `round_columns.cost_of_scales`."""
+    cost = torch.empty(scales.shape)
+    _by_rows(try_rows, piece, (1, 2), (factor, scales, cost), grid)
+    return cost
+
+
+def sweep_piece(
+    gradient: Tensor, codes: Tensor, hessian: Tensor, steps: Tensor, parts: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor]:
+    """As `round_columns.sweep_piece`."""
+    better, changes = codes.clone(memory_format=torch.contiguous_format), torch.empty(codes.shape)
+    _by_rows(_sweep_rows, gradient, (0, 2, 4), (better, hessian, steps, parts, changes), grid)
+    return better, changes
+
+
+def weighted_cost(piece: Tensor, weights: Tensor, scales: Tensor, grid: Grid) -> Tensor:
+    """As `round_columns.weighted_cost`."""
+    cost = torch.empty(scales.shape)
+    _by_rows(_weigh_rows, piece, (1, 2), (weights, scales, cost), grid)
+    return cost
+
+
+class ScaledRounder:
+    """Blocks of a row that have one scale each: rounds them, one after the other, and sweeps over all of them.
+
+    storage   how scales are stored, as `scaled_blocks` knows it; see `scaled_rounder_of`
+    """
+
+    def __init__(self, width: int, grid: Grid, storage: Any, *, is_power: bool, is_signed: bool) -> None:
+        self._width, self._storage, self._is_power, self._is_signed = width, storage, is_power, is_signed
+        self._grid = _numbers_of(grid)
+
+    def round(
+        self, piece: Tensor, factor: Tensor, plain: Tensor, multiples: tuple[float, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes and errors [R, g] of a block, and its scales [R]: the best of what `candidates_of` gives."""
+        numbers, shares, first_tried = (each.contiguous().numpy() for each in (piece, factor, plain))
+        rows, wide, high = len(numbers), np.array(multiples, F32), self._grid[1]
+        codes, errors, scales = torch.empty(piece.shape), torch.empty(piece.shape), torch.empty(rows, 1)
+        outs = codes.numpy(), errors.numpy(), scales.numpy()
+        step, parts = _rows_at_once(rows), np.zeros(piece.shape[1], np.int64)
+
+        def work(first: int) -> None:
+            own = slice(first, first + step)
+            given, offsets = numbers[own], np.zeros((len(numbers[own]), 1), F32)
+            tried, cost = (np.empty((len(given), 1 + len(wide)), F32) for _ in range(2))
+            own_codes, own_errors, steps = (each[own] for each in outs)
+            candidates(given, first_tried[own], wide, high, self._storage, self._is_power, tried)
+            try_rows(given, shares, tried, cost, *self._grid)
+            pick(tried, cost, steps)
+            round_rows(given, shares, steps, offsets, parts, own_codes, own_errors, *self._grid)
+
+        on_threads(work, range(0, rows, step))
+        return codes, errors, scales.squeeze(1)
+
+    def sweep(self, gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, sweeps: int) -> None:
+        """Better codes [R, K] and scales [R, blocks], where they are; `gradient` [R, K] is (weight - value) @ hessian.
+
+        Some whole blocks at a time, of all rows; between them the gradient moves by a matrix product.
+        """
+        columns = gradient.shape[1]
+        width = max(1, SPAN // self._width) * self._width
+        pieces = [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
+        owns = [hessian[cols, cols].contiguous().numpy() for cols in pieces]
+        settings = self._width, self._storage, self._is_power, self._is_signed, *self._grid
+        step = _rows_at_once(len(gradient))
+        for done in range(sweeps):
+            for cols, own in zip(pieces, owns, strict=True):
+                blocks = slice(cols.start // self._width, cols.stop // self._width)
+                slopes, own_codes, own_scales = (
+                    each.clone(memory_format=torch.contiguous_format)
+                    for each in (gradient[:, cols], codes[:, cols], scales[:, blocks])
+                )
+                changes = torch.empty_like(slopes)
+                given = [each.numpy() for each in (slopes, changes, own_codes, own_scales)]
+
+                def work(at: int) -> None:
+                    rows = slice(at, at + step)
+                    slope, change, code, scale = (each[rows] for each in given)  # noqa: B023
+                    sweep_blocks(slope, change, own, code, scale, *settings)  # noqa: B023
+
+                on_threads(work, range(0, len(gradient), step))
+                codes[:, cols], scales[:, blocks] = own_codes, own_scales
+                _follow(gradient, changes, hessian, cols, is_last=done + 1 == sweeps)
+
+
+def scaled_rounder_of(width: int, ladder: ScaleLadder) -> ScaledRounder | None:
+    """None where the loops do not know how the format stores scales."""
+    storage = storage_of(ladder.fmt, ladder.base)
+    if storage is None:
+        return None
+    is_power = ladder.fmt.power_of_two_scales
+    return ScaledRounder(width, ladder.grid, storage, is_power=is_power, is_signed=ladder.is_signed)
+
+
+def _follow(gradient: Tensor, changes: Tensor, hessian: Tensor, columns: slice, *, is_last: bool) -> None:
+    """The gradient after values of some columns changed; after the last sweep only what comes next is asked for."""
+    others = slice(columns.stop if is_last else 0, gradient.shape[1])
+    if others.start < others.stop:
+        gradient[:, others].addmm_(changes, hessian[columns, others], alpha=-1)
+
+
+class BlockRounder:
+    """Rounds blocks of GGUF's groups, one after the other: searches what is stored for a block, then its codes.
+
+    weights   [K] of columns, as the search takes them
+    inside    [K]: the place within its block of each column, in the order in which columns are rounded
+    """
+
+    def __init__(self, layout: Layout, grid: Grid, weights: Tensor, inside: Tensor, scales: GroupScales) -> None:
+        self._layout, self._scales, self._search = layout, scales, RowSearch(layout)
+        self._weights = weights.reshape(-1, layout.group_count, layout.group).numpy()
+        self._inside, self._groups = inside.numpy(), (inside // layout.group).numpy()
+        self._grid = _numbers_of(grid)
+
+    def round(self, piece: Tensor, factor: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
+        """Codes and errors [R, n] of a block's numbers, in the order of `columns`; its scales are put in place."""
+        given, shares = piece.contiguous().numpy(), factor.contiguous().numpy()
+        codes, errors = torch.empty(piece.shape), torch.empty(piece.shape)
+        outs = codes.numpy(), errors.numpy()
+        inside, groups, weights = self._inside[columns], self._groups[columns], self._weights[block]
+        step = _rows_at_once(len(given))
+
+        def work(first: int) -> None:
+            rows = slice(first, first + step)
+            numbers = np.empty_like(given[rows])
+            numbers[:, inside] = given[rows]
+            steps, offsets = self._store(
+                self._search(numbers.reshape(len(numbers), -1, self._layout.group), weights), block, rows
+            )
+            round_rows(given[rows], shares, steps, offsets, groups, *(each[rows] for each in outs), *self._grid)
+
+        on_threads(work, range(0, len(given), step))
+        return codes, errors
+
+    def _store(self, found: tuple[Any, ...], block: int, rows: slice) -> tuple[Any, Any]:
+        """What a code is multiplied by and what is added, [R, groups]; rounded once, as the decoder does."""
+        d, dmin, scales, mins = found
+        into, own = self._scales, self._scales.groups(block)
+        if scales is None:
+            into.d.numpy()[rows, block], into.dmin.numpy()[rows, block] = d[:, 0], dmin[:, 0]
+            return d, dmin
+        into.d.numpy()[rows, block], into.dmin.numpy()[rows, block] = d[:, 0], -dmin[:, 0]
+        into.scales.numpy()[rows, own], into.mins.numpy()[rows, own] = scales, mins
+        return d * scales, -dmin * mins
+
+
+def sweep_groups(
+    gradient: Tensor, codes: Tensor, hessian: Tensor, scales: GroupScales, grid: Grid, sweeps: int
+) -> None:
+    """Better codes [R, K] and scales, where they are; `gradient` [R, K] is (weight - value) @ hessian.
+
+    Some whole blocks at a time, of all rows: their integers, d, dmin and codes. Between them the gradient moves by a
+    matrix product.
+    """
+    layout, columns = scales.layout, gradient.shape[1]
+    if not layout.has_groups and not layout.has_min:
+        rounder = ScaledRounder(layout.numbers, grid, HALF_SCALES, is_power=False, is_signed=True)
+        rounder.sweep(gradient, codes, scales.d, hessian, sweeps)
+        return
+    numbers = (*_limits(layout), *_numbers_of(grid))
+    given = [each.numpy() for each in (codes, scales.d, scales.dmin, scales.scales, scales.mins)]
+    step = _rows_at_once(len(gradient))
+    width = max(PIECE, layout.numbers)
+    pieces = [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
+    owns = [hessian[cols, cols].contiguous() for cols in pieces]
+    sums = [own.reshape(-1, layout.group, len(own)).sum(1).numpy() for own in owns]
+    for done in range(sweeps):
+        for cols, own, own_sums in zip(pieces, owns, sums, strict=True):
+            slopes, changes = (
+                gradient[:, cols].clone(memory_format=torch.contiguous_format).numpy(),
+                torch.empty(len(gradient), len(own)),
+            )
+            first, matrix, out = cols.start, own.numpy(), changes.numpy()
+
+            def work(at: int) -> None:
+                rows = slice(at, at + step)
+                parts = [each[rows] for each in given]
+                _sweep_groups(slopes[rows], out[rows], matrix, own_sums, *parts, first, *numbers)  # noqa: B023
+
+            on_threads(work, range(0, len(gradient), step))
+            _follow(gradient, changes, hessian, cols, is_last=done + 1 == sweeps)
+
+
+def _limits(layout: Layout) -> tuple[int, int, bool, bool, np.float32, np.float32]:
+    low, high = layout.scale_low or 0, layout.scale_high or 0
+    return layout.numbers, layout.group, layout.has_groups, layout.has_min, F32(low), F32(high)
+
+
+def _by_rows(
+    loop: Callable[..., None], piece: Tensor, by_row: tuple[int, ...], given: tuple[Tensor, ...], grid: Grid
+) -> None:
+    """`loop` on some rows of the piece, and of what is given by row, at a time."""
+    whole = piece.contiguous().numpy()
+    arrays: list[Any] = [each.contiguous().numpy() for each in given]
+    numbers = _numbers_of(grid)
+    step = _rows_at_once(len(whole))
+
+    def work(first: int) -> None:
+        rows = slice(first, first + step)
+        loop(whole[rows], *(each[rows] if place in by_row else each for place, each in enumerate(arrays)), *numbers)
+
+    on_threads(work, range(0, len(whole), step))
+
+
+def _numbers_of(grid: Grid) -> tuple[Any, ...]:
+    table = None if grid.table is None else np.array(grid.table, F32)  # None: loops without a table are compiled apart
+    return F32(grid.low), F32(grid.high), F32(grid.mantissa), F32(grid.least), grid.is_float, table
+
+
+def _rows_at_once(rows: int) -> int:
+    """What a thread takes at a time; all of them where there is one thread: each call costs as much as some rows."""
+    threads = thread_count()
+    return max(FEWEST_ROWS, rows if threads == 1 else -(-rows // (4 * threads)))
+
+
+@compiled
+def _sweep_rows(gradient, codes, hessian, steps, parts, changes, low, high, mantissa, least, is_float, table):
+    width = gradient.shape[1]
+    slope = np.empty(width, F32)
+    for row in range(gradient.shape[0]):
+        for j in range(width):
+            slope[j] = gradient[row, j]
+        for j in range(width):
+            step = steps[row, parts[j]]
+            best = F32(F32(codes[row, j] * step) + F32(slope[j] / hessian[j, j]))
+            code = nearest(F32(best * reciprocal(step)), low, high, mantissa, least, is_float, table)
+            if step == ZERO:
+                code = codes[row, j]
+            change = F32(F32(code - codes[row, j]) * step)
+            codes[row, j], changes[row, j] = code, change
+            if change != ZERO:
+                shares = hessian[j]
+                for k in range(width):
+                    slope[k] -= F32(change * shares[k])
+
+
+@compiled
+def _weigh_rows(piece, weights, scales, cost, low, high, mantissa, least, is_float, table):
+    count = scales.shape[1]
+    inverses = np.empty(count, F32)
+    for row in range(piece.shape[0]):
+        for c in range(count):
+            inverses[c] = reciprocal(scales[row, c])
+            cost[row, c] = ZERO
+        for j in range(piece.shape[1]):
+            number, weight = piece[row, j], weights[j]
+            for c in range(count):
+                code = nearest(F32(number * inverses[c]), low, high, mantissa, least, is_float, table)
+                error = F32(number - F32(code * scales[row, c]))
+                cost[row, c] += F32(weight * F32(error * error))
+
+
+@compiled
+def _sweep_groups(
+    slopes,
+    changes,
+    hessian,
+    hessian_sums,
+    codes,
+    ds,
+    dmins,
+    scales,
+    mins,
+    first,
+    numbers,
+    group,
+    has_groups,
+    has_min,
+    scale_low,
+    scale_high,
+    low,
+    high,
+    mantissa,
+    least,
+    is_float,
+    table,
+):
+    width = slopes.shape[1]
+    of_groups = np.empty((numbers // group, width), F32)
+    change, before = np.empty(width, F32), np.empty(width, F32)
+    for row in range(slopes.shape[0]):
+        slope, code = slopes[row], codes[row, first : first + width]
+        for start in range(0, width, numbers):
+            block = (first + start) // numbers
+            for k in range(start, start + numbers):
+                at = (first + k) // group
+                step, offset = F32(ds[row, block] * scales[row, at]), F32(dmins[row, block] * mins[row, at])
+                before[k] = F32(F32(code[k] * step) + offset)
+            for part in range(numbers // group):
+                begin = start + part * group
+                own = of_groups[part]
+                own[:] = ZERO
+                for k in range(begin, begin + group):
+                    share, line = code[k], hessian[k]
+                    if share != ZERO:
+                        for each in range(width):
+                            own[each] += share * line[each]
+                if has_groups:
+                    at = (first + begin) // group
+                    rise, curve = _along(code, slope, own, begin, begin + group)
+                    scales[row, at] = _better_integer(
+                        scales[row, at], ds[row, block], rise, curve, scale_low, scale_high, slope, own
+                    )
+                    if has_min:
+                        sums = hessian_sums[begin // group]
+                        rise = curve = ZERO
+                        for k in range(begin, begin + group):
+                            rise += slope[k]
+                            curve += sums[k]
+                        mins[row, at] = _better_integer(
+                            mins[row, at], dmins[row, block], rise, curve, ZERO, scale_high, slope, sums
+                        )
+            for is_minimum in range(1 + has_min):
+                change[:] = ZERO
+                rise = curve = ZERO
+                for part in range(numbers // group):
+                    begin = start + part * group
+                    at = (first + begin) // group
+                    factor = mins[row, at] if is_minimum else scales[row, at]
+                    line = hessian_sums[begin // group] if is_minimum else of_groups[part]
+                    for each in range(width):
+                        change[each] += factor * line[each]
+                for k in range(start, start + numbers):
+                    at = (first + k) // group
+                    way = mins[row, at] if is_minimum else F32(code[k] * scales[row, at])
+                    rise += way * slope[k]
+                    curve += way * change[k]
+                units = dmins if is_minimum else ds
+                now = units[row, block]
+                wanted = as_half(F32(now + F32(rise / curve))) if curve > ZERO else now
+                if is_minimum and has_groups:
+                    wanted = min(wanted, ZERO)
+                move = F32(wanted - now)
+                if F32(2) * move * rise > move * move * curve:
+                    units[row, block] = wanted
+                    for each in range(width):
+                        slope[each] -= move * change[each]
+            for k in range(start, start + numbers):
+                at = (first + k) // group
+                step = F32(ds[row, block] * scales[row, at])
+                if step != ZERO:
+                    best = F32(F32(code[k] * step) + F32(slope[k] / hessian[k, k]))
+                    better = nearest(F32(best * reciprocal(step)), low, high, mantissa, least, is_float, table)
+                    move = F32(F32(better - code[k]) * step)
+                    if move != ZERO:
+                        code[k] = better
+                        line = hessian[k]
+                        for each in range(width):
+                            slope[each] -= move * line[each]
+                value = F32(F32(code[k] * step) + F32(dmins[row, block] * mins[row, at]))
+                changes[row, k] = value - before[k]
+
+
+@inlined
+def _along(way, slope, change, begin, end):
+    rise = curve = ZERO
+    for k in range(begin, end):
+        rise += way[k] * slope[k]
+        curve += way[k] * change[k]
+    return rise, curve
+
+
+@inlined
+def _better_integer(now, unit, rise, curve, low, high, slope, change):
+    """The integer that makes the error least, if it does; the slope moves with it."""
+    if not (curve > ZERO and unit != ZERO):
+        return now
+    wanted = min(max(F32(F32(F32(now + F32(F32(rise / curve) / unit)) + NEAREST) - NEAREST), low), high)
+    move = F32(F32(wanted - now) * unit)
+    if not F32(2) * move * rise > move * move * curve:
+        return now
+    for each in range(slope.size):
+        slope[each] -= move * change[each]
+    return wanted

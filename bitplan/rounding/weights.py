@@ -1,0 +1,541 @@
+"""round_weight: the same bytes as `encode`, better numbers.
+
+Error-compensated rounding between the rows of a weight: what one output loses, others make up for.
+
+The error that counts is then tr(G E H E^T), with E = weight - value, H = X^T X of the inputs, and G = the second
+moments of the loss's gradients by the outputs: to second order the change of the loss, where inputs and gradients are
+taken as independent. Rows are rounded some at a time, those with the largest gradients first. The errors of each batch
+go to the rows not yet rounded, in the proportions that the Cholesky factor of G's inverse gives: between rows this is
+what `error_compensation` does between columns.
+
+Error-compensated rounding in GGUF's blocks of groups (the K-quants): scales by the format's own weighted search.
+
+A block's scales and minima are searched just before its columns are rounded, from the weights as they are then, with
+the weights that the factor gives its columns; codes then take part in compensation, and both in sweeps, as in other
+formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from bitplan.base.errors import FormatError
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.dispatch import decode, encode
+from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.formats.gguf.layouts import Layout
+from bitplan.formats.gguf.search import SearchBySums, TorchSums, search_blocks
+from bitplan.formats.scale_rules import reciprocal
+from bitplan.rounding.error_compensation import (
+    MUST_BE,
+    InputHessian,
+    Order,
+    OrderedFactor,
+    check_statistics,
+    compensate,
+    factor_of,
+    sweep,
+)
+from bitplan.rounding.group_scales import GroupScales
+from bitplan.rounding.layout import (
+    Grid,
+    ScaledBlocks,
+    assemble,
+    grid_of,
+    join_rows,
+    layout_of,
+    rows_of,
+    scales_of,
+    unordered,
+    with_rows_of,
+)
+from bitplan.rounding.pick_loops import in_batches, is_compiled, loops_for, rounding_rows_of
+from bitplan.rounding.scale_search import ScaleLadder, search_scales
+
+# ---- group blocks ----------------------------------------------------------------------------------------------------
+
+
+def grid_of_groups(fmt: GgufBlocks) -> Grid:
+    table = fmt.layout.table
+    if table is not None:
+        return Grid(float(table[0]), float(table[-1]), table=tuple(map(float, table)))
+    return Grid(float(fmt.layout.low), float(fmt.layout.high))
+
+
+def stored_codes(numbers: Tensor, fmt: GgufBlocks) -> Tensor:
+    """uint8: what is stored for the numbers that codes stand for."""
+    if fmt.layout.table is None:
+        return (numbers - fmt.layout.low).to(torch.uint8)
+    return torch.searchsorted(numbers.new_tensor(fmt.layout.table), numbers.contiguous()).to(torch.uint8)
+
+
+def round_groups(
+    matrix: Tensor, hessian: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, sweeps: int
+) -> Tensor:
+    """Round [R, filled] numbers -> [R, bytes per row]; `at` are their columns in order, `factor` is in that order."""
+    scales = GroupScales.empty(matrix, fmt.layout)
+    if in_batches(matrix):
+        codes = _compensate_batches(matrix, factor, fmt.layout, grid_of_groups(fmt), blocks, at, scales)
+    elif is_compiled(matrix):
+        codes = _compensate_compiled(matrix, factor, fmt, blocks, at, scales)
+    else:
+        codes = _compensate(matrix, factor, fmt, blocks, at, scales)
+    _sweep(matrix, hessian, codes, scales, fmt, sweeps)
+    packed = fmt.layout.pack(scales.parts(stored_codes(codes, fmt)))
+    return packed.reshape(len(matrix), -1)
+
+
+def _compensate(
+    matrix: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, scales: GroupScales
+) -> Tensor:
+    layout, loops, grid, search = fmt.layout, loops_for(matrix), grid_of_groups(fmt), SearchBySums(TorchSums())
+    left, codes, width = matrix[:, at].contiguous(), torch.empty_like(matrix), layout.numbers
+    for place, block in enumerate(blocks):
+        first, last = place * width, (place + 1) * width
+        inside, own = at[first:last] - block * width, factor[first:last, first:last]
+        piece, weights = torch.empty_like(left[:, first:last]), torch.empty_like(matrix[0, :width])
+        piece[:, inside] = left[:, first:last]
+        weights[inside] = own.diagonal().square().reciprocal()
+        scales.put(block, search_blocks(piece, weights, layout, search))
+        own_codes, errors = loops.round_piece(
+            left[:, first:last], own, scales.steps(block), scales.offsets(block), inside // layout.group, grid
+        )
+        codes[:, at[first:last]] = own_codes
+        left[:, last:] -= errors @ factor[first:last, last:]
+    return codes
+
+
+def _compensate_compiled(
+    matrix: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, scales: GroupScales
+) -> Tensor:
+    """As `_compensate`, by compiled loops: of small matrices calls of torch take longer than what they compute."""
+    from bitplan.rounding.round_columns_cpu import BlockRounder
+
+    width = fmt.layout.numbers
+    left, codes = matrix[:, at].contiguous(), torch.empty_like(matrix)
+    weights = _block_weights(unordered(factor.diagonal().square().reciprocal()[None], at)[0], width)
+    rounder = BlockRounder(fmt.layout, grid_of_groups(fmt), weights, at % width, scales)
+    for place, block in enumerate(blocks):
+        own = slice(place * width, (place + 1) * width)
+        codes[:, own], errors = rounder.round(left[:, own], factor[own, own], block, own)
+        if own.stop < matrix.shape[1]:
+            left[:, own.stop :] -= errors @ factor[own, own.stop :]
+    return unordered(codes, at)
+
+
+def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, fmt: GgufBlocks, sweeps: int) -> None:
+    """Scales and codes, each to its best place while all others stay: both change where they are."""
+    layout, loops, grid = fmt.layout, loops_for(matrix), grid_of_groups(fmt)
+    width = layout.numbers
+    each = range(matrix.shape[1] // width)
+    gradient = (matrix - scales.values(codes)) @ hessian
+    if is_compiled(matrix):
+        from bitplan.rounding.round_columns_cpu import sweep_groups
+
+        sweep_groups(gradient, codes, hessian, scales, grid, sweeps)
+        return
+    parts = torch.arange(width) // layout.group
+    for done in range(sweeps):
+        if in_batches(matrix):
+            _sweep_batches(gradient, hessian, codes, scales, grid, is_last=done + 1 == sweeps)
+            continue
+        for block in each:
+            cols = _columns(block, width)
+            own, here = hessian[cols, cols], gradient[:, cols]
+            moved, slope = scales.improve(block, codes[:, cols], here, own)
+            codes[:, cols], changes = loops.sweep_piece(slope, codes[:, cols], own, scales.steps(block), parts, grid)
+            gradient -= (moved + changes) @ hessian[cols]
+
+
+def _compensate_batches(
+    matrix: Tensor, factor: Tensor, layout: Layout, grid: Grid, blocks: list[int], at: Tensor, scales: GroupScales
+) -> Tensor:
+    """On GPUs: as `_compensate`, three launches for a block; nothing waits."""
+    from bitplan.formats.gguf.triton_group_search import search_into
+    from bitplan.rounding.triton_rounding import round_piece
+
+    width = layout.numbers
+    factor = factor.contiguous()
+    left, codes = matrix[:, at].contiguous(), torch.empty_like(matrix)
+    parts = (at % width // layout.group).int()
+    places = unordered((torch.arange(len(at), device=at.device) % width).int()[None], at)[0]  # in the order of a block
+    weights = _block_weights(unordered(factor.diagonal().square().reciprocal()[None], at)[0], width)
+    unused = torch.empty((len(matrix), width), dtype=torch.uint8, device=matrix.device)
+    for place, block in enumerate(blocks):
+        first, last = place * width, (place + 1) * width
+        own, groups = slice(block * width, (block + 1) * width), scales.groups(block)
+        d, dmin = scales.d[:, block : block + 1], scales.dmin[:, block : block + 1]
+        search_into(
+            left[:, first:last],
+            weights[own],
+            layout,
+            places[own],
+            d,
+            dmin,
+            scales.scales[:, groups],
+            scales.mins[:, groups],
+            unused,
+        )
+        if layout.has_groups:  # taken away where it has integers, added where it has none
+            dmin.neg_()
+        codes[:, first:last], errors = round_piece(
+            left[:, first:last],
+            factor[first:last, first:last],
+            scales.steps(block),
+            scales.offsets(block),
+            parts[first:last],
+            grid,
+        )
+        left[:, last:].addmm_(errors, factor[first:last, last:], alpha=-1)
+    return unordered(codes, at)
+
+
+def _sweep_batches(
+    gradient: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, grid: Grid, *, is_last: bool
+) -> None:
+    """One of the sweeps on GPUs: codes, scales and gradient change where they are."""
+    from bitplan.rounding.triton_rounding import BlockScales, sweep_batches, sweep_groups
+
+    layout, cols = scales.layout, gradient.shape[1]
+    if not layout.has_groups and not layout.has_min:  # a float16 number for each block: many blocks in one launch
+        scaled = BlockScales("f16", layout.numbers, grid, is_signed=True)
+        sweep_batches(gradient, codes, scales.d, hessian, scaled, is_last=is_last)
+        return
+    changes = gradient.new_empty(len(gradient), layout.numbers)
+    for first in range(0, cols, layout.numbers):
+        stop = first + layout.numbers
+        sweep_groups(
+            gradient, codes, hessian, first, layout, grid, scales.d, scales.dmin, scales.scales, scales.mins, changes
+        )
+        others = slice(stop if is_last else 0, cols)
+        gradient[:, others].addmm_(changes, hessian[first:stop, others], alpha=-1)
+
+
+def _block_weights(weights: Tensor, width: int) -> Tensor:
+    """Weights of columns as the search of each block takes them: with a mean near 1, none too small."""
+    given = weights.double().reshape(-1, width)
+    return (given / given.mean(1, keepdim=True).clamp(min=1e-300)).clamp(1e-6, 1e6).float().reshape(-1)
+
+
+def _columns(block: int, width: int) -> slice:
+    return slice(block * width, (block + 1) * width)
+
+
+# ---- output feedback -------------------------------------------------------------------------------------------------
+
+
+# Rounds a matrix [rows, filled], given its rows as `encode` has them.
+RoundRows = Callable[[Tensor, Encoded, ScaledBlocks], Encoded]
+DAMPING = 0.05
+BATCHES, BATCHES_UNCOMPILED = 24, 8  # without compiled loops every batch takes as long as the whole weight
+FEWEST_ROWS = 16
+
+
+def check_outputs(outputs: Tensor, layout: ScaledBlocks, name: str) -> None:
+    """Refuse what cannot be second moments; all zeros are moments of outputs that no loss minds."""
+    check_statistics(outputs, (layout.rows, layout.rows), "outputs", name)
+    below = int((outputs.diagonal() < 0).sum())
+    if below:
+        raise FormatError(
+            f"{name}: `outputs` is not positive definite: {below} numbers of its diagonal are below zero; it must be "
+            f"{MUST_BE['outputs']}"
+        )
+
+
+def takes_feedback(outputs: Tensor | None, layout: ScaledBlocks) -> bool:
+    """Whether rows can be rounded apart from each other, and some output has a gradient."""
+    return outputs is not None and layout.height == 1 and layout.rows > 1 and float(outputs.diagonal().sum()) > 0
+
+
+def round_with_feedback(
+    matrix: Tensor, outputs: Tensor, plain: Encoded, layout: ScaledBlocks, round_rows: RoundRows, name: str
+) -> Encoded:
+    """Round [R, filled] numbers; `outputs` [R, R] is G, in any unit."""
+    order = outputs.diagonal().argsort(descending=True, stable=True).to(matrix.device)
+    factor = factor_of(outputs.to(matrix.device), DAMPING, order, name, "outputs")[1]
+    left, made = matrix[order], []
+    step = max(FEWEST_ROWS, -(-layout.rows // (BATCHES if is_compiled(matrix) else BATCHES_UNCOMPILED)))
+    for first in range(0, layout.rows, step):
+        last = min(first + step, layout.rows)
+        piece = left[first:last].contiguous()
+        own_rows, part = rows_of(plain, layout, order[first:last]), replace(layout, rows=last - first)
+        with rounding_rows_of(matrix):
+            made.append(round_rows(piece, own_rows, part))
+        values = decode(made[-1], torch.float32).reshape(last - first, -1)
+        errors = piece - torch.nn.functional.pad(values, (0, layout.filled - values.shape[1]))
+        own = factor[first:last, first:last].T
+        left[last:] -= factor[first:last, last:].T @ torch.linalg.solve_triangular(own, errors, upper=False)
+    return join_rows(made, plain, order)
+
+
+def error_between_outputs(matrix: Tensor, values: Tensor, hessian: Tensor, outputs: Tensor) -> float:
+    """tr(G E H E^T)."""
+    error = matrix - values
+    return float((outputs.to(error.device).float() * (error @ hessian @ error.T)).double().sum())
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+Measure = Literal["squared error", "moments", "hessian", "hessian and outputs"]
+SWEEPS = 4
+AT_ONCE = 2**27  # numbers of a matrix that are rounded at once
+# Columns whose input was never seen count a little, so that their scales are not arbitrary.
+UNSEEN = 1e-6
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What was gained.
+
+    measure    what was minimised: the squared error of the weights, weighted by second moments of the inputs, or the
+               squared error of the outputs, alone or weighted by the gradients of the loss by them
+    before     that error with plain `encode`, over the same of the weights themselves
+    after      the same now
+    strips     groups of rows that share no scale with others, and how many of them `encode` rounds better: `plain`
+    damping    what was really added to the Hessian's diagonal, in units of its mean
+    """
+
+    measure: Measure
+    before: float
+    after: float
+    strips: int
+    plain: int
+    damping: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RoundingOptions(TypedDict, total=False):
+    """The options of `round_with_report`, which explains them."""
+
+    moments: Tensor | None
+    hessian: Tensor | InputHessian | None
+    outputs: Tensor | None
+    damping: float
+    order: Order
+    sweeps: int
+    pad: Literal["zero"] | None
+    base: float | None
+    device: torch.device | str | None
+    name: str
+
+
+def round_weight(weight: Tensor, fmt: Format | str, **options: Unpack[RoundingOptions]) -> Encoded:
+    """`round_with_report` without its report."""
+    return _round(weight, fmt, has_report=False, **options)[0]
+
+
+def round_with_report(
+    weight: Tensor,
+    fmt: Format | str,
+    *,
+    moments: Tensor | None = None,
+    hessian: Tensor | InputHessian | None = None,
+    outputs: Tensor | None = None,
+    damping: float = 0.01,
+    order: Order = "activation",
+    sweeps: int = SWEEPS,
+    pad: Literal["zero"] | None = None,
+    base: float | None = None,
+    device: torch.device | str | None = None,
+    name: str = "tensor",
+) -> tuple[Encoded, Rounding]:
+    """Hold a weight [N, K] in a format, as `encode` does, with numbers chosen for the inputs it meets.
+
+    moments   [K] mean squares of the inputs: scales by weighted search, codes to nearest
+    hessian   [K, K] X^T X of the inputs, in any unit: error-compensated rounding; an InputHessian to use it again
+    outputs   with a Hessian, [N, N] second moments of the loss's gradients by the outputs: rows, too, make up for each
+              other's errors, where they share no scale
+    damping   added to the Hessian's diagonal, in units of its mean: more trusts the inputs seen less
+    order     "activation" rounds blocks, and columns in them, by the size of their inputs; "given" from left to right
+    sweeps    how often codes and scales are gone over again after compensated rounding
+    base      for formats whose scales share a base factor: this one, as layers that are computed as one need
+    device    where to compute; the result lies there
+
+    Without statistics, scales are searched by plain squared error. Where `encode` is better by the measure, rows are as
+    `encode` has them. Formats with nothing to choose (casts, 16 bits and more, zero points, signs) are plain `encode`.
+    """
+    options: RoundingOptions = {"moments": moments, "hessian": hessian, "outputs": outputs, "damping": damping}
+    options |= {"order": order, "sweeps": sweeps, "pad": pad, "base": base, "device": device, "name": name}
+    return _round(weight, fmt, has_report=True, **options)
+
+
+def _round(
+    weight: Tensor,
+    fmt: Format | str,
+    *,
+    has_report: bool,
+    moments: Tensor | None = None,
+    hessian: Tensor | InputHessian | None = None,
+    outputs: Tensor | None = None,
+    damping: float = 0.01,
+    order: Order = "activation",
+    sweeps: int = SWEEPS,
+    pad: Literal["zero"] | None = None,
+    base: float | None = None,
+    device: torch.device | str | None = None,
+    name: str = "tensor",
+) -> tuple[Encoded, Rounding]:
+    """`round_with_report`; without a report its errors are in the Hessian's own unit, which saves a large product."""
+    fmt = get_format(fmt)
+    if device is not None:
+        weight = weight.to(device)
+    if outputs is not None and hessian is None:
+        raise FormatError(f"{name}: `outputs` is used together with `hessian`, X^T X of the inputs, which is not given")
+    plain = encode(weight, fmt, pad=pad, base=base, name=name)
+    measure: Measure = "hessian" if hessian is not None else "moments" if moments is not None else "squared error"
+    if not _can_round(fmt) or not weight.numel():
+        return plain, Rounding(measure, 0.0, 0.0, 0, 0)
+    if weight.dim() < 2:
+        raise FormatError(f"{name}: expected a matrix, [outputs, inputs], got shape {tuple(weight.shape)}")
+    layout, used = layout_of(fmt, tuple(weight.shape)), None
+    matrix = _filled(weight.detach().float().reshape(layout.rows, layout.cols), layout)
+    if hessian is None:
+        cost = _column_weights(moments, layout, matrix.device, name)
+        rounded = _by_columns(matrix, cost, plain, layout)
+    else:
+        inputs = hessian if isinstance(hessian, InputHessian) else InputHessian(hessian)
+        ordered = inputs.factor(layout, order, damping, matrix.device, name)
+        cost, used = ordered.damped, ordered.damping
+        if outputs is not None:
+            check_outputs(outputs, layout, name)
+        if outputs is not None and takes_feedback(outputs, layout):
+
+            def round_rows(piece: Tensor, own: Encoded, part: ScaledBlocks) -> Encoded:
+                return _by_hessian(piece, ordered, own, part, sweeps)
+
+            rounded = round_with_feedback(matrix, outputs, plain, layout, round_rows, name)
+            return _better_of_whole(matrix, plain, rounded, layout, cost, outputs, used, has_report)
+        rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
+    before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
+    before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
+    worse = ~(after <= before)
+    whole = (float(_errors(matrix, None, cost).sum()) or 1.0) if has_report else 1.0
+    report = Rounding(
+        measure,
+        float(before.sum()) / whole,
+        float(torch.minimum(after.nan_to_num(torch.inf), before).sum()) / whole,
+        layout.strips,
+        int(worse.sum()),
+        used,
+    )
+    return with_rows_of(rounded, plain, layout, worse), report
+
+
+def _better_of_whole(
+    matrix: Tensor,
+    plain: Encoded,
+    rounded: Encoded,
+    layout: ScaledBlocks,
+    hessian: Tensor,
+    outputs: Tensor,
+    damping: float | None,
+    has_report: bool,
+) -> tuple[Encoded, Rounding]:
+    """Rows that make up for each other are taken all or none."""
+    before, after = (
+        error_between_outputs(matrix, _filled_values(each, layout), hessian, outputs) for each in (plain, rounded)
+    )
+    zeros = torch.zeros_like(matrix)
+    whole = (error_between_outputs(matrix, zeros, hessian, outputs) or 1.0) if has_report else 1.0
+    is_better = after <= before
+    report = Rounding(
+        "hessian and outputs",
+        before / whole,
+        (after if is_better else before) / whole,
+        layout.strips,
+        0 if is_better else layout.strips,
+        damping,
+    )
+    return rounded if is_better else plain, report
+
+
+def _can_round(fmt: Format) -> bool:
+    return isinstance(fmt, GgufBlocks) or (grid_of(fmt.element) is not None and not fmt.zero_point)
+
+
+def _by_columns(matrix: Tensor, weights: Tensor, plain: Encoded, layout: ScaledBlocks) -> Encoded:
+    """Scales by search, each column with its weight; codes to nearest."""
+    fmt, shape = plain.fmt, plain.shape
+    if isinstance(fmt, GgufBlocks):
+        filled = encode(matrix, fmt, importance=weights.clamp(min=UNSEEN))
+        return Encoded(fmt, shape, filled.data.reshape(plain.data.shape))
+    ladder = _ladder(plain)
+    scales = search_scales(matrix, weights, scales_of(plain, layout), layout, ladder)
+    steps = layout.to_rows(scales).repeat_interleave(layout.width, 1)[:, : layout.filled]
+    codes = ladder.grid.nearest(matrix * reciprocal(steps))
+    return assemble(fmt, shape, codes, ladder.store(scales), plain.base)
+
+
+def _by_hessian(matrix: Tensor, by: OrderedFactor, plain: Encoded, layout: ScaledBlocks, sweeps: int) -> Encoded:
+    """Codes that make up for each other's errors; some rows of a large matrix at a time, for each takes much memory."""
+    fmt, shape = plain.fmt, plain.shape
+    if isinstance(fmt, GgufBlocks):
+        parts = [
+            round_groups(matrix[rows], by.damped, by.factor, fmt, by.blocks, by.columns, sweeps)
+            for rows, _ in _strips_at_once(layout)
+        ]
+        return Encoded(fmt, shape, torch.cat(parts).reshape(plain.data.shape))
+    ladder, scales = _ladder(plain), scales_of(plain, layout)
+    codes, found_scales = [], []
+    for rows, strips in _strips_at_once(layout):
+        some = replace(layout, rows=rows.stop - rows.start)
+        found = compensate(matrix[rows], by.factor, scales[strips], some, ladder, by.blocks, by.columns)
+        found = sweep(matrix[rows], by.damped, found, some, ladder, sweeps)
+        codes.append(found.codes)
+        found_scales.append(found.scales)
+    return assemble(fmt, shape, torch.cat(codes), ladder.store(torch.cat(found_scales)), plain.base)
+
+
+def _strips_at_once(layout: ScaledBlocks) -> list[tuple[slice, slice]]:
+    """Rows and strips of them: what is computed at once."""
+    each = max(1, AT_ONCE // max(1, layout.filled * layout.height))
+    return [
+        (slice(first * layout.height, min((first + each) * layout.height, layout.rows)), slice(first, first + each))
+        for first in range(0, layout.strips, each)
+    ]
+
+
+def _ladder(plain: Encoded) -> ScaleLadder:
+    grid = grid_of(plain.fmt.element)
+    assert grid is not None
+    return ScaleLadder(plain.fmt, grid, plain.base)
+
+
+def _errors(matrix: Tensor, values: Tensor | None, cost: Tensor) -> Tensor:
+    """[R] float64: the squared error of each row, weighted by columns [K] or by the Hessian [K, K]; None are zeros."""
+    each, found = max(1, AT_ONCE // max(1, matrix.shape[1])), []
+    for first in range(0, len(matrix), each):
+        error = matrix[first : first + each]
+        error = error if values is None else error - values[first : first + each]
+        weighted = error * cost if cost.dim() == 1 else error @ cost
+        found.append((error.double() * weighted.double()).sum(1))
+    return torch.cat(found)
+
+
+def _filled_values(encoded: Encoded, layout: ScaledBlocks) -> Tensor:
+    return _filled(decode(encoded).reshape(layout.rows, layout.cols), layout)
+
+
+def _filled(matrix: Tensor, layout: ScaledBlocks) -> Tensor:
+    """Columns of zeros up to whole blocks."""
+    return torch.nn.functional.pad(matrix, (0, layout.filled - layout.cols)).contiguous()
+
+
+def _column_weights(moments: Tensor | None, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
+    if moments is None:
+        weights = torch.ones(layout.cols, device=device)
+    else:
+        check_statistics(moments, (layout.cols,), "moments", name)
+        if bool((moments < 0).any()):
+            raise FormatError(f"{name}: `moments` are mean squares, and {int((moments < 0).sum())} are below zero")
+        weights = moments.to(device, torch.float64)
+        weights = (weights / weights.mean()).nan_to_num(1.0).float() + UNSEEN
+    return torch.nn.functional.pad(weights, (0, layout.filled - layout.cols))

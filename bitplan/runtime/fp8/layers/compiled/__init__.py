@@ -1,1 +1,0 @@
-"""What code that torch.compile generated calls for FP8 layers."""

@@ -1,1 +1,0 @@
-"""Packed checkpoints of any architecture: loaded, saved, and known to transformers."""

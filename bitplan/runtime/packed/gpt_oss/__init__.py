@@ -1,1 +1,0 @@
-"""gpt-oss checkpoints, in three layouts, as packed models."""

@@ -1,1 +1,0 @@
-"""Packed products as operators that torch.compile and torch.export know."""

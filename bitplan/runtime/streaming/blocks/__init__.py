@@ -1,1 +1,0 @@
-"""What a streamed block is: its parameters, their formats, their layout in bytes."""

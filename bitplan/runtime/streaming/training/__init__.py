@@ -1,1 +1,0 @@
-"""Training streamed weights on the host."""

@@ -1,1 +1,0 @@
-"""How blocks cross the bus: devices, host memory, slots, copies."""

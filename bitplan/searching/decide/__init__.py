@@ -1,1 +1,0 @@
-"""Choosing by evidence alone: no torch, no model."""

@@ -1,0 +1,422 @@
+"""Chooses a format for every group: the least predicted damage within the goal, by mixed-integer programming (HiGHS).
+
+A choice is one of a few formats for each group, so this is a knapsack with several limits: a 0/1 variable for each
+pair of group and format, one row that says each group has one format, and a row for each limit. HiGHS proves how
+far its answer can be from the best one; bound and gap are in the solution. The same evidence gives the same answer.
+
+Corrects predicted damage by plans that were measured: by how much is each format off, and where?
+
+The KL of a plan is the sum over its groups of predicted damage x exp(correction). A correction has a part for its
+format, one for the format in this projection, and one that grows with how much worse the format is than the one in
+which the projection was checked; whole plans have one more, `together`. There are more of these than plans, so each is
+taken as small unless measurements say otherwise: least squares of logarithms, with an expected size for each.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+from bitplan.base.optional import require
+from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.goal import Goal, GoalError
+from bitplan.searching.groups import place_of
+
+# ---- correct ---------------------------------------------------------------------------------------------------------
+
+
+NOISE = 0.05  # of the logarithm of a measured KL
+TOGETHER, OF_FORMAT, OF_CELL, BY_DAMAGE = 0.3, 0.5, 0.35, 0.15  # the sizes that corrections are expected to have
+MOST = math.log(30.0)  # no format is off by more
+Cell = tuple[str, str]  # a projection and a format
+
+
+@dataclass
+class Corrections:
+    """Evidence as it is now, and the whole plans that were measured since; `apply` changes the evidence."""
+
+    evidence: SearchEvidence
+    _measured: list[tuple[dict[Cell, float], float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        evidence = self.evidence
+        self._together = evidence.together
+        self._factors = {
+            (name, fmt): cost.factor for name, group in evidence.groups.items() for fmt, cost in group.formats.items()
+        }
+        self._checks = self._checked_cells()
+
+    def add(self, choice: Mapping[str, str], kl: float) -> None:
+        """A format for every group, and the KL that was measured with all of them."""
+        cells = self._damage(choice)
+        if kl > 0 and sum(cells.values()) > 0:
+            self._measured.append((cells, kl / self._together))
+
+    def apply(self) -> None:
+        """The factors of formats and `together`, from everything that was measured so far."""
+        if not self._measured:
+            return
+        of_format, of_cell, by_damage, together = self._fit()
+        steps = self._steps_from_check()
+        for name, group in self.evidence.groups.items():
+            part = place_of(name)[1]
+            for fmt, cost in group.formats.items():
+                size = of_format.get(fmt, 0.0) + of_cell.get((part, fmt), 0.0) + by_damage * steps.get((part, fmt), 0.0)
+                factor = self._factors[name, fmt] * math.exp(max(-MOST, min(MOST, size)))
+                group.formats[fmt] = replace(cost, factor=factor)
+        self.evidence.together = self._together * math.exp(together)
+
+    def _fit(self) -> tuple[dict[str, float], dict[Cell, float], float, float]:
+        numpy = require("numpy", purpose="searching a plan")
+        optimize = require("scipy.optimize", purpose="searching a plan", extra="search")
+        known = [
+            *((cells, sum(cells.values()), 0.0) for cells in self._checks),
+            *((*one, 1.0) for one in self._measured),
+        ]
+        cells = sorted({cell for observed, _, _ in known for cell in observed})
+        formats = sorted({fmt for _, fmt in cells})
+        steps = self._steps_from_check()
+        damage = numpy.array([[observed.get(cell, 0.0) for cell in cells] for observed, _, _ in known])
+        wanted = numpy.log(numpy.array([kl for _, kl, _ in known]))
+        is_whole = numpy.array([whole for _, _, whole in known])
+        # Columns: formats, cells, the growth with damage; `together` acts on whole plans and not on cells.
+        design = numpy.zeros((len(cells), len(formats) + len(cells) + 1))
+        for row, (part, fmt) in enumerate(cells):
+            design[row, formats.index(fmt)] = design[row, len(formats) + row] = 1.0
+            design[row, -1] = steps.get((part, fmt), 0.0)
+        sizes = numpy.array([OF_FORMAT] * len(formats) + [OF_CELL] * len(cells) + [BY_DAMAGE, TOGETHER])
+
+        def residuals(scaled: Any) -> Any:
+            moved = damage * numpy.exp(numpy.clip(design @ (scaled * sizes)[:-1], -MOST, MOST))
+            apart = numpy.log(moved.sum(1)) + is_whole * scaled[-1] * TOGETHER - wanted
+            return numpy.concatenate([apart / NOISE, scaled])
+
+        found = optimize.least_squares(residuals, numpy.zeros(len(sizes))).x * sizes
+        of_format = dict(zip(formats, map(float, found), strict=False))
+        of_cell = dict(zip(cells, map(float, found[len(formats) :]), strict=False))
+        return of_format, of_cell, float(found[-2]), float(found[-1])
+
+    def _damage(self, choice: Mapping[str, str]) -> dict[Cell, float]:
+        """Nats by projection and format, as they were predicted at first."""
+        cells: dict[Cell, float] = {}
+        for name, fmt in choice.items():
+            group, cell = self.evidence.groups[name], (place_of(name)[1], fmt)
+            nats = group.formats[fmt].predicted * group.factor * self._factors[name, fmt]
+            cells[cell] = cells.get(cell, 0.0) + nats
+        return {cell: nats for cell, nats in cells.items() if nats > 0}
+
+    def _checked_cells(self) -> list[dict[Cell, float]]:
+        """Of each projection that was measured in all layers at once, what it costs: its factor makes that so."""
+        parts: dict[str, dict[str, str]] = {}
+        for name, group in self.evidence.groups.items():
+            if group.checked in group.formats:
+                parts.setdefault(place_of(name)[1], {})[name] = group.checked
+        return [cells for choice in parts.values() if (cells := self._damage(choice))]
+
+    def _steps_from_check(self) -> dict[Cell, float]:
+        """How much worse a format is than the one in which its projection was checked, as a logarithm."""
+        found: dict[Cell, list[float]] = {}
+        for name, group in self.evidence.groups.items():
+            checked = group.formats.get(group.checked)
+            for fmt, cost in group.formats.items():
+                if checked is not None and checked.predicted > 0 and cost.predicted > 0:
+                    step = math.log(cost.predicted / checked.predicted)
+                    found.setdefault((place_of(name)[1], fmt), []).append(step)
+        return {cell: sum(steps) / len(steps) for cell, steps in found.items()}
+
+
+# ---- solver ----------------------------------------------------------------------------------------------------------
+
+
+FRONT_POINTS = 40
+GAP = 1e-6
+MOST_NODES = 200_000  # a limit on work and not on time, which would make answers differ between machines
+_SPAN = 1e4  # objectives are scaled to this: HiGHS stops at an absolute gap of 1e-6
+What = Literal["nats", "harm", "bytes", "us"]  # harm: nats, each group by its weight
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A format for every group.
+
+    bound      the least that any choice could cost
+    gap        how far the solver may be from that, relative to what the best choice that it knows costs
+    promised   by what share another plan, which was not measured, is predicted to cost less after the last correction
+    """
+
+    choice: Mapping[str, str]
+    nats: float
+    nbytes: int
+    us: float | None
+    bound: float
+    gap: float
+    promised: float = 0.0
+
+    def to_dict(self, evidence: SearchEvidence) -> dict[str, Any]:
+        return {
+            "nats": self.nats,
+            "bytes": self.nbytes,
+            "bits": evidence.bits(self.nbytes),
+            **({} if self.us is None else {"us": self.us}),
+            "bound": self.bound,
+            "gap": self.gap,
+            "promised": self.promised,
+            "choice": dict(self.choice),
+        }
+
+
+def solve(
+    evidence: SearchEvidence, goal: Goal, *, force: Mapping[str, str] | None = None, gap: float = GAP
+) -> Solution:
+    """The best choice within the goal; `force` fixes groups to formats. A goal out of reach names the nearest one."""
+    problem = _Problem(evidence, goal.rows if goal.faster is not None else None, dict(force or {}))
+    limits: dict[What, float] = {}
+    most_bytes = goal.most_bytes(evidence.numbers)
+    if most_bytes is not None:
+        limits["bytes"] = most_bytes
+    if goal.faster is not None:
+        limits["us"] = _reference_time(evidence, goal.rows) / goal.faster
+    objective: What = "harm" if limits else "bytes"
+    if goal.max_kl is not None and not limits:
+        limits["nats"] = goal.max_kl
+    found = problem.best(objective, limits, gap)
+    if found is None:
+        raise GoalError(_nearest(evidence, problem, goal, limits))
+    if goal.max_kl is not None and found.nats > goal.max_kl:
+        raise GoalError(kl_out_of_reach(evidence, goal.max_kl, found.nats, force))
+    return found
+
+
+def kl_out_of_reach(evidence: SearchEvidence, most: float, least: float, force: Mapping[str, str] | None = None) -> str:
+    """What is said where the other limits leave no plan within a KL, but one of `least` nats."""
+    alone = _Problem(evidence, None, dict(force or {})).best("bytes", {"nats": most}, GAP)
+    needed = "no choice of these formats reaches it" if alone is None else _size(evidence, alone.nbytes)
+    return (
+        f"within the other limits the least KL is {least:.4g} nats, and {most:g} was asked for; "
+        f"the fewest bytes for that: {needed}"
+    )
+
+
+def within(evidence: SearchEvidence, goal: Goal, choice: Mapping[str, str], kl: float) -> bool:
+    """Whether a plan with this measured KL is within the goal."""
+    most = goal.most_bytes(evidence.numbers)
+    if most is not None and evidence.nbytes(choice) > most:
+        return False
+    if goal.faster is not None:
+        us = evidence.microseconds(choice, goal.rows)
+        if us is None or us > _reference_time(evidence, goal.rows) / goal.faster:
+            return False
+    return goal.max_kl is None or kl <= goal.max_kl
+
+
+def front(evidence: SearchEvidence, *, points: int = FRONT_POINTS) -> list[Solution]:
+    """Plans for which no other has both fewer bytes and less damage, from the smallest to the least harmful.
+
+    Each is the best of all for its size: these are the corners of the convex hull of all plans, which are found by
+    taking steps (a group to a larger format) in the order of nats saved a byte. Of many, some are left out evenly.
+    """
+    choice = {}
+    steps: list[tuple[float, str, str]] = []
+    for name, group in evidence.groups.items():
+        hull = _hull([(cost.nbytes, evidence.nats(name, fmt), fmt) for fmt, cost in group.formats.items()])
+        choice[name] = hull[0][2]
+        for (less, worse, _), (more, better, fmt) in pairwise(hull):
+            steps.append(((worse - better) / (more - less), name, fmt))
+    steps.sort(key=lambda step: -step[0])
+    choices = [dict(choice)]
+    for index, (rate, name, fmt) in enumerate(steps):
+        choice[name] = fmt
+        if index + 1 == len(steps) or steps[index + 1][0] < rate:
+            choices.append(dict(choice))
+    shown = min(points, len(choices))
+    kept = [choices[at * (len(choices) - 1) // max(1, shown - 1)] for at in range(shown)]
+    return [_corner(evidence, one) for one in kept]
+
+
+def _corner(evidence: SearchEvidence, choice: Mapping[str, str]) -> Solution:
+    nats = evidence.predict(choice)
+    return Solution(choice, nats, evidence.nbytes(choice), None, nats, 0.0)
+
+
+def _hull(costs: Sequence[tuple[int, float, str]]) -> list[tuple[int, float, str]]:
+    """The formats on the lower convex hull of bytes and nats, the smallest first."""
+    hull: list[tuple[int, float, str]] = []
+    for nbytes, nats, fmt in sorted(costs):
+        if hull and nats >= hull[-1][1]:
+            continue
+        while len(hull) > 1:
+            (b0, n0, _), (b1, n1, _) = hull[-2:]
+            if (n0 - n1) * (nbytes - b1) > (n1 - nats) * (b1 - b0):
+                break
+            hull.pop()
+        if hull and hull[-1][0] == nbytes:
+            hull.pop()
+        hull.append((nbytes, nats, fmt))
+    return hull
+
+
+def _reference_time(evidence: SearchEvidence, rows: int) -> float:
+    times = [group.reference_us.get(rows) for group in evidence.groups.values()]
+    known = [time for time in times if time is not None]
+    if len(known) < len(times):
+        measured = sorted({row for group in evidence.groups.values() for row in group.reference_us})
+        at = f"times at {', '.join(map(str, measured))} rows" if measured else "no times"
+        raise GoalError(f"the evidence has {at}, and the goal is at {rows}; search with --faster --rows {rows}")
+    return sum(known)
+
+
+def _size(evidence: SearchEvidence, nbytes: int) -> str:
+    return f"{nbytes:,} bytes ({evidence.bits(nbytes):.3f} bits a weight)"
+
+
+def size_out_of_reach(limit: int, smallest: int, numbers: int) -> str:
+    def size(nbytes: int) -> str:
+        return f"{nbytes:,} bytes ({8 * nbytes / numbers:.3f} bits a weight)"
+
+    return (
+        f"no plan has {size(limit)} or less; the smallest has {size(smallest)}; raise the limit, or allow smaller "
+        "formats with --formats"
+    )
+
+
+def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Mapping[What, float]) -> str:
+    """Which goal could be reached, where this one cannot."""
+    smallest = problem.best("bytes", {}, GAP)
+    assert smallest is not None
+    if "bytes" in limits and smallest.nbytes > limits["bytes"]:
+        return size_out_of_reach(int(limits["bytes"]), smallest.nbytes, evidence.numbers)
+    if "us" in limits:
+        within: dict[What, float] = {"bytes": limits["bytes"]} if "bytes" in limits else {}
+        fastest = problem.best("us", within, GAP)
+        assert fastest is not None
+        reach = _reference_time(evidence, goal.rows) / (fastest.us or 1.0)
+        return f"no plan is {goal.faster:g} times as fast as BF16 at {goal.rows} rows; the fastest is {reach:.2f} times"
+    best = problem.best("nats", {}, GAP)
+    assert best is not None
+    return (
+        f"no plan has a KL of {goal.max_kl:g} nats or less; the least is {best.nats:.4g}, with "
+        f"{_size(evidence, best.nbytes)}; allow larger formats with --formats"
+    )
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """HiGHS prints a line of its own at times, whatever it is asked, and standard output may be JSON."""
+    sys.stdout.flush()
+    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(nowhere)
+
+
+class _Problem:
+    """The evidence as vectors over pairs of group and format; pairs that another of their group beats are left out."""
+
+    def __init__(self, evidence: SearchEvidence, rows: int | None, force: Mapping[str, str]) -> None:
+        self._evidence, self._rows = evidence, rows
+        if rows is not None:
+            _reference_time(evidence, rows)  # raises where there are no times
+        unknown = [name for name in force if name not in evidence.groups]
+        if unknown:
+            raise GoalError(f"the force list names {unknown[0]!r}, which is no group of the evidence")
+        self._pairs: list[tuple[str, str]] = []
+        for name, group in evidence.groups.items():
+            if name in force and force[name] not in group.formats:
+                raise GoalError(f"{name}: forced to {force[name]}, of which there is no evidence")
+            formats = [force[name]] if name in force else self._undominated(name, list(group.formats))
+            self._pairs += [(name, fmt) for fmt in formats]
+        self._costs: dict[What, list[float]] = {
+            "nats": [evidence.nats(name, fmt) for name, fmt in self._pairs],
+            "harm": [evidence.nats(name, fmt) * evidence.groups[name].weight for name, fmt in self._pairs],
+            "bytes": [float(evidence.groups[name].formats[fmt].nbytes) for name, fmt in self._pairs],
+        }
+        if rows is not None:
+            self._costs["us"] = [evidence.groups[name].formats[fmt].us[rows] for name, fmt in self._pairs]
+
+    def _undominated(self, name: str, formats: Sequence[str]) -> list[str]:
+        """Formats that no other of the group beats in everything; of equals the first stays."""
+        group = self._evidence.groups[name]
+        if self._rows is not None:
+            formats = [fmt for fmt in formats if self._rows in group.formats[fmt].us]
+            if not formats:
+                raise GoalError(f"{name}: no format was timed at {self._rows} rows; search with --faster again")
+
+        def costs(fmt: str) -> tuple[float, ...]:
+            cost = group.formats[fmt]
+            return (group.nats(fmt), cost.nbytes, *(() if self._rows is None else (cost.us[self._rows],)))
+
+        kept = []
+        for index, fmt in enumerate(formats):
+            mine = costs(fmt)
+            beaten = any(
+                all(theirs <= own for theirs, own in zip(costs(other), mine, strict=True))
+                and (costs(other) != mine or at < index)
+                for at, other in enumerate(formats)
+                if at != index
+            )
+            if not beaten:
+                kept.append(fmt)
+        return kept
+
+    def best(self, objective: What, limits: Mapping[What, float], gap: float) -> Solution | None:
+        """The choice that costs least within the limits, None where there is none."""
+        tightened = dict(limits)
+        if "bytes" in tightened:
+            tightened["bytes"] -= self._evidence.staying_bytes
+        for _ in range(8):  # HiGHS keeps rows to a millionth; bytes are kept exactly
+            solved = self._solve(objective, tightened, gap)
+            if solved is None:
+                return None
+            choice, bound, distance = solved
+            nbytes = self._evidence.nbytes(choice)
+            over = nbytes - limits["bytes"] if "bytes" in limits else 0
+            if over <= 0:
+                us = None if self._rows is None else self._evidence.microseconds(choice, self._rows)
+                return Solution(choice, self._evidence.predict(choice), nbytes, us, bound, distance)
+            tightened["bytes"] -= over
+        return None
+
+    def _solve(
+        self, objective: What, limits: Mapping[What, float], gap: float
+    ) -> tuple[dict[str, str], float, float] | None:
+        optimize = require("scipy.optimize", purpose="searching a plan", extra="search")
+        numpy = require("numpy", purpose="searching a plan")
+        costs = numpy.array(self._costs[objective])
+        scale = _SPAN / max(float(costs.sum()), 1e-300)
+        names = list(self._evidence.groups)
+        rows = numpy.array([names.index(name) for name, _ in self._pairs])
+        one_each = (rows[None, :] == numpy.arange(len(names))[:, None]).astype(float)
+        constraints = [optimize.LinearConstraint(one_each, 1, 1)]
+        for what, limit in limits.items():
+            if limit < 0:
+                return None
+            row = numpy.array(self._costs[what])
+            unit = max(limit, float(row.max()) * 1e-6, 1e-300)
+            constraints.append(optimize.LinearConstraint(row[None, :] / unit, -numpy.inf, limit / unit))
+        with _quiet_stdout():
+            result = optimize.milp(
+                costs * scale,
+                integrality=numpy.ones(len(costs)),
+                bounds=optimize.Bounds(0, 1),
+                constraints=constraints,
+                options={"mip_rel_gap": gap, "node_limit": MOST_NODES},
+            )
+        if result.x is None:
+            return None
+        choice: dict[str, tuple[float, str]] = {}
+        for (name, fmt), share in zip(self._pairs, result.x, strict=True):
+            if name not in choice or share > choice[name][0]:
+                choice[name] = (share, fmt)
+        bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
+        distance = result.mip_gap if result.mip_gap is not None else 0.0
+        return {name: fmt for name, (_, fmt) in choice.items()}, float(bound / scale), float(distance)

@@ -1,1 +1,0 @@
-"""Poly's network JSON."""

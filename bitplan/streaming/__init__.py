@@ -1,0 +1,66 @@
+"""Models whose blocks wait on the host and cross to the device when they are needed.
+
+Which module does which step:
+
+    stream_blocks      the entry: changes a model so that its blocks are streamed; `options` checks what was asked for
+    find_blocks, block_formats, block_layout    what a block is: parameters, formats, layout in bytes
+    block_calls        loads a block before it computes and frees it afterwards
+    weight_loader      loads the block that is asked for, and prefetches what comes next
+    block_bytes        the encoded bytes on the host; `reencode_blocks` renews them before a step
+    policy_link        where selective precision changes a block's format; it is decided in `selective.decide`
+    telemetry          what a step moved and waited for
+    transfer, training, selective    copies and slots; weights trained on the host; which block gets which precision
+"""
+
+from typing import TYPE_CHECKING
+
+from bitplan.base.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from bitplan.streaming.errors import (
+        BlockNonFiniteError as BlockNonFiniteError,
+        StreamError as StreamError,
+        StreamStateError as StreamStateError,
+        TransferError as TransferError,
+    )
+    from bitplan.streaming.selective.calibration import CalibrationError as CalibrationError
+    from bitplan.streaming.selective.config import SelectiveError as SelectiveError
+    from bitplan.streaming.selective.decide import (
+        compute_hints as compute_hints,
+        describe_changes as describe_changes,
+    )
+    from bitplan.streaming.selective.gradient_statistics import (
+        GradStatsCollector as GradStatsCollector,
+        GradStatsError as GradStatsError,
+        collect_grad_stats as collect_grad_stats,
+    )
+    from bitplan.streaming.selective.state import (
+        PolicyState as PolicyState,
+        layout_of as layout_of,
+        load_state as load_state,
+        observe as observe,
+        save_state as save_state,
+    )
+    from bitplan.streaming.selective.training_policy import (
+        PrecisionTelemetry as PrecisionTelemetry,
+        TelemetryError as TelemetryError,
+    )
+    from bitplan.streaming.selective.trainer_callbacks import (
+        TensorBoardScalars as TensorBoardScalars,
+        lightning_callback as lightning_callback,
+        trainer_callback as trainer_callback,
+    )
+    from bitplan.streaming.training.adamw_settings import AdamWSettings as AdamWSettings
+    from bitplan.streaming.transfer.devices import (
+        CudaDevice as CudaDevice,
+        SimulatedDevice as SimulatedDevice,
+        StreamDevice as StreamDevice,
+    )
+    from bitplan.streaming.transfer.transfer_limits import (
+        HeuristicPolicyBridge as HeuristicPolicyBridge,
+        Phase as Phase,
+        Pressure as Pressure,
+        RuntimeLimitHints as RuntimeLimitHints,
+    )
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

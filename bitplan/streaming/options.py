@@ -1,0 +1,154 @@
+"""StreamOptions: what `stream_blocks` was asked for, checked as a whole before anything is allocated.
+
+Which format each parameter of each block crosses the bus in.
+
+`formats` may be
+    None            every parameter in its own type: nothing is lost
+    a name          that format for every weight of two or more axes; vectors (norms, biases) keep their own type
+    a mapping       keys, first match wins: a parameter's full name, a block's or module's name (its matrices, as
+                    above), or a shell pattern of either; parameters without a key, or with None, keep their type
+    a manifest      its rules
+    a Plan          by parameter name, exactly; a parameter of a block that the plan lacks is refused
+Decisions only, by `choose_formats`: no tensor is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from bitplan.formats import Format, get_format
+from bitplan.plan.format_choices import Stored, Wanted, choose_formats
+from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.streaming.block_layout import ParameterSpec
+from bitplan.streaming.errors import StreamError
+from bitplan.streaming.find_blocks import Train
+from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.transfer.host_memory import HostKind
+from bitplan.streaming.transfer.schedule import Slots, check_slots
+
+# ---- block formats ---------------------------------------------------------------------------------------------------
+
+
+Formats = Wanted | None
+# Block name -> (parameter's name within the block -> its shape and type).
+BlockSpecs = Mapping[str, Mapping[str, ParameterSpec]]
+BlockFormats = dict[str, dict[str, Format]]
+
+
+def resolve_formats(formats: Formats, blocks: BlockSpecs, current: BlockFormats | None = None) -> BlockFormats:
+    """Block -> parameter -> format. Parameters that a mapping does not name have those of `current`, if given."""
+    specs = {f"{block}.{name}": spec for block, names in blocks.items() for name, spec in names.items()}
+    own = {name: own_format(spec, name) for name, spec in specs.items()}
+    now = {f"{block}.{name}": fmt for block, names in (current or {}).items() for name, fmt in names.items()}
+    base = Plan({name: Planned(Choice((now or own)[name].name, "as it is")) for name in specs})
+    if isinstance(formats, Plan):  # a plan may be for the whole model
+        formats = Plan({name: entry for name, entry in formats.entries.items() if name in specs})
+    elif formats is None:
+        formats = base
+    elif isinstance(formats, Format | str):
+        formats = {"*": formats}
+    tensors = {name: Stored(spec.shape, own[name].name) for name, spec in specs.items()}
+    plan = choose_formats(tensors, formats, base=base, where="stream_blocks")
+    plan.require_whole("stream_blocks")
+    return {
+        block: {name: get_format(plan[f"{block}.{name}"].format) for name in names} for block, names in blocks.items()
+    }
+
+
+def own_format(spec: ParameterSpec, name: str) -> Format:
+    """The plain cast to a parameter's own type."""
+    text = str(spec.dtype).removeprefix("torch.")
+    if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise StreamError(
+            f"{name}: {text} cannot be streamed; float32, bfloat16, float16 and float64 parameters can: "
+            "stream the model before it is packed, and give the packed formats as `formats`"
+        )
+    return get_format(text)
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """The options of `stream_blocks`, by the same names."""
+
+    formats: Formats
+    slots: Slots
+    host: HostKind
+    train: Train
+    optimizer: AdamWSettings | None
+    clip_grad_norm: float | None
+    slot_bytes: int | None
+    vram_bytes: int | None
+    host_folder: str | Path | None
+    telemetry: str | Path | None
+    check_finite: bool
+    offload_activations: bool
+    compile: bool | Mapping[str, Any]
+    timeout_s: float
+
+    def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward, compiled if that was asked for."""
+        if self.compile is False:
+            return forward
+        compiled: Callable[..., Any] = torch.compile(forward, **({} if self.compile is True else self.compile))
+        return compiled
+
+    def check(self) -> None:
+        """Refuse options that contradict each other."""
+        train = self.train
+        for name in ("check_finite", "offload_activations"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise StreamError(f"{name}={value!r}: expected True or False")
+        check_slots(self.slots, self.vram_bytes)
+        if not isinstance(self.slot_bytes, int | None) or (self.slot_bytes is not None and self.slot_bytes < 1):
+            raise StreamError(f"slot_bytes={self.slot_bytes!r}: expected a whole number of bytes, as int(4e8)")
+        if not isinstance(self.timeout_s, Real) or not self.timeout_s > 0:
+            raise StreamError(f"timeout_s={self.timeout_s!r}: expected seconds above 0")
+        if not isinstance(self.compile, bool | Mapping):
+            raise StreamError(
+                f"compile={self.compile!r}: expected True, False or a mapping of torch.compile's arguments"
+            )
+        if not isinstance(self.optimizer, AdamWSettings | None):
+            raise StreamError(f"optimizer: expected AdamWSettings, got {type(self.optimizer).__name__}")
+        if self.clip_grad_norm is not None:
+            if train != "weights":
+                raise StreamError(
+                    f"clip_grad_norm= clips gradients of streamed weights, but train={train!r}; those of adapters are "
+                    "on the device: torch.nn.utils.clip_grad_norm_ clips them"
+                )
+            check_norm("clip_grad_norm", self.clip_grad_norm)
+        if self.offload_activations and train == "nothing":
+            raise StreamError("offload_activations=True keeps inputs for a backward, and train='nothing' has none")
+        if self.optimizer is not None and train != "weights":
+            raise StreamError(f"optimizer= trains streamed weights, but train={train!r}; pass train='weights'")
+        if train == "weights" and self.host == "file":
+            raise StreamError(
+                "train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'"
+            )
+        self.refuse_several_processes()
+
+    def refuse_several_processes(self) -> None:
+        """Refuse to train weights where several processes train together: each would step by its own gradients."""
+        if self.train != "weights" or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if (processes := distributed.get_world_size()) > 1:
+            raise StreamError(
+                f"train='weights' in a process group of {processes}: gradients of streamed weights are not reduced "
+                "over processes, so that each would train a model of its own; train adapters (train='adapters'), or "
+                "run one process (python instead of torchrun)"
+            )
+
+
+def check_norm(what: str, max_norm: float) -> None:
+    if not (isinstance(max_norm, Real) and math.isfinite(max_norm) and max_norm > 0):
+        raise StreamError(f"{what}: expected a norm above 0, got {max_norm!r}")

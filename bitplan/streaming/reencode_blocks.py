@@ -1,0 +1,578 @@
+"""BlockUpkeep: before each step, encodes blocks again whose formats or parameters changed, on the host and in slots.
+
+Formats change by `set_formats`; parameters are trained, or changed by other code (`block_bytes` says how that is
+detected). Ctrl-C may interrupt everything here, and the next call goes on: what is left to do follows from what was
+done, and is not stored apart.
+
+With train="weights" a change must not meet an update of the same weights. So `load_state_dict` and `state_dict` wait
+for updates first, code that edits weights calls `synchronize` before, and an edit that did not wait is refused.
+
+BlockTree: notices that modules of a streamed block were replaced, or that others came, after the stream was opened.
+
+A stream holds the modules whose weights it sends. A module that takes the place of one of them computes with weights of
+its own, and the stream would go on to send those of the other. Adapters that are put around modules later are on the
+host, for `model.to(...)` moves nothing in a streamed block. Both are refused by name at the next boundary. What changes
+no streamed weight (another activation function, adapters on the device) is accepted.
+
+peft merges adapters into weights by writes that torch does not count. Its layers keep a list of what is merged: where
+that differs from the last look, or such a layer has left the block (merge_and_unload), the weights count as changed.
+
+BlockBytes: the encoded bytes on the host, and whether they still agree with the model's parameters.
+
+A block is encoded again when its formats or its parameters have changed. At every boundary each parameter is checked,
+in a few microseconds and without reading its numbers:
+
+    which Parameter its module holds    module.weight = nn.Parameter(...), load_state_dict(assign=True)
+    torch's count of its writes         load_state_dict, and copy_, add_, ... under torch.no_grad()
+    where its numbers lie               parameter.data = other
+    adapters merged into the block      peft's merge_adapter, unmerge_adapter, merge_and_unload (`blocks.tree`)
+
+Torch counts no writes through `.data` (`parameter.data.mul_(2)`) or through NumPy: `BlockStream.refresh` is for those.
+
+A block leaves the list of written blocks before its bytes are written, and enters it when they are complete: an
+interrupted write is done again.
+
+The parameters are the truth (with train="weights" their FP32 masters): every new format of a block is made from them,
+never from another format. Where a parameter is sent in its own type, the host's bytes are the parameter: it becomes a
+view of them, and RAM holds it once. With a GPU the encoding is done there, some rows at a time: the codes are the same
+to the bit, and it takes seconds, not the minutes of a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from bitplan.base.weight_changes import count_optimizer_steps, state_of
+from bitplan.formats import Format
+from bitplan.formats.codec import check_whole_blocks
+from bitplan.formats.dispatch import encode
+from bitplan.plan.names import listed
+from bitplan.streaming.block_layout import BlockLayout, Piece, lay_out
+from bitplan.streaming.errors import StreamError
+from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter, Train
+from bitplan.streaming.options import BlockFormats, BlockSpecs, Formats, StreamOptions, resolve_formats
+from bitplan.streaming.training.host_training import HostTraining
+from bitplan.streaming.transfer.copies import alone
+from bitplan.streaming.transfer.host_memory import HostBlocks
+from bitplan.streaming.transfer.schedule import Slots, check_slots
+from bitplan.streaming.weight_loader import WeightLoader
+
+# ---- block bytes -----------------------------------------------------------------------------------------------------
+
+
+REPLACED: tuple[Any, ...] = ()
+ROWS_AT_A_TIME_BYTES = 2**25
+
+
+class BlockBytes:
+    """Encodes blocks into the host's buffers, and knows which ones have to be encoded again."""
+
+    def __init__(
+        self,
+        host: HostBlocks,
+        blocks: Sequence[StreamedBlock],
+        training: HostTraining | None,
+        train: Train,
+        device: torch.device,
+    ) -> None:
+        self._host, self._training, self._train, self._device = host, training, train, device
+        self._specs = {block.name: block.specs for block in blocks}
+        self._seen = {block.name: _look_of_block_bytes(block) for block in blocks}
+        self._written: dict[str, Mapping[str, Format]] = {}  # blocks whose bytes are complete, and their formats
+        self._unread: set[str] = set()  # blocks whose parameters always count as changed
+
+    def is_stale(self, block: StreamedBlock, formats: Mapping[str, Format]) -> bool:
+        """Whether a block must be `put` before it is sent in these formats."""
+        return self._written.get(block.name) != formats or bool(self.changed(block))
+
+    def changed(self, block: StreamedBlock) -> list[str]:
+        """The parameters that have changed since they were last read."""
+        if block.name in self._unread:
+            return list(block.parameters)
+        now, seen = _look_of_block_bytes(block), self._seen[block.name]
+        return [] if now == seen else [name for name, one in now.items() if one != seen[name]]
+
+    def unread(self, blocks: Iterable[str] | None = None) -> None:
+        """Count every parameter of these blocks (None: of all) as changed."""
+        self._unread.update(self._seen if blocks is None else blocks)
+
+    def strike_off(self, block: str) -> None:
+        """The block's bytes are not complete."""
+        self._written.pop(block, None)
+
+    def read(self, block: StreamedBlock, *, into_masters: bool = True) -> None:
+        """Read the parameters as the model has them now; names and refuses one that can no longer be streamed.
+
+        into_masters: with train="weights", changed parameters are copied into their masters.
+        """
+        changed = self.changed(block)
+        self.strike_off(block.name)
+        for name in changed:
+            one = block.parameters[name]
+            self._check(f"{block.name}.{name}", block, one, held := _held(f"{block.name}.{name}", one))
+            one.parameter = held
+            if into_masters and self._training is not None and self._training.trains(block.name, name):
+                self._training.take(block.name, name, held)
+        self.note(block)
+
+    def note(self, block: StreamedBlock) -> None:
+        """Remember the parameters as they are now, without reading them."""
+        self._seen[block.name] = _look_of_block_bytes(block)
+        self._unread.discard(block.name)
+
+    def put(self, block: StreamedBlock, layout: BlockLayout, formats: Mapping[str, Format]) -> None:
+        """Encode a block whose parameters were read."""
+        self.strike_off(block.name)
+        put_block(self._host, block, layout, self._training, self._device)
+        self.note(block)  # a parameter that is sent in its own type has become a view of the buffer
+        self._written[block.name] = dict(formats)
+
+    def put_updated(self, block: StreamedBlock, layout: BlockLayout, sent: Collection[str]) -> None:
+        """Encode a block on the optimizer's thread, where only masters have changed; those of `sent` are written."""
+        try:
+            put_block(self._host, block, layout, self._training, self._device, sent)
+        except BaseException:
+            self.strike_off(block.name)
+            raise
+
+    def _check(self, full_name: str, block: StreamedBlock, one: StreamedParameter, held: nn.Parameter) -> None:
+        spec = self._specs[block.name][one.name]
+        if held.device.type != "cpu":
+            raise StreamError(
+                f"{full_name} is on {held.device} now: streamed parameters live on the host; put it on the CPU, or "
+                "close the stream first"
+            )
+        if (tuple(held.shape), held.dtype) != (spec.shape, spec.dtype):
+            now, was = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (held, spec))
+            raise StreamError(f"{full_name} is {now} now and was streamed as {was}; close the stream and stream again")
+        self._refuse_thawed(full_name, block, one, held)
+
+    def refuse_thawed(self, block: StreamedBlock) -> None:
+        """Refuse a weight that requires gradients now and did not when the stream was opened."""
+        for name, one in block.parameters.items():
+            module, local = one.places[0]
+            if module._parameters.get(local) is one.parameter:  # else `read` refuses
+                self._refuse_thawed(f"{block.name}.{name}", block, one, one.parameter)
+
+    def _refuse_thawed(self, full_name: str, block: StreamedBlock, one: StreamedParameter, held: nn.Parameter) -> None:
+        if not held.requires_grad or self._train == "nothing":
+            return
+        if self._training is None or not self._training.trains(block.name, one.name):
+            raise StreamError(
+                f"{full_name} requires gradients now and is streamed as frozen, so it would never get one; call "
+                "requires_grad_(False) on it, or close the stream and stream again"
+            )
+
+
+def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
+    """The Parameter that all places of `one` hold."""
+    parameters: dict[int, nn.Parameter] = {}
+    one.put_back()
+    for module, local in one.places:
+        held = module._parameters.get(local)
+        if held is None:
+            raise StreamError(f"{full_name} is gone from its module; close the stream and stream again")
+        parameters[id(held)] = held
+    if len(parameters) > 1:
+        raise StreamError(
+            f"{full_name} has {len(one.places)} places in its block, and only some hold the new Parameter; replace it "
+            "in all of them"
+        )
+    return next(iter(parameters.values()))
+
+
+def _look_of_block_bytes(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:
+    count_optimizer_steps()  # torch does not count the writes of a fused optimizer
+    return {name: _look_at(one) for name, one in block.parameters.items()}
+
+
+def _look_at(one: StreamedParameter) -> tuple[Any, ...]:
+    parameter = one.parameter
+    for module, local in one.places:
+        if module._parameters.get(local) is not parameter:
+            one.put_back()
+            if module._parameters.get(local) is not parameter:
+                return REPLACED
+    return id(parameter), *state_of(parameter)
+
+
+# ---- encoding --------------------------------------------------------------------------------------------------------
+
+
+def put_block(
+    host: HostBlocks,
+    block: StreamedBlock,
+    layout: BlockLayout,
+    training: HostTraining | None,
+    device: torch.device,
+    written: Collection[str] = (),
+) -> None:
+    """Encode a block into the host's buffer, but for parameters that are `written` there.
+
+    It detaches what it reads instead of using torch.no_grad(), which Ctrl-C could leave on for the rest of the run.
+    """
+    buffer = host.put(block.name, layout, lambda buffer: _fill(block, layout, training, device, buffer, written))
+    if buffer is None:
+        return
+    for name, piece in layout.pieces.items():
+        parameter = block.parameters[name].parameter
+        is_master = training is not None and training.trains(block.name, name) and parameter.dtype == torch.float32
+        if piece.is_own_type and not is_master:
+            view = piece.parts["data"].view(buffer)
+            if parameter.data_ptr() != view.data_ptr():
+                parameter.data = view
+
+
+def _fill(
+    block: StreamedBlock,
+    layout: BlockLayout,
+    training: HostTraining | None,
+    device: torch.device,
+    buffer: Tensor,
+    written: Collection[str],
+) -> None:
+    for name, piece in layout.pieces.items():
+        if name in written:
+            continue
+        parameter = block.parameters[name].parameter
+        if training is not None and training.trains(block.name, name):
+            if piece.fmt.is_cast:
+                piece.parts["data"].view(buffer).copy_(training.master(block.name, name))
+                continue
+            piece.write(buffer, training.encoded(block.name, name, piece.fmt))
+        elif piece.is_own_type:
+            piece.parts["data"].view(buffer).copy_(parameter.detach())
+        else:
+            _encode_into(piece, buffer, parameter.detach(), device, f"{block.name}.{name}")
+
+
+def _encode_into(piece: Piece, buffer: Tensor, numbers: Tensor, device: torch.device, name: str) -> None:
+    rows = numbers.shape[0] if numbers.dim() == 2 else 0
+    by_rows = rows and all(part.shape[:1] == (rows,) for part in piece.parts.values())
+    if device.type != "cuda" or not by_rows or piece.fmt.block.rows != 1:
+        piece.write(buffer, encode(numbers, piece.fmt, name=name))
+        return
+    views = {part_name: part.view(buffer) for part_name, part in piece.parts.items()}
+    step = max(1, ROWS_AT_A_TIME_BYTES // (numbers.shape[1] * numbers.itemsize))
+    for first in range(0, rows, step):
+        encoded = encode(numbers[first : first + step].to(device), piece.fmt, name=name)
+        for part_name, part in encoded.parts.items():
+            views[part_name][first : first + step].copy_(part)
+
+
+# ---- block tree ------------------------------------------------------------------------------------------------------
+
+
+MERGED = "merged_adapters"  # of peft's layers: the names of adapters that are in the weight now
+
+
+class _Seen(NamedTuple):
+    """A module, its children and the names of its parameters when it was last looked at."""
+
+    module: nn.Module
+    children: dict[str, nn.Module | None]
+    parameters: frozenset[str]
+
+
+class BlockTree:
+    """The modules of one block; a look takes well under a microsecond for each."""
+
+    def __init__(self, block: StreamedBlock, device: torch.device) -> None:
+        self._block, self._device = block, device
+        self._seen = _look(block.module)
+        self._merged = self._look_at_merged()
+
+    def check(self) -> bool:
+        """Refuse modules that the stream cannot follow; whether adapters were merged into weights, or taken out."""
+        for module, children, parameters in self._seen:
+            if module._modules != children or module._parameters.keys() != parameters:
+                self._refuse_replaced()
+                self._refuse_elsewhere()
+                self._seen = _look(self._block.module)
+                break
+        before, self._merged = self._merged, self._look_at_merged()
+        return any(self._merged.get(module) != names for module, names in before.items())
+
+    def _look_at_merged(self) -> dict[nn.Module, tuple[str, ...]]:
+        return {one.module: tuple(one.module.__dict__[MERGED]) for one in self._seen if MERGED in one.module.__dict__}
+
+    def _refuse_replaced(self) -> None:
+        name, present = self._block.name, set(self._block.module.modules())
+        for path, one in self._block.parameters.items():
+            if any(module not in present for module, _ in one.places):
+                raise StreamError(
+                    f"{name}.{path}: its module was replaced or taken out of the block, and the stream would go on to "
+                    "send its weights; close the stream, change the model, and stream again"
+                )
+
+    def _refuse_elsewhere(self) -> None:
+        streamed = {(id(module), local) for one in self._block.parameters.values() for module, local in one.places}
+        for path, module in self._block.module.named_modules():
+            for local, parameter in module._parameters.items():
+                if parameter is None or (id(module), local) in streamed or parameter.device == self._device:
+                    continue
+                full_name = ".".join(part for part in (self._block.name, path, local) if part)
+                raise StreamError(
+                    f"{full_name} came into a streamed block and is on {parameter.device}: what is not streamed "
+                    f"belongs on {self._device}; move it there, or close the stream and stream again"
+                )
+
+
+def _look(block: nn.Module) -> list[_Seen]:
+    return [_Seen(one, dict(one._modules), frozenset(one._parameters)) for one in block.modules()]
+
+
+def refuse_unmerging(block: StreamedBlock) -> None:
+    """Refuse merged adapters that are switched off: peft takes them out of the weight within the layer's forward, where
+    it has the copy on the device.
+    """
+    for module in block.module.modules():
+        if module.__dict__.get(MERGED) and module.__dict__.get("_disable_adapters"):
+            raise StreamError(
+                f"{block.name}: merged adapters are switched off (disable_adapter); call unmerge_adapter() first"
+            )
+
+
+# ---- reencode blocks -------------------------------------------------------------------------------------------------
+
+
+class BlockUpkeep:
+    """The formats, bytes and slots of one stream."""
+
+    def __init__(
+        self,
+        blocks: list[StreamedBlock],
+        specs: BlockSpecs,
+        formats: BlockFormats,
+        host: HostBlocks,
+        loader: WeightLoader,
+        training: HostTraining | None,
+        options: StreamOptions,
+    ) -> None:
+        self._blocks, self._specs, self._options = blocks, specs, options
+        self._host, self._loader, self._training = host, loader, training
+        self._by_name = {block.name: block for block in blocks}
+        self._slots, self._vram_bytes, self._is_resized = options.slots, options.vram_bytes, False
+        self.formats = formats
+        self.pending: BlockFormats | None = None  # formats for the next step
+        self.bytes = BlockBytes(host, blocks, training, options.train, loader.device.torch_device)
+        self._trees = {block.name: BlockTree(block, loader.device.torch_device) for block in blocks}
+        if training is not None:
+            training.places_to_send = self._places_to_send
+
+    @property
+    def chosen(self) -> BlockFormats:
+        """The formats of the next step."""
+        return self.formats if self.pending is None else self.pending
+
+    def fitting_formats(self, formats: Formats, current: BlockFormats) -> BlockFormats:
+        """The formats, checked against blocks and slots; parameters that are not named have those of `current`."""
+        chosen = resolve_formats(formats, self._specs, current)
+        layouts, slot_bytes = lay_out_all(self._specs, chosen), self._options.slot_bytes
+        for name, layout in zip(self._by_name, layouts, strict=True):
+            if slot_bytes is not None and layout.nbytes > slot_bytes:
+                raise StreamError(
+                    f"{name} would take {layout.nbytes} bytes and a slot has {slot_bytes}: it fits no slot; "
+                    "stream with larger slot_bytes, or choose smaller formats"
+                )
+        return chosen
+
+    def set_slots(self, slots: Slots, vram_bytes: int | None) -> None:
+        """Divide the device's memory anew before the next step."""
+        check_slots(slots, vram_bytes)
+        self._slots, self._vram_bytes, self._is_resized = slots, vram_bytes, True
+
+    def saw_step(self, peak_bytes: int) -> None:
+        """After a step: with slots="auto" and no limit of their own, slots are to fit the memory that steps leave."""
+        if self._slots == "auto" and self._vram_bytes is None and self._loader.saw_step(peak_bytes):
+            self._is_resized = True
+
+    def ran_out(self) -> None:
+        """A block ran out of memory: with slots="auto" the next step has fewer slots."""
+        if self._slots == "auto" and self._vram_bytes is None:
+            self._loader.ran_out()
+            self._is_resized = True
+
+    # ---- boundaries --------------------------------------------------------------------------------------------------
+
+    def bring_up_to_date(self) -> None:
+        """Before a step, put chosen formats and changed parameters into effect."""
+        chosen, before = self.chosen, self.formats
+        self._look_at_modules(self._blocks)
+        stale = self._stale(self._blocks, chosen)
+        if self._is_resized:
+            self._wait_for_readers()
+            self._loader.free()
+            self._loader.is_allocated = self._is_resized = False
+        if stale or not self._loader.is_allocated:
+            self._prepare(stale)
+            try:
+                self.write(chosen, stale)
+            except Exception:
+                self.pending = None
+                if chosen != before:
+                    self.write(before, self._blocks)
+                raise
+        self.formats, self.pending = chosen, None
+
+    def bring_block_up_to_date(self, block: StreamedBlock) -> None:
+        """The same for one block that computes outside a step; formats chosen for the next step wait."""
+        self._loader.mend()
+        self._look_at_modules([block])
+        stale = self._stale([block], self.formats)
+        if stale or not self._loader.is_allocated:
+            self._prepare(stale)
+            self.write(self.formats, stale)
+
+    def _look_at_modules(self, blocks: Iterable[StreamedBlock]) -> None:
+        """Refuse modules that the stream cannot follow; weights that adapters were merged into count as changed."""
+        for block in blocks:
+            if self._trees[block.name].check():
+                self.bytes.unread([block.name])
+            self.bytes.refuse_thawed(block)
+
+    def replace_weights(self, formats: BlockFormats, restore: Callable[[], None]) -> None:
+        """Change formats and masters; `restore` fills the masters. No update may be under way."""
+        self._wait_for_readers()
+        for block in self._blocks:
+            self.bytes.read(block, into_masters=False)
+        before, self.pending = self.formats, None
+        try:
+            self._allocate(formats, self._blocks)
+        except Exception:
+            self.write(before, self._blocks)
+            raise
+        restore()
+        self.write(formats, self._blocks)
+
+    def write(self, formats: BlockFormats, blocks: Iterable[StreamedBlock]) -> None:
+        """Encode blocks in these formats; slots that hold them become invalid."""
+        blocks = list(blocks)
+        if self._loader.is_allocated and formats == self.formats:
+            self._loader.forget(self._places(blocks))
+        else:
+            self._allocate(formats, blocks)
+        for block in blocks:
+            self.bytes.put(block, self._layout_of(block), formats[block.name])
+            if self._training is not None:
+                self._training.unencoded.discard(block.name)
+
+    def put_updated(self, name: str) -> None:
+        """On the optimizer's thread: encode a block whose masters were stepped."""
+        block = self._by_name[name]
+        self.bytes.put_updated(block, self._layout_of(block), () if self._training is None else self._training.sent)
+
+    def _places_to_send(self, name: str) -> dict[str, Tensor]:
+        """The bytes of a block's parameters that are sent in a plain type, where the host has them in memory."""
+        layout = self._layout_of(self._by_name[name])
+        buffer = self._host.buffer(name, layout)
+        if buffer is None:
+            return {}
+        return {one: piece.parts["data"].view(buffer) for one, piece in layout.pieces.items() if piece.fmt.is_cast}
+
+    def _stale(self, blocks: Iterable[StreamedBlock], formats: BlockFormats) -> list[StreamedBlock]:
+        lost = {*self._host.lost(), *(() if self._training is None else self._training.unencoded)}
+        return [block for block in blocks if block.name in lost or self.bytes.is_stale(block, formats[block.name])]
+
+    def _prepare(self, stale: list[StreamedBlock]) -> None:
+        """Before bytes are written: read the parameters, and wait until no copy reads the old bytes."""
+        self._refuse_racing(stale)
+        if self._training is not None:
+            self._training.finish()
+        self._wait_for_readers()
+        for block in stale:
+            self.bytes.read(block)
+
+    def _wait_for_readers(self) -> None:
+        self._loader.mend()
+        self._loader.wait_for_copies(self._loader.transfers())
+
+    def _allocate(self, formats: BlockFormats, changed: Iterable[StreamedBlock]) -> None:
+        options, layouts = self._options, lay_out_all(self._specs, formats)
+        self._loader.is_allocated = False  # from here on the layouts are not those of `formats`
+        self.formats = formats
+        self._loader.allocate(layouts, self._slots, options.slot_bytes, self._vram_bytes, self._places(changed))
+
+    def _places(self, blocks: Iterable[StreamedBlock]) -> set[int]:
+        return {self._loader.names.index(block.name) for block in blocks}
+
+    def _layout_of(self, block: StreamedBlock) -> BlockLayout:
+        return self._loader.layouts[self._loader.names.index(block.name)]
+
+    # ---- weights that are trained ------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for updates, and make the model's Parameters the weights as they were trained."""
+        if self._training is not None:
+            self._refuse_racing(self._blocks)
+            self._training.settle(self._by_name)
+
+    def hook_state_dicts(self) -> list[RemovableHandle]:
+        """With train="weights": the model's state_dict holds trained weights, and load_state_dict waits for updates.
+        Both find Parameters in all modules, after Ctrl-C too.
+        """
+        hooks = []
+        for block in self._blocks:
+            hooks.append(block.module.register_state_dict_pre_hook(functools.partial(self._before_saving, block)))
+            hooks.append(block.module.register_load_state_dict_pre_hook(functools.partial(self._before_loading, block)))
+        return hooks
+
+    @alone
+    def _before_saving(self, block: StreamedBlock, *_: Any) -> None:
+        block.put_back()
+        self.settle()
+
+    @alone
+    def _before_loading(self, block: StreamedBlock, *_: Any) -> None:
+        block.put_back()
+        if self._training is not None:
+            self._training.settle(self._by_name)
+
+    def refuse_changes_within(self, step: int) -> None:
+        """Refuse weights that changed within a step: its gradients are those of the weights it began with."""
+        if self._training is not None:
+            self._look_at_modules(self._blocks)
+        names = [f"{block.name}.{name}" for block in self._blocks for name in self._changed_masters(block)]
+        if names:
+            raise StreamError(
+                f"{listed(names)} changed within step {step}, whose gradients are of the weights before: begin_step "
+                "drops the step; change weights between synchronize() and begin_step"
+            )
+
+    def _refuse_racing(self, blocks: Iterable[StreamedBlock]) -> None:
+        """Refuse weights that were changed while an update was under way; raised once."""
+        training = self._training
+        if training is None or training.is_settled:
+            return
+        changed = {block.name: self._changed_masters(block) for block in blocks}
+        names = [f"{block}.{name}" for block, tensors in changed.items() for name in tensors]
+        if not names:
+            return
+        for block, tensors in changed.items():
+            if tensors:
+                self.bytes.read(self._by_name[block], into_masters=False)
+        training.settle(self._by_name)
+        raise StreamError(
+            f"{listed(names)} changed after end_step and before synchronize(), while the update of the step was under "
+            "way: which of the two is in it is not certain; call synchronize() before you change weights. Load the "
+            "weights again, or go on with what the model holds now"
+        )
+
+    def _changed_masters(self, block: StreamedBlock) -> list[str]:
+        training = self._training
+        changed = [] if training is None else self.bytes.changed(block)
+        return [name for name in changed if training is not None and training.trains(block.name, name)]
+
+
+def lay_out_all(specs: BlockSpecs, formats: BlockFormats) -> list[BlockLayout]:
+    """The layout of every block in these formats; formats that cannot hold a parameter are refused."""
+    for block, names in formats.items():
+        for name, fmt in names.items():
+            check_whole_blocks(fmt, specs[block][name].shape, None, f"{block}.{name}")
+    return [lay_out(specs[block], names) for block, names in formats.items()]

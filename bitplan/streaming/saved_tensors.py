@@ -1,0 +1,129 @@
+"""Saves for autograd where to find a streamed block's weights again, instead of the weights themselves.
+
+Autograd saves the tensors that backward needs, weights among them. A streamed weight lies in a slot that soon holds
+another block, so a plain saved tensor would be silently wrong. Under these hooks a saved tensor that lies in a slot
+or in the scratch (the weight itself, its transpose, a slice) is kept as block and byte offset, and looked up again when
+backward asks: the block is then loaded if need be, by the same path and schedule as in forward. Everything
+else is saved as it would have been without us.
+
+That needs care: torch applies only the innermost hooks, so ours would switch off those of non-reentrant checkpointing,
+and every activation would stay. Our hooks therefore call the outer ones. So one mechanism is correct in all cases:
+without checkpointing, under both kinds of it, with regions of several blocks, and with save_on_cpu. Nothing is computed
+twice except what checkpointing itself recomputes.
+
+Reaching the outer hooks takes a function of torch that is not public (`_top_saved_tensors_default_hooks`, since
+2.8); a torch without it is refused when streaming starts, not in the middle of a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from bitplan.streaming.errors import StreamError
+
+
+class StreamedWeights(Protocol):
+    """An object that knows where streamed weights lie, and loads them again."""
+
+    @property
+    def serial(self) -> int:
+        """A number that changes whenever weights or formats may change: at each step."""
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """A range outside of which no streamed weight lies."""
+
+    def owner_of(self, storage: int) -> tuple[int, bool] | None:
+        """The block whose weights lie in this storage, and whether the storage is the scratch."""
+
+    def view(self, block: int, place: Place, *, in_scratch: bool, serial: int) -> Tensor:
+        """A part of the buffer that holds the block now, loaded if need be."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in its storage; the offset counts numbers."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedWeight(NamedTuple):
+    """A saved tensor that lies in a block's bytes."""
+
+    block: int
+    in_scratch: bool
+    serial: int
+    place: Place
+
+
+class _Passed(NamedTuple):
+    """What the outer hook made of a tensor, and the function that undoes it."""
+
+    value: Any
+    unpack: Callable[[Any], Tensor]
+
+
+def save_weights_by_place(source: StreamedWeights) -> torch.autograd.graph.saved_tensors_hooks:
+    """The context in which a streamed block computes.
+
+    A block saves some sixty tensors, and each passes here twice: most are told from weights by their address alone.
+    """
+    outer = outer_hooks()
+    low, high = source.addresses
+
+    def pack(tensor: Tensor) -> Any:
+        try:
+            is_near = low <= tensor.data_ptr() < high
+        except RuntimeError:  # a sparse tensor; asking for the layout of each would take longer than all else here
+            is_near = False
+        if is_near and (owner := source.owner_of(tensor.untyped_storage().data_ptr())):
+            place = Place(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+            return SavedWeight(owner[0], owner[1], source.serial, place)
+        return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if isinstance(saved, SavedWeight):
+            block, in_scratch, serial, place = saved
+            return source.view(block, place, in_scratch=in_scratch, serial=serial)
+        tensor: Tensor = saved.unpack(saved.value)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs this call, as it does where checkpointing computes a block again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def refuse_second_derivatives(place: str) -> None:
+    """Within a backward: what it saves for a backward of its own is saved without our hooks, so not by place."""
+    if torch.is_grad_enabled() and in_backward():
+        raise StreamError(
+            f"{place}: create_graph=True (a gradient penalty, a second derivative) keeps streamed weights beyond their "
+            "time on the device; call backward or torch.autograd.grad without it, or train without streaming"
+        )
+
+
+def check_torch() -> None:
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        raise StreamError(
+            f"torch {torch.__version__} does not tell which saved-tensor hooks are active, without which checkpointing "
+            "of streamed blocks cannot be right; use torch 2.11 or newer"
+        )
+
+
+def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The innermost saved-tensor hooks that are active now."""
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(True)
+    )
+    return hooks

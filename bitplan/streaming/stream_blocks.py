@@ -1,0 +1,621 @@
+"""stream_blocks: run and train a model whose blocks do not all fit the device.
+
+    with stream_blocks(model, "model.layers.*", device="cuda", formats="int8_row", slots=3) as stream:
+        for step, batch in enumerate(batches):
+            stream.begin_step(step)
+            loss = model(**batch).loss          # as ever, with or without checkpointing
+            loss.backward()
+            optimizer.step(); optimizer.zero_grad()
+            stream.end_step()
+
+Blocks wait on the host in their formats, cross the bus in these formats, and are decoded on the device. Weights and
+formats change at step boundaries only. Weights that other code changed meanwhile (`model.load_state_dict`, an edit
+under torch.no_grad()) are detected there and encoded again (`block_bytes`).
+
+BlockCalls: loads a streamed block before it computes and frees it afterwards.
+
+Only the `forward` of each block is wrapped. During the call the block's parameters are the streamed ones, and autograd
+saves places instead of weights (`streaming.saved_tensors`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.base.errors import FormatError
+from bitplan.base.records import on_failure
+from bitplan.streaming.errors import StreamError, StreamStateError
+from bitplan.streaming.find_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
+from bitplan.streaming.options import BlockFormats, Formats, StreamOptions, check_norm, resolve_formats
+from bitplan.streaming.reencode_blocks import BlockUpkeep, lay_out_all, refuse_unmerging
+from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_weights_by_place
+from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
+from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.host_training import HostTraining
+from bitplan.streaming.training.training_state import load_training, read_training, training_document, write_training
+from bitplan.streaming.transfer.activation_offload import ActivationOffload, Compute
+from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, SentFlags, Transfer, alone
+from bitplan.streaming.transfer.devices import StreamDevice, open_device
+from bitplan.streaming.transfer.host_memory import HostKind, open_host
+from bitplan.streaming.transfer.schedule import Slots
+from bitplan.streaming.transfer.transfer_limits import Pressure, RuntimeLimitHints
+from bitplan.streaming.weight_loader import WeightLoader
+
+# ---- block calls -----------------------------------------------------------------------------------------------------
+
+
+class BlockCalls:
+    """The wrapped blocks of one stream."""
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        training: HostTraining | None,
+        finite: FiniteCheck | None,
+        train: Train,
+        before_outside: Callable[[StreamedBlock], None],
+        ran_out: Callable[[], None],
+    ) -> None:
+        """before_outside: called before a block computes outside a step; ran_out: where one is out of memory."""
+        self._loader, self._training, self._finite, self._train = loader, training, finite, train
+        self._before_outside, self._ran_out = before_outside, ran_out
+        self._wrapped: list[tuple[StreamedBlock, Callable[..., Any] | None]] = []
+
+    def wrap(self, index: int, block: StreamedBlock, forward: Callable[..., Any]) -> None:
+        """Put `forward`, wrapped, in the place of a block's own; outside of it, so that it may be compiled code."""
+
+        @functools.wraps(block.module.forward)
+        def streamed(*args: Any, **kwargs: Any) -> Any:
+            compute = functools.partial(self._compute, index, block, forward)
+            try:
+                return self._in_turn(compute, index, block, args, kwargs)
+            except Exception as error:
+                error.add_note(f"bitplan: in streamed block {self._loader.place(index)}")
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._ran_out()
+                raise
+
+        self._wrapped.append((block, block.module.__dict__.get("forward")))
+        block.module.forward = streamed
+        # `model.to(...)`, which every trainer calls, must not move a streamed block: it would no longer be streamed.
+        block.module._apply = lambda *_args, **_options: block.module  # type: ignore[method-assign]
+        setattr(block.module, STREAMED, True)
+        block.module.__reduce_ex__ = functools.partial(_refuse_copy, block.name)  # type: ignore[method-assign]
+
+    def unwrap(self) -> None:
+        for block, own_forward in self._wrapped:
+            block.put_back()
+            for name in (STREAMED, "_apply", "forward", "__reduce_ex__"):
+                block.module.__dict__.pop(name, None)
+            if own_forward is not None:
+                block.module.forward = own_forward
+        self._wrapped = []
+
+    def _in_turn(
+        self, compute: Compute, index: int, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if in_backward():  # a step's own thread waits for it
+            return self._run(compute, index, block, args, kwargs)
+        with self._loader.turns:
+            if self._loader.step is not None:
+                self._loader.turns.claim_step(self._loader.serial, self._loader.place(index))
+            return self._run(compute, index, block, args, kwargs)
+
+    def _run(
+        self, compute: Compute, index: int, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        grad = torch.is_grad_enabled()
+        refuse_unmerging(block)
+        if self._loader.step is None:
+            if grad:
+                raise StreamError(
+                    f"{block.name}: computed with gradients outside a step; call begin_step(step), or use "
+                    "torch.no_grad()"
+                )
+            self._before_outside(block)
+        if grad and self._train == "nothing" and any(_needs_grad(value) for value in (*args, *kwargs.values())):
+            raise StreamError(
+                f"{block.name}: train='nothing', but an input requires gradients; stream with train='adapters' or "
+                "'weights', or run under torch.no_grad()"
+            )
+        if grad and self._loader.activations is not None:
+            return self._loader.activations.run(index, compute, args, kwargs)
+        return compute(args, kwargs)
+
+    def _compute(
+        self,
+        index: int,
+        block: StreamedBlock,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        grad = torch.is_grad_enabled()
+        weights = self._loader.weights(index, wraps=not block.module.training or self._train == "nothing")
+        if grad and self._training is not None:
+            weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
+        try:
+            _put_into_modules(block, weights)
+            with save_weights_by_place(self._loader) if grad else nullcontext():
+                output = forward(*args, **kwargs)
+        finally:
+            try:
+                _put_into_modules(block, None)
+            except BaseException:  # Ctrl-C
+                block.put_back()
+                raise
+        if self._finite is not None and not in_backward():
+            self._finite.look_at(index, output)
+        return output
+
+    def _leaf(self, block: StreamedBlock, name: str, weight: Tensor) -> Tensor:
+        """A leaf of this call's graph, whose gradient goes to the host as soon as it is computed."""
+        recorder, training = self._loader.recorder, self._training
+        assert recorder is not None
+        assert training is not None
+        if not (training.trains(block.name, name) and block.parameters[name].parameter.requires_grad):
+            return weight
+        gradients, leaf = training.gradients, weight.detach().requires_grad_()
+
+        def send(done: Tensor) -> None:
+            gradient, done.grad = done.grad, None
+            assert gradient is not None
+            refuse_second_derivatives(f"{block.name}, step {gradients.step}")
+            gradients.note_backward()
+            training.receive(block.name, name, gradient, gradients, recorder)
+
+        leaf.register_post_accumulate_grad_hook(send)
+        return leaf
+
+
+def _put_into_modules(block: StreamedBlock, weights: Mapping[str, Tensor] | None) -> None:
+    """Make these tensors the block's parameters (None: its own again); in the modules' dicts any tensor may lie."""
+    for name, one in block.parameters.items():
+        held: Any = one.parameter if weights is None else weights[name]
+        for module, local in one.places:
+            module._parameters[local] = held
+
+
+def _refuse_copy(name: str, _protocol: object) -> Any:
+    raise StreamError(
+        f"{name} is streamed: its host memory, slots and threads cannot be copied or pickled; copy the model before "
+        "stream_blocks or after close(), or save its state_dict()"
+    )
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+# ---- stream blocks ---------------------------------------------------------------------------------------------------
+
+
+def stream_blocks(
+    model: nn.Module,
+    blocks: str = "model.layers.*",
+    *,
+    device: StreamDevice | torch.device | str = "cuda",
+    formats: Formats = None,
+    slots: Slots = "auto",
+    host: HostKind = "pinned",
+    train: Train = "adapters",
+    optimizer: AdamWSettings | None = None,
+    clip_grad_norm: float | None = None,
+    slot_bytes: int | None = None,
+    vram_bytes: int | None = None,
+    host_folder: str | Path | None = None,
+    telemetry: str | Path | None = None,
+    check_finite: bool = True,
+    offload_activations: bool = False,
+    compile: bool | Mapping[str, Any] = False,
+    timeout_s: float = WAIT_TIMEOUT_S,
+) -> BlockStream:
+    """Stream the blocks of a model through a device; everything else of the model moves there and stays.
+
+    blocks        names of the blocks; `*` stands for one part of a name
+    device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and trials
+    formats       None (each parameter's own type), a format, a mapping or a Plan; see `blocks.formats`
+    slots         ring slots on the device; "auto" fills the memory that steps leave, with resident blocks first
+    host          "pinned", "pageable", or "file" (in `host_folder`, or a temporary folder)
+    train         "adapters": parameters of blocks that require gradients stay on the device, for your optimizer;
+                  "weights": they are streamed, and trained on the host by AdamW (`optimizer`);
+                  "nothing": all is streamed, without gradients
+    clip_grad_norm    with train="weights": the largest norm of all streamed gradients, as in
+                  torch.nn.utils.clip_grad_norm_; `clip_gradients` includes parameters outside of blocks
+    slot_bytes    size of a slot; by default that of the largest block
+    vram_bytes    memory that slots="auto" may take, instead of all spare memory
+    telemetry     a file that gets one JSON line a step
+    check_finite  look for NaN and infinity in the outputs of blocks, without waiting for the device
+    offload_activations   checkpoint every block, and keep its input in pinned memory from its forward to its backward
+    compile       run blocks through torch.compile, once for all blocks of one kind; a mapping has its arguments
+    timeout_s     how long any wait for a transfer may take before it is an error
+    """
+    options = StreamOptions(
+        formats=formats,
+        slots=slots,
+        host=host,
+        train=train,
+        optimizer=optimizer,
+        clip_grad_norm=clip_grad_norm,
+        slot_bytes=slot_bytes,
+        vram_bytes=vram_bytes,
+        host_folder=host_folder,
+        telemetry=telemetry,
+        check_finite=check_finite,
+        offload_activations=offload_activations,
+        compile=compile,
+        timeout_s=timeout_s,
+    )
+    return BlockStream(model, find_blocks(model, blocks, train), open_device(device), options)
+
+
+class BlockStream:
+    """A model whose blocks are streamed, until `close`."""
+
+    def __init__(
+        self, model: nn.Module, blocks: list[StreamedBlock], device: StreamDevice, options: StreamOptions
+    ) -> None:
+        check_torch()
+        options.check()
+        self.model, self.blocks, self.device, self.train = model, blocks, device, options.train
+        self._options, self._by_name = options, {block.name: block for block in blocks}
+        specs = {block.name: block.specs for block in blocks}
+        formats = resolve_formats(options.formats, specs)
+        lay_out_all(specs, formats)  # refuses formats that do not fit, before anything is opened
+        self._telemetry = Telemetry(options.telemetry)
+        self._is_closed = False
+        self._step: int | None = None
+        self._host = open_host(options.host, device, options.host_folder)
+        self.training = self._open_training(options)
+        names = list(self._by_name)
+        self._loader = WeightLoader(device, self._host, names, self.training, options.timeout_s)
+        if options.offload_activations:
+            self._loader.activations = ActivationOffload(
+                device, len(blocks), self._loader.place, self._loader.room, options.timeout_s
+            )
+        self._upkeep = BlockUpkeep(blocks, specs, formats, self._host, self._loader, self.training, options)
+        with on_failure(self._free):
+            move_resident(model, blocks, device.torch_device)
+            self._finite = FiniteCheck(device, names) if options.check_finite else None
+            self._upkeep.write(formats, blocks)
+        outside, ran_out = self._before_outside, self._upkeep.ran_out
+        self._calls = BlockCalls(self._loader, self.training, self._finite, options.train, outside, ran_out)
+        for index, block in enumerate(blocks):
+            self._calls.wrap(index, block, options.compiled(block.module.forward))
+        self._hooks = self._upkeep.hook_state_dicts()
+
+    def _open_training(self, options: StreamOptions) -> HostTraining | None:
+        if options.train != "weights":
+            return None
+        settings = options.optimizer or AdamWSettings()
+        pinned, clip = options.host == "pinned", options.clip_grad_norm
+        return HostTraining(self.blocks, settings, self.device, options.timeout_s, clip, pinned=pinned)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        failure = self._shut_down()
+        if failure is not None and error is None:
+            raise failure
+
+    def __repr__(self) -> str:
+        return f"BlockStream({len(self.blocks)} blocks to {self.device.torch_device}, {self.stats})"
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    @alone
+    def begin_step(self, step: int) -> None:
+        """Begin a step: new formats take effect, and the transfer of the first blocks starts.
+
+        A step that was not ended is dropped with its gradients. An error of an earlier step is raised here, once; call
+        begin_step again to go on. With train="weights" this waits to know if the last step counts, not for its AdamW.
+        """
+        self._check_open()
+        self._options.refuse_several_processes()  # a trainer may have made the group since
+        if self._step is not None:
+            self._abandon()
+        if self.training is not None:
+            self.training.wait_checked()
+        self._raise_failures()
+        self._upkeep.bring_up_to_date()
+        self.device.reset_peak()
+        if self._finite is not None:
+            self._finite.start()
+        recorder = StepRecorder(self.device, step, self.device.mark())
+        if self.training is not None:
+            self.training.begin(step)
+        self._loader.start(step, recorder)
+        self._step = step
+        self._telemetry.flush()
+
+    @alone
+    def end_step(self) -> None:
+        """End the step; with train="weights" its gradients are applied while the next step runs."""
+        self._check_open()
+        if self._step is None:
+            raise StreamError("end_step: no step is open; call begin_step(step) first")
+        step, recorder = self._step, self._loader.recorder
+        if recorder is None:
+            raise StreamError(f"end_step: step {step} was broken off in its end_step; call begin_step(step)")
+        if self.training is not None:
+            self.training.gradients.require_backward_ended()
+        self._upkeep.refuse_changes_within(step)
+        flags = None if self._finite is None else self._finite.send(step)
+        transfers = self._loader.transfers()
+        self._loader.stop()
+        recorder.close()
+        self._upkeep.saw_step(recorder.vram_peak_bytes)
+        if self.training is not None:
+            self._loader.forget()
+            self.training.update(
+                self._upkeep.put_updated, lambda: self._check_step(flags, transfers)
+            )  # from here on the step counts
+        elif self._finite is not None and flags is not None:
+            self._finite.keep(flags)
+        self._step = None
+        self._telemetry.add(recorder)
+        self._raise_failures()
+
+    @alone
+    def clip_gradients(self, max_norm: float, also: Iterable[Tensor] = ()) -> float:
+        """Clip by the norm of all gradients, those of streamed weights and of `also` (parameters on the device).
+
+        Call it after the last backward of the step, before your optimizer. Returns the norm before clipping, so it must
+        wait until backward is done and all gradients are on the host.
+        """
+        self._check_open()
+        if self._step is None or self.training is None:
+            state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
+            raise StreamError(f"clip_gradients: {state}; it goes with train='weights', between backward and end_step")
+        check_norm("clip_gradients", max_norm)
+        return self.training.clip(max_norm, list(also))
+
+    @alone
+    def unscale_gradients(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None = None) -> bool:
+        """Divide the gradients of streamed weights by the scale of the loss; whether any of them overflowed.
+
+        Call it after the last backward of the step, before clipping and `scaler.step(optimizer)`; it waits for the
+        gradients. Where one overflowed, of streamed weights or of the optimizer's, neither is stepped, end_step
+        raises nothing, and `scaler.update()` lowers the scale.
+        """
+        self._check_open()
+        if self._step is None or self.training is None:
+            state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
+            raise StreamError(
+                f"unscale_gradients: {state}; it goes with train='weights', between backward and end_step"
+            )
+        return self.training.unscale(scaler, optimizer)
+
+    @alone
+    def synchronize(self) -> None:
+        """Wait for updates that are under way, and raise errors of these or of earlier steps.
+
+        The model's own Parameters are then the weights as they were trained: read them, or save the model.
+        """
+        if self.training is not None:
+            self.training.finish()
+        self._raise_failures(wait=True)
+        self._upkeep.settle()
+
+    @alone
+    def refresh(self) -> None:
+        """Read every parameter again at the next boundary: for changes that torch does not count (`block_bytes`).
+
+        With train="weights" call `synchronize` before you write into parameters, and this afterwards.
+        """
+        self._check_open()
+        if self._step is not None:
+            raise StreamError(f"refresh: step {self._step} is open; change weights between end_step and begin_step")
+        if self.training is not None and not self.training.is_settled:
+            raise StreamError(
+                "refresh: the model's Parameters are older than the weights that are trained; call synchronize(), "
+                "then write into the Parameters, then call refresh()"
+            )
+        self._upkeep.bytes.unread()
+
+    def set_formats(self, formats: Formats) -> None:
+        """Use other formats from the next begin_step on; parameters that a mapping does not name keep theirs."""
+        self._check_open()
+        self._upkeep.pending = self._upkeep.fitting_formats(formats, self._upkeep.chosen)
+
+    def set_slots(self, slots: Slots, *, vram_bytes: int | None = None) -> None:
+        """Use more or fewer slots from the next begin_step on, as memory allows: arguments as of `stream_blocks`.
+
+        All blocks are sent again in that step.
+        """
+        self._check_open()
+        self._upkeep.set_slots(slots, vram_bytes)
+
+    def set_limits(self, hints: RuntimeLimitHints) -> None:
+        """Limit how much, and how far ahead, is moved, as a conductor asks, until the next begin_step.
+
+        The limits hold at once for every copy that is not started yet; within a step they only tighten. A block that is
+        needed is always loaded. `block_precision_map` is no limit and is not read: precisions go through `set_formats`.
+        """
+        self._check_open()
+        if not isinstance(hints, RuntimeLimitHints):
+            raise StreamError(
+                f"set_limits: expected RuntimeLimitHints (bitplan.streaming.transfer.transfer_limits), got {hints!r}"
+            )
+        self._loader.tighten(hints)
+
+    def pressure(self) -> Pressure:
+        """How full the device is, for a conductor; read from existing counters and events, without waiting."""
+        self._check_open()
+        return Pressure(self.device.used_bytes(), self.device.total_bytes(), self._loader.slots_full())
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The format of every streamed parameter, by full name."""
+        return _by_full_name(self._upkeep.formats)
+
+    @property
+    def stats(self) -> StreamStats:
+        """Totals, sizes, and figures of the last step whose clocks have been read."""
+        self._telemetry.flush()
+        ring = self._loader._ring
+        return StreamStats(
+            steps=self._telemetry.steps,
+            bytes_h2d=self.device.bytes_in,
+            bytes_d2h=self.device.bytes_out,
+            pinned_bytes=self.device.pinned_bytes,
+            last=self._telemetry.last,
+            **({} if ring is None else ring.sizes),
+        )
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """With train="weights": masters, AdamW's moments and settings, formats; see `training_state`. Between steps.
+
+        The tensors are the ones in use, not copies, as in torch: save or copy them before the next end_step.
+        """
+        training = self._require_training("state_dict")
+        if self._step is not None:
+            raise StreamError(f"state_dict: step {self._step} is open; save between end_step and begin_step")
+        self.synchronize()
+        return training_document(training, _by_full_name(self._upkeep.chosen))
+
+    def load_state_dict(
+        self,
+        document: Mapping[str, Any],
+        *,
+        accept_optimizer_change: bool = False,
+        where: str = "the state of the streamed weights",
+    ) -> None:
+        """Continue as the saved stream would have; a state of another model or optimizer is refused before any change.
+
+        accept_optimizer_change: keep this stream's own settings and learning rate. A step that was not ended is
+        abandoned.
+        """
+        self._restore(document, where, accept_optimizer_change=accept_optimizer_change, copies=True)
+
+    def save(self, path: str | Path) -> None:
+        """`state_dict` in a safetensors file, whole or not at all."""
+        write_training(path, self.state_dict())
+
+    def load(self, path: str | Path, *, accept_optimizer_change: bool = False) -> None:
+        """`load_state_dict` from a file that `save` wrote."""
+        self._require_training("load")
+        self._restore(load_training(path), str(path), accept_optimizer_change=accept_optimizer_change, copies=False)
+
+    @alone
+    def _restore(self, document: Any, where: str, *, accept_optimizer_change: bool, copies: bool) -> None:
+        training = self._require_training("load_state_dict")
+        state = read_training(
+            document, training, self.formats, where=where, accept_optimizer_change=accept_optimizer_change
+        )
+        try:
+            chosen = self._upkeep.fitting_formats(state.formats, self._upkeep.formats)
+        except (StreamError, FormatError) as error:
+            raise StreamStateError(f"{where}: {error}") from None
+        if self._step is not None:
+            self._abandon()
+        training.finish()
+        self._upkeep.replace_weights(chosen, lambda: training.restore(state.trained, state.lr, copies=copies))
+
+    def _require_training(self, call: str) -> HostTraining:
+        self._check_open()
+        if self.training is None:
+            raise StreamError(
+                f"{call}: train={self.train!r} trains nothing on the host; what is trained is in the model's own "
+                "state_dict and in your optimizer's"
+            )
+        return self.training
+
+    def close(self) -> None:
+        """Give all memory back; the model's blocks lie on the host again, with the weights they have now.
+
+        An error of a step that had ended, if it was not raised yet, is raised when all memory is given back.
+        """
+        failure = self._shut_down()
+        if failure is not None:
+            raise failure
+
+    @alone
+    def _shut_down(self) -> Exception | None:
+        if self._is_closed:
+            return None
+        self._is_closed = True
+        self._calls.unwrap()
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            return self._finish()
+        finally:
+            self._free()
+
+    def _finish(self) -> Exception | None:
+        """Finish everything under way and give the model its weights; returns an error that was not raised yet."""
+        if self._step is not None:
+            self._abandon()
+        failure: Exception | None = None
+        if self.training is not None:
+            self.training.finish()
+            failure = self.training.failure
+            try:
+                self._upkeep.settle()
+            except StreamError as error:
+                failure = failure or error
+            if self.training.torn is not None:
+                failure = StreamError(self.training.torn)
+        elif self._finite is not None:
+            failure = self._finite.find(wait=True)
+        self.device.finish(self.device.mark())
+        self._telemetry.close()
+        return failure
+
+    # ---- step boundaries ---------------------------------------------------------------------------------------------
+
+    def _abandon(self) -> None:
+        self._loader.stop()
+        if self.training is not None:
+            self.training.abandon()
+        self._step = None
+
+    def _raise_failures(self, *, wait: bool = False) -> None:
+        if self.training is not None:
+            failure = None if self.training.find_failure() is None else self.training.recover()
+            if failure is not None and self.training.torn is None:
+                raise failure
+            if self.training.torn is not None:
+                raise StreamError(self.training.torn)
+        elif self._finite is not None:
+            not_finite = self._finite.find(wait=wait)
+            if not_finite is not None:
+                raise not_finite
+
+    def _check_step(self, flags: SentFlags | None, transfers: list[Transfer]) -> None:
+        """Raise if the step must not count; runs on the optimizer's thread, before the first master changes."""
+        not_finite = None if self._finite is None or flags is None else self._finite.read(flags)
+        if not_finite is not None:
+            raise not_finite
+        self._loader.wait_for_copies(transfers)
+
+    def _before_outside(self, block: StreamedBlock) -> None:
+        if self._step is not None:  # its end_step was interrupted
+            self._abandon()
+        self._upkeep.bring_block_up_to_date(block)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StreamError("this stream is closed; call stream_blocks again")
+
+    def _free(self) -> None:
+        """Give everything back; safe to call in any state."""
+        self._loader.close()
+        if self.training is not None:
+            self.training.close()
+        self._host.close()
+
+
+def _by_full_name(formats: BlockFormats) -> dict[str, str]:
+    return {f"{block}.{name}": fmt.name for block, names in formats.items() for name, fmt in names.items()}

@@ -1,0 +1,1 @@
+"""Training streamed weights on the host: AdamW with its loops, gradients, state."""

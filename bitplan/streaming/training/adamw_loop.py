@@ -1,0 +1,148 @@
+"""AdamW in one pass: reads the gradient in its type; writes master, moments and what is sent. See `adamw`.
+
+Every operation is one of torch's fused AdamW, in its order, with multiplication and addition in one rounding where
+torch's compiler puts them into one. The last few numbers, which fill no vector, torch computes another way: they are
+left to it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import types
+from torch import Tensor
+
+from bitplan.base.loops.jit import compiled
+from bitplan.base.loops.row_pieces import Cut, run
+from bitplan.base.loops.vectors import VectorType, VectorWriter, define, lanewise, load, store
+from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
+
+LANES = 16  # a multiple of what torch takes at a time, on any CPU
+NUMBER_NS = 1.0  # on one thread
+F32 = np.float32
+INT32 = ir.IntType(32)
+WORDS = ir.VectorType(INT32, LANES)
+FLOATS = VectorType(types.float32, LANES)
+SMALL_SHARE = 0.5  # of a gradient in its mean: torch rounds larger ones another way
+# The look at torch's bits: how many numbers; betas, decay of weights, types of the gradient and of what is sent.
+TRIED = 4096
+TRIED_WAYS = (
+    ((0.9, 0.999), 0.01, torch.bfloat16, torch.bfloat16),
+    ((0.9, 0.95), 0.1, torch.float32, torch.bfloat16),  # accumulated or clipped
+    ((0.3, 0.95), 0.0, torch.float32, torch.float32),
+)
+
+
+def step_by_loop(tensors: AdamWTensors, rates: AdamWRates) -> None:
+    """`step_by_torch`, to the bit; gradient and `sent` are float32 or bfloat16."""
+    flat = [one.detach().view(-1) for one in tensors if one is not None]
+    whole = len(flat[0]) // LANES * LANES
+    if whole:
+        master, gradient, first, second, *sent = (_array(one[:whole]) for one in flat)
+        target = sent[0] if sent else master
+        given = (Cut(master), Cut(gradient), Cut(first), Cut(second), Cut(target), bool(sent), _factors(rates))
+        run(_step, whole, NUMBER_NS, *given)
+    if whole < len(flat[0]):
+        rest = AdamWTensors(*(one[whole:] for one in flat))
+        step_by_torch(rest, rates, torch.empty(LANES))
+
+
+def differs_from_torch() -> str:
+    """Empty if the loop has torch's bits here, with settings that take each of its ways; else what differs."""
+    random = torch.Generator().manual_seed(0)
+    for betas, decay, dtype, sent in TRIED_WAYS:
+        size = 10.0 ** torch.randint(-9, 2, (TRIED,), generator=random)
+        gradient = (torch.randn(TRIED, generator=random) * size).to(dtype)
+        start = [torch.randn(TRIED, generator=random), torch.randn(TRIED, generator=random) * 1e-3]
+        start.append(torch.rand(TRIED, generator=random) * 1e-4)
+        results = []
+        for step in (step_by_loop, lambda tensors, rates: step_by_torch(tensors, rates, torch.empty(TRIED))):
+            master, first, second = (one.clone() for one in start)
+            tensors = AdamWTensors(master, gradient, first, second, torch.empty(TRIED, dtype=sent))
+            step(tensors, AdamWRates(1e-3, betas, 1e-8, decay, 3))
+            results.append(tensors)
+        for name, mine, torchs in zip(AdamWTensors._fields, *results, strict=True):
+            if not torch.equal(mine, torchs):
+                return f"bits of {name} are not those of torch {torch.__version__} on this processor"
+    return ""
+
+
+def _array(tensor: Tensor) -> Any:
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _factors(rates: AdamWRates) -> Any:
+    """Computed in 64 bits and rounded to 32, as torch does."""
+    (beta1, beta2), share = rates.betas, F32(1 - rates.betas[0])
+    is_large = not abs(share) < SMALL_SHARE
+    corrections = 1 - beta1**rates.step, 1 - beta2**rates.step
+    return np.array(
+        [
+            1 - rates.lr * rates.weight_decay,
+            share - F32(1) if is_large else share,
+            is_large,
+            beta2,
+            1 - beta2,
+            math.sqrt(corrections[1]),
+            rates.eps,
+            -(rates.lr / corrections[0]),
+            rates.factor,
+        ],
+        F32,
+    )
+
+
+# ---- the loop: BF16 numbers are words of 16 bits ---------------------------------------------------------------------
+
+
+def _all(number: int) -> Any:
+    return ir.Constant(WORDS, [ir.Constant(INT32, number)] * LANES)
+
+
+def _read(writer: VectorWriter, array: Any, index: Any) -> Any:
+    kind, builder = writer.kinds[0].dtype, writer.builder
+    pointed = ir.VectorType(writer.llvm(kind), LANES)
+    held = builder.load(writer.pointer(array, index, pointed), align=kind.bitwidth // 8)
+    if kind == types.float32:
+        return held
+    return builder.bitcast(builder.shl(builder.zext(held, WORDS), _all(16)), writer.llvm(FLOATS))
+
+
+def _write(writer: VectorWriter, array: Any, index: Any, numbers: Any) -> Any:
+    kind, builder = writer.kinds[0].dtype, writer.builder
+    if kind != types.float32:
+        words = builder.bitcast(numbers, WORDS)
+        odd = builder.and_(builder.lshr(words, _all(16)), _all(1))
+        nearest = builder.lshr(builder.add(builder.add(words, odd), _all(0x7FFF)), _all(16))
+        is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+        numbers = builder.trunc(builder.select(is_nan, _all(0x7FC0), nearest), ir.VectorType(writer.llvm(kind), LANES))
+    builder.store(numbers, writer.pointer(array, index, numbers.type), align=kind.bitwidth // 8)
+    return writer.context.get_dummy_value()
+
+
+read = define(2, lambda _array, _index: FLOATS, _read)
+write = define(3, lambda _array, _index, _numbers: types.void, _write)
+# a * b + c, rounded once.
+fused = lanewise(lambda writer, a, b, c: writer.call(f"llvm.fma.v{LANES}f32", a.type, [a, b, c]), arity=3)
+root = lanewise(lambda writer, a: writer.call(f"llvm.sqrt.v{LANES}f32", a.type, [a]), arity=1)
+
+
+@compiled
+def _step(master, gradient, first, second, sent, sends, factors):
+    decay, share, is_large, beta2 = factors[0], factors[1], factors[2] != 0, factors[3]
+    square_share, correction, eps, size, factor = factors[4], factors[5], factors[6], factors[7], factors[8]
+    for i in range(0, master.size, LANES):
+        weight, grad, mean = load(master, i, LANES) * decay, read(gradient, i) * factor, load(first, i, LANES)
+        mean = fused(share, grad - mean, grad) if is_large else fused(share, grad - mean, mean)
+        square = fused(grad * square_share, grad, load(second, i, LANES) * beta2)
+        weight = weight + mean * size / (root(square) / correction + eps)
+        store(first, i, mean)
+        store(second, i, square)
+        store(master, i, weight)
+        if sends:
+            write(sent, i, weight)

@@ -1,0 +1,758 @@
+"""Trains streamed weights: FP32 masters on the host, gradients copied back, AdamW during the next transfers.
+
+    backward, device   gradient of a weight is ready -> gradient thread: copy it out to its place (`gradient_places`)
+    end_step           optimizer thread, block after block in forward order: AdamW on the masters, encode, mark fresh
+    next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
+
+So the update of block 5 runs while block 0 crosses the bus. A step is applied as a whole or not at all: if any gradient
+of any block did not arrive or is not finite, every master stays as it was, and the next begin_step, which waits until
+that is known (`wait_checked`), raises; so the step after it is never computed for nothing. That is why no update
+overlaps with its own backward, and why clipping takes no overlap away: it delays the first block by passes over all.
+
+One call puts the whole update into the optimizer's queue: before that call the step does not count, after it the step
+does, wherever Ctrl-C comes. Gradients belong to their step, so a dropped step leaves none behind. If the optimizer
+itself fails between two blocks, the masters belong to two different steps, and every call raises until a state is
+loaded.
+
+The master is a bitplan WeightStore's: the version that is sent is derived from it, never the other way round.
+
+Clips the gradients of a step by the norm of all of them, as torch.nn.utils.clip_grad_norm_ does, to the bit.
+
+Gradients stay as they arrived: for its norm each is widened in one piece of memory, and AdamW multiplies by the factor
+(`StepGradients.factor`) as it reads.
+
+GradientPlaces: where the gradients of trained weights arrive on the host, the same memory in every step.
+
+Memory that is new to the process is expensive: the kernel maps and clears each page at its first use, and a gradient of
+180 MB takes longer for that than for crossing the bus. So a gradient is copied by the device straight to its own place,
+in the type it has there, and stays in that type until AdamW reads it. A second gradient of the same weight in a step
+(accumulation) needs float32: such sums have places of their own, made when they are first needed.
+
+A place is free again when its gradient comes: the weight's forward of that step has waited for the update that read it.
+
+BlockAdamW: AdamW over the float32 masters of one block, from gradients in any type
+(`streaming.training.host_training`).
+
+AdamW on the host: float32 masters and moments, a gradient in any type, new weights written to where they are sent.
+
+The definition is torch's fused AdamW (`adamw_torch`). It wants the gradient in float32, and the copy of the new weights
+is another pass: 46 bytes a number cross the host's memory where gradient and copy are BF16. `adamw_loop` does all of it
+in one pass, with 28, and the same bits: whether these are torch's on this machine is looked at once, before its first
+use.
+
+Tells a torch GradScaler about gradients on the host, and asks it about those on the device.
+
+A scaler notes, for each optimizer, whether its gradients overflowed: `step(optimizer)` then does nothing, and `update`
+lowers the scale. Streamed weights and the optimizer's are one model, so they are stepped together or not at all. There
+is no public way to give a scaler another's overflow; these notes have had their form since torch 1.6.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from bitplan.files.models.weight_store import WeightStore
+from bitplan.formats import Encoded, Format
+from bitplan.formats.dispatch import SMALLEST_FOR_CPU, Picked
+from bitplan.streaming.block_layout import ParameterSpec, Part, aligned
+from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
+from bitplan.streaming.find_blocks import StreamedBlock
+from bitplan.streaming.telemetry import StepRecorder
+from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
+from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, pieces, step_by_torch
+from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, Latch, SentFlags, Worker, wait_for
+from bitplan.streaming.transfer.devices import Mark, StreamDevice
+from bitplan.streaming.transfer.host_memory import exact_buffer
+
+# ---- grad scaler -----------------------------------------------------------------------------------------------------
+
+
+NOTES = "found_inf_per_device"
+
+
+def share_overflow(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None, host: object, *, is_finite: bool
+) -> bool:
+    """Note whether gradients of `host` are finite, for it and the optimizer; whether any of the two overflowed."""
+    here = torch.tensor(0.0 if is_finite else 1.0)
+    states: Any = scaler._per_optimizer_states
+    states[id(host)][NOTES] = {here.device: here}
+    if optimizer is None:
+        return not is_finite
+    if states[id(optimizer)]["stage"] is OptState.READY:
+        scaler.unscale_(optimizer)
+    notes = states[id(optimizer)][NOTES]
+    overflowed = not is_finite or any(bool(note.item()) for note in notes.values())
+    if overflowed or not notes:  # a scaler refuses to step an optimizer of which it has no note
+        notes[here.device] = torch.tensor(float(overflowed))
+    return overflowed
+
+
+# ---- adamw -----------------------------------------------------------------------------------------------------------
+
+
+LOOP_TYPES = (torch.float32, torch.bfloat16)  # of gradients, and of what is sent
+_log = logging.getLogger("bitplan")
+
+
+def step_adamw(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> None:
+    """Step the master and its moments in place; `scratch` is float32, of any size, and so torch's pieces are."""
+    if explain_adamw(tensors).implementation == "torch":
+        step_by_torch(tensors, rates, scratch)
+        return
+    from bitplan.streaming.training.adamw_loop import step_by_loop
+
+    step_by_loop(tensors, rates)
+
+
+def explain_adamw(tensors: AdamWTensors) -> Picked:
+    """What `step_adamw` runs for these tensors."""
+    master, gradient, *_, sent = tensors
+    for what, dtype in (("a gradient", gradient.dtype), ("sent weights", master.dtype if sent is None else sent.dtype)):
+        if dtype not in LOOP_TYPES:
+            return Picked("torch", f"{what} of {str(dtype).removeprefix('torch.')}")
+    if master.numel() < SMALLEST_FOR_CPU:
+        return Picked("torch", f"small: {master.numel()} numbers")
+    return loop_choice()
+
+
+def prepare_adamw(masters: Iterable[Tensor]) -> None:
+    """Compile, before the first step, what `step_adamw` would compile in it."""
+    if any(master.numel() >= SMALLEST_FOR_CPU for master in masters):
+        loop_choice()
+
+
+@functools.cache
+def loop_choice() -> Picked:
+    """Whether the loop serves here; compiles it, which takes some seconds the first time on a machine."""
+    if importlib.util.find_spec("numba") is None:
+        return Picked("torch", "numba is not installed")
+    from bitplan.streaming.training.adamw_loop import differs_from_torch
+
+    if differs := differs_from_torch():
+        _log.warning("AdamW on the host: %s; torch's own is used, which takes about twice the time", differs)
+        return Picked("torch", differs)
+    return Picked("numba", "one pass of the host's memory, with torch's bits")
+
+
+# ---- host adamw ------------------------------------------------------------------------------------------------------
+
+
+NUMBERS_AT_A_TIME = 2**24  # for torch's AdamW: with smaller pieces every call waits for all its threads
+
+
+class BlockAdamW:
+    """Masters (contiguous, float32), their moments, and how often each was stepped."""
+
+    def __init__(self, masters: Mapping[str, Tensor]) -> None:
+        self.masters = dict(masters)
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.steps = dict.fromkeys(masters, 0)
+        prepare_adamw(masters.values())
+
+    def make_moments(self, name: str) -> None:
+        """As AdamW does in its first step."""
+        if name not in self.moments:
+            master = self.masters[name]
+            self.moments[name] = torch.zeros_like(master), torch.zeros_like(master)
+
+    def step(
+        self,
+        gradients: Mapping[str, Tensor],
+        settings: Mapping[str, AdamWSettings],
+        scratch: Tensor,
+        sent: Mapping[str, Tensor] | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        """Step every master that has a gradient (times `factor`) by its settings, and copy it to `sent`; `scratch` is
+        float32, of any size.
+        """
+        for name, gradient in gradients.items():
+            self.make_moments(name)
+            tensors = AdamWTensors(self.masters[name], gradient, *self.moments[name], (sent or {}).get(name))
+            of = settings[name]
+            rates = AdamWRates(of.lr, of.betas, of.eps, of.weight_decay, self.steps[name] + 1, factor)
+            step_adamw(tensors, rates, scratch)
+            self.steps[name] += 1
+
+
+# ---- gradient places -------------------------------------------------------------------------------------------------
+
+
+NUMBERS_ADDED_AT_A_TIME = 2**22
+Key = tuple[str, str]  # block and parameter
+
+
+class GradientPlaces:
+    """The memory of one stream's gradients."""
+
+    def __init__(self, device: StreamDevice, specs: Mapping[str, Mapping[str, ParameterSpec]], *, pinned: bool) -> None:
+        """pinned: the device writes into the places; else into one pinned buffer, from which they are filled."""
+        self.device, self.specs, self.pinned = device, specs, pinned
+        self._places: dict[Key, Tensor] = {}
+        self._wide: dict[Key, Tensor] = {}
+        self._measured: Tensor | None = None  # one gradient in float32
+        self._buffers = [self._block(block, parameters) for block, parameters in specs.items()]
+        largest = max((spec.nbytes for parameters in specs.values() for spec in parameters.values()), default=0)
+        self.staging = exact_buffer(largest)
+        for buffer in [self.staging, *(self._buffers if pinned else ())]:
+            device.pin(buffer)
+
+    def _block(self, block: str, parameters: Mapping[str, ParameterSpec]) -> Tensor:
+        parts, end = {}, 0
+        for name, spec in parameters.items():
+            parts[name] = Part(end, spec.dtype, spec.shape)
+            end = aligned(end + spec.nbytes)
+        buffer = exact_buffer(end)
+        self._places |= {(block, name): part.view(buffer) for name, part in parts.items()}
+        return buffer
+
+    def target(self, key: Key, dtype: torch.dtype, *, is_first: bool) -> Tensor:
+        """Memory that the device copies a gradient to."""
+        place = self._places[key]
+        if is_first and self.pinned and place.dtype == dtype:
+            return place
+        return self.staging[: place.numel() * dtype.itemsize].view(dtype).view(place.shape)
+
+    def added(self, key: Key, arrived: Tensor, before: Tensor | None) -> Tensor:
+        """The sum of a weight's gradients, after one that has arrived at its `target`."""
+        if before is not None:
+            wide = self.wide(key, before)
+            for into, part in pieces((wide, arrived), NUMBERS_ADDED_AT_A_TIME):
+                into.add_(part)  # another type is widened in memory of this size, which the process has already
+            return wide
+        place = self._places[key]
+        return place if arrived.data_ptr() == place.data_ptr() else place.copy_(arrived)
+
+    def wide(self, key: Key, gradient: Tensor) -> Tensor:
+        """A gradient in float32: itself if it has this type, else a copy in memory of its own."""
+        if gradient.dtype == torch.float32:
+            return gradient
+        if key not in self._wide:
+            self._wide[key] = torch.empty(gradient.shape)
+        return self._wide[key].copy_(gradient)
+
+    def norm(self, gradient: Tensor) -> Tensor:
+        """The norm of a gradient, computed in float32."""
+        if gradient.dtype != torch.float32:
+            if self._measured is None:
+                sizes = [math.prod(spec.shape) for parameters in self.specs.values() for spec in parameters.values()]
+                self._measured = torch.empty(max(sizes))
+            gradient = self._measured[: gradient.numel()].view(gradient.shape).copy_(gradient)
+        norm: Tensor = torch.linalg.vector_norm(gradient)
+        return norm
+
+    def close(self) -> None:
+        for buffer in [self.staging, *self._buffers]:
+            self.device.unpin(buffer)
+        self._places.clear()
+        self._wide.clear()
+        self._measured = None
+        self._buffers, self.staging = [], exact_buffer(0)
+
+
+@dataclass(eq=False)
+class StepGradients:
+    """The gradients of one step as they arrive, by block and parameter; dropped when the step is over."""
+
+    step: int
+    places: GradientPlaces
+    sums: dict[Key, Tensor] = field(default_factory=dict)
+    factor: float = 1.0  # that AdamW multiplies all of them with, in float32
+    expected: int = 0
+    arrived: int = 0
+    failure: Exception | None = None
+    unfinished: set[int] = field(default_factory=set)  # backwards that have begun and not ended
+    overflowed: bool | None = None  # None until `unscale_gradients` has looked
+
+    def note_backward(self) -> None:
+        """Within a backward: note that it has begun. Autograd calls back at its end, unless something in it failed."""
+        task = torch._C._current_graph_task_id()
+        if task not in self.unfinished:
+            self.unfinished.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.unfinished.discard(task))
+
+    def require_backward_ended(self) -> None:
+        if self.unfinished:
+            raise StreamError(
+                f"step {self.step}: a backward failed, so that only some weights have their gradients, and the step "
+                "cannot be applied; begin_step drops it"
+            )
+
+    def apply_factor(self) -> None:
+        """Multiply the gradients themselves, for clipping that was done before."""
+        if self.factor != 1.0:
+            for key, gradient in self.sums.items():
+                self.sums[key] = self.places.wide(key, gradient).mul_(self.factor)
+            self.factor = 1.0
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Graded:
+    """An object with the one field of a parameter that torch's clipping reads."""
+
+    grad: Tensor
+
+
+def clip_step(gradients: StepGradients, keys: Sequence[Key], max_norm: float, also: Sequence[Tensor] = ()) -> float:
+    """Scale all gradients, those of `also` (parameters) in place, to a norm of at most `max_norm`; the norm before."""
+    gradients.apply_factor()
+    norms = [gradients.places.norm(gradients.sums[key]) for key in keys if key in gradients.sums]
+    others = [one.grad for one in also if one.grad is not None]
+    total = get_total_norm([*(norm.view(1) for norm in norms), *others]) if others else _norm_of(norms)
+    norm = float(total)
+    if not math.isfinite(norm):
+        raise BlockNonFiniteError(
+            f"step {gradients.step}: the norm of all gradients is {norm}; the masters are as before it"
+        )
+    factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))  # below 1 for norms just under max_norm, too
+    if factor < 1.0:
+        gradients.factor = factor
+        clip_grads_with_norm_(cast(list[Tensor], [_Graded(one) for one in others]), max_norm, total)
+    return norm
+
+
+def _norm_of(norms: Sequence[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.tensor(0.0)
+
+
+# ---- host training ---------------------------------------------------------------------------------------------------
+
+
+GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a llama block has nine
+
+
+class Trained(NamedTuple):
+    """One parameter's training: its master, AdamW's two moments (None before the first step), and its step count."""
+
+    master: Tensor
+    moments: tuple[Tensor, Tensor] | None
+    steps: int
+
+
+@dataclass(eq=False)
+class _Update:
+    """The progress of one step's update: how many blocks were begun, stepped and encoded, and which are up to date."""
+
+    gradients: StepGradients
+    flags: SentFlags
+    settings: Mapping[Key, AdamWSettings]
+    fresh: Mapping[str, Latch]
+    checked: Latch = field(default_factory=Latch)  # it is known whether the step counts
+    begun: int = 0
+    stepped: int = 0
+    encoded: int = 0
+
+    def wake_waiters(self) -> None:
+        """Nothing more will come."""
+        for latch in (self.checked, *self.fresh.values()):
+            latch.set()
+
+
+class HostTraining:
+    """Masters, gradients and optimizer of the streamed weights that require gradients."""
+
+    def __init__(
+        self,
+        blocks: Sequence[StreamedBlock],
+        settings: AdamWSettings,
+        device: StreamDevice,
+        timeout_s: float = WAIT_TIMEOUT_S,
+        max_norm: float | None = None,
+        *,
+        pinned: bool = True,
+    ) -> None:
+        """pinned: gradients arrive in pinned memory, as much as the trained weights take."""
+        self._device, self._timeout_s = device, timeout_s
+        self.settings, self.max_norm = settings, max_norm
+        self.lr = settings.lr
+        self.own_settings: Mapping[Key, AdamWSettings] = {}  # of weights that do not have `settings` and `lr`
+        self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
+        self.stores: dict[str, dict[str, WeightStore]] = {}
+        self._masters: dict[str, dict[str, Tensor]] = {}
+        self._optimizers: dict[str, BlockAdamW] = {}
+        specs = {}
+        for block in blocks:
+            masters = {
+                # `.data`: writes to the master must not count as writes to the model's Parameter, which are watched.
+                name: one.parameter.data.float().contiguous()
+                for name, one in block.parameters.items()
+                if one.parameter.requires_grad
+            }
+            if not masters:
+                continue
+            self._masters[block.name] = masters
+            self.stores[block.name] = {
+                name: WeightStore(master, name=f"{block.name}.{name}") for name, master in masters.items()
+            }
+            # One optimizer a block, so that each can be stepped, and its block sent, before the others.
+            self._optimizers[block.name] = BlockAdamW(masters)
+            specs[block.name] = {name: block.specs[name] for name in masters}
+        self._places = GradientPlaces(device, specs, pinned=pinned)
+        self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
+        names = [f"{block}.{name}" for block, masters in self._masters.items() for name in masters]
+        self._flag_of = {name: number for number, name in enumerate(names)}
+        self._finite = FiniteCheck(device, names)
+        self.failure: Exception | None = None
+        self.torn: str | None = None  # why the masters belong to two different steps
+        self.is_settled = True  # whether all updates were waited for, and the model's Parameters made current
+        self.places_to_send: Callable[[str], Mapping[str, Tensor]] = lambda _block: {}  # of masters, in a plain type
+        self.sent: Collection[str] = ()  # the masters of a block that its last step has put there
+        self.unencoded: set[str] = set()  # blocks whose bytes are older than their masters, after a failure
+        self._open: StepGradients | None = None
+        self._update: _Update | None = None  # the last update
+        self._gradients = Worker("gradient", GRADIENTS_WAITING)
+        self._updates = Worker("optimizer")
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of all blocks from the next update on; a schedule may set it."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self._lr = setting("lr", lr)
+
+    def _settings_now(self) -> dict[Key, AdamWSettings]:
+        common = replace(self.settings, lr=self.lr)
+        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
+        return {key: self.own_settings.get(key, common) for key in keys}
+
+    def trains(self, block: str, name: str) -> bool:
+        return name in self._masters.get(block, {})
+
+    def master(self, block: str, name: str) -> Tensor:
+        return self._masters[block][name]
+
+    def encoded(self, block: str, name: str, fmt: Format) -> Encoded:
+        """The master in a format, for sending; not kept, because the host holds the bytes."""
+        store = self.stores[block][name]
+        version = store.morph(fmt)
+        store.drop(fmt)
+        return version
+
+    def limit_gradients(self, in_flight: int | None) -> None:
+        """How many gradients may be on their way to the host before backward waits; None: GRADIENTS_WAITING."""
+        self._gradients.max_unfinished = min(in_flight or GRADIENTS_WAITING, GRADIENTS_WAITING)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Open a step."""
+        if not self._gradients.is_alive:
+            self._replace_gradient_thread()
+        self._finite.start()
+        self._open = StepGradients(step, self._places)
+
+    @property
+    def gradients(self) -> StepGradients:
+        """The gradients of the open step."""
+        assert self._open is not None
+        return self._open
+
+    def receive(
+        self, block: str, name: str, gradient: Tensor, gradients: StepGradients, recorder: StepRecorder
+    ) -> None:
+        """Take a gradient from the device; called in backward, returns at once unless too many are waiting."""
+        gradient = gradient.contiguous()
+        recorder.expected_out += 1
+        gradients.expected += 1
+        self._finite.look_at(self._flag_of[f"{block}.{name}"], gradient)
+        after, what = self._device.mark(), f"{block}.{name}, step {gradients.step}: gradient"
+        self._gradients.submit(
+            lambda: self._add((block, name), gradient, gradients, after, what, recorder),
+            what,
+            timeout_s=self._timeout_s,
+        )
+
+    def _add(
+        self,
+        key: tuple[str, str],
+        gradient: Tensor,
+        gradients: StepGradients,
+        after: Mark,
+        what: str,
+        recorder: StepRecorder,
+    ) -> None:
+        try:
+            if gradients.overflowed is not None:
+                raise StreamError(f"{what}: it came after unscale_gradients; call that after the step's last backward")
+            gradients.apply_factor()  # of clipping before this backward
+            before = gradients.sums.get(key)
+            target = gradients.places.target(key, gradient.dtype, is_first=before is None)
+            copied = self._device.copy_out(_bytes(target), _bytes(gradient), after)
+            self._device.finish(copied.end)
+            recorder.copied_out(str(gradient.dtype).removeprefix("torch."), gradient.nbytes, copied)
+            gradients.sums[key] = gradients.places.added(key, target, before)
+            gradients.arrived += 1
+        except Exception as error:
+            gradients.failure = gradients.failure or _named(error, what)
+        except BaseException as error:
+            gradients.failure = TransferError(f"{what}: the thread was stopped ({error!r})")
+            raise
+
+    def clip(self, max_norm: float, also: Sequence[Tensor]) -> float:
+        """Wait for the gradients of the step, and scale them, with those of `also`, to a common norm of `max_norm`."""
+        if self.gradients.overflowed:
+            return math.inf  # the step is skipped
+        self._await_gradients(self.gradients, self._finite.send(self.gradients.step))
+        return self._scale(self.gradients, max_norm, also)
+
+    def unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Wait for the gradients of the step, and divide them by the scaler's scale; whether any overflowed."""
+        gradients = self.gradients
+        if gradients.overflowed is not None:
+            raise StreamError(f"unscale_gradients: step {gradients.step} has been unscaled; once a step is right")
+        if not scaler.is_enabled():
+            return False
+        self._await_arrival(gradients)
+        is_finite = not self._finite.not_finite(self._finite.send(gradients.step))
+        gradients.overflowed = share_overflow(scaler, optimizer, self, is_finite=is_finite)
+        gradients.apply_factor()
+        gradients.factor = 1.0 / scaler.get_scale()
+        return gradients.overflowed
+
+    def _await_gradients(self, gradients: StepGradients, flags: SentFlags) -> None:
+        self._await_arrival(gradients)
+        if bad := self._finite.not_finite(flags):
+            raise BlockNonFiniteError(
+                f"{bad[0]}, step {gradients.step}: gradient holds NaN or infinity; the masters are as they were before "
+                "the step"
+            )
+
+    def _await_arrival(self, gradients: StepGradients) -> None:
+        gradients.require_backward_ended()
+        self._gradients.drain(self._timeout_s)
+        if gradients.failure is not None:
+            raise gradients.failure
+        if gradients.arrived < gradients.expected:
+            raise TransferError(
+                f"step {gradients.step}: {gradients.arrived} of {gradients.expected} gradients arrived: the gradient "
+                "thread has died, or took too long; no master was changed"
+            )
+
+    def _scale(self, gradients: StepGradients, max_norm: float, also: Sequence[Tensor] = ()) -> float:
+        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
+        self.gradient_norm = clip_step(gradients, keys, max_norm, also)
+        return self.gradient_norm
+
+    def abandon(self) -> None:
+        """Forget a step that will not be ended; the update before it, and its failure, still count."""
+        self._open = None
+        self.finish()
+
+    # ---- updates -----------------------------------------------------------------------------------------------------
+
+    def update(self, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
+        """Queue the optimizer for every block. `check_step` raises if the step must not count."""
+        # The settings of now: the user may set the next step's before the optimizer thread runs this update.
+        flags = self._finite.send(self.gradients.step)
+        update = _Update(self.gradients, flags, self._settings_now(), {name: Latch() for name in self._masters})
+        self.is_settled = False
+        self._updates.submit(lambda: self._apply(update, encode_block, check_step), f"step {update.gradients.step}")
+        self._update, self._open = update, None
+
+    def _apply(self, update: _Update, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
+        gradients = update.gradients
+        what = f"step {gradients.step}: update"
+        try:
+            if self.failure is not None:
+                self.failure = _also_lost(self.failure, gradients.step)
+            elif not gradients.overflowed:
+                self._require_whole(update, check_step)
+                self._make_moments(gradients)
+                update.checked.set()
+                for block in self._masters:
+                    self._step_block(update, block)
+                    self._encode(update, block, encode_block)
+        except Exception as error:
+            self.failure = self.failure or _named(error, f"step {gradients.step}")
+        except BaseException as error:
+            self.failure = self.failure or TransferError(f"{what}: the thread was stopped ({error!r})")
+            raise
+        finally:
+            self.unencoded.update(list(self._masters)[update.encoded : update.begun])
+            if update.begun and update.stepped < len(self._masters):
+                self.torn = (
+                    f"{what} broke off after {update.stepped} of {len(self._masters)} blocks ({self.failure}): the "
+                    "weights are of two steps; load a state (stream.load or load_state_dict)"
+                )
+            gradients.sums.clear()
+            update.wake_waiters()
+
+    def _require_whole(self, update: _Update, check_step: Callable[[], None]) -> None:
+        self._gradients.drain(self._timeout_s)
+        check_step()  # first: a fault in forward spoils every later gradient
+        self._await_gradients(update.gradients, update.flags)
+        if self.max_norm is not None:
+            self._scale(update.gradients, self.max_norm)
+
+    def _make_moments(self, gradients: StepGradients) -> None:
+        """As AdamW does in its first step; here, before any block is stepped, running out of memory does no harm."""
+        for block, name in gradients.sums:
+            self._optimizers[block].make_moments(name)
+
+    def _step_block(self, update: _Update, block: str) -> None:
+        sums, sent = update.gradients.sums, self.places_to_send(block)
+        own = {name: sums[block, name] for name in self._masters[block] if (block, name) in sums}
+        update.begun += 1
+        settings = {name: update.settings[block, name] for name in own}
+        self._optimizers[block].step(own, settings, self._scratch, sent, update.gradients.factor)
+        self.sent = own.keys() & sent.keys()
+        for store in self.stores[block].values():
+            store.invalidate()
+        update.stepped += 1
+
+    def _encode(self, update: _Update, block: str, encode_block: Callable[[str], None]) -> None:
+        """Encode a stepped block. A failure does not undo its step: the bytes are then made at the next boundary."""
+        try:
+            encode_block(block)
+        except Exception as error:
+            self.failure = self.failure or _named(error, f"{block}, step {update.gradients.step}: encoding")
+        update.encoded += 1
+        update.fresh[block].set()
+
+    def wait_checked(self) -> None:
+        """Wait until it is known whether the last step counts, not for its AdamW."""
+        if self._update is not None:
+            what = f"step {self._update.gradients.step}: its gradients"
+            with suppress(TransferError):  # the thread has died, which find_failure reports
+                wait_for(self._update.checked, self._updates, self._timeout_s, what)
+
+    def wait_fresh(self, block: str) -> None:
+        """Wait, on the transfer thread, until a block's bytes are made from its present masters."""
+        fresh = None if self._update is None else self._update.fresh.get(block)
+        if fresh is not None:
+            wait_for(fresh, self._updates, self._timeout_s, f"{block}: its update")
+
+    def finish(self) -> None:
+        """Wait for all gradients and updates."""
+        if not self._gradients.drain(self._timeout_s):
+            self._replace_gradient_thread()
+        if not self._updates.drain(self._timeout_s):
+            self.failure = self.failure or TransferError("the optimizer thread has died, or took too long")
+            if not self._updates.is_alive:
+                self._updates = Worker("optimizer")  # so that its death is reported once
+                if self._update is not None:
+                    self._update.wake_waiters()  # it died before the update began
+
+    def _replace_gradient_thread(self) -> None:
+        """Start a new thread and new places: the old thread is dead, or hangs in a copy to the old ones."""
+        if self._gradients.is_alive:
+            self._places = GradientPlaces(self._device, self._places.specs, pinned=self._places.pinned)
+        self._gradients = Worker("gradient", GRADIENTS_WAITING)
+
+    def find_failure(self) -> Exception | None:
+        """The error of an update so far; does not wait."""
+        if not self._updates.is_alive:
+            self.finish()
+        return self.failure
+
+    def settle(self, blocks: Mapping[str, StreamedBlock]) -> None:
+        """Wait for all updates, and copy the masters into the model's own Parameters."""
+        self.finish()
+        if not self.is_settled:
+            self.write_back(blocks)
+            self.is_settled = True
+
+    def recover(self) -> Exception | None:
+        """Go on after a failure, which is returned: it names every step that was lost."""
+        self.finish()
+        failure, self.failure, self._update = self.failure, None, None
+        return failure
+
+    def write_back(self, blocks: Mapping[str, StreamedBlock]) -> None:
+        """Copy the masters into the model's own Parameters."""
+        for block, masters in self._masters.items():
+            for name, master in masters.items():
+                parameter = blocks[block].parameters[name].parameter
+                if parameter.data_ptr() != master.data_ptr():
+                    parameter.data.copy_(master.detach())
+
+    def take(self, block: str, name: str, parameter: Tensor) -> None:
+        """Copy the model's Parameter into its master where they differ; AdamW's moments stay."""
+        master, store = self._masters[block][name], self.stores[block][name]
+        if parameter.data_ptr() != master.data_ptr():
+            # Compared in the Parameter's type: an unchanged bfloat16 Parameter must not round its master.
+            if not torch.equal(parameter.detach(), master.to(parameter.dtype)):
+                store.update(parameter.detach())
+            if parameter.dtype == master.dtype:
+                parameter.data = master.data
+        store.invalidate()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def trained(self) -> dict[str, Trained]:
+        """Every trained parameter by full name, as it is now; call `finish` first, for updates write these tensors."""
+        return {
+            f"{block}.{name}": Trained(
+                master.detach(), self._optimizers[block].moments.get(name), self._optimizers[block].steps[name]
+            )
+            for block, masters in self._masters.items()
+            for name, master in masters.items()
+        }
+
+    def restore(self, trained: Mapping[str, Trained], lr: float, *, copies: bool) -> None:
+        """Restore a saved state; nothing may be under way. copies: False if only this call holds the moments."""
+        self._open = self._update = self.failure = None
+        self.torn = "loading a state broke off: some weights are of it and some are not; load it again"
+        self.lr, self.gradient_norm, self.is_settled = lr, None, False
+        for block, masters in self._masters.items():
+            optimizer = self._optimizers[block]
+            for name, master in masters.items():
+                saved = trained[f"{block}.{name}"]
+                self.stores[block][name].update(saved.master)
+                optimizer.moments.pop(name, None)
+                optimizer.steps[name] = saved.steps
+                if saved.moments is not None:
+                    first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)
+                    optimizer.moments[name] = first, second
+        self.torn = None
+
+    def close(self) -> None:
+        for worker in (self._gradients, self._updates):
+            worker.stop(self._timeout_s)
+        self._places.close()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _laid_out_as(master: Tensor, moment: Tensor, copies: bool) -> Tensor:
+    """The moment in its master's memory layout, which the fused AdamW needs: itself, or a copy."""
+    if not copies and moment.device == master.device and moment.stride() == master.stride():
+        return moment.detach()
+    return torch.empty_like(master).copy_(moment.detach())
+
+
+def _also_lost(failure: Exception, step: int) -> Exception:
+    """The failure of an earlier step, as an error that names this one too."""
+    kind = type(failure) if isinstance(failure, StreamError) else TransferError
+    both = kind(f"{failure}; step {step} was computed meanwhile and is not applied either")
+    both.__cause__ = failure.__cause__
+    return both
+
+
+def _named(error: Exception, what: str) -> Exception:
+    """The error itself if it names the block and step; else an error that does."""
+    if isinstance(error, StreamError) and what.split(":")[0] in str(error):
+        return error
+    named = TransferError(f"{what}: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named

@@ -1,0 +1,453 @@
+"""WeightLoader: loads the block that is asked for, and prefetches the blocks that come next.
+
+One block is current: the computation uses its weights. Asking for another block ends the use of the current one
+(a mark on the computing stream, after which its slot may be overwritten), makes the computation wait for the new
+block's copy, decodes into the scratch, and starts the copies that the walk calls for. Forward asks when a block
+runs; backward asks when autograd unpacks a saved weight; the two look the same here.
+
+A block that lies in the scratch as a whole (`BlockLayout.leaves_slot`) gives its slot away as soon as it is decoded. It
+stays in the scratch until another block is decoded: at the turn from forward to backward, and from one step to the
+next, the same block computes twice and is neither sent nor decoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from bitplan.base.records import on_failure
+from bitplan.streaming.block_layout import BlockLayout
+from bitplan.streaming.errors import StreamError
+from bitplan.streaming.saved_tensors import Place, refuse_second_derivatives
+from bitplan.streaming.telemetry import StepRecorder
+from bitplan.streaming.training.host_training import HostTraining
+from bitplan.streaming.transfer.activation_offload import ActivationOffload
+from bitplan.streaming.transfer.copies import Transfer, Turns, Worker, wait_for
+from bitplan.streaming.transfer.devices import StreamDevice
+from bitplan.streaming.transfer.host_memory import HostBlocks
+from bitplan.streaming.transfer.schedule import (
+    FEWEST_SLOTS,
+    Load,
+    Slots,
+    Walk,
+    allowed_loads,
+    load_now,
+    loads_ahead,
+    share_decoded,
+    share_slots,
+)
+from bitplan.streaming.transfer.slot_ring import RingSlot, SlotDecoder, SlotRing, Uploader
+from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints
+
+
+class WeightLoader:
+    """The moving part of a stream; all decisions are in `streaming.transfer.schedule`."""
+
+    def __init__(
+        self,
+        device: StreamDevice,
+        host: HostBlocks,
+        names: Sequence[str],
+        training: HostTraining | None,
+        timeout_s: float,
+    ) -> None:
+        self.device, self.host, self.names = device, host, list(names)
+        self.training, self.timeout_s = training, timeout_s
+        self.turns = Turns(timeout_s)
+        self.layouts: list[BlockLayout] = []
+        self.recorder: StepRecorder | None = None
+        self.step: int | None = None
+        self.is_broken = False  # a wait was interrupted: the contents of slots are unknown
+        self.is_allocated = False  # the last `allocate` was not interrupted
+        self.step_bytes: int | None = None  # what a step takes beside its slots, at most, of those that were seen
+        self._ring: SlotRing | None = None
+        self._decoder = SlotDecoder()
+        self._worker = Worker("transfer")
+        self._uploader = Uploader(device, host, self._worker)
+        self._walk = self._first_walk(frozenset())
+        self._current: int | None = None  # the block that computes
+        self._slot: RingSlot | None = None  # that it reads; None if it lies in the scratch as a whole
+        self._decoded: int | None = None  # the last block that was decoded: the scratch holds it
+        self._serial = 0
+        self._limits: RuntimeLimitHints | None = None
+        self.activations: ActivationOffload | None = None  # shares the bus and its limits
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    @property
+    def ring(self) -> SlotRing:
+        assert self._ring is not None
+        return self._ring
+
+    def allocate(
+        self,
+        layouts: Sequence[BlockLayout],
+        slots: Slots,
+        slot_bytes: int | None,
+        budget: int | None,
+        changed: Collection[int] | None = None,
+    ) -> None:
+        """Allocate slots and scratch for these layouts; old ones are freed first, or kept if they fit.
+
+        changed: blocks whose bytes on the host have changed (None: all). If slots are kept, the other blocks stay
+        loaded.
+        """
+        largest = max(layout.nbytes for layout in layouts)
+        size = largest if slot_bytes is None else slot_bytes
+        scratch = max(layout.scratch_nbytes for layout in layouts)
+        self.is_allocated = False
+        self.layouts = list(layouts)
+        self._decoder.forget(layouts)
+        if self._fits(largest, scratch, is_auto=slots == "auto"):
+            self.forget(changed)
+            self._resize_residents()
+            self.is_allocated = True
+            return
+        self.free()
+        count, resident = self._share(layouts, slots, size, scratch, budget)
+        own = {block: layouts[block].nbytes for block in resident}
+        spare = 0 if count else self._spare(budget)[0] - scratch - size * len(own)  # see `_resize_residents`
+        decoded = share_decoded({block: layouts[block].scratch_nbytes for block in sorted(own)}, spare)
+        self._ring = SlotRing(self.device, count, size, own, scratch, decoded)
+        self._walk = self._first_walk(resident)
+        self._uploader.resize(max(size, largest))
+        self.is_allocated = True
+
+    def _first_walk(self, resident: frozenset[int]) -> Walk:
+        # Weights that are trained on the host change between steps: nothing of the next step can be loaded.
+        return Walk(len(self.names), resident, goes_on=self.training is None)
+
+    def free(self) -> None:
+        """Give all device memory back."""
+        self._leave()
+        self._decoded = None
+        if self._ring is not None:
+            self._worker.drain(self.timeout_s)
+            self._decoder.forget(self.layouts)
+            self._ring.close()
+            self._ring = None
+
+    def close(self) -> None:
+        if self.activations is not None:
+            self.activations.close()
+        self.free()
+        self._worker.stop(self.timeout_s)
+        self._uploader.close()
+
+    def _fits(self, largest: int, scratch: int, *, is_auto: bool) -> bool:
+        """Whether the present slots can stay; under "auto" only if the largest block has the same size as before."""
+        if self._ring is None or self._ring.scratch_bytes < scratch:
+            return False
+        return self._ring.slot_bytes == largest if is_auto else self._ring.slot_bytes >= largest
+
+    def _resize_residents(self) -> None:
+        """Give resident blocks whose size changed new memory; it fits, since each was counted as the largest block."""
+        with on_failure(self.free):  # a buffer is missing: the next call allocates all
+            for block, nbytes in list(self.ring.resident_bytes.items()):
+                if self.layouts[block].scratch_nbytes > self.ring.scratch_of(block).nbytes:
+                    self.ring.drop_scratch(block)
+                if self.layouts[block].nbytes != nbytes:
+                    self.ring.resize_resident(block, self.layouts[block].nbytes)
+
+    def _share(
+        self, layouts: Sequence[BlockLayout], slots: Slots, size: int, scratch: int, budget: int | None
+    ) -> tuple[int, frozenset[int]]:
+        for name, layout in zip(self.names, layouts, strict=True):
+            if layout.nbytes > size:
+                raise StreamError(
+                    f"{name} takes {layout.nbytes} bytes and a slot has {size}: it fits no slot; raise slot_bytes, "
+                    "or choose smaller formats"
+                )
+        if slots == "auto":
+            free, spare = self._spare(budget)
+            least, fitting = min(FEWEST_SLOTS, len(layouts)), max(0, spare - scratch) // max(1, size)
+            fitting = min(fitting, max(least, (free - scratch) // max(1, size)))
+            if fitting < least:
+                raise StreamError(
+                    f"the largest block takes {size} bytes, its decoded weights {scratch}, and {spare} bytes are spare "
+                    f"on {self.device.torch_device}: it fits no slot; choose smaller formats or smaller blocks"
+                )
+            return share_slots(len(layouts), fitting)
+        return min(int(slots), len(layouts)), frozenset()
+
+    def _spare(self, budget: int | None) -> tuple[int, int]:
+        """Memory that slots may take, without what steps are left, and with it."""
+        if budget is not None:
+            return budget - self.device.allocated_bytes, budget - self.device.allocated_bytes
+        spare = self.device.spare_bytes()
+        return spare - self._left_for_steps(), spare
+
+    def _left_for_steps(self) -> int:
+        return self.device.guessed_step_bytes() if self.step_bytes is None else self.step_bytes
+
+    def saw_step(self, peak_bytes: int) -> bool:
+        """After a step, note its memory; whether another division of the memory (slots="auto") fits better.
+
+        Looks only where a step took more than any before: asking the device takes long.
+        """
+        needed = max(0, peak_bytes - self.device.used_bytes())
+        if self._ring is None or (self.step_bytes is not None and needed <= self.step_bytes):
+            return False
+        self.step_bytes = needed
+        free = self.device.spare_bytes()
+        spare = free + self._ring.nbytes - self._ring.scratch_bytes - needed
+        count, present = len(self.names), len(self._ring.slots) + len(self._ring.resident)
+        fitting = min(count, max(FEWEST_SLOTS, spare // max(1, self._ring.slot_bytes)))
+        is_tight = free < needed and self._ring.sizes["decoded_blocks"] > 0
+        return is_tight or fitting < present or fitting > present + 1 or present < fitting == count
+
+    def ran_out(self) -> None:
+        """A step ran out of memory: leave it a quarter of what slots have, beside what it had."""
+        if self._ring is not None:
+            self.step_bytes = self._left_for_steps() + self._ring.nbytes // 4
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def start(self, step: int | None, recorder: StepRecorder | None) -> None:
+        """Begin a step: weights and formats may have changed."""
+        self._serial += 1
+        self.mend()
+        self.is_broken = True  # until the first copies are under way
+        self.step, self.recorder = step, recorder
+        self._limit(None)
+        self._leave()
+        self._walk = self._first_walk(self._walk.resident)
+        if self.activations is not None:
+            self.activations.start(recorder)
+        self._prefetch()
+        self.is_broken = False
+
+    def stop(self) -> None:
+        """End the step: a later backward is refused."""
+        self._serial += 1
+        self._leave()
+        if self.activations is not None:
+            self.activations.stop()
+        self.step = self.recorder = None
+
+    def tighten(self, limits: RuntimeLimitHints) -> None:
+        """Limit copies that are not started yet; limits are not loosened before the next step."""
+        self._limit(limits if self._limits is None else self._limits.tightened(limits))
+
+    def _limit(self, limits: RuntimeLimitHints | None) -> None:
+        self._limits = limits
+        if self.recorder is not None:
+            self.recorder.limits = limits
+        if self.training is not None:
+            self.training.limit_gradients(None if limits is None else limits.max_inflight_d2h)
+        if self.activations is not None:
+            self.activations.max_out = None if limits is None else limits.max_inflight_d2h
+
+    def in_flight(self) -> int:
+        """Copies to the device that are under way and for which the computation has not waited yet."""
+        blocks = sum(not (one.is_awaited or one.is_done(self.device)) for one in self.transfers())
+        return blocks if self.activations is None else blocks + self.activations.in_flight()
+
+    def room(self) -> int | None:
+        """How many more copies to the device may be started now; None: as many as there are slots for."""
+        return None if self._limits is None else self._limits.max_inflight_h2d - self.in_flight()
+
+    def slots_full(self) -> bool:
+        """Whether the bus is behind: all slots but one (which may be computing) wait for a copy that could run.
+
+        Copies into slots that are not free yet do not count: there the host is ahead of the device, not the bus behind.
+        """
+        if self._ring is None or not self._ring.slots:
+            return False
+        started = self.transfers() if self.recorder is None else [transfer for transfer, _ in self.recorder.loads]
+        behind = 0
+        for transfer in reversed(started):
+            if transfer.is_done(self.device):
+                break
+            behind += transfer.after is not None and self.device.has_passed(transfer.after)
+        return behind >= max(1, len(self._ring.slots) - 1)
+
+    def forget(self, blocks: Collection[int] | None = None) -> None:
+        """The host's bytes of these blocks (None: all) change: their copies on the device become invalid."""
+        self._leave()
+        if blocks is None or self._decoded in blocks:
+            self._decoded = None
+        if self._ring is not None:
+            self._ring.forget(blocks)
+
+    def transfers(self) -> list[Transfer]:
+        """The last transfer into each slot: when these are done, no copy reads the host's buffers."""
+        slots = [] if self._ring is None else [*self._ring.slots, *self._ring.resident.values()]
+        return [slot.transfer for slot in slots if slot.transfer is not None]
+
+    def wait_for_copies(self, transfers: Sequence[Transfer]) -> None:
+        """Wait on the host until these copies are done, before the host's buffers are written."""
+        for transfer in transfers:
+            wait_for(transfer.launched, self._worker, self.timeout_s, transfer.what)
+            if transfer.copied is not None:
+                self.device.finish(transfer.copied.end)
+
+    def mend(self) -> None:
+        """Recover after an interrupted wait or a dead thread: start new threads, and empty all slots."""
+        if self.is_broken or not self._worker.is_alive:
+            self._recover()
+
+    def _recover(self) -> None:
+        if not self._worker.drain(self.timeout_s):
+            if self._worker.is_alive:  # it would still write into a slot later
+                raise StreamError(
+                    f"the transfer thread has been in one copy for over {self.timeout_s:g} s; begin_step goes on when "
+                    "that copy ends: look at the disk or the device"
+                )
+            self._worker = Worker("transfer")
+            self._uploader.worker = self._worker
+        for transfer in self.transfers():
+            transfer.launched.set()  # no thread will: telemetry must not wait for a copy that was never made
+            if transfer.copied is not None:
+                self.device.finish(transfer.copied.end)
+        self.forget()
+        self.is_broken = False
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def weights(self, block: int, *, wraps: bool) -> dict[str, Tensor]:
+        """The parameters of a block, for all work that is queued from now until another block is asked for."""
+        self._acquire(block, wraps=wraps)
+        return self._decoder.weights(block, self._buffer, self.ring.scratch_of(block))
+
+    @property
+    def serial(self) -> int:
+        return self._serial
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        return self.ring.addresses
+
+    def owner_of(self, storage: int) -> tuple[int, bool] | None:
+        owner = None if self._ring is None else self._ring.owner(storage)  # Ctrl-C may leave hooks of a closed stream
+        if owner is not None and owner[0] < 0:
+            return None if self._decoded is None else (self._decoded, True)
+        return owner
+
+    def view(self, block: int, place: Place, *, in_scratch: bool, serial: int) -> Tensor:
+        if serial != self._serial:
+            raise StreamError(
+                f"{self.names[block]}: backward came after its step ended, and the weights may have changed since; "
+                "call backward between begin_step and end_step"
+            )
+        refuse_second_derivatives(self.place(block))
+        if self.training is not None:
+            self.training.gradients.note_backward()
+        self._acquire(block, wraps=False)
+        return self._decoder.view(self.ring.scratch_of(block) if in_scratch else self._buffer, place)
+
+    def place(self, block: int) -> str:
+        """A block and the step, for messages."""
+        return f"{self.names[block]}, {'outside a step' if self.step is None else f'step {self.step}'}"
+
+    @property
+    def _buffer(self) -> Tensor:
+        """Where the weights of the current block lie that are not in the scratch, if there are any."""
+        return self.ring.scratch_of(self._current) if self._slot is None else self._slot.buffer
+
+    def _acquire(self, block: int, *, wraps: bool) -> None:
+        if self._current == block:
+            return
+        try:
+            self._move_to(block, wraps=wraps)
+        except BaseException as error:
+            self.is_broken = True
+            if not isinstance(error, StreamError):  # Ctrl-C keeps its type and gets block and step as a note
+                error.add_note(f"bitplan: while waiting for {self.place(block)}")
+            raise
+
+    def _move_to(self, block: int, *, wraps: bool) -> None:
+        self._leave()
+        self._walk = self._walk.moved_to(block, wraps=wraps)
+        leaves_slot = self.layouts[block].leaves_slot
+        if not (leaves_slot and self._decoded == block):
+            slot = self._load_at_once(block)
+            if not leaves_slot:
+                self._prefetch()
+            self._await(slot, block)
+            self._decode(block, slot)
+            if leaves_slot:
+                slot.free_after = self.device.mark()
+            else:
+                self._slot = slot
+        elif self.recorder is not None:
+            self.recorder.hits += 1
+        self._current = block
+        if leaves_slot:
+            self._prefetch()
+
+    def _decode(self, block: int, slot: RingSlot) -> None:
+        if slot.scratch is not None and not slot.is_decoded:
+            self._decoder.decode_once(block, slot.buffer, slot.scratch)
+            slot.is_decoded = True
+        elif slot.scratch is None and self.layouts[block].scratch_nbytes:
+            self._decoded = None  # until the scratch is whole again
+            self._decoder.decode(block, slot.buffer, self.ring.scratch)
+            self._decoded = block
+
+    def _await(self, slot: RingSlot, block: int) -> None:
+        transfer = slot.transfer
+        if transfer is None or (transfer.copied is not None and transfer.is_done(self.device)):
+            return
+        before = self.device.mark()
+        self.device.wait(transfer.wait_launched(self._worker, self.timeout_s))
+        if self.recorder is not None:
+            self.recorder.waits.append((before, self.device.mark()))
+
+    def _leave(self) -> None:
+        """No block is current from now on; a slot that it reads may be overwritten after this point."""
+        if self._slot is not None:
+            self._slot.free_after = self.device.mark()
+        self._current = self._slot = None
+
+    def _load_at_once(self, block: int) -> RingSlot:
+        """The slot of a block that is needed now; it is loaded if it is not on its way."""
+        slot = self.ring.find(block)
+        if self.recorder is not None:
+            self.recorder.hits += slot is not None
+            self.recorder.misses += slot is None
+        if slot is None:
+            if block in self._walk.resident:
+                slot = self.ring.resident[block]
+            else:
+                slot = self.ring.slots[load_now(self._walk, self.ring.held, block).slot]
+            self._load(slot, block)
+        if slot.transfer is not None:
+            slot.transfer.is_awaited = True
+        return slot
+
+    def _prefetch(self) -> None:
+        for block, slot in self.ring.resident.items():
+            if slot.block is None:
+                self._load(slot, block)
+        for load in self._loads_ahead():
+            self._load(self.ring.slots[load.slot], load.block)
+
+    @property
+    def _whole(self) -> int | None:
+        """The block that lies in the scratch as a whole, and needs no slot until another one is decoded."""
+        decoded = self._decoded
+        return decoded if decoded is not None and self.layouts[decoded].leaves_slot else None
+
+    def _loads_ahead(self) -> list[Load]:
+        loads = loads_ahead(self._walk, self.ring.held, self._whole)
+        if self._limits is None or not loads:
+            return loads
+        allowed = allowed_loads(self._walk, loads, self._limits, self.in_flight())
+        if self.recorder is not None:
+            self.recorder.held_back += len(loads) - len(allowed)
+        return allowed
+
+    def _load(self, slot: RingSlot, block: int) -> None:
+        name, layout, training = self.names[block], self.layouts[block], self.training
+        transfer = self._uploader.start(
+            slot,
+            block,
+            name,
+            layout.nbytes,
+            self.place(block),
+            is_fresh=None if training is None else lambda: training.wait_fresh(name),
+        )
+        if self.recorder is not None:
+            self.recorder.loads.append((transfer, layout.bytes_by_format))

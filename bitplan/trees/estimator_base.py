@@ -1,0 +1,402 @@
+"""What the estimators share: settings, how tables are read, how `fit` boosts.
+
+Parameters are checked when `fit` is called, by name; fitted state ends in an underscore. `n_jobs` says how many threads
+`fit` and predictions use, `device` where trees grow; neither changes a result.
+
+Callbacks: functions of the user's, called after each round, which may end the fit.
+
+A progress bar over rounds, for people who wait: rich's, on standard error, and only when asked for.
+
+`eval_set`: one pair (X, y), or several of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
+
+from bitplan.base.loops.jit import use_threads
+from bitplan.base.version import __version__
+from bitplan.trees.boost import DEVICES, Booster, BoostSettings, EvalSet, Rows, boost
+from bitplan.trees.categories import category_flags, encode, interaction_groups, learn_categories, monotone_signs
+from bitplan.trees.checks import (
+    naming_set,
+    number,
+    one_of,
+    pieces_of,
+    refuse_missing_targets,
+    refuse_text,
+    seed_of,
+    split_rows,
+    truth,
+    weights_of,
+    whole_number,
+    with_weight,
+)
+from bitplan.trees.continuing import Initial, initial_of
+from bitplan.trees.distributed.agreement import agree
+from bitplan.trees.distributed.shards import ALONE, Shards, Span, gather_numbers
+from bitplan.trees.fitted import IMPORTANCES, FittedTrees
+from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.grow import GrowthRules
+from bitplan.trees.objectives import Objective, metrics_of
+from bitplan.trees.pieces import TablePieces
+from bitplan.trees.threads import has_infinity, is_large_table, threads_of
+
+# ---- evaluation sets -------------------------------------------------------------------------------------------------
+
+
+def eval_pairs(eval_set: Any, eval_sample_weight: Any = None) -> list[tuple[Any, Any, Any]]:
+    """(X, y, weights) of each set. Several sets are a list or tuple of tuples; anything else of two parts is a pair."""
+    if eval_set is None:
+        if eval_sample_weight is not None:
+            raise TreesError("eval_sample_weight: there is no eval_set to weigh; give both or neither")
+        return []
+    is_list = isinstance(eval_set, (list, tuple))
+    several = is_list and len(eval_set) > 0 and all(isinstance(pair, tuple) for pair in eval_set)
+    pairs = list(eval_set) if several else [eval_set]
+    if not is_list or any(len(pair) != 2 for pair in pairs):
+        raise TreesError(
+            f"eval_set: expected (X, y) or a list of such pairs, got {type(eval_set).__name__} of "
+            f"{len(eval_set) if is_list else 'no'} parts"
+        )
+    weights = _weights_of(eval_sample_weight, len(pairs), several)
+    return [(x, y, weight) for (x, y), weight in zip(pairs, weights, strict=True)]
+
+
+def _weights_of(given: Any, sets: int, several: bool) -> Sequence[Any]:
+    if given is None:
+        return [None] * sets
+    if not several:
+        return [given]
+    if not isinstance(given, (list, tuple)) or len(given) != sets:
+        raise TreesError(f"eval_sample_weight: expected a list with the weights of each of {sets} sets, or None")
+    return given
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def round_bar(rounds: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield what to call after each round, with its number."""
+    if not shown:
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("boosting", total=rounds)
+        yield lambda number: progress.update(task, completed=number + 1)
+
+
+# ---- callbacks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """What a callback sees: the model so far, which predicts; its rounds; the metrics of every round of this fit."""
+
+    model: Any
+    round: int  # rounds that the model has
+    last_round: int  # rounds it will have
+    evals_result: Mapping[str, Mapping[str, Sequence[float]]]
+
+
+Callback = Callable[[RoundState], Any]
+
+
+def callbacks_of(given: Any) -> tuple[Callback, ...]:
+    given = () if given is None else (given,) if callable(given) else given
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(callable(each) for each in given):
+        raise TreesError(f"callbacks: expected a list of functions of a RoundState, got {given!r:.60}")
+    return tuple(given)
+
+
+def wants_to_stop(callbacks: Sequence[Callback], state: RoundState) -> bool:
+    """Every callback is called; True from any of them ends the fit after this round."""
+    answers = [(each, each(state)) for each in callbacks]
+    for each, answer in answers:
+        if answer is not None and not isinstance(answer, bool):
+            name = getattr(each, "__name__", type(each).__name__)
+            raise TreesError(f"callbacks: {name} returned {answer!r:.40}, expected True to stop, else False or None")
+    return any(answer is True for _, answer in answers)
+
+
+# ---- estimator base --------------------------------------------------------------------------------------------------
+
+
+Fit = TypeVar("Fit", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What `fit` takes beside rows, targets, weights and the sets to watch."""
+
+    eval_sample_weight: Any = None
+    eval_metric: Any = None
+    callbacks: Any = None
+    init_model: Any = None
+
+
+def leaves_model_if_refused(fit: Fit) -> Fit:
+    """A `fit` that is refused before its first round leaves the estimator as it was."""
+
+    @functools.wraps(fit)
+    def refusing(self: Any, *given: Any, **more: Any) -> Any:
+        before = {name: value for name, value in vars(self).items() if name.endswith("_")}
+        try:
+            return fit(self, *given, **more)
+        except BaseException:
+            if vars(self).get("booster_") is before.get("booster_"):
+                for name in [name for name in vars(self) if name.endswith("_")]:
+                    delattr(self, name)
+                vars(self).update(before)
+            raise
+
+    return cast(Fit, refusing)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BoostedTreesBase(FittedTrees):
+    """Its fields are the parameters that all estimators take, in `__init__`'s signature as scikit-learn wants it."""
+
+    n_estimators: int = 100
+    learning_rate: float = 0.1
+    max_leaves: int = 31
+    max_depth: int | None = None
+    growth: str = "leaf"
+    max_bins: int = 255
+    l1: float = 0.0
+    l2: float = 0.0
+    min_child_weight: float = 1e-3
+    min_child_samples: int = 20
+    min_split_gain: float = 0.0
+    subsample: float = 1.0
+    colsample: float = 1.0
+    monotone_constraints: Any = None
+    interaction_constraints: Any = None
+    categorical_features: Any = None
+    gradient_precision: GradientPrecision | str = "f32"
+    stochastic_rounding: bool | None = None
+    renew_leaves: bool | None = None
+    early_stopping_rounds: int | None = None
+    validation_fraction: float = 0.1
+    importance_type: str = "gain"
+    warm_start: bool = False
+    random_state: Any = 0
+    n_jobs: int | None = None
+    device: str = "cpu"
+    verbose: bool = False
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
+
+    # ---- tables ------------------------------------------------------------------------------------------------------
+
+    def _read(self, x: Any, shards: Shards = ALONE) -> Array:
+        """Features as at `fit`: the same number, with the same names."""
+        if shards is ALONE and self._is_plain(x) and not np.isinf(x).any():
+            plain: Array = x
+            return plain
+        if hasattr(x, "columns") and not isinstance(x, TablePieces):  # before anything is said about what a column has
+            validate_data(self, x, reset=False, skip_check_array=True)
+        table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
+        return table
+
+    def _is_plain(self, x: Any) -> bool:
+        """An array that needs no change, and no closer look but for infinity: that takes 20 times as long as the trees
+        of one row."""
+        if type(x) is not np.ndarray or x.dtype not in (np.float32, np.float64) or x.ndim != 2 or not len(x):
+            return False
+        return x.shape[1] == self.n_features_in_ and not self.categories_ and not hasattr(self, "feature_names_in_")
+
+    def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
+        if initial is not None and hasattr(x, "columns"):  # before anything is said about what a column has
+            initial.check_names(list(x.columns or ()) if isinstance(x, TablePieces) else list(x.columns))
+        before = initial.categories if initial else {}
+        self.categories_ = learn_categories(x, self.categorical_features, before, shards)
+        table, targets = self._validated(encode(x, self.categories_), shards, y=y)
+        refuse_missing_targets(targets)
+        return table, targets
+
+    def _validated(self, x: Any, shards: Shards, **more: Any) -> Any:
+        fewest = 1 if shards.count == 1 else 0  # a process may have none
+        if isinstance(x, TablePieces):
+            return pieces_of(self, x, fewest, **more)
+        has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
+        if has_types:  # text that spells a number would pass as one
+            refuse_text(x)
+        is_large = is_large_table(x) and not has_infinity(x)  # then scikit-learn need not look, with one thread
+        try:
+            return validate_data(
+                self,
+                x,
+                dtype=[np.float64, np.float32],
+                ensure_all_finite=False if is_large else "allow-nan",
+                ensure_min_samples=fewest,
+                **more,
+            )
+        except ValueError:
+            if not has_types:
+                refuse_text(x)
+            raise
+
+    def _eval_sets(self, objective: Objective, eval_set: Any, options: FitOptions, shards: Shards) -> list[EvalSet]:
+        sets = []
+        for place, (x, y, weight) in enumerate(eval_pairs(eval_set, options.eval_sample_weight)):
+            with naming_set(place):
+                table = self._read(x, shards)
+                targets = self._targets(np.asarray(y))
+                if targets.shape != (len(table),):
+                    raise TreesError(f"y: expected a target for each of {len(table)} rows, got shape {targets.shape}")
+            rows = Rows(table, targets, weights_of(weight, table, shards, "eval_sample_weight"))
+            sets.append(EvalSet(f"valid_{place}", rows, metrics_of(objective, options.eval_metric)))
+        return sets
+
+    def _targets(self, y: Array) -> Array:
+        """The targets of a watched set as the objective takes them."""
+        raise NotImplementedError
+
+    def _agree(
+        self, x: Array, y: Array, sample_weight: Any, eval_set: Any, initial: Initial | None, shards: Shards
+    ) -> Array:
+        """x in the type that all processes have; refuses settings, features and targets that differ between them."""
+        always = {
+            "the version of bitplan": __version__,
+            "the estimator": type(self).__name__,
+            "the number of features": x.shape[1],
+            "the names of features": getattr(self, "feature_names_in_", None),
+            "eval_set (how many)": len(eval_pairs(eval_set)),
+            "the rounds of the model to train further": initial.booster.rounds if initial else 0,
+        }
+        parameters = self.get_params()
+        own = ("verbose", "n_jobs")  # each process may have its own; a subclass need not take them
+        always |= {f"parameter {name}": value for name, value in parameters.items() if name not in own}
+        of_rows = {
+            "the type of X": str(x.dtype),
+            "the type of y": y.dtype.kind,
+            "sample_weight (given or not)": sample_weight is not None,
+        }
+        return x.astype(agree(always, of_rows, len(x), shards)["the type of X"], copy=False)
+
+    def _initial(self, options: FitOptions) -> Initial | None:
+        """The model to train further: `init_model`, or with `warm_start` this one, if it is fitted."""
+        is_warm = truth("warm_start", self.warm_start) and hasattr(self, "booster_")
+        if is_warm and options.init_model is not None:
+            raise TreesError("init_model: warm_start trains the estimator's own model further; give one of the two")
+        return initial_of(self if is_warm else options.init_model, is_own=is_warm)
+
+    # ---- boosting ----------------------------------------------------------------------------------------------------
+
+    def _boost(
+        self,
+        rows: Rows,
+        objective: Objective,
+        watched: Sequence[EvalSet],
+        options: FitOptions,
+        initial: Initial | None,
+        shards: Shards,
+    ) -> None:
+        settings = self._settings(rows.x.shape[1])
+        if initial is not None:
+            initial.check(objective, rows.x.shape[1])
+            initial.check_meaning(getattr(self, "classes_", None), self.categories_)
+            if initial.is_own:  # n_estimators are those of the whole model
+                settings = replace(settings, rounds=initial.rounds_left(settings.rounds))
+        drawn = gather_numbers(settings.seed, "seed", shards)
+        settings = replace(settings, seed=drawn[0])  # random_state=None draws one in every process
+        rows = with_weight(rows)
+        if not Span.of(len(rows.x), shards).total:
+            raise TreesError("sample_weight: every weight of every process is zero, so there is nothing to fit")
+        if settings.patience is not None and not watched:
+            rows, held = split_rows(rows, self.validation_fraction, settings.seed, shards)
+            watched = [EvalSet("valid_0", held, metrics_of(objective, options.eval_metric))]
+        categorical = self._categorical(rows.x.shape[1])
+        if np.any(settings.rules.monotone[categorical]):
+            raise TreesError("monotone_constraints: a categorical feature has no order; set its constraint to 0")
+        callbacks = callbacks_of(options.callbacks)
+        with (
+            use_threads(threads_of(self.n_jobs)),
+            round_bar(settings.rounds, shown=truth("verbose", self.verbose)) as advance,
+        ):
+
+            def after_round(number: int) -> bool:
+                advance(number)
+                booster = self.booster_
+                state = RoundState(self, booster.rounds, booster.rounds_before + settings.rounds, booster.evals)
+                return wants_to_stop(callbacks, state)
+
+            start = initial.booster if initial else None
+            boost(rows, categorical, objective, settings, watched, after_round, self._keep, shards, start)
+
+    def _keep(self, booster: Booster) -> None:
+        self.booster_ = booster
+
+    # ---- settings ----------------------------------------------------------------------------------------------------
+
+    def _settings(self, features: int) -> BoostSettings:
+        one_of("importance_type", self.importance_type, IMPORTANCES)
+        precision = self._precision()
+        quantized = precision is not GradientPrecision.F32
+        coarse = precision is GradientPrecision.I8
+        rules = GrowthRules(
+            max_leaves=whole_number("max_leaves", self.max_leaves, 1),
+            max_depth=0 if self.max_depth is None else whole_number("max_depth", self.max_depth, 1),
+            best_first=one_of("growth", self.growth, ("leaf", "depth")) == "leaf",
+            l1=number("l1", self.l1, 0),
+            l2=number("l2", self.l2, 0),
+            min_child_weight=number("min_child_weight", self.min_child_weight, 0),
+            min_child_rows=whole_number("min_child_samples", self.min_child_samples, 1),
+            min_gain=number("min_split_gain", self.min_split_gain, 0),
+            monotone=monotone_signs(self.monotone_constraints, self._names(), features),
+            groups=interaction_groups(self.interaction_constraints, self._names(), features),
+        )
+        patience, stochastic = self.early_stopping_rounds, self.stochastic_rounding
+        return BoostSettings(
+            rules=rules,
+            rounds=whole_number("n_estimators", self.n_estimators, 1),
+            learning_rate=number("learning_rate", self.learning_rate, 0, above=True),
+            max_bins=whole_number("max_bins", self.max_bins, 2, 255),
+            precision=precision,
+            stochastic=quantized if stochastic is None else truth("stochastic_rounding", stochastic),
+            renew_leaves=coarse if self.renew_leaves is None else truth("renew_leaves", self.renew_leaves),
+            row_share=number("subsample", self.subsample, 0, 1, above=True),
+            column_share=number("colsample", self.colsample, 0, 1, above=True),
+            seed=seed_of(self.random_state),
+            patience=None if patience is None else whole_number("early_stopping_rounds", patience, 1),
+            device=one_of("device", self.device, DEVICES),
+        )
+
+    def _check_parameters(self, features: int) -> None:
+        """What `fit` would refuse, whatever the rows."""
+        self._settings(features)
+        self._categorical(features)
+        threads_of(self.n_jobs)
+        truth("verbose", self.verbose)
+        truth("warm_start", self.warm_start)
+        number("validation_fraction", self.validation_fraction, 0, 1, above=True)
+
+    def _precision(self) -> GradientPrecision:
+        if isinstance(self.gradient_precision, GradientPrecision):
+            return self.gradient_precision
+        known = [precision.value for precision in GradientPrecision]
+        return GradientPrecision(one_of("gradient_precision", str(self.gradient_precision).lower(), known))
+
+    def _categorical(self, features: int) -> Array:
+        """By the setting, and the columns of categories that are no numbers."""
+        is_category = category_flags(self.categorical_features, self._names(), features)
+        is_category[list(self.categories_)] = True
+        return is_category
+
+    def _names(self) -> Sequence[Any]:
+        return list(getattr(self, "feature_names_in_", ()))

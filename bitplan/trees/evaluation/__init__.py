@@ -1,1 +1,0 @@
-"""What is watched while trees are boosted: metrics, sets of rows, callbacks."""

@@ -1,1 +1,0 @@
-"""Models of boosted trees in files: our JSON, and LightGBM's text."""

@@ -1,0 +1,195 @@
+"""What every fitted estimator offers: importances, rounds, stages of its predictions, files.
+
+Contributions of features to raw scores: exact Shapley values, by the rows that training sent through each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator  # type: ignore[import-untyped]
+from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
+
+from bitplan.base.loops.jit import on_threads, use_threads
+from bitplan.trees.boost import Booster
+from bitplan.trees.checks import one_of
+from bitplan.trees.gradients import Array
+from bitplan.trees.lightgbm_text import to_lightgbm_text
+from bitplan.trees.loops.predict import add_contributions
+from bitplan.trees.objectives import Objective
+from bitplan.trees.save import save_trees
+from bitplan.trees.threads import threads_for, threads_of
+from bitplan.trees.tree import Forest, Tree
+
+# ---- contributions ---------------------------------------------------------------------------------------------------
+
+
+ROWS_AT_ONCE = 256
+
+
+def contributions(booster: Booster, x: Array) -> Array:
+    """(rows, (features + 1) * outputs), as LightGBM's `pred_contrib`: for each output what each feature adds to its raw
+    score, then the mean raw score of the training rows. A row's numbers sum to its raw score."""
+    width = booster.features + 1
+    out = np.zeros((len(x), booster.outputs, width))
+    out[:, :, -1] = booster.start
+    paths = [_Paths.of(tree) for tree in booster.trees]
+    forest = booster.forest()
+    nodes = forest.feature, forest.threshold, forest.missing_left, forest.category, forest.bits
+    for place, tree in enumerate(booster.trees):
+        out[:, place % booster.outputs, -1] += np.average(tree.leaf_value, weights=_rows_of(tree))
+
+    def work(start: int) -> None:
+        rows = x[start : start + ROWS_AT_ONCE]
+        for place, (tree, path) in enumerate(zip(booster.trees, paths, strict=True)):
+            if tree.leaves > 1:
+                into = out[start : start + ROWS_AT_ONCE, place % booster.outputs]
+                add_contributions(rows, forest.roots[place], *nodes, tree.leaf_value, *path.arrays, into)
+
+    on_threads(work, range(0, len(x), ROWS_AT_ONCE))
+    return out.reshape(len(x), booster.outputs * width)
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """For each leaf its parts, for each part its steps, in the order of `add_contributions`."""
+
+    arrays: tuple[Array, Array, Array, Array, Array, Array]
+
+    @classmethod
+    def of(cls, tree: Tree) -> _Paths:
+        leaf_rows = _rows_of(tree)
+        node_rows = np.zeros(len(tree.feature))
+        for node in range(len(tree.feature) - 1, -1, -1):  # children come after their parents
+            for child in (tree.left[node], tree.right[node]):
+                node_rows[node] += node_rows[child] if child >= 0 else leaf_rows[~child]
+        above: dict[int, list[tuple[int, bool]]] = {0: []}
+        leaves: dict[int, list[tuple[int, bool]]] = {0: []} if tree.leaves == 1 else {}
+        for node in range(len(tree.feature)):
+            for child, is_left in ((int(tree.left[node]), True), (int(tree.right[node]), False)):
+                (above if child >= 0 else leaves)[child if child >= 0 else ~child] = [*above[node], (node, is_left)]
+        part_starts, part_feature, part_share, step_starts, steps = [0], [], [], [0], []
+        for leaf in range(tree.leaves):
+            parts: dict[int, list[tuple[int, bool]]] = {}
+            for node, is_left in leaves[leaf]:
+                parts.setdefault(int(tree.feature[node]), []).append((node, is_left))
+            for feature, here in parts.items():
+                shares = []
+                for node, is_left in here:
+                    child = tree.left[node] if is_left else tree.right[node]
+                    shares.append((node_rows[child] if child >= 0 else leaf_rows[~child]) / node_rows[node])
+                part_feature.append(feature)
+                part_share.append(float(np.prod(shares)))
+                steps += here
+                step_starts.append(len(steps))
+            part_starts.append(len(part_feature))
+        return cls(
+            (
+                np.array(part_starts, np.int64),
+                np.array(part_feature, np.int64),
+                np.array(part_share, np.float64),
+                np.array(step_starts, np.int64),
+                np.array([node for node, _ in steps], np.int64),
+                np.array([is_left for _, is_left in steps], np.bool_),
+            )
+        )
+
+
+def _rows_of(tree: Tree) -> Array:
+    """Rows of each leaf; as if each had one where a model says that none had any."""
+    return tree.leaf_rows if tree.leaf_rows.any() else np.ones(tree.leaves, np.int64)
+
+
+# ---- fitted ----------------------------------------------------------------------------------------------------------
+
+
+IMPORTANCES = ("gain", "split")
+
+
+class FittedTrees(BaseEstimator):  # type: ignore[misc]
+    """Shared by all estimators; they say how a table is read."""
+
+    file_kind: str  # what a file calls the estimator
+    booster_: Booster
+    n_features_in_: int
+    classes_: Array  # a classifier's
+    categories_: dict[int, list[Any]]  # by the place of a feature: what its numbers stand for
+    importance_type: str
+    n_jobs: int | None
+
+    def _read(self, x: Any) -> Array:
+        raise NotImplementedError
+
+    def _is_plain(self, x: Any) -> bool:
+        raise NotImplementedError
+
+    def _objective(self) -> Objective:
+        raise NotImplementedError
+
+    @property
+    def feature_importances_(self) -> Array:
+        """Each feature's share of the gain of all splits, or of their number (`importance_type`)."""
+        check_is_fitted(self)
+        total = self.booster_.importances(one_of("importance_type", self.importance_type, IMPORTANCES))
+        return total / total.sum() if total.any() else total
+
+    @property
+    def n_iter_(self) -> int:
+        """Rounds in the model, after early stopping."""
+        check_is_fitted(self)
+        return self.booster_.rounds
+
+    @property
+    def best_iteration_(self) -> int | None:
+        """Rounds that the model had when what is watched was best; None if nothing was watched."""
+        check_is_fitted(self)
+        return self.booster_.best_rounds
+
+    @property
+    def evals_result_(self) -> dict[str, dict[str, list[float]]]:
+        """A list for each metric of each watched set, one number a round: {"valid_0": {"binary": [...]}}. Files do
+        not hold them."""
+        check_is_fitted(self)
+        return self.booster_.evals
+
+    def save(self, path: str | Path) -> None:
+        """Write the model as JSON, atomically."""
+        save_trees(self, path)
+
+    def to_lightgbm(self) -> str:
+        """The model in LightGBM's text format: `lightgbm.Booster(model_str=...)` predicts the same."""
+        check_is_fitted(self)
+        return to_lightgbm_text(self)
+
+    def _scores(self, x: Any) -> Array:
+        """Raw scores (rows, outputs)."""
+        if "booster_" not in vars(self):  # scikit-learn's own look takes as long as the trees of one row
+            check_is_fitted(self)
+        booster = self.booster_
+        # The loops look at the numbers of a plain array, too: another look takes longer than many threads do.
+        is_plain = bool(booster.trees) and self._is_plain(x)
+        table = x if is_plain else self._read(x)
+        parts = booster.forest().parts(len(table))
+        scores, has_infinity = booster.scores_checked(table, min(parts, threads_for(self.n_jobs, parts)))
+        if is_plain and has_infinity:
+            self._read(x)  # refuses it
+        return scores
+
+    def _contributions(self, x: Any) -> Array:
+        check_is_fitted(self)
+        with use_threads(threads_of(self.n_jobs)):
+            return contributions(self.booster_, np.asarray(self._read(x)))
+
+    def _staged_scores(self, x: Any) -> Iterator[Array]:
+        """Raw scores after each round; the last are those of the whole model, to the bit."""
+        check_is_fitted(self)
+        booster, table = self.booster_, np.asarray(self._read(x))
+        scores = np.tile(booster.start, (len(table), 1))
+        for first in range(0, len(booster.trees), booster.outputs):
+            with use_threads(threads_of(self.n_jobs)):
+                Forest.of(booster.trees[first : first + booster.outputs], booster.outputs).add_to(scores, table)
+            yield scores.copy()

@@ -1,1 +1,0 @@
-"""Objectives beside the common ones: quantiles, heavy tails, amounts that are mostly zero, ranking."""

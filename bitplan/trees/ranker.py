@@ -1,0 +1,97 @@
+"""`BoostedTreesRanker`: learns an order of the rows of each query."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from bitplan.trees.boost import EvalSet, Rows
+from bitplan.trees.checks import naming_set, targets_of, weights_of, whole_number
+from bitplan.trees.distributed.shards import ALONE
+from bitplan.trees.estimator_base import BoostedTreesBase, FitOptions, eval_pairs, leaves_model_if_refused
+from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.objectives import Objective, custom_metrics
+from bitplan.trees.ranking_loss import LambdaRank, Queries, ndcg_metrics, places_of, relevance_of
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BoostedTreesRanker(BoostedTreesBase):
+    """Boosted trees by LambdaRank: rows of higher relevance get higher numbers within their query.
+
+    truncation_level  pairs count whose better place is among so many
+    eval_at           the place, or places, at which NDCG is cut
+    """
+
+    file_kind = "ranker"
+    truncation_level: int = 30
+    eval_at: Any = 5
+
+    @leaves_model_if_refused
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        group: Any = None,
+        sample_weight: Any = None,
+        eval_set: Any = None,
+        *,
+        eval_group: Any = None,
+        eval_metric: Any = None,
+        callbacks: Any = None,
+        init_model: Any = None,
+    ) -> Self:
+        """Fit to whole numbers of relevance; `group` has the number of rows of each query, in the order of the rows.
+
+        `eval_set` is (X, y) with its groups in `eval_group`, or a list of pairs with a list of them.
+        """
+        options = FitOptions(None, eval_metric, callbacks, init_model)
+        initial = self._initial(options)
+        x, targets = self._read_both(X, y, initial, ALONE)
+        rows = Rows(x, targets_of(targets), weights_of(sample_weight, x))
+        queries = Queries("group", group, rows.y)
+        if len(rows.weights) and not rows.weights.all():  # rows without weight are no part of their query
+            kept = rows.weights > 0
+            sizes = np.bincount(queries.query[kept])
+            rows = Rows(x[kept], rows.y[kept], rows.weights[kept])
+            queries = Queries("group", sizes[sizes > 0], rows.y)
+        watched = self._watched(eval_set, eval_group, options)
+        if self.early_stopping_rounds is not None and not watched:
+            raise TreesError("early_stopping_rounds: a ranker watches whole queries; give eval_set and eval_group")
+        truncation = whole_number("truncation_level", self.truncation_level, 1)
+        self._boost(rows, LambdaRank(queries, truncation), watched, options, initial, ALONE)
+        return self
+
+    def _watched(self, eval_set: Any, eval_group: Any, options: FitOptions) -> list[EvalSet]:
+        pairs = eval_pairs(eval_set)
+        several = isinstance(eval_group, (list, tuple)) and len(eval_group) > 0 and np.ndim(eval_group[0]) == 1
+        groups = list(eval_group) if several else [eval_group] * len(pairs)
+        if len(groups) != len(pairs):
+            raise TreesError(f"eval_group: expected the rows of each query for {len(pairs)} sets, got {len(groups)}")
+        sets = []
+        for place, ((x, y, _), group) in enumerate(zip(pairs, groups, strict=True)):
+            with naming_set(place):
+                rows = Rows(self._read(x), targets_of(np.asarray(y)))
+                relevance_of(rows.y)
+            ndcg = ndcg_metrics(Queries("eval_group", group, rows.y), self.eval_at)
+            own = custom_metrics(self._objective(), options.eval_metric)
+            sets.append(EvalSet(f"valid_{place}", rows, (*own, *ndcg)))
+        return sets
+
+    def predict(self, X: Any, *, contributions: bool = False) -> Array:
+        """A number for each row: the higher, the further to the top. Or what each feature adds to it."""
+        return self._contributions(X) if contributions else self._scores(X)[:, 0]
+
+    def staged_predict(self, X: Any) -> Iterator[Array]:
+        """`predict` after each round."""
+        return (scores[:, 0] for scores in self._staged_scores(X))
+
+    def _objective(self) -> Objective:
+        return LambdaRank(None, 1)
+
+    def _check_parameters(self, features: int) -> None:
+        super()._check_parameters(features)
+        whole_number("truncation_level", self.truncation_level, 1)
+        places_of(self.eval_at)

@@ -1,0 +1,79 @@
+"""Helper threads: every piece is done once, by no more threads than were asked for, by several callers at once, too."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from bitplan.base.loops import helper_threads
+from bitplan.base.loops.addresses import read, take, write
+from bitplan.base.loops.openmp_threads import c_function
+
+PIECES = 40
+
+
+def mark_pieces(job):
+    """Place 0: the next piece; 1: how many threads came; then what each piece was done."""
+    take(job + 8, 1)
+    piece = take(job, 1)
+    while piece < PIECES:
+        write(job + 16 + 8 * piece, read(job + 16 + 8 * piece, np.int64) + 1)
+        piece = take(job, 1)
+
+
+@pytest.fixture(scope="module")
+def mark():
+    yield c_function(mark_pieces)
+    helper_threads.stop()
+
+
+def run_once(mark, threads):
+    job = np.zeros(2 + PIECES, np.int64)
+    helper_threads.run(mark, job.ctypes.data, threads)
+    assert (job[2:] == 1).all()
+    assert 1 <= job[1] <= threads
+
+
+def test_every_piece_is_done_once(mark):
+    for threads in (1, 4, 2, 6) * 100:
+        run_once(mark, threads)
+
+
+def test_several_callers_at_once(mark):
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(run_once, mark, 3) for _ in range(400)]:
+            future.result()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12: beside threads
+def test_a_forked_process_has_helpers_of_its_own(mark):
+    run_once(mark, 3)
+    child = os.fork()
+    if child == 0:
+        try:
+            run_once(mark, 3)
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_work_that_nobody_took_is_not_left_for_helpers_to_find():
+    """Else they go through thousands of ended runs, and the next caller waits for them."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("helpers wait by semaphores without names, which Linux has")
+    function, job = c_function(_nothing), np.zeros(1, np.int64)
+    for _ in range(2000):
+        helper_threads.run(function, job.ctypes.data, 16)
+        count = helper_threads._sets[0]._address + helper_threads.COUNT
+        assert ctypes.c_int64.from_address(count).value <= 0
+
+
+def _nothing(_job):
+    return None

@@ -1,0 +1,41 @@
+"""Names that had another place work for one release, and say the new one."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import bitplan
+from bitplan.base import old_names
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "home"),
+    [
+        ("bitplan.store", "open_tensors", "bitplan"),
+        ("bitplan.store", "TensorFile", "bitplan.files"),
+        ("bitplan.runtime", "ApplyError", "bitplan.packed"),
+        ("bitplan.runtime", "StreamError", "bitplan.streaming"),
+        ("bitplan.kernels", "explain_encode", "bitplan.formats"),
+        ("bitplan.plan", "Fp8Error", "bitplan.fp8"),
+    ],
+)
+def test_an_old_name_is_the_new_one_and_warns(package: str, name: str, home: str) -> None:
+    with pytest.warns(FutureWarning, match=f"{package}.{name} is {home}.{name} now") as warned:
+        value = getattr(importlib.import_module(package), name)
+    assert value is getattr(importlib.import_module(home), name)
+    assert warned[0].filename == __file__
+
+
+def test_every_old_name_has_its_new_place() -> None:
+    for names in old_names._HOMES.values():
+        for name, home in names.items():
+            assert getattr(importlib.import_module(home), name) is not None
+
+
+def test_what_never_was_is_no_old_name() -> None:
+    with pytest.raises(AttributeError, match=r"module 'bitplan\.store' has no attribute 'nothing'"):
+        bitplan.store.nothing  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from bitplan.store import nothing  # noqa: F401

@@ -1,0 +1,93 @@
+"""Every target by the verb: what a dry run says is what is written, and what is wrong is one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from bitplan import open_tensors, quantize_file
+from bitplan.base.errors import StoreError
+from bitplan.cli import run
+from bitplan.files.engines.targets import export_model
+from bitplan.files.input_statistics import write_evidence
+from bitplan.formats import decode, encode
+from bitplan.rounding.weights import round_weight
+from tests.files.engines.tiny_models import save_tiny
+
+UP = "model.layers.0.mlp.up_proj.weight"
+FOLDERS = {"compressed-tensors": "int4_g32", "mlx": "int4_g64", "torchao": "int8_row", "hf": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("models") / "qwen2"
+    save_tiny(place, "qwen2")
+    return place
+
+
+@pytest.mark.parametrize("target", FOLDERS)
+def test_a_dry_run_says_what_is_then_written(target, folder, tmp_path, capsys):
+    command = ["export", str(folder), str(tmp_path / "out"), "--to", target, "--format", FOLDERS[target]]
+    assert run([*command, "--dry-run", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "out").exists()
+    assert run([*command, "--dry-run"]) == 0
+    table = capsys.readouterr().out
+    assert "nothing is written" in table
+    assert FOLDERS[target] in table
+    assert run([*command, "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["rows"] == said["rows"]
+    held = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert sum(tensor.nbytes for tensor in held.values()) == said["nbytes"] == done["nbytes"]
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert run(command) == 2  # it exists now
+    assert "exists already; replace it with --force" in capsys.readouterr().err
+    assert run([*command, "--force"]) == 0
+
+
+def test_what_is_asked_for_twice_or_of_no_target_is_one_line(folder, tmp_path, capsys):
+    command = ["export", str(folder), str(tmp_path / "out"), "--to"]
+    for more, message in (
+        (["mlx", "--format", "int4_g64", "--plan", "plan.json"], "give one of --format, --manifest and --plan"),
+        (["mxl", "--format", "int4_g64"], "did you mean 'mlx'"),
+        (["mlx", "--format", "nvfp4"], "MLX has no nvfp4"),
+        (["hf", "--format", "int8_row"], "a plain folder holds"),
+    ):
+        assert run([*command, *more]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert run(["export", str(folder), str(tmp_path / "a.gguf"), "--to", "mlx", "--format", "int4_g32"]) == 2
+    assert "a folder's name" in capsys.readouterr().err
+    assert run(["export", str(folder), str(tmp_path), "--to", "gguf", "--format", "q8_0_gguf"]) == 2
+    assert "is a folder, and GGUF is a file" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evidence_chooses_the_numbers_of_every_target_that_packs(folder, tmp_path):
+    source = safetensors.torch.load_file(folder / "model.safetensors")[UP]
+    moments = torch.randn(source.shape[1], generator=torch.Generator().manual_seed(1)).exp()
+    evidence = tmp_path / "evidence.safetensors"
+    with write_evidence(evidence, {f"{UP}.moments": tuple(moments.shape)}) as writer:
+        writer.write(f"{UP}.moments", moments)
+    wanted = round_weight(source, "int4_g32", moments=moments)
+    assert not torch.equal(decode(wanted), decode(encode(source, "int4_g32")))
+    for target in ("mlx", "torchao"):
+        export_model(folder, tmp_path / target, target, "int4_g32", evidence=evidence)
+        with open_tensors(tmp_path / target) as file:
+            assert torch.equal(file.read_float(UP).float(), decode(wanted))
+    for target, name, fmt in (("hf", "hf", "bfloat16"), ("gguf", "out.gguf", "float16")):
+        with pytest.raises(StoreError, match="so it would change nothing"):
+            export_model(folder, tmp_path / name, target, fmt, evidence=evidence)
+        assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "torchao"])
+def test_a_packed_embedding_that_the_target_unpacks_gets_the_type_of_the_model(target, tmp_path):
+    save_tiny(tmp_path / "in", "llama", dtype="bfloat16")
+    quantize_file(tmp_path / "in", tmp_path / "packed", "int8_row")
+    export_model(tmp_path / "packed", tmp_path / "out", target, {})
+    held = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert held["model.embed_tokens.weight"].dtype == torch.bfloat16

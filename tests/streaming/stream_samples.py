@@ -1,0 +1,141 @@
+"""Models for the streaming tests: small, with every kind of parameter, and their resident twins."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bitplan import decode, encode
+from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
+from bitplan.streaming.transfer.devices import SimulatedDevice
+
+WIDTH, COUNT = 128, 6
+TIMEOUT_S = 60.0  # a machine may be busy: what is late is not lost
+CHECKPOINTING = ["none", "non-reentrant", "reentrant", "pairs"]
+
+
+class LowRank(nn.Module):
+    """A frozen linear with a trained low-rank path beside it, as LoRA has it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+class Block(nn.Module):
+    """Norm, two linears, a residual: matrices, a bias, vectors."""
+
+    def __init__(self, *, adapters: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.register_buffer("gain", torch.tensor(0.5))
+        if adapters:
+            self.requires_grad_(False)
+            self.up = LowRank(self.up)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks between an input and a head that are trained on the device."""
+
+    def __init__(self, *, adapters: bool, count: int = COUNT) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList([Block(adapters=adapters) for _ in range(count)])
+        self.head = nn.Linear(WIDTH, 4)
+        self.checkpointing = "none"
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.checkpointing == "pairs":  # regions of two blocks: the hard case for whoever keeps one block only
+            for one, two in zip(self.layers[::2], self.layers[1::2], strict=True):
+                hidden = checkpoint(lambda h, one=one, two=two: two(one(h)), hidden, use_reentrant=False)
+        else:
+            for layer in self.layers:
+                if self.checkpointing == "none":
+                    hidden = layer(hidden)
+                else:
+                    hidden = checkpoint(layer, hidden, use_reentrant=self.checkpointing == "reentrant")
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def make_stack(*, adapters: bool, dtype: torch.dtype = torch.float32, seed: int = 0, count: int = COUNT) -> Stack:
+    torch.manual_seed(seed)
+    return Stack(adapters=adapters, count=count).to(dtype)
+
+
+def batch(seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def decoded_twin(model: nn.Module, formats: dict[str, str]) -> nn.Module:
+    """A resident model whose parameters are what the streamed ones decode to."""
+    twin = copy.deepcopy(model)
+    parameters = dict(twin.named_parameters())
+    with torch.no_grad():
+        for name, fmt in formats.items():
+            parameters[name].copy_(decode(encode(parameters[name], fmt), parameters[name].dtype))
+    return twin
+
+
+@contextmanager
+def streaming(model: nn.Module, device: Any = None, **options: Any) -> Iterator[BlockStream]:
+    options = {"blocks": "layers.*", "slots": 3, "timeout_s": TIMEOUT_S} | options
+    with stream_blocks(model, device=device or SimulatedDevice(), **options) as stream:
+        yield stream
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def assert_equal(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert result.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(result[name].cpu(), tensor.cpu()), name
+
+
+def train_steps(
+    model: nn.Module,
+    steps: int,
+    *,
+    stream: BlockStream | None = None,
+    micro_batches: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    before: Callable[[int], None] | None = None,
+) -> list[dict[str, Tensor]]:
+    """Plain SGD on whatever has gradients on the device; the gradients of every step."""
+    seen = []
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    for step in range(steps):
+        if before is not None:
+            before(step)
+        if stream is not None:
+            stream.begin_step(step)
+        for micro in range(micro_batches):
+            model(batch(100 * step + micro, dtype, device)).square().mean().backward()
+        seen.append(gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        if stream is not None:
+            stream.end_step()
+    return seen
