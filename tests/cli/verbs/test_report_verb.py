@@ -47,7 +47,7 @@ def test_as_json_with_a_title_to_the_default_place(tmp_path, capsys):
 def test_errors_are_one_line_and_exit_2(tmp_path, capsys):
     (tmp_path / "other.json").write_text('{"speed": 1}')
     for arguments, message in (
-        (["none.json"], "none.json: cannot be read: No such file or directory"),
+        (["none.json"], "none.json: no such file"),
         (["other.json"], 'other.json: not recognised by its keys ("speed"); expected a record'),
         (["plan.json", "-o", "no/such/r.html"], "no/such: no such folder"),
         ([], "Missing argument"),
