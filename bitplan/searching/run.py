@@ -141,16 +141,17 @@ class Searcher:
         numbers, text = self.subject.numbers, self.text
         tokens, checked, proven = (sum(map(len, part)) for part in (text.statistics, text.checks, text.proof))
         passes = tokens + BACK * min(tokens, GRADIENT_TOKENS)
+        searched = sum(math.prod(site.shape) for site in self.subject.sites.values())
 
         def measured(turn: int, steps: int, times: int, tokens: int) -> ExpectedPhase:
             return ExpectedPhase(turn, steps, times * tokens * numbers * PASS_S)
 
         return {
             "statistics": ExpectedPhase(
-                0, steps_of(self.subject, text.statistics, 0), numbers * (passes * PASS_S + KEEP_S)
+                0, steps_of(self.subject, text.statistics, 0), numbers * passes * PASS_S + searched * KEEP_S
             ),
-            "rounding": ExpectedPhase(1, SHARES, numbers * len(self.formats) * PREDICT_S),
-            "rounding plans": ExpectedPhase(2, int(PLANS * numbers / COUNTED), PLANS * numbers * ROUND_S),
+            "rounding": ExpectedPhase(1, SHARES, searched * len(self.formats) * PREDICT_S),
+            "rounding plans": ExpectedPhase(2, int(PLANS * searched / COUNTED), PLANS * searched * ROUND_S),
             "checking": measured(2, PARTS, PARTS, checked),
             "correcting": measured(2, CORRECTIONS, CORRECTIONS, checked),
             "measuring the model": measured(3, 2 * len(text.proof), 2, proven),

@@ -29,7 +29,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_first_steps_end_with_an_answer(name, tmp_path, monkeypatch, capsys):
+def test_the_first_steps_end_with_an_answer(name, tmp_path, monkeypatch, capsys, caplog):
     case, (family, kind) = TOKENS["cases"][name], FAMILIES[name]
     keys = as_gguf(TOKENS["vocabularies"][case["vocabulary"]] | case["keys"])
     tokenizer = tokenizer_of_gguf(keys, Path("model.gguf"))
@@ -39,6 +39,7 @@ def test_the_first_steps_end_with_an_answer(name, tmp_path, monkeypatch, capsys)
     tokenizer.save_pretrained(tmp_path / "in")
     if kind == "gguf":
         export_model(tmp_path / "in", tmp_path / "mymodel.gguf", "gguf", "float32")
+        assert not caplog.records  # remarks of gguf's own
     model = "mymodel.gguf" if kind == "gguf" else "in"
     (tmp_path / "sample.txt").write_text("the king of the day said this to them and then went home\n" * 20)
     steps = [step for step in STEPS if "--evidence" not in step]

@@ -60,7 +60,8 @@ def test_the_whole_time_is_told_from_the_first_steps_on(numbers, blocks, windows
     def text(count):
         return [torch.zeros(context, dtype=torch.int64)] * count
 
-    subject = SimpleNamespace(numbers=numbers, runner=SimpleNamespace(blocks=[None] * blocks))
+    sites = {"weight": SimpleNamespace(shape=(numbers,))}
+    subject = SimpleNamespace(numbers=numbers, sites=sites, runner=SimpleNamespace(blocks=[None] * blocks))
     cut = SearchText(text(windows), text(4), text(12), 1)
     searcher = Searcher(subject, cut, ["a format"] * 12, None, stage)
     estimates = []

@@ -8,6 +8,7 @@ talks, but worse. SentencePiece pieces come from tokenizer.model, or with ranks 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import struct
 from collections.abc import Iterator
@@ -274,7 +275,14 @@ def _number(raw: bytes, at: int) -> tuple[int, int]:
 # ---- special tokens --------------------------------------------------------------------------------------------------
 
 
+def _is_of_one_text(record: logging.LogRecord) -> bool:
+    """Whether gguf's remark is not about pairs of texts: it knows only BERT's, and says that Gemma's are unknown."""
+    return "TemplateProcessing<pair>" not in record.getMessage()
+
+
 def _special(folder: Path, vocabulary: int, *, with_merges: bool) -> dict[str, GGUFValue]:
+    log = logging.getLogger(SpecialVocab.__module__)
+    log.addFilter(_is_of_one_text)
     try:
         found = SpecialVocab(folder, load_merges=with_merges, n_vocab=vocabulary)
     except Exception as error:  # it goes through these files as if they were sound
@@ -282,6 +290,8 @@ def _special(folder: Path, vocabulary: int, *, with_merges: bool) -> dict[str, G
             f"{folder}: gguf finds no special tokens in config.json, tokenizer.json and tokenizer_config.json "
             f"({type(error).__name__}: {short(str(error))}); download them again"
         ) from None
+    finally:
+        log.removeFilter(_is_of_one_text)
     keys: dict[str, GGUFValue] = {}
     if with_merges:
         keys[Keys.Tokenizer.MERGES] = array(GGUFValueType.STRING, found.merges)
