@@ -163,7 +163,7 @@ def _see_norm(module: nn.Module) -> bool:
 
 # What sends tokens to experts and brings the results back; factors are looked at one by one.
 _ROUTING_STEPS = {"T", "any", "arange", "argsort", "bincount", "clone", "contiguous", "cumsum", "empty_like"}
-_ROUTING_STEPS |= {"eq", "expand", "flatten", "float", "floordiv", "gather", "getitem", "greater", "gt", "histc"}
+_ROUTING_STEPS |= {"eq", "expand", "flatten", "float", "floordiv", "gather", "ge", "getitem", "greater", "gt", "histc"}
 _ROUTING_STEPS |= {"index_add", "index_select", "int", "long", "mT", "new_zeros", "nonzero", "one_hot"}
 _ROUTING_STEPS |= {"ones_like", "permute", "repeat_interleave", "reshape", "scatter_add", "setitem", "shape"}
 _ROUTING_STEPS |= {"size", "sort", "squeeze", "sum", "t", "to", "transpose", "type", "unbind", "unflatten"}
@@ -251,6 +251,8 @@ def _beside_experts(recording: Recording, parts: Recogniser) -> str | None:
             continue
         if graph.before_bias(step) is not None:
             continue
+        if all(not graph.values[value].dtype.is_floating_point for value in (*step.inputs, *step.outputs)):
+            continue  # of indices
         if step.name != "mul" or not any(_is_made_of(graph, value, routes) for value in step.inputs):
             return step.name
     return None

@@ -245,6 +245,8 @@ class _Recorder(TorchFunctionMode):
                 (*args[:1], *tree_map_only(Tensor, _as_size, args[1:])),
                 tree_map_only(Tensor, _as_size, kwargs),
             )
+        if name == "masked_fill" and len(args) > 1 and isinstance(args[1], Tensor) and self._masks_no_index(args[1]):
+            return args[0]
         args, kwargs = self._with_twins(args, kwargs, indexed=name in ("getitem", "setitem"))
         tensors = _tensors_in((args, kwargs))
         if getattr(func, "__name__", "") in _NEED_NUMBERS and any(map(_has_no_numbers, tensors)):
@@ -260,6 +262,19 @@ class _Recorder(TorchFunctionMode):
         written = [tensor for tensor, version in zip(tensors, before, strict=True) if _version(tensor) != version]
         self._add_step(name, func, args, kwargs, output, written)
         return output
+
+    def _masks_no_index(self, mask: Tensor) -> bool:
+        """Whether a mask is of indices beyond a fixed number, such as experts of another process, and none is."""
+        if _has_no_numbers(mask):
+            return False
+        with torch._C.DisableTorchFunction():
+            if bool(mask.any()):
+                return False
+        step = self.values[self._value(mask)].step
+        while step is not None and self.steps[step].name in ("unsqueeze", "reshape", "view"):
+            step = self.values[self.steps[step].inputs[0]].step
+        made = None if step is None else self.steps[step]
+        return made is not None and made.name == "ge" and len(made.inputs) == 1 and type(made.args[1]) is int
 
     def _compute(self, name: str, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """What a function gives; a few give errors without numbers that they do not give with them."""

@@ -290,3 +290,20 @@ def test_the_product_that_a_module_alone_is() -> None:
     assert turned.is_columns
     assert product_of(Noisy(8, 8)) is None
     assert product_of(nn.Embedding(8, 8)) is None
+
+
+@pytest.mark.parametrize("is_sentinel", [True, False])
+def test_masks_of_indices_beyond_a_fixed_number_hide_nothing(is_sentinel: bool) -> None:
+    """As transformers 5.17 masks experts of other processes; a mask of the tokens' own numbers is a step."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            mask = (ids >= 1000 if is_sentinel else ids == 1000).unsqueeze(-1)
+            return self.down((nn.functional.silu(self.gate(x)) * self.up(x)).masked_fill(mask, 0.0))
+
+    view = describe(Masked(), (torch.ones(4, 8), torch.arange(4)))
+    assert len(view.gated_mlps()) == is_sentinel
