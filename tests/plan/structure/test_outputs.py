@@ -152,8 +152,8 @@ FP8_LAYERS = {
     "dit": 11,
     "t5": 22,
     "whisper": 32,
-    "patched": 8,
-    "patched class": 8,
+    "patched": 10,
+    "patched class": 10,
 }
 
 
