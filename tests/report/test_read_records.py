@@ -131,7 +131,8 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_garbage_is_refused_in_bounded_memory(tmp_path, monkeypatch):
     path = tmp_path / "garbage.bin"
-    noise = bytes(byte if byte not in b"\n{[,:" else 120 for byte in os.urandom(2**10))  # nothing that counts as a value
+    # Nothing in it counts as a value of JSON.
+    noise = bytes(byte if byte not in b"\n{[,:" else 120 for byte in os.urandom(2**10))
     path.write_bytes(noise * 20_000)
     tracemalloc.start()
     with pytest.raises(ReportError, match="neither JSON nor JSONL"):
