@@ -264,7 +264,7 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def _masks_no_index(self, mask: Tensor) -> bool:
-        """Whether a mask is of indices beyond a fixed number, such as experts of another process, and none is."""
+        """Whether a mask is of experts beyond those that the module holds (another process's), and none is."""
         if _has_no_numbers(mask):
             return False
         with torch._C.DisableTorchFunction():
@@ -274,7 +274,10 @@ class _Recorder(TorchFunctionMode):
         while step is not None and self.steps[step].name in ("unsqueeze", "reshape", "view"):
             step = self.values[self.steps[step].inputs[0]].step
         made = None if step is None else self.steps[step]
-        return made is not None and made.name == "ge" and len(made.inputs) == 1 and type(made.args[1]) is int
+        if made is None or made.name != "ge" or len(made.inputs) != 1 or not self._stack:
+            return False
+        held = self.model.get_submodule(self.calls[self._stack[-1]].path)._parameters.values()
+        return made.args[1] in {len(weight) for weight in held if weight is not None and weight.ndim == 3}
 
     def _compute(self, name: str, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """What a function gives; a few give errors without numbers that they do not give with them."""

@@ -292,18 +292,32 @@ def test_the_product_that_a_module_alone_is() -> None:
     assert product_of(nn.Embedding(8, 8)) is None
 
 
-@pytest.mark.parametrize("is_sentinel", [True, False])
-def test_masks_of_indices_beyond_a_fixed_number_hide_nothing(is_sentinel: bool) -> None:
-    """As transformers 5.17 masks experts of other processes; a mask of the tokens' own numbers is a step."""
+@pytest.mark.parametrize("limit", [3, 2])
+def test_masks_of_experts_beyond_those_of_a_module_hide_nothing(limit: int) -> None:
+    """As transformers 5.17 masks experts of other processes: any other mask of indices is a step of the model."""
 
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.ones(3, 32, 8)), nn.Parameter(torch.ones(3, 8, 16))
+
+        def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            gate, up = torch.bmm(self.up[ids[:, 0]], x.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+            hidden = (nn.functional.silu(gate) * up).masked_fill((ids[:, :1] >= limit), 0.0)
+            return torch.bmm(self.down[ids[:, 0]], hidden.unsqueeze(-1)).squeeze(-1) * weights[:, :1]
+
+    view = describe(Experts(), (torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)))
+    assert len(view.gated_mlps()) == (limit == 3)
+
+
+def test_a_mask_of_indices_in_a_dense_mlp_is_a_step() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
 
         def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-            mask = (ids >= 1000 if is_sentinel else ids == 1000).unsqueeze(-1)
-            return self.down((nn.functional.silu(self.gate(x)) * self.up(x)).masked_fill(mask, 0.0))
+            hidden = nn.functional.silu(self.gate(x)) * self.up(x)
+            return self.down(hidden.masked_fill((ids >= 1000).unsqueeze(-1), 0.0))
 
-    view = describe(Masked(), (torch.ones(4, 8), torch.arange(4)))
-    assert len(view.gated_mlps()) == is_sentinel
+    assert not describe(Masked(), (torch.ones(4, 8), torch.arange(4))).gated_mlps()
