@@ -211,7 +211,7 @@ _OTHER_NAMES = {"q8": "q8_0_gguf", "8bit": "int8_row", "q4": "q4_k_gguf", "4bit"
 _OTHER_NAMES |= {"fp4": "mxfp4", "fp8": "fp8_e4m3_row", "f8": "fp8_e4m3_row"}
 _OTHER_NAMES |= {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32"}
 _OTHER_NAMES |= {"f32": "float32"}
-DTYPE_NAMES = tuple(fmt.name for fmt in _DTYPES)
+DTYPE_NAMES: tuple[str, ...] = tuple(fmt.name for fmt in _DTYPES)
 
 
 def get_format(name: Format | str) -> Format:
