@@ -377,10 +377,10 @@ def check_packed_output(
     if not target.is_dir() or not any(target.iterdir()) or (force and any_folder):
         return
     if not force:
-        raise StoreError(f"{output}: exists already; replace it with --force, or choose another name")
+        raise StoreError(f"{output}: exists already; choose another name, or replace it", settings={"force": True})
     if not is_model_folder(target):
         raise StoreError(
-            f"{output}: is not empty and has no {CONFIG}, so it is no model's folder and --force does not replace it; "
+            f"{output}: is not empty and has no {CONFIG}, so it is no model's folder and is not replaced; "
             "remove it or choose another name"
         )
 

@@ -87,11 +87,13 @@ def search(
     names = candidates(runtime, formats)
     if runtime.streamed and wanted.faster is not None and fp8_policy is None:
         raise GoalError(
-            "--faster with --for training needs --fp8-policy: whatever weights cross in, they are multiplied in BF16 "
-            "where no policy says FP8"
+            "speed of training needs a policy: whatever weights cross in, they are multiplied in BF16 where none says "
+            "FP8",
+            settings={"fp8_policy": "FILE"},
         )
     if gradients is not None and not runtime.streamed:
-        raise SearchError(f"--gradients are of training, and the plan is for {runtime.name}; search --for training")
+        text = f"gradients are of training, and the plan is for {runtime.name}"
+        raise SearchError(text, settings={"target": "training"})
     if not isinstance(model, nn.Module):
         _require_folder(Path(model), runtime)
     with _as_it_was(model):
@@ -287,7 +289,8 @@ class Searcher:
         if most is not None and held <= most and goal.faster is None and goal.max_kl is None:
             raise GoalError(
                 f"{self.subject.where}: the model fits as it is: {held:,} bytes, {8 * held / numbers:.3f} bits a "
-                f"weight, and {most:,} bytes are allowed; give a smaller --bits or --bytes"
+                f"weight, and {most:,} bytes are allowed; give a smaller size",
+                settings={"bits": None, "nbytes": None},
             )
 
     def needs(self) -> str:
@@ -297,7 +300,7 @@ class Searcher:
         free = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free
         said = f"statistics take about {kept / 1e6:,.0f} MB in {place}, and {scratch / 1e6:,.0f} MB more until then"
         if kept + scratch > free:
-            raise SearchError(f"{said}; {free / 1e6:,.0f} MB are free there: give --output on another disk")
+            raise SearchError(f"{said}; {free / 1e6:,.0f} MB are free there: give another disk", settings={"out": None})
         memory, free = needed_memory(self.subject, kept), free_memory()
         much = "" if memory < free else ": it may not be enough, end other programs or search on another machine"
         return f"{said}; it takes about {memory / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free{much}"
@@ -330,7 +333,8 @@ def _require_folder(path: Path, target: Target) -> None:
     if not is_known and target.export != "gguf" and not target.streamed:
         raise SearchError(
             f"{path}: GGUF of an architecture whose names in transformers are not known, so a plan for {target.name} "
-            "could not be applied; search --for llama.cpp, or the model's folder"
+            "could not be applied; search the model's folder, or for llama.cpp",
+            settings={"target": "llama.cpp"},
         )
 
 

@@ -48,7 +48,7 @@ def resolve_formats(formats: Formats, blocks: BlockSpecs, current: BlockFormats 
     specs = {f"{block}.{name}": spec for block, names in blocks.items() for name, spec in names.items()}
     own = {name: own_format(spec, name) for name, spec in specs.items()}
     now = {f"{block}.{name}": fmt for block, names in (current or {}).items() for name, fmt in names.items()}
-    base = Plan({name: Planned(Choice((now or own)[name].name, "as it is")) for name in specs})
+    base = Plan({name: Planned(Choice((now or own)[name].name, "as it is", cause="held")) for name in specs})
     if isinstance(formats, Plan):  # a plan may be for the whole model
         formats = Plan({name: entry for name, entry in formats.entries.items() if name in specs})
     elif formats is None:

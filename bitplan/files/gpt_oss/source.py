@@ -221,8 +221,11 @@ def _check_dtypes(layout: Layout, slots: list[LayoutTensor], tensors: Mapping[st
         else:
             allowed = [dtype_name(dtype) for dtype in FLOATS] + ["MXFP4"] * (slot.kind == "matrix")
         if tensor.kind not in allowed:
-            hint = f"; decode it first: bitplan quantize IN OUT.gguf --format bfloat16 --only {slot.name!r}"
-            raise _fault(tensors, slot.name, f"expected {' or '.join(allowed)}{hint if layout == 'gguf' else ''}")
+            fault = _fault(tensors, slot.name, f"expected {' or '.join(allowed)}")
+            if layout == "gguf":
+                hint = f"{fault}; decode it first: `bitplan quantize IN OUT.gguf`"
+                fault = type(fault)(hint, settings={"fmt": "bfloat16", "only": slot.name})
+            raise fault
         if slot.is_expert:
             experts.setdefault(tensor.kind, slot)
     (_, first), *others = experts.items()

@@ -387,8 +387,9 @@ def _shard(document: Mapping[str, Any], part: ModelPart, tp: int) -> dict[str, A
     attention = part.attention
     if part.experts is not None or not isinstance(attention, Attention):
         raise ModelConfigError(
-            f"{part.where}: --tp {tp} takes dense models with q, k and v; the share of one GPU in experts or latent "
-            f"attention cannot be said in a config.json; confirm with --tp 1 and a policy of tp 1; {IN_PYTHON}"
+            f"{part.where}: tp {tp} takes dense models with q, k and v; the share of one GPU in experts or latent "
+            f"attention cannot be said in a config.json; {IN_PYTHON}; confirm with a policy of tp 1",
+            settings={"tp": 1},
         )
     local_layers([part], Parallel(tp=tp))  # raises, naming a key that cannot be divided
     return dict(document) | {

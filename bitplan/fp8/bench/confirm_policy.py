@@ -104,7 +104,8 @@ def require_device(name: str, policy: Policy, recipe: str | None = None) -> torc
     if name == "cuda" and not torch.cuda.is_available():
         raise Fp8UnavailableError(
             "torch sees no CUDA GPU, so there is nothing to confirm; run on the GPU that will train "
-            "(--device cpu emulates FP8, to try the command)"
+            "(the CPU emulates FP8, to try the command)",
+            settings={"device": "cpu"},
         )
     device = torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
     require_fp8(device, () if recipe is None else (recipe,))

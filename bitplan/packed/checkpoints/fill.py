@@ -48,7 +48,8 @@ def check_layers(model: nn.Module, assignment: Assignment, file: TensorFile, whe
     if faults:
         raise FileFormatError(
             f"{where}: {len(faults)} packed tensors have no packed layer: {shortened(faults)}; "
-            "quantize the model again and leave them as they are (--keep NAME)"
+            "quantize the model again and leave them as they are",
+            settings={"keep": "NAME"},
         )
 
 

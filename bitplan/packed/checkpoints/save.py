@@ -217,10 +217,11 @@ def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
     for name, one in saved.items():
         promise = one.promise
         if promise.fmt is not None:
-            entry = Planned(Choice(promise.fmt.name, _HELD), promise.shape, guess_role(name))
+            entry = Planned(Choice(promise.fmt.name, _HELD, cause="held"), promise.shape, guess_role(name))
         else:
             entry = stays.entries[name]
-            entry = Planned(Choice(entry.choice.format, _HELD), entry.shape, entry.role, stored=entry.stored)
+            held = Choice(entry.choice.format, _HELD, cause="held")
+            entry = Planned(held, entry.shape, entry.role, stored=entry.stored)
         before = known.get(name)
         same = before is not None and _layout(before) == _layout(entry)
         entries[name] = before if before is not None and same else entry

@@ -248,7 +248,7 @@ def _packing_fault(recipe: TensorRecipe, file: TensorFile) -> str | None:
     fmt = get_format(packed[0].format)
     if recipe.converter is not None:
         steps = ", ".join(type(op).__name__ for op in recipe.converter.operations)
-        return f"{target} ({packed[0].name} is packed, and transformers changes it by {steps}; quantize with --keep)"
+        return f"{target} ({packed[0].name} is packed, and transformers changes it by {steps}; leave it unpacked)"
     if len(formats) > 1:
         return f"{target} (made of {len(specs)} tensors in {' and '.join(sorted(formats))}: give them one format)"
     if fmt.block.rows != 1 or fmt.zero_point or (fmt.scales is not None and fmt.scales.needs_base):

@@ -153,7 +153,9 @@ def as_prompt(lm: CausalLM, text: str, *, chat: bool | None = None, system: str 
     """
     has_template = bool(getattr(lm.tokenizer, "chat_template", None))
     if chat and not has_template:
-        raise MeasureError(f"{lm.where}: the tokenizer has no chat template; leave --chat out")
+        raise MeasureError(
+            f"{lm.where}: the tokenizer has no chat template; send the text as it is", settings={"chat": False}
+        )
     if not (has_template if chat is None else chat):
         if system is not None:
             reason = "the text goes to the model as it is" if has_template else "the tokenizer has no chat template"
@@ -237,7 +239,7 @@ def _prompt_ids(lm: CausalLM, prompt: str | Sequence[Message]) -> Tensor:
 
 def _render(lm: CausalLM, messages: Sequence[Message], **options: Any) -> Any:
     where = f"{lm.where}: its chat template refuses this conversation"  # it is a program, and raises what it likes
-    with foreign_faults(MeasureError, where, "; --raw leaves it out"):
+    with foreign_faults(MeasureError, where, "; the text can be sent as it is", {"chat": False}):
         return lm.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
 
 

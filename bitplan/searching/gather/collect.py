@@ -358,7 +358,8 @@ def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[
             if not held:
                 raise SearchError(
                     f"{subject.where}: {tensor}: rows of {shape[-1]} are not whole blocks of any of "
-                    f"{', '.join(formats)}; add a format with smaller blocks to --formats, or --keep {tensor!r}"
+                    f"{', '.join(formats)}; add a format with smaller blocks, or leave it as it is",
+                    settings={"formats": None, "keep": tensor},
                 )
         found[name] = held
     return found

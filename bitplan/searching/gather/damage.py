@@ -136,8 +136,9 @@ class RoundingProcesses:
         except BrokenProcessPool as error:
             raise SearchError(
                 f"a process that rounds weights, one of {self.count}, ended without an answer: it was killed, as for "
-                "memory, or could not start; ask for fewer --workers (0: none), and in Python begin the script under "
-                '`if __name__ == "__main__":`'
+                "memory, or could not start; in Python begin the script under "
+                '`if __name__ == "__main__":`, and ask for fewer, or none',
+                settings={"workers": 0},
             ) from error
 
 

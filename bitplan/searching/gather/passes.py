@@ -294,7 +294,8 @@ class _Passes:
         if unseen:
             raise SearchError(
                 f"{self._subject.where}: {unseen[0].stack}: no product with an expert of it was seen, so nothing is "
-                f"known of its inputs; leave it as it is: --keep {unseen[0].stack!r}"
+                "known of its inputs; leave it as it is",
+                settings={"keep": unseen[0].stack},
             )
 
     def _add_gradients(self, slices: Sequence[ExpertSlice], gradient: Tensor) -> None:

@@ -750,8 +750,8 @@ def _also_lost(failure: Exception, step: int) -> Exception:
 
 
 def _named(error: Exception, what: str) -> Exception:
-    """The error itself if it names the block and step; else an error that does."""
-    if isinstance(error, StreamError) and what.split(":")[0] in str(error):
+    """The error itself if it is of streaming, which names block and step; else an error that does."""
+    if isinstance(error, StreamError):
         return error
     named = TransferError(f"{what}: {type(error).__name__}: {error}")
     named.__cause__ = error
