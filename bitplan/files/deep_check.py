@@ -215,7 +215,7 @@ def deep_check(manifest: Manifest | None, file: TensorFile, *, on_bytes: OnBytes
     findings = []
     for name in natural_order(file.specs):
         findings += _check_tensor(manifest, file, file.specs[name], done)
-        if isinstance(file, NativeTensors) and (damaged := file.damaged_parts(name)):
+        if damaged := file.damaged_parts(name):
             message = f"its {' and '.join(damaged)}: other bytes than were written; copy or write the file again"
             findings.append(Finding("checksum", name, message))
         done(left[name], name)

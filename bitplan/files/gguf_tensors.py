@@ -72,6 +72,13 @@ class GGUFTensors(TensorFile):
     def files(self) -> list[Path]:
         return self.file.parts
 
+    @property
+    def has_checksums(self) -> bool:
+        return self.file.checksums.keys() >= self.specs.keys()
+
+    def damaged_parts(self, name: str) -> list[str]:
+        return ["data"] if self.file.is_damaged(self.spec(name).name) else []
+
     def close(self) -> None:
         self.file.close()
 
@@ -118,7 +125,7 @@ class GGUF(Container):
         if "general.file_type" in values:
             values = file_metadata(values, promises)
         entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in promises]
-        with write_gguf(path, entries, values) as payloads:
+        with write_gguf(path, entries, values, checksums=True) as payloads:
             yield GGUFTensorWriter(payloads)
 
     def check_source(self, source: TensorFile, output: Path) -> None:

@@ -42,6 +42,13 @@ class PolyTensors(TensorFile):
         self.spec(name)
         return self.network.tensors[name]
 
+    @property
+    def has_checksums(self) -> bool:
+        return self.network.has_checksums
+
+    def damaged_parts(self, name: str) -> list[str]:
+        return ["weights"] if name in self.network.damaged else []
+
     def close(self) -> None:
         """Nothing is held open: the document was read whole."""
 

@@ -107,13 +107,6 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
-    checksums: dict[str, int]  # of every tensor, or of none
-
-    def is_damaged(self, name: str) -> bool:
-        """Whether a tensor's bytes are not those that were written; False where the file has no checksums."""
-        entry = self._entry(name)
-        wanted = self.checksums.get(name)
-        return wanted is not None and self._checksum(f"tensor {name!r}", entry.start, entry.nbytes) != wanted
 
     def read(self, name: str) -> torch.Tensor:
         """A fresh tensor that owns its memory."""
@@ -245,10 +238,8 @@ def write_safetensors(
         writer = PayloadWriter(file, path, placed, size, header, checksums)
         yield writer
         writer.finish()
-        if writer.checksums is not None:
-            digits = "".join(f"{checksum:08x}" for checksum in writer.checksums.values())
-            key = f'"{CHECKSUMS}":"'.encode()  # within a name or another value its quotes would be escaped
-            writer.fill(key + b"0" * len(digits), key + digits.encode())
+        if checksums:
+            writer.fill_checksums(f'"{CHECKSUMS}":"'.encode())  # elsewhere its quotes would be escaped
 
 
 def _build_header(
@@ -375,7 +366,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         source = _find_in_folder(folder)
     if source.name.endswith(".bin.index.json"):
         raise FileFormatError(f"{source}: names files of which each {_PICKLE}")
-    weight_map = _read_index(source) if source.name.endswith(".json") else None
+    weight_map = read_index(source) if source.name.endswith(".json") else None
     shards = [source] if weight_map is None else sorted({source.parent / shard for shard in weight_map.values()})
     if folder is not None:
         taken = {source, *shards}
@@ -410,7 +401,7 @@ def _find_in_folder(folder: Path) -> Path:
     """As transformers does: model.safetensors, else its index; without these, the only index or file."""
     names = _weight_files(folder)
     whole, index = "model.safetensors", f"model{INDEX_SUFFIX}"
-    if whole in names and not (index in names and whole in _read_index(folder / index).values()):
+    if whole in names and not (index in names and whole in read_index(folder / index).values()):
         return folder / whole
     if index in names:
         return folder / index
@@ -428,7 +419,7 @@ def _find_in_folder(folder: Path) -> Path:
     raise FileFormatError(f"{folder}: has neither a .safetensors file nor an index (*{INDEX_SUFFIX})")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
     """The weight map of an index: tensor name to the shard's name within the same folder."""
     check_input(path)
     reader = Reader(str(path), FileFormatError, strict=False)

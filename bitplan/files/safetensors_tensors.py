@@ -84,8 +84,11 @@ class NativeTensors(TensorFile):
         parts = {part: self._checkpoint.read(part_name(name, part)) for part in fmt.part_layouts(shape)}
         return Encoded(fmt, shape, **parts)
 
+    @property
+    def has_checksums(self) -> bool:
+        return all(file.checksums.keys() == file.tensors.keys() for file in self._checkpoint.files)
+
     def damaged_parts(self, name: str) -> list[str]:
-        """Parts of a tensor whose bytes are not those that were written; none where the file has no checksums."""
         parts = self.formats[name][0].part_layouts(self.formats[name][1]) if name in self.formats else ("data",)
         return [part for part in parts if self._checkpoint.is_damaged(part_name(name, part))]
 

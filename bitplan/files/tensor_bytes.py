@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Generic, Protocol, TypeVar
 
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, check_input, on_failure, require_unchanged, stamps_of
@@ -27,7 +27,18 @@ if TYPE_CHECKING:
 
     Data = torch.Tensor | bytes | bytearray | memoryview
 
-Entry = TypeVar("Entry")
+
+class Placed(Protocol):
+    """A tensor's entry in a header: `start` is an offset from the beginning of the file."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Entry = TypeVar("Entry", bound=Placed)
 CHECKSUM_PIECE = 2**24
 MOST_OPEN = 256  # shards or parts of one checkpoint; systems allow a process as few as 1024 files
 
@@ -36,6 +47,7 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
     """A file open for reading; its whole header is checked first."""
 
     tensors: Mapping[str, Entry]
+    checksums: Mapping[str, int]  # of every tensor, or of none
 
     def __init__(self, path: str | Path, *, stays_open: bool = True) -> None:
         """Among more files than a process may have open (see `MOST_OPEN`), each is opened for every read alone."""
@@ -57,6 +69,12 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
     def close(self) -> None:
         self._is_closed = True
         self._file.close()
+
+    def is_damaged(self, name: str) -> bool:
+        """Whether a tensor's bytes are not those that were written; False where the file has no checksums."""
+        entry = self._entry(name)
+        wanted = self.checksums.get(name)
+        return wanted is not None and self._checksum(f"tensor {name!r}", entry.start, entry.nbytes) != wanted
 
     def _entry(self, name: str) -> Entry:
         if name not in self.tensors:
@@ -199,6 +217,11 @@ class PayloadWriter:
         assert len(placeholder) == len(value)
         self._file.seek(self._header.index(placeholder))
         self._file.write(value)
+
+    def fill_checksums(self, before: bytes) -> None:
+        """Put the checksums of all payloads where the header has zeros for them behind these bytes."""
+        digits = "".join(f"{checksum:08x}" for checksum in (self.checksums or {}).values())
+        self.fill(before + b"0" * len(digits), before + digits.encode())
 
     def finish(self) -> None:
         """Check that every promised byte was written."""

@@ -103,6 +103,15 @@ class TensorFile(Closing, ABC):
             "quantized, or write the checkpoint in bfloat16 with the program that made it"
         )
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the file says of every tensor what its bytes must be, as those do that bitplan writes."""
+        return False
+
+    def damaged_parts(self, name: str) -> list[str]:
+        """Parts of a tensor whose bytes are not those that were written; none where the file has no checksums."""
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Release the file; reading after this is an error."""
