@@ -11,9 +11,9 @@ header order without gaps: llama.cpp demands the same. Source: ggml's docs/gguf.
 torch's (slowest first). Metadata keeps its types, so that writing what was read gives the same
 bytes (only a signalling NaN in it would come back quiet).
 
-Files that bitplan writes say in `bitplan.crc32` what the bytes of every tensor must be: 8 hexadecimal digits of the list
-of tensors, then 8 for each of them. Other programs copy metadata into files of other tensors; by the first digits such a
-file has no checksums.
+Files that bitplan writes say in `bitplan.crc32` what the bytes of every tensor must be: 8 hexadecimal digits of the
+list of tensors, then 8 for each of them. Other programs copy metadata into files of other tensors; by the first digits
+such a file has no checksums.
 
 Values of GGUF's metadata. A long array stays as bytes of the file; its items are made when needed.
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from gguf import GGMLQuantizationType as Type, GGUFValueType
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType
 
 from bitplan.base.errors import FileFormatError
 from bitplan.files import packed_rows
