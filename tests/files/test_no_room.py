@@ -46,7 +46,7 @@ WRITERS = {
     "model.gguf": lambda source, out: export_model(source / "llama", out, "gguf", "q8_0_gguf", force=True),
     "oss.gguf": lambda source, out: convert_gpt_oss(source / "gpt-oss", out, to="gguf", force=True),
     "oss.safetensors": lambda source, out: convert_gpt_oss(source / "gpt-oss", out, to="hf", force=True),
-    "model.safetensors": lambda source, out: save_model(torch.nn.Linear(100, 100), out),
+    "model.safetensors": lambda _, out: save_model(torch.nn.Linear(100, 100), out),
 }
 
 
