@@ -36,7 +36,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import atomic_file
-from bitplan.files.tensor_bytes import ContainerFile, Payload, PayloadWriter, parse_checksums
+from bitplan.files.tensor_bytes import ContainerFile, Payload, PayloadWriter, TensorSpec, parse_checksums
 from bitplan.formats.dtypes import torch_dtype
 
 if TYPE_CHECKING:
@@ -141,14 +141,10 @@ _PLAIN_DTYPES = {
 
 
 @dataclass(frozen=True)
-class GGUFTensor:
-    """Where one tensor lies in its file: `start` is an offset from the beginning of the file."""
+class GGUFTensor(TensorSpec):
+    """A tensor of a GGUF file; its `format` is a dtype, or the name of a type made of blocks."""
 
-    name: str
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
+    type: GGMLQuantizationType = GGMLQuantizationType.F32
 
     @property
     def raw_shape(self) -> tuple[int, ...]:
@@ -227,7 +223,9 @@ class GGUFFile(ContainerFile[GGUFTensor]):
             if offset != expected:
                 fault = "overlaps the tensor before it" if offset < expected else "leaves a hole before it"
                 raise FileFormatError(f"{where} {fault}: offset {offset}, expected {expected}")
-            tensors[name] = GGUFTensor(name, kind, shape, first + offset, nbytes)
+            plain = _PLAIN_DTYPES.get(kind)
+            held = {"format": plain or kind.name, "nbytes": nbytes, "start": first + offset, "type": kind}
+            tensors[name] = GGUFTensor(name, shape, plain or "float32", **held)
             end = offset + nbytes
         if self._size > first + end + -end % self.alignment:
             raise FileFormatError(

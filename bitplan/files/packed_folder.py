@@ -179,7 +179,7 @@ def plan_findings(plan: Plan, file: TensorFile) -> list[Finding]:
     for name in names & set(plan):
         spec, entry = file.spec(name), plan.entries[name]
         wanted = entry.stored or entry.choice.format
-        held = spec.format if spec.encoded else spec.dtype_name
+        held = spec.held
         if entry.shape is not None and tuple(entry.shape) != spec.shape:
             findings.append(Finding("plan", name, f"the plan has shape {entry.shape}, the file {spec.shape}"))
         elif (spec.encoded or not get_format(entry.choice.format).is_cast) and wanted != held:

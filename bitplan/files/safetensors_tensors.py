@@ -105,10 +105,10 @@ class NativeTensors(TensorFile):
                     raise FileFormatError(f"{self.path}: {name!r} is {fmt.name}, but its part {part!r} is missing")
                 if entry.shape == _shape_in_file(fmt, shape, part, part_shape):  # earlier files have the part's own
                     entry = self._checkpoint.reshape(entry.name, part_shape)
-                if entry.dtype_name != dtype or entry.shape != part_shape:
+                if entry.dtype != dtype or entry.shape != part_shape:
                     raise FileFormatError(
                         f"{self.path}: {name!r} is {fmt.name} of shape {shape}, so {entry.name!r} must be "
-                        f"{dtype} {part_shape}, got {entry.dtype_name} {entry.shape}"
+                        f"{dtype} {part_shape}, got {entry.dtype} {entry.shape}"
                     )
                 hidden.add(entry.name)
         specs = {}
@@ -121,9 +121,10 @@ class NativeTensors(TensorFile):
                 )
             if name in self.formats:
                 fmt, shape = self.formats[name]
-                specs[name] = TensorSpec(name, fmt.name, shape, fmt.nbytes(shape), "float32", encoded=True)
+                nbytes = fmt.nbytes(shape)
+                specs[name] = TensorSpec(name, shape, "float32", format=fmt.name, nbytes=nbytes, encoded=True)
             elif name not in hidden:
-                specs[name] = TensorSpec(name, entry.dtype_name, entry.shape, entry.nbytes, entry.dtype_name, False)
+                specs[name] = entry
         return dict(sorted(specs.items()))
 
     def _check_ties(self) -> None:

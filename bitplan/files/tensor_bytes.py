@@ -17,10 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, check_input, on_failure, require_unchanged, stamps_of
+from bitplan.formats.dtypes import torch_dtype
+from bitplan.plan.structure.model_view import TensorRecord
 
 if TYPE_CHECKING:
     import torch
@@ -28,17 +30,32 @@ if TYPE_CHECKING:
     Data = torch.Tensor | bytes | bytearray | memoryview
 
 
-class Placed(Protocol):
-    """A tensor's entry in a header: `start` is an offset from the beginning of the file."""
+@dataclass(frozen=True)
+class TensorSpec(TensorRecord):
+    """A tensor of a file: bitplan's record of it, and where its bytes lie.
+
+    dtype     the type of its numbers; float32 for a packed tensor
+    format    one of ours, or the dtype, or `gguf:TYPE`, `gptq:TYPE` and so on for types that come decoded
+    encoded   it comes as an Encoded
+    start     an offset from the beginning of its file, where it lies in one piece
+    """
+
+    format: str = ""
+    nbytes: int = 0
+    encoded: bool = False
+    start: int = 0
 
     @property
-    def start(self) -> int: ...
+    def torch_dtype(self) -> torch.dtype:
+        return torch_dtype(self.dtype)
 
     @property
-    def nbytes(self) -> int: ...
+    def held(self) -> str:
+        """What a plan calls the bytes: the format of a packed tensor, else the type of its numbers."""
+        return self.format if self.encoded else self.dtype
 
 
-Entry = TypeVar("Entry", bound=Placed)
+Entry = TypeVar("Entry", bound=TensorSpec)
 CHECKSUM_PIECE = 2**24
 MOST_OPEN = 256  # shards or parts of one checkpoint; systems allow a process as few as 1024 files
 
