@@ -27,7 +27,7 @@ _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
 
 
 def _stored(spec: TensorSpec, shape: tuple[int, ...]) -> Stored:
-    return Stored(shape, spec.format if spec.encoded else spec.dtype_name, spec.encoded)
+    return Stored(shape, spec.held, spec.encoded)
 
 
 def is_gguf(path: str | Path) -> bool:

@@ -447,5 +447,5 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
             file.require_numbers(spec)
         if fmt is None and spec.encoded:  # a packed tensor that is left alone stays packed
             fmt = get_format(spec.format)
-        promises.append(Promise(name, options.transposed.get(name, spec.shape), fmt, spec.dtype))
+        promises.append(Promise(name, options.transposed.get(name, spec.shape), fmt, spec.torch_dtype))
     return promises

@@ -592,7 +592,6 @@ def test_force_replaces_the_model_and_keeps_all_else(tmp_path):
         (out / name).write_text("kept")
     (out / "checkpoint-500").mkdir()
     (out / "checkpoint-500" / "config.json").write_text("kept")
-    (out / "generation_config.json").write_text('{"eos_token_id": 7}')  # the other model's, as its chat templates are
     (out / "additional_chat_templates").mkdir()
     quantize_file(source, out, "int8", force=True)
     assert {path.name for path in out.iterdir()} == {
@@ -601,6 +600,25 @@ def test_force_replaces_the_model_and_keeps_all_else(tmp_path):
     }
     assert (out / "checkpoint-500" / "config.json").read_text() == (out / "notes.md").read_text() == "kept"
     open_tensors(out).close()
+
+
+def test_force_leaves_no_tokenizer_of_another_model_beside_a_model_without_one_and_loses_none(tmp_path, caplog):
+    source, out = model_folder(tmp_path / "in"), model_folder(tmp_path / "out")
+    (out / "model.safetensors").rename(out / "part-a.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors(), "part-a.safetensors")}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    theirs = {"tokenizer.json": "{}", "chat_template.jinja": "hi", "generation_config.json": "{}"}
+    for round_ in ("replaced", "replaced2"):
+        for name, text in theirs.items():
+            (out / name).write_text(text + round_)
+        caplog.clear()
+        quantize_file(source, out, "int8", force=True)
+        assert f"those of the model before are in {round_} there now" in caplog.text
+        assert {path.name: path.read_text() for path in (out / round_).iterdir()} == {
+            name: text + round_ for name, text in theirs.items()
+        }
+    written = {"config.json", "model.safetensors", "bitplan_plan.json"}
+    assert {path.name for path in out.iterdir()} == written | {"replaced", "replaced2"}
 
 
 def test_an_output_that_holds_the_source_is_refused(tmp_path):

@@ -84,7 +84,7 @@ class FolderSource:
         """A tensor that the output holds as plain numbers: in its own type, or cast."""
         spec = self.file.spec(name)
         cast = fmt if fmt is not None and fmt.is_cast else self.wide if is_quantized(spec) else None
-        dtype = spec.dtype if cast is None else cast.storage
+        dtype = spec.torch_dtype if cast is None else cast.storage
         return OutputLayer((name,), cast, reason, (Promise(name, spec.shape, None, dtype),))
 
     @property

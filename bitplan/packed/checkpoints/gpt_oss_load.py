@@ -273,8 +273,8 @@ def gpt_oss_findings(
 def _refuse_floats(headers: TensorFile) -> None:
     """Refuse experts as floats before the manifest, which knows packed experts only, asks for a rule for them."""
     for name, spec in headers.specs.items():
-        if name.endswith(FLOAT_EXPERTS) and spec.dtype.is_floating_point:
-            raise _floats(headers.path, name, spec.dtype)
+        if name.endswith(FLOAT_EXPERTS) and spec.torch_dtype.is_floating_point:
+            raise _floats(headers.path, name, spec.torch_dtype)
 
 
 def _floats(path: Path, name: str, dtype: torch.dtype) -> FileFormatError:

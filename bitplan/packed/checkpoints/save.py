@@ -88,7 +88,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
         for promise in promises:
             writer.write(promise.name, items.saved[promise.name].read())
 
-    write_packed_folder(path, contents, write, force=force)
+    write_packed_folder(path, contents, write, force=force, keeps_tokenizer=True)
 
 
 def adapt_to_transformers(model: nn.Module) -> None:
@@ -308,9 +308,8 @@ def save_gpt_oss(model: nn.Module, path: str | Path, *, force: bool, shard_bytes
         for promise in wanted:
             writer.write(promise.name, tensors[promise.name].to(promise.dtype))
 
-    write_packed_folder(
-        path, FolderContents(_shards(promises, {}, source, shard_bytes), config, None, beside), write, force=force
-    )
+    contents = FolderContents(_shards(promises, {}, source, shard_bytes), config, None, beside)
+    write_packed_folder(path, contents, write, force=force, keeps_tokenizer=True)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

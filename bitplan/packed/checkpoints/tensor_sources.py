@@ -240,7 +240,7 @@ def _shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
 
 def _packing_fault(recipe: TensorRecipe, file: TensorFile) -> str | None:
     specs: list[TensorSpec] = [file.spec(piece.name) for piece in recipe.pieces]
-    formats = {spec.format if spec.encoded else str(spec.dtype) for spec in specs}
+    formats = {spec.format if spec.encoded else str(spec.torch_dtype) for spec in specs}
     packed = [spec for spec in specs if spec.encoded and not get_format(spec.format).is_cast]
     target = recipe.targets[0]
     if not packed or recipe.is_one:
@@ -337,7 +337,7 @@ def remember(
         config_then=config_of(model),
         plan=plan,
         recipes=recipes,
-        dtypes={name: spec.dtype for name, spec in file.specs.items() if not spec.encoded},
+        dtypes={name: spec.torch_dtype for name, spec in file.specs.items() if not spec.encoded},
         shards=shards,
         metadata=metadata,
         tied=dict(file.tied),
