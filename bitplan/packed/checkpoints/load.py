@@ -363,8 +363,7 @@ def _check_room(where: str, needed: int, device: torch.device) -> None:
 
 def _refuse_bad_numbers(file: TensorFile) -> None:
     """The check of `bitplan check --deep`; its error names the first finding and counts the others."""
-    is_gpt_oss = isinstance(file, GptOssTensors)
-    findings = deep_check(file.rules, file.stored) if is_gpt_oss else deep_check(None, file)
+    findings = deep_check(file.rules, file.stored) if isinstance(file, GptOssTensors) else deep_check(None, file)
     if findings:
         first = findings[0]
         more = f" (and {counted(len(findings) - 1, 'more finding')})" if len(findings) > 1 else ""

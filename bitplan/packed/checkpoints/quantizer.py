@@ -140,8 +140,16 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
                 self._layers.__getitem__, values, biases, strategy="auto", cache=None, dtypes=self._dtypes
             )
             place_all(model, values, {}, layers)
-            sources = {"folder": self._folder, "config": self._config, "plan": self._plan}
-            finish(model, file, self._all, self._device, **sources, where=str(self._folder))
+            finish(
+                model,
+                file,
+                self._all,
+                self._device,
+                folder=self._folder,
+                config=self._config,
+                plan=self._plan,
+                where=str(self._folder),
+            )
         self._layers.clear()
         return model
 

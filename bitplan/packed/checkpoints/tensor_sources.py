@@ -331,15 +331,14 @@ def remember(
     """Note in a model what it must know of this open file."""
     shards: dict[str, tuple[str, ...]] = {}
     metadata: dict[str, Mapping[str, str]] = {}
-    is_gpt_oss = isinstance(file, GptOssTensors)
-    stored = file.stored if is_gpt_oss else file
+    stored = file.stored if isinstance(file, GptOssTensors) else file
     if isinstance(stored, NativeTensors):
         for shard in stored.shards:
             shard_name = stored.shard_name(shard).as_posix()
             shards[shard_name] = tuple(name for name in stored.specs if stored.shard_of(name) == shard)
             metadata[shard_name] = stored.metadata_of(shard)
     dtypes = {name: spec.dtype for name, spec in file.specs.items() if not spec.encoded}
-    if is_gpt_oss and file.kind != "hf":
+    if isinstance(file, GptOssTensors) and file.kind != "hf":
         dtypes = dict.fromkeys(dtypes, torch.bfloat16)  # the layout's own type
     source = LoadedFrom(
         folder=folder,
@@ -351,7 +350,7 @@ def remember(
         shards=shards,
         metadata=metadata,
         tied=dict(file.tied),
-        is_gpt_oss=is_gpt_oss,
+        is_gpt_oss=isinstance(file, GptOssTensors),
     )
     setattr(model, _ATTRIBUTE, source)
 
