@@ -23,7 +23,7 @@ from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.files import quantize_files as quantize
 from bitplan.files.packed_folder import FolderContents, cut_shards, packed_config, write_packed_folder
 from bitplan.files.tensor_file import Promise
-from bitplan.packed import read_tensors as read_packed
+from bitplan.packed.checkpoints.load import _check_room
 from bitplan.packed.layer_replacement import StackedExperts
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.quant_embedding import QuantEmbedding
@@ -461,7 +461,7 @@ def test_a_strategy_without_a_kernel_and_a_gpu_without_room_are_refused(packed, 
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     with pytest.raises(StoreError, match="packed: takes 123456 bytes, and cuda:0 has 1000 free; nothing was read"):
-        read_packed.check_room("packed", 123456, torch.device("cuda", 0))
+        _check_room("packed", 123456, torch.device("cuda", 0))
 
 
 def test_force_replaces_a_models_folder(packed, tmp_path):
