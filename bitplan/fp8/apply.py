@@ -66,7 +66,7 @@ from bitplan.fp8.policy.vocabulary import (
 )
 from bitplan.fp8.recipes import expert_recipes
 from bitplan.fp8.self_check import built_block, compare_blocks, make_of
-from bitplan.fp8.summary import AppliedFp8, Compared, Confirmed, LayerRow
+from bitplan.fp8.summary import AppliedFp8, Compared, Confirmed, LayerRow, unnumbered
 from bitplan.plan.names import listed
 
 log = logging.getLogger("bitplan")
@@ -244,6 +244,7 @@ def _apply(
         if trial.wanted:
             decided, confirmed = _confirm(model, sites, decided, plans, trial)
         notes += [f"{fault}. Norms and projections stay apart there" for fault in sites.run.faults]
+        notes += _mlps_apart(sites, decided)
         notes += _unmeasured(plans, decided)
     notes += put_decided(model, decided, sites.mlps)
     rows = tuple(LayerRow.of(each.site, each.choice) for each in decided)
@@ -308,6 +309,17 @@ def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> tup
     if choice and question.kind == NORM_KIND and site.norm is None:
         choice = replace(choice, reason=f"{choice.reason}; measured with its norm fused, which here stays apart")
     return choice, known
+
+
+def _mlps_apart(sites: Sites, decided: Sequence[LayerDecision]) -> list[str]:
+    """MLPs of FP8 layers whose activation is not computed in a cast, and why; blocks that are alike share a line."""
+    in_fp8 = {path for layer in decided if layer.choice for path in layer.site.modules}
+    notes: dict[str, None] = {}
+    for mlp in sites.mlps_apart:
+        if {*mlp.first, mlp.down} <= in_fp8:
+            between = f"between {' and '.join(mlp.first)} and {mlp.down}"
+            notes[unnumbered(f"the activation {between} stays apart: {mlp.why}")] = None
+    return list(notes)
 
 
 def _unmeasured(plans: Mapping[str, PartPlan], decided: Sequence[LayerDecision]) -> list[str]:

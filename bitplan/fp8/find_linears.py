@@ -29,7 +29,7 @@ from torch import nn
 from bitplan.base.errors import PlanError
 from bitplan.fp8.policy.policy import Question
 from bitplan.fp8.policy.vocabulary import Fp8Error
-from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
+from bitplan.fp8.recorded_wiring import MlpApart, MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
@@ -81,11 +81,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Sites:
-    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined; what was run."""
+    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined, and those that
+    cannot; what was run."""
 
     sites: tuple[Site, ...]
     left: tuple[str, ...]
     mlps: tuple[MlpWiring, ...] = ()
+    mlps_apart: tuple[MlpApart, ...] = ()
     run: RecordedRun = field(default_factory=RecordedRun)
 
     def block_of(self, path: str) -> str:
@@ -144,8 +146,13 @@ class _Finder:
             elif path in linears and path not in left and path == members[0]:
                 sites.append(self._dense(members))
         mlps = [mlp.under(prefix) for prefix, wiring in self.wirings.items() for mlp in wiring.mlps]
+        apart = [
+            MlpApart(tuple(prefix + path for path in mlp.first), prefix + mlp.down, mlp.why)
+            for prefix, wiring in self.wirings.items()
+            for mlp in wiring.mlps_apart
+        ]
         shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())
-        return Sites(tuple(sites), shown, tuple(mlps), self.run)
+        return Sites(tuple(sites), shown, tuple(mlps), tuple(apart), self.run)
 
     def _check_patterns(self, paths: list[str]) -> None:
         for what, patterns in (("include", self.include), ("exclude", self.exclude)):
@@ -241,7 +248,7 @@ class _Finder:
         if self._obstacle(paths) is not None or not all(isinstance(one, nn.Linear) for one in linears):
             return False
         kinds = {
-            (getattr(one, "bias", None) is None, weight.dtype, weight.device, weight.requires_grad)
+            (weight.dtype, weight.device, weight.requires_grad)
             for one in linears
             if (weight := one.get_parameter("weight")) is not None
         }

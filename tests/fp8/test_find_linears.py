@@ -340,10 +340,10 @@ def test_tied_weights_are_not_replaced():
 
 def test_projections_that_differ_are_not_joined():
     model = Titan()
-    model.layers["0"].feed_forward.w3 = nn.Linear(32, 64, bias=True)
+    model.layers["0"].feed_forward.w3 = nn.Linear(32, 64, bias=True)  # a bias of its own is added to its part
     model.layers["1"].feed_forward.w3.requires_grad_(False)
     paths = [site.path for site in find_sites(model).sites]
-    assert {f"layers.{block}.feed_forward.{name}" for block in (0, 1) for name in ("w1", "w3")} <= set(paths)
+    assert {"layers.0.feed_forward.w1+w3", "layers.1.feed_forward.w1", "layers.1.feed_forward.w3"} <= set(paths)
 
 
 def test_parts_and_experts():
