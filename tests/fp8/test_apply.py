@@ -29,7 +29,7 @@ from bitplan.fp8.policy.vocabulary import (
 )
 from tests.crosses import few
 from tests.fp8.policy.fp8_samples import H200, report, series
-from tests.fp8.test_find_linears import DEEPSEEK, MOE, SMALL
+from tests.fp8.test_find_linears import DEEPSEEK, MOE, SMALL, VisionLanguage
 
 LAYERS = {
     "qkv": ("layernorm_column", (256, 128)),
@@ -644,7 +644,8 @@ def test_a_vlm_has_a_policy_for_each_part(tmp_path):
             gate, up = self.fc1(x).chunk(2, -1)
             return self.fc2(nn.functional.silu(gate) * up)
 
-    model = nn.ModuleDict({"visual": nn.ModuleList([Mlp()]), "text": nn.ModuleList([Mlp()])})
+    model = nn.ModuleDict({"image": nn.ModuleList([Mlp()]), "text": nn.ModuleList([Mlp()])})
+    model.config, model["image"].config = VisionLanguage(), VisionLanguage.vision_config
     applied = apply_fp8_config(model, path, emulate=True)
     assert [(row.part, row.name, row.precision, row.tokens) for row in applied.rows] == [
         ("vit", "fc1", "fp8", 64),  # estimated: it has more work than fc2, which wins

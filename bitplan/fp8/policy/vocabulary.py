@@ -22,14 +22,6 @@ DENSE_KINDS = (NORM_KIND, "column", "row", "duplicated")
 GROUPED_KINDS = ("column_grouped", "row_grouped")
 KINDS = (*DENSE_KINDS, *GROUPED_KINDS)
 PROMOTED = {"column": "column_grouped", "layernorm_column": "column_grouped", "row": "row_grouped"}
-KIND_OF_CLASS = {
-    "TELayerNormColumnParallelLinear": "layernorm_column",
-    "TEColumnParallelLinear": "column",
-    "TERowParallelLinear": "row",
-    "TEColumnParallelGroupedLinear": "column_grouped",
-    "TERowParallelGroupedLinear": "row_grouped",
-    "TELinear": "duplicated",
-}
 # LoongForge's order, in which policies are written; then MLA's names, which LoongForge leaves out.
 UB_NAMES = ("qkv", "proj", "fc1", "fc2", "q_down_proj", "kv_down_proj", "q_proj", "q_up_proj", "kv_up_proj")
 PARTS = ("llm", "vit")
