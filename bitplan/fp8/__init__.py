@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     )
     from bitplan.fp8.policy.merge import merge_reports as merge_reports, to_thresholds as to_thresholds
     from bitplan.fp8.policy.model_parts import model_parts as model_parts
-    from bitplan.fp8.policy.policy import load_policy as load_policy, should_use_fp8 as should_use_fp8
+    from bitplan.fp8.policy.policy import should_use_fp8 as should_use_fp8
+    from bitplan.fp8.policy.rules import load_policy as load_policy
     from bitplan.fp8.policy.report import Fingerprint as Fingerprint, Report as Report, Row as Row
     from bitplan.fp8.policy.vocabulary import Fp8Error as Fp8Error
 

@@ -51,9 +51,9 @@ from bitplan.fp8.find_linears import Site, Sites, find_sites
 from bitplan.fp8.layer_settings import AmaxEps, Fp8Recipe, fp8_obstacle
 from bitplan.fp8.loongforge.model_yaml import Fp8Options, find_policy, open_yaml_model
 from bitplan.fp8.policy.choice import Fp8Choice, choose_products
-from bitplan.fp8.policy.policy import Policy, Question, asked_by_shape, load_policy
+from bitplan.fp8.policy.policy import Question, asked_by_shape
 from bitplan.fp8.policy.report import TIMINGS
-from bitplan.fp8.policy.token_ranges import BandPolicy
+from bitplan.fp8.policy.rules import Policy, load_policy
 from bitplan.fp8.policy.vocabulary import (
     DEFAULT_RECIPE,
     NORM_KIND,
@@ -261,15 +261,12 @@ def _lacking(device: torch.device, emulate: bool) -> str | None:
 def _notes(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
     """Refuse a policy of another GPU; list other differences from the machine that it was measured on."""
     notes: dict[str, None] = {}
-    for plan in plans:
-        if isinstance(plan.policy, BandPolicy):
-            if device.type == "cpu":
-                notes[f"emulated on the CPU; the policy is of {plan.policy.fingerprint.gpu}"] = None
-                continue
-            differences = plan.policy.require_same_gpu(fingerprint_of(device))
-            notes |= dict.fromkeys(f"{plan.policy.where}: {each}" for each in differences)
-        elif plan.policy is not None:
-            notes[f"{plan.policy.where}: version 1 does not say on which GPU it was measured"] = None
+    for policy in (plan.policy for plan in plans if plan.policy is not None):
+        if device.type == "cpu" and policy.fingerprint is not None:
+            notes[f"emulated on the CPU; the policy is of {policy.fingerprint.gpu}"] = None
+        else:
+            differences = policy.require_same_gpu(fingerprint_of(device))
+            notes |= dict.fromkeys(f"{policy.where}: {difference}" for difference in differences)
     return list(notes)
 
 
@@ -326,7 +323,7 @@ def _unmeasured(plans: Mapping[str, PartPlan], decided: Sequence[LayerDecision])
     """The shapes that a policy has never measured, with the command that measures them."""
     notes: dict[str, None] = {}
     for part, plan in plans.items():
-        if not isinstance(plan.policy, BandPolicy):
+        if plan.policy is None or plan.policy.version == 1:
             continue
         known = {rule.shape for rule in plan.policy.rules if rule.part == part}
         sites = [each.site for each in decided if each.site.part == part and not each.site.is_grouped]

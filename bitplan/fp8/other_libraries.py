@@ -24,7 +24,8 @@ from torch import nn
 
 from bitplan.fp8.find_linears import find_sites
 from bitplan.fp8.policy.choice import Fp8Choice, choose_products
-from bitplan.fp8.policy.policy import Policy, Question, asked_by_shape
+from bitplan.fp8.policy.policy import Question, asked_by_shape
+from bitplan.fp8.policy.rules import Policy
 from bitplan.fp8.policy.vocabulary import GROUPED_KINDS, Fp8Error, promote, shape_obstacle
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise")

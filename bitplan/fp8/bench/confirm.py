@@ -58,7 +58,7 @@ from bitplan.fp8.find_linears import find_sites
 from bitplan.fp8.layers.grouped_linear import cast_dropper
 from bitplan.fp8.policy.layers import Attention, ModelPart, Parallel, local_layers
 from bitplan.fp8.policy.model_parts import ConfigObject, model_parts
-from bitplan.fp8.policy.token_ranges import speedup_interval
+from bitplan.fp8.policy.speedup_interval import speedup_interval
 from bitplan.fp8.policy.vocabulary import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error, ModelConfigError
 from bitplan.fp8.summary import Confirmed
 

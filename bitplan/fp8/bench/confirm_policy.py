@@ -21,8 +21,7 @@ from bitplan.fp8.bench.confirm import SmallModel
 from bitplan.fp8.bench.report_log import fingerprint_of
 from bitplan.fp8.find_linears import block_of
 from bitplan.fp8.layer_settings import Fp8Recipe, Fp8UnavailableError, require_fp8
-from bitplan.fp8.policy.policy import Policy
-from bitplan.fp8.policy.token_ranges import BandPolicy
+from bitplan.fp8.policy.rules import Policy
 from bitplan.fp8.policy.vocabulary import UNMEASURED, Fp8Error, is_count
 from bitplan.fp8.summary import AppliedFp8, Confirmed, LayerRow
 
@@ -108,7 +107,7 @@ def require_device(name: str, policy: Policy, recipe: str | None = None) -> torc
         )
     device = torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
     require_fp8(device, () if recipe is None else (recipe,))
-    if device.type == "cuda" and isinstance(policy, BandPolicy):
+    if device.type == "cuda":
         policy.require_same_gpu(fingerprint_of(device))
     return device
 

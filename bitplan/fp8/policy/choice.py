@@ -52,9 +52,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from bitplan.fp8.policy.policy import Fp8Decision, Policy, Question, alike_rules, decide, matching_rules
-from bitplan.fp8.policy.thresholds import ThresholdPolicy
-from bitplan.fp8.policy.token_ranges import BandPolicy, BandRule, Point
+from bitplan.fp8.policy.policy import Fp8Decision, Question, alike_rules, decide, matching_rules
+from bitplan.fp8.policy.rules import Point, Policy, Rule
 from bitplan.fp8.policy.vocabulary import (
     DEFAULT_RECIPE,
     GEMMS,
@@ -84,7 +83,7 @@ class SpeedupEstimate:
     reason: str
 
 
-def estimate_speedup(policy: BandPolicy, question: Question) -> SpeedupEstimate | None:
+def estimate_speedup(policy: Policy, question: Question) -> SpeedupEstimate | None:
     """The estimate for a layer with a shape, or None where neighbours are missing."""
     tokens, shape = question.tokens, question.shape
     if tokens is None or shape is None:
@@ -110,7 +109,7 @@ def estimate_speedup(policy: BandPolicy, question: Question) -> SpeedupEstimate 
     return SpeedupEstimate(best.speedup, best.low, reason)
 
 
-def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
+def _equal_counts(rule: Rule, question: Question) -> tuple[float, float]:
     """The two counts at which a rule's shape has the intensity, or the work, of the layer asked about, sorted.
 
     Experts share the tokens, so each has the intensity of its share.
@@ -125,7 +124,7 @@ def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
     return min(by_intensity, by_work), max(by_intensity, by_work)
 
 
-def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float, float]]]) -> SpeedupEstimate | None:
+def _easier_loss(policy: Policy, near: Iterable[tuple[Rule, tuple[float, float]]]) -> SpeedupEstimate | None:
     """The worst speedup of layers with at least as much work and intensity, if it is below the threshold."""
     estimates = [
         _at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens
@@ -137,7 +136,7 @@ def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float,
 # ---- one measured shape at any count ---------------------------------------------------------------------------------
 
 
-def _at(rule: BandRule, tokens: float) -> SpeedupEstimate | None:
+def _at(rule: Rule, tokens: float) -> SpeedupEstimate | None:
     """The least speedup of a rule's own shape at a count; None beside a count that was tried and failed."""
     points = rule.points
     index = bisect_left([point.tokens for point in points], tokens)
@@ -272,13 +271,13 @@ def choose_products(policy: Policy, question: Question, *, estimate: bool = True
 def _recipes(policy: Policy, question: Question, estimate: bool) -> Sequence[str | None]:
     if question.recipe is not None:
         return (question.recipe,)
-    if isinstance(policy, ThresholdPolicy):
-        return (DEFAULT_RECIPE,)  # version 1 names no recipe
+    if policy.version == 1:
+        return (DEFAULT_RECIPE,)  # it names no recipe
     recipes = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
     return [recipe for recipe in RECIPES if recipe in recipes] or (None,)
 
 
-def _rules_of(policy: BandPolicy, question: Question) -> list[BandRule]:
+def _rules_of(policy: Policy, question: Question) -> list[Rule]:
     """The rules of a layer, of the whole module and of each product."""
     return [rule for gemm in GEMMS for rule in matching_rules(policy, replace(question, gemm=gemm))]
 
@@ -291,7 +290,7 @@ def _none_of(choices: list[Fp8Choice]) -> Fp8Choice:
 
 def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
     """The choice under one recipe, and how far it holds."""
-    if isinstance(policy, ThresholdPolicy):
+    if policy.version == 1:
         return _by_threshold(policy, question)
     shapes = []
     if question.shape is None:  # all shapes measured under the key, by any recipe
@@ -303,7 +302,7 @@ def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) 
     return _bounded(policy, asked, choice, estimate, apart) if choice else choice
 
 
-def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Choice:
+def _by_threshold(policy: Policy, question: Question) -> Fp8Choice:
     whole = decide(policy, question)
     if not whole:
         return Fp8Choice((), question.recipe, whole.answer, whole.reason, whole.tokens)
@@ -337,7 +336,7 @@ def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:
 # ---- at one count ----------------------------------------------------------------------------------------------------
 
 
-def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
+def _at_count(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
     """The whole module, some of its products, or BF16."""
     whole = decide(policy, question)
     if estimate and not whole and whole.answer == UNMEASURED:
@@ -360,7 +359,7 @@ def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: boo
     return Fp8Choice((), recipe, whole.answer, reason, whole.tokens)
 
 
-def _estimated(policy: BandPolicy, question: Question, whole: Fp8Decision) -> Fp8Decision:
+def _estimated(policy: Policy, question: Question, whole: Fp8Decision) -> Fp8Decision:
     """The whole module by its estimate; single products are not estimated, because they gain too little."""
     guess = estimate_speedup(policy, question)
     if guess is None:
@@ -375,7 +374,7 @@ def _estimated(policy: BandPolicy, question: Question, whole: Fp8Decision) -> Fp
     return replace(whole, use_fp8=True, reason=reason, speedup=guess.speedup)
 
 
-def _winning_alone(policy: BandPolicy, question: Question) -> dict[str, Fp8Decision]:
+def _winning_alone(policy: Policy, question: Question) -> dict[str, Fp8Decision]:
     """The products that were measured apart and win."""
     asked = {gemm: replace(question, gemm=gemm) for gemm in PRODUCTS}
     decisions = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
@@ -404,11 +403,11 @@ def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Fp8Dec
 # ---- how far it holds ------------------------------------------------------------------------------------------------
 
 
-def _bounded(policy: BandPolicy, question: Question, choice: Fp8Choice, estimate: bool, apart: bool) -> Fp8Choice:
+def _bounded(policy: Policy, question: Question, choice: Fp8Choice, estimate: bool, apart: bool) -> Fp8Choice:
     """The choice with the counts between which it stays the same."""
     tokens = question.tokens or 1
     near = [rule for gemm in GEMMS for rule in alike_rules(policy, replace(question, gemm=gemm))]
-    rules = BandPolicy(near, policy.fingerprint, policy.speedup_threshold, policy.confidence, where=policy.where)
+    rules = Policy(near, policy.fingerprint, policy.speedup_threshold, policy.confidence, where=policy.where)
 
     def same(rows: int) -> bool:
         asked = replace(question, num_tokens=rows, moe_router_topk=1)  # rows are counted after topk
@@ -420,7 +419,7 @@ def _bounded(policy: BandPolicy, question: Question, choice: Fp8Choice, estimate
     return replace(choice, holds_from=low, holds_to=None if high == _ANY_COUNT else high)
 
 
-def _turning_counts(own: Iterable[BandRule], near: Iterable[BandRule]) -> set[int]:
+def _turning_counts(own: Iterable[Rule], near: Iterable[Rule]) -> set[int]:
     """Counts so close that between two of them a choice changes at most once.
 
     A choice changes at measured counts, at the end of estimates, and between these where an estimate crosses the

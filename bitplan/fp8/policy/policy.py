@@ -16,14 +16,11 @@ what a layer becomes: all three products in FP8, some of them, or none, with est
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from bitplan.base.documents import load_document, show
-from bitplan.fp8.policy.thresholds import ThresholdPolicy, check_kind
-from bitplan.fp8.policy.token_ranges import DOCUMENT, BandPolicy, BandRule, Point
+from bitplan.base.documents import show
+from bitplan.fp8.policy.rules import Point, Policy, Rule
 from bitplan.fp8.policy.vocabulary import (
     COUNT,
     DENSE_KINDS,
@@ -38,15 +35,11 @@ from bitplan.fp8.policy.vocabulary import (
     UNMEASURED,
     WIN,
     Fp8Error,
-    PolicyError,
-    PolicyVersionError,
+    check_kind,
     promote,
     shape_obstacle,
 )
 from bitplan.fp8.recipes import RECIPES
-
-Policy = ThresholdPolicy | BandPolicy
-_READERS: dict[int, Callable[..., Policy]] = {1: ThresholdPolicy.from_document, 2: BandPolicy.from_document}
 
 
 @dataclass(frozen=True)
@@ -121,22 +114,6 @@ class Question:
         return f"{self.looked_up_kind}, {self.name or show(self.shape)}, tp {self.tp}"
 
 
-def load_policy(path: str | Path) -> Policy:
-    """A policy of version 1 or 2 from its file."""
-    return read_policy(load_document(path, PolicyError), where=str(path))
-
-
-def read_policy(document: Any, *, where: str = "policy") -> Policy:
-    """A policy of version 1 or 2; the version is checked first, since we cannot judge the keys of another version."""
-    if type(document) is not dict:
-        raise PolicyError(f"{where}: a policy must be an object, got {show(document)}")
-    version = document.get("version")
-    if type(version) is not int or version not in _READERS:
-        got = show(version) if "version" in document else "none"
-        raise PolicyVersionError(f"{where}: version must be 1 (LoongForge's) or 2 ({DOCUMENT!r}), got {got}")
-    return _READERS[version](document, where=where)
-
-
 def should_use_fp8(
     policy: Policy,
     kind: str,
@@ -185,12 +162,10 @@ def decide(policy: Policy, question: Question) -> Fp8Decision:
     missing = _missing(question)
     if missing:
         return _bf16(question, UNMEASURED, missing)
-    if isinstance(policy, ThresholdPolicy):
-        return _by_threshold(policy, question)
-    return _by_bands(policy, question)
+    return (_by_threshold if policy.version == 1 else _by_bands)(policy, question)
 
 
-def matching_rules(policy: Policy, question: Question) -> list[BandRule]:
+def matching_rules(policy: Policy, question: Question) -> list[Rule]:
     """The version 2 rules that decide a question."""
     name = None if question.looked_up_kind in GROUPED_KINDS else question.name
     return [
@@ -207,7 +182,7 @@ def asked_by_shape(policy: Policy, question: Question) -> Question:
     A rule of the same kind is taken first, then one that has a norm, or none, as the layer has. A shape that was never
     measured is asked about without a name, under a kind that was.
     """
-    if not isinstance(policy, BandPolicy) or question.looked_up_kind in GROUPED_KINDS:
+    if policy.version == 1 or question.looked_up_kind in GROUPED_KINDS:
         return question
     rules = [rule for rule in policy.rules if (rule.part, rule.tp) == (question.part, question.tp)]
     has_norm = question.kind == NORM_KIND
@@ -228,10 +203,8 @@ def asked_by_shape(policy: Policy, question: Question) -> Question:
     return replace(question, kind=kind, name=None)
 
 
-def alike_rules(policy: Policy, question: Question) -> list[BandRule]:
+def alike_rules(policy: Policy, question: Question) -> list[Rule]:
     """The version 2 rules of the kind, parallel size, recipe and product asked about, of any name and shape."""
-    if not isinstance(policy, BandPolicy):
-        return []
     kind = question.looked_up_kind
     size = (None, question.etp, question.num_gemms) if kind in GROUPED_KINDS else (question.tp, None, None)
     return [
@@ -270,7 +243,7 @@ def _bf16(question: Question, answer: str, reason: str, **more: Any) -> Fp8Decis
 # ---- version 1 -------------------------------------------------------------------------------------------------------
 
 
-def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Decision:
+def _by_threshold(policy: Policy, question: Question) -> Fp8Decision:
     kind, tokens = question.looked_up_kind, question.tokens or 0
     if question.gemm != MODULE:
         return _bf16(question, UNMEASURED, f"a version 1 policy knows whole modules, not {question.gemm}")
@@ -298,7 +271,7 @@ def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Decision:
 # ---- version 2 -------------------------------------------------------------------------------------------------------
 
 
-def _by_bands(policy: BandPolicy, question: Question) -> Fp8Decision:
+def _by_bands(policy: Policy, question: Question) -> Fp8Decision:
     rules = matching_rules(policy, question)
     if not rules:
         return _bf16(question, UNMEASURED, _why_no_rule(policy, question))
@@ -327,7 +300,7 @@ def _of_all_shapes(shapes: list[Fp8Decision]) -> Fp8Decision:
     return replace(chosen, reason=f"no shape was given, {len(shapes)} were measured and {why}: {chosen.reason}")
 
 
-def _at(rule: BandRule, question: Question) -> Fp8Decision:
+def _at(rule: Rule, question: Question) -> Fp8Decision:
     """The answer of one rule at this token count."""
     tokens = question.tokens or 0
     at = bisect_left([point.tokens for point in rule.points], tokens)
@@ -344,7 +317,7 @@ def _at(rule: BandRule, question: Question) -> Fp8Decision:
     return _said(rule, question, False, UNMEASURED, f"{reason}; only between two wins is FP8 assumed", None)
 
 
-def _outside(rule: BandRule, question: Question, nearest: Point | None) -> Fp8Decision:
+def _outside(rule: Rule, question: Question, nearest: Point | None) -> Fp8Decision:
     assert nearest is not None  # a rule has a point
     beyond = nearest is rule.points[-1] and (question.tokens or 0) > nearest.tokens
     side = "above the largest" if beyond else "below the smallest"
@@ -355,12 +328,12 @@ def _outside(rule: BandRule, question: Question, nearest: Point | None) -> Fp8De
 
 
 def _said(
-    rule: BandRule, question: Question, use_fp8: bool, answer: str, reason: str, speedup: float | None
+    rule: Rule, question: Question, use_fp8: bool, answer: str, reason: str, speedup: float | None
 ) -> Fp8Decision:
     return Fp8Decision(use_fp8, answer, reason, rule.kind, question.tokens, rule.gemm, rule.recipe, speedup)
 
 
-def _why_no_rule(policy: BandPolicy, question: Question) -> str:
+def _why_no_rule(policy: Policy, question: Question) -> str:
     """Why nothing was measured: the first condition that leaves no rule, and the values that were measured."""
     kind = question.looked_up_kind
     grouped = kind in GROUPED_KINDS

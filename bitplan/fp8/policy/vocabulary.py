@@ -14,7 +14,7 @@ They are LoongForge's, and every module of adaptive FP8 uses them:
 from __future__ import annotations
 
 from bitplan.base.documents import Kind, is_number, one_of
-from bitplan.base.errors import BitplanError, FileFormatError
+from bitplan.base.errors import BitplanError, FileFormatError, did_you_mean
 from bitplan.fp8.recipes import RECIPES
 
 NORM_KIND = "layernorm_column"
@@ -36,6 +36,7 @@ WIN, LOSE, UNDECIDED, UNMEASURED = "win", "lose", "undecided", "unmeasured"
 ANSWERS = (WIN, LOSE, UNDECIDED, UNMEASURED)
 
 
+SPEEDUP = Kind("a number above 0", lambda value: is_number(value) and value > 0)
 TIME_MS = Kind("a time from 1e-6 to 1e9 milliseconds", lambda value: is_number(value) and 1e-6 <= value <= 1e9)
 
 
@@ -69,6 +70,12 @@ class MergeError(Fp8Error):
 
 class ModelConfigError(Fp8Error, FileFormatError):
     """A model configuration that does not determine the layers, or cannot be divided as asked."""
+
+
+def check_kind(kind: object, where: str, error: type[Fp8Error] = PolicyKindError) -> None:
+    if kind not in KINDS:
+        hint = did_you_mean(kind[:80], KINDS) if isinstance(kind, str) else ""
+        raise error(f"{where}: unknown module kind {repr(kind)[:80]}; the kinds are {', '.join(KINDS)}{hint}")
 
 
 def is_count(value: object) -> bool:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from bitplan.base.records import parse_json
 from bitplan.fp8.policy.choice import APART_MARGIN, choose_products
 from bitplan.fp8.policy.merge import merge_reports
-from bitplan.fp8.policy.policy import Question, decide, read_policy
+from bitplan.fp8.policy.policy import Question, decide
+from bitplan.fp8.policy.rules import read_policy
 from bitplan.fp8.policy.vocabulary import PRODUCTS
 from tests.fp8.policy.fp8_policies import POLICIES, TOKENS, random_policy
 from tests.fp8.policy.fp8_samples import VERSION_1, experts, report, series
