@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from bitplan.fp8.decide import LayerDecision
 from bitplan.fp8.find_linears import Site
 from bitplan.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, join_rows, keep_names
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
@@ -222,28 +223,6 @@ def _build_experts(model: nn.Module, choices: Mapping[Site, Fp8Choice], recipe: 
 
 
 # ---- replacements ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerDecision:
-    """A layer and what it shall become; `joins` says whether it may be part of a joined MLP."""
-
-    site: Site
-    choice: Fp8Choice
-    recipe: Fp8Recipe
-    fp8_param: bool
-    joins: bool = True
-
-    def within(self, block: str) -> LayerDecision:
-        return replace(self, site=self.site.within(block))
-
-    def apart(self, why: str) -> LayerDecision:
-        """The same without the norm in front and without the activation behind."""
-        return replace(self, site=replace(self.site, norm=None, apart=why), joins=False)
-
-    def in_bf16(self, reason: str, answer: str) -> LayerDecision:
-        choice = replace(self.choice, products=(), answer=answer, reason=reason, speedup=None)
-        return replace(self, choice=choice)
 
 
 def put_decided(

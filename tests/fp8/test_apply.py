@@ -12,9 +12,10 @@ import transformers
 from torch import nn
 
 from bitplan.base.paired_timing import CpuStopwatch
-from bitplan.fp8 import apply as fp8_apply
 from bitplan.fp8 import build as replacements
+from bitplan.fp8 import decide as fp8_decide
 from bitplan.fp8.apply import apply_fp8, apply_fp8_config
+from bitplan.fp8.build import has_fp8
 from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.policy.layers import layers_of_shapes
@@ -259,13 +260,13 @@ def test_no_fp8_hardware_is_bf16_and_says_so():
 
 
 def test_a_policy_of_another_gpu_is_an_error(monkeypatch):
-    monkeypatch.setattr(fp8_apply, "_lacking", lambda *_: None)
-    monkeypatch.setattr(fp8_apply, "fingerprint_of", lambda _: fp8_apply.replace(H200, gpu="NVIDIA B200"))
-    plans = {"llm": fp8_apply.PartPlan(policy_of(**ALL), 100)}
+    monkeypatch.setattr(fp8_decide, "_lacking", lambda *_: None)
+    monkeypatch.setattr(fp8_decide, "fingerprint_of", lambda _: fp8_decide.replace(H200, gpu="NVIDIA B200"))
+    plans = {"llm": fp8_decide.PartPlan(policy_of(**ALL), 100)}
     with pytest.raises(FingerprintError, match="measured on 'NVIDIA H200', this is 'NVIDIA B200'"):
-        fp8_apply._notes(plans.values(), torch.device("cuda"))
-    monkeypatch.setattr(fp8_apply, "fingerprint_of", lambda _: fp8_apply.replace(H200, driver="590"))
-    assert fp8_apply._notes(plans.values(), torch.device("cuda")) == [
+        fp8_decide._differences(plans.values(), torch.device("cuda"))
+    monkeypatch.setattr(fp8_decide, "fingerprint_of", lambda _: fp8_decide.replace(H200, driver="590"))
+    assert fp8_decide._differences(plans.values(), torch.device("cuda")) == [
         "the merged reports: driver: measured with '580.82', now '590'"
     ]
 
@@ -375,7 +376,7 @@ def test_frozen_weights_stored_in_fp8_before_an_error_are_named(monkeypatch):
         apply_fp8(model, None, tokens=100, recipe="tensorwise", emulate=True, fp8_param=True)
     assert "self_attn.q_proj" in raised.value.__notes__[0]
     assert "load the model again" in raised.value.__notes__[0]
-    assert not fp8_apply.has_fp8(model)
+    assert not has_fp8(model)
     assert not any(one.requires_grad for one in model.parameters())
 
 

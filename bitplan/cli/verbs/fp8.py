@@ -446,7 +446,7 @@ def confirm_policy(
     """
     counts = _counts(tokens)
     from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
-    from bitplan.fp8.bench.confirm import plan_small_model
+    from bitplan.fp8.bench.confirm_policy import plan_small_model
     from bitplan.fp8.policy.rules import load_policy
 
     rules = load_policy(policy)

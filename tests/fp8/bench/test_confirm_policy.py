@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
-from bitplan.fp8.bench.confirm import SmallModel, plan_small_model
-from bitplan.fp8.bench.confirm_policy import BlockTiming, confirm_policy, require_device
+from bitplan.fp8.bench.confirm_policy import BlockTiming, SmallModel, confirm_policy, plan_small_model, require_device
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8UnavailableError
 from bitplan.fp8.policy.merge import to_thresholds
 from bitplan.fp8.policy.rules import Policy
