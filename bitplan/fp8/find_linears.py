@@ -32,15 +32,13 @@ from torch import nn
 
 from bitplan.base.errors import PlanError
 from bitplan.fp8.policy.policy import Question
-from bitplan.fp8.policy.vocabulary import Fp8Error
+from bitplan.fp8.policy.vocabulary import Fp8Error, name_of_role
 from bitplan.fp8.recorded_wiring import MlpApart, MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
 from bitplan.plan.structure.model_view import ExpertsUse, LinearUse, ModelView
 
-_NAMES = dict.fromkeys(("query", "key", "value", "qkv", "key_value", "query_key", "query_value"), "qkv")
-_NAMES |= dict.fromkeys(("gate", "up", "gate_up"), "fc1") | {"attention_output": "proj", "down": "fc2"}
 _LEFT = {"head": "the output layer", "router": "a router"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BASE = "base_layer"
@@ -232,9 +230,7 @@ class _Finder:
     def _dense(self, paths: tuple[str, ...]) -> Site:
         linears = [self.modules[path] for path in paths]
         shape = (sum(features_of(each)[0] for each in linears), features_of(linears[0])[1])
-        name = _NAMES.get(self._role(paths[0]))
-        if name == "qkv" and len(paths) < 3 and self._role(paths[0]) != "qkv":
-            name = None  # a part of what policies know by that name
+        name = name_of_role(self._role(paths[0]), len(paths))
         norm = self._norm_before(paths)
         kind = "column" if name in ("qkv", "fc1") else "row"
         if norm is not None and norm.why is None:

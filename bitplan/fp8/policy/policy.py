@@ -68,7 +68,14 @@ class Fp8Decision:
 
 @dataclass(frozen=True)
 class Question:
-    """A question to a policy about one layer. `num_tokens` is counted before topk; see `should_use_fp8`."""
+    """A question to a policy about one layer.
+
+    `num_tokens` is sequence length x micro batch size; for experts (a grouped kind, or `is_expert`) it is multiplied by
+    `moe_router_topk`. Experts are looked up by `etp` and `num_gemms`, the experts on one GPU; others by `name` and
+    `tp`. `shape` (local out_features, in_features), `recipe`, `gemm` and `part` narrow a version 2 lookup: without a
+    shape all shapes under the key must win, without a recipe the best one is taken. `extrapolate` takes a win at the
+    largest measured count for larger counts too, and the reason says so.
+    """
 
     kind: str
     num_tokens: int | None
@@ -114,47 +121,9 @@ class Question:
         return f"{self.looked_up_kind}, {self.name or show(self.shape)}, tp {self.tp}"
 
 
-def should_use_fp8(
-    policy: Policy,
-    kind: str,
-    num_tokens: int | None,
-    *,
-    name: str | None = None,
-    tp: int = 1,
-    etp: int = 1,
-    num_gemms: int | None = None,
-    is_expert: bool = False,
-    moe_router_topk: int | None = None,
-    shape: tuple[int, int] | None = None,
-    recipe: str | None = None,
-    gemm: str = MODULE,
-    part: str = "llm",
-    extrapolate: bool = False,
-) -> Fp8Decision:
-    """FP8 or BF16 for one layer, with the reason.
-
-    `num_tokens` is sequence length x micro batch size; for experts (a grouped kind, or `is_expert`) it is multiplied by
-    `moe_router_topk`. Experts are looked up by `etp` and `num_gemms`, the experts on one GPU; others by `name` and
-    `tp`. `shape` (local out_features, in_features), `recipe`, `gemm` and `part` narrow a version 2 lookup: without a
-    shape all shapes under the key must win, without a recipe the best one is taken. `extrapolate` takes a win at the
-    largest measured count for larger counts too, and the reason says so. See `Question` for the defaults.
-    """
-    question = Question(
-        kind=kind,
-        num_tokens=num_tokens,
-        name=name,
-        tp=tp,
-        etp=etp,
-        num_gemms=num_gemms,
-        is_expert=is_expert,
-        moe_router_topk=moe_router_topk,
-        shape=shape,
-        recipe=recipe,
-        gemm=gemm,
-        part=part,
-        extrapolate=extrapolate,
-    )
-    return decide(policy, question)
+def should_use_fp8(policy: Policy, kind: str, num_tokens: int | None, **more: Any) -> Fp8Decision:
+    """FP8 or BF16 for one layer, with the reason; `more` are the other fields of `Question`."""
+    return decide(policy, Question(kind, num_tokens, **more))
 
 
 def decide(policy: Policy, question: Question) -> Fp8Decision:

@@ -24,6 +24,8 @@ KINDS = (*DENSE_KINDS, *GROUPED_KINDS)
 PROMOTED = {"column": "column_grouped", "layernorm_column": "column_grouped", "row": "row_grouped"}
 # LoongForge's order, in which policies are written; then MLA's names, which LoongForge leaves out.
 UB_NAMES = ("qkv", "proj", "fc1", "fc2", "q_down_proj", "kv_down_proj", "q_proj", "q_up_proj", "kv_up_proj")
+_NAME_OF_ROLE = dict.fromkeys(("query", "key", "value", "qkv", "key_value", "query_key", "query_value"), "qkv")
+_NAME_OF_ROLE |= dict.fromkeys(("gate", "up", "gate_up"), "fc1") | {"attention_output": "proj", "down": "fc2"}
 PARTS = ("llm", "vit")
 MODULE = "module"
 PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -114,6 +116,12 @@ def shape_obstacle(recipe: str, shape: tuple[int, int]) -> str | None:
         if size % multiple:
             return f"{what} {size} is not a multiple of {multiple}, which {recipe} needs"
     return None
+
+
+def name_of_role(role: str, projections: int = 1) -> str | None:
+    """The name by which policies of version 1 know a layer that was seen to be this; None for a part of one."""
+    name = _NAME_OF_ROLE.get(role)
+    return None if name == "qkv" and projections < 3 and role != "qkv" else name
 
 
 def name_rank(name: str) -> tuple[int, str]:
