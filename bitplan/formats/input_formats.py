@@ -22,13 +22,15 @@ finite afterwards: nothing is refused in the middle of a model. For gradients ro
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING
 
 from bitplan.base.errors import FormatError, did_you_mean
 from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 KEEP = "keep"
 INPUT_FORMATS = ("q8_0_gguf", "int8_row", "fp8_e4m3_row")
@@ -49,6 +51,8 @@ def input_format(name: str | None, where: str = "inputs") -> str | None:
 
 def round_input(x: Tensor, fmt: Format | str, dtype: torch.dtype | None = None) -> Tensor:
     """The numbers that x stands for after it is rounded, in `dtype`, or in its own type; the definition."""
+    from torch.nn import functional
+
     fmt = get_format(fmt)
     assert fmt.scales is not None
     width, size = x.shape[-1], fmt.block.cols or x.shape[-1]

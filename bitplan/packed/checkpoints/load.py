@@ -25,8 +25,9 @@ from bitplan.base.records import on_failure
 from bitplan.files.engines.gguf_source import GGUFModel, open_model
 from bitplan.files.gpt_oss import GptOssFile
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import CONFIG, check_plan, read_config, read_packed_plan
+from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, read_config, read_packed_plan
 from bitplan.files.schemes.tensors import SchemeTensors, scheme_of
+from bitplan.formats.input_formats import input_format
 from bitplan.packed.checkpoints import gpt_oss_load
 from bitplan.packed.checkpoints import gpt_oss_load as gpt_oss
 from bitplan.packed.checkpoints.build import empty_model, plain_types
@@ -59,6 +60,7 @@ from bitplan.packed.read_tensors import (
     refuse_bad_numbers,
     require_transformers,
 )
+from bitplan.packed.rounded_inputs import check_inputs, round_inputs
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.plan import Plan
 
@@ -72,6 +74,7 @@ def load_packed(
     check: Literal["headers", "deep"] = "headers",
     strategy: str = "auto",
     cache: TileCache | None = None,
+    inputs: str | None = None,
     manifest: ManifestLike = "gpt-oss",
 ) -> Loaded:
     """Load a folder of `bitplan quantize` or of another library, a GGUF file, packed weights, or a gpt-oss checkpoint.
@@ -82,11 +85,13 @@ def load_packed(
     check     "headers" checks names, shapes and formats first, scales and norms as they are read; "deep" first reads
               every tensor and refuses bad numbers, as `bitplan check --deep` does
     strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
+    inputs    the format that packed layers round their inputs to, or "keep"; None: what the folder says
     manifest  for a gpt-oss checkpoint: what the checkpoint must hold
     """
     started, place = time.perf_counter(), device_of(device)
     check_strategy(strategy, str(path))
     _check_arguments(path, model, dtype, check)
+    rounded = input_format(inputs, "load_packed")
     source = Path(path)
     if model is None:
         require_transformers(str(path))
@@ -94,6 +99,7 @@ def load_packed(
         require_transformers(str(path))
         with open_checked(source, manifest, deep=check == "deep") as checkpoint:
             target, values, peak = _load_gpt_oss(checkpoint, model, place, dtype, strategy=strategy, cache=cache)
+            check_inputs(target.named_modules(), rounded)
             report = _report(str(path), checkpoint.layout, checkpoint.files, place, values, started, peak)
         _remember_gpt_oss(target, source)
         return Loaded(target, report)
@@ -116,7 +122,10 @@ def load_packed(
         values = read_values(target, assignment, file, place, dtypes, may_round=dtype is not None)
         parameters = make_parameters(target, values)
         layers = make_layers(target.get_submodule, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
+        rounded = folder_inputs(config) if inputs is None else rounded
+        check_inputs(layers.items(), rounded)
         place_all(target, values, parameters, layers)
+        round_inputs(target, rounded)
         check_filled(target, str(path))
         target.to(place)  # buffers that a model of the user's computes itself
         if place.type in ("cuda", "cpu"):

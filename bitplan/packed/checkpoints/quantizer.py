@@ -29,6 +29,7 @@ from bitplan.files.packed_folder import (
     VERSION,
     check_packed_config,
     check_plan,
+    folder_inputs,
     read_config,
     read_packed_plan,
 )
@@ -44,15 +45,20 @@ from bitplan.packed.checkpoints.save import adapt_to_transformers
 from bitplan.packed.checkpoints.tensor_sources import Assignment, assign, remember
 from bitplan.packed.fused_projections import fuse_what_is_seen
 from bitplan.packed.read_tensors import check_filled, check_norms, check_room, device_of
+from bitplan.packed.rounded_inputs import round_inputs
 from bitplan.plan.plan import Plan
 
 
 class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a folder that bitplan packed."""
 
-    def __init__(self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", **_theirs: Any) -> None:
+    def __init__(
+        self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", inputs: str | None = None, **_theirs: Any
+    ) -> None:
         self.quant_method = QUANT_METHOD
         self.version, self.plan, self.plan_sha256 = version, plan, plan_sha256
+        if inputs is not None:
+            self.inputs = inputs
 
 
 class _Unfilled(nn.Module):
@@ -150,6 +156,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             )
             place_all(model, values, {}, layers)
             check_filled(model, str(self._folder))
+            round_inputs(model, folder_inputs(self._config))
             if self._device.type in ("cuda", "cpu"):
                 fuse_what_is_seen(model)
             remember(model, file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan)

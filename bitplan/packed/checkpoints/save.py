@@ -37,6 +37,7 @@ from bitplan.formats.dtypes import dtype_name
 from bitplan.packed.checkpoints.gpt_oss_load import GptOssPackedExperts
 from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, TensorRecipe, config_of, remembered
 from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.rounded_inputs import inputs_of
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.plan.structure.families import guess_role
@@ -79,7 +80,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
     config = _config(model, source)
     contents = FolderContents(
         shards,
-        None if config is None else packed_config(config, plan),
+        None if config is None else packed_config(config, plan, inputs_of(model)),
         plan,
         _beside(model, source),
     )
