@@ -37,11 +37,12 @@ from bitplan.files.engines.gguf_source import GGUFModel
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.models.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import CONFIG, check_plan, read_config, read_packed_plan
+from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, read_config, read_packed_plan
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dtypes import torch_dtype
+from bitplan.formats.input_formats import input_format
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors, holds_gpt_oss
 from bitplan.packed.checkpoints.save import adapt_to_transformers
 from bitplan.packed.checkpoints.tensor_sources import (
@@ -58,6 +59,7 @@ from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import INPUTS, check_strategy
 from bitplan.packed.read_tensors import ManifestLike, check_numbers, device_of
+from bitplan.packed.rounded_inputs import check_inputs, round_inputs
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
@@ -106,6 +108,7 @@ def load_packed(
     check: Literal["headers", "deep"] = "headers",
     strategy: str = "auto",
     cache: TileCache | None = None,
+    inputs: str | None = None,
     manifest: ManifestLike = "gpt-oss",
 ) -> Loaded:
     """Load a folder of `bitplan quantize` or of another library, a GGUF file, packed weights, or a gpt-oss checkpoint.
@@ -116,11 +119,13 @@ def load_packed(
     check     "headers" checks names, shapes and formats first, scales and norms as they are read; "deep" first reads
               every tensor and refuses bad numbers, as `bitplan check --deep` does
     strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
+    inputs    the format that packed layers round their inputs to, or "keep"; None: what the folder says
     manifest  for a gpt-oss checkpoint: what the checkpoint must hold
     """
     started, place, where = time.perf_counter(), device_of(device), str(path)
     check_strategy(strategy, where)
     _check_arguments(path, model, dtype, check)
+    rounded = input_format(inputs, "load_packed")
     source = Path(path)
     if model is None:
         require_transformers(where)
@@ -140,9 +145,12 @@ def load_packed(
         values = read_values(target, assignment, file, place, dtypes, may_round=dtype is not None)
         parameters = make_parameters(target, values)
         layers = make_layers(target.get_submodule, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
+        rounded = folder_inputs(config) if inputs is None else rounded
+        check_inputs(layers.items(), rounded)
         if model is not None and hasattr(target, "initialize_weights") and _is_on_meta(target):
             _compute_buffers(target, place)
         place_all(target, values, parameters, layers)
+        round_inputs(target, rounded)
         own_config = config if file.folder == source else None  # one that was made for a file is not kept
         folder = source if source.is_dir() else None
         finish(target, file, assignment, place, folder=folder, config=own_config, plan=plan, where=where)

@@ -30,6 +30,7 @@ from bitplan.files.packed_folder import (
     QUANT_METHOD,
     VERSION,
     check_packed_config,
+    folder_inputs,
     read_config,
     read_packed_plan,
 )
@@ -37,15 +38,20 @@ from bitplan.files.tensor_file import TensorFile
 from bitplan.packed.checkpoints.load import check_norms, decide, finish, make_layers, place_all, read_values
 from bitplan.packed.checkpoints.tensor_sources import Assignment
 from bitplan.packed.read_tensors import device_of
+from bitplan.packed.rounded_inputs import round_inputs
 from bitplan.plan.plan import Plan
 
 
 class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a folder that bitplan packed."""
 
-    def __init__(self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", **_theirs: Any) -> None:
+    def __init__(
+        self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", inputs: str | None = None, **_theirs: Any
+    ) -> None:
         self.quant_method = QUANT_METHOD
         self.version, self.plan, self.plan_sha256 = version, plan, plan_sha256
+        if inputs is not None:
+            self.inputs = inputs
 
 
 class _Unfilled(nn.Module):
@@ -140,6 +146,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
                 self._layers.__getitem__, values, biases, strategy="auto", cache=None, dtypes=self._dtypes
             )
             place_all(model, values, {}, layers)
+            round_inputs(model, folder_inputs(self._config))
             finish(
                 model,
                 file,
