@@ -396,12 +396,14 @@ class BlockStream:
 
     @alone
     def synchronize(self) -> None:
-        """Wait for updates that are under way, and raise errors of these or of earlier steps.
+        """Wait for updates and copies that are under way, and raise errors of these or of earlier steps.
 
-        The model's own Parameters are then the weights as they were trained: read them, or save the model.
+        The model's own Parameters are then the weights as they were trained: read them, or save the model. And
+        `stats.last` is of the last step: its copies, those made ahead for the next step too, are over.
         """
         if self.training is not None:
             self.training.finish()
+        self._loader.finish_copies()
         self._raise_failures(wait=True)
         self._upkeep.settle()
 
