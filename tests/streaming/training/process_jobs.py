@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitplan.streaming.selective.trainer_callbacks import lightning_callback, trainer_callback
 from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.training import processes
 from bitplan.streaming.training.adamw_settings import AdamWSettings
@@ -117,6 +119,63 @@ def train_with_ddp(rank: int, _count: int, *, max_norm: float | None = None) -> 
                 adamw.zero_grad()
         tensors = {**tensors_of(stream), **{name: one.detach().clone() for name, one in model.named_parameters()}}
         return {"tensors": tensors, "norms": norms}
+
+
+def train_with_hugging_face(rank: int, count: int, *, folder: str) -> Result:
+    """Hugging Face's Trainer as torchrun starts it: accumulation, clipping, decay, a checkpoint of divided moments."""
+    from transformers import Trainer, TrainingArguments
+
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    model, warned = Task(), warnings.catch_warnings()
+    arguments = {"max_steps": STEPS, "save_steps": 2, "gradient_accumulation_steps": 2, "weight_decay": 0.5}
+    with warned, streaming(model, train="weights", blocks="stack.layers.*", shard_optimizer=True) as stream:
+        warnings.simplefilter("ignore")
+        settings = TrainingArguments(folder, use_cpu=True, report_to="none", disable_tqdm=True, **arguments)
+        rows = [{"x": batch(seed)[0], "labels": torch.zeros(4)} for seed in range(32)]
+        Trainer(model, settings, train_dataset=rows, callbacks=[trainer_callback(stream)]).train()
+        return {"tensors": {**tensors_of(stream), **{f"{name}.p": one for name, one in model.state_dict().items()}}}
+
+
+class Task(nn.Module):
+    """A stack with a loss, as trainers want it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = make_stack(adapters=False, count=2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.stack(x) - labels).square().mean()}
+
+
+def fit_with_lightning(_rank: int, count: int) -> Result:
+    """Lightning's "ddp", which wraps the LightningModule around the model."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.task = Task()
+
+        def training_step(self, data: dict[str, Tensor], _: int) -> Tensor:
+            return self.task(**data)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    module = Module()
+    with warnings.catch_warnings(), streaming(module.task, train="weights", blocks="stack.layers.*") as stream:
+        warnings.simplefilter("ignore")
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        environment = TorchElasticEnvironment()
+        strategy = pl.strategies.DDPStrategy(process_group_backend="gloo", cluster_environment=environment)
+        callback, size = lightning_callback(stream), {"devices": count, "accelerator": "cpu", "max_steps": STEPS}
+        trainer = pl.Trainer(strategy=strategy, callbacks=[callback], gradient_clip_val=0.05, **size, **quiet)
+        rows = [{"x": batch(seed)[0], "labels": torch.zeros(4)} for seed in range(16)]
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
+        tensors = {**tensors_of(stream), **{f"{name}.p": one.clone() for name, one in module.named_parameters()}}
+        return {"tensors": tensors}
 
 
 def train_unevenly(rank: int | None, _count: int) -> Result:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bitplan.streaming.errors import StreamError
+from bitplan.streaming.selective.trainer_callbacks import WEIGHTS_FILE
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.processes import SLICE_ALIGNMENT, hide_from_ddp
 from tests.streaming.stream_samples import assert_equal, make_stack, streaming
@@ -138,6 +140,18 @@ def test_a_process_that_ends_is_named_by_the_others(how, says, tmp_path):
     assert first["error"] == "ProcessLostError"
     assert re.search(rf"step 1: end_step: rank 0 of 2: {says}", first["message"]), first["message"]
     assert first["seconds"] < 20
+
+
+@pytest.mark.long
+def test_trainers_of_two_processes_train_one_model(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("lightning")
+    jobs = [("train_with_hugging_face", {"folder": str(tmp_path)}), ("fit_with_lightning", {})]
+    for results in in_processes(2, jobs, tmp_path):
+        tensors = of_all(results)
+        assert {"layers.1.up.weight.exp_avg"} <= {name.removeprefix("stack.") for name in tensors}
+    saved = load_file(tmp_path / "checkpoint-2" / WEIGHTS_FILE)
+    assert saved["stack.layers.1.up.weight.exp_avg"].shape == (256, 128)  # whole, of divided moments
 
 
 @pytest.mark.long
