@@ -86,9 +86,9 @@ class Goal:
         return ", ".join(filter(None, words))
 
 
-def parse_bytes(text: str) -> int:
-    """6GB, 900 MB, 1.5GiB or a plain number of bytes."""
+def parse_bytes(text: str, what: str = "bytes") -> int:
+    """6GB, 900 MB, 1.5GiB or a plain number of bytes; errors say what it is of."""
     match = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise GoalError(f"--bytes must be a size such as 6GB, 900MB or 1.5GiB, got {text[:40]!r}")
+        raise GoalError(f"--{what} must be a size such as 6GB, 900MB or 1.5GiB, got {text[:40]!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
