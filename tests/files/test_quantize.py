@@ -626,10 +626,14 @@ def test_force_leaves_no_tokenizer_of_another_model_beside_a_model_without_one_a
 def test_a_verb_opens_its_source_once_and_plans_once(tmp_path, monkeypatch):
     source = model_folder(tmp_path / "in")
     opened, planned = [], []
-    for home, name, calls in (("safetensors_tensors", "open_checkpoint", opened), ("headers", "choose_formats", planned)):
+
+    def count(home, name, calls):
         module = importlib.import_module(f"bitplan.files.{home}")
         plain = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, plain=plain, calls=calls, **o: calls.append(a[0]) or plain(*a, **o))
+        monkeypatch.setattr(module, name, lambda *args, **options: calls.append(args[0]) or plain(*args, **options))
+
+    count("safetensors_tensors", "open_checkpoint", opened)
+    count("headers", "choose_formats", planned)
     assert run(["quantize", str(source), str(tmp_path / "out"), "--format", "int8_row"]) == 0
     assert opened == [source]
     assert len(planned) == 1

@@ -862,9 +862,7 @@ def test_a_store_follows_another_parameter():
     assert store.follows(layer.weight)
     layer.weight = nn.Parameter(torch.ones(2, 2))
     for use in (lambda: store.morph("int8"), lambda: store.master, lambda: store.versions):
-        with pytest.raises(
-            StoreError, match=r"its Parameter was replaced in the module: .*\(2, 2\); make a store"
-        ):
+        with pytest.raises(StoreError, match=r"its Parameter was replaced in the module: .*\(2, 2\); make a store"):
             use()
     store.follow(torch.ones(4, 8))
     assert torch.equal(store.master, torch.ones(4, 8))
