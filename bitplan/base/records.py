@@ -94,7 +94,7 @@ def check_output(path: str | Path, *, inputs: Iterable[str | Path] = (), force: 
     if any(os.path.samestat(status, stream) for stream in _standard_streams()):
         raise StoreError(f"{path}: is where this command's own output goes; give the name of another file")
     if not force:
-        raise StoreError(f"{path}: exists already; replace it with --force, or choose another name")
+        raise StoreError(f"{path}: exists already; choose another name, or replace it", settings={"force": True})
     return target
 
 

@@ -130,8 +130,9 @@ class GGUF(Container):
         if not isinstance(source, GGUFTensors):
             raise StoreError(
                 f"{output}: GGUF is written from GGUF alone: {source.path} has neither llama.cpp's names nor its "
-                "metadata; `bitplan export --to gguf` takes a model's folder (gpt-oss: `bitplan convert --to gguf`), "
-                "or write .safetensors"
+                "metadata; write .safetensors, or take the model's folder to `bitplan export` (gpt-oss: to `bitplan "
+                "gpt-oss convert`)",
+                settings={"to": "gguf"},
             )
 
 
@@ -197,6 +198,7 @@ def gguf_type(promise: Promise, path: str | Path) -> str:
     if row % block:
         raise StoreError(
             f"{path}: GGUF's blocks of {block} lie along the last axis and are never filled, and {promise.name!r} has "
-            f"{row} there; leave it as it is (--keep {promise.name!r}), or write .safetensors"
+            f"{row} there; write .safetensors, or leave it as it is",
+            settings={"keep": promise.name},
         )
     return GGUF_TYPES[promise.fmt.name]

@@ -8,7 +8,7 @@
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
 `quantization_config` is {"quant_method": "bitplan", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
-"load_with": WORDS}.
+"load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.base.documents import NAME, SIZE, Kind, Reader
-from bitplan.base.errors import FileFormatError, StoreError
+from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.base.text import counted, visible
@@ -36,6 +36,7 @@ from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.files.tensor_file import Promise, TensorFile, Writer
 from bitplan.formats import get_format
+from bitplan.formats.input_formats import input_format
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
@@ -124,6 +125,12 @@ def is_packed_config(config: Mapping[str, Any]) -> bool:
     return isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
 
 
+def folder_inputs(config: Mapping[str, Any] | None) -> str | None:
+    """The format that a packed folder's layers round their inputs to; None: they stay as they are."""
+    said = (config or {}).get("quantization_config")
+    return said.get("inputs") if isinstance(said, dict) and is_packed_config(config or {}) else None
+
+
 def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
     """The plan by which a folder was packed, after the config's entry for it was checked."""
     return Plan.load(plan_path(folder, config))
@@ -149,6 +156,10 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
             "install a newer bitplan"
         )
     reader.keys("", said, _KEYS, tuple(_KEYS))
+    try:
+        input_format(said.get("inputs"))
+    except FormatError as error:
+        raise FileFormatError(f"{where}: {error}") from None
     return said
 
 
@@ -206,9 +217,10 @@ def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
 
 
-def packed_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """A model's config for the folder that holds it packed."""
+def packed_config(config: Mapping[str, Any], plan: Plan, inputs: str | None = None) -> dict[str, Any]:
+    """A model's config for the folder that holds it packed; `inputs`: the format that its layers round inputs to."""
     said = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan), **_HINT}
+    said |= {} if inputs is None else {"inputs": inputs}
     return {**unquantized_config(config), "quantization_config": said}
 
 
@@ -381,10 +393,10 @@ def check_packed_output(
     if not target.is_dir() or not any(target.iterdir()) or (force and any_folder):
         return
     if not force:
-        raise StoreError(f"{output}: exists already; replace it with --force, or choose another name")
+        raise StoreError(f"{output}: exists already; choose another name, or replace it", settings={"force": True})
     if not is_model_folder(target):
         raise StoreError(
-            f"{output}: is not empty and has no {CONFIG}, so it is no model's folder and --force does not replace it; "
+            f"{output}: is not empty and has no {CONFIG}, so it is no model's folder and is not replaced; "
             "remove it or choose another name"
         )
 

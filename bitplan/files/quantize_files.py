@@ -37,6 +37,7 @@ from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import wider_types
+from bitplan.formats.input_formats import input_format
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed, without_expert
@@ -129,7 +130,7 @@ def _warning(fmt: str, rows: list[dict[str, Any]], lossy: list[dict[str, Any]]) 
         return f"{row['name']} ({100 * row['saturated_share']:.1f}% saturated, {zeros}, {sqnr})"
 
     listed = ", ".join(map(figures, lossy[:MOST_NAMES_SHOWN])) + (", ..." if len(lossy) > MOST_NAMES_SHOWN else "")
-    advice = "give them another format or scale rule (--scale-rule mse), or leave them as they are (--keep NAME)"
+    advice = "give them another format or scale rule (scale_rule='mse'), or leave them as they are (keep)"
     if get_format(fmt).block.is_tensor and not get_format(fmt).is_cast:
         advice = f"{fmt} has one scale for a whole tensor; {advice}"
     return f"{fmt}: {len(lossy)} of {len(rows)} tensors lost much: {listed}; {advice}"
@@ -149,6 +150,7 @@ def quantize_file(
     pad: Literal["zero"] | None = None,
     nonfinite: NonFinite = "error",
     evidence: str | Path | None = None,
+    inputs: str | None = None,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
     on_tensor: OnTensor | None = None,
@@ -158,6 +160,7 @@ def quantize_file(
     fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
     keep, only   names or shell patterns, of tensors or of modules
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
+    inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.round_inputs`)
     force        replace an existing folder
     shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
 
@@ -168,10 +171,17 @@ def quantize_file(
     """
     if evidence is not None and scale_rule is not None:
         raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
-    inputs = [] if evidence is None else [Path(evidence)]
-    replaces = force or container_for(output) is not None
     with Quantization(
-        source, output, fmt, keep=keep, only=only, pad=pad, inputs=inputs, force=replaces, shard_bytes=shard_bytes
+        source,
+        output,
+        fmt,
+        keep=keep,
+        only=only,
+        pad=pad,
+        inputs=inputs,
+        reads=[] if evidence is None else [Path(evidence)],
+        force=force or container_for(output) is not None,
+        shard_bytes=shard_bytes,
     ) as prepared:
         return prepared.write(evidence, scale_rule=scale_rule, nonfinite=nonfinite, on_tensor=on_tensor)
 
@@ -182,7 +192,8 @@ class Quantization(Closing):
     Everything that names, shapes and configs show to be impossible is refused here, without torch where no tensor needs
     other names.
 
-    inputs   files beside the source that are read, so that the output is none of them
+    inputs   for a folder: the format that its packed layers round their inputs to
+    reads    files beside the source that are read, so that the output is none of them
     force    the output may exist
     """
 
@@ -195,16 +206,20 @@ class Quantization(Closing):
         keep: Sequence[str] = (),
         only: Sequence[str] = (),
         pad: Literal["zero"] | None = None,
-        inputs: Sequence[Path] = (),
+        inputs: str | None = None,
+        reads: Sequence[Path] = (),
         force: bool = False,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self.report = QuantizeReport(str(source), str(output))
         self._output, self._force, self._shard_bytes = Path(output), force, shard_bytes
         container = container_for(output)
+        self._rounded = input_format(inputs, "quantize_file")
+        if self._rounded is not None and container is not None:
+            raise StoreError(f"{output}: a file of weights says nothing of inputs in {self._rounded}; write a folder")
         with ExitStack() as opened:
             self._file = file = opened.enter_context(_open(source, is_folder=container is None))
-            self._stamps, read = stamps_of(file.files), [*file.files, *inputs]
+            self._stamps, read = stamps_of(file.files), [*file.files, *reads]
             if container is None:
                 if not is_model_folder(file.folder) and not (isinstance(file, NativeTensors) and len(file.shards) > 1):
                     require_container(output)  # which refuses it: one file alone makes no folder
@@ -279,15 +294,20 @@ class Quantization(Closing):
         file = self._file
         if is_model_folder(file.folder):
             config = read_config(file.folder)
-            said = config.get("quantization_config")
-            if said is not None and not is_packed_config(config) and not isinstance(file, SchemeTensors):
-                method = said.get("quant_method") if isinstance(said, dict) else said
+            other = config.get("quantization_config")
+            if other is not None and not is_packed_config(config) and not isinstance(file, SchemeTensors):
+                method = other.get("quant_method") if isinstance(other, dict) else other
                 raise StoreError(
                     f"{file.path}: is quantized already ({method!r:.60}), and its tensors are not plain numbers; "
                     "give the folder of the model in bfloat16 or float32"
                 )
             shards = cut_shards(self._promises(list(file.specs)), file.tied, self._shard_bytes)
-            return FolderContents(shards, packed_config(config, self.plan), self.plan, side_files(file.folder))
+            said = packed_config(config, self.plan, self._rounded)
+            return FolderContents(shards, said, self.plan, side_files(file.folder))
+        if self._rounded is not None:
+            raise StoreError(
+                f"{self._output}: only a model's folder, with config.json, says that inputs are in {self._rounded}"
+            )
         assert isinstance(file, NativeTensors)
         return FolderContents(self._same_shards(file))
 

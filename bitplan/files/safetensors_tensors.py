@@ -185,7 +185,8 @@ def _entries(
         if part != "data" and own in names:
             raise StoreError(
                 f"{path}: two tensors would be {own!r}: the {part} of {promise.name!r} in {promise.fmt.name}, and "
-                f"the one of that name; leave {promise.name!r} as it is (--keep {promise.name!r}), or rename one"
+                f"the one of that name; rename one, or leave {promise.name!r} as it is",
+                settings={"keep": promise.name},
             )
         yield own, dtype, _shape_in_file(promise.fmt, promise.shape, part, shape)
 

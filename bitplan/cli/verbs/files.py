@@ -106,6 +106,7 @@ def inspect(
     Example: bitplan inspect model.safetensors
     """
     from bitplan.files.open_files import open_tensors
+    from bitplan.files.packed_folder import folder_inputs, is_model_folder, read_config
 
     if chart and not structure:
         raise typer.BadParameter("--chart draws what a model computes: add --structure")
@@ -122,14 +123,18 @@ def inspect(
         {"name": spec.name, "format": spec.format, "shape": list(spec.shape), "bytes": spec.nbytes} for spec in specs
     ]
     total = sum(by_format.values())
+    rounded = folder_inputs(read_config(file)) if is_model_folder(file) else None
     if as_json:
-        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied})
+        shown_inputs = {} if rounded is None else {"inputs": rounded}
+        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **shown_inputs})
         return
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
     table(f"{file}: {kind}, {counted(len(rows), 'tensor')}", shown)
     for name, size in by_format.most_common():
         say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
     say(f"{'all':>16}  {human_bytes(total):>10}")
+    if rounded is not None:
+        say(f"inputs of packed layers are rounded to {rounded}")
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
@@ -184,6 +189,9 @@ def quantize(
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
     ] = "error",
+    inputs: Annotated[
+        str | None, typer.Option(help="A folder whose packed layers round their inputs: int8, int8_row or fp8.")
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -193,8 +201,10 @@ def quantize(
     """
     from bitplan.base.records import read_text
     from bitplan.files.quantize_files import Quantization
+    from bitplan.formats.input_formats import input_format
     from bitplan.plan import Plan, open_manifest
 
+    input_format(inputs, "--inputs")
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     if windows is not None and text is None:
@@ -204,11 +214,21 @@ def quantize(
     if text is not None and (evidence is not None or scale_rule is not None):
         raise typer.BadParameter("give one of --text, --evidence and --scale-rule: each chooses the scales")
     content = None if text is None else read_text(text)
-    inputs = [Path(given) for given in (manifest, plan, evidence, text) if given is not None]
+    reads = [Path(given) for given in (manifest, plan, evidence, text) if given is not None]
     given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
     with ExitStack() as opened:
         prepared = opened.enter_context(
-            Quantization(source, output, given, keep=keep or (), only=only or (), pad=pad, inputs=inputs, force=force)
+            Quantization(
+                source,
+                output,
+                given,
+                keep=keep or (),
+                only=only or (),
+                pad=pad,
+                inputs=inputs,
+                reads=reads,
+                force=force,
+            )
         )
         if content is not None:
             evidence = opened.enter_context(_gathered(source, output, content, windows or 96))

@@ -71,7 +71,7 @@ def check(
         if rules is not None:
             problems = check_headers(rules, headers)
             if any(part in name for name in headers for part in ("mlp1_weight", ".experts.", "_exps.")):
-                from bitplan.packed.checkpoints.gpt_oss_load import gpt_oss_findings, is_gpt_oss  # loads torch
+                from bitplan.packed.checkpoints.gpt_oss_tensors import gpt_oss_findings, is_gpt_oss  # loads torch
 
                 if is_gpt_oss(Path(checkpoint)):
                     headers, problems = gpt_oss_findings(Path(checkpoint), rules, headers)

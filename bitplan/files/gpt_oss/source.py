@@ -187,8 +187,11 @@ def _check_dtypes(layout: Layout, slots: list[LayoutTensor], file: Checkpoint | 
         else:
             allowed = [*FLOATS, *(["MXFP4"] if slot.kind == "matrix" else [])]
         if kind not in allowed:
-            hint = f"; decode it first: bitplan quantize IN OUT.gguf --format bfloat16 --only {slot.name!r}"
-            raise _fault(file, slot.name, f"expected {' or '.join(allowed)}{hint if layout == 'gguf' else ''}")
+            fault = _fault(file, slot.name, f"expected {' or '.join(allowed)}")
+            if layout == "gguf":
+                hint = f"{fault}; decode it first: `bitplan quantize IN OUT.gguf`"
+                fault = type(fault)(hint, settings={"fmt": "bfloat16", "only": slot.name})
+            raise fault
         if slot.is_expert:
             experts.setdefault(kind, slot)
     (held, first), *others = experts.items()

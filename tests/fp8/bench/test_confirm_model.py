@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bitplan.base.errors import MissingLibraryError
-from bitplan.fp8.bench.confirm import count_blocks, plan_small_model
+from bitplan.fp8.bench.confirm_policy import count_blocks, plan_small_model
 from bitplan.fp8.find_linears import find_sites
 from bitplan.fp8.policy.layers import Parallel, local_layers
 from bitplan.fp8.policy.model_parts import model_parts
