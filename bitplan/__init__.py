@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from bitplan.files.open_files import open_tensors as open_tensors
     from bitplan.files.describe_files import describe as describe
     from bitplan.files.models.morph import morph_model as morph_model, unmorph_model as unmorph_model
-    from bitplan.files.models.save_load import load_model as load_model, save_model as save_model
     from bitplan.files.models.weight_store import WeightStore as WeightStore
     from bitplan.files.quantize_files import quantize_file as quantize_file
 

@@ -15,9 +15,8 @@ Files that bitplan writes say in `bitplan.crc32` what the bytes of every tensor 
 list of tensors, then 8 for each of them. Other programs copy metadata into files of other tensors; by the first digits
 such a file has no checksums.
 
-Values of GGUF's metadata. A long array stays as bytes of the file; its items are made when needed.
-
-A tokenizer has hundreds of thousands of strings and numbers; as Python objects they take ten times their bytes.
+A long array of metadata stays as bytes of the file, and its items are made when needed: a tokenizer has hundreds of
+thousands of strings and numbers, which as Python objects take ten times their bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from bitplan.formats.dtypes import torch_dtype
 if TYPE_CHECKING:
     import torch
 
-# ---- gguf values -----------------------------------------------------------------------------------------------------
+# ---- values of metadata ----------------------------------------------------------------------------------------------
 
 
 STRUCT_CODES = {
@@ -110,7 +109,7 @@ class GGUFValue:
     item_type: GGUFValueType | None = None
 
 
-# ---- gguf ------------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 DEFAULT_ALIGNMENT = 32

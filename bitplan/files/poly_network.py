@@ -18,9 +18,8 @@ The original's own files leave much unsaid, so there are two readings:
 | comes out as | float32, flat | Encoded, exact |
 | keys we do not know | kept untouched | an error |
 
-Source: the files and sources of the project behind the format.
-
-Finds which version of the original wrote a network: its packing of float16, fp8 and fp4 changed, unmarked in files.
+Source: the files and sources of the project behind the format. Its packing of float16, fp8 and fp4 changed, unmarked in
+files:
 
 | dtype | older versions | today's |
 |---|---|---|
@@ -57,7 +56,7 @@ from bitplan.base.errors import FileFormatError, FormatError, StoreError, did_yo
 from bitplan.base.records import atomic_file, check_input, read_json
 from bitplan.formats import DTYPE_NAMES, Encoded, Format, decode, encode, get_format
 
-# ---- poly versions ---------------------------------------------------------------------------------------------------
+# ---- which version of the original wrote a network -------------------------------------------------------------------
 
 
 Version = Literal["older", "today"]
@@ -158,7 +157,7 @@ def _uppers(bits: Tensor) -> Tensor:
     return bits.view(torch.bfloat16).float()
 
 
-# ---- poly network ----------------------------------------------------------------------------------------------------
+# ---- the network -----------------------------------------------------------------------------------------------------
 
 
 CODEC = "bitplan-1"

@@ -117,7 +117,7 @@ class NativeTensors(TensorFile):
             if owner != name and f"{owner}.data" in entries:
                 raise FileFormatError(
                     f"{self.path}: {owner!r} lies here as parts of a packed weight, as state_dict() of a model with a "
-                    "plan applied has it; load it by load_state_dict into such a model, and write it with save_model"
+                    "plan applied has it; load it by load_state_dict into such a model, and write it with save_packed"
                 )
             if name in self.formats:
                 fmt, shape = self.formats[name]

@@ -13,11 +13,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from bitplan import Encoded, encode, get_format, load_model, morph_model, open_tensors, quantize_file, save_model
+from bitplan import Encoded, encode, get_format, morph_model, open_tensors, quantize_file
 from bitplan.base.errors import StoreError
 from bitplan.base.folders import atomic_folder
 from bitplan.cli import run
 from bitplan.files import Container, Promise, TensorFile, TensorSpec, open_files, register_container
+from bitplan.files.models.save_load import load_model, write_model
 
 FMT = get_format("int4_g32")
 QUANTIZATION = {"group_size": 32, "bits": 4}
@@ -134,7 +135,7 @@ def test_a_file_is_quantized_into_it_inspected_and_compared(source, tmp_path, ca
 def test_a_model_is_saved_and_loaded(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(64, 8, bias=False))
     morph_model(model, FMT)
-    save_model(model, tmp_path / "model.mlx")
+    write_model(model, tmp_path / "model.mlx")
     again = load_model(tmp_path / "model.mlx", torch.nn.Sequential(torch.nn.Linear(64, 8, bias=False)))
     assert torch.equal(again.eval()(torch.ones(1, 64)), model.eval()(torch.ones(1, 64)))
 

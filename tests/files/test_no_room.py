@@ -12,7 +12,7 @@ import torch
 
 from bitplan.files.engines.targets import export_model
 from bitplan.files.gpt_oss import convert_gpt_oss, make_checkpoint
-from bitplan.files.models.save_load import save_model
+from bitplan.files.models.save_load import write_model
 from bitplan.files.quantize_files import quantize_file
 from tests.files.engines.tiny_models import save_tiny
 
@@ -46,7 +46,7 @@ WRITERS = {
     "model.gguf": lambda source, out: export_model(source / "llama", out, "gguf", "q8_0_gguf", force=True),
     "oss.gguf": lambda source, out: convert_gpt_oss(source / "gpt-oss", out, to="gguf", force=True),
     "oss.safetensors": lambda source, out: convert_gpt_oss(source / "gpt-oss", out, to="hf", force=True),
-    "model.safetensors": lambda _, out: save_model(torch.nn.Linear(100, 100), out),
+    "model.safetensors": lambda _, out: write_model(torch.nn.Linear(100, 100), out),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -13,6 +14,7 @@ import safetensors.torch
 import torch
 
 from bitplan.base.errors import FileFormatError, FormatError, NonFiniteError, PlanError, StoreError
+from bitplan.cli import run
 from bitplan.files.compare import compare_files
 from bitplan.files.headers import plan_for_file
 from bitplan.files.models.save_load import load_model
@@ -619,6 +621,22 @@ def test_force_leaves_no_tokenizer_of_another_model_beside_a_model_without_one_a
         }
     written = {"config.json", "model.safetensors", "bitplan_plan.json"}
     assert {path.name for path in out.iterdir()} == written | {"replaced", "replaced2"}
+
+
+def test_a_verb_opens_its_source_once_and_plans_once(tmp_path, monkeypatch):
+    source = model_folder(tmp_path / "in")
+    opened, planned = [], []
+
+    def count(home, name, calls):
+        module = importlib.import_module(f"bitplan.files.{home}")
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **options: calls.append(args[0]) or plain(*args, **options))
+
+    count("safetensors_tensors", "open_checkpoint", opened)
+    count("headers", "choose_formats", planned)
+    assert run(["quantize", str(source), str(tmp_path / "out"), "--format", "int8_row"]) == 0
+    assert opened == [source]
+    assert len(planned) == 1
 
 
 def test_an_output_that_holds_the_source_is_refused(tmp_path):

@@ -154,7 +154,7 @@ def test_plain_transformers_loads_what_was_saved(way, fp8_param, tmp_path):
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
     apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, fp8_param=fp8_param)
     if way == "accelerate":
-        pytest.importorskip("accelerate").Accelerator(cpu=True).save_model(model, tmp_path)
+        pytest.importorskip("accelerate").Accelerator(cpu=True).write_model(model, tmp_path)
         model.config.save_pretrained(tmp_path)
     else:
         (model.unload() if way == "peft" else model).save_pretrained(tmp_path)

@@ -23,12 +23,11 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
-from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
+from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
 from bitplan.files.engines.targets import EXPERT, ExportRequest
 from bitplan.files.tensor_file import Promise
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
-from bitplan.plan.structure.families import guess_role
 
 TARGET = "torchao"
 _GROUPS = {f"int4_g{size}": ("int4", size) for size in (32, 64, 128)} | {"int8_g64": ("int8", 64)}
@@ -74,8 +73,7 @@ def _layer(source: FolderSource, name: str) -> OutputLayer:
     spec = source.file.spec(name)
     fmt, reason = source.format_of(name)
     is_expert = EXPERT.fullmatch(name) is not None
-    linear = is_linear(name, spec.shape) and guess_role(name) != "embed" and not is_expert
-    if fmt is None or fmt.is_cast or not linear:
+    if fmt is None or fmt.is_cast or is_expert or not source.is_linear(name):
         packs = fmt is not None and not fmt.is_cast
         stays = EXPERTS if is_expert else STAYS
         return source.unpacked(name, None if packs else fmt, stays if packs else reason)

@@ -1,11 +1,8 @@
 """A gpt-oss checkpoint open for reading, in any layout, one chunk of rows or one expert at a time.
 
-Nothing larger than that is ever in memory.
-
-Checks from headers alone that a gpt-oss checkpoint is complete and in one of its layouts.
-
-The checks, in order, each an error of one line that names file and tensor: layout and layers, names, halves of packed
-weights (by the shipped manifest), gate and up alternating, sizes, shapes, dtypes.
+Nothing larger than that is ever in memory. Its headers are checked first, each fault an error of one line that names
+file and tensor: layout and layers, names, halves of packed weights (by the shipped manifest), gate and up alternating,
+sizes, shapes, dtypes.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from bitplan.formats.dtypes import torch_dtype
 from bitplan.plan import Header, require_clean, shipped_manifest
 from bitplan.plan.names import listed, natural_order
 
-# ---- check -----------------------------------------------------------------------------------------------------------
+# ---- the checks of headers -------------------------------------------------------------------------------------------
 
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -207,7 +204,7 @@ def _sizes(shape: GptOssShape) -> str:
     )
 
 
-# ---- source ----------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 CHUNK_BYTES = 2**26

@@ -16,9 +16,8 @@ becomes the master: torch calls a hook for every such assignment. Not seen is on
 Threads: the lock is held for lookups and for writing the master, never while encoding. A version whose
 master changed while it was being made is not published.
 
-Remembers how a weight was encoded, from one version to the next.
-
-Measures how much each column of a weight matters, from the inputs of its layer.
+A store remembers how a weight was encoded, from one version to the next, and with an `ActivationObserver` how much each
+column of it matters, by the inputs of its layer.
 """
 
 from __future__ import annotations

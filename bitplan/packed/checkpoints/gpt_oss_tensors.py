@@ -84,10 +84,11 @@ class GptOssTensors(TensorFile):
     def _spec(self, slot: LayoutTensor) -> TensorSpec:
         if slot.is_expert:
             shape = (self._file.shape.experts, *self._file.shape.matrix(slot.parts))
-            return TensorSpec(slot.name, shape, "float32", format=MXFP4.name, nbytes=MXFP4.nbytes(shape), encoded=True)
+            nbytes = MXFP4.nbytes(shape)
+            return TensorSpec(slot.name, shape, "float32", format=MXFP4.name, nbytes=nbytes, encoded=True)
         dtype = self._type_of(slot)
-        nbytes = torch.Size(slot.shape).numel() * dtype.itemsize
-        return TensorSpec(slot.name, slot.shape, dtype_name(dtype), format=dtype_name(dtype), nbytes=nbytes)
+        nbytes, kind = torch.Size(slot.shape).numel() * dtype.itemsize, dtype_name(dtype)
+        return TensorSpec(slot.name, slot.shape, kind, format=kind, nbytes=nbytes)
 
     def _type_of(self, slot: LayoutTensor) -> torch.dtype:
         first, *others = (self._file.dtype(part, slot.layer) for part in slot.parts)

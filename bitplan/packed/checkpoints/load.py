@@ -35,6 +35,7 @@ from bitplan.files.deep_check import deep_check
 from bitplan.files.describe_files import model_class
 from bitplan.files.engines.gguf_source import GGUFModel
 from bitplan.files.gguf_tensors import GGUFTensors
+from bitplan.files.models.save_load import fill_model
 from bitplan.files.models.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, read_config, read_packed_plan
@@ -110,6 +111,7 @@ def load_packed(
     cache: TileCache | None = None,
     inputs: str | None = None,
     manifest: ManifestLike = "gpt-oss",
+    masters: bool = False,
 ) -> Loaded:
     """Load a folder of `bitplan quantize` or of another library, a GGUF file, packed weights, or a gpt-oss checkpoint.
 
@@ -121,12 +123,16 @@ def load_packed(
     strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
     inputs    the format that packed layers round their inputs to, or "keep"; None: what the folder says
     manifest  for a gpt-oss checkpoint: what the checkpoint must hold
+    masters   fill the Parameters of `model` where they are, which can be trained on: a packed tensor becomes a version
+              of its Parameter, as `morph_model` makes one, and eval-mode forwards use it
     """
     started, place, where = time.perf_counter(), device_of(device), str(path)
     check_strategy(strategy, where)
     _check_arguments(path, model, dtype, check)
     rounded = input_format(inputs, "load_packed")
     source = Path(path)
+    if masters:
+        return _load_masters(source, model, dtype, check, started)
     if model is None:
         require_transformers(where)
     with _open(source, has_model=model is not None, manifest=manifest) as file:
@@ -169,6 +175,31 @@ def load_packed(
             peak_bytes=None if allocated is None else torch.cuda.max_memory_allocated(place) - allocated,
         )
     return Loaded(target, report)
+
+
+def _load_masters(path: Path, model: nn.Module | None, dtype: torch.dtype | None, check: str, started: float) -> Loaded:
+    if model is None or dtype is not None:
+        raise ArgumentError(
+            f"{path}: masters=True fills the Parameters of your own model, in their types: give model=, and no dtype"
+        )
+    with open_tensors(path) as file:
+        if check == "deep":
+            _refuse_bad_numbers(file)
+        fill_model(file, model)
+        packed = [spec.nbytes for spec in file.specs.values() if spec.encoded]
+        report = LoadReport(
+            path=str(path),
+            layout=file.kind,
+            device=str(next((parameter.device for parameter in model.parameters()), "cpu")),
+            file_bytes=sum(one.stat().st_size for one in file.files),
+            device_bytes=sum(parameter.nbytes for parameter in model.parameters()) + sum(packed),
+            packed_bytes=sum(packed),
+            packed_tensors=len(packed),
+            plain_tensors=len(file.specs) - len(packed),
+            seconds=time.perf_counter() - started,
+            peak_bytes=None,
+        )
+    return Loaded(model, report)
 
 
 def _start_counting(device: torch.device) -> int | None:

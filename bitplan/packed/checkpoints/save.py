@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bitplan.base.errors import ArgumentError, StoreError
 from bitplan.files.gpt_oss.config import with_quantization
-from bitplan.files.models.save_load import own_tensors, save_model
+from bitplan.files.models.save_load import own_tensors, write_model
 from bitplan.files.open_files import container_for
 from bitplan.files.packed_folder import (
     CONFIG,
@@ -46,7 +46,9 @@ _BLOCK = 32  # numbers of mxfp4 that share a scale
 
 
 def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a model whose weights are packed, to a folder or to one .safetensors file.
+    """Write a model whose weights are packed to a folder, or any model to one file (.safetensors, .gguf, .json).
+
+    A file holds what `apply_plan` or `morph_model` packed under the model's own names, and the rest as it is.
 
     force        the folder may exist: files of a model there are replaced, all others stay
     shard_bytes  the most that a file of weights may hold; a model that was loaded keeps its files
@@ -58,14 +60,15 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
             "save_packed(model, path): model must be a torch.nn.Module and path a str or Path, "
             f"got a {type(model).__name__} and a {type(path).__name__}"
         )
-    if not any(isinstance(module, PackedWeight) for module in model.modules()):
+    is_packed = any(isinstance(module, PackedWeight) for module in model.modules())
+    if container_for(path) is None and not is_packed:
         raise StoreError(f"{path}: nothing in this {type(model).__name__} is packed; apply_plan packs it")
     if hasattr(model, "peft_config"):
         raise StoreError(
             f"{path}: the model has adapters; save them with its save_pretrained, and pack the model alone"
         )
     if container_for(path) is not None:
-        save_model(model, path)
+        write_model(model, path)
         return
     source = remembered(model)
     saved, tied = _items(model, source)

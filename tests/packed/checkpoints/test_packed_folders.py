@@ -97,7 +97,7 @@ def test_logits_are_those_of_the_decoded_model_and_saving_gives_the_same_bytes(n
     source = save(MODELS[name](), tmp_path / "source")
     quantize.quantize_file(source, tmp_path / "packed", "mxfp4", shard_bytes=50_000)
     model, report = bitplan.load_packed(tmp_path / "packed")
-    decoded = bitplan.load_model(tmp_path / "packed", MODELS[name]())
+    decoded = bitplan.load_packed(tmp_path / "packed", model=MODELS[name](), masters=True).model
     torch.testing.assert_close(logits(model), logits(decoded))
     held = sum(path.stat().st_size for path in tmp_path.glob("packed/*.safetensors"))
     assert report.packed_bytes < report.device_bytes < held
@@ -510,7 +510,7 @@ def test_codes_in_the_shape_of_their_weight_which_earlier_versions_wrote_are_rea
 def test_a_packed_model_becomes_plain_again(make, tmp_path):
     torch.manual_seed(0)
     quantize.quantize_file(save(make(), tmp_path / "source"), tmp_path / "packed", "int8_row")
-    decoded = logits(bitplan.load_model(tmp_path / "packed", make()))
+    decoded = logits(bitplan.load_packed(tmp_path / "packed", model=make(), masters=True).model)
     model = bitplan.load_packed(tmp_path / "packed").model
     with pytest.raises(StoreError, match=r"is packed, not morphed; bitplan.dequantize\(model\) makes it plain"):
         bitplan.unmorph_model(model)
