@@ -22,7 +22,7 @@ from bitplan.files.gpt_oss.experts import GATE_UP, MXFP4
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
 from bitplan.files.gpt_oss.source import plain_rows
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import CONFIG, QUANT_METHOD
+from bitplan.files.packed_folder import CONFIG, is_packed_config
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
@@ -138,9 +138,7 @@ def holds_gpt_oss(file: TensorFile) -> bool:
     config_file = file.path / CONFIG
     if config_file.is_file():
         config = read_json(config_file)
-        said = isinstance(config, dict) and config.get("quantization_config")
-        is_ours = isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
-        if not isinstance(config, dict) or is_ours:
+        if not isinstance(config, dict) or is_packed_config(config):
             return False
         if config.get("model_type") is not None:
             return bool(config["model_type"] == "gpt_oss")

@@ -28,6 +28,7 @@ from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import (
     PLAN,
     QUANT_METHOD,
+    QUANT_METHODS,
     VERSION,
     check_packed_config,
     read_config,
@@ -43,8 +44,15 @@ from bitplan.plan.plan import Plan
 class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a folder that bitplan packed."""
 
-    def __init__(self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", **_theirs: Any) -> None:
-        self.quant_method = QUANT_METHOD
+    def __init__(
+        self,
+        version: int = VERSION,
+        plan: str = PLAN,
+        plan_sha256: str = "",
+        quant_method: str = QUANT_METHOD,
+        **_theirs: Any,
+    ) -> None:
+        self.quant_method = quant_method
         self.version, self.plan, self.plan_sha256 = version, plan, plan_sha256
 
 
@@ -168,6 +176,7 @@ def _check_inside(folder: str, files: list[str]) -> None:
 
 def register() -> None:
     """Make bitplan's folders known to transformers; a second call does nothing."""
-    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantization_config(QUANT_METHOD)(BitplanConfig)
-        register_quantizer(QUANT_METHOD)(BitplanQuantizer)
+    for method in QUANT_METHODS:
+        if method not in AUTO_QUANTIZER_MAPPING:
+            register_quantization_config(method)(BitplanConfig)
+            register_quantizer(method)(BitplanQuantizer)
