@@ -35,12 +35,12 @@ from torch.nn.functional import linear
 from bitplan.formats import Encoded, Format
 from bitplan.formats.dispatch import bind_decode, decode, encode
 from bitplan.packed.crossover import ROW_COUNTS, Pick
-from bitplan.packed.launch_choices import GraphWeight, ProductWay, text_of
-from bitplan.packed.linear_operator import Matrix, multiply, remember
+from bitplan.packed.linear_operator import GraphWeight, Matrix, multiply, remember
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import (
     INPUTS,
     LayerError,
+    ProductWay,
     check_packed,
     check_strategy,
     check_tensor,
@@ -50,6 +50,7 @@ from bitplan.packed.product_strategy import (
     is_capturing,
     is_transformed,
     refuse_transforms,
+    text_of,
 )
 from bitplan.packed.products.decode_row_slices import why_no_rows
 from bitplan.packed.products.fused import Bound, FusedMatmul, Prepared, fused_for
