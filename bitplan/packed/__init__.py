@@ -10,8 +10,7 @@ How a Plan becomes packed layers, step by step:
     products              its kernels with their launchers
     fused_projections, warm_up    faster calls of a model that is packed already
 
-A packed checkpoint becomes a model: `checkpoints.load`; `read_tensors` gives tensors only. `language` runs language
-models and measures their quality.
+A packed checkpoint becomes a model: `checkpoints.load`. `language` runs language models and measures their quality.
 """
 
 from typing import TYPE_CHECKING
@@ -23,6 +22,5 @@ if TYPE_CHECKING:
     from bitplan.packed.apply_plan import ApplyError as ApplyError
     from bitplan.packed.machine import examine_machine as examine_machine
     from bitplan.packed.product_strategy import LayerError as LayerError
-    from bitplan.packed.read_tensors import read_packed as read_packed
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -35,9 +35,16 @@ from bitplan.files.packed_folder import (
     read_packed_plan,
 )
 from bitplan.files.tensor_file import TensorFile
-from bitplan.packed.checkpoints.load import check_norms, decide, finish, make_layers, place_all, read_values
+from bitplan.packed.checkpoints.load import (
+    check_norms,
+    decide,
+    device_of,
+    finish,
+    make_layers,
+    place_all,
+    read_values,
+)
 from bitplan.packed.checkpoints.tensor_sources import Assignment
-from bitplan.packed.read_tensors import device_of
 from bitplan.plan.plan import Plan
 
 

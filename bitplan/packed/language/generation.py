@@ -31,7 +31,7 @@ from bitplan.files.models.transformers_names import foreign_faults, silence_tran
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import is_packed_config, read_config
 from bitplan.packed.checkpoints.gpt_oss_tensors import is_gpt_oss
-from bitplan.packed.checkpoints.load import load_packed, require_transformers
+from bitplan.packed.checkpoints.load import device_of, load_packed, require_transformers
 from bitplan.packed.language.causal_lm import (
     CausalLM,
     load_causal_lm,
@@ -40,7 +40,6 @@ from bitplan.packed.language.causal_lm import (
     read_tokenizer,
     require_causal,
 )
-from bitplan.packed.read_tensors import device_of
 
 
 def load_for_running(
