@@ -36,7 +36,7 @@ _MOVED = {
             "StreamError StreamStateError TelemetryError TensorBoardScalars TransferError lightning_callback "
             "trainer_callback"
         ),
-        "bitplan.packed": "ApplyError LayerError read_packed",
+        "bitplan.packed": "ApplyError LayerError",
         "bitplan.fp8": "Fp8LayerError Fp8UnavailableError gather_weights_in_fp8",
         "bitplan": (
             "QuantEmbedding QuantExperts QuantLinear SelectivePrecisionPolicy TileCache apply_fp8 "

@@ -22,15 +22,15 @@ from bitplan.files.gpt_oss.experts import GATE_UP, MXFP4
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
 from bitplan.files.gpt_oss.source import plain_rows
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import CONFIG, QUANT_METHOD
+from bitplan.files.packed_folder import CONFIG, is_packed_config
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.scale_rules import E8M0_NAN
-from bitplan.packed.read_tensors import ManifestLike, as_manifest, list_headers
-from bitplan.plan import Finding, Header, Manifest, check_headers, require_clean
+from bitplan.plan import Finding, Header, Manifest, check_headers, open_manifest, require_clean
 from bitplan.plan.check_manifest import CAST, OTHER_MODEL
 
+ManifestLike = Manifest | str | Path
 PACKED_EXPERTS = (".mlp1_weight.blocks", ".experts.gate_up_proj_blocks")
 FLOAT_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # Hugging Face's names of plain experts
 
@@ -43,12 +43,14 @@ class GptOssTensors(TensorFile):
     """
 
     def __init__(self, stored: TensorFile, manifest: ManifestLike = "gpt-oss") -> None:
-        self.path, self.stored, self.rules = stored.path, stored, as_manifest(manifest)
+        self.path, self.stored = stored.path, stored
+        self.rules = manifest if isinstance(manifest, Manifest) else open_manifest(manifest)
         self._made: tempfile.TemporaryDirectory[str] | None = None
         is_gguf = isinstance(stored, GGUFTensors)
         if not is_gguf:
             _refuse_floats(stored)
-            require_clean(self.rules, list_headers(stored), checkpoint=str(stored.path))
+            headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in stored.specs.items()}
+            require_clean(self.rules, headers, checkpoint=str(stored.path))
         self._file = GptOssFile(stored.path)
         with on_failure(self.close):
             _refuse_float_experts(self._file)
@@ -139,9 +141,7 @@ def holds_gpt_oss(file: TensorFile) -> bool:
     config_file = file.path / CONFIG
     if config_file.is_file():
         config = read_json(config_file)
-        said = isinstance(config, dict) and config.get("quantization_config")
-        is_ours = isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
-        if not isinstance(config, dict) or is_ours:
+        if not isinstance(config, dict) or is_packed_config(config):
             return False
         if config.get("model_type") is not None:
             return bool(config["model_type"] == "gpt_oss")

@@ -32,7 +32,7 @@ from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import is_packed_config, read_config
 from bitplan.formats.input_formats import KEEP, input_format
 from bitplan.packed.checkpoints.gpt_oss_tensors import is_gpt_oss
-from bitplan.packed.checkpoints.load import load_packed, require_transformers
+from bitplan.packed.checkpoints.load import device_of, load_packed, require_transformers
 from bitplan.packed.language.causal_lm import (
     CausalLM,
     load_causal_lm,
@@ -41,7 +41,6 @@ from bitplan.packed.language.causal_lm import (
     read_tokenizer,
     require_causal,
 )
-from bitplan.packed.read_tensors import device_of
 from bitplan.packed.rounded_inputs import round_inputs, runs_on_integers, shown_inputs
 
 AUTO = "auto"

@@ -20,7 +20,7 @@ from bitplan.cli.demo.run import (
     rate_shape,
     worst_and_best,
 )
-from bitplan.packed.crossover_files import gpu_fingerprint
+from bitplan.packed.crossover import gpu_fingerprint
 from bitplan.plan import Manifest, Plan
 from bitplan.plan.plan import Choice, Planned
 from bitplan.report import write_report
