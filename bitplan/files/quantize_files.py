@@ -44,6 +44,7 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import NonFinite, finite, readable
 from bitplan.formats.dispatch import encode
 from bitplan.formats.dtypes import wider_types
+from bitplan.formats.input_formats import input_format
 from bitplan.formats.quantization_error import ErrorReport, error_report, sample
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.plan import Plan
@@ -148,7 +149,7 @@ def _warning(fmt: str, rows: list[dict[str, Any]], lossy: list[dict[str, Any]]) 
         return f"{row['name']} ({100 * row['saturated_share']:.1f}% saturated, {zeros}, {sqnr})"
 
     listed = ", ".join(map(figures, lossy[:MOST_NAMES_SHOWN])) + (", ..." if len(lossy) > MOST_NAMES_SHOWN else "")
-    advice = "give them another format or scale rule (--scale-rule mse), or leave them as they are (--keep NAME)"
+    advice = "give them another format or scale rule (scale_rule='mse'), or leave them as they are (keep)"
     if get_format(fmt).block.is_tensor and not get_format(fmt).is_cast:
         advice = f"{fmt} has one scale for a whole tensor; {advice}"
     return f"{fmt}: {len(lossy)} of {len(rows)} tensors lost much: {listed}; {advice}"
@@ -168,6 +169,7 @@ def quantize_file(
     pad: Literal["zero"] | None = None,
     nonfinite: NonFinite = "error",
     evidence: str | Path | None = None,
+    inputs: str | None = None,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
     on_tensor: OnTensor | None = None,
@@ -177,6 +179,7 @@ def quantize_file(
     fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
     keep, only   names or shell patterns, of tensors or of modules
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
+    inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.round_inputs`)
     force        replace an existing folder
     shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
 
@@ -187,6 +190,9 @@ def quantize_file(
     """
     if evidence is not None and scale_rule is not None:
         raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
+    rounded = input_format(inputs, "quantize_file")
+    if rounded is not None and container_for(output) is not None:
+        raise StoreError(f"{output}: a file of weights says nothing of inputs in {rounded}; write a folder")
     report = QuantizeReport(str(source), str(output))
     with ExitStack() as opened:
         is_folder = container_for(output) is None
@@ -221,7 +227,9 @@ def quantize_file(
         report.notes += [] if known is None else known.notes
         inputs = [*file.files, *([] if statistics is None else [statistics.path])]
         stamps = stamps_of(inputs)
-        contents = _folder_contents(file, options, shard_bytes) if is_folder else None
+        contents = _folder_contents(file, options, shard_bytes, rounded) if is_folder else None
+        if rounded is not None and (contents is None or contents.config is None):
+            raise StoreError(f"{output}: only a model's folder, with config.json, says that inputs are in {rounded}")
         if contents is not None:
             check_packed_output(output, inputs=inputs, force=force)
             write_packed_folder(
@@ -243,7 +251,9 @@ def quantize_file(
     return report
 
 
-def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
+def _folder_contents(
+    file: TensorFile, options: QuantizeOptions, shard_bytes: int, inputs: str | None
+) -> FolderContents | None:
     """The contents of the output folder; None if the output is a single file."""
     is_scheme = isinstance(file, SchemeTensors)
     if is_model_folder(file.folder):
@@ -256,7 +266,8 @@ def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: in
                 "give the folder of the model in bfloat16 or float32"
             )
         shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
-        return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.folder))
+        said = packed_config(config, options.plan, inputs)
+        return FolderContents(shards, said, options.plan, side_files(file.folder))
     if not isinstance(file, NativeTensors) or len(file.shards) < 2:
         return None
     return FolderContents(_same_shards(file, options))
@@ -447,5 +458,5 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
             file.require_numbers(spec)
         if fmt is None and spec.encoded:  # a packed tensor that is left alone stays packed
             fmt = get_format(spec.format)
-        promises.append(Promise(name, options.transposed.get(name, spec.shape), fmt, spec.dtype))
+        promises.append(Promise(name, options.transposed.get(name, spec.shape), fmt, spec.torch_dtype))
     return promises

@@ -54,7 +54,7 @@ def fuse_projections(model: nn.Module, example: Any = None) -> list[str]:
         for linear in readers:
             layer = model.get_submodule(linear.path)
             if isinstance(layer, QuantLinear):
-                key = (layer.weight.fmt.name, layer.strategy, id(layer.cache), layer.bias is None)
+                key = (layer.weight.fmt.name, layer.strategy, id(layer.cache), layer.inputs, layer.bias is None)
                 alike.setdefault(key, []).append((linear.path, layer))
         for members in alike.values():
             layers = [layer for _, layer in members]
@@ -92,11 +92,19 @@ def why_not_joined(layers: Sequence[QuantLinear]) -> str | None:
         layer.in_features != first.in_features or layer.weight.fmt.name != first.weight.fmt.name for layer in layers
     ):
         return "they differ in inputs or format"
-    if any(layer.strategy != first.strategy or layer.cache is not first.cache for layer in layers):
-        return "they differ in strategy or cache"
+    if not _is_set_alike(layers):
+        return "they differ in strategy, cache or the format of inputs"
     if len({id(layer.weight) for layer in layers}) < len(layers) or any(layer.joint is not None for layer in layers):
         return "they share a weight, or are joined already"
     return None
+
+
+def _is_set_alike(layers: Sequence[QuantLinear]) -> bool:
+    first = layers[0]
+    return all(
+        layer.strategy == first.strategy and layer.cache is first.cache and layer.inputs == first.inputs
+        for layer in layers
+    )
 
 
 class JointProjection:
@@ -200,10 +208,10 @@ class JointProjection:
 
     def _join(self) -> JointLinear | None:
         first = self.layers[0]
-        fused = fused_for(first.weight.device.type)
+        fused = fused_for(first.weight.device.type, first.inputs)
         if fused is None or type(first.weight.data) is not Tensor or first.strategy not in ("auto", "fused"):
             return None
-        if any(layer.strategy != first.strategy or layer.cache is not first.cache for layer in self.layers):
+        if not _is_set_alike(self.layers):
             return None
         if any(layer.bias is not None for layer in self.layers):  # it was set after they were joined
             return None
@@ -260,7 +268,7 @@ class JointLinear(QuantLinear):
     """A layer over the rows of several weights."""
 
     def __init__(self, weight: Encoded, prepared: Prepared, like: QuantLinear, name: str) -> None:
-        super().__init__(weight, strategy=like.strategy, cache=like.cache, name=name)
+        super().__init__(weight, strategy=like.strategy, cache=like.cache, inputs=like.inputs, name=name)
         self._own = prepared
 
     def picks_fused(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> bool:

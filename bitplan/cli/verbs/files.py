@@ -106,6 +106,7 @@ def inspect(
     Example: bitplan inspect model.safetensors
     """
     from bitplan.files.open_files import open_tensors
+    from bitplan.files.packed_folder import folder_inputs, is_model_folder, read_config
 
     if chart and not structure:
         raise typer.BadParameter("--chart draws what a model computes: add --structure")
@@ -122,14 +123,18 @@ def inspect(
         {"name": spec.name, "format": spec.format, "shape": list(spec.shape), "bytes": spec.nbytes} for spec in specs
     ]
     total = sum(by_format.values())
+    rounded = folder_inputs(read_config(file)) if is_model_folder(file) else None
     if as_json:
-        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied})
+        shown_inputs = {} if rounded is None else {"inputs": rounded}
+        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **shown_inputs})
         return
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
     table(f"{file}: {kind}, {counted(len(rows), 'tensor')}", shown)
     for name, size in by_format.most_common():
         say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
     say(f"{'all':>16}  {human_bytes(total):>10}")
+    if rounded is not None:
+        say(f"inputs of packed layers are rounded to {rounded}")
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
@@ -184,6 +189,9 @@ def quantize(
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
     ] = "error",
+    inputs: Annotated[
+        str | None, typer.Option(help="A folder whose packed layers round their inputs: int8, int8_row or fp8.")
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -195,9 +203,11 @@ def quantize(
     from bitplan.files.headers import is_gguf, plan_for_file
     from bitplan.files.open_files import container_for, open_tensors
     from bitplan.files.packed_folder import check_packed_output
+    from bitplan.formats.input_formats import input_format
     from bitplan.plan import Plan, open_manifest
 
     # Refuse what can be refused without torch, whose import takes seconds.
+    input_format(inputs, "--inputs")
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     if windows is not None and text is None:
@@ -209,11 +219,11 @@ def quantize(
     content = None if text is None else read_text(text)
     with open_tensors(source) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
-        inputs = [*file.files, *(Path(given) for given in (manifest, plan, evidence, text) if given is not None)]
+        sources = [*file.files, *(Path(given) for given in (manifest, plan, evidence, text) if given is not None)]
         if container := container_for(output):
-            container.check_output(output, inputs=inputs, force=force)
+            container.check_output(output, inputs=sources, force=force)
         else:  # a folder
-            check_packed_output(output, inputs=inputs, force=force)
+            check_packed_output(output, inputs=sources, force=force)
         given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
         renames = isinstance(given, Plan) and given.keys() != {*file.specs, *file.tied}
         if not renames and not (container is None and is_gguf(source)):  # whose own names need torch
@@ -243,6 +253,7 @@ def quantize(
             scale_rule=scale_rule,
             nonfinite=nonfinite,
             evidence=evidence,
+            inputs=inputs,
             force=force,
             on_tensor=lambda spec: advance(spec.nbytes, spec.name),
         )

@@ -152,8 +152,9 @@ def _shard(document: Mapping[str, Any], part: ModelPart, tp: int) -> dict[str, A
     attention = part.attention
     if part.experts is not None or not isinstance(attention, Attention):
         raise ModelConfigError(
-            f"{part.where}: --tp {tp} takes dense models with q, k and v; the share of one GPU in experts or latent "
-            f"attention cannot be said in a config.json; confirm with --tp 1 and a policy of tp 1; {IN_PYTHON}"
+            f"{part.where}: tp {tp} takes dense models with q, k and v; the share of one GPU in experts or latent "
+            f"attention cannot be said in a config.json; {IN_PYTHON}; confirm with a policy of tp 1",
+            settings={"tp": 1},
         )
     local_layers([part], Parallel(tp=tp))  # raises, naming a key that cannot be divided
     return dict(document) | {
@@ -269,7 +270,8 @@ def require_device(name: str, policy: Policy, recipe: str | None = None) -> torc
     if name == "cuda" and not torch.cuda.is_available():
         raise Fp8UnavailableError(
             "torch sees no CUDA GPU, so there is nothing to confirm; run on the GPU that will train "
-            "(--device cpu emulates FP8, to try the command)"
+            "(the CPU emulates FP8, to try the command)",
+            settings={"device": "cpu"},
         )
     device = torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
     require_fp8(device, () if recipe is None else (recipe,))

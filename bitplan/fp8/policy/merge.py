@@ -169,7 +169,8 @@ def _check_one_recipe(reports: Sequence[Report]) -> None:
         if other.recipe != first.recipe:
             raise MergeError(
                 f"{first.where} is of the recipe {first.recipe!r}, {other.where} of {other.recipe!r}; "
-                "a policy has one recipe unless several are asked for (across_recipes, --across-recipes)"
+                "a policy has one recipe unless several are asked for",
+                settings={"across_recipes": True},
             )
 
 

@@ -48,7 +48,7 @@ def weigh_by_gradients(
             own[unit] += _squared_gradient(statistics, name)
     known = {unit: (norms[unit] ** 2, own[unit]) for unit in norms if own[unit] > 0}
     if not known:
-        raise EvidenceFileError("the gradients are of no layer that is searched; check --keep and --only")
+        raise EvidenceFileError("the gradients are of no layer that is searched", settings={"keep": None, "only": None})
     theirs, ours = (math.fsum(pair[at] for pair in known.values()) for at in (0, 1))
     weights = {unit: (seen / theirs) / (mine / ours) for unit, (seen, mine) in known.items()}
     for name, group in evidence.groups.items():
