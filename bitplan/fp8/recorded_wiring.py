@@ -134,7 +134,7 @@ def _with_forwards(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module
 def _see(model: nn.Module, example: Any) -> tuple[ModelView, Inputs] | str:
     """What a module computes, and on what it was run; or why it cannot be seen."""
     fault = ""
-    for args, kwargs in [_arguments(example)] if example is not None else examples_for(model):
+    for args, kwargs in [arguments_of(example)] if example is not None else examples_for(model):
         try:
             return describe(model, kwargs or args), (args, kwargs)
         except PlanError as error:
@@ -142,7 +142,8 @@ def _see(model: nn.Module, example: Any) -> tuple[ModelView, Inputs] | str:
     return fault or f"{type(model).__name__}: no input was found that its forward takes"
 
 
-def _arguments(example: Any) -> Inputs:
+def arguments_of(example: Any) -> Inputs:
+    """An example as a forward is called with it: a tensor, a tuple of arguments, or a mapping of keywords."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
@@ -169,7 +170,8 @@ class Wiring:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.mlps: list[MlpWiring] = []
         self.mlps_apart: list[MlpApart] = []
-        for use in (*view.gated, *view.plain):
+        uses: list[GatedMlpUse | PlainMlpUse] = [*view.gated, *view.plain]
+        for use in uses:
             if any(linear.experts for linear in (use.up, use.down)):
                 continue
             wiring = self._mlp(use)

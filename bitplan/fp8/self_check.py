@@ -142,7 +142,7 @@ def _inputs_of(model: nn.Module, sites: Sites, wanted: set[str]) -> tuple[dict[s
     faults, root = list(sites.run.faults), sites.run.root
     try:
         with _quiet(root):
-            _record(model, root, wanted, _example(model, *sites.run.given), inputs)
+            record_inputs(model, root, wanted, _example(model, *sites.run.given), inputs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a forward raises
@@ -157,7 +157,7 @@ def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return given
 
 
-def _record(model: nn.Module, root: nn.Module, paths: set[str], given: Inputs, inputs: dict[str, Inputs]) -> None:
+def record_inputs(model: nn.Module, root: nn.Module, paths: set[str], given: Inputs, inputs: dict[str, Inputs]) -> None:
     """Run a model and put what it gives to these modules into `inputs`."""
     by_module = {id(model.get_submodule(path)): path for path in paths}
 

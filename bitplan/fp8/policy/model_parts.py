@@ -227,9 +227,9 @@ def read_part(config: ConfigObject, part: str, keys: PartKeys) -> ModelPart:
 
 def _attention(config: ConfigObject, keys: PartKeys, hidden: int, heads: int) -> Attention | LatentAttention:
     if keys.latent and (not keys.latent_if or config.values.get(keys.latent_if)):
-        ranks = (config.optional(keys.latent[0]), *(config.size(key) for key in keys.latent[1:]))
+        kv_rank, nope, rope, values = (config.size(key) for key in keys.latent[1:])
         fused = not keys.latent_norm or bool(config.values.get(keys.latent_norm))
-        return LatentAttention(heads, *ranks, norm_fused=fused)
+        return LatentAttention(heads, config.optional(keys.latent[0]), kv_rank, nope, rope, values, fused)
     is_grouped = keys.kv_heads and (not keys.grouped_if or config.values.get(keys.grouped_if) is not False)
     kv_heads = config.size(keys.kv_heads, heads) if is_grouped else heads
     head_dim = config.optional(keys.head_dim) if keys.head_dim else None

@@ -341,7 +341,7 @@ def _read_thresholds(reader: Reader, kinds: Mapping[str, Any]) -> list[Rule]:
         if kind in GROUPED_KINDS:
             if type(value) is not list:
                 reader.fail(path, "a flat list of rules: a grouped kind has no names", value)
-            lists: dict[str, tuple[dict[str, str], Any]] = {path: ({}, value)}
+            lists: dict[str, tuple[dict[str, Any], Any]] = {path: ({}, value)}
         else:
             if type(value) is not dict:
                 reader.fail(path, "an object of names (qkv, proj, fc1, ...) to lists of rules", value)
