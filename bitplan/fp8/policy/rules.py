@@ -219,6 +219,11 @@ class Policy:
     def version(self) -> int:
         return 1 if self.fingerprint is None else 2
 
+    @property
+    def gpu(self) -> str:
+        """The GPU that it was measured on; "unknown" by version 1, which does not say."""
+        return "unknown" if self.fingerprint is None else self.fingerprint.gpu
+
     def find(self, kind: str, *, name: str | None, tp: int, etp: int, num_gemms: int | None) -> Rule | None:
         """The rule of version 1, by (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
         asked = (kind, None, None, etp, num_gemms) if kind in GROUPED_KINDS else (kind, name, tp, None, None)

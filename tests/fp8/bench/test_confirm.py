@@ -1,4 +1,4 @@
-"""The judgement on a confirmed block, and how its inputs are seen."""
+"""The verdict on a confirmed block, and how its inputs are seen."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EIGHT = ok(*[10.0] * 8)
         (Timed("error", message="no kernel"), 1.0, "unmeasured"),
     ],
 )
-def test_judge(plan, threshold, answer):
+def test_verdicts(plan, threshold, answer):
     result = verdict_of("layers.0", EIGHT if len(plan.samples_ms) != 1 else ok(10.0), plan, threshold)
     assert result.answer == answer
     assert ("BF16 is kept" in result.reason) == (answer != "win")
