@@ -81,9 +81,7 @@ def extend_policy(base: Policy, more: Policy) -> Policy:
     """
     if base.fingerprint is None or more.fingerprint is None:
         old = base if base.fingerprint is None else more
-        raise MergeError(
-            f"{old.where}: a policy of version 1 keeps no points to add others to; merge its reports again"
-        )
+        raise MergeError(f"{old.where}: a policy of version 1 keeps no points to add to; merge its reports again")
     for key, (ours, theirs) in base.fingerprint.differences(more.fingerprint).items():
         raise FingerprintError(
             f"{base.where} was measured with {key} {ours!r}, {more.where} with {theirs!r}; times of the two are not "
