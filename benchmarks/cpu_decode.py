@@ -10,9 +10,9 @@ model      a language model that transformers reads from a GGUF file, or one of 
            layer can make a token faster than that. "steps" are tokens as `bitplan generate` makes them, without the
            model's own modules; "prompt" is one of 128 tokens. Resident memory beyond the libraries is that of a process
            that has one model alone and has made some tokens
-llama.cpp  `llama-bench` on files of the same model in its own formats, after the others; or xllamacpp, a build of it for
-           Python, from --llama-site, in processes of its own, in turns with ours: seconds of the processor a token, so
-           that other work on the machine counts for neither
+llama.cpp  `llama-bench` on files of the same model in its own formats, after the others; or xllamacpp, a build of it
+           for Python, from --llama-site, in processes of its own, in turns with ours: seconds of the processor a token,
+           so that other work on the machine counts for neither
 """
 
 from __future__ import annotations
