@@ -24,7 +24,6 @@ from torch.nn import functional
 
 from bitplan.base.errors import PlanError
 from bitplan.packed.fused_projections import JointProjection, view_of
-from bitplan.packed.products.fused import Bound, fused_for
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.plan.structure.model_view import LinearUse, ModelView, NormUse
 
@@ -38,6 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
+Bound = Callable[[Tensor, Sequence[int]], Tensor | None]  # an input, the result's shape -> the result
 Multiply = Callable[[Tensor, tuple[str, ...]], Tensor]  # an input, and the layers that read it -> their outputs
 
 
@@ -220,7 +220,7 @@ class TokenSteps:
         joined = None if joint is None or joint.layers != layers else joint.made()
         if joined is not None:
             layers = [joined]
-        calls = [_bound_product(layer, x) for layer in layers]
+        calls = [layer.bind_product(x) for layer in layers]
         outputs = sum(layer.out_features for layer in layers)
         if len(calls) == 1:
             return calls[0], outputs
@@ -253,14 +253,6 @@ class TokenSteps:
         except (_UnknownError, RuntimeError, KeyError) as error:
             return str(error)
         return None
-
-
-def _bound_product(layer: QuantLinear, x: Tensor) -> Bound:
-    fused = fused_for("cpu", layer.inputs)
-    assert fused is not None
-    bias = None if layer.bias is None else layer.bias.detach()
-    bound = fused.bind(x, layer.weight.encoded, layer.prepared(fused), bias, None)
-    return bound if bound is not None else (lambda given, shape: layer(given).reshape(shape))
 
 
 class Decoding:
