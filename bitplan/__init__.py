@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from bitplan.packed.tile_cache import TileCache as TileCache
     from bitplan.packed.warm_up import warm_up as warm_up
     from bitplan.streaming.selective.run_calibration import run_calibration as run_calibration
+    from bitplan.streaming.selective.trainer_callbacks import streaming_callback as streaming_callback
     from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy as SelectivePrecisionPolicy
     from bitplan.streaming.stream_blocks import stream_blocks as stream_blocks
     from bitplan.searching.goal import Goal as Goal

@@ -58,6 +58,7 @@ NAMES = {
     "save_packed",
     "search",
     "stream_blocks",
+    "streaming_callback",
     "unmorph_model",
     "warm_up",
     "write_report",

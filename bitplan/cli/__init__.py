@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,17 @@ from bitplan.base.errors import BitplanError
 from bitplan.base.text import visible
 
 INTERRUPTED = 130
+# Parameters of the library that are called otherwise here; all others are `--` and their name.
+_OPTIONS = {
+    "fmt": "--format",
+    "nbytes": "--bytes",
+    "out": "--output",
+    "part_bytes": "--split",
+    "report_path": "--report",
+    "target": "--for",
+    "timings": "--timing",
+}
+_SWITCHED_OFF = {"chat": "--raw"}
 # How often threads of torch's OpenMP look for work before they sleep: 0.5 ms. By itself it is over 10 ms after every
 # loop, which beside other work is most of the time: 52 s of CPU for 5 s of quantizing.
 SPINS = "10000"
@@ -66,4 +78,13 @@ def _fail(message: str, code: int = 2) -> int:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    text = error.with_settings(option_of) if isinstance(error, BitplanError) else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def option_of(name: str, value: object) -> str:
+    """A setting of the library's as one types it: `keep='w'` is `--keep w`."""
+    if value is False:
+        return _SWITCHED_OFF[name]
+    flag = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+    return flag if value is None or value is True else f"{flag} {shlex.quote(str(value))}"

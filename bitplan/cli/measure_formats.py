@@ -146,7 +146,9 @@ def morphed_twin(
     if turned:
         assert isinstance(formats, Plan)
         stays = {
-            place.name: Planned(Choice(name, "quantized already"), tuple(place.parameter.shape), stored=name)
+            place.name: Planned(
+                Choice(name, "quantized already", cause="held"), tuple(place.parameter.shape), stored=name
+            )
             for place, _ in turned
             if (name := dtype_name(place.parameter.dtype))
         }

@@ -149,7 +149,7 @@ def _warning(fmt: str, rows: list[dict[str, Any]], lossy: list[dict[str, Any]]) 
         return f"{row['name']} ({100 * row['saturated_share']:.1f}% saturated, {zeros}, {sqnr})"
 
     listed = ", ".join(map(figures, lossy[:MOST_NAMES_SHOWN])) + (", ..." if len(lossy) > MOST_NAMES_SHOWN else "")
-    advice = "give them another format or scale rule (--scale-rule mse), or leave them as they are (--keep NAME)"
+    advice = "give them another format or scale rule (scale_rule='mse'), or leave them as they are (keep)"
     if get_format(fmt).block.is_tensor and not get_format(fmt).is_cast:
         advice = f"{fmt} has one scale for a whole tensor; {advice}"
     return f"{fmt}: {len(lossy)} of {len(rows)} tensors lost much: {listed}; {advice}"
@@ -458,5 +458,5 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
             file.require_numbers(spec)
         if fmt is None and spec.encoded:  # a packed tensor that is left alone stays packed
             fmt = get_format(spec.format)
-        promises.append(Promise(name, options.transposed.get(name, spec.shape), fmt, spec.dtype))
+        promises.append(Promise(name, options.transposed.get(name, spec.shape), fmt, spec.torch_dtype))
     return promises

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,8 +60,9 @@ from bitplan.base.loops.vectors import (
 from bitplan.formats import codec as definition
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
-from bitplan.formats.gguf.blocks import GgufMxfp4
+from bitplan.formats.gguf.blocks import GgufBlocks, GgufMxfp4
 from bitplan.formats.gguf.cpu_block_search import CompiledSearch
+from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.formats.registry import get_format
 from bitplan.formats.scale_rules import reciprocal
 
@@ -83,6 +85,8 @@ FLOOR = F32(2.0**22 - 0.25)
 # The largest float32 below 1/2: floor(x + BELOW_HALF) rounds ties up, where x + 1/2 would lift 0.49999997 to 1.
 BELOW_HALF = F32(0.5 - 2.0**-25)
 NEAREST_AND_EIGHT, HALF_AND_EIGHT = F32(1.5 * 2.0**23 + 8), F32(8.5)
+
+_EACH_BIT = 1 << np.arange(8, dtype=U8)
 
 STRIP = 64  # blocks of 32: 8 KiB
 AHEAD = 4096  # words: prefetched while the codes of one strip are computed
@@ -515,6 +519,46 @@ def decode_mxfp4_gguf(data, scales, out):
         store(out, 32 * block, doubled * scales[block])
 
 
+# ---- GGUF's blocks with their scales among the codes ----------------------------------------------------------------
+
+
+@compiled
+def decode_gguf_blocks(raw, scales, lows, planes, first_code, table, group, numbers, out):
+    """`numbers` of each block: (code + first_code, or the table's number) * scale, + low where there is one.
+
+    planes   of each plane: its first byte, its bits, its codes in consecutive bytes, the place of its bits in a code
+    """
+    codes, block_bytes, groups = np.empty(numbers, U8), raw.size * numbers // out.size, numbers // group
+    for block in range(out.size // numbers):
+        for plane in range(planes.shape[0]):
+            offset, bits, run, shift = planes[plane]
+            first, mask = block * block_bytes + offset, (1 << bits) - 1
+            if run == 1:  # single bits, one code after another
+                for byte in range(numbers // 8):
+                    part = greater(load(_EACH_BIT, 0, 8) & raw[first + byte], 0) & (1 << shift)
+                    store(codes, 8 * byte, load(codes, 8 * byte, 8) | part)
+                continue
+            lanes = 8 // bits
+            for chunk in range(numbers // (lanes * run)):
+                for lane in range(lanes):
+                    for k in range(0, run, 16):
+                        at = (chunk * lanes + lane) * run + k
+                        part = ((load(raw, first + chunk * run + k, 16) >> (bits * lane)) & mask) << shift
+                        store(codes, at, load(codes, at, 16) | part if plane else part)
+        for place in range(block * groups, (block + 1) * groups):
+            at = (place - block * groups) * group
+            for k in range(0, group, 16):
+                target = place * group + k
+                if table is None:
+                    values = to_float(widen(load(codes, at + k, 16), I32), F32) + first_code
+                else:
+                    for one in range(16):
+                        out[target + one] = table[codes[at + k + one]]
+                    values = load(out, target, 16)
+                values = values * scales[place]
+                store(out, target, values if lows is None else values + lows[place])
+
+
 @inlined
 def _integers(codes):
     """Bytes that hold signed integers -> float32."""
@@ -718,6 +762,40 @@ def _decode_e4m3(codes: Array, scales: Array, numbers: Array) -> None:
     decode_by_table(codes, scales, numbers, _E4M3_NUMBERS)
 
 
+def _decode_gguf_blocks(encoded: Encoded, dtype: torch.dtype) -> Tensor:
+    assert isinstance(encoded.fmt, GgufBlocks)
+    layout = encoded.fmt.layout
+    out = torch.empty(encoded.shape, dtype=dtype)
+    raw = encoded.data.reshape(-1, layout.block_bytes)
+    scale, low = layout.scales_in(raw)
+    table = None if layout.table is None else np.array(layout.table, F32)
+    settings = _planes(encoded.fmt.name), F32(layout.low), table, layout.group, layout.numbers
+    write = _writer(out.view(-1), layout.numbers)
+
+    def work(piece: slice) -> None:
+        for run, run_out in write(piece):
+            lows = None if low is None else _array(low[run])
+            decode_gguf_blocks(_array(raw[run]), _array(scale[run]), lows, *settings, run_out)
+
+    on_threads(work, _pieces(len(raw), layout.numbers))
+    return out
+
+
+@functools.cache
+def _planes(name: str) -> Array:
+    """[planes, 4], as `decode_gguf_blocks` takes them."""
+    layout, rows, shift = LAYOUTS[name], [], 0
+    firsts = dict(zip((part for part, _ in layout.parts), _starts([size for _, size in layout.parts]), strict=True))
+    for place, plane in enumerate(layout.planes):
+        rows.append((firsts[f"plane{place}"], plane.bits, plane.run, shift))
+        shift += plane.bits
+    return np.array(rows, np.int64)
+
+
+def _starts(sizes: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(sizes)][:-1]
+
+
 def _scale_table(fmt: Format, base: Tensor | None) -> Array | None:
     """The number of each word of a narrow scale; None for float32 scales."""
     assert fmt.scales is not None
@@ -824,4 +902,5 @@ DECODERS: dict[str, Decoder] = {
     "mxfp4": _decoder(decode_mxfp4),
     "mxfp4_gguf": _decoder(decode_mxfp4_gguf),
     "nvfp4": _decoder(decode_nvfp4),
+    **dict.fromkeys(LAYOUTS, _decode_gguf_blocks),
 }

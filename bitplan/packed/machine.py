@@ -283,7 +283,7 @@ def _paths_not_tried() -> list[FastPath]:
     gpu = None if has_gpu_driver() else False
     return [
         FastPath(NUMBA_PATH, None if numba else False, f"numba {numba}" if numba else "numba is not installed"),
-        FastPath(PACKED_PATH, None if numba else False, "tried with --deep" if numba else "numba is not installed"),
+        FastPath(PACKED_PATH, None if numba else False, "not tried yet" if numba else "numba is not installed"),
         FastPath(TRITON_PATH, gpu, why),
         FastPath(FP8_PATH, gpu, why),
     ]
@@ -302,7 +302,7 @@ def _cpu_paths() -> list[FastPath]:
     sample = torch.zeros(side, side)
     picked = {fmt.name: explain_encode(sample, fmt) for fmt in list_formats()}
     twins = [name for name, pick in picked.items() if pick.implementation == "numba"]
-    reason = next((pick.reason for pick in picked.values() if "installed" in pick.reason), "no format has one")
+    reason = "no format has one" if _installed("numba") else "numba is not installed"
     numba = FastPath(NUMBA_PATH, bool(twins), ", ".join(twins) or reason)
     fused = fused_for("cpu")
     refused = None if fused is None else fused.why_not(encode(torch.zeros(64, 128), "mxfp4"), torch.float32)

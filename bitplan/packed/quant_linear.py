@@ -384,7 +384,7 @@ class QuantLinear(nn.Module):
             self._bound[key] = _bound_call(bound, shape, self, picked)
 
     def bind_product(self, x: Tensor) -> Bound:
-        """The product for inputs of this shape [rows, inputs], nothing checked; valid while the layer stays as it is."""
+        """The product for inputs of this shape [rows, inputs]: nothing is checked, so the layer must stay as it is."""
         fused = fused_for(x.device.type, self._inputs)
         bound = None
         if fused is not None and self._pick(x.shape[0], x.dtype).strategy == "fused":

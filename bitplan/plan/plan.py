@@ -11,12 +11,12 @@ there is none (bool) the one whose codes have this type; the tensor is copied, n
 
 A plan's `padding` is "zero" where rows that are not whole blocks of their format are filled with zeros, else "none".
 
-The document, version 1 (`padding` only where it is "zero"; `evidence`, `shape`, `role`, `part`, `stored` only where
-known; `bytes` goes with `shape`):
+The document, version 1 (`padding` only where it is "zero"; `cause` unless it is "given"; `evidence`, `shape`, `role`,
+`part`, `stored` only where known; `bytes` goes with `shape`):
 
     {"document": "bitplan-plan", "version": 1, "padding": "zero",
-     "tensors": {NAME: {"format": F, "reason": R, "evidence": {...}, "shape": [...], "role": R, "part": P,
-                        "stored": DTYPE, "bytes": N}}}
+     "tensors": {NAME: {"format": F, "cause": C, "reason": R, "evidence": {...}, "shape": [...], "role": R,
+                        "part": P, "stored": DTYPE, "bytes": N}}}
 
 Mermaid flow charts: of a plan (embedding, layers, final norm, unembedding), and of what a model computes.
 
@@ -35,7 +35,7 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from bitplan.base.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, Reader, load_document, one_of, show
 from bitplan.base.errors import BitplanError, FormatError, PlanError, PlanFileError, did_you_mean
@@ -181,9 +181,17 @@ BF16_BYTES = 2
 PARTS = ("data", "scales")
 PADDINGS = ("none", "zero")
 Part = Literal["data", "scales"]
+# What decided, for code to read; people read the reason:
+#   forced   a force list                      default  what bitplan does with a tensor of this role and shape
+#   rule     a manifest, a mapping, a pattern  kept     somebody asked that it stay as it is
+#   solver   a search                          held     it is so already, and nothing else was asked for
+#   policy   measured speed, gradients         given    nothing is said, as in plans of earlier versions
+Cause = Literal["forced", "rule", "solver", "policy", "default", "kept", "held", "given"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 _TENSOR_KEYS = {
     "format": NAME,
+    "cause": one_of(*CAUSES),
     "reason": NAME,
     "evidence": EVIDENCE,
     "shape": SHAPE,
@@ -196,14 +204,17 @@ _TENSOR_KEYS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A format, the reason for it, and the figures behind the reason."""
+    """A format, what decided it (`cause`, which code reads), the reason in words, and the figures behind the reason."""
 
     format: str
     reason: str
     evidence: Mapping[str, Any] | None = None
+    cause: Cause = "given"
 
     def __post_init__(self) -> None:
         get_format(self.format)
+        if self.cause not in CAUSES:
+            raise PlanError(f"the cause of {self.format!r} must be one of {', '.join(CAUSES)}, got {show(self.cause)}")
         if not NAME.holds(self.reason):
             raise PlanError(f"the reason for {self.format!r} must be {NAME.text}, got {self.reason!r}")
         if self.evidence is not None:
@@ -455,7 +466,7 @@ def combine(
         choice = rules.get(name) or policy.get(name) or default
         if name in force:
             over = f", over {choice.format} ({choice.reason})" if choice else ""
-            choice = Choice(force[name], f"forced{over}")
+            choice = Choice(force[name], f"forced{over}", cause="forced")
         if choice is None:
             missing.append(name)
             continue
@@ -502,7 +513,8 @@ def _plain(value: Any) -> Any:
 
 
 def _to_document(entry: Planned) -> dict[str, Any]:
-    item: dict[str, Any] = {"format": entry.choice.format, "reason": entry.choice.reason}
+    cause = {"cause": entry.choice.cause} if entry.choice.cause != "given" else {}
+    item: dict[str, Any] = {"format": entry.choice.format, **cause, "reason": entry.choice.reason}
     if entry.choice.evidence is not None:
         item["evidence"] = dict(entry.choice.evidence)
     if entry.role:
@@ -522,7 +534,7 @@ def _from_document(reader: Reader, name: str, value: Any) -> Planned:
     if ("shape" in item) != ("bytes" in item):
         reader.stop(f"{path}: shape and bytes go together, got only {'shape' if 'shape' in item else 'bytes'}")
     try:
-        choice = Choice(item["format"], item["reason"], item.get("evidence"))
+        choice = Choice(item["format"], item["reason"], item.get("evidence"), item.get("cause", "given"))
         shape = tuple(item["shape"]) if "shape" in item else None
         entry = Planned(choice, shape, item.get("role", ""), item.get("part"), item.get("stored"))
     except BitplanError as error:

@@ -267,7 +267,10 @@ def _reference_time(evidence: SearchEvidence, rows: int) -> float:
     if len(known) < len(times):
         measured = sorted({row for group in evidence.groups.values() for row in group.reference_us})
         at = f"times at {', '.join(map(str, measured))} rows" if measured else "no times"
-        raise GoalError(f"the evidence has {at}, and the goal is at {rows}; search with --faster --rows {rows}")
+        raise GoalError(
+            f"the evidence has {at}, and the goal is at {rows}; search again for speed",
+            settings={"faster": None, "rows": rows},
+        )
     return sum(known)
 
 
@@ -281,7 +284,7 @@ def size_out_of_reach(limit: int, smallest: int, numbers: int) -> str:
 
     return (
         f"no plan has {size(limit)} or less; the smallest has {size(smallest)}; raise the limit, or allow smaller "
-        "formats with --formats"
+        "formats"
     )
 
 
@@ -301,7 +304,7 @@ def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Ma
     assert best is not None
     return (
         f"no plan has a KL of {goal.max_kl:g} nats or less; the least is {best.nats:.4g}, with "
-        f"{_size(evidence, best.nbytes)}; allow larger formats with --formats"
+        f"{_size(evidence, best.nbytes)}; allow larger formats"
     )
 
 
@@ -349,7 +352,7 @@ class _Problem:
         if self._rows is not None:
             formats = [fmt for fmt in formats if self._rows in group.formats[fmt].us]
             if not formats:
-                raise GoalError(f"{name}: no format was timed at {self._rows} rows; search with --faster again")
+                raise GoalError(f"{name}: no format was timed at {self._rows} rows; search again for speed")
 
         def costs(fmt: str) -> tuple[float, ...]:
             cost = group.formats[fmt]

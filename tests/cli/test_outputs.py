@@ -76,7 +76,7 @@ def test_an_existing_file_needs_force_and_a_device_is_refused(case, files, tmp_p
     taken = tmp_path / "taken.safetensors"
     taken.write_text("old")
     assert write(case, str(taken)) == 2
-    assert f"{taken}: exists already; replace it with --force" in capsys.readouterr().err
+    assert f"{taken}: exists already; choose another name, or replace it (--force)" in capsys.readouterr().err
     assert taken.read_text() == "old"
     assert write(case, str(taken), "--force") == 0
     assert taken.read_bytes() != b"old"

@@ -40,9 +40,9 @@ class MlxFolder(TensorFile):
     def _spec(self, name: str) -> TensorSpec:
         found = self.read(name)
         if isinstance(found, Encoded):
-            return TensorSpec(name, FMT.name, found.shape, found.nbytes, "float32", encoded=True)
+            return TensorSpec(name, found.shape, "float32", format=FMT.name, nbytes=found.nbytes, encoded=True)
         kind = str(found.dtype).removeprefix("torch.")
-        return TensorSpec(name, kind, tuple(found.shape), found.nbytes, kind, encoded=False)
+        return TensorSpec(name, tuple(found.shape), kind, format=kind, nbytes=found.nbytes)
 
     def read(self, name: str) -> Tensor | Encoded:
         codes, scales = self._tensors[name], self._tensors.get(name.removesuffix("weight") + "scales")

@@ -84,7 +84,7 @@ class FolderSource:
         """A tensor that the output holds as plain numbers: in its own type, or cast."""
         spec = self.file.spec(name)
         cast = fmt if fmt is not None and fmt.is_cast else self.wide if is_quantized(spec) else None
-        dtype = spec.dtype if cast is None else cast.storage
+        dtype = spec.torch_dtype if cast is None else cast.storage
         return OutputLayer((name,), cast, reason, (Promise(name, spec.shape, None, dtype),))
 
     @property
@@ -107,7 +107,9 @@ def is_linear(name: str, shape: tuple[int, ...]) -> bool:
 def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | None = None) -> FolderSource:
     """Refuse what is no model, an output that must not be written, and options of other targets."""
     if request.part_bytes is not None or request.pretokenizer is not None:
-        raise StoreError(f"{request.output}: --split and --pretokenizer are for GGUF")
+        given = {"part_bytes": request.part_bytes, "pretokenizer": request.pretokenizer}
+        settings = dict.fromkeys(name for name, value in given.items() if value is not None)
+        raise StoreError(f"{request.output}: what is for GGUF alone was given", settings=settings)
     if container_for(request.output) is not None:
         raise StoreError(
             f"{request.output}: {target} is a folder, and {request.output.suffix} names a file; "

@@ -56,7 +56,8 @@ class GptOssExport:
         if not isinstance(wanted, str) or wanted not in _EXPERTS or request.keep or request.only:
             raise StoreError(
                 f"{request.source}: gpt-oss is exported with its experts in mxfp4 or bfloat16 and the rest as it is; "
-                f"give --format mxfp4 or --format bfloat16, and neither --keep nor --only"
+                "give mxfp4 or bfloat16 as the format, and no names of tensors that stay or alone change",
+                settings={"fmt": "mxfp4"},
             )
         if request.evidence is not None or request.part_bytes is not None:
             raise StoreError(f"{request.source}: gpt-oss is exported to one file, and takes no evidence")

@@ -27,7 +27,6 @@ from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer
 from bitplan.files.engines.targets import EXPERT, ExportRequest
 from bitplan.files.tensor_file import Promise
 from bitplan.formats import Encoded, Format
-from bitplan.formats.dtypes import dtype_name
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.structure.families import guess_role
 
@@ -167,7 +166,7 @@ def _metadata(source: FolderSource, layers: Sequence[OutputLayer]) -> dict[str, 
     said: dict[str, str] = {"tensor_names": json.dumps([layer.sources[0] for layer in layers])}
     for layer in layers:
         spec = source.file.spec(layer.sources[0])
-        own = dtype_name(spec.dtype) if not computes or not spec.encoded else computes
+        own = spec.dtype if not computes or not spec.encoded else computes
         document = {"_type": "Tensor"} if layer.fmt is None or not layer.is_packed else _class(layer, own, spec.shape)
         said[layer.sources[0]] = json.dumps(document)
     return said

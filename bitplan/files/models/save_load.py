@@ -120,10 +120,10 @@ def _is_of_transformers(model: nn.Module) -> bool:
 def _under_the_models_names(path: str | Path, file: TensorFile, model: Any) -> dict[str, Tensor | Encoded]:
     """A file's tensors as transformers renames and merges them; tensors that are only renamed stay packed."""
     for spec in file.specs.values():
-        is_plain = spec.dtype.is_floating_point and not spec.encoded
-        if is_plain and not _holds(model.dtype, spec.dtype):
+        is_plain = spec.torch_dtype.is_floating_point and not spec.encoded
+        if is_plain and not _holds(model.dtype, spec.torch_dtype):
             raise FileFormatError(
-                f"{path}: {spec.name!r} is {spec.dtype}, which the model's {model.dtype} cannot hold exactly"
+                f"{path}: {spec.name!r} is {spec.torch_dtype}, which the model's {model.dtype} cannot hold exactly"
             )
     read = {name: file.read(name) for name in file.specs}
     numbers = {name: decode(item) if isinstance(item, Encoded) else item for name, item in read.items()}

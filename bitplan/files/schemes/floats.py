@@ -35,12 +35,12 @@ def fp8_weight(
     scale = folder.part(scales, (*SCALES, "uint8"), of=name)
     if not rows or not cols:
         folder.stop(name, f"{codes!r} is empty: {list(shape)}")
-    kind = data.dtype_name.removeprefix("float8_").removesuffix("fn")
+    kind = data.dtype.removeprefix("float8_").removesuffix("fn")
     label, reason = f"fp8_{kind}", "the same codes and scales"
     fmt: str | None = None
     block = shape
-    is_microscaling = scale.dtype_name == "float8_e8m0fnu" and scale.shape == (rows, -(-cols // 32))
-    if scale.dtype_name == "uint8" or is_microscaling:
+    is_microscaling = scale.dtype == "float8_e8m0fnu" and scale.shape == (rows, -(-cols // 32))
+    if scale.dtype == "uint8" or is_microscaling:
         folder.part(scales, _EXPONENTS, (rows, -(-cols // 32)), of=name)
         label, fmt = f"mxfp8_{kind}", "mxfp8_e4m3" if kind == "e4m3" and cols % 32 == 0 else None
         block = (1, 32)
@@ -60,7 +60,8 @@ def fp8_weight(
         read = functools.partial(_decode, folder, codes, scales, block)
     else:
         read = functools.partial(_keep, folder, fmt, codes, scales)
-    return SchemeWeight(name, shape, (codes, scales, *beside), label, fmt, folder.dtype_name, reason, read)
+    parts = (codes, scales, *beside)
+    return SchemeWeight(name, shape, folder.dtype_name, format=fmt, parts=parts, label=label, reason=reason, read=read)
 
 
 def fp4_weight(
@@ -94,7 +95,8 @@ def fp4_weight(
         if base_divides:
             reason += f"; its factor is 1 / {base.rpartition('.')[2]}, rounded to float32"
     read = functools.partial(_keep, folder, fmt, codes, scales, base, base_divides)
-    return SchemeWeight(name, shape, (*parts, *beside), fmt, fmt, folder.dtype_name, reason, read)
+    there = (*parts, *beside)
+    return SchemeWeight(name, shape, folder.dtype_name, format=fmt, parts=there, label=fmt, reason=reason, read=read)
 
 
 def _keep(

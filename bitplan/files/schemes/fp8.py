@@ -26,7 +26,7 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
     tensors = folder.checkpoint.tensors
     for name, entry in tensors.items():
         scales = next((each for each in (f"{name}_scale_inv", f"{name}_scale") if each in tensors), None)
-        if entry.dtype_name in FP8 and scales is not None:
+        if entry.dtype in FP8 and scales is not None:
             owner = name.rpartition(".")[0]
             beside = tuple(each for part in ACTIVATION_SCALES if (each := f"{owner}.{part}") in tensors)
             yield fp8_weight(folder, name, name, scales, (said[0], said[1]), beside)

@@ -32,8 +32,8 @@ from bitplan.files.models.transformers_names import foreign_faults, silence_tran
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import is_packed_config, read_config
 from bitplan.formats.input_formats import KEEP, input_format
-from bitplan.packed.checkpoints.gpt_oss_load import is_gpt_oss
-from bitplan.packed.checkpoints.load import load_packed
+from bitplan.packed.checkpoints.gpt_oss_tensors import is_gpt_oss
+from bitplan.packed.checkpoints.load import load_packed, require_transformers
 from bitplan.packed.language.causal_lm import (
     CausalLM,
     load_causal_lm,
@@ -43,7 +43,7 @@ from bitplan.packed.language.causal_lm import (
     require_causal,
 )
 from bitplan.packed.language.token_steps import Decoding
-from bitplan.packed.read_tensors import device_of, require_transformers
+from bitplan.packed.read_tensors import device_of
 from bitplan.packed.rounded_inputs import round_inputs, runs_on_integers, shown_inputs
 
 AUTO = "auto"
@@ -169,7 +169,9 @@ def as_prompt(lm: CausalLM, text: str, *, chat: bool | None = None, system: str 
     """
     has_template = bool(getattr(lm.tokenizer, "chat_template", None))
     if chat and not has_template:
-        raise MeasureError(f"{lm.where}: the tokenizer has no chat template; leave --chat out")
+        raise MeasureError(
+            f"{lm.where}: the tokenizer has no chat template; send the text as it is", settings={"chat": False}
+        )
     if not (has_template if chat is None else chat):
         if system is not None:
             reason = "the text goes to the model as it is" if has_template else "the tokenizer has no chat template"
@@ -253,7 +255,7 @@ def _prompt_ids(lm: CausalLM, prompt: str | Sequence[Message]) -> Tensor:
 
 def _render(lm: CausalLM, messages: Sequence[Message], **options: Any) -> Any:
     where = f"{lm.where}: its chat template refuses this conversation"  # it is a program, and raises what it likes
-    with foreign_faults(MeasureError, where, "; --raw leaves it out"):
+    with foreign_faults(MeasureError, where, "; the text can be sent as it is", {"chat": False}):
         return lm.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
 
 

@@ -58,7 +58,10 @@ def test_convert_as_json(capsys):
         (["small", "out", "--to", "elsewhere"], "elsewhere"),
         (["small", "out", "--to", "gguf"], "the layout gguf is written to a .gguf file"),
         (["small", "small", "--to", "hf", "--force"], "small: holds the input small/model.safetensors itself"),
-        (["small", "taken.gguf", "--to", "gguf"], "taken.gguf: exists already; replace it with --force"),
+        (
+            ["small", "taken.gguf", "--to", "gguf"],
+            "taken.gguf: exists already; choose another name, or replace it (--force)",
+        ),
         (["small", "out", "--to", "openai", "--experts", "bfloat16"], "in MXFP4 and in nothing else"),
         (["small", "out", "--to", "hf", "--scale-rule", "mse"], "these are MXFP4 already"),
     ],

@@ -252,7 +252,7 @@ def test_a_model_that_is_not_whole_is_refused_with_the_names(capsys):
     assert f"1 of another shape: {name}" in refused("misshapen", *text, capsys=capsys)
     quantize_file("less", "less.safetensors", "int8_row")
     assert f"1 missing: {name}" in refused("less.safetensors", "--config", "llama", *text, capsys=capsys)
-    assert "no config.json, give its folder, or a GGUF file of the model, as --config" in refused(
+    assert "no config.json, give its folder, or a GGUF file of the model (--config)" in refused(
         "less.safetensors", *text, capsys=capsys
     )
 

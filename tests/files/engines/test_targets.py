@@ -45,7 +45,7 @@ def test_a_dry_run_says_what_is_then_written(target, folder, tmp_path, capsys):
     assert sum(tensor.nbytes for tensor in held.values()) == said["nbytes"] == done["nbytes"]
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert run(command) == 2  # it exists now
-    assert "exists already; replace it with --force" in capsys.readouterr().err
+    assert "exists already; choose another name, or replace it (--force)" in capsys.readouterr().err
     assert run([*command, "--force"]) == 0
 
 

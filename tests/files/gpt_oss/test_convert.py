@@ -421,7 +421,7 @@ def test_destinations(made, tmp_path):
     with pytest.raises(StoreError, match="is not empty; a folder is never overwritten"):
         convert_gpt_oss(made["hf"], tmp_path / "out", to="hf", force=True)
     convert_gpt_oss(made["hf"], tmp_path / "out.gguf", to="gguf")
-    with pytest.raises(StoreError, match="exists already; replace it with --force"):
+    with pytest.raises(StoreError, match=r"exists already; .*replace it \(force=True\)"):
         convert_gpt_oss(made["hf"], tmp_path / "out.gguf", to="gguf")
     convert_gpt_oss(made["hf"], tmp_path / "out.gguf", to="gguf", force=True)
 
