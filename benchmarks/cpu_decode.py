@@ -296,7 +296,8 @@ def site_turn(given: str, threads: int) -> None:
         from bitplan.packed.language.generation import generate_text, load_for_running
 
         lm = load_for_running(path, inputs="auto")
-        lm.model.generation_config.eos_token_id = [-1]
+        model: Any = lm.model
+        model.generation_config.eos_token_id = [-1]
 
         def run(count: int) -> float:
             started = time.process_time()

@@ -225,13 +225,13 @@ def quantize_file(
             known.require_use(name for name in file.specs if not get_format(plan[name].format).is_cast)
         options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known, transposed)
         report.notes += [] if known is None else known.notes
-        inputs = [*file.files, *([] if statistics is None else [statistics.path])]
-        stamps = stamps_of(inputs)
+        sources = [*file.files, *([] if statistics is None else [statistics.path])]
+        stamps = stamps_of(sources)
         contents = _folder_contents(file, options, shard_bytes, rounded) if is_folder else None
         if rounded is not None and (contents is None or contents.config is None):
             raise StoreError(f"{output}: only a model's folder, with config.json, says that inputs are in {rounded}")
         if contents is not None:
-            check_packed_output(output, inputs=inputs, force=force)
+            check_packed_output(output, inputs=sources, force=force)
             write_packed_folder(
                 output,
                 replace(contents, inputs=stamps),
@@ -240,7 +240,7 @@ def quantize_file(
             )
             return report
         container = require_container(output)
-        container.check_output(output, inputs=inputs)
+        container.check_output(output, inputs=sources)
         container.check_source(file, Path(output))
         tied = file.tied if container.holds_ties else {}
         promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)

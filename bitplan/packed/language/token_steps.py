@@ -155,7 +155,7 @@ def _norm(model: nn.Module, norm: NormUse | None, readers: Sequence[LinearUse]) 
 class TokenSteps:
     """Makes a token's logits from the token, keys and values of all before it; they grow with each."""
 
-    def __init__(self, model: nn.Module, structure: _Structure, cache: Any) -> None:
+    def __init__(self, model: Any, structure: _Structure, cache: Any) -> None:
         self._structure, self._embedding = structure, model.get_input_embeddings()
         keys: list[Tensor] = [layer.keys for layer in cache.layers]
         self.length = keys[0].shape[2]
