@@ -388,6 +388,15 @@ class QuantLinear(nn.Module):
             shape = (*x.shape[:-1], self.out_features)
             self._bound[key] = _bound_call(bound, shape, self, picked)
 
+    def bind_product(self, x: Tensor) -> Bound:
+        """The product for inputs of this shape [rows, inputs]: nothing is checked, so the layer must stay as it is."""
+        fused = fused_for(x.device.type, self._inputs)
+        bound = None
+        if fused is not None and self._pick(x.shape[0], x.dtype).strategy == "fused":
+            bias = None if self.bias is None else self.bias.detach()
+            bound = fused.bind(x, self.weight.encoded, self.prepared(fused), bias, None)
+        return bound or (lambda given, shape: self(given).reshape(shape))
+
     def _forget_picks(self) -> None:
         self._picks.clear()
         self._bound.clear()

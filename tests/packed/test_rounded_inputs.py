@@ -91,9 +91,7 @@ def test_packed_experts_are_refused_by_name() -> None:
     assert not any(isinstance(layer, QuantLinear) for layer in model.modules())
 
 
-def test_a_folder_keeps_the_format_of_inputs(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_keeps_the_format_of_inputs(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import bitplan.transformers
 
     packed, again = tmp_path / "packed", tmp_path / "again"
