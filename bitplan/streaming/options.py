@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -37,6 +37,7 @@ from bitplan.streaming.transfer.schedule import Slots, check_slots
 
 
 Formats = Wanted | None
+Moments = Literal["float32", "int8"]
 # Block name -> (parameter's name within the block -> its shape and type).
 BlockSpecs = Mapping[str, Mapping[str, ParameterSpec]]
 BlockFormats = dict[str, dict[str, Format]]
@@ -95,6 +96,7 @@ class StreamOptions:
     compile: bool | Mapping[str, Any]
     timeout_s: float
     shard_optimizer: bool
+    moments: Moments
 
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward, compiled if that was asked for."""
@@ -135,6 +137,8 @@ class StreamOptions:
             raise StreamError(
                 "train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'"
             )
+        if self.moments not in get_args(Moments):
+            raise StreamError(f"moments={self.moments!r}: there are {', '.join(map(repr, get_args(Moments)))}")
         if self.shard_optimizer and train != "weights":
             raise StreamError(f"shard_optimizer=True divides AdamW of streamed weights, but train={train!r}")
 

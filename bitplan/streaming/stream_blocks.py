@@ -33,7 +33,7 @@ from bitplan.base.errors import FormatError
 from bitplan.base.records import on_failure
 from bitplan.streaming.errors import StreamError, StreamStateError
 from bitplan.streaming.find_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
-from bitplan.streaming.options import BlockFormats, Formats, StreamOptions, check_norm, resolve_formats
+from bitplan.streaming.options import BlockFormats, Formats, Moments, StreamOptions, check_norm, resolve_formats
 from bitplan.streaming.reencode_blocks import BlockUpkeep, lay_out_all, refuse_unmerging
 from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_weights_by_place
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
@@ -218,6 +218,7 @@ def stream_blocks(
     compile: bool | Mapping[str, Any] = False,
     timeout_s: float = WAIT_TIMEOUT_S,
     shard_optimizer: bool = False,
+    moments: Moments = "float32",
 ) -> BlockStream:
     """Stream the blocks of a model through a device; everything else of the model moves there and stays.
 
@@ -240,6 +241,8 @@ def stream_blocks(
     timeout_s     how long any wait, for a transfer or for another process, may take before it is an error
     shard_optimizer   with train="weights" in several processes (torchrun): each keeps the moments of its part of every
                   weight, and steps that part; see `training.processes`
+    moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8;
+                  see `training.small_moments`
     """
     options = StreamOptions(
         formats=formats,
@@ -257,6 +260,7 @@ def stream_blocks(
         compile=compile,
         timeout_s=timeout_s,
         shard_optimizer=shard_optimizer,
+        moments=moments,
     )
     return BlockStream(model, find_blocks(model, blocks, train), open_device(device), options)
 
@@ -302,8 +306,16 @@ class BlockStream:
             return None
         settings = options.optimizer or AdamWSettings()
         pinned, clip = options.host == "pinned", options.clip_grad_norm
-        shards = options.shard_optimizer
-        return HostTraining(self.blocks, settings, self.device, options.timeout_s, clip, pinned=pinned, shards=shards)
+        return HostTraining(
+            self.blocks,
+            settings,
+            self.device,
+            options.timeout_s,
+            clip,
+            pinned=pinned,
+            shards=options.shard_optimizer,
+            small_moments=options.moments == "int8",
+        )
 
     def __enter__(self) -> Self:
         return self

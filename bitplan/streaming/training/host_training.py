@@ -73,6 +73,7 @@ from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
 from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, pieces, step_by_torch
 from bitplan.streaming.training.processes import ROLL_CALL_S, Processes
+from bitplan.streaming.training.small_moments import SmallMoments
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
@@ -151,30 +152,62 @@ def loop_choice() -> Picked:
 # ---- host adamw ------------------------------------------------------------------------------------------------------
 
 
+SMALL_AT_A_TIME = 2**18  # moments that are decoded at a time: they stay in the processor's caches
 NUMBERS_AT_A_TIME = 2**24  # for torch's AdamW: with smaller pieces every call waits for all its threads
 
 
 class BlockAdamW:
     """Masters (contiguous, float32), their moments, and how often each was stepped."""
 
-    def __init__(self, masters: Mapping[str, Tensor]) -> None:
-        self.masters = dict(masters)
+    def __init__(self, masters: Mapping[str, Tensor], *, is_small: bool = False) -> None:
+        """is_small: moments are in 8 bits."""
+        self.masters, self._is_small = dict(masters), is_small
         self.slice_of: Callable[[Tensor], Tensor] = lambda tensor: tensor  # that is stepped here, of each master
-        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self._moments: dict[str, tuple[Tensor, Tensor] | SmallMoments] = {}
         self.steps = dict.fromkeys(masters, 0)
         prepare_adamw(masters.values())
 
     def divide(self, processes: Processes) -> None:
         """From now on step only this process's slice of every master, and keep the moments of that alone."""
+        present = {name: self.read_moments(name) for name in self.masters}
         self.slice_of = processes.own_slice
-        for name, (first, second) in self.moments.items():
-            self.moments[name] = self.slice_of(first).clone(), self.slice_of(second).clone()
+        for name, moments in present.items():
+            if moments is not None:
+                first, second = (self.slice_of(one).clone() for one in moments)
+                self.set_moments(name, (first, second))
 
     def make_moments(self, name: str) -> None:
         """As AdamW does in its first step."""
-        if name not in self.moments:
+        if name not in self._moments:
             master = self.slice_of(self.masters[name])
-            self.moments[name] = torch.zeros_like(master), torch.zeros_like(master)
+            small = SmallMoments.zeros(master.numel()) if self._is_small else None
+            self._moments[name] = small or (torch.zeros_like(master), torch.zeros_like(master))
+
+    def read_moments(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """The moments of this process's slice in float32: the ones in use, or decoded; None before the first step."""
+        moments = self._moments.get(name)
+        if not isinstance(moments, SmallMoments):
+            return moments
+        master = self.slice_of(self.masters[name])
+        first, second = moments.read()
+        return first.view(master.shape), second.view(master.shape)
+
+    def set_moments(self, name: str, moments: tuple[Tensor, Tensor] | None) -> None:
+        """Take these for the moments of this process's slice, which they are of."""
+        self._moments.pop(name, None)
+        if moments is None:
+            return
+        if self._is_small:
+            self.make_moments(name)
+            first, second = (one.detach().reshape(-1).clone() for one in moments)
+            cast(SmallMoments, self._moments[name]).write(first, second)
+        else:
+            self._moments[name] = moments
+
+    @property
+    def moment_bytes(self) -> int:
+        """What moments take on the host."""
+        return sum(part.nbytes for moments in self._moments.values() for part in moments)
 
     def step(
         self,
@@ -190,12 +223,26 @@ class BlockAdamW:
         for name, gradient in gradients.items():
             self.make_moments(name)
             master, gradient = self.slice_of(self.masters[name]), self.slice_of(gradient)
-            tensors = AdamWTensors(master, gradient, *self.moments[name], (sent or {}).get(name))
-            of = settings[name]
+            of, moments = settings[name], self._moments[name]
             rates = AdamWRates(of.lr, of.betas, of.eps, of.weight_decay, self.steps[name] + 1, factor)
-            if master.numel():
-                step_adamw(tensors, rates, scratch)
+            given = (master, gradient) if name not in (sent or {}) else (master, gradient, (sent or {})[name])
+            if isinstance(moments, SmallMoments):
+                self._step_small(name, given, moments, rates, scratch)
+            elif master.numel():
+                step_adamw(AdamWTensors(*given[:2], *moments, *given[2:]), rates, scratch)
             self.steps[name] += 1
+
+    def _step_small(
+        self, name: str, given: Sequence[Tensor], moments: SmallMoments, rates: AdamWRates, scratch: Tensor
+    ) -> None:
+        """Some numbers at a time: decode their moments, step, encode them again."""
+        start = 0
+        for weights, gradient, *sent in pieces(given, SMALL_AT_A_TIME):
+            part = moments.part(start, start + len(weights))
+            first, second = part.read()
+            step_adamw(AdamWTensors(weights, gradient, first, second, *sent), rates, scratch)
+            part.write(first, second, f"{name} {rates.step} {start}")
+            start += len(weights)
 
 
 # ---- gradient places -------------------------------------------------------------------------------------------------
@@ -406,6 +453,7 @@ class HostTraining:
         *,
         pinned: bool = True,
         shards: bool = False,
+        small_moments: bool = False,
     ) -> None:
         """pinned: gradients arrive in pinned memory, as much as the trained weights take.
 
@@ -435,7 +483,7 @@ class HostTraining:
                 name: WeightStore(master, name=f"{block.name}.{name}") for name, master in masters.items()
             }
             # One optimizer a block, so that each can be stepped, and its block sent, before the others.
-            self._optimizers[block.name] = BlockAdamW(masters)
+            self._optimizers[block.name] = BlockAdamW(masters, is_small=small_moments)
             specs[block.name] = {name: block.specs[name] for name in masters}
         self._places = GradientPlaces(device, specs, pinned=pinned)
         self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
@@ -496,6 +544,11 @@ class HostTraining:
         version = store.morph(fmt)
         store.drop(fmt)
         return version
+
+    @property
+    def moment_bytes(self) -> int:
+        """What AdamW's moments take on the host of this process."""
+        return sum(one.moment_bytes for one in self._optimizers.values())
 
     def limit_gradients(self, in_flight: int | None) -> None:
         """How many gradients may be on their way to the host before backward waits; None: GRADIENTS_WAITING."""
@@ -818,7 +871,7 @@ class HostTraining:
         """Every trained parameter by full name, as it is now; call `finish` first, for updates write these tensors."""
         return {
             f"{block}.{name}": Trained(
-                master.detach(), self._optimizers[block].moments.get(name), self._optimizers[block].steps[name]
+                master.detach(), self._optimizers[block].read_moments(name), self._optimizers[block].steps[name]
             )
             for block, masters in self._masters.items()
             for name, master in masters.items()
@@ -852,11 +905,11 @@ class HostTraining:
             for name, master in masters.items():
                 saved = trained[f"{block}.{name}"]
                 self.stores[block][name].update(saved.master)
-                optimizer.moments.pop(name, None)
-                optimizer.steps[name] = saved.steps
+                optimizer.steps[name], moments = saved.steps, None
                 if saved.moments is not None:
                     first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)
-                    optimizer.moments[name] = optimizer.slice_of(first), optimizer.slice_of(second)
+                    moments = optimizer.slice_of(first), optimizer.slice_of(second)
+                optimizer.set_moments(name, moments)
         self.torn = None
 
     def close(self, error: BaseException | None = None) -> None:

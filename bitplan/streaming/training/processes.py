@@ -35,7 +35,7 @@ from torch import Tensor, distributed, nn
 from bitplan.base.text import visible
 from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 
-SLICE_ALIGNMENT = 64  # numbers: AdamW's vectors are whole in every slice, so that slices have the bits of the whole
+SLICE_ALIGNMENT = 256  # numbers: AdamW's vectors and blocks of small moments are whole in every slice
 BUNDLE_BYTES = 2**26  # of gradients that are sent together
 ROLL_CALL_S = 5.0  # how long the others have to say that they are there
 SHOWN_CHARACTERS = 2000  # of another process's message

@@ -82,10 +82,7 @@ def train(rank: int, _count: int, *, dtype: torch.dtype = torch.float32, **optio
             with one_step(stream, step):
                 losses.append(backward(model, batch(10 * step + rank, dtype)))
         assert stream.training is not None
-        held = sum(
-            one.numel() for block in stream.training._optimizers.values() for one in sum(block.moments.values(), ())
-        )
-        return {"losses": losses, "tensors": tensors_of(stream), "moments": held}
+        return {"losses": losses, "tensors": tensors_of(stream), "moments": stream.training.moment_bytes}
 
 
 def train_alone(count: int, *, dtype: torch.dtype = torch.float32, joined: bool = False, **options: Any) -> Result:

@@ -75,7 +75,7 @@ def test_sharded_moments_are_half_in_each_process_and_change_no_bit(two):
     assert_equal(of_all(two["sharded"]), train_alone(2, clip_grad_norm=0.1, formats="int8_row")["tensors"])
     whole, first, second = (one["moments"] for one in (two["train"][0], *two["sharded"]))
     assert first + second == whole
-    assert abs(first - second) <= 10 * 2 * 2 * SLICE_ALIGNMENT  # of ten weights the first slice may be longer
+    assert abs(first - second) <= 10 * 2 * 4 * SLICE_ALIGNMENT  # of ten weights the first slice may be longer
 
 
 def test_bfloat16_gradients_are_added_in_float32_and_rounded_once(two):
