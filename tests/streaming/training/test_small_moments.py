@@ -107,7 +107,7 @@ def test_the_loss_is_that_of_float32_moments():
     assert abs(means["int8"] - means["float32"]) < max(statistics.stdev(losses["float32"]), 0.02 * means["float32"])
 
 
-def final_loss(seed, moments, steps=150, width=32):
+def final_loss(seed, moments, steps=60, width=16):
     torch.manual_seed(seed)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)])
     target, x = torch.randn(width, width) / width**0.5, torch.randn(256, width)
