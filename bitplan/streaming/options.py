@@ -1,8 +1,6 @@
 """StreamOptions: what `stream_blocks` was asked for, checked as a whole before anything is allocated.
 
-Which format each parameter of each block crosses the bus in.
-
-`formats` may be
+`formats`, which each parameter of each block crosses the bus in, may be
     None            every parameter in its own type: nothing is lost
     a name          that format for every weight of two or more axes; vectors (norms, biases) keep their own type
     a mapping       keys, first match wins: a parameter's full name, a block's or module's name (its matrices, as
@@ -32,9 +30,6 @@ from bitplan.streaming.find_blocks import Train
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.host_memory import HostKind
 from bitplan.streaming.transfer.schedule import Slots, check_slots
-
-# ---- block formats ---------------------------------------------------------------------------------------------------
-
 
 Formats = Wanted | None
 Moments = Literal["float32", "int8"]
@@ -72,9 +67,6 @@ def own_format(spec: ParameterSpec, name: str) -> Format:
             "stream the model before it is packed, and give the packed formats as `formats`"
         )
     return get_format(text)
-
-
-# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,10 @@
 
 Blocks wait on the host in their formats, cross the bus in these formats, and are decoded on the device. Weights and
 formats change at step boundaries only. Weights that other code changed meanwhile (`model.load_state_dict`, an edit
-under torch.no_grad()) are detected there and encoded again (`block_bytes`).
+under torch.no_grad()) are detected there and encoded again (`reencode_blocks`).
 
-BlockCalls: loads a streamed block before it computes and frees it afterwards.
-
-Only the `forward` of each block is wrapped. During the call the block's parameters are the streamed ones, and autograd
-saves places instead of weights (`streaming.saved_tensors`).
+Only the `forward` of each block is wrapped (`BlockCalls`). During the call the block's parameters are the streamed
+ones, and autograd saves places instead of weights (`saved_tensors`).
 """
 
 from __future__ import annotations
@@ -48,8 +46,6 @@ from bitplan.streaming.transfer.host_memory import HostKind, open_host
 from bitplan.streaming.transfer.schedule import Slots
 from bitplan.streaming.transfer.transfer_limits import Pressure, RuntimeLimitHints
 from bitplan.streaming.weight_loader import WeightLoader
-
-# ---- block calls -----------------------------------------------------------------------------------------------------
 
 
 class BlockCalls:
@@ -195,9 +191,6 @@ def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-# ---- stream blocks ---------------------------------------------------------------------------------------------------
-
-
 def stream_blocks(
     model: nn.Module,
     blocks: str = "model.layers.*",
@@ -224,7 +217,7 @@ def stream_blocks(
 
     blocks        names of the blocks; `*` stands for one part of a name
     device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and trials
-    formats       None (each parameter's own type), a format, a mapping or a Plan; see `blocks.formats`
+    formats       None (each parameter's own type), a format, a mapping or a Plan; see `options`
     slots         ring slots on the device; "auto" fills the memory that steps leave, with resident blocks first
     host          "pinned", "pageable", or "file" (in `host_folder`, or a temporary folder)
     train         "adapters": parameters of blocks that require gradients stay on the device, for your optimizer;
@@ -445,7 +438,7 @@ class BlockStream:
 
     @alone
     def refresh(self) -> None:
-        """Read every parameter again at the next boundary: for changes that torch does not count (`block_bytes`).
+        """Read every parameter again at the next boundary: for changes that torch does not count (`reencode_blocks`).
 
         With train="weights" call `synchronize` before you write into parameters, and this afterwards.
         """

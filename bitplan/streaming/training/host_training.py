@@ -1,6 +1,6 @@
-"""Trains streamed weights: FP32 masters on the host, gradients copied back, AdamW during the next transfers.
+"""HostTraining: FP32 masters of streamed weights on the host, gradients copied back, AdamW during the next transfers.
 
-    backward, device   gradient of a weight is ready -> gradient thread: copy it out to its place (`gradient_places`)
+    backward, device   gradient of a weight is ready -> gradient thread: copy it out to its place (`GradientPlaces`)
     end_step           optimizer thread, block after block in forward order: AdamW on the masters, encode, mark fresh
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
@@ -12,39 +12,17 @@ overlaps with its own backward, and why clipping takes no overlap away: it delay
 One call puts the whole update into the optimizer's queue: before that call the step does not count, after it the step
 does, wherever Ctrl-C comes. Gradients belong to their step, so a dropped step leaves none behind. If the optimizer
 itself fails between two blocks, the masters belong to two different steps, and every call raises until a state is
-loaded.
+loaded. The master is a bitplan WeightStore's: what is sent is derived from it, never the other way round.
 
-The master is a bitplan WeightStore's: the version that is sent is derived from it, never the other way round.
+Memory that is new to the process is expensive: the kernel clears each page at its first use, which takes longer than
+the bus. So a gradient is copied straight to its own place, the same in every step, and stays in its type until AdamW
+reads it, which multiplies by the factor of clipping. A second gradient of a weight in a step (accumulation) is added in
+float32, in memory that is made when it is first needed. A place is free again when its next gradient comes: the
+weight's forward of that step has waited for the update that read it.
 
-Clips the gradients of a step by the norm of all of them, as torch.nn.utils.clip_grad_norm_ does, to the bit.
-
-Gradients stay as they arrived: for its norm each is widened in one piece of memory, and AdamW multiplies by the factor
-(`StepGradients.factor`) as it reads.
-
-GradientPlaces: where the gradients of trained weights arrive on the host, the same memory in every step.
-
-Memory that is new to the process is expensive: the kernel maps and clears each page at its first use, and a gradient of
-180 MB takes longer for that than for crossing the bus. So a gradient is copied by the device straight to its own place,
-in the type it has there, and stays in that type until AdamW reads it. A second gradient of the same weight in a step
-(accumulation) needs float32: such sums have places of their own, made when they are first needed.
-
-A place is free again when its gradient comes: the weight's forward of that step has waited for the update that read it.
-
-BlockAdamW: AdamW over the float32 masters of one block, from gradients in any type
-(`streaming.training.host_training`).
-
-AdamW on the host: float32 masters and moments, a gradient in any type, new weights written to where they are sent.
-
-The definition is torch's fused AdamW (`adamw_torch`). It wants the gradient in float32, and the copy of the new weights
-is another pass: 46 bytes a number cross the host's memory where gradient and copy are BF16. `adamw_loop` does all of it
-in one pass, with 28, and the same bits: whether these are torch's on this machine is looked at once, before its first
-use.
-
-Tells a torch GradScaler about gradients on the host, and asks it about those on the device.
-
-A scaler notes, for each optimizer, whether its gradients overflowed: `step(optimizer)` then does nothing, and `update`
-lowers the scale. Streamed weights and the optimizer's are one model, so they are stepped together or not at all. There
-is no public way to give a scaler another's overflow; these notes have had their form since torch 1.6.
+AdamW is torch's fused one by definition (`adamw_torch`), which makes 46 bytes a number cross the host's memory where
+gradient and sent weights are BF16; `adamw_loop` takes one pass, with 28. Whether it has torch's bits on this machine is
+looked at before its first use.
 """
 
 from __future__ import annotations
@@ -78,9 +56,6 @@ from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, Latch
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
 
-# ---- grad scaler -----------------------------------------------------------------------------------------------------
-
-
 NOTES = "found_inf_per_device"
 
 
@@ -100,9 +75,6 @@ def share_overflow(
     if overflowed or not notes:  # a scaler refuses to step an optimizer of which it has no note
         notes[here.device] = torch.tensor(float(overflowed))
     return overflowed
-
-
-# ---- adamw -----------------------------------------------------------------------------------------------------------
 
 
 LOOP_TYPES = (torch.float32, torch.bfloat16)  # of gradients, and of what is sent
@@ -147,9 +119,6 @@ def loop_choice() -> Picked:
         _log.warning("AdamW on the host: %s; torch's own is used, which takes about twice the time", differs)
         return Picked("torch", differs)
     return Picked("numba", "one pass of the host's memory, with torch's bits")
-
-
-# ---- host adamw ------------------------------------------------------------------------------------------------------
 
 
 SMALL_AT_A_TIME = 2**18  # moments that are decoded at a time: they stay in the processor's caches
@@ -243,9 +212,6 @@ class BlockAdamW:
             step_adamw(AdamWTensors(weights, gradient, first, second, *sent), rates, scratch)
             part.write(first, second, f"{name} {rates.step} {start}")
             start += len(weights)
-
-
-# ---- gradient places -------------------------------------------------------------------------------------------------
 
 
 NUMBERS_ADDED_AT_A_TIME = 2**22
@@ -374,9 +340,6 @@ class StepGradients:
             self.factor = 1.0
 
 
-# ---- clipping --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Graded:
     """An object with the one field of a parameter that torch's clipping reads."""
@@ -404,9 +367,6 @@ def clip_step(gradients: StepGradients, keys: Sequence[Key], max_norm: float, al
 
 def _norm_of(norms: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.tensor(0.0)
-
-
-# ---- host training ---------------------------------------------------------------------------------------------------
 
 
 Result = TypeVar("Result")

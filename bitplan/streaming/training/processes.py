@@ -27,6 +27,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,11 +137,8 @@ class Processes:
         for bundle in _bundles(tensors):
             sent = self._rows(bundle)
             received = torch.empty_like(sent)
-            self._meet(
-                lambda sent=sent, received=received: distributed.all_to_all_single(
-                    _bytes(received), _bytes(sent), group=self._numbers
-                ),
-            )
+            exchange = partial(distributed.all_to_all_single, _bytes(received), _bytes(sent), group=self._numbers)
+            self._meet(exchange)
             total = received[0].float()
             for row in received[1:]:
                 total += row
