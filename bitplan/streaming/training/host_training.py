@@ -556,6 +556,11 @@ class HostTraining:
         try:
             if gradients.overflowed is not None:
                 raise StreamError(f"{what}: it came after unscale_gradients; call that after the step's last backward")
+            if gradients.is_averaged:
+                raise StreamError(
+                    f"{what}: it came after clip_gradients, which has averaged the gradients of all processes; call "
+                    "that after the step's last backward"
+                )
             gradients.apply_factor()  # of clipping before this backward
             before = gradients.sums.get(key)
             target = gradients.places.target(key, gradient.dtype, is_first=before is None)

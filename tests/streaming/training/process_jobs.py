@@ -240,6 +240,28 @@ def resume(rank: int, _count: int) -> Result:
     return results
 
 
+def clip_too_early(_rank: int, _count: int) -> Result:
+    """A backward after clipping, which has averaged the gradients already."""
+    model = frozen_outside(make_stack(adapters=False, count=2))
+    with streaming(model, train="weights") as stream:
+        with one_step(stream, 0):
+            backward(model, batch(0))
+            stream.clip_gradients(1.0)
+            backward(model, batch(0))
+        stream.synchronize()
+    return {}
+
+
+def train_adapters(rank: int, _count: int) -> Result:
+    """Adapters under DistributedDataParallel, which leaves the streamed base alone."""
+    model = make_stack(adapters=True, count=2)
+    with streaming(model, formats="int8_row") as stream:
+        ddp = DistributedDataParallel(model)
+        with one_step(stream, 0):
+            backward(ddp, batch(rank))
+        return {"tensors": {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}}
+
+
 def differ(rank: int, _count: int) -> Result:
     """The processes have other weights, and each other's name for it."""
     model = make_stack(adapters=False, count=2)

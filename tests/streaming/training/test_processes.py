@@ -17,7 +17,7 @@ from bitplan.streaming.errors import StreamError
 from bitplan.streaming.selective.trainer_callbacks import WEIGHTS_FILE
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.processes import SLICE_ALIGNMENT, hide_from_ddp
-from tests.streaming.stream_samples import assert_equal, make_stack, streaming
+from tests.streaming.stream_samples import assert_equal, batch, make_stack, streaming
 from tests.streaming.training.process_jobs import in_processes, train_alone, train_unevenly
 
 JOBS = {
@@ -29,6 +29,8 @@ JOBS = {
     "nan": ("meet_nan", {}),
     "overflow": ("overflow", {}),
     "resume": ("resume", {}),
+    "too early": ("clip_too_early", {}),
+    "adapters": ("train_adapters", {}),
     "differ": ("differ", {}),
     "disagree": ("disagree", {}),
 }
@@ -113,6 +115,26 @@ def test_sharded_moments_are_saved_whole(two):
     for one in two["resume"]:
         assert_equal(one["sharded"], expected)
         assert_equal(one["whole"], expected)
+
+
+def test_a_backward_after_clipping_is_refused(two):
+    for one in two["too early"]:
+        assert "step 0: gradient: it came after clip_gradients, which has averaged the gradients" in one["message"]
+
+
+def test_adapters_under_ddp_have_the_mean_gradient(two):
+    gradients = of_all(two["adapters"])
+    means = {}
+    for rank in range(2):
+        model = make_stack(adapters=True, count=2)
+        with streaming(model, formats="int8_row") as stream:
+            stream.begin_step(0)
+            model(batch(rank)).square().mean().backward()
+            stream.end_step()
+        for name, one in model.named_parameters():
+            if one.grad is not None:
+                means[name] = means.get(name, 0) + one.grad / 2
+    assert difference(gradients, means) < 1e-5
 
 
 def test_processes_with_other_weights_are_refused(two):
