@@ -400,12 +400,9 @@ class BlockStream:
         Call it after the last backward of the step, before your optimizer. Returns the norm before clipping, so it must
         wait until backward is done and all gradients are on the host.
         """
-        self._check_open()
-        if self._step is None or self.training is None:
-            state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
-            raise StreamError(f"clip_gradients: {state}; it goes with train='weights', between backward and end_step")
+        training = self._training_within_a_step("clip_gradients")
         check_norm("clip_gradients", max_norm)
-        return self.training.clip(max_norm, list(also))
+        return training.clip(max_norm, list(also))
 
     @alone
     def unscale_gradients(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None = None) -> bool:
@@ -415,13 +412,14 @@ class BlockStream:
         gradients. Where one overflowed, of streamed weights or of the optimizer's, neither is stepped, end_step
         raises nothing, and `scaler.update()` lowers the scale.
         """
+        return self._training_within_a_step("unscale_gradients").unscale(scaler, optimizer)
+
+    def _training_within_a_step(self, call: str) -> HostTraining:
         self._check_open()
         if self._step is None or self.training is None:
             state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
-            raise StreamError(
-                f"unscale_gradients: {state}; it goes with train='weights', between backward and end_step"
-            )
-        return self.training.unscale(scaler, optimizer)
+            raise StreamError(f"{call}: {state}; it goes with train='weights', between backward and end_step")
+        return self.training
 
     @alone
     def synchronize(self) -> None:

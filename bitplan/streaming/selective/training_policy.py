@@ -220,7 +220,15 @@ def step_metrics(
         min_sensitivity=min(scores, default=None),
         precision_changes=sum(hint.changed for hint in hints.values()),
         estimated_bandwidth_saving_pct=estimate_saving_pct(len(hints) - counts["bf16"], len(hints)),
-        block_details={name: _detail(hint, (excluded or {}).get(name, {})) for name, hint in hints.items()},
+        block_details={
+            name: {
+                "precision": hint.precision,
+                "sensitivity": hint.sensitivity,
+                "reason": hint.reason,
+                "excluded": dict((excluded or {}).get(name, {})),
+            }
+            for name, hint in hints.items()
+        },
         blocks_fp8=counts["fp8"],
         bytes_sent=sent,
         bytes_not_sent=None if sent is None or in_bf16 is None else in_bf16 - sent,
@@ -231,15 +239,6 @@ def step_metrics(
 def estimate_saving_pct(low_blocks: int, blocks: int) -> float:
     """A rough estimate: a low block is half the bytes of a bf16 one, so 60% of the blocks save 30%."""
     return round(50.0 * low_blocks / blocks, 1) if blocks else 0.0
-
-
-def _detail(hint: BlockPrecisionHint, excluded: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        "precision": hint.precision,
-        "sensitivity": hint.sensitivity,
-        "reason": hint.reason,
-        "excluded": dict(excluded),
-    }
 
 
 class PrecisionTelemetry(JsonLog):
@@ -270,12 +269,8 @@ class PrecisionTelemetry(JsonLog):
     ) -> PrecisionStepMetrics:
         """Write the line of these hints, and return it."""
         metrics = step_metrics(step_id, hints, self.clock(), unit_bytes=unit_bytes, excluded=excluded)
-        self.write(metrics)
-        return metrics
-
-    def write(self, metrics: PrecisionStepMetrics) -> None:
-        """Append one line, in one write."""
         self.write_lines(asdict(metrics))
+        return metrics
 
 
 MAX_DOUBLINGS = 16

@@ -447,7 +447,8 @@ class HostTraining:
             specs[block.name] = {name: block.specs[name] for name in masters}
         self._places = GradientPlaces(device, specs, pinned=pinned)
         self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
-        names = [f"{block}.{name}" for block, masters in self._masters.items() for name in masters]
+        self._keys = [(block, name) for block, masters in self._masters.items() for name in masters]
+        names = [f"{block}.{name}" for block, name in self._keys]
         self._flag_of = {name: number for number, name in enumerate(names)}
         self._finite = FiniteCheck(device, names)
         self.failure: Exception | None = None
@@ -489,8 +490,7 @@ class HostTraining:
 
     def _settings_now(self) -> dict[Key, AdamWSettings]:
         common = replace(self.settings, lr=self.lr)
-        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
-        return {key: self.own_settings.get(key, common) for key in keys}
+        return {key: self.own_settings.get(key, common) for key in self._keys}
 
     def trains(self, block: str, name: str) -> bool:
         return name in self._masters.get(block, {})
@@ -617,8 +617,7 @@ class HostTraining:
             is_finite = check()
         except Exception as error:
             failure = error
-        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
-        kinds = [gradients.kind(key) for key in keys]
+        keys, kinds = self._keys, [gradients.kind(key) for key in self._keys]
         rows = self.processes.agree(call, gradients.step, failure, [int(is_finite), *kinds])
         if not all(row[0] for row in rows):
             return False
@@ -673,8 +672,7 @@ class HostTraining:
             )
 
     def _scale(self, gradients: StepGradients, max_norm: float, also: Sequence[Tensor] = ()) -> float:
-        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
-        self.gradient_norm = clip_step(gradients, keys, max_norm, also)
+        self.gradient_norm = clip_step(gradients, self._keys, max_norm, also)
         return self.gradient_norm
 
     def abandon(self) -> None:
