@@ -62,7 +62,7 @@ def hide_from_ddp(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
     return undo
 
 
-class ProcessLostError(TransferError):
+class PeerLostError(TransferError):
     """Another process has ended, or does not answer."""
 
 
@@ -186,7 +186,7 @@ class Processes:
     def leave(self, error: BaseException | None) -> None:
         """Close the connections; an error is left for the others to read."""
         groups, self._words, self._numbers = {self._words, self._numbers}, None, None
-        if error is not None and not isinstance(error, ProcessLostError):
+        if error is not None and not isinstance(error, PeerLostError):
             words = visible(f"{type(error).__name__}: {error}", SHOWN_CHARACTERS)
             self._try_store(lambda: self._store.set(self._key("ended"), words))
         if distributed.is_initialized():
@@ -199,7 +199,7 @@ class Processes:
         except RuntimeError as error:  # what gloo and the store raise when a connection ends or time is up
             traceback.clear_frames(error.__traceback__)  # they hold the group, and what is held stays connected
             explained = self._explain(error)
-            raise ProcessLostError(f"{self._where}: rank {self.rank} of {self.count}: {explained}") from None
+            raise PeerLostError(f"{self._where}: rank {self.rank} of {self.count}: {explained}") from None
 
     def _explain(self, error: RuntimeError) -> str:
         cause = re.sub(r"^\[\S+\] |\. This is typically.*", "", (str(error).strip().splitlines() or ["?"])[0])

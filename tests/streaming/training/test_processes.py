@@ -159,7 +159,7 @@ def test_processes_in_other_steps_are_refused(two):
 def test_a_process_that_ends_is_named_by_the_others(how, says, tmp_path):
     ((first, second),) = in_processes(2, [("lose", {"how": how})], tmp_path)
     assert (second and second["error"]) == (None if how == "killed" else "ValueError")
-    assert first["error"] == "ProcessLostError"
+    assert first["error"] == "PeerLostError"
     assert re.search(rf"step 1: end_step: rank 0 of 2: {says}", first["message"]), first["message"]
     assert first["seconds"] < 20
 
