@@ -395,14 +395,15 @@ def run_all(
         ExitStack() as ends,
     ):
         turns = Turns(contenders, given.repeats, given.seconds, until, ends)
-        for name in given.tables.split(","):
+        for named in given.tables.split(","):
+            name, _, counts = named.partition("@")
             if time.monotonic() < until:
                 x, y = made_table(TABLES[name])
                 np.save(Path(folder) / "x.npy", x)
                 np.save(Path(folder) / "y.npy", y)
                 del x, y
             for trees in map(int, given.trees.split(",")):
-                for threads in map(int, given.threads.split(",")):
+                for threads in map(int, counts.split("+") if counts else given.threads.split(",")):
                     if threads > cores:
                         continue
                     rows = turns.fit(name, folder, trees, threads)
@@ -507,7 +508,9 @@ def _profile_fit(fit: Fit, x: Any, y: Array, trees: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}")
+    parser.add_argument(
+        "--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}; 2k10@1+2: by so many threads"
+    )
     parser.add_argument("--threads", default="1,2,8,16")
     parser.add_argument("--trees", default="100")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))

@@ -40,7 +40,7 @@ _numbers = itertools.count()
 def words_of(given: Any) -> list[int]:
     """As numba has it: of an array no owner, its size, bytes of a number, where it lies, its shape and strides."""
     if isinstance(given, np.ndarray):
-        return [0, 0, given.size, given.itemsize, given.ctypes.data, *given.shape, *given.strides]
+        return [0, 0, given.size, given.itemsize, given.__array_interface__["data"][0], *given.shape, *given.strides]
     if isinstance(given, tuple):
         return [word for each in given for word in words_of(each)]
     if isinstance(given, float):
