@@ -339,7 +339,11 @@ class Turns:
     def __init__(self, contenders: list[str], repeats: int, seconds: float, until: float, ends: ExitStack) -> None:
         self._names, self._repeats, self._seconds, self._until = contenders, repeats, seconds, until
         self._running: dict[str, Contender] = {}
-        ends.callback(lambda: [contender.end() for contender in self._running.values()])
+        ends.callback(self._end)
+
+    def _end(self) -> None:
+        for contender in self._running.values():
+            contender.end()
 
     def fit(self, name: str, folder: str, trees: int, threads: int) -> list[dict[str, Any]]:
         """A row for each contender that had time to begin."""
@@ -482,7 +486,7 @@ def _profile_fit(fit: Fit, x: Any, y: Array, trees: int) -> dict[str, Any]:
         plain(self, *given)
         spaces.append(self)
 
-    thread_workspace.TeamSpace.__init__ = kept  # type: ignore[method-assign]
+    thread_workspace.TeamSpace.__init__ = kept  # type: ignore[method-assign,assignment]
     try:
         with (
             timed_calls(TreeGrower, "grow") as growing,

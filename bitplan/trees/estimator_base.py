@@ -237,7 +237,8 @@ class BoostedTreesBase(FittedTrees):
         for name in settings:
             if name in OTHER_NAMES and name not in cls.__dataclass_fields__:
                 raise TypeError(f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here")
-        return super().__new__(cls)
+        estimator: Self = super().__new__(cls)
+        return estimator
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

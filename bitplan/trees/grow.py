@@ -105,7 +105,7 @@ class TreeGrower:
         self._team_growth: Growth | None = None
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
         self._entries, self._scales = self._space[:0], np.zeros(2)
-        self._features: Array | None = None
+        self._chosen: Array | None = None
         groups = np.full(len(bins.edges), -1) if rules.groups is None else rules.groups[bins.features]
         self._by_feature = np.column_stack([bins.counts, groups])
         self._thresholds = np.full((len(bins.edges), 256), FAR)
@@ -141,8 +141,8 @@ class TreeGrower:
 
     def _choose_columns(self, features: Array) -> Array:
         """The columns of bins of some features; as long as these are the same, the same array."""
-        if self._features is None or not np.array_equal(features, self._features):
-            self._features = features
+        if self._chosen is None or not np.array_equal(features, self._chosen):
+            self._chosen = features
             columns = self._columns = np.flatnonzero(np.isin(self._bins.features, features))
             is_category = self._bins.is_category[columns]
             self._by_kind = columns[~is_category], columns[is_category], columns
