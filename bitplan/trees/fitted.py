@@ -5,18 +5,20 @@ Contributions of features to raw scores: exact Shapley values, by the rows that 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
 from bitplan.base.loops.jit import on_threads, use_threads
+from bitplan.base.optional import require
 from bitplan.trees.boost import Booster
-from bitplan.trees.checks import one_of
+from bitplan.trees.checks import one_of, whole_number
 from bitplan.trees.gradients import Array
 from bitplan.trees.lightgbm_text import to_lightgbm_text
 from bitplan.trees.loops.predict import add_contributions
@@ -108,6 +110,11 @@ def _rows_of(tree: Tree) -> Array:
 
 
 IMPORTANCES = ("gain", "split")
+TREES_AT_ONCE = 64  # whose leaves are looked up together
+
+
+def _records(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 class FittedTrees(BaseEstimator):  # type: ignore[misc]
@@ -164,6 +171,61 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         """The model in LightGBM's text format: `lightgbm.Booster(model_str=...)` predicts the same."""
         check_is_fitted(self)
         return to_lightgbm_text(self)
+
+    def first_rounds(self, rounds: int) -> Self:
+        """A copy of the model with its first rounds alone, which predicts, explains, is saved and exported as it is."""
+        check_is_fitted(self)
+        whole = self.booster_
+        count = whole_number("rounds", rounds, 0, whole.rounds)
+        model = copy.copy(self)
+        model.booster_ = Booster(whole.start, whole.features, whole.trees[: count * whole.outputs])
+        return model
+
+    def apply(self, X: Any) -> Array:
+        """(rows, trees): the number of the leaf that each row comes to; of several classes a round has a tree for each,
+        in their order. As LightGBM's `pred_leaf`."""
+        check_is_fitted(self)
+        table, trees = np.asarray(self._read(X)), self.booster_.trees
+        leaves = np.zeros((len(table), len(trees)))
+        numbered = [replace(tree, leaf_value=np.arange(tree.leaves, dtype=np.float64)) for tree in trees]
+        with use_threads(threads_of(self.n_jobs)):
+            for first in range(0, len(trees), TREES_AT_ONCE):
+                part = numbered[first : first + TREES_AT_ONCE]
+                into = np.zeros((len(table), len(part)))
+                Forest.of(part, len(part)).add_to(into, table)
+                leaves[:, first : first + len(part)] = into
+        return leaves.astype(np.int32)
+
+    def trees_to_dataframe(self) -> Any:
+        """All trees as a pandas frame, a row for each split and each leaf; `node` and `leaf` number those of a tree
+        apart, and `left` and `right` below zero are the leaf ~left."""
+        check_is_fitted(self)
+        pandas = require("pandas", purpose="trees_to_dataframe")
+        names = list(getattr(self, "feature_names_in_", range(self.n_features_in_)))
+        frames = []
+        for number, tree in enumerate(self.booster_.trees):
+            splits = {
+                "node": np.arange(len(tree.feature)),
+                "feature": [names[feature] for feature in tree.feature],
+                "threshold": tree.threshold,
+                "categories": [None if known is None else known.tolist() for known in tree.categories],
+                "missing_left": tree.missing_left,
+                "left": tree.left,
+                "right": tree.right,
+                "gain": tree.gain,
+                "value": tree.node_value,
+                "weight": tree.node_weight,
+                "rows": tree.node_rows,
+            }
+            leaves = {
+                "leaf": np.arange(tree.leaves),
+                "value": tree.leaf_value,
+                "weight": tree.leaf_weight,
+                "rows": tree.leaf_rows,
+            }
+            both = [*_records(splits), *_records(leaves)]
+            frames += [{"tree": number, "output": number % self.booster_.outputs, **row} for row in both]
+        return pandas.DataFrame(frames)
 
     def _scores(self, x: Any) -> Array:
         """Raw scores (rows, outputs)."""
