@@ -18,7 +18,7 @@ from bitplan.files.engines.gguf_source import is_folder_like
 from bitplan.files.headers import is_gguf
 from bitplan.formats import get_format
 from bitplan.packed.language.perplexity import Quality
-from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.evidence import ProvenPlan, SearchEvidence
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, smallest_bytes
 from bitplan.searching.gather.passes import GRADIENT_TOKENS, steps_of
@@ -167,8 +167,10 @@ class Searcher:
         evidence, meter = self.collect(goal)
         solution, corrections, error = solve_and_correct(evidence, goal, meter, self.stage)
         solution, times = self._confirm_speed(evidence, goal, solution)
+        result = replace(self._prove(evidence, goal, solution, corrections, error), times=times)
+        evidence.add_proven(ProvenPlan(goal.to_dict(), max(0.0, result.winner.kl.mean), dict(result.winner.choice)))
         self._save_corrected(evidence)
-        return replace(self._prove(evidence, goal, solution, corrections, error), times=times)
+        return result
 
     def collect(self, goal: Goal) -> tuple[SearchEvidence, PlanMeter]:
         """The evidence, gathered at the first goal, and what measures on the windows for checks."""
@@ -326,7 +328,7 @@ class Searcher:
         for name, group in evidence.groups.items():
             before = known.groups[name]
             known.groups[name] = replace(group, formats={**before.formats, **group.formats})
-        known.together = evidence.together
+        known.together, known.proven = evidence.together, evidence.proven
         known.save(self.folder / EVIDENCE)
 
 
