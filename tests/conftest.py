@@ -31,7 +31,7 @@ LONGEST = (
     "tests/fuzz/test_fuzz.py",
     "tests/formats/test_cpu_codec.py",
     "tests/test_docs.py",
-    "tests/cli/demo/test_demo.py",
+    "tests/examples/demo/test_demo.py",
     "tests/test_lean_import.py",
     "tests/streaming/selective/test_trainer_callbacks.py",
     "tests/cli/verbs/test_perplexity_verb.py",

@@ -7,6 +7,7 @@ Which module does which step:
     manifest          rules in a file; `name_patterns` matches them, `aliases` translates names
     check_manifest    a manifest against the headers of a checkpoint
     names             shell patterns, natural order, roles guessed from names
+    from_records      what FP8's policy, selective precision and trees decided, as a Plan
     mermaid           a plan as a chart
 """
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         TableRow as TableRow,
         combine as combine,
     )
+    from bitplan.plan.from_records import read_plan as read_plan
     from bitplan.plan.structure.model_view import ModelView as ModelView, TensorRecord as TensorRecord
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

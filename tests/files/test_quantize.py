@@ -141,7 +141,7 @@ def test_a_plan_for_another_shape_or_for_packed_parts_is_refused(source, tmp_pat
         quantize_file(source, tmp_path / "out.safetensors", plan_of(MIXED, shapes))
     packed = Plan({**plan_of(MIXED).entries, "conv.weight": Planned(Choice("mxfp4", "why"), part="scales")})
     with pytest.raises(
-        PlanError, match=r"conv.weight: the plan has it as the scales of a packed tensor.*bitplan convert"
+        PlanError, match=r"conv.weight: the plan has it as the scales of a packed tensor.*bitplan gpt-oss convert"
     ):
         quantize_file(source, tmp_path / "out.safetensors", packed)
 

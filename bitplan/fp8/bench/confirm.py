@@ -22,7 +22,7 @@ as many tokens to every expert; a trained model may not.
 
     blocks      up to the first block of the last make: 1 where all are alike, 4 where three dense blocks come first
     vocabulary  cut down: embeddings and the output layer are in no block, and no layer of a policy
-    tp          the heads and the MLP of one GPU, as `bench-layers` times them in one process; no communication. Models
+    tp          the heads and the MLP of one GPU, as `fp8 bench` times them in one process; no communication. Models
                 with experts are refused then: a config.json cannot describe a share of them
 """
 

@@ -1,4 +1,4 @@
-"""Confirm a policy on a small model, one token count after the other: what `bitplan confirm-policy` does.
+"""Confirm a policy on a small model, one token count after the other: what `bitplan fp8 confirm` does.
 
 For each count the policy is applied to a fresh model without a trial, which gives the plan, and to another model with
 `confirm`, which times whole blocks. A plan is turned down where it has FP8 in a block and the block stays BF16; a plan

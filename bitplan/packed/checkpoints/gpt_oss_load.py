@@ -57,7 +57,7 @@ class GptOssPackedExperts(QuantExperts):
     # transformers has these experts under other names, transposed; `save_model` gives this reason.
     why_not_saved = (
         "holds packed experts of gpt-oss, which save_model does not write; save_packed writes the whole model to a "
-        "folder, and `bitplan convert` brings a checkpoint into another layout"
+        "folder, and `bitplan gpt-oss convert` brings a checkpoint into another layout"
     )
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def _refuse_floats(headers: TensorFile) -> None:
 def _floats(path: Path, name: str, dtype: torch.dtype) -> FileFormatError:
     return FileFormatError(
         f"{path}: {name!r} is {dtype}: these experts are not packed, and are not loaded as floats; "
-        "pack them with `bitplan convert` first"
+        "pack them with `bitplan gpt-oss convert` first"
     )
 
 

@@ -280,7 +280,7 @@ def _files(source: LoadedFrom) -> list[Path]:
 _BLOCK = 32
 
 
-# ---- gpt-oss, in Hugging Face's layout; `bitplan convert` brings it into the others ----------------------------------
+# ---- gpt-oss, in Hugging Face's layout; `bitplan gpt-oss convert` brings it into the others --------------------------
 
 
 def is_packed_gpt_oss(model: nn.Module) -> bool:
