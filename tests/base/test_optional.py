@@ -63,7 +63,7 @@ def test_what_needs_none_of_them_runs_without_them(tmp_path) -> None:
     use = (
         "import torch, bitplan; from bitplan.cli import run;"
         "model = torch.nn.Sequential(torch.nn.Linear(64, 64));"
-        "bitplan.save_model(model, 'a.safetensors');"
+        "bitplan.files.save_model(model, 'a.safetensors');"
         "assert run(['quantize', 'a.safetensors', 'b.safetensors', '--format', 'int4_g32']) == 0;"
         "assert run(['compare', 'a.safetensors', 'b.safetensors', '--json']) == 0;"
         "bitplan.decode(bitplan.encode(torch.zeros(512, 512), 'mxfp4'))"

@@ -20,7 +20,8 @@ from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.files.safetensors import write_safetensors
 from bitplan.files.tensor_file import Promise
-from bitplan.formats import encode, get_format
+from bitplan.formats import get_format
+from bitplan.formats.codec import encode
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from tests.crosses import few

@@ -11,7 +11,7 @@ import torch
 
 from bitplan.cli import run
 from bitplan.files.drift import read_drift
-from bitplan.formats import encode
+from bitplan.formats.codec import encode
 
 PREFIX = "model.layers.0"
 

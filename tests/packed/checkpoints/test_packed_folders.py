@@ -97,7 +97,7 @@ def test_logits_are_those_of_the_decoded_model_and_saving_gives_the_same_bytes(n
     source = save(MODELS[name](), tmp_path / "source")
     quantize.quantize_file(source, tmp_path / "packed", "mxfp4", shard_bytes=50_000)
     model, report = bitplan.load_packed(tmp_path / "packed")
-    decoded = bitplan.load_model(tmp_path / "packed", MODELS[name]())
+    decoded = bitplan.files.load_model(tmp_path / "packed", MODELS[name]())
     torch.testing.assert_close(logits(model), logits(decoded))
     held = sum(path.stat().st_size for path in tmp_path.glob("packed/*.safetensors"))
     assert report.packed_bytes < report.device_bytes < held
@@ -510,10 +510,10 @@ def test_codes_in_the_shape_of_their_weight_which_earlier_versions_wrote_are_rea
 def test_a_packed_model_becomes_plain_again(make, tmp_path):
     torch.manual_seed(0)
     quantize.quantize_file(save(make(), tmp_path / "source"), tmp_path / "packed", "int8_row")
-    decoded = logits(bitplan.load_model(tmp_path / "packed", make()))
+    decoded = logits(bitplan.files.load_model(tmp_path / "packed", make()))
     model = bitplan.load_packed(tmp_path / "packed").model
     with pytest.raises(StoreError, match=r"is packed, not morphed; bitplan.dequantize\(model\) makes it plain"):
-        bitplan.unmorph_model(model)
+        bitplan.files.unmorph_model(model)
     bitplan.dequantize(model)
     torch.testing.assert_close(logits(model), decoded)
     assert not any("bitplan" in type(module).__module__ for module in model.modules())
@@ -570,7 +570,9 @@ def test_peak_host_memory_is_the_file_and_a_tenth(packed, tmp_path):
         for one in wanted:
             parts = {} if one.fmt is None else one.fmt.part_shapes(one.shape)
             made = {part: torch.ones(size, dtype=dtype) for part, (dtype, size) in parts.items()}
-            writer.write(one.name, bitplan.Encoded(one.fmt, one.shape, **made) if made else torch.ones(one.shape))
+            writer.write(
+                one.name, bitplan.formats.Encoded(one.fmt, one.shape, **made) if made else torch.ones(one.shape)
+            )
 
     write_packed_folder(tmp_path / "large", FolderContents(cut_shards(promises, {}), document, plan), write)
     command = [sys.executable, "-c", PEAK, str(packed), str(tmp_path / "large")]
