@@ -159,10 +159,9 @@ LONG_SIGNATURES = {"apply_fp8": 19, "search": 19, "should_use_fp8": 14, "stream_
 
 
 def test_no_other_public_function_has_more_than_twelve_parameters() -> None:
+    packages = [imported(f"bitplan.{part}".rstrip(".")) for part in ("", *PARTS)]
+    public = {name: getattr(package, name) for package in packages for name in package.__all__}
     counts = {
-        name: len(inspect.signature(found).parameters)
-        for part in ("", *PARTS)
-        for name in (package := imported(f"bitplan.{part}".rstrip("."))).__all__
-        if inspect.isfunction(found := getattr(package, name))
+        name: len(inspect.signature(each).parameters) for name, each in public.items() if inspect.isfunction(each)
     }
     assert {name: count for name, count in counts.items() if count > 12} == LONG_SIGNATURES
