@@ -8,8 +8,8 @@ Which module does which step:
     bench                 the layer benchmark, its report, and its confirmation on whole blocks
     policy                reports into policies, and their answer for a layer and a count of tokens
     apply                 `apply_fp8`: asks the policy about every layer and puts FP8 where it wins
-    find_linears, build, fused_projections, experts    where FP8 may go, and the layer that goes there
-    summary, token_watch  what was decided, and a warning where tokens are others than planned
+    find_linears, build, fused_projections             where FP8 may go, and the layer that goes there
+    summary               what was decided, and a warning where tokens are others than planned
     loongforge            LoongForge's files
 """
 

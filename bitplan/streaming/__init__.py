@@ -3,11 +3,8 @@
 Which module does which step:
 
     stream_blocks      the entry: changes a model so that its blocks are streamed; `options` checks what was asked for
-    find_blocks, block_formats, block_layout    what a block is: parameters, formats, layout in bytes
-    block_calls        loads a block before it computes and frees it afterwards
+    find_blocks, block_layout                   what a block is: parameters, formats, layout in bytes
     weight_loader      loads the block that is asked for, and prefetches what comes next
-    block_bytes        the encoded bytes on the host; `reencode_blocks` renews them before a step
-    policy_link        where selective precision changes a block's format; it is decided in `selective.decide`
     telemetry          what a step moved and waited for
     transfer, training, selective    copies and slots; weights trained on the host; which block gets which precision
 """

@@ -34,7 +34,8 @@ def report(
     from bitplan.base.records import check_output
     from bitplan.report import write_report
 
-    given, records, left_out = records, [], []
+    given, records = records, []
+    left_out: list[str] = []
     for path in given:
         known, others = records_of_folder(path) if path.is_dir() else ([path], [])
         records, left_out = records + known, left_out + others

@@ -10,5 +10,4 @@ Which module does which step:
     graph           walks through a recording
     recognise       the parts: `products`, `norms`, then MLPs, attention, residuals; `activations` names functions
     blocks          blocks that repeat
-    module_changes  hooks, parametrizations and forwards of somebody else's
 """
