@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start many processes: the package is c
 .PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu test-engines test-folders mutants bench bench-quality clean
 
 demo: $(VENV)/.installed
-	$(BIN)/bitplan demo
+	$(BIN)/python -m examples.demo
 
 # Types are checked beside the tests, and what is said of them is shown last.
 test: lint browser

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from bitplan.base.records import write_json
-from bitplan.formats import Encoded, encode, get_format
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.codec import encode
 from bitplan.packed import crossover
 from bitplan.packed.crossover import MOST_FUSED_ROWS, Crossover, measure_crossover
 from bitplan.packed.products.fused import FusedMatmul, fused_for

@@ -3,7 +3,7 @@
     python benchmarks/fp8_layers.py [--parts measured,held-out,shapes] [--sizes h4096,h2048] [--seconds 420]
     python benchmarks/fp8_layers.py --no-policy --parts measured --timing graph,reduce-overhead
 
-policy     first: `bench-layers` for the sizes at 512 ... 16384 tokens, in CUDA graphs and launched one by one, "eager".
+policy     first: `fp8 bench` for the sizes at 512 ... 16384 tokens, in CUDA graphs and launched one by one, "eager".
            The adaptive arm asks a policy merged of the times that were taken as it runs itself; --policy keeps the one
            of both, by which FP8 must win either way. A report that is there (--report) is gone on with
 measured   two layers at 512, 2048 and 16384 tokens; the first of the sizes also by torchao
@@ -94,7 +94,7 @@ class Budget:
 def measure_policy(
     options: argparse.Namespace, sizes: list[Size], device: torch.device
 ) -> tuple[dict[str, Policy], dict[str, Any]]:
-    """Time the layers of the sizes, as `bitplan bench-layers` does, and merge: a policy for each way of timing."""
+    """Time the layers of the sizes, as `bitplan fp8 bench` does, and merge: a policy for each way of timing."""
     layers: dict[Any, Layer] = {}
     for size in sizes:
         for layer in local_layers(model_parts(size.config(LAYERS)), Parallel()):

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bitplan import Encoded, decode, encode
+from bitplan import decode, encode
+from bitplan.formats import Encoded
 from bitplan.packed.crossover import crossovers_of
 from bitplan.packed.products import fused_few_rows as triton_matmul
 from bitplan.packed.products.expert_routing import route

@@ -25,10 +25,10 @@ import torch
 import bitplan
 from bitplan.base.errors import MissingLibraryError
 from bitplan.cli import run
-from bitplan.cli.demo.tiny_model import Corpus, TinyTransformer, shipped_text
 from bitplan.formats import list_formats
 from bitplan.fp8.recipes import RECIPES
 from bitplan.plan import shipped_manifest
+from examples.demo.tiny_model import Corpus, TinyTransformer, shipped_text
 from tests.processes import run_code
 
 ROOT = Path(__file__).parent.parent

@@ -11,6 +11,14 @@ from typing import Any
 
 # old package: {new package: names}
 _MOVED = {
+    "bitplan": {
+        "bitplan.formats": "Encoded ErrorReport Format error_report list_formats repack",
+        "bitplan.plan": "ModelView combine",
+        "bitplan.packed": "QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections",
+        "bitplan.streaming": "SelectivePrecisionConfig SelectivePrecisionPolicy run_calibration",
+        "bitplan.files": "WeightStore morph_model unmorph_model",
+        "bitplan.fp8": "apply_fp8_config",
+    },
     "bitplan.kernels": {
         "bitplan.formats": "Picked explain_decode explain_encode",
         "bitplan": "decode encode",
@@ -25,30 +33,27 @@ _MOVED = {
             "merge_reports model_parts should_use_fp8 to_thresholds"
         ),
         "bitplan.streaming": (
-            "HeuristicPolicyBridge Phase PolicyState Pressure RuntimeLimitHints SelectiveError compute_hints "
-            "describe_changes layout_of load_state observe save_state"
+            "HeuristicPolicyBridge Phase PolicyState Pressure RuntimeLimitHints SelectiveError "
+            "SelectivePrecisionConfig compute_hints describe_changes layout_of load_state observe save_state"
         ),
-        "bitplan": "SelectivePrecisionConfig",
     },
     "bitplan.runtime": {
         "bitplan.streaming": (
-            "AdamWSettings BlockNonFiniteError CudaDevice PrecisionTelemetry SimulatedDevice StreamDevice "
-            "StreamError StreamStateError TelemetryError TensorBoardScalars TransferError lightning_callback "
-            "trainer_callback"
+            "AdamWSettings BlockNonFiniteError CudaDevice PrecisionTelemetry SelectivePrecisionPolicy "
+            "SimulatedDevice StreamDevice StreamError StreamStateError TelemetryError TensorBoardScalars "
+            "TransferError lightning_callback trainer_callback"
         ),
-        "bitplan.packed": "ApplyError LayerError",
-        "bitplan.fp8": "Fp8LayerError Fp8UnavailableError gather_weights_in_fp8",
-        "bitplan": (
-            "QuantEmbedding QuantExperts QuantLinear SelectivePrecisionPolicy TileCache apply_fp8 "
-            "apply_fp8_config apply_plan fuse_projections load_packed save_packed warm_up"
-        ),
+        "bitplan.packed": ("ApplyError LayerError QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections"),
+        "bitplan.fp8": "Fp8LayerError Fp8UnavailableError apply_fp8_config gather_weights_in_fp8",
+        "bitplan": "apply_fp8 apply_plan load_packed save_packed warm_up",
     },
     "bitplan.store": {
         "bitplan.files": (
             "Container DriftLog FileFormatError GptOssFile Promise StoreError TensorFile TensorSpec "
-            "convert_gpt_oss export_model log_drift make_checkpoint observe_model read_drift register_container"
+            "WeightStore convert_gpt_oss export_model log_drift make_checkpoint morph_model "
+            "observe_model read_drift register_container unmorph_model"
         ),
-        "bitplan": ("WeightStore compare_models morph_model open_tensors quantize_file unmorph_model"),
+        "bitplan": "compare_models open_tensors quantize_file",
         "bitplan.rounding": "round_weight round_with_report",
     },
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from bitplan.base.errors import BitplanError
 from bitplan.base.text import visible
@@ -38,10 +40,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; prints errors, returns the exit code."""
     import typer
 
-    from bitplan.cli.app import app
     from bitplan.cli.show import StoppedVerbError
 
-    command = typer.main.get_command(app)
+    command = _command()
     given = None if arguments is None else list(arguments)
     try:
         code = int(command.main(args=given, prog_name="bitplan", standalone_mode=False) or 0)
@@ -62,6 +63,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
             print(message, end="\n" if message else "")
             return 2
         return _fail(" ".join(message.split()))
+
+
+@functools.cache
+def _command() -> Any:
+    import typer
+
+    from bitplan.cli.app import app
+
+    return typer.main.get_command(app)
 
 
 def _interrupted() -> int:

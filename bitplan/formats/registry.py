@@ -219,7 +219,7 @@ def get_format(name: Format | str) -> Format:
     if isinstance(name, Format):
         return name
     if name not in _FORMATS:
-        raise FormatError(f"no format {name!r:.60}; `bitplan formats` lists them all{_suggestion(str(name))}")
+        raise FormatError(f"no format {name!r:.60}; `bitplan inspect` lists them all{_suggestion(str(name))}")
     return _FORMATS[name]
 
 

@@ -35,5 +35,6 @@ if TYPE_CHECKING:
     from bitplan.fp8.policy.rules import load_policy as load_policy
     from bitplan.fp8.policy.report import Fingerprint as Fingerprint, Report as Report, Row as Row
     from bitplan.fp8.policy.vocabulary import Fp8Error as Fp8Error
+    from bitplan.fp8.apply import apply_fp8_config as apply_fp8_config
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

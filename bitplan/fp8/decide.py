@@ -166,10 +166,8 @@ def _unmeasured(plans: Mapping[str, PartPlan], decided: Sequence[LayerDecision])
         )
         if shapes:
             recipe = plan.recipe or next((rule.recipe for rule in plan.policy.rules), DEFAULT_RECIPE)
-            more = (
-                f"bitplan bench-layers --shapes {','.join(shapes)} --part {part} --recipe {recipe} --report more.jsonl"
-            )
-            into = f"bitplan merge-policy more.jsonl --into {plan.policy.where} --output {plan.policy.where} --force"
+            more = f"bitplan fp8 bench --shapes {','.join(shapes)} --part {part} --recipe {recipe} --report more.jsonl"
+            into = f"bitplan fp8 merge more.jsonl --into {plan.policy.where} --output {plan.policy.where} --force"
             notes[f"never measured: {', '.join(shapes)}; measure them: {more} && {into}"] = None
     return list(notes)
 

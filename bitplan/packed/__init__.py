@@ -22,5 +22,10 @@ if TYPE_CHECKING:
     from bitplan.packed.apply_plan import ApplyError as ApplyError
     from bitplan.packed.machine import examine_machine as examine_machine
     from bitplan.packed.product_strategy import LayerError as LayerError
+    from bitplan.packed.quant_embedding import QuantEmbedding as QuantEmbedding
+    from bitplan.packed.quant_experts import QuantExperts as QuantExperts
+    from bitplan.packed.quant_linear import QuantLinear as QuantLinear
+    from bitplan.packed.tile_cache import TileCache as TileCache
+    from bitplan.packed.fused_projections import fuse_projections as fuse_projections
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CPU_TORCH = "install torch's CPU build as pytorch.org's selector shows; bitplan leaves an installed torch alone"
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 _FOR_LIBRARY = {
-    "scikit-learn": "no boosted trees and no `bitplan demo`",
+    "scikit-learn": "no boosted trees",
     "transformers": "no perplexity of language models, no gpt-oss models, no Trainer callback",
     "accelerate": "language models in GGUF files are not read",
     "lightning": "no Lightning callback",
@@ -292,7 +292,8 @@ def _paths_not_tried() -> list[FastPath]:
 def _cpu_paths() -> list[FastPath]:
     import torch
 
-    from bitplan.formats import encode, list_formats
+    from bitplan.formats import list_formats
+    from bitplan.formats.codec import encode
     from bitplan.formats.dispatch import SMALLEST_FOR_CPU, explain_encode
     from bitplan.packed.products.cpu_fused import FORMATS as FUSED_ON_CPU
     from bitplan.packed.products.fused import fused_for
@@ -457,7 +458,7 @@ def _next_steps(libraries: Sequence[Library], has_gpu: bool) -> list[str]:
     steps += [f"pip install 'bitplan[{extra}]' for {', '.join(names)}" for extra, names in sorted(missing.items())]
     if has_gpu and _installed("triton") is None:
         steps.append("pip install triton for the GPU kernels")
-    return [*steps, "bitplan formats to see the number formats; bitplan --help for the verbs"]
+    return [*steps, "bitplan inspect to see the number formats; bitplan --help for the verbs"]
 
 
 def free_memory() -> int:

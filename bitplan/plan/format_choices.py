@@ -124,8 +124,8 @@ def choose_formats(
     stored = {name: _stored(item) for name, item in tensors.items()}
     ShellPatterns((*keep, *only)).check(stored, where)
     if isinstance(formats, Plan):
-        _check_fit(formats, stored, where)
-        plan = formats
+        plan = formats.of_kind("weight")
+        _check_fit(plan, stored, where)
     elif isinstance(formats, Manifest):
         plan = formats.resolve({name: item.shape for name, item in stored.items()})
     elif not isinstance(formats, Format | str):

@@ -765,7 +765,7 @@ def manifest_schema() -> dict[str, Any]:
                     "properties": {
                         "bits": {"type": "integer", "minimum": 1, "maximum": 64},
                         "role": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-                        "format": {**_NAME, "description": "a format of bitplan's; `bitplan formats` lists them"},
+                        "format": {**_NAME, "description": "a format of bitplan's; `bitplan inspect` lists them"},
                         "part": {"enum": ["data", "scales"]},
                     },
                 },

@@ -59,5 +59,8 @@ if TYPE_CHECKING:
         Pressure as Pressure,
         RuntimeLimitHints as RuntimeLimitHints,
     )
+    from bitplan.streaming.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
+    from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy as SelectivePrecisionPolicy
+    from bitplan.streaming.selective.run_calibration import run_calibration as run_calibration
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -13,12 +13,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from bitplan import Encoded, encode, get_format, morph_model, open_tensors, quantize_file
+from bitplan import encode, get_format, open_tensors, quantize_file
 from bitplan.base.errors import StoreError
 from bitplan.base.folders import atomic_folder
 from bitplan.cli import run
-from bitplan.files import Container, Promise, TensorFile, TensorSpec, open_files, register_container
+from bitplan.files import Container, Promise, TensorFile, TensorSpec, morph_model, open_files, register_container
 from bitplan.files.models.save_load import load_model, write_model
+from bitplan.formats import Encoded
 
 FMT = get_format("int4_g32")
 QUANTIZATION = {"group_size": 32, "bits": 4}

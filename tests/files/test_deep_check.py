@@ -22,7 +22,8 @@ from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.safetensors import SafetensorsFile
 from bitplan.files.tensor_bytes import ContainerFile
 from bitplan.files.tensor_file import Promise
-from bitplan.formats import Encoded, encode, get_format, list_formats
+from bitplan.formats import Encoded, get_format, list_formats
+from bitplan.formats.codec import encode
 from bitplan.plan import Manifest, Rule, shipped_manifest
 from tests.crosses import few
 

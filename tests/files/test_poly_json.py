@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.files import poly_network as network_module
 from bitplan.files.poly_network import DTYPES, PolyNetwork, read_poly_json, write_poly_json
-from bitplan.formats import DTYPE_NAMES, Encoded, decode, encode, get_format
+from bitplan.formats import DTYPE_NAMES, Encoded, get_format
+from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 
 Json = dict[str, Any]

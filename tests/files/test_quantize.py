@@ -22,7 +22,8 @@ from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.files.safetensors import write_safetensors
 from bitplan.files.tensor_file import Promise
-from bitplan.formats import encode, get_format
+from bitplan.formats import get_format
+from bitplan.formats.codec import encode
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from tests.crosses import few
@@ -143,7 +144,7 @@ def test_a_plan_for_another_shape_or_for_packed_parts_is_refused(source, tmp_pat
         quantize_file(source, tmp_path / "out.safetensors", plan_of(MIXED, shapes))
     packed = Plan({**plan_of(MIXED).entries, "conv.weight": Planned(Choice("mxfp4", "why"), part="scales")})
     with pytest.raises(
-        PlanError, match=r"conv.weight: the plan has it as the scales of a packed tensor.*bitplan convert"
+        PlanError, match=r"conv.weight: the plan has it as the scales of a packed tensor.*bitplan gpt-oss convert"
     ):
         quantize_file(source, tmp_path / "out.safetensors", packed)
 

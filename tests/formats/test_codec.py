@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bitplan.base.errors import BitplanError, FormatError, NonFiniteError
-from bitplan.formats import decode, encode, get_format
+from bitplan.formats import get_format
+from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 
 from .samples import (

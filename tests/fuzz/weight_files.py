@@ -137,7 +137,8 @@ def make_networks(folder: Path) -> list[Path]:
     import torch
 
     from bitplan.files.poly_network import PolyNetwork
-    from bitplan.formats import DTYPE_NAMES, encode
+    from bitplan.formats import DTYPE_NAMES
+    from bitplan.formats.codec import encode
     from tests.files.test_poly_json import AMBIGUOUS, EVERY_ORIGINAL, ORIGINAL, b64, network, pack, packed
 
     x = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -162,7 +163,7 @@ def make_packed(folder: Path) -> list[Path]:
 
     from bitplan.files.open_files import write_tensors
     from bitplan.files.tensor_file import Promise
-    from bitplan.formats import encode
+    from bitplan.formats.codec import encode
 
     x = torch.linspace(-1, 1, 4 * 128).reshape(4, 128)
     packed = {fmt: encode(x, fmt) for fmt in ("mxfp4", "nvfp4", "int8_g128", "q4_0_poly")}
@@ -212,7 +213,7 @@ def make_pairs(folder: Path) -> list[Path]:
     import safetensors.torch
     import torch
 
-    from bitplan.formats import encode
+    from bitplan.formats.codec import encode
 
     encoded = encode(torch.linspace(-1, 1, 4 * 256).reshape(4, 256), "fp4_u8_g128")
     assert encoded.base is not None

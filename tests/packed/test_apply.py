@@ -20,7 +20,7 @@ from bitplan.files.models.morph import morph_model
 from bitplan.files.models.save_load import load_model, write_model
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
-from bitplan.formats import decode, encode
+from bitplan.formats.codec import decode, encode
 from bitplan.packed.apply_plan import ApplyError, Skipped, apply_plan
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.quant_embedding import QuantEmbedding

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from bitplan.base.cache_folder import cache_dir
 from bitplan.base.errors import FileFormatError
-from bitplan.formats import Encoded, decode, encode
+from bitplan.formats import Encoded
+from bitplan.formats.codec import decode, encode
 from bitplan.packed import crossover
 from bitplan.packed.crossover import (
     ROW_COUNTS,

@@ -312,7 +312,9 @@ def test_manifests_for_another_model(made, reads, tmp_path):
 
 
 def test_experts_in_floats_are_never_loaded(made, tmp_path, reads):
-    message = "down_proj' is torch.bfloat16: these experts are not packed, .*; pack them with `bitplan convert` first"
+    message = (
+        "down_proj' is torch.bfloat16: these experts are not packed, .*; pack them with `bitplan gpt-oss convert` first"
+    )
     refused(made["wide"], reads, message, FileFormatError)
     convert_gpt_oss(made["hf"], tmp_path / "wide.gguf", to="gguf", experts="bfloat16")
     reads.clear()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bitplan.formats import Encoded, decode
+from bitplan.formats import Encoded
+from bitplan.formats.codec import decode
 from bitplan.formats.dispatch import decode as fast_decode
 from bitplan.formats.dispatch import explain_decode
 from bitplan.packed import crossover, product_strategy

@@ -16,7 +16,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, decode, encode
+from bitplan.formats import Encoded
+from bitplan.formats.codec import decode, encode
 from bitplan.packed import linear_operator as operator
 from bitplan.packed import product_strategy, quant_linear
 from bitplan.packed.product_strategy import LayerError

@@ -16,7 +16,7 @@ import torch
 
 from bitplan.base.records import write_json
 from bitplan.files.drift import DriftLog, log_drift
-from bitplan.formats import encode
+from bitplan.formats.codec import encode
 from bitplan.fp8.policy.merge import merge_reports
 from bitplan.fp8.policy.report import Fingerprint, Report, Row
 from bitplan.packed.crossover import Crossover, Timing, to_document

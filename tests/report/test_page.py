@@ -73,6 +73,7 @@ def test_sections_only_for_what_is_there_each_with_its_file(everything, tmp_path
     anchors = re.findall(r'<section id="([a-z]+)">', page(everything, tmp_path))
     assert anchors == [
         *(
+            "run",
             "search",
             "decisions",
             "findings",

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -19,16 +19,16 @@ from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 
 def formats(
-    on: Annotated[str | None, typer.Option(metavar="FILE:TENSOR", help="Try every format on this tensor.")] = None,
-    scale_rule: Annotated[Rule | None, typer.Option(help="With --on: how scales are chosen.")] = None,
+    on: Annotated[str | None, typer.Option(metavar="FILE:TENSOR")] = None,
+    scale_rule: Annotated[Rule | None, typer.Option()] = None,
     as_json: Json = False,
 ) -> None:
-    """List the number formats, or try each of them on a tensor.
-
-    Example: bitplan formats --on model.safetensors:model.layers.0.mlp.up_proj.weight
-    """
+    """List the number formats, or try each of them on a tensor."""
     if on is not None:
-        _formats_on(on, scale_rule, as_json)
+        path, separator, name = on.rpartition(":")
+        if not separator:
+            raise typer.BadParameter(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
+        _formats_on(path, name, scale_rule, as_json)
         return
     from bitplan.formats import list_formats
 
@@ -43,13 +43,11 @@ def formats(
         table("formats; bits per weight, scales included, for a 4096 x 4096 matrix", rows)
 
 
-def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
+def _formats_on(path: str | Path, name: str, scale_rule: Rule | None, as_json: bool) -> None:
     from bitplan.base.errors import FormatError
     from bitplan.files.open_files import open_tensors
 
-    path, separator, name = on.rpartition(":")
-    if not separator:
-        raise FormatError(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
+    on = f"{path}:{name}"
     with open_tensors(path) as file:
         file.spec(name)  # raises before torch is imported
 
@@ -94,7 +92,12 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A .safetensors, .gguf or .json file, an index, or a folder.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A .safetensors, .gguf or .json file, an index, or a folder; none: the number formats."),
+    ] = None,
+    tensor: Annotated[str | None, typer.Option(metavar="NAME", help="Try every format on this tensor.")] = None,
+    scale_rule: Annotated[Rule | None, typer.Option(help="With --tensor: how scales are chosen.")] = None,
     structure: Annotated[
         bool, typer.Option("--structure", help="What the model computes: roles, who reads one input, norms, blocks.")
     ] = False,
@@ -103,11 +106,21 @@ def inspect(
 ) -> None:
     """Show what a file of weights holds: tensors, formats, shapes, bytes; or what its model computes.
 
-    Example: bitplan inspect model.safetensors
+    Without a file it lists the number formats; --tensor tries each of them on a tensor.
+
+    Example: bitplan inspect model.safetensors --tensor model.layers.0.mlp.up_proj.weight
     """
     from bitplan.files.open_files import open_tensors
     from bitplan.files.packed_folder import folder_inputs, is_model_folder, read_config
 
+    if file is None:
+        if tensor is not None or structure:
+            raise typer.BadParameter("--tensor and --structure are of a file: give FILE")
+        formats(None, None, as_json)
+        return
+    if tensor is not None:
+        _formats_on(file, tensor, scale_rule, as_json)
+        return
     if chart and not structure:
         raise typer.BadParameter("--chart draws what a model computes: add --structure")
     if structure:
@@ -140,7 +153,7 @@ def inspect(
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
     from bitplan.base.errors import PlanError
     from bitplan.files.describe_files import describe
-    from bitplan.plan.plan import draw_view
+    from bitplan.plan.mermaid import draw_view
 
     view = describe(file)
     if chart and view.source == "table":
@@ -167,7 +180,7 @@ def quantize(
     fmt: Annotated[
         str | None,
         typer.Option(
-            "--format", "-f", help="For every weight: a name from `bitplan formats`.", autocompletion=format_names
+            "--format", "-f", help="For every weight: a name from `bitplan inspect`.", autocompletion=format_names
         ),
     ] = None,
     manifest: ManifestName = None,
@@ -293,6 +306,11 @@ def _worst_of(rows: list[dict[str, Any]]) -> dict[str, str]:
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="The reference.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="What is compared with it.")],
+    scales: Annotated[
+        bool, typer.Option("--scales", help="B is A packed: also what its scales and codes do, worst first.")
+    ] = False,
+    jsonl: Annotated[Path | None, typer.Option("--jsonl", help="With --scales: append lines to this log.")] = None,
+    step: Annotated[int, typer.Option("--step", help="With --jsonl: the step that the lines bear.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Compare the numbers of two files, tensor by tensor; exit 1 when their tensors differ in name or shape.
@@ -301,6 +319,8 @@ def compare(
     """
     from bitplan.files.open_files import open_tensors
 
+    if scales or jsonl is not None:
+        drift(first, second, jsonl, step, as_json)
     with open_tensors(first) as file:
         total = sum(math.prod(spec.shape) for spec in file.specs.values())
     open_tensors(second).close()  # refuses a file that cannot be read before torch is imported
@@ -347,13 +367,8 @@ def drift(
     jsonl: Annotated[Path | None, typer.Option("--jsonl", help="Append a line per tensor to this log.")] = None,
     step: Annotated[int, typer.Option("--step", help="The step that the lines bear.")] = 0,
     as_json: Json = False,
-) -> None:
-    """Show how far each packed tensor is from its master and what its scales and codes do, worst first.
-
-    `compare` takes any two files; this takes one and its packed version. Exit 1 where a tensor cannot be compared.
-
-    Example: bitplan drift model.safetensors model.mxfp4.safetensors --jsonl drift.jsonl
-    """
+) -> NoReturn:
+    """Show how far each packed tensor is from its master and what its scales and codes do, worst first."""
     from bitplan.files.open_files import open_tensors
 
     for each in (master, packed):

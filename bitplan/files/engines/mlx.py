@@ -90,7 +90,7 @@ def prepare(request: ExportRequest) -> FolderExport:
         if source.config.get("model_type") == "gpt_oss":
             raise StoreError(
                 f"{request.source}: mlx_lm reads gpt-oss in Hugging Face's layout with MXFP4 experts as it is; "
-                "`bitplan convert FOLDER OUT` writes that layout"
+                "`bitplan gpt-oss convert FOLDER OUT` writes that layout"
             )
         layers = [_layer(source, new, names) for new, names in _outputs(source).items()]
         if not any(layer.is_packed for layer in layers):

@@ -1,4 +1,4 @@
-"""Confirm a policy on a small model, one token count after the other: what `bitplan confirm-policy` does.
+"""Confirm a policy on a small model, one token count after the other: what `bitplan fp8 confirm` does.
 
 For each count the policy is applied to a fresh model without a trial, which gives the plan, and to another model with
 `confirm`, which times whole blocks. A plan is turned down where it has FP8 in a block and the block stays BF16; a plan
@@ -16,7 +16,7 @@ as many tokens to every expert; a trained model may not.
 
     blocks      up to the first block of the last make: 1 where all are alike, 4 where three dense blocks come first
     vocabulary  cut down: embeddings and the output layer are in no block, and no layer of a policy
-    tp          the heads and the MLP of one GPU, as `bench-layers` times them in one process; no communication. Models
+    tp          the heads and the MLP of one GPU, as `fp8 bench` times them in one process; no communication. Models
                 with experts are refused then: a config.json cannot describe a share of them
 """
 

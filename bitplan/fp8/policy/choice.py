@@ -1,6 +1,6 @@
 """Which products of a layer run in FP8 and by which recipe, and for how many tokens that holds.
 
-This is the one answer: `bitplan explain` and the table of `apply_fp8` show it, `apply_fp8` builds by it, and the
+This is the one answer: `bitplan fp8 explain` and the table of `apply_fp8` show it, `apply_fp8` builds by it, and the
 adapters ask it. It is made from `policy.decide`: what the rules say of the module, or of one product by itself.
 
 A policy answers for the whole module (all three products in FP8, casts shared) and, where they were timed apart, for

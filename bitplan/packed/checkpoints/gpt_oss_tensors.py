@@ -187,7 +187,7 @@ def _refuse_float_experts(file: GptOssFile) -> None:
 def _floats(path: Path, name: str, dtype: torch.dtype) -> FileFormatError:
     return FileFormatError(
         f"{path}: {name!r} is {dtype}: these experts are not packed, and are not loaded as floats; "
-        "pack them with `bitplan convert` first"
+        "pack them with `bitplan gpt-oss convert` first"
     )
 
 

@@ -79,7 +79,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
     if source is None or not source.is_gpt_oss:
         plan = _plan(saved, source)
         config = None if config is None else packed_config(config, plan, inputs_of(model))
-    else:  # in Hugging Face's layout; `bitplan convert` brings it into the others
+    else:  # in Hugging Face's layout; `bitplan gpt-oss convert` brings it into the others
         saved = {part.promise.name: part for one in saved.values() for part in _in_gpt_oss_layout(one)}
         if source.folder is not None and config is source.config:
             beside, config = beside | {CONFIG: source.folder / CONFIG}, None  # as it is, to the byte

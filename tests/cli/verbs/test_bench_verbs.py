@@ -1,4 +1,4 @@
-"""`bench-layers` from the shell: dry runs, variables and options, a run on the CPU, killed and resumed, errors."""
+"""`fp8 bench` from the shell: dry runs, variables and options, a run on the CPU, killed and resumed, errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def bench(*arguments):
-    return run(["bench-layers", *arguments])
+    return run(["fp8", "bench", *arguments])
 
 
 def test_dry_run_lists_what_would_be_timed(capsys):

@@ -1,4 +1,4 @@
-"""merge-policy and explain from the shell: tables, JSON, exit codes, one-line errors."""
+"""`fp8 merge` and `fp8 explain` from the shell: tables, JSON, exit codes, one-line errors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def save(name, rows, **more):
 
 
 def merge(*arguments):
-    return run(["merge-policy", "--reports", *arguments])
+    return run(["fp8", "merge", "--reports", *arguments])
 
 
 def explain(*arguments, policy="p.json", kind="row", name="fc2", tokens="4096"):
     named = ["--name", name] if name else []
-    return run(["explain", policy, "--kind", kind, *named, "--tokens", tokens, *arguments])
+    return run(["fp8", "explain", policy, "--kind", kind, *named, "--tokens", tokens, *arguments])
 
 
 def version_1():
@@ -126,7 +126,7 @@ def test_into_a_policy(capsys):
 
 
 def test_no_reports(capsys):
-    assert run(["merge-policy", "-o", "p.json"]) == 2
+    assert run(["fp8", "merge", "-o", "p.json"]) == 2
     assert "--reports needs at least one report" in capsys.readouterr().err
 
 

@@ -424,7 +424,7 @@ def test_what_is_not_a_model_is_refused(here, capsys):
 
 
 def test_a_gguf_file_without_a_tokenizer_is_told_apart(here, capsys):
-    make_checkpoint(here / "bare.gguf", naming="gguf")  # as `bitplan convert --to gguf` writes it
+    make_checkpoint(here / "bare.gguf", naming="gguf")  # as `bitplan gpt-oss convert --to gguf` writes it
     message = refused("bare.gguf", "--text", "text.txt", capsys=capsys)
     assert "holds no tokenizer; give the Hugging Face folder" in message
 

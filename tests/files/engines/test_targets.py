@@ -14,7 +14,7 @@ from bitplan.base.errors import StoreError
 from bitplan.cli import run
 from bitplan.files.engines.targets import export_model
 from bitplan.files.input_statistics import write_evidence
-from bitplan.formats import decode, encode
+from bitplan.formats.codec import decode, encode
 from bitplan.rounding.weights import round_weight
 from tests.files.engines.tiny_models import save_tiny, save_tokenizer
 

@@ -16,7 +16,8 @@ from bitplan.files.gpt_oss import PRESETS, GptOssFile, convert_gpt_oss, make_che
 from bitplan.files.gpt_oss import source as gpt_oss_source
 from bitplan.files.gpt_oss.layouts import LAYOUTS
 from bitplan.files.tensor_bytes import ContainerFile
-from bitplan.formats import Encoded, decode, encode
+from bitplan.formats import Encoded
+from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 
 TINY = PRESETS["tiny"]

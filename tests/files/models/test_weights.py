@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from bitplan.base.errors import FormatError, NonFiniteError, StoreError
 from bitplan.files.models import weight_store as weights
 from bitplan.files.models.weight_store import ActivationObserver, WeightStore
-from bitplan.formats import Encoded, decode, encode, get_format
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 from tests.formats.samples import SMALL_BLOCKS
 

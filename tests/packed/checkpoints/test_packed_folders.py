@@ -515,7 +515,7 @@ def test_a_packed_model_becomes_plain_again(make, tmp_path):
     decoded = logits(bitplan.load_packed(tmp_path / "packed", model=make(), masters=True).model)
     model = bitplan.load_packed(tmp_path / "packed").model
     with pytest.raises(StoreError, match=r"is packed, not morphed; bitplan.dequantize\(model\) makes it plain"):
-        bitplan.unmorph_model(model)
+        bitplan.files.unmorph_model(model)
     bitplan.dequantize(model)
     torch.testing.assert_close(logits(model), decoded)
     assert not any("bitplan" in type(module).__module__ for module in model.modules())
@@ -572,7 +572,9 @@ def test_peak_host_memory_is_the_file_and_a_tenth(packed, tmp_path):
         for one in wanted:
             parts = {} if one.fmt is None else one.fmt.part_shapes(one.shape)
             made = {part: torch.ones(size, dtype=dtype) for part, (dtype, size) in parts.items()}
-            writer.write(one.name, bitplan.Encoded(one.fmt, one.shape, **made) if made else torch.ones(one.shape))
+            writer.write(
+                one.name, bitplan.formats.Encoded(one.fmt, one.shape, **made) if made else torch.ones(one.shape)
+            )
 
     write_packed_folder(tmp_path / "large", FolderContents(cut_shards(promises, {}), document, plan), write)
     command = [sys.executable, "-c", PEAK, str(packed), str(tmp_path / "large")]

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("numba")
 
-from bitplan import apply_plan, describe, fuse_projections
+from bitplan import apply_plan, describe
 from bitplan.base.errors import BitplanError
 from bitplan.fp8.apply import apply_fp8
+from bitplan.packed import fuse_projections
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
