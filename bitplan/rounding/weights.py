@@ -120,7 +120,8 @@ def _by_torch(_factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: G
         weights[inside] = own.diagonal().square().reciprocal()
         scales.put(block, search_blocks(numbers, weights, layout, search))
         steps, offsets, groups = scales.steps(block), scales.offsets(block), inside // layout.group
-        return loops_for(piece).round_piece(piece, own, steps, offsets, groups, grid)
+        codes, errors = loops_for(piece).round_piece(piece, own, steps, offsets, groups, grid)
+        return codes, errors
 
     return round_block
 
