@@ -472,7 +472,7 @@ def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked:
     # A decoder reads the bytes as they are now; what a fused kernel reads beside them was made of earlier ones.
     is_fused = picked.strategy == "fused"
     counted = tuple((part, part._version) for _, part in present if is_fused and not part.is_inference())
-    index, on_cpu = weight.data.get_device(), weight.device.type == "cpu"
+    index, on_cpu = weight.encoded.data.get_device(), weight.device.type == "cpu"
 
     def run(x: Tensor, layer: QuantLinear) -> Tensor | None:
         if layer._modules["weight"] is not weight or weight._changes != changes:

@@ -39,11 +39,11 @@ class GptOssTensors(TensorFile):
     """The checkpoint after its headers were checked against the manifest; `stored` is the file as it is.
 
     `folder` holds config.json in Hugging Face's spelling: the checkpoint's own, or one that is made of its settings.
-    `dtype` is the type of the embedding.
+    `dtype` is the type of the embedding. Experts are put together on `device`.
     """
 
-    def __init__(self, stored: TensorFile, manifest: ManifestLike = "gpt-oss") -> None:
-        self.path, self.stored = stored.path, stored
+    def __init__(self, stored: TensorFile, manifest: ManifestLike, device: torch.device) -> None:
+        self.path, self.stored, self._device = stored.path, stored, device
         self.rules = manifest if isinstance(manifest, Manifest) else open_manifest(manifest)
         self._made: tempfile.TemporaryDirectory[str] | None = None
         is_gguf = isinstance(stored, GGUFTensors)
@@ -57,11 +57,12 @@ class GptOssTensors(TensorFile):
             if is_gguf:
                 require_clean(self.rules, _translated(self._file), checkpoint=str(stored.path))
             self.kind, self.dtype = self._file.layout, self._file.dtype("embed", None)
-            self.folder_of_config()
+            self._write_config()
         self._slots = {slot.name: slot for slot in list_slots("hf", self._file.shape, packed=False)}
         self.specs = {name: self._spec(slot) for name, slot in self._slots.items()}
 
-    def folder_of_config(self) -> None:
+    def _write_config(self) -> None:
+        """Make a folder with the config that a checkpoint of another layout stands for."""
         if self._file.config is not None:
             return
         check_settings_held(self._file.where, self._file.settings, "hf")
@@ -111,10 +112,13 @@ class GptOssTensors(TensorFile):
     def _read_experts(self, slot: LayoutTensor) -> Encoded:
         file, shape = self._file, self.specs[slot.name].shape
         assert slot.layer is not None
-        stacks = {part: torch.empty(size, dtype=dtype) for part, (dtype, size) in MXFP4.part_shapes(shape).items()}
+        stacks = {
+            part: torch.empty(size, dtype=dtype, device=self._device)
+            for part, (dtype, size) in MXFP4.part_shapes(shape).items()
+        }
         for index in range(shape[0]):
             try:
-                matrix = file.expert(slot.layer, slot.parts, index)
+                matrix = file.expert(slot.layer, slot.parts, index, self._device)
             except FormatError as error:
                 raise FileFormatError(f"{file.where}: {error}") from None
             assert isinstance(matrix, Encoded)

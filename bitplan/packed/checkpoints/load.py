@@ -136,7 +136,7 @@ def load_packed(
         return _load_masters(source, model, dtype, check, started)
     if model is None:
         require_transformers(where)
-    with _open(source, has_model=model is not None, manifest=manifest) as file:
+    with _open(source, has_model=model is not None, manifest=manifest, device=place) as file:
         config, plan = _read_folder(source, file, has_model=model is not None)
         if isinstance(file, SchemeTensors):
             file.decode_where(format_fault)  # formats that no packed layer holds, such as tiles of several rows
@@ -278,13 +278,13 @@ def _check_arguments(path: object, model: object, dtype: object, check: object) 
         raise FileFormatError(f"{path}: no such file or folder; nothing is downloaded")
 
 
-def _open(source: Path, *, has_model: bool, manifest: ManifestLike) -> TensorFile:
+def _open(source: Path, *, has_model: bool, manifest: ManifestLike, device: torch.device) -> TensorFile:
     """The file under the names of the model: of gpt-oss in any layout, and of a GGUF file whose model is to be made."""
     file = open_tensors(source)
     with on_failure(file.close):
         if holds_gpt_oss(file):
             require_transformers(str(source))
-            return GptOssTensors(file, manifest)
+            return GptOssTensors(file, manifest, device)
         if not isinstance(file, GGUFTensors) or has_model:
             return file
         file.close()

@@ -136,7 +136,7 @@ def _bound_call(x_MK: Tensor, outputs: int, launch: Callable[..., None], split: 
     parts = (split, x_MK.shape[0], outputs)
     dtype, part_strides = torch.bfloat16, _strides(parts)
 
-    def run(x: Tensor, shape: Sequence[int]) -> Tensor | None:
+    def run(x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         address = x.data_ptr()
         if address & 15 or not x.is_contiguous() or current_stream(index) != stream or current_device() != index:
             return None
