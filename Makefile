@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start many processes: the package is c
 .PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu test-engines test-folders mutants bench bench-quality clean
 
 demo: $(VENV)/.installed
-	$(BIN)/bitplan demo
+	$(BIN)/python -m examples.demo
 
 # Types are checked beside the tests, and what is said of them is shown last.
 test: lint browser
@@ -104,7 +104,7 @@ bench-quality: $(VENV)/.installed-dev
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (first time: a few minutes; torch may bring gigabytes of CUDA, README.md says how to do without)"
+	@echo "installing into $(VENV) (first time: a few minutes; torch may bring gigabytes of CUDA, docs/install.md says how to do without)"
 	$(PIP) -e '.[trees]'
 	touch $@
 

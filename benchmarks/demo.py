@@ -1,17 +1,19 @@
-"""The README's demo table: `bitplan demo`, recorded with the machine it ran on and the processor time it took.
+"""The README's demo table: `make demo`, recorded with the machine it ran on and the processor time it took.
 
 python benchmarks/demo.py
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import harness
 
-from bitplan.cli.demo.run import run_demo
+sys.path.insert(0, str(harness.ROOT))
+from examples.demo.run import run_demo
 
 RESULT = ("seed", "weights", "steps", "train_seconds", "formats", "trees")
 

@@ -29,7 +29,8 @@ from bitplan.files.engines import compressed_tensors, mlx, torchao
 from bitplan.files.engines.targets import ExportReport, export_model
 from bitplan.files.headers import is_gguf
 from bitplan.files.models.transformers_names import silence_transformers
-from bitplan.formats import decode, encode, get_format
+from bitplan.formats import get_format
+from bitplan.formats.codec import decode, encode
 from bitplan.packed.language.causal_lm import load_causal_lm
 
 CONTEXT = {"compressed-tensors": 128, "mlx": 32, "torchao": 128, "hf": 128}  # MLX is slow on a CPU

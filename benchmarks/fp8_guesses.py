@@ -32,7 +32,6 @@ from fp8_training import rate_share
 from llama_layers import Size, TinyLlama
 from torch import Tensor, nn
 
-from bitplan.cli.demo.tiny_model import shipped_text
 from bitplan.fp8.casts import FP8_LIMITS
 
 SIZE, LAYERS = Size(64, 256, 1, 1, 64), 18
@@ -73,7 +72,7 @@ GUESSED_INPUTS = ("o_proj", "down_proj")  # the others are cast behind their nor
 def record(steps: int, deviation: float) -> tuple[list[list[int]], list[list[int]]]:
     """Exponents of the definition's scales: [steps][gradients in the order of the backward], [steps][inputs]."""
     torch.manual_seed(0)
-    data = torch.frombuffer(bytearray(shipped_text().encode()), dtype=torch.uint8).long()
+    data = torch.frombuffer(bytearray(harness.shipped_text().encode()), dtype=torch.uint8).long()
     model = TinyLlama(SIZE, LAYERS, 256).train()
     with torch.no_grad():
         model.embed_tokens.weight.mul_(deviation)

@@ -3,7 +3,7 @@
     python benchmarks/fp8_training.py [--size 1b] [--text FILE] [--tokenizer FILE] [--steps 40] [--seconds 155]
 
 Arms: BF16; "adaptive", FP8 where the policy says; "full", all FP8; torchao's tensorwise and rowwise recipes. The policy
-is read (--policy FILE), or the model's layers are measured first at the run's token count, as `bench-layers` does.
+is read (--policy FILE), or the model's layers are measured first at the run's token count, as `fp8 bench` does.
 
 Each arm is a process. All of them compile one layer at the same time, which the other layers share. Then they train in
 turns, one process on the GPU at a time: a turn is one seed from its first weights to the held-out loss, and its step
@@ -43,10 +43,9 @@ from fp8_layers import SIZES, measure_policy
 from llama_layers import Size, TinyLlama
 from torch import Tensor, nn
 
-from bitplan.cli.demo.tiny_model import shipped_text
 from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.layers.scale_guesses import guess_counts
-from bitplan.fp8.policy.policy import load_policy
+from bitplan.fp8.policy.rules import load_policy
 
 COMPARED = ("bf16", "adaptive")
 ARMS = (*COMPARED, "full", "torchao tensorwise", "torchao rowwise")
@@ -385,7 +384,7 @@ def rate_share(step: int, steps: int, warm_up: int) -> float:
 
 def read_text(options: argparse.Namespace) -> tuple[Tensor, int]:
     """(tokens, how many there are to choose from)."""
-    text = shipped_text() if options.text is None else Path(options.text).read_text(encoding="utf-8")
+    text = harness.shipped_text() if options.text is None else Path(options.text).read_text(encoding="utf-8")
     if options.tokenizer is None:
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long(), BYTES
     tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(options.tokenizer))

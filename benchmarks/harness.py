@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,11 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return result
+
+
+def shipped_text() -> str:
+    """A slice of Shakespeare (public domain) that comes with the package."""
+    return resources.files("bitplan").joinpath("data/shakespeare.txt").read_text(encoding="utf-8")
 
 
 def commit() -> str:

@@ -29,7 +29,7 @@ class Size:
         return f"h{self.hidden}_ffn{self.ffn}"
 
     def config(self, layers: int) -> dict[str, object]:
-        """The config.json that `bitplan bench-layers` reads."""
+        """The config.json that `bitplan fp8 bench` reads."""
         return {
             "model_type": "llama",
             "hidden_size": self.hidden,

@@ -66,7 +66,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import bitplan
-from bitplan.cli.demo.tiny_model import shipped_text
 from bitplan.formats import get_format
 from bitplan.rounding import round_weight
 from bitplan.rounding.error_compensation import InputHessian
@@ -106,7 +105,7 @@ class Experiment:
     def __init__(self, options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> None:
         self.options, self.sizes, self.device = options, sizes, device
         self.dtype = torch.bfloat16 if device.torch_device.type == "cuda" else torch.float32
-        words = shipped_text() if options.text is None else options.text.read_text(encoding="utf-8")
+        words = harness.shipped_text() if options.text is None else options.text.read_text(encoding="utf-8")
         if options.model is None:
             self.model, ids = byte_llama(sizes, self.dtype), torch.tensor(list(words.encode()))
         else:

@@ -47,7 +47,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bitplan.cli.demo.tiny_model import shipped_text
 from bitplan.streaming.selective.calibration import CalibrationResult
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.run_calibration import run_calibration
@@ -560,7 +559,7 @@ def _wait(x: Tensor) -> None:
 def measure(options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> Row:
     kind = device.torch_device.type
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
-    text = shipped_text() if options.text is None else options.text.read_text(encoding="utf-8")
+    text = harness.shipped_text() if options.text is None else options.text.read_text(encoding="utf-8")
     if options.part == "times":
         return take_times(options, device, text, dtype)
     parts = {"experiment", "cost"} if options.part == "all" else {options.part}

@@ -1,7 +1,8 @@
 """bitplan: the right number format for every part of a model.
 
-`encode` and `decode` pick the fastest implementation for the tensor's device; they give the same bits as the
-definitions `bitplan.formats.encode` and `bitplan.formats.decode`. A name is imported when it is first used.
+Each name has one place: those of daily use are here, the others in their part (`bitplan.formats`, `bitplan.packed`). A
+name is imported when it is first used. `encode` and `decode` pick the fastest implementation for the tensor's device;
+they give the bits of the definitions in `bitplan.formats.codec`.
 """
 
 import sys
@@ -13,41 +14,28 @@ from bitplan.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from bitplan.base.errors import BitplanError as BitplanError
-    from bitplan.formats.encoded import Encoded as Encoded
-    from bitplan.formats.format import Format as Format
-    from bitplan.formats.quantization_error import ErrorReport as ErrorReport, error_report as error_report
-    from bitplan.formats.registry import get_format as get_format, list_formats as list_formats
-    from bitplan.formats.repacking import repack as repack
+    from bitplan.formats.registry import get_format as get_format
     from bitplan.formats.dispatch import decode as decode, encode as encode
     from bitplan.plan.format_choices import choose_formats as choose_formats
     from bitplan.plan.manifest import Manifest as Manifest
-    from bitplan.plan.plan import Choice as Choice, Plan as Plan, combine as combine
-    from bitplan.streaming.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
-    from bitplan.plan.structure.model_view import ModelView as ModelView
+    from bitplan.plan.plan import Choice as Choice, Plan as Plan
     from bitplan.report.page import write_report as write_report
-    from bitplan.fp8.apply import apply_fp8 as apply_fp8, apply_fp8_config as apply_fp8_config
+    from bitplan.fp8.apply import apply_fp8 as apply_fp8
     from bitplan.packed.apply_plan import apply_plan as apply_plan
+    from bitplan.packed.rounded_inputs import round_inputs as round_inputs
     from bitplan.packed.checkpoints.load import load_packed as load_packed
     from bitplan.packed.checkpoints.save import save_packed as save_packed
-    from bitplan.packed.dequantize import dequantize as dequantize
-    from bitplan.packed.fused_projections import fuse_projections as fuse_projections
-    from bitplan.packed.quant_embedding import QuantEmbedding as QuantEmbedding
-    from bitplan.packed.quant_experts import QuantExperts as QuantExperts
-    from bitplan.packed.quant_linear import QuantLinear as QuantLinear
-    from bitplan.packed.tile_cache import TileCache as TileCache
-    from bitplan.packed.warm_up import warm_up as warm_up
-    from bitplan.streaming.selective.run_calibration import run_calibration as run_calibration
-    from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy as SelectivePrecisionPolicy
+    from bitplan.streaming.selective.trainer_callbacks import streaming_callback as streaming_callback
     from bitplan.streaming.stream_blocks import stream_blocks as stream_blocks
     from bitplan.searching.goal import Goal as Goal
     from bitplan.searching.run import search as search
     from bitplan.files.compare import compare_models as compare_models
     from bitplan.files.open_files import open_tensors as open_tensors
     from bitplan.files.describe_files import describe as describe
-    from bitplan.files.models.morph import morph_model as morph_model, unmorph_model as unmorph_model
-    from bitplan.files.models.save_load import load_model as load_model, save_model as save_model
-    from bitplan.files.models.weight_store import WeightStore as WeightStore
     from bitplan.files.quantize_files import quantize_file as quantize_file
+    from bitplan.packed.dequantize import dequantize as dequantize
+    from bitplan.packed.warm_up import warm_up as warm_up
+    from bitplan.plan.from_records import read_plan as read_plan
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

@@ -8,7 +8,8 @@ import logging
 import torch
 from torch import nn
 
-from bitplan import SelectivePrecisionConfig, SelectivePrecisionPolicy, stream_blocks
+from bitplan import stream_blocks
+from bitplan.streaming import SelectivePrecisionConfig, SelectivePrecisionPolicy
 
 
 class Block(nn.Module):

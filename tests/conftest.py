@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import logging
 import os
 import signal
 import sys
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from _pytest.logging import catching_logs
 
 from tests.crosses import pytest_generate_tests  # noqa: F401
 
@@ -31,7 +29,7 @@ LONGEST = (
     "tests/fuzz/test_fuzz.py",
     "tests/formats/test_cpu_codec.py",
     "tests/test_docs.py",
-    "tests/cli/demo/test_demo.py",
+    "tests/examples/demo/test_demo.py",
     "tests/test_lean_import.py",
     "tests/streaming/selective/test_trainer_callbacks.py",
     "tests/cli/verbs/test_perplexity_verb.py",
@@ -62,28 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
         if fork_workers(config):
             return  # they run the tests: this process needs no torch
     import torch
-    import typer.main
 
     torch.set_num_threads(1)  # the suite itself runs in several workers
-    if not hasattr(typer.main.get_command, "cache_info"):  # a tenth of a second, for each command a test runs
-        typer.main.get_command = functools.cache(typer.main.get_command)
     if not torch.cuda.is_available():  # Triton reads this when it is first imported
         os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Workers send no reports of a setup or teardown that passed: they are two of three, and few options read them."""
-    if any(session.config.getoption(name, None) is not None for name in ("durations", "xmlpath")):
-        return
-    for plugin in session.config.pluginmanager.get_plugins():
-        if type(plugin).__name__ == "WorkerInteractor":
-            plugin.sendevent = functools.partial(send_what_is_read, plugin.sendevent)
-
-
-def send_what_is_read(send: Callable[..., None], name: str, **about: Any) -> None:
-    report = about.get("data", {})
-    if name != "testreport" or report["when"] == "call" or report["outcome"] != "passed":
-        send(name, **about)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -109,23 +89,6 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: `gc.collect()`, which some tests call, need not look through it each time."""
     gc.collect()
     gc.freeze()
-    for logger in logging.Logger.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger):
-            logger.propagate = True
-    if hasattr(catching_logs, "attached_loggers"):  # of pytest 9: it visits thousands, six times a test
-        catching_logs.__enter__ = catch_what_reaches_the_root
-
-
-def catch_what_reaches_the_root(self: Any) -> Any:
-    """As pytest does it, without a look for loggers whose messages do not: there are none."""
-    root = logging.getLogger()
-    if self.level is not None:
-        self.handler.setLevel(self.level)
-        self.orig_level = root.level
-        root.setLevel(min(root.level, self.level))
-    root.addHandler(self.handler)
-    self.attached_loggers.append(root)
-    return self.handler
 
 
 _file_of_the_last_test = ""

@@ -25,10 +25,10 @@ import torch
 import bitplan
 from bitplan.base.errors import MissingLibraryError
 from bitplan.cli import run
-from bitplan.cli.demo.tiny_model import Corpus, TinyTransformer, shipped_text
 from bitplan.formats import list_formats
 from bitplan.fp8.recipes import RECIPES
 from bitplan.plan import shipped_manifest
+from examples.demo.tiny_model import Corpus, TinyTransformer, shipped_text
 from tests.processes import run_code
 
 ROOT = Path(__file__).parent.parent
@@ -97,7 +97,7 @@ def prepared(tmp_path_factory):
     bitplan.quantize_file(folder / "model.safetensors", folder / "packed.safetensors", "mxfp4")
     (folder / "demo-out").mkdir()
     demo = TinyTransformer(Corpus(shipped_text()).vocabulary)
-    bitplan.save_model(demo, folder / "demo-out" / "model.float32.safetensors")
+    bitplan.save_packed(demo, folder / "demo-out" / "model.float32.safetensors")
     return folder
 
 

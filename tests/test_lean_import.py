@@ -79,9 +79,9 @@ def test_import_plans_help_and_simple_refusals_load_no_heavy_library_and_headers
         ["quantize", "a.safetensors", "out.safetensors", "-f", "int8_row", "--keep", "nothing"],
         ["compare", "missing.safetensors", "a.safetensors"],
         ["compare", "a.safetensors", "missing.safetensors"],
-        ["drift", "a.safetensors", "missing.safetensors"],
-        ["convert", "missing", "out", "--to", "hf"],
-        ["formats", "--on", "a.safetensors:nothing"],
+        ["compare", "--scales", "a.safetensors", "missing.safetensors"],
+        ["gpt-oss", "convert", "missing", "out", "--to", "hf"],
+        ["inspect", "a.safetensors", "--tensor", "nothing"],
         ["generate", "missing", "text"],
         ["bench", "."],
         ["check", "a.safetensors"],
@@ -96,7 +96,7 @@ def test_import_plans_help_and_simple_refusals_load_no_heavy_library_and_headers
         ["plan", "llama", "llama.safetensors"],
         ["manifest", "show", "llama"],
         ["manifest", "schema"],
-        ["formats"],
+        ["inspect"],
         ["doctor", "--quick"],
     ]
     helped = [["--version"], ["--help"], ["quantize", "--help"], ["manifest", "show", "--help"]]

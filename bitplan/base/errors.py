@@ -1,17 +1,34 @@
 """Every error bitplan raises on purpose, so that callers can catch one base class.
 
-A message is one line that says what was expected, what was found, where, and the next step.
-The command line prints it as it is and exits 2.
+A message is one line that says what was expected, what was found, where, and the next step. What a caller may set to
+take that step is in `settings`, by the parameters' names: as text it is `keep='w'`, and the command line, which exits
+with 2, writes its own option.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 
 class BitplanError(Exception):
-    """Base of all errors that bitplan raises on purpose."""
+    """Base of all errors that bitplan raises on purpose.
+
+    settings   parameters that the message's next step is about, with a value to give, or None to name them alone
+    """
+
+    def __init__(self, *args: Any, settings: Mapping[str, object] | None = None, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.settings = dict(settings or {})
+
+    def __str__(self) -> str:
+        return self.with_settings(lambda name, value: name if value is None else f"{name}={value!r}")
+
+    def with_settings(self, spelled: Callable[[str, object], str]) -> str:
+        """The message, and behind it the settings as `spelled` writes them."""
+        settings = ", ".join(spelled(name, value) for name, value in self.settings.items())
+        return f"{super().__str__()} ({settings})" if settings else super().__str__()
 
 
 class FormatError(BitplanError, ValueError):

@@ -9,6 +9,7 @@ at run time follows from them.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ def lazy_names(
     parts    its sub-packages, imported when they are first used
     present  public names that it has already
 
+    A name of `bitplan` itself is public there alone: the part that defines it has it, too, and does not list it.
     A name is looked up in its module each time, so that a test may replace it there.
     """
     module_of = _modules_of_names(package)
@@ -44,9 +46,11 @@ def lazy_names(
     def list_names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *known})
 
-    return get, list_names, sorted({*module_of, *present})
+    elsewhere = set() if package == "bitplan" else _modules_of_names("bitplan").keys()
+    return get, list_names, sorted({*module_of, *present} - elsewhere)
 
 
+@functools.cache
 def _modules_of_names(package: str) -> dict[str, str]:
     """Which module defines which name, by the imports under `if TYPE_CHECKING` in the package's own source."""
     module: Any = sys.modules[package]

@@ -11,6 +11,14 @@ from typing import Any
 
 # old package: {new package: names}
 _MOVED = {
+    "bitplan": {
+        "bitplan.formats": "Encoded ErrorReport Format error_report list_formats repack",
+        "bitplan.plan": "ModelView combine",
+        "bitplan.packed": "QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections",
+        "bitplan.streaming": "SelectivePrecisionConfig SelectivePrecisionPolicy run_calibration",
+        "bitplan.files": "WeightStore morph_model unmorph_model",
+        "bitplan.fp8": "apply_fp8_config",
+    },
     "bitplan.kernels": {
         "bitplan.formats": "Picked explain_decode explain_encode",
         "bitplan": "decode encode",
@@ -25,47 +33,53 @@ _MOVED = {
             "merge_reports model_parts should_use_fp8 to_thresholds"
         ),
         "bitplan.streaming": (
-            "HeuristicPolicyBridge Phase PolicyState Pressure RuntimeLimitHints SelectiveError compute_hints "
-            "describe_changes layout_of load_state observe save_state"
+            "HeuristicPolicyBridge Phase PolicyState Pressure RuntimeLimitHints SelectiveError "
+            "SelectivePrecisionConfig compute_hints describe_changes layout_of load_state observe save_state"
         ),
-        "bitplan": "SelectivePrecisionConfig",
     },
     "bitplan.runtime": {
         "bitplan.streaming": (
-            "AdamWSettings BlockNonFiniteError CudaDevice PrecisionTelemetry SimulatedDevice StreamDevice "
-            "StreamError StreamStateError TelemetryError TensorBoardScalars TransferError lightning_callback "
-            "trainer_callback"
+            "AdamWSettings BlockNonFiniteError CudaDevice PrecisionTelemetry SelectivePrecisionPolicy "
+            "SimulatedDevice StreamDevice StreamError StreamStateError TelemetryError TensorBoardScalars "
+            "TransferError lightning_callback trainer_callback"
         ),
-        "bitplan.packed": "ApplyError LayerError read_packed",
-        "bitplan.fp8": "Fp8LayerError Fp8UnavailableError gather_weights_in_fp8",
-        "bitplan": (
-            "QuantEmbedding QuantExperts QuantLinear SelectivePrecisionPolicy TileCache apply_fp8 "
-            "apply_fp8_config apply_plan fuse_projections load_packed save_packed warm_up"
-        ),
+        "bitplan.packed": ("ApplyError LayerError QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections"),
+        "bitplan.fp8": "Fp8LayerError Fp8UnavailableError apply_fp8_config gather_weights_in_fp8",
+        "bitplan": "apply_fp8 apply_plan load_packed save_packed warm_up",
     },
     "bitplan.store": {
         "bitplan.files": (
             "Container DriftLog FileFormatError GptOssFile Promise StoreError TensorFile TensorSpec "
-            "convert_gpt_oss export_model log_drift make_checkpoint observe_model read_drift register_container"
+            "WeightStore convert_gpt_oss export_model log_drift make_checkpoint morph_model "
+            "observe_model read_drift register_container unmorph_model"
         ),
-        "bitplan": (
-            "WeightStore compare_models load_model morph_model open_tensors quantize_file save_model unmorph_model"
-        ),
+        "bitplan": "compare_models open_tensors quantize_file",
         "bitplan.rounding": "round_weight round_with_report",
     },
+}
+# Functions of `bitplan` and `bitplan.store` that another one does now: their name in `save_load`, and what to call.
+_SAVE_LOAD = "bitplan.files.models.save_load"
+_REPLACED = {
+    "load_model": ("load_model", "load_packed(path, model=model, masters=True).model"),
+    "save_model": ("write_model", "save_packed(model, path)"),
 }
 _HOMES = {old: {name: new for new, names in homes.items() for name in names.split()} for old, homes in _MOVED.items()}
 _OLD_PARTS = ("kernels", "measure", "runtime", "store")  # they are no packages any more
 
 
 def is_old_name(package: str, name: str) -> bool:
-    return name in _HOMES.get(package, {})
+    return name in _HOMES.get(package, {}) or (package in ("bitplan", "bitplan.store") and name in _REPLACED)
 
 
 def old_name(package: str, name: str) -> Any:
     """What a name of this package stands for, from its new place."""
     if not is_old_name(package, name):
         raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules.get(package))
+    if name in _REPLACED:
+        function, call = _REPLACED[name]
+        message = f"{package}.{name} is bitplan.{call} now; the next version has no {package}.{name}"
+        warnings.warn(message, FutureWarning, stacklevel=3)
+        return getattr(importlib.import_module(_SAVE_LOAD), function)
     home = _HOMES[package][name]
     message = f"{package}.{name} is {home}.{name} now; the next version has no {package}.{name}"
     warnings.warn(message, FutureWarning, stacklevel=3)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from bitplan.base.errors import BitplanError
 from bitplan.base.text import visible
 
 INTERRUPTED = 130
+# Parameters of the library that are called otherwise here; all others are `--` and their name.
+_OPTIONS = {
+    "fmt": "--format",
+    "nbytes": "--bytes",
+    "out": "--output",
+    "part_bytes": "--split",
+    "report_path": "--report",
+    "target": "--for",
+    "timings": "--timing",
+}
+_SWITCHED_OFF = {"chat": "--raw"}
 # How often threads of torch's OpenMP look for work before they sleep: 0.5 ms. By itself it is over 10 ms after every
 # loop, which beside other work is most of the time: 52 s of CPU for 5 s of quantizing.
 SPINS = "10000"
@@ -26,10 +40,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; prints errors, returns the exit code."""
     import typer
 
-    from bitplan.cli.app import app
     from bitplan.cli.show import StoppedVerbError
 
-    command = typer.main.get_command(app)
+    command = _command()
     given = None if arguments is None else list(arguments)
     try:
         code = int(command.main(args=given, prog_name="bitplan", standalone_mode=False) or 0)
@@ -52,6 +65,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(" ".join(message.split()))
 
 
+@functools.cache
+def _command() -> Any:
+    import typer
+
+    from bitplan.cli.app import app
+
+    return typer.main.get_command(app)
+
+
 def _interrupted() -> int:
     return _fail(
         "interrupted; what was being written is as it was before, or new where it was complete", code=INTERRUPTED
@@ -66,4 +88,13 @@ def _fail(message: str, code: int = 2) -> int:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    text = error.with_settings(option_of) if isinstance(error, BitplanError) else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def option_of(name: str, value: object) -> str:
+    """A setting of the library's as one types it: `keep='w'` is `--keep w`."""
+    if value is False:
+        return _SWITCHED_OFF[name]
+    flag = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+    return flag if value is None or value is True else f"{flag} {shlex.quote(str(value))}"

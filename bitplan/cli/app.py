@@ -6,6 +6,8 @@ library function and shows the result as a table, or as JSON.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -13,17 +15,7 @@ import typer
 
 from bitplan.base.version import __version__
 from bitplan.cli.quick_help import QuickCommand, QuickGroup
-from bitplan.cli.verbs import doctor as doctor_verbs
-from bitplan.cli.verbs import export as convert_verbs
-from bitplan.cli.verbs import export as export_verbs
-from bitplan.cli.verbs import files as file_verbs
-from bitplan.cli.verbs import fp8 as bench_verbs
-from bitplan.cli.verbs import fp8 as fp8_verbs
-from bitplan.cli.verbs import plan as plan_verbs
-from bitplan.cli.verbs import quality as quality_verbs
-from bitplan.cli.verbs import report as report_verbs
-from bitplan.cli.verbs import run_model as run_verbs
-from bitplan.cli.verbs import search as search_verbs
+from bitplan.cli.verbs import doctor, export, files, fp8, gpt_oss, plan, quality, report, run_model, search
 
 app = typer.Typer(
     cls=QuickGroup,
@@ -34,20 +26,21 @@ app = typer.Typer(
 )
 
 VERBS: dict[str, tuple[Callable[..., Any] | typer.Typer, ...]] = {
-    "Measure": (bench_verbs.bench_layers, quality_verbs.perplexity, file_verbs.drift, file_verbs.compare),
-    "Plan": (
-        search_verbs.search,
-        plan_verbs.check,
-        plan_verbs.plan,
-        search_verbs.diff,
-        plan_verbs.manifest_app,
-        fp8_verbs.merge_policy,
-        fp8_verbs.explain,
-        fp8_verbs.confirm_policy,
-    ),
-    "Apply": (file_verbs.quantize, export_verbs.export, convert_verbs.convert, convert_verbs.make_checkpoint),
-    "Run": (run_verbs.generate, run_verbs.bench, report_verbs.demo),
-    "Look": (doctor_verbs.doctor, file_verbs.formats, file_verbs.inspect, report_verbs.report),
+    "Measure": (quality.perplexity, files.compare, run_model.bench, fp8.fp8_app),
+    "Plan": (search.search, plan.plan, plan.explain, plan.diff, plan.check, plan.manifest_app),
+    "Apply": (files.quantize, export.export, gpt_oss.gpt_oss_app),
+    "Run": (run_model.generate,),
+    "Look": (doctor.doctor, files.inspect, report.report),
+}
+# Verbs of the version before: they work for one release, and say what to type from now on.
+OLD_VERBS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "bench-layers": ("fp8 bench", fp8.bench),
+    "merge-policy": ("fp8 merge", fp8.merge),
+    "confirm-policy": ("fp8 confirm", fp8.confirm),
+    "convert": ("gpt-oss convert", gpt_oss.convert),
+    "make-checkpoint": ("gpt-oss make", gpt_oss.make),
+    "drift": ("compare --scales", files.drift),
+    "formats": ("inspect", files.formats),
 }
 
 
@@ -65,9 +58,20 @@ def _root(
 ) -> None: ...
 
 
+def _with_warning(old: str, new: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(verb)
+    def run(*given: Any, **options: Any) -> Any:
+        print(f"bitplan: warning: `{old}` is `bitplan {new}` now; the next version has no `{old}`", file=sys.stderr)
+        return verb(*given, **options)
+
+    return run
+
+
 for purpose, verbs in VERBS.items():
     for verb in verbs:
         if isinstance(verb, typer.Typer):
             app.add_typer(verb, rich_help_panel=purpose)
         else:
             app.command(cls=QuickCommand, rich_help_panel=purpose)(verb)
+for old, (new, verb) in OLD_VERBS.items():
+    app.command(old, cls=QuickCommand, hidden=True)(_with_warning(old, new, verb))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from bitplan.base.errors import FormatError, MeasureError
@@ -26,7 +27,7 @@ _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
 
 
 def _stored(spec: TensorSpec, shape: tuple[int, ...]) -> Stored:
-    return Stored(shape, spec.format if spec.encoded else spec.dtype_name, spec.encoded)
+    return Stored(shape, spec.held, spec.encoded)
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -35,9 +36,10 @@ def is_gguf(path: str | Path) -> bool:
     return container is not None and container.has_gguf_formats
 
 
-def plan_of_stored(file: TensorFile) -> Plan:
-    """Every tensor of a file as it is."""
-    tensors = {name: _stored(file.spec(name), file.spec(name).shape) for name in (*file.specs, *file.tied)}
+def plan_of_stored(file: TensorFile, names: Sequence[str] | None = None) -> Plan:
+    """Every tensor of a file, or some of them, as it is."""
+    known = (*file.specs, *file.tied) if names is None else names
+    tensors = {name: _stored(file.spec(name), file.spec(name).shape) for name in known}
     return choose_formats(tensors, {}, where=str(file.path))
 
 
@@ -50,7 +52,7 @@ def plan_for_file(
     pad: bool = False,
     output: str | Path | None = None,
     substitutes: Substitutes | None = None,
-    how_to_fill: str | None = "--pad zero",
+    how_to_fill: str | Mapping[str, object] | None = MappingProxyType({"pad": "zero"}),
     packs_folder: bool = False,
 ) -> Plan:
     """The plan of `choose_formats` for a file that is to be written as `output`; rows that do not fit are refused.
@@ -96,7 +98,8 @@ def _wide_norms(plan: Plan) -> Plan:
     for name, entry in plan.entries.items():
         held = entry.stored or entry.choice.format
         if entry.shape is not None and len(entry.shape) == 1 and held in ("float16", "bfloat16"):
-            choice = Choice("float32", f"{entry.choice.reason}; one axis is float32 in GGUF")
+            reason = f"{entry.choice.reason}; one axis is float32 in GGUF"
+            choice = Choice("float32", reason, cause=entry.choice.cause)
             changed[name] = Planned(choice, entry.shape, entry.role, entry.part)
     return Plan(changed, padding=plan.padding)
 
@@ -104,13 +107,13 @@ def _wide_norms(plan: Plan) -> Plan:
 def _check_rows(
     file: TensorFile,
     plan: Plan,
-    how_to_fill: str | None,
+    how_to_fill: str | Mapping[str, object] | None,
     substitutes: Substitutes,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Refuse rows that are not whole blocks of their format, unless the plan fills them.
 
-    how_to_fill   what the message tells the user to do so that rows are filled; None where nothing fills them
+    how_to_fill   what the message tells the user to do, or to set, so that rows are filled; None: nothing fills them
     """
     if plan.pad is not None:
         return
@@ -127,14 +130,16 @@ def _check_rows(
         name, fmt, cols, shape = faults[0]
         more = f" (nor {counted(len(faults) - 1, 'other tensor')})" if len(faults) > 1 else ""
         nearest = (each for each in substitutes.of(fmt.name) if get_format(each).padded_cols(cols) == cols)
+        settings = dict(how_to_fill) if isinstance(how_to_fill, Mapping) else {}
         ways = [
-            *([f"{how_to_fill} fills the last block"] if how_to_fill else []),
-            f"--keep {name!r} leaves the tensor as it is",
-            *(f"{each} holds it" for each in list(nearest)[:1]),
+            *(f"{other} holds it" for other in list(nearest)[:1]),
+            *([f"{how_to_fill} fills the last block"] if isinstance(how_to_fill, str) else []),
+            "the last block can be filled, or the tensor left as it is" if settings else "it can be left as it is",
         ]
         raise FormatError(
             f"{file.path}: {name}: {fmt.name} has blocks of {fmt.block.cols}, and {cols} of shape {shape} is not a "
-            f"multiple{more}; {', '.join(ways)}"
+            f"multiple{more}; {', '.join(ways)}",
+            settings=settings | {"keep": name},
         )
 
 
@@ -151,24 +156,28 @@ def check_model_source(source: Path, config: Path | None) -> Path:
         )
     folder = config or (source if source.is_dir() else source.parent)
     if config is not None and is_gguf(config) and not config.is_file():
-        raise MeasureError(f"{config}: no such file; --config is a folder with config.json, or a GGUF file")
+        raise MeasureError(
+            f"{config}: no such file; a folder with config.json or a GGUF file is needed", settings={"config": None}
+        )
     if is_gguf(config or source):
         return folder
     lone = source.is_file() or config is not None
     where = f"{source}: in {folder.resolve()}" if source.is_file() and config is None else f"{folder}:"
     if not (folder / "config.json").is_file():
         hint = (
-            "give its folder, or a GGUF file of the model, as --config"
+            "give its folder, or a GGUF file of the model"
             if lone
             else "so not a Hugging Face model; a GGUF file is given by its own path"
         )
-        raise MeasureError(f"{where} no config.json, {hint}")
+        raise MeasureError(f"{where} no config.json, {hint}", settings={"config": None} if lone else {})
     if not lone and not any(source.glob("*.safetensors")) and not any(source.glob(f"*{INDEX_SUFFIX}")):
         raise MeasureError(f"{source}: no .safetensors file; other weight files (pickles) are not opened")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        hint = ", or give the folder of that model as --config" if source.is_file() and config is None else ""
+        alone = source.is_file() and config is None
+        hint = ", or give the folder of that model" if alone else ""
         raise MeasureError(
             f"{where} the model has no tokenizer ({', '.join(_TOKENIZERS)}); "
-            f"copy that of the model it was made from into the folder{hint}"
+            f"copy that of the model it was made from into the folder{hint}",
+            settings={"config": None} if alone else {},
         )
     return folder

@@ -18,9 +18,10 @@ from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.base.errors import FormatError as FormatError, NonFiniteError as NonFiniteError
-    from bitplan.formats.codec import decode as decode, encode as encode
     from bitplan.formats.dispatch import (
         Picked as Picked,
+        decode as decode,
+        encode as encode,
         explain_decode as explain_decode,
         explain_encode as explain_encode,
     )

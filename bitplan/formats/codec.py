@@ -277,8 +277,9 @@ def check_whole_blocks(fmt: Format, shape: tuple[int, ...], pad: str | None, nam
     if pad is None and fmt.padded_cols(cols) != cols:
         raise FormatError(
             f"{name}: {fmt.name} has blocks of {fmt.block.cols} along the last axis, and {cols} of shape {shape} is "
-            f"not a multiple; {_instead(fmt, cols)}; encode, apply_plan and morph_model fill it to "
-            f"{fmt.padded_cols(cols)} with pad='zero', `bitplan quantize` with --pad zero"
+            f"not a multiple; {_instead(fmt, cols)}; encode, apply_plan, morph_model and quantize_file can fill it to "
+            f"{fmt.padded_cols(cols)}",
+            settings={"pad": "zero"},
         )
 
 
@@ -306,6 +307,6 @@ def finite(x: Tensor, nonfinite: NonFinite, name: str) -> Tensor:
     bad_nan, bad_inf = int(x.isnan().sum()), int(x.isinf().sum())
     raise NonFiniteError(
         f"{name}: {bad_nan} NaN and {bad_inf} infinite of {x.numel()} numbers; mend the weights (torch.nan_to_num); "
-        "encode and quantize_file take nonfinite='replace', `bitplan quantize` --nonfinite replace: NaN -> 0, inf -> "
-        "the largest finite magnitude"
+        "encode and quantize_file can replace them: NaN -> 0, inf -> the largest finite magnitude",
+        settings={"nonfinite": "replace"},
     )

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan import formats
 from bitplan.base.errors import NonFiniteError
-from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats import Encoded, Format, codec, get_format
 from bitplan.formats.codec import (
     NonFinite,
     check_decodable,
@@ -71,16 +70,16 @@ def encode(x: Tensor, fmt: Format | str, **options: Any) -> Encoded:
     fmt = get_format(fmt)
     readable(x, options.get("name", "tensor"))
     if explain_encode(x, fmt, **options).implementation == "torch":
-        return formats.encode(x, fmt, **options)
+        return codec.encode(x, fmt, **options)
     if isinstance(fmt, GgufBlocks):
         return _encode_blocks(x, fmt, **options)
     try:
         encoded = _encode_by_twin(x.detach(), fmt)
     except NonFiniteError:
-        return formats.encode(x, fmt, **options)
+        return codec.encode(x, fmt, **options)
     scales = encoded.scales
     if x.is_cuda and scales is not None and not _all_finite(scales):  # the CPU twins check by themselves, and raise
-        return formats.encode(x, fmt, **options)
+        return codec.encode(x, fmt, **options)
     return encoded
 
 
@@ -125,7 +124,7 @@ def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers an Encoded stands for, as `bitplan.formats.decode` gives them."""
     check_decodable(encoded, dtype)
     if explain_decode(encoded, dtype).implementation == "torch":
-        return formats.decode(encoded, dtype)
+        return codec.decode(encoded, dtype)
     numbers: Tensor = _twins(encoded.device.type).DECODERS[encoded.fmt.name](encoded, dtype)
     return numbers
 

@@ -219,7 +219,7 @@ def get_format(name: Format | str) -> Format:
     if isinstance(name, Format):
         return name
     if name not in _FORMATS:
-        raise FormatError(f"no format {name!r:.60}; `bitplan formats` lists them all{_suggestion(str(name))}")
+        raise FormatError(f"no format {name!r:.60}; `bitplan inspect` lists them all{_suggestion(str(name))}")
     return _FORMATS[name]
 
 
@@ -228,7 +228,7 @@ def _suggestion(name: str) -> str:
     low = name.lower().replace("-", "_")
     mix = re.fullmatch(r"(i?q\d_(?:k|nl|[01]))(?:_(?:xs|s|m|l|xl))?", low)
     if mix is not None and f"{mix[1]}_gguf" in _FORMATS:
-        more = "" if low == mix[1] else ", the type of most of its tensors; `bitplan search --for llama.cpp` mixes"
+        more = "" if low == mix[1] else ", the type of most of its tensors; `bitplan search` mixes them for llama.cpp"
         return f"; llama.cpp's {name} is {mix[1] + '_gguf'!r}{more}"
     if low in _OTHER_NAMES:
         return f"; did you mean {_OTHER_NAMES[low]!r}?"

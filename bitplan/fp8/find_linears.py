@@ -13,6 +13,10 @@ A layer's `kind` and `name` are those of policies; policies are asked by shape, 
     fc1      gate and up, or the first projection of an MLP       layernorm_column; column where no norm is its own
     fc2      the last projection of an MLP                        row
     experts  a module that holds their gate, up and down          column_grouped fc1 and row_grouped fc2
+
+Its `part` is "vit" in the half of a vision-language model that reads images: a module made by the `vision_config` of
+the model's own config (a key of transformers), or one that computes from convolutions over an image, and not from
+tokens, in a model that has both. All else is "llm".
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,17 +32,14 @@ from torch import nn
 
 from bitplan.base.errors import PlanError
 from bitplan.fp8.policy.policy import Question
-from bitplan.fp8.policy.vocabulary import Fp8Error
-from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
+from bitplan.fp8.policy.vocabulary import Fp8Error, name_of_role
+from bitplan.fp8.recorded_wiring import MlpApart, MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
-from bitplan.plan.structure.model_view import ExpertsUse, LinearUse
+from bitplan.plan.structure.model_view import ExpertsUse, LinearUse, ModelView
 
-_NAMES = dict.fromkeys(("query", "key", "value", "qkv", "key_value", "query_key", "query_value"), "qkv")
-_NAMES |= dict.fromkeys(("gate", "up", "gate_up"), "fc1") | {"attention_output": "proj", "down": "fc2"}
 _LEFT = {"head": "the output layer", "router": "a router"}
-_VISION = ("visual", "vision_tower", "vision_model", "image_encoder", "vit")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BASE = "base_layer"
 
@@ -81,21 +82,20 @@ class Site:
 
 @dataclass(frozen=True)
 class Sites:
-    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined; what was run."""
+    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined, and those that
+    cannot; what was run."""
 
     sites: tuple[Site, ...]
     left: tuple[str, ...]
-    mlps: tuple[MlpWiring, ...] = ()
-    run: RecordedRun = field(default_factory=RecordedRun)
+    mlps: tuple[MlpWiring, ...]
+    mlps_apart: tuple[MlpApart, ...]
+    run: RecordedRun
 
     def block_of(self, path: str) -> str:
         """The block that a layer is in, as it was seen; by the first number in its path where it was not."""
-        for prefix, (view, _, _) in self.run.views.items():
-            if not prefix or path.startswith(f"{prefix}."):
-                block = view.block_of(path[len(prefix) + 1 :] if prefix else path)
-                if block or prefix:
-                    return f"{prefix}.{block}".strip(".")
-        return block_of(path)
+        block = self.run.view.block_of(path)
+        parts = (part for part in self.run.parts if part and path.startswith(f"{part}."))
+        return block or next(parts, "") or block_of(path)
 
 
 def find_sites(
@@ -116,11 +116,16 @@ class _Finder:
                 if parameter is not None:
                     self.uses[id(parameter)] = self.uses.get(id(parameter), 0) + 1
         self.topk = _topk(model)
+        vision = getattr(getattr(model, "config", None), "vision_config", None)
+        of_vision = (id(vision), type(vision)) if vision is not None else ()
+        self.vision = [
+            path
+            for path, module in self.modules.items()
+            if (own := getattr(module, "config", None)) is not None and (id(own) in of_vision or type(own) in of_vision)
+        ]
         self.run = run_without_numbers(model, example)
-        self.wirings = {
-            f"{prefix}." if prefix else "": Wiring(model.get_submodule(prefix), view)
-            for prefix, (view, _, _) in self.run.views.items()
-        }
+        self.wiring = Wiring(model, self.run.view)
+        self.reads_images = _reads_images(self.run.view)
 
     def sites(self) -> Sites:
         paths = [path for path, module in self.model.named_modules() if is_linear(module)]
@@ -131,11 +136,9 @@ class _Finder:
         left |= {path: use.fault for path, use in stacks.items() if not use.weights and self._holds_experts(path)}
         groups: dict[str, tuple[str, ...]] = {}
         linears = set(paths)
-        for prefix, wiring in self.wirings.items():
-            for group in wiring.joined():
-                members = tuple(prefix + path for path in group)
-                if not set(members) & set(left) and self._can_join(members):
-                    groups |= dict.fromkeys(members, members)
+        for members in self.wiring.joined():
+            if not set(members) & set(left) and self._can_join(members):
+                groups |= dict.fromkeys(members, members)
         sites: list[Site] = []
         for path in self.modules:
             members = groups.get(path, (path,))
@@ -143,9 +146,8 @@ class _Finder:
                 sites += self._experts(path, self.modules[path], stacks[path])
             elif path in linears and path not in left and path == members[0]:
                 sites.append(self._dense(members))
-        mlps = [mlp.under(prefix) for prefix, wiring in self.wirings.items() for mlp in wiring.mlps]
         shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())
-        return Sites(tuple(sites), shown, tuple(mlps), self.run)
+        return Sites(tuple(sites), shown, tuple(self.wiring.mlps), tuple(self.wiring.mlps_apart), self.run)
 
     def _check_patterns(self, paths: list[str]) -> None:
         for what, patterns in (("include", self.include), ("exclude", self.exclude)):
@@ -168,36 +170,29 @@ class _Finder:
                 return "an adapter"
         if self.asks:
             return None
-        role, seen = self._role(path), self._wiring(path)
-        if role == "head" and seen is not None and (seen[0] or seen[1].view.block_of(path)):
+        role = self.wiring.role(path)
+        if role == "head" and ("" not in self.run.parts or self.run.view.block_of(path)):
             return None  # the last layer of a part or of a block, behind which a head may come
         output = getattr(self.model, "get_output_embeddings", None)
         if not role and callable(output) and output() is self.modules[path]:
             role = "head"
         return _LEFT.get(role)
 
+    def _part(self, path: str) -> str:
+        """ "vit" where a module lies in the half that reads images, else "llm"."""
+        if any(path == holder or path.startswith(f"{holder}.") for holder in self.vision):
+            return "vit"
+        return "vit" if path in self.reads_images else "llm"
+
     def _holds_experts(self, path: str) -> bool:
         """Whether a module was seen to hold stacks of matrices, and FP8 is wanted there."""
-        seen = self._wiring(path)
-        parts = () if seen is None else seen[1].view.parts.get(path[len(seen[0]) :], ())
+        parts = self.run.view.parts.get(path, ())
         return self._is_wanted(path) and any(isinstance(part, LinearUse) and part.experts for part in parts)
 
-    def _wiring(self, path: str) -> tuple[str, Wiring] | None:
-        return next(((prefix, wiring) for prefix, wiring in self.wirings.items() if path.startswith(prefix)), None)
-
-    def _role(self, path: str) -> str:
-        seen = self._wiring(path)
-        return "" if seen is None else seen[1].role(path[len(seen[0]) :])
-
     def _norm_before(self, paths: tuple[str, ...]) -> NormBefore | None:
-        seen = self._wiring(paths[0])
-        if seen is None:
-            return None
-        prefix, wiring = seen
-        norm = wiring.norm_before([path[len(prefix) :] for path in paths])
+        norm = self.wiring.norm_before(paths)
         if norm is None:
             return None
-        norm = replace(norm, path=prefix + norm.path)
         parameters = self.modules[norm.path]._parameters.values()
         if norm.why is None and any(self.uses[id(each)] > 1 for each in parameters if each is not None):
             norm = replace(norm, why=f"{norm.path} is shared with another module")
@@ -206,9 +201,7 @@ class _Finder:
     def _dense(self, paths: tuple[str, ...]) -> Site:
         linears = [self.modules[path] for path in paths]
         shape = (sum(features_of(each)[0] for each in linears), features_of(linears[0])[1])
-        name = _NAMES.get(self._role(paths[0]))
-        if name == "qkv" and len(paths) < 3 and self._role(paths[0]) != "qkv":
-            name = None  # a part of what policies know by that name
+        name = name_of_role(self.wiring.role(paths[0]), len(paths))
         norm = self._norm_before(paths)
         kind = "column" if name in ("qkv", "fc1") else "row"
         if norm is not None and norm.why is None:
@@ -220,7 +213,7 @@ class _Finder:
         label = "+".join([paths[0], *(path.removeprefix(f"{parent}.") for path in paths[1:])])
         taken = norm if norm is not None and norm.why is None else None
         apart = None if norm is None else norm.why
-        return Site(label, _part(parent.split(".")), kind, name, shape, paths, taken, obstacle=obstacle, apart=apart)
+        return Site(label, self._part(paths[0]), kind, name, shape, paths, taken, obstacle=obstacle, apart=apart)
 
     def _experts(self, path: str, module: nn.Module, experts: ExpertsUse) -> Iterator[Site]:
         for child, kind, name in ((experts.gate_up, "column_grouped", "fc1"), (experts.down, "row_grouped", "fc2")):
@@ -232,7 +225,7 @@ class _Finder:
             if weight.is_cuda and weight.dtype != torch.bfloat16:
                 obstacle = f"grouped products on a GPU take bfloat16, its weights are {weight.dtype}"
             shape = (weight.shape[1], weight.shape[2])
-            label, part = f"{path}.{child}".lstrip("."), _part(path.split("."))
+            label, part = f"{path}.{child}".lstrip("."), self._part(path)
             yield Site(label, part, kind, name, shape, (path,), None, weight.shape[0], topk, obstacle)
 
     def _can_join(self, paths: tuple[str, ...]) -> bool:
@@ -241,7 +234,7 @@ class _Finder:
         if self._obstacle(paths) is not None or not all(isinstance(one, nn.Linear) for one in linears):
             return False
         kinds = {
-            (getattr(one, "bias", None) is None, weight.dtype, weight.device, weight.requires_grad)
+            (weight.dtype, weight.device, weight.requires_grad)
             for one in linears
             if (weight := one.get_parameter("weight")) is not None
         }
@@ -257,9 +250,7 @@ class _Finder:
                 return f"{path} has hooks, which would be lost"
             if self.uses[id(linear.weight)] > 1:
                 return f"the weight of {path} is shared with another module"
-            seen = self._wiring(path)
-            uses = seen[1].view.uses(f"{path[len(seen[0]) :]}.weight") if seen is not None else ()
-            if any(use.module != use.path for use in uses):
+            if any(use.module != use.path for use in self.run.view.uses(f"{path}.weight")):
                 return f"the weight of {path} is read by another module than its own"
         return None
 
@@ -299,8 +290,17 @@ def features_of(linear: nn.Module) -> tuple[int, int]:
     return (columns, rows) if _is_conv1d(linear) else (rows, columns)
 
 
-def _part(parts: list[str]) -> str:
-    return "vit" if any(part in _VISION for part in parts) else "llm"
+def _reads_images(view: ModelView) -> set[str]:
+    """Paths of linears that compute from convolutions over images and not from tokens, in a model that has both."""
+    convolutions = {use.step for use in view.convolutions if use.function in ("conv2d", "conv3d")}
+    tokens = {use.step for use in view.embeddings if view.role(use.weight) == "embedding"}
+    if not convolutions or not tokens:
+        return set()
+    sources = {step: {step} for step in convolutions | tokens}
+    for step in sorted(view.fed_by):
+        sources.setdefault(step, set()).update(*(sources.get(before, ()) for before in view.fed_by[step]))
+    reads = {use.path: sources.get(use.step, set()) for use in view.linears}
+    return {path for path, seen in reads.items() if seen & convolutions and not seen & tokens}
 
 
 def _topk(model: nn.Module) -> int | None:

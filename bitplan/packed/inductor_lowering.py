@@ -25,7 +25,7 @@ from bitplan.base.inductor_calls import call_into, call_returned, for_cpp
 from bitplan.formats import get_format
 from bitplan.formats.dispatch import has_decoder
 from bitplan.packed.compiled_calls import TENSORS, Key
-from bitplan.packed.launch_choices import ProductWay, way_at
+from bitplan.packed.product_strategy import ProductWay, way_at
 from bitplan.packed.products.expert_routing import WIDEST_TILE
 
 _IMPORT = "from bitplan.packed.compiled_calls import CALLS as bitplan_calls"
@@ -85,10 +85,11 @@ def _lower_gradient(grad: Any, *weight: Any) -> Any:
 
 
 def _fixed_way(x: Any, ways: str) -> ProductWay | None:
-    """How it runs; None where the size of x is not known."""
+    """How it runs; None where the size of x is not known, or x is rounded first."""
     if any(getattr(each, "free_symbols", ()) for each in x.get_size()):
         return None
-    return way_at(ways, int(x.get_size()[0]))
+    way = way_at(ways, int(x.get_size()[0]))
+    return way if way.input is None else None
 
 
 def _is_on_gpu(x: Any) -> bool:

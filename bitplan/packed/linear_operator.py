@@ -4,7 +4,7 @@
 
 The weight comes as plain tensors: its parts; the tensors that `FusedMatmul.prepare` makes for the fused kernel
 (`arranged`, `factor`, `counters`); and, if the weight is kept expanded, its numbers (`expanded`). Format, outputs and
-`ways` (`launch_choices`) are constants. `weight` and `cache` name a PackedWeight and a TileCache of this process, for
+`ways` (`product_strategy`) are constants. `weight` and `cache` name a PackedWeight and a TileCache of this process, for
 tiles; both are 0 in a graph, whose tiles are pinned and come as `expanded`.
 
 torch's compiler calls both past the dispatcher (`inductor_lowering`).
@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitplan.base.compiled_code import register_lowerings
 from bitplan.base.weight_changes import writes_of
 from bitplan.formats import Encoded, get_format
-from bitplan.packed.launch_choices import ProductWay, way_at
+from bitplan.formats.input_formats import round_input
 from bitplan.packed.packed_weight import PackedWeight
-from bitplan.packed.product_strategy import LayerError, compute_dtype, is_capturing
+from bitplan.packed.product_strategy import LayerError, ProductWay, compute_dtype, is_capturing, way_at
 from bitplan.packed.products.cpu_matmul import piece_rows
 from bitplan.packed.products.decode_row_slices import (
     Piece,
@@ -50,6 +50,45 @@ _MOST_BOUND = 16384
 _bound: dict[tuple[Any, ...], Bound] = {}
 _weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
 _caches: WeakValueDictionary[int, TileCache] = WeakValueDictionary()
+
+
+PREPARED = ("arranged", "factor", "counters")
+
+
+class GraphWeight(nn.Module):
+    """Tensors made from a packed weight that a compiled graph reads, as buffers: a CUDA graph then need not copy them.
+
+    `arranged`, `factor` and `counters` of the fused kernel, and `expanded`, the numbers; or None. They are made outside
+    of the graph: when it is traced, or by an earlier call. They are not saved, copied or moved: a change of the weight
+    drops them, and a graph that finds none is traced again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in (*PREPARED, "expanded"):
+            self.register_buffer(name, None, persistent=False)
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._buffers["arranged"] is not None
+
+    def hold_prepared(self, weight: PackedWeight, prepared: Prepared) -> None:
+        weight.add_listener(self)
+        self._buffers.update(zip(PREPARED, (*prepared, None, None)[:3], strict=True))
+
+    def hold_expanded(self, weight: PackedWeight, expanded: Tensor) -> None:
+        weight.add_listener(self)
+        self._buffers["expanded"] = expanded
+
+    def drop(self, token: int) -> None:
+        self._buffers.update(dict.fromkeys((*PREPARED, "expanded")))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphWeight:
+        self.drop(0)  # a cast of the model must not touch the type of scales
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GraphWeight, ()
 
 
 def remember(weight: PackedWeight, cache: TileCache) -> None:
@@ -105,13 +144,14 @@ def multiply(x: Tensor, bias: Tensor | None, matrix: Matrix, way: ProductWay) ->
         if not x.shape[0]:
             return x.new_empty((0, matrix.shape[0]))
         if way.strategy == "fused":
-            fused = fused_for(x.device.type)
+            fused = fused_for(x.device.type, way.input)
             if fused is None:
                 raise LayerError(f"strategy 'fused': there is no fused kernel for {x.device.type}")
             return fused.run(x, matrix.encoded, matrix.prepared, bias, way.launch)
         wide = compute_dtype(x.device, x.dtype)
         bias = None if bias is None else bias.to(wide)
-        return linear_over_pieces(x.to(wide), matrix.pieces(way, wide), matrix.shape[0], bias).to(x.dtype)
+        numbers = x.to(wide) if way.input is None else round_input(x, way.input, wide)
+        return linear_over_pieces(numbers, matrix.pieces(way, wide), matrix.shape[0], bias).to(x.dtype)
 
 
 def input_gradient(grad: Tensor, matrix: Matrix, way: ProductWay) -> Tensor:
@@ -147,7 +187,7 @@ def packed_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
             return y
     way = way_at(ways, x.shape[0])
     y = multiply(x, bias, matrix, way)
-    fused = fused_for(x.device.type) if way.strategy == "fused" and bound is not _never else None
+    fused = fused_for(x.device.type, way.input) if way.strategy == "fused" and bound is not _never else None
     if fused is not None and x.shape[0] and not is_capturing(x.device):
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()

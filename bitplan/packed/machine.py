@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CPU_TORCH = "install torch's CPU build as pytorch.org's selector shows; bitplan leaves an installed torch alone"
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 _FOR_LIBRARY = {
-    "scikit-learn": "no boosted trees and no `bitplan demo`",
+    "scikit-learn": "no boosted trees",
     "transformers": "no perplexity of language models, no gpt-oss models, no Trainer callback",
     "accelerate": "language models in GGUF files are not read",
     "lightning": "no Lightning callback",
@@ -283,7 +283,7 @@ def _paths_not_tried() -> list[FastPath]:
     gpu = None if has_gpu_driver() else False
     return [
         FastPath(NUMBA_PATH, None if numba else False, f"numba {numba}" if numba else "numba is not installed"),
-        FastPath(PACKED_PATH, None if numba else False, "tried with --deep" if numba else "numba is not installed"),
+        FastPath(PACKED_PATH, None if numba else False, "not tried yet" if numba else "numba is not installed"),
         FastPath(TRITON_PATH, gpu, why),
         FastPath(FP8_PATH, gpu, why),
     ]
@@ -292,7 +292,8 @@ def _paths_not_tried() -> list[FastPath]:
 def _cpu_paths() -> list[FastPath]:
     import torch
 
-    from bitplan.formats import encode, list_formats
+    from bitplan.formats import list_formats
+    from bitplan.formats.codec import encode
     from bitplan.formats.dispatch import SMALLEST_FOR_CPU, explain_encode
     from bitplan.packed.products.cpu_fused import FORMATS as FUSED_ON_CPU
     from bitplan.packed.products.fused import fused_for
@@ -302,8 +303,7 @@ def _cpu_paths() -> list[FastPath]:
     sample = torch.zeros(side, side)
     picked = {fmt.name: explain_encode(sample, fmt) for fmt in list_formats()}
     twins = [name for name, pick in picked.items() if pick.implementation == "numba"]
-    reason = next((pick.reason for pick in picked.values() if "installed" in pick.reason), "no format has one")
-    numba = FastPath(NUMBA_PATH, bool(twins), ", ".join(twins) or reason)
+    numba = FastPath(NUMBA_PATH, bool(twins), ", ".join(twins) or picked["int8_row"].reason)
     fused = fused_for("cpu")
     refused = None if fused is None else fused.why_not(encode(torch.zeros(64, 128), "mxfp4"), torch.float32)
     return [numba, FastPath(PACKED_PATH, refused is None, refused or ", ".join(FUSED_ON_CPU))]
@@ -458,7 +458,7 @@ def _next_steps(libraries: Sequence[Library], has_gpu: bool) -> list[str]:
     steps += [f"pip install 'bitplan[{extra}]' for {', '.join(names)}" for extra, names in sorted(missing.items())]
     if has_gpu and _installed("triton") is None:
         steps.append("pip install triton for the GPU kernels")
-    return [*steps, "bitplan formats to see the number formats; bitplan --help for the verbs"]
+    return [*steps, "bitplan inspect to see the number formats; bitplan --help for the verbs"]
 
 
 def free_memory() -> int:

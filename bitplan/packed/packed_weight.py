@@ -81,7 +81,8 @@ class PackedWeight(EncodedModule):
         what = "a packed weight" if found is None else f"a weight of shape {tuple(found.shape)} in {found.fmt.name}"
         raise StoreError(
             f"{name} got {what}: the model's code reads this weight itself, not through its layer, so it cannot be "
-            "packed; quantize the model again and leave it as it is (--keep NAME)"
+            "packed; quantize the model again and leave it as it is",
+            settings={"keep": "NAME"},
         )
 
     @property

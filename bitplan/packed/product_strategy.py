@@ -17,23 +17,29 @@ vendor's product on expanded weights from 64 rows on.
 `auto` on a CPU needs no record: the fused product (`cpu_fused`) where it has the format, else a cached tile where a
 cache has room, else decode. On x86 it is exact up to float32's rounding; on Arm int4_g32 runs on torch's 4-bit kernel,
 which rounds inputs to 8-bit integers, and `strategy="decode"` does not.
+
+How a product is run is also written as text, a constant of a compiled graph, read once:
+
+    1:fused outputs=32 rows=8;64:fused;*:decode
+
+1 row: the fused kernel with this launch. Up to 64 rows: the fused kernel with its default launch. More: decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, float64, get_autocast_dtype, is_autocast_enabled
 from torch.autograd import forward_ad
 
-from bitplan.base.errors import BitplanError, did_you_mean
+from bitplan.base.errors import ArgumentError, BitplanError, did_you_mean
 from bitplan.formats import Encoded
-from bitplan.packed.crossover import Pick, bucket_of, pick
-from bitplan.packed.crossover_files import crossovers_of
+from bitplan.packed.crossover import Pick, bucket_of, crossovers_of, pick
 from bitplan.packed.packed_weight import PackedWeight
-from bitplan.packed.products.fused import FusedMatmul, fused_for
+from bitplan.packed.products.fused import FusedMatmul, Launch, fused_for
 from bitplan.packed.tile_cache import TileCache
 
 INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -116,12 +122,17 @@ def choose(
     *,
     where: str,
     measure: bool = False,
+    input: str | None = None,
 ) -> Pick:
-    """The strategy for this many rows of this type, with its reason. `measure`: what has no record is measured now."""
+    """The strategy for this many rows of this type, with its reason. `measure`: what has no record is measured now.
+
+    input   the format that inputs are rounded to, if they are
+    """
+    fused = fused_for(weight.device.type, input)
     if strategy == "auto":
-        return _auto(weight, rows, dtype, cache, measure=measure)
+        return _auto(weight, rows, dtype, cache, fused, measure=measure)
     if strategy == "fused":
-        return _asked_for_fused(weight, rows, dtype, where)
+        return _asked_for_fused(weight, rows, dtype, where, fused)
     if strategy == "tile_cache":
         check_cache(weight.device, cache, where)
     return Pick(strategy, "asked for")
@@ -130,8 +141,9 @@ def choose(
 # ---- asked for by name -----------------------------------------------------------------------------------------------
 
 
-def _asked_for_fused(weight: PackedWeight, rows: int, dtype: torch.dtype, where: str) -> Pick:
-    fused = fused_for(weight.device.type)
+def _asked_for_fused(
+    weight: PackedWeight, rows: int, dtype: torch.dtype, where: str, fused: FusedMatmul | None
+) -> Pick:
     reason = _why_not_fused(fused, weight, dtype)
     launch = None
     if reason is None and weight.device.type == "cuda":
@@ -164,24 +176,32 @@ def check_cache(device: torch.device, cache: TileCache | None, where: str) -> No
 # ---- auto ------------------------------------------------------------------------------------------------------------
 
 
-def _auto(weight: PackedWeight, rows: int, dtype: torch.dtype, cache: TileCache | None, *, measure: bool) -> Pick:
+def _auto(
+    weight: PackedWeight,
+    rows: int,
+    dtype: torch.dtype,
+    cache: TileCache | None,
+    fused: FusedMatmul | None,
+    *,
+    measure: bool,
+) -> Pick:
     capturing = is_capturing(weight.device)
     room = not capturing and cache is not None and cache.has_room(weight, compute_dtype(weight.device, dtype))
-    fused = fused_for(weight.device.type)
     why_not = _why_not_fused(fused, weight, dtype)
     if weight.device.type == "cpu" and why_not is None and fused is not None:
         return Pick("fused", f"{fused.name}, which {fused.note(weight.encoded)}")
     if why_not is not None or fused is None:
         return _unfused(room, f"not fused: {why_not}")
     table = crossovers_of(weight.device)
-    if measure and not capturing:
-        record = table.find_or_measure(weight.encoded, fused, rows)
+    plain = fused_for(weight.device.type)  # records are of inputs as they are
+    if measure and not capturing and plain is not None:
+        record = table.find_or_measure(weight.encoded, plain, rows)
     else:
         record = table.find(weight.fmt.name, *weight.shape)
     if record is not None and (record.refused or record.stopped or record.timings[-1].rows >= bucket_of(rows)):
         return pick(record, rows, room=room)
     why_never = table.why_never(weight.fmt.name, *weight.shape)
-    why = why_never or ("a CUDA graph is being captured" if capturing else "not measured, which bitplan.warm_up does")
+    why = why_never or ("a CUDA graph is being captured" if capturing else "not measured, which warm_up does")
     if rows <= FUSED_ROWS_UNMEASURED:
         return Pick("fused", f"default for up to {FUSED_ROWS_UNMEASURED} rows: {why}")
     return _unfused(room, f"default for more than {FUSED_ROWS_UNMEASURED} rows: {why}")
@@ -197,3 +217,49 @@ def _why_not_fused(fused: FusedMatmul | None, weight: PackedWeight, dtype: torch
     if fused is None:
         return f"there is no fused kernel for {weight.device.type}"
     return fused.why_not(weight.encoded, dtype)
+
+
+# ---- as text, which is a constant of a compiled graph ----------------------------------------------------------------
+
+
+class ProductWay(NamedTuple):
+    """A strategy, the launch of its kernel where one was chosen, and the format of inputs, if they are rounded."""
+
+    strategy: str
+    launch: Launch | None = None
+    input: str | None = None
+
+
+def text_of(picks: Iterable[tuple[int | None, Pick]], input: str | None = None) -> str:
+    """Text of picks, each with the most rows it is for, in rising order; the last pick is for any more (None)."""
+    parts = []
+    for rows, picked in picks:
+        launch = f" input={input}" if input else ""
+        launch += "".join(f" {name}={value}" for name, value in (picked.launch or {}).items())
+        parts.append(f"{'*' if rows is None else rows}:{picked.strategy}{launch}")
+    return ";".join(parts)
+
+
+def way_at(text: str, rows: int) -> ProductWay:
+    """The way for this many rows."""
+    for most, way in _read(text):
+        if most is None or rows <= most:
+            return way
+    raise ArgumentError(f"ways {text!r} say nothing of {rows} rows; the last one must be for any number, '*'")
+
+
+@functools.lru_cache(4096)
+def _read(text: str) -> tuple[tuple[int | None, ProductWay], ...]:
+    return tuple(_read_one(part, text) for part in text.split(";"))
+
+
+def _read_one(part: str, text: str) -> tuple[int | None, ProductWay]:
+    try:
+        rows, _, rest = part.partition(":")
+        strategy, *pairs = rest.split()
+        values = dict(pair.split("=") for pair in pairs)
+        input = values.pop("input", None)
+        launch = {name: int(value) for name, value in values.items()}
+        return (None if rows == "*" else int(rows)), ProductWay(strategy, launch or None, input)
+    except ValueError:
+        raise ArgumentError(f"expected ROWS:STRATEGY NAME=NUMBER..., got {part!r} in the ways {text!r}") from None

@@ -27,19 +27,21 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from bitplan.formats import Encoded, Format
 from bitplan.formats.dispatch import bind_decode, decode, encode
+from bitplan.formats.input_formats import input_format
 from bitplan.packed.crossover import ROW_COUNTS, Pick
-from bitplan.packed.launch_choices import GraphWeight, ProductWay, text_of
-from bitplan.packed.linear_operator import Matrix, multiply, remember
+from bitplan.packed.linear_operator import GraphWeight, Matrix, multiply, remember
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import (
     INPUTS,
     LayerError,
+    ProductWay,
     check_packed,
     check_strategy,
     check_tensor,
@@ -49,6 +51,7 @@ from bitplan.packed.product_strategy import (
     is_capturing,
     is_transformed,
     refuse_transforms,
+    text_of,
 )
 from bitplan.packed.products.decode_row_slices import why_no_rows
 from bitplan.packed.products.fused import Bound, FusedMatmul, Prepared, fused_for
@@ -69,6 +72,7 @@ class QuantLinear(nn.Module):
     bias       kept unchanged, as a Parameter
     strategy   "auto", "eager", "fused", "tile_cache" or "decode"; may be set later
     cache      the TileCache of the model, for "tile_cache" and "auto"
+    inputs     a format that inputs are rounded to (`bitplan.formats.input_formats`), or "keep"; may be set later
     name       what messages call the layer
 
     `last_pick` says how the last forward ran and why; `explain(rows)` says how a forward of `rows` rows would run.
@@ -83,6 +87,7 @@ class QuantLinear(nn.Module):
         *,
         strategy: str = "auto",
         cache: TileCache | None = None,
+        inputs: str | None = None,
         name: str = "QuantLinear",
     ) -> None:
         super().__init__()
@@ -104,7 +109,7 @@ class QuantLinear(nn.Module):
         self.joint_at = 0
         self._picks: dict[Any, Pick] = {}
         self._bound: dict[Any, _BoundCall] = {}  # by shape and type; decoded products by bits of the row count and type
-        self._strategy, self._cache = check_strategy(strategy, name), cache
+        self._strategy, self._cache, self._inputs = check_strategy(strategy, name), cache, input_format(inputs, name)
         self.last_pick: Pick | None = None
 
     @classmethod
@@ -115,12 +120,14 @@ class QuantLinear(nn.Module):
         *,
         strategy: str = "auto",
         cache: TileCache | None = None,
+        inputs: str | None = None,
         name: str = "QuantLinear",
         **encode_options: Any,
     ) -> Self:
         """Pack a linear layer's weight; the bias is shared with it. Options are those of `bitplan.encode`."""
         encoded = encode(linear.weight, fmt, name=f"{name}.weight", **encode_options)
-        return cls(encoded, linear.bias, strategy=strategy, cache=cache, name=name).train(linear.training)
+        layer = cls(encoded, linear.bias, strategy=strategy, cache=cache, inputs=inputs, name=name)
+        return layer.train(linear.training)
 
     def stand_in(self, x: Tensor) -> nn.Linear:
         """A plain layer without numbers that computes the same, for `bitplan.describe`."""
@@ -153,10 +160,22 @@ class QuantLinear(nn.Module):
         self._cache = cache
         self._forget_picks()
 
+    @property
+    def inputs(self) -> str | None:
+        """The format that inputs are rounded to; None: they stay as they are."""
+        return self._inputs
+
+    @inputs.setter
+    def inputs(self, inputs: str | None) -> None:
+        self._inputs = input_format(inputs, self.name)
+        self.graph.drop(0)
+        self._forget_picks()
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self.weight.fmt.name}, strategy={self.strategy}, adapters=bitplan.peft.get_peft_model"
+            f"format={self.weight.fmt.name}, {f'inputs={self.inputs}, ' if self.inputs else ''}"
+            f"strategy={self.strategy}, adapters=bitplan.peft.get_peft_model"
         )
 
     def explain(self, rows: int, dtype: torch.dtype | None = None) -> Pick:
@@ -165,7 +184,19 @@ class QuantLinear(nn.Module):
         dtype   of the input; bfloat16 on CUDA and float32 elsewhere if it is not given
         """
         usual = torch.bfloat16 if self.weight.device.type == "cuda" else torch.float32
-        return choose(self.weight, rows, dtype or usual, self.strategy, self.cache, where=self.name, measure=False)
+        return self._choose(rows, dtype or usual, measure=False)
+
+    def _choose(self, rows: int, dtype: torch.dtype, *, measure: bool) -> Pick:
+        return choose(
+            self.weight,
+            rows,
+            dtype,
+            self.strategy,
+            self.cache,
+            where=self.name,
+            measure=measure,
+            input=self._inputs,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is not Tensor or x.layout is not _STRIDED:
@@ -176,15 +207,18 @@ class QuantLinear(nn.Module):
                 return y
         if is_compiling():
             return self._in_graph(x)
-        y = self.bound_product(x)
+        bound = self._bound.get((x.shape, x.dtype))
+        y = self.bound_product(x) if bound is None else bound(x, self)
         return self._forward(x) if y is None else y
 
     def bound_product(self, x: Tensor) -> Tensor | None:
         """The product by the path that costs the host least; None where that path is not prepared for this call."""
-        calls = self._bound
-        bound = calls.get((x.shape, x.dtype))
+        calls, key = self._bound, (x.shape, x.dtype)
+        bound = calls.get(key)
         if bound is None and calls and x.shape[-1:] == (self.in_features,):
             bound = calls.get(((x.numel() // self.in_features - 1).bit_length(), x.dtype))
+            if bound is not None and len(calls) < _PICKS_KEPT:
+                calls[key] = bound  # the next input of this shape is found at once
         return None if bound is None else bound(x, self)
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -195,11 +229,11 @@ class QuantLinear(nn.Module):
         self.last_pick = picked = self._pick(flat.shape[0], dtype)
         matrix = self._matrix(picked, dtype)
         if _is_plain(x) and not (is_grad_enabled() and (x.requires_grad or _learns(self.bias))):
-            y = multiply(flat, self.bias, matrix, ProductWay(picked.strategy, picked.launch))
+            y = multiply(flat, self.bias, matrix, ProductWay(picked.strategy, picked.launch, self._inputs))
             if dtype == x.dtype:
                 self._bind(x, matrix.prepared, picked)
         else:
-            y = self._operator(flat, matrix, text_of([(None, picked)]))
+            y = self._operator(flat, matrix, text_of([(None, picked)], self._inputs))
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _in_graph(self, x: Tensor) -> Tensor:
@@ -254,7 +288,7 @@ class QuantLinear(nn.Module):
                 f"{self.name}: torch.export sees no numbers, and {' and '.join(sorted(strategies))} needs what is made "
                 "from them; run the model once with such an input, then export it"
             )
-        return text_of(picks)
+        return text_of(picks, self._inputs)
 
     # As torch.compiler.assume_constant_result does, without the seconds that importing the compiler takes.
     settle._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -262,7 +296,7 @@ class QuantLinear(nn.Module):
     def _fill_graph(self, strategies: set[str], dtype: torch.dtype) -> None:
         weight, wide = self.weight, compute_dtype(self.weight.device, dtype)
         if "fused" in strategies:
-            fused = fused_for(weight.device.type)
+            fused = fused_for(weight.device.type, self._inputs)
             assert fused is not None
             self.graph.hold_prepared(weight, self.prepared(fused))
         if "eager" in strategies:
@@ -298,7 +332,7 @@ class QuantLinear(nn.Module):
         weight, expanded, tokens = self.weight, None, (0, 0)
         prepared: Prepared = ()
         if picked.strategy == "fused":
-            fused = fused_for(weight.device.type)
+            fused = fused_for(weight.device.type, self._inputs)
             assert fused is not None
             prepared = self.prepared(fused)
             self.graph.hold_prepared(weight, prepared)
@@ -325,11 +359,11 @@ class QuantLinear(nn.Module):
         """
         device = self.weight.device
         keep = not is_capturing(device)
-        stream_key: Hashable = "fused"
+        stream_key: Hashable = ("fused", self._inputs)
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device).cuda_stream
             first = self.weight.derived("first stream", lambda: stream, keep=keep)
-            stream_key = "fused" if stream == first or not keep else ("fused", stream)
+            stream_key = stream_key if stream == first or not keep else ("fused", self._inputs, stream)
         return self.weight.derived(stream_key, lambda: self._prepare(fused), keep=keep)
 
     def _prepare(self, fused: FusedMatmul) -> Prepared:
@@ -342,10 +376,10 @@ class QuantLinear(nn.Module):
         bound: Bound | None = None
         key: Hashable = (x.shape, x.dtype)
         if picked.strategy == "fused":
-            fused = fused_for(x.device.type)
+            fused = fused_for(x.device.type, self._inputs)
             assert fused is not None
             bound = fused.bind(_flat(x), self.weight.encoded, prepared, self.bias, picked.launch)
-        elif picked.strategy == "decode" and (self.cache is None or self.strategy == "decode"):
+        elif picked.strategy == "decode" and self._inputs is None and (self.cache is None or self.strategy == "decode"):
             bound = _bound_decode(self.weight.encoded, x.dtype, self.bias)
             key = ((x.numel() // self.in_features - 1).bit_length(), x.dtype)
         if bound is not None:
@@ -353,6 +387,15 @@ class QuantLinear(nn.Module):
                 self._bound.clear()
             shape = (*x.shape[:-1], self.out_features)
             self._bound[key] = _bound_call(bound, shape, self, picked)
+
+    def bind_product(self, x: Tensor) -> Bound:
+        """The product for inputs of this shape [rows, inputs]: nothing is checked, so the layer must stay as it is."""
+        fused = fused_for(x.device.type, self._inputs)
+        bound = None
+        if fused is not None and self._pick(x.shape[0], x.dtype).strategy == "fused":
+            bias = None if self.bias is None else self.bias.detach()
+            bound = fused.bind(x, self.weight.encoded, self.prepared(fused), bias, None)
+        return bound or (lambda given, shape: self(given).reshape(shape))
 
     def _forget_picks(self) -> None:
         self._picks.clear()
@@ -380,13 +423,13 @@ class QuantLinear(nn.Module):
         bucket = 1 << max(0, rows - 1).bit_length()
         is_kept = strategy in ("auto", "fused") and type(weight.data) is Tensor and not is_capturing(weight.device)
         if not is_kept:
-            return choose(weight, bucket, dtype, strategy, cache, where=self.name, measure=measure)
+            return self._choose(bucket, dtype, measure=measure)
         room = cache is not None and cache.has_room(weight, compute_dtype(weight.device, dtype))
         key = (bucket, dtype, room, weight.token, weight.state)
         if measure or key not in self._picks:
             if len(self._picks) >= _PICKS_KEPT:
                 self._picks.clear()
-            picked = choose(weight, bucket, dtype, strategy, cache, where=self.name, measure=measure)
+            picked = self._choose(bucket, dtype, measure=measure)
             if self._picks.get(key, picked) != picked:
                 self._bound.clear()  # calls that were bound before it was measured
             self._picks[key] = picked
@@ -425,19 +468,28 @@ def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked:
     """
     weight, bias = layer.weight, layer.bias
     changes, buffers, address = weight._changes, weight._buffers, 0 if bias is None else bias.data_ptr()
-    parts = tuple((name, part, _version(part)) for name, part in buffers.items() if part is not None)
-    device, kind, on_cpu = weight.device, weight.device.type, weight.device.type == "cpu"
+    present = tuple((name, part) for name, part in buffers.items() if part is not None)
+    # A decoder reads the bytes as they are now; what a fused kernel reads beside them was made of earlier ones.
+    is_fused = picked.strategy == "fused"
+    counted = tuple((part, part._version) for _, part in present if is_fused and not part.is_inference())
+    index, on_cpu = weight.data.get_device(), weight.device.type == "cpu"
 
     def run(x: Tensor, layer: QuantLinear) -> Tensor | None:
         if layer._modules["weight"] is not weight or weight._changes != changes:
             return None
-        for name, part, version in parts:
-            if buffers[name] is not part or (version is not None and part._version != version):
+        for name, part in present:
+            if buffers[name] is not part:
+                return None
+        for part, version in counted:
+            if part._version != version:
                 return None
         if layer._parameters["bias"] is not bias or (bias is not None and bias.data_ptr() != address):
             return None
-        is_elsewhere = not x.is_cpu if on_cpu else x.device != device  # comparing devices is slow
-        if is_elsewhere or type(x) not in _PLAIN or _modes() or is_autocast_enabled(kind) or is_transformed():
+        # Comparing devices is slow, and so is asking for one device's autocast.
+        is_elsewhere = not x.is_cpu if on_cpu else x.get_device() != index or not x.is_cuda
+        if is_elsewhere or type(x) not in _PLAIN or _modes() or _is_any_autocast():
+            return None
+        if forward_ad._current_level >= 0 or _transform() is not None:  # as `is_transformed`
             return None
         if is_grad_enabled() and (x.requires_grad or _learns(bias)):
             return None
@@ -452,10 +504,6 @@ def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked:
 _BoundCall = Callable[[Tensor, QuantLinear], Tensor | None]
 
 
-def _version(part: Tensor) -> int | None:
-    return None if part.is_inference() else part._version
-
-
 def _flat(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
@@ -467,6 +515,8 @@ def _is_plain(x: Tensor) -> bool:
 
 _PLAIN = (Tensor, nn.Parameter)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def _learns(bias: Tensor | None) -> bool:

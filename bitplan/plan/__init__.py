@@ -4,9 +4,11 @@ Which module does which step:
 
     plan              Plan and Choice: the value that every pass hands to the next; `combine` makes one of several
     format_choices    from whatever a user gives (a format, a mapping, a manifest, a Plan) to a Plan
-    manifest          rules in a file; `name_patterns` matches them, `aliases` translates names
+    manifest          rules in a file, the patterns that match names, and aliases of names
     check_manifest    a manifest against the headers of a checkpoint
-    names             shell patterns, natural order, roles guessed from names
+    names             shell patterns, natural order of names, layer numbers
+    structure         what a model computes, and the one record of a tensor
+    from_records      what FP8's policy, selective precision and trees decided, as a Plan
     mermaid           a plan as a chart
 """
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
         TableRow as TableRow,
         combine as combine,
     )
+    from bitplan.plan.from_records import read_plan as read_plan
     from bitplan.plan.structure.model_view import ModelView as ModelView, TensorRecord as TensorRecord
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

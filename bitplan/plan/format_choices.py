@@ -17,7 +17,7 @@ from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.gguf.layouts import LAYOUTS, SMALLER_BLOCKS
 from bitplan.plan.manifest import Manifest
 from bitplan.plan.names import ShellPatterns, listed
-from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.plan.plan import Cause, Choice, Plan, Planned
 from bitplan.plan.structure.families import guess_role
 
 SMALL_NUMBERS = 1024
@@ -33,7 +33,6 @@ _CODES |= dict.fromkeys(("bool", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5
 Wanted = Format | str | Plan | Manifest | Mapping[str, Format | str | None]
 NamedBy = Literal["any", "own name", "module", "whole name"]
 ONE_AXIS = "one axis: norms, biases and scalars stay"
-NONE = "None in the mapping"
 
 
 class Stored(NamedTuple):
@@ -125,8 +124,8 @@ def choose_formats(
     stored = {name: _stored(item) for name, item in tensors.items()}
     ShellPatterns((*keep, *only)).check(stored, where)
     if isinstance(formats, Plan):
-        _check_fit(formats, stored, where)
-        plan = formats
+        plan = formats.of_kind("weight")
+        _check_fit(plan, stored, where)
     elif isinstance(formats, Manifest):
         plan = formats.resolve({name: item.shape for name, item in stored.items()})
     elif not isinstance(formats, Format | str):
@@ -172,12 +171,12 @@ def _by_patterns(
         for pattern in patterns.matching(name):
             fmt = chosen[pattern]
             if fmt is None:
-                return _stays(tensor, role, f"{pattern!r}: {NONE}")
+                return _stays(tensor, role, f"{pattern!r}: None in the mapping", "kept")
             if tensor.is_float and tensor.is_named(name, pattern):
                 why = f"{fmt} for all weights" if pattern == "*" else f"{pattern!r} in the mapping"
-                return Planned(Choice(fmt, why), tensor.shape, role)
+                return Planned(Choice(fmt, why, cause="rule"), tensor.shape, role)
             reason = tensor.else_stays if tensor.is_float else NOT_FLOATS
-        return base.entries[name] if base is not None and name in base else _stays(tensor, role, reason)
+        return base.entries[name] if base is not None and name in base else _stays(tensor, role, reason, "held")
 
     return Plan({name: planned(name, tensor) for name, tensor in tensors.items()})
 
@@ -187,11 +186,12 @@ def _keep_tensors(plan: Plan, tensors: Mapping[str, Stored], kept: _Kept, pad: b
     found = dict(plan.entries)
     for name, entry in plan.entries.items():
         reason = kept.why(name)
+        cause: Cause = "kept"
         is_number = tensors[name].packed or "float" in tensors[name].dtype
         if reason is None and entry.part is None and entry.stored is None and not is_number:
-            reason = NOT_FLOATS
+            reason, cause = NOT_FLOATS, "held"
         if reason is not None:
-            found[name] = _stays(tensors[name], entry.role, reason)
+            found[name] = _stays(tensors[name], entry.role, reason, cause)
     return Plan(found, padding="zero" if pad else plan.padding)
 
 
@@ -205,7 +205,7 @@ class _Kept:
     def why(self, name: str) -> str | None:
         if kept := self._keep.matching(name):
             return f"kept by {kept[0]!r}"
-        return "not among --only" if self.has_only and not self.only.matching(name) else None
+        return "not among those that alone change" if self.has_only and not self.only.matching(name) else None
 
 
 class _Rules(NamedTuple):
@@ -216,12 +216,13 @@ class _Rules(NamedTuple):
 
     def planned(self, name: str, tensor: Stored) -> Planned:
         if not tensor.is_float:
-            return _stays(tensor, "other", NOT_FLOATS)
+            return _stays(tensor, "other", NOT_FLOATS, "held")
         kept = self.kept.why(name)
         if kept is not None:
-            return _stays(tensor, guess_role(name), kept)
+            return _stays(tensor, guess_role(name), kept, "kept")
         if asked := self.kept.only.matching(name):
-            return Planned(Choice(self.wanted.name, f"matches {asked[0]!r}"), tensor.shape, guess_role(name))
+            choice = Choice(self.wanted.name, f"matches {asked[0]!r}", cause="rule")
+            return Planned(choice, tensor.shape, guess_role(name))
         return self._by_role(name, tensor)
 
     def _by_role(self, name: str, tensor: Stored) -> Planned:
@@ -231,7 +232,7 @@ class _Rules(NamedTuple):
         if role in _SMALL_ROLES:
             return _stays(tensor, role, _SMALL_ROLES[role])
         if self.wanted.is_cast:
-            return Planned(Choice(self.wanted.name, "floats of two axes or more"), shape, role)
+            return Planned(Choice(self.wanted.name, "floats of two axes or more", cause="default"), shape, role)
         if role in _SENSITIVE_ROLES:
             return _stays(tensor, role, _SENSITIVE_ROLES[role])
         if len(shape) > 2 and shape[0] == 1:
@@ -256,7 +257,8 @@ class _Rules(NamedTuple):
                 changed = (
                     f"; rows of {cols} are not whole blocks of {first.block.cols} ({first.name}), {name} holds them"
                 )
-                return Planned(Choice(name, why + (changed if name != names[0] else "")), tensor.shape, role)
+                why += changed if name != names[0] else ""
+                return Planned(Choice(name, why, cause="default"), tensor.shape, role)
         text = f"rows of {cols} are not whole blocks of {get_format(names[0]).block.cols} ({names[0]}): it stays"
         return _stays(tensor, role, f"{why}; {text}")
 
@@ -273,16 +275,16 @@ def _stored(item: Any) -> Stored:
     return Stored(tuple(shape))
 
 
-def _stays(tensor: Stored, role: str, reason: str) -> Planned:
+def _stays(tensor: Stored, role: str, reason: str, cause: Cause = "default") -> Planned:
     """The tensor as it is: in its packed format, or in its own type."""
     if tensor.packed:
-        return Planned(Choice(tensor.dtype, reason), tensor.shape, role)
+        return Planned(Choice(tensor.dtype, reason, cause=cause), tensor.shape, role)
     name = _CODES.get(tensor.dtype, tensor.dtype)
     try:
         get_format(name)
     except FormatError:
         raise FormatError(f"the type {tensor.dtype!r} is none that bitplan knows") from None
-    return Planned(Choice(name, reason), tensor.shape, role, stored=tensor.dtype)
+    return Planned(Choice(name, reason, cause=cause), tensor.shape, role, stored=tensor.dtype)
 
 
 def _bits(fmt: Format) -> int:

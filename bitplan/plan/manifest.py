@@ -563,7 +563,7 @@ class Manifest:
         alias = self.aliases.template_of(name)
         reason = f"{rule_text(match.index, match.rule)}{f', as {alias}' if alias else ''}"
         role = match.rule.role or (tag.roles[0] if len(tag.roles) == 1 else guess_role(match.name))
-        return Planned(Choice(tag.format, reason), shape, role, tag.part)
+        return Planned(Choice(tag.format, reason, cause="rule"), shape, role, tag.part)
 
 
 def rule_text(index: int, rule: Rule) -> str:
@@ -765,7 +765,7 @@ def manifest_schema() -> dict[str, Any]:
                     "properties": {
                         "bits": {"type": "integer", "minimum": 1, "maximum": 64},
                         "role": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-                        "format": {**_NAME, "description": "a format of bitplan's; `bitplan formats` lists them"},
+                        "format": {**_NAME, "description": "a format of bitplan's; `bitplan inspect` lists them"},
                         "part": {"enum": ["data", "scales"]},
                     },
                 },

@@ -11,17 +11,12 @@ there is none (bool) the one whose codes have this type; the tensor is copied, n
 
 A plan's `padding` is "zero" where rows that are not whole blocks of their format are filled with zeros, else "none".
 
-The document, version 1 (`padding` only where it is "zero"; `evidence`, `shape`, `role`, `part`, `stored` only where
-known; `bytes` goes with `shape`):
+The document, version 1 (`padding` only where it is "zero"; `cause` unless it is "given", `kind` unless it is "weight";
+`evidence`, `shape`, `role`, `part`, `stored` only where known; `bytes` goes with `shape`):
 
     {"document": "bitplan-plan", "version": 1, "padding": "zero",
-     "tensors": {NAME: {"format": F, "reason": R, "evidence": {...}, "shape": [...], "role": R, "part": P,
-                        "stored": DTYPE, "bytes": N}}}
-
-Mermaid flow charts: of a plan (embedding, layers, final norm, unembedding), and of what a model computes.
-
-Layers that agree are drawn once, as one box with their numbers; where the plan changes from layer to layer, each
-run of equal layers has its own. The boxes within follow the flow of a decoder block, as names show it.
+     "tensors": {NAME: {"format": F, "cause": C, "reason": R, "evidence": {...}, "kind": K, "shape": [...],
+                        "role": R, "part": P, "stored": DTYPE, "bytes": N}}}
 """
 
 from __future__ import annotations
@@ -32,148 +27,17 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from bitplan.base.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, Reader, load_document, one_of, show
 from bitplan.base.errors import BitplanError, FormatError, PlanError, PlanFileError, did_you_mean
 from bitplan.base.records import write_json
-from bitplan.base.text import visible
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import ITEM_BYTES
+from bitplan.plan.mermaid import draw
 from bitplan.plan.names import listed, natural_order, number_ranges, split_layer
-from bitplan.plan.structure.families import row_of
-from bitplan.plan.structure.model_view import ModelView
-
-# ---- mermaid ---------------------------------------------------------------------------------------------------------
-
-
-Boxes = dict[str, dict[str, list[str]]]  # box -> format -> parts
-
-# The order of boxes in a decoder block, by role; others come last, in their own order.
-_FLOW = {
-    role: rank
-    for rank, roles in enumerate(
-        (
-            ("attention_norm",),
-            ("query", "key", "value", "qkv"),
-            ("sinks",),
-            ("attention_output",),
-            ("mlp_norm",),
-            ("router",),
-            ("gate", "up", "gate_up"),
-            ("down",),
-        )
-    )
-    for role in roles
-}
-_NORM = re.compile(r"norm")
-_LAST = re.compile(r"(unembed|lm_head|^output$)")
-_SUFFIX = re.compile(r"[._](weight|bias|blocks|scales|scale)$")
-
-
-def draw(tensors: Mapping[str, tuple[str, str]]) -> str:
-    """The chart's text, from (format, part of it or "") by tensor."""
-    outer: Boxes = {}
-    layers: dict[tuple[str, str], Boxes] = {}
-    for name, (fmt, part) in tensors.items():
-        before, number, after = split_layer(name)
-        boxes = layers.setdefault((before, number), {}) if number else outer
-        parts = boxes.setdefault(_box(after[1:] if number else name), {}).setdefault(fmt, [])
-        if part and part not in parts:
-            parts.append(part)
-    chart = _Chart()
-    for box in sorted(outer, key=_outer_rank):
-        if _outer_rank(box) == 0:
-            chart.add([box], outer)
-    for index, (title, boxes) in enumerate(_runs(layers)):
-        chart.lines.append(f"  subgraph L{index}[{_quote(title)}]")
-        for _, group in groupby(sorted(boxes, key=_flow_rank), key=_flow_rank):
-            chart.add(list(group), boxes, indent="    ")
-        chart.lines.append("  end")
-    for box in sorted(outer, key=_outer_rank):
-        if _outer_rank(box) > 0:
-            chart.add([box], outer)
-    return "\n".join(["graph TD", *chart.lines, *chart.arrows]) + "\n"
-
-
-def draw_view(view: ModelView) -> str:
-    """The parts of a view with arrows from those that feed them; blocks that compute the same are drawn once."""
-    rows = view.shown_parts()
-    number_of = {part.step: number for number, (_, part) in enumerate(rows)}
-    lines = [f"  N{number}[{_quote(f'{name}: {part.what}')}]" for number, (name, part) in enumerate(rows)]
-    arrows = [
-        f"  N{number_of[before]} --> N{number_of[part.step]}"
-        for _, part in rows
-        for before in view.fed_by.get(part.step, ())
-        if before in number_of
-    ]
-    return "\n".join(["graph TD", *lines, *arrows]) + "\n"
-
-
-class _Chart:
-    """The lines so far, and the boxes that the next boxes follow."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.arrows: list[str] = []
-        self.last: list[str] = []
-        self.count = 0
-
-    def add(self, names: list[str], boxes: Boxes, indent: str = "  ") -> None:
-        """Add boxes side by side, each with an arrow from all boxes before."""
-        added = []
-        for name in names:
-            added.append(f"N{self.count}")
-            self.count += 1
-            self.lines.append(f"{indent}{added[-1]}[{_quote(_text(name, boxes[name]))}]")
-        self.arrows += [f"  {before} --> {after}" for before in self.last for after in added]
-        self.last = added
-
-
-def _runs(layers: dict[tuple[str, str], Boxes]) -> list[tuple[str, Boxes]]:
-    """Consecutive layers with the same boxes, as one."""
-    runs: list[tuple[str, list[str], Boxes]] = []
-    for (before, number), boxes in layers.items():
-        if runs and runs[-1][0] == before and runs[-1][2] == boxes:
-            runs[-1][1].append(number)
-        else:
-            runs.append((before, [number], boxes))
-    return [(f"{before.rstrip('.')} {number_ranges(numbers)}", boxes) for before, numbers, boxes in runs]
-
-
-def _box(name: str) -> str:
-    """Weight, bias, blocks and scales of one module share a box, and so do the experts of a layer."""
-    name = re.sub(r"\.[0-9]+(?=\.)", ".[*]", name)
-    shorter = _SUFFIX.sub("", name)
-    return _SUFFIX.sub("", shorter) if shorter != name else name
-
-
-def _text(box: str, formats: dict[str, list[str]]) -> str:
-    return f"{box}: {', '.join(' '.join([name, '+'.join(parts)]).rstrip() for name, parts in formats.items())}"
-
-
-def _outer_rank(box: str) -> int:
-    """0 before the layers, then the final norm, then the unembedding."""
-    return 2 if _LAST.search(box) else 1 if _NORM.search(box) else 0
-
-
-def _flow_rank(box: str) -> tuple[int, str]:
-    """Boxes of equal rank stand side by side; unknown boxes follow one another."""
-    row = row_of(box)
-    rank = _FLOW.get(row.role if row is not None else "", len(_FLOW))
-    return rank, box if rank == len(_FLOW) else ""
-
-
-def _quote(text: str) -> str:
-    """A mermaid string: characters that could end it or be read as markup are written as entity codes."""
-    return '"' + re.sub(r'["<>#`\\]', lambda match: f"#{ord(match[0])};", visible(text)) + '"'
-
-
-# ---- plan ------------------------------------------------------------------------------------------------------------
-
 
 DOCUMENT = "bitplan-plan"
 VERSION = 1
@@ -181,12 +45,26 @@ BF16_BYTES = 2
 PARTS = ("data", "scales")
 PADDINGS = ("none", "zero")
 Part = Literal["data", "scales"]
+# What has a format: weights at rest, inputs of operators, K and V, products of layers, what crosses the bus, states of
+# optimizers, gradients. Some have formats that no tensor is stored in: FP8's recipes, codes of gradients.
+PartKind = Literal["weight", "input", "kv", "product", "wire", "state", "gradient"]
+PART_KINDS: tuple[PartKind, ...] = get_args(PartKind)
+_OWN_FORMATS = {"product": re.compile(r"fp8:[a-z][a-z0-9_]{0,39}"), "gradient": re.compile(r"i8|i16")}
+# What decided, for code to read; people read the reason:
+#   forced   a force list                      default  what bitplan does with a tensor of this role and shape
+#   rule     a manifest, a mapping, a pattern  kept     somebody asked that it stay as it is
+#   solver   a search                          held     it is so already, and nothing else was asked for
+#   policy   measured speed, gradients         given    nothing is said, as in plans of earlier versions
+Cause = Literal["forced", "rule", "solver", "policy", "default", "kept", "held", "given"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 _TENSOR_KEYS = {
     "format": NAME,
+    "cause": one_of(*CAUSES),
     "reason": NAME,
     "evidence": EVIDENCE,
     "shape": SHAPE,
+    "kind": one_of(*PART_KINDS),
     "role": TEXT,
     "part": one_of(*PARTS),
     "stored": one_of(*ITEM_BYTES),
@@ -196,14 +74,18 @@ _TENSOR_KEYS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A format, the reason for it, and the figures behind the reason."""
+    """A format, what decided it (`cause`, which code reads), the reason in words, and the figures behind the reason."""
 
     format: str
     reason: str
     evidence: Mapping[str, Any] | None = None
+    cause: Cause = "given"
 
     def __post_init__(self) -> None:
-        get_format(self.format)
+        if not any(pattern.fullmatch(self.format) for pattern in _OWN_FORMATS.values()):
+            get_format(self.format)
+        if self.cause not in CAUSES:
+            raise PlanError(f"the cause of {self.format!r} must be one of {', '.join(CAUSES)}, got {show(self.cause)}")
         if not NAME.holds(self.reason):
             raise PlanError(f"the reason for {self.format!r} must be {NAME.text}, got {self.reason!r}")
         if self.evidence is not None:
@@ -214,15 +96,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planned:
-    """One entry: the choice, and what is known of the tensor; shape is None if the name is not that of a tensor."""
+    """One entry: the choice, and what is known of the part; shape is None if the name is not that of a tensor."""
 
     choice: Choice
     shape: tuple[int, ...] | None = None
     role: str = ""
     part: Part | None = None
     stored: str | None = None
+    kind: PartKind = "weight"
 
     def __post_init__(self) -> None:
+        if self.kind not in PART_KINDS:
+            raise PlanError(f"the kind of a part must be one of {', '.join(PART_KINDS)}, got {show(self.kind)}")
+        own = next((kind for kind, name in _OWN_FORMATS.items() if name.fullmatch(self.choice.format)), None)
+        if own is not None and (self.kind != own or self.shape is not None):
+            raise PlanError(f"{self.choice.format} is a format of a {own} and of no stored tensor, got a {self.kind}")
         if self.shape is not None and not SHAPE.holds(self.shape):
             raise PlanError(f"a shape must be {SHAPE.text}, got {self.shape!r}")
         if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((2, 2)):
@@ -273,6 +161,7 @@ class TableRow(NamedTuple):
     shape: tuple[int, ...] | None
     nbytes: int
     reason: str
+    kind: PartKind
 
 
 @dataclass(frozen=True)
@@ -378,8 +267,12 @@ class Plan(Mapping[str, Choice]):
             if entry.part is not None:
                 raise PlanError(
                     f"{where}: {name}: the plan has it as the {entry.part} of a packed tensor; what is packed "
-                    "already is brought into another layout by `bitplan convert`"
+                    "already is brought into another layout by `bitplan gpt-oss convert`"
                 )
+
+    def of_kind(self, kind: PartKind) -> Plan:
+        """The entries of one kind of part."""
+        return Plan({name: entry for name, entry in self.entries.items() if entry.kind == kind}, padding=self.padding)
 
     # ---- views ----------------------------------------------------------------------------------------------------
 
@@ -401,7 +294,7 @@ class Plan(Mapping[str, Choice]):
         for name, entry in self.entries.items():
             key = split_layer(name)[0::2] if collapse else name
             choice = entry.choice
-            same = (key, choice.format, choice.reason, entry.shape, entry.role, entry.part, entry.stored)
+            same = (key, choice.format, choice.reason, entry.shape, entry.role, entry.part, entry.stored, entry.kind)
             groups.setdefault(same, []).append(name)
         return [self._row(names) for names in groups.values()]
 
@@ -409,7 +302,9 @@ class Plan(Mapping[str, Choice]):
         entry = self.entries[names[0]]
         shown = f"{entry.choice.format}.{entry.part}" if entry.part else entry.stored or entry.choice.format
         nbytes = sum(self.entries[name].nbytes for name in names)
-        return TableRow(_run(names), len(names), entry.role, shown, entry.shape, nbytes, entry.choice.reason)
+        return TableRow(
+            _run(names), len(names), entry.role, shown, entry.shape, nbytes, entry.choice.reason, entry.kind
+        )
 
     def bytes_by_role_and_format(self) -> list[SizeRow]:
         """A row per role and format, then one per format (role `all`), then the total.
@@ -455,7 +350,7 @@ def combine(
         choice = rules.get(name) or policy.get(name) or default
         if name in force:
             over = f", over {choice.format} ({choice.reason})" if choice else ""
-            choice = Choice(force[name], f"forced{over}")
+            choice = Choice(force[name], f"forced{over}", cause="forced")
         if choice is None:
             missing.append(name)
             continue
@@ -491,7 +386,7 @@ def _size(role: str, name: str, entries: list[Planned]) -> SizeRow:
 
 
 def _layout(entry: Planned) -> tuple[Any, ...]:
-    return entry.choice.format, entry.shape, entry.role, entry.part, entry.stored
+    return entry.choice.format, entry.shape, entry.role, entry.part, entry.stored, entry.kind
 
 
 def _plain(value: Any) -> Any:
@@ -502,9 +397,12 @@ def _plain(value: Any) -> Any:
 
 
 def _to_document(entry: Planned) -> dict[str, Any]:
-    item: dict[str, Any] = {"format": entry.choice.format, "reason": entry.choice.reason}
+    cause = {"cause": entry.choice.cause} if entry.choice.cause != "given" else {}
+    item: dict[str, Any] = {"format": entry.choice.format, **cause, "reason": entry.choice.reason}
     if entry.choice.evidence is not None:
         item["evidence"] = dict(entry.choice.evidence)
+    if entry.kind != "weight":
+        item["kind"] = entry.kind
     if entry.role:
         item["role"] = entry.role
     if entry.part:
@@ -522,9 +420,10 @@ def _from_document(reader: Reader, name: str, value: Any) -> Planned:
     if ("shape" in item) != ("bytes" in item):
         reader.stop(f"{path}: shape and bytes go together, got only {'shape' if 'shape' in item else 'bytes'}")
     try:
-        choice = Choice(item["format"], item["reason"], item.get("evidence"))
+        choice = Choice(item["format"], item["reason"], item.get("evidence"), item.get("cause", "given"))
         shape = tuple(item["shape"]) if "shape" in item else None
-        entry = Planned(choice, shape, item.get("role", ""), item.get("part"), item.get("stored"))
+        kind = item.get("kind", "weight")
+        entry = Planned(choice, shape, item.get("role", ""), item.get("part"), item.get("stored"), kind)
     except BitplanError as error:
         reader.stop(f"{path}: {error}")
     if "bytes" in item and item["bytes"] != entry.nbytes:

@@ -1,7 +1,7 @@
 """Pages from records: one self-contained HTML file from the JSON and JSONL that the other parts wrote."""
 
-from bitplan.report.page import write_report
+from bitplan.report.page import write_report as write_report
 from bitplan.report.read_records import ReportError
 from bitplan.report.read_records import TrainingLog
 
-__all__ = ["ReportError", "TrainingLog", "write_report"]
+__all__ = ["ReportError", "TrainingLog"]

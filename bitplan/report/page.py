@@ -23,12 +23,14 @@ from bitplan.report.section_of_machine import machine_section
 from bitplan.report.section_of_plan import findings_section, plan_section
 from bitplan.report.section_of_precision import precision_section
 from bitplan.report.section_of_quality import errors_section, quality_section
+from bitplan.report.section_of_run import RECORDS, run_section
 from bitplan.report.section_of_search import search_section
 from bitplan.report.section_of_speed import benchmark_section, speed_section
 from bitplan.report.section_of_streaming import stream_section, training_section
 
 # The sections in the order of the page, and the kinds of record that each one shows.
-SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section]], ...] = (
+SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section | None]], ...] = (
+    (tuple(RECORDS), run_section),
     (("search",), search_section),
     (("plan",), plan_section),
     (("findings",), findings_section),
@@ -58,10 +60,11 @@ def build_sections(records: Sequence[Record]) -> list[Section]:
     sections = []
     for kinds, draw in SECTIONS:
         chosen = [record for record in records if record.kind in kinds]
-        if chosen:
-            sections.append(draw(chosen))
-    if any(section.anchor == "search" for section in sections):  # the section of a search already shows these facts
-        sections = [replace(each, facts=()) if each.anchor == "decisions" else each for each in sections]
+        if chosen and (section := draw(chosen)) is not None:
+            sections.append(section)
+    if any(section.anchor == "search" for section in sections):  # which has the plan's size, KL and perplexity
+        same_plan = ("decisions", "quality")
+        sections = [replace(each, facts=(), summary=()) if each.anchor in same_plan else each for each in sections]
     return [*sections, machine_section(records)]
 
 
@@ -109,9 +112,11 @@ def _summary(sections: Sequence[Section], title: str) -> Markup:
         for fact in facts
     ]
     lines = [tag("li", line) for section in sections for line in section.summary]
+    lead = next((section.lead for section in sections if section.lead), "")
     return tag(
         "section",
         tag("h1", title),
+        tag("p", lead, class_="lead") if lead else "",
         tag("ul", *tiles, class_="facts") if tiles else "",
         tag("ul", *lines, class_="summary-lines"),
         id="summary",

@@ -125,6 +125,10 @@ KINDS = (
         document="bitplan-fp8-report",
         versions=(1,),
     ),
+    RecordKind(
+        "selective", "state of selective precision", _has("state"), document="bitplan-selective-state", versions=(1,)
+    ),
+    RecordKind("trees_model", "model of trees", lambda found: found.get("format") == "bitplan.trees"),
     RecordKind("crossover", "measured crossovers", _has("weights"), document="bitplan-crossover", versions=(1,)),
     RecordKind("calibration", "calibration", _has("layers", "blocks"), document="bitplan-calibration", versions=(1,)),
     RecordKind("machine", "machine", _has("machine", "versions"), document="bitplan-machine", versions=(1,)),

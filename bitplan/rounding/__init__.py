@@ -4,7 +4,7 @@ Which module does which step:
 
     weights                the definition: a weight rounded by moments or a Hessian of its inputs
     error_compensation     columns that make up for the errors of those before them
-    scale_search, group_scales, group_blocks    scales by weighted error; formats with scales of scales
+    scale_search, group_scales                  scales by weighted error; formats with scales of scales
     pick_loops             which loops run: `round_columns` in torch, `round_columns_cpu` by numba, `triton_rounding`
 """
 

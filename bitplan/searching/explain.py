@@ -96,12 +96,15 @@ def _nats(first: Plan, second: Plan, name: str, evidence: SearchEvidence | None)
 def explain_plan(evidence: SearchEvidence, choice: Mapping[str, str], *, rows: int | None = None) -> Plan:
     """The plan of a choice for every group; with `rows`, with times at that many rows."""
     entries = {
-        name: Planned(Choice(tensor.format, tensor.reason), tensor.shape, tensor.role, stored=tensor.stored)
+        name: Planned(
+            Choice(tensor.format, tensor.reason, cause="held"), tensor.shape, tensor.role, stored=tensor.stored
+        )
         for name, tensor in evidence.stays.items()
     }
     for group_name, fmt in choice.items():
         group = evidence.groups[group_name]
-        decided = Choice(fmt, _reason(evidence, group_name, fmt, rows), _figures(evidence, group_name, fmt, rows))
+        reason, figures = _reason(evidence, group_name, fmt, rows), _figures(evidence, group_name, fmt, rows)
+        decided = Choice(fmt, reason, figures, cause="solver")
         for name, (shape, role) in group.tensors.items():
             entries[name] = Planned(decided, shape, role)
     return Plan(entries)

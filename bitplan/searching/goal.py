@@ -51,14 +51,16 @@ class Goal:
     rows: int = 1
 
     def __post_init__(self) -> None:
-        given = {"bits": self.bits, "bytes": self.nbytes, "max-kl": self.max_kl, "faster": self.faster}
+        given = {"bits": self.bits, "nbytes": self.nbytes, "max_kl": self.max_kl, "faster": self.faster}
         if all(value is None for value in given.values()):
-            raise GoalError("a search needs a goal: --bits 4.5, --bytes 6GB, --max-kl 0.01, --faster 1.5, or several")
+            some = {"bits": 4.5, "nbytes": 6_000_000_000, "max_kl": 0.01, "faster": 1.5}
+            raise GoalError("a search needs a goal, one of these or several", settings=some)
         for name, value in given.items():
             if value is not None and not 0 < value < _FAR_TOO_LARGE:
-                raise GoalError(f"--{name} must be above 0 and below {_FAR_TOO_LARGE:g}, got {value}")
+                text = f"the goal must be above 0 and below {_FAR_TOO_LARGE:g}, got {value}"
+                raise GoalError(text, settings={name: None})
         if self.rows < 1:
-            raise GoalError(f"--rows must be 1 or more, got {self.rows}")
+            raise GoalError(f"the goal needs 1 row or more, got {self.rows}", settings={"rows": None})
 
     def most_bytes(self, numbers: int) -> int | None:
         """The tighter of the two limits of size; `numbers` are the weights of the model."""
@@ -86,9 +88,10 @@ class Goal:
         return ", ".join(filter(None, words))
 
 
-def parse_bytes(text: str) -> int:
-    """6GB, 900 MB, 1.5GiB or a plain number of bytes."""
+def parse_bytes(text: str, what: str = "nbytes") -> int:
+    """6GB, 900 MB, 1.5GiB or a plain number of bytes; errors say what it is of."""
     match = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise GoalError(f"--bytes must be a size such as 6GB, 900MB or 1.5GiB, got {text[:40]!r}")
+        text = text[:40]
+        raise GoalError(f"expected a size such as 6GB, 900MB or 1.5GiB, got {text!r}", settings={what: None})
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -51,7 +51,7 @@ def prepare(
         subject = subject_of(model, keep=keep, only=only, device=device)
         return subject, _split(_windows_of_batches(batches), proof, windows, 1)
     if batches is None and text is None:
-        raise SearchError("a search needs text: --text FILE, or batches of token ids")
+        raise SearchError("a search needs text, or batches of token ids", settings={"text": "FILE"})
     lm, subject = _read_model(Path(model), keep, only, device)
     length = min(512, lm.positions or 512) if context is None else context
     lm.check_context(length)
@@ -90,8 +90,9 @@ def _refuse_packed_gpt_oss(path: Path) -> None:
     said = read_config(path).get("quantization_config") if path.is_dir() and (path / CONFIG).is_file() else None
     if isinstance(said, dict) and said.get("quant_method") == "mxfp4":
         raise SearchError(
-            f"{path}: its experts are in MXFP4, and a search begins with floats: `bitplan convert {path} WIDE --to hf "
-            "--experts bfloat16` decodes them without a change of a number; search WIDE"
+            f"{path}: its experts are in MXFP4, and a search begins with floats: search WIDE, into which `bitplan "
+            f"gpt-oss convert {path} WIDE` decodes them without a change of a number",
+            settings={"to": "hf", "experts": "bfloat16"},
         )
 
 
@@ -111,7 +112,8 @@ def _split(calibration: Sequence[Tensor], proof: Sequence[Tensor] | None, window
     if len(calibration) < LEAST_WINDOWS:
         raise SearchError(
             f"the text has {len(calibration)} windows, and a search needs {LEAST_WINDOWS} or more, of which some are "
-            "kept for the proof; give a longer text, or a shorter --context"
+            "kept for the proof; give a longer text, or shorter windows",
+            settings={"context": None},
         )
     if proof is None:
         cut = max(LEAST_WINDOWS - 1, len(calibration) * 3 // 4)

@@ -87,7 +87,7 @@ class SearchResult:
         return (
             f"{best.label}, which needs no search, has KL {best.kl.mean:.4g} where the plan has "
             f"{self.winner.kl.mean:.4g}, with {more:.2g}% more bytes: predictions are wrong for this model; "
-            f"--bits {bits + 5e-4:.3f} would take it"
+            f"a goal of {bits + 5e-4:.3f} bits would take it"
         )
 
     @property
@@ -98,7 +98,7 @@ class SearchResult:
             return None
         return (
             f"no token of the text was sent to {count} of {whole} experts: they are rounded by what all experts of "
-            "their layer got; give more text, or raise --windows"
+            "their layer got; give more text, or more windows of it"
         )
 
     def to_document(self) -> dict[str, Any]:

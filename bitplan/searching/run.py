@@ -16,28 +16,25 @@ from torch import Tensor, nn
 
 from bitplan.files.engines.gguf_source import is_folder_like
 from bitplan.files.headers import is_gguf
+from bitplan.formats import get_format
 from bitplan.packed.language.perplexity import Quality
-from bitplan.packed.machine import free_memory
-from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.evidence import ProvenPlan, SearchEvidence
 from bitplan.searching.explain import explain_plan
-from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, needed_memory, smallest_bytes
-from bitplan.searching.gather.passes import BACK, GRADIENT_TOKENS, steps_of
-from bitplan.searching.gather.plan_meter import COUNTED, MeasuredPlan, PlanMeter
+from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, smallest_bytes
+from bitplan.searching.gather.passes import GRADIENT_TOKENS, steps_of
+from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
 from bitplan.searching.gather.training_evidence import read_gradients, read_speeds, time_by_policy, weigh_by_gradients
 from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError
-from bitplan.searching.phases import IN_ALL, SHARES, ExpectedPhase, PhaseClock, Stage, no_stage
+from bitplan.searching.memory import MemoryUse, within_memory
+from bitplan.searching.phases import IN_ALL, PhaseClock, Stage, expected_phases, in_minutes, measure_steps, no_stage
 from bitplan.searching.prepare import SearchText, prepare
 from bitplan.searching.result import SearchResult
 from bitplan.searching.rivals import RivalPlan, best_uniform, may_win, rivals_of
 from bitplan.searching.runtime_formats import Target, candidates, target_of
 from bitplan.searching.solver import Corrections, Solution, front, kl_out_of_reach, size_out_of_reach, solve, within
 
-# Seconds a number, on two cores of a Xeon: in a pass forward with one token, to keep its statistics, to predict what a
-# format costs, to round.
-PASS_S, KEEP_S, PREDICT_S, ROUND_S = 8e-11, 2e-7, 9e-8, 2.5e-6
-PLANS, PARTS, CORRECTIONS, RIVALS = 2.5, 6, 3, 3  # of a usual search: those that are rounded, projections, ...
 MOST_CORRECTIONS = 3
 AGREES = 0.1  # predicted and measured within a tenth: nothing to correct
 WORTH = 0.02  # a corrected plan that promises less damage by this share is measured; of less, four windows say nothing
@@ -61,6 +58,7 @@ def search(
     fp8_policy: str | Path | None = None,
     all_rivals: bool = False,
     workers: int = 0,
+    memory: int | None = None,
     out: str | Path | None = None,
     stage: Stage = no_stage,
     note: Callable[[str], None] = lambda _line: None,
@@ -78,6 +76,7 @@ def search(
     all_rivals   measure heuristics that are predicted to lose as well
     workers    processes of one thread each that round weights on CPUs, beside a GPU or in place of threads; a script
                that asks for some begins under `if __name__ == "__main__":`
+    memory     bytes that the process may have; what is free less a tenth unless given. What does not fit is refused
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
     stage      shows progress: called with a name and a number of steps, gives a context of what to call for each
     note       called before the work with what it will take
@@ -87,11 +86,13 @@ def search(
     names = candidates(runtime, formats)
     if runtime.streamed and wanted.faster is not None and fp8_policy is None:
         raise GoalError(
-            "--faster with --for training needs --fp8-policy: whatever weights cross in, they are multiplied in BF16 "
-            "where no policy says FP8"
+            "speed of training needs a policy: whatever weights cross in, they are multiplied in BF16 where none says "
+            "FP8",
+            settings={"fp8_policy": "FILE"},
         )
     if gradients is not None and not runtime.streamed:
-        raise SearchError(f"--gradients are of training, and the plan is for {runtime.name}; search --for training")
+        text = f"gradients are of training, and the plan is for {runtime.name}"
+        raise SearchError(text, settings={"target": "training"})
     if not isinstance(model, nn.Module):
         _require_folder(Path(model), runtime)
     with _as_it_was(model):
@@ -110,10 +111,10 @@ def search(
             fp8_policy=fp8_policy,
             all_rivals=all_rivals,
             workers=workers,
+            memory=memory,
         )
         searcher.require_size(wanted)
-        if folder is not None:
-            note(searcher.needs())
+        note(searcher.needs())
         return searcher.find(wanted)
 
 
@@ -131,32 +132,26 @@ class Searcher:
     fp8_policy: str | Path | None = None
     all_rivals: bool = False
     workers: int = 0
+    memory: int | None = None
 
     def __post_init__(self) -> None:
-        self.clock = PhaseClock(self.stage, self._expected())
-        self.stage = self.clock
+        self.stage = self.clock = PhaseClock(self.stage)
 
-    def _expected(self) -> dict[str, ExpectedPhase]:
-        """What phases take on two cores of a Xeon; on other machines all take longer or shorter."""
-        numbers, text = self.subject.numbers, self.text
-        tokens, checked, proven = (sum(map(len, part)) for part in (text.statistics, text.checks, text.proof))
-        passes = tokens + BACK * min(tokens, GRADIENT_TOKENS)
-        searched = sum(math.prod(site.shape) for site in self.subject.sites.values())
-
-        def measured(turn: int, steps: int, times: int, tokens: int) -> ExpectedPhase:
-            return ExpectedPhase(turn, steps, times * tokens * numbers * PASS_S)
-
-        return {
-            "statistics": ExpectedPhase(
-                0, steps_of(self.subject, text.statistics, 0), numbers * passes * PASS_S + searched * KEEP_S
-            ),
-            "rounding": ExpectedPhase(1, SHARES, searched * len(self.formats) * PREDICT_S),
-            "rounding plans": ExpectedPhase(2, int(PLANS * searched / COUNTED), PLANS * searched * ROUND_S),
-            "checking": measured(2, PARTS, PARTS, checked),
-            "correcting": measured(2, CORRECTIONS, CORRECTIONS, checked),
-            "measuring the model": measured(3, 2 * len(text.proof), 2, proven),
-            "proving": measured(4, RIVALS * len(text.proof), RIVALS, proven),
+    def expect(self) -> float:
+        """Time a few steps of each kind; gives the seconds that the whole search will take."""
+        target, text = self.subject.target, self.text
+        rounded = next((name for name in self.formats if not get_format(name).is_cast and not target.streamed), None)
+        steps = measure_steps(self.subject, text.statistics, rounded)
+        tokens = {what: sum(map(len, windows)) for what, windows in vars(text).items() if what != "unscored"}
+        tokens |= {
+            "watched": min(tokens["statistics"], GRADIENT_TOKENS),
+            "steps": steps_of(self.subject, text.statistics, 0),
+            "windows": len(text.proof),
         }
+        shapes = [site.shape for site in self.subject.sites.values()]
+        phases = expected_phases(shapes, len(self.subject.runner.blocks), tokens, len(self.formats), steps)
+        self.clock.expected = phases
+        return sum(phase.seconds for phase in phases.values())
 
     def find(self, goal: Goal) -> SearchResult:
         """The best plan within the goal, proven; written where there is a folder."""
@@ -174,8 +169,10 @@ class Searcher:
         evidence, meter = self.collect(goal)
         solution, corrections, error = solve_and_correct(evidence, goal, meter, self.stage)
         solution, times = self._confirm_speed(evidence, goal, solution)
+        result = replace(self._prove(evidence, goal, solution, corrections, error), times=times)
+        evidence.add_proven(ProvenPlan(goal.to_dict(), max(0.0, result.winner.kl.mean), dict(result.winner.choice)))
         self._save_corrected(evidence)
-        return replace(self._prove(evidence, goal, solution, corrections, error), times=times)
+        return result
 
     def collect(self, goal: Goal) -> tuple[SearchEvidence, PlanMeter]:
         """The evidence, gathered at the first goal, and what measures on the windows for checks."""
@@ -192,6 +189,7 @@ class Searcher:
                 near_bits=None if most is None else 8 * most / self.subject.numbers,
                 rows=rows,
                 workers=self.workers,
+                memory=self.memory_use,
                 stage=self.stage,
             )
             self._add_evidence_of_training(*self._collected, goal)
@@ -213,10 +211,17 @@ class Searcher:
         return norms, read_speeds(self.fp8_policy or "", self.subject, goal.rows) if has_speeds else None
 
     @cached_property
+    def memory_use(self) -> MemoryUse:
+        """What is kept in memory, within the limit; refused where a search needs more."""
+        measured = max(self.text.checks, self.text.proof, key=lambda windows: sum(map(len, windows)))
+        return within_memory(self.subject, self.text.statistics, measured, self.memory)
+
+    @cached_property
     def judge(self) -> PlanMeter:
         """What measures on the windows that were held out."""
         assert self._collected is not None
-        return PlanMeter(self._collected[1].rounded, self.text.proof, unscored=self.text.unscored)
+        rounded, kept_bytes = self._collected[1].rounded, self.memory_use.kept_logits // 2
+        return PlanMeter(rounded, self.text.proof, unscored=self.text.unscored, kept_bytes=kept_bytes)
 
     @cached_property
     def _reference(self) -> tuple[Quality, Quality]:
@@ -287,20 +292,27 @@ class Searcher:
         if most is not None and held <= most and goal.faster is None and goal.max_kl is None:
             raise GoalError(
                 f"{self.subject.where}: the model fits as it is: {held:,} bytes, {8 * held / numbers:.3f} bits a "
-                f"weight, and {most:,} bytes are allowed; give a smaller --bits or --bytes"
+                f"weight, and {most:,} bytes are allowed; give a smaller size",
+                settings={"bits": None, "nbytes": None},
             )
 
     def needs(self) -> str:
-        """A sentence on the bytes that statistics take on disk, more than is free there is refused, and on memory."""
+        """A sentence on the bytes that a search takes in memory and on disk; more than there is is refused."""
+        memory = self.memory_use
+        took = in_minutes(self.expect())
+        words = (
+            f"the search takes about {took} and {memory.needed / 1e9:.1f} GB of memory, of {memory.limit / 1e9:.1f} GB"
+        )
+        if self.folder is None:
+            return words
         kept, scratch = evidence_bytes(self.subject, self.text.statistics)
-        place = (self.folder or Path()).absolute()
-        free = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free
-        said = f"statistics take about {kept / 1e6:,.0f} MB in {place}, and {scratch / 1e6:,.0f} MB more until then"
+        folder = self.folder.absolute()
+        free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+        on_disk = f"statistics take about {kept / 1e6:,.0f} MB in {folder}, and {scratch / 1e6:,.0f} MB more until then"
         if kept + scratch > free:
-            raise SearchError(f"{said}; {free / 1e6:,.0f} MB are free there: give --output on another disk")
-        memory, free = needed_memory(self.subject, kept), free_memory()
-        much = "" if memory < free else ": it may not be enough, end other programs or search on another machine"
-        return f"{said}; it takes about {memory / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free{much}"
+            text = f"{on_disk}; {free / 1e6:,.0f} MB are free there: give a folder on another disk"
+            raise SearchError(text, settings={"out": None})
+        return f"{on_disk}; {words}"
 
     def _why_so_large(self, most: int) -> str:
         """Where tensors that stay take more than is allowed: why most of their bytes do."""
@@ -320,7 +332,7 @@ class Searcher:
         for name, group in evidence.groups.items():
             before = known.groups[name]
             known.groups[name] = replace(group, formats={**before.formats, **group.formats})
-        known.together = evidence.together
+        known.together, known.proven = evidence.together, evidence.proven
         known.save(self.folder / EVIDENCE)
 
 
@@ -330,7 +342,8 @@ def _require_folder(path: Path, target: Target) -> None:
     if not is_known and target.export != "gguf" and not target.streamed:
         raise SearchError(
             f"{path}: GGUF of an architecture whose names in transformers are not known, so a plan for {target.name} "
-            "could not be applied; search --for llama.cpp, or the model's folder"
+            "could not be applied; search the model's folder, or for llama.cpp",
+            settings={"target": "llama.cpp"},
         )
 
 

@@ -58,7 +58,10 @@ TARGETS = {
 
 def target_of(name: str) -> Target:
     if name not in TARGETS:
-        raise SearchError(f"--for must be one of {', '.join(TARGETS)}, got {name!r}{did_you_mean(name, TARGETS)}")
+        known = f"one of {', '.join(TARGETS)}"
+        raise SearchError(
+            f"the target must be {known}, got {name!r}{did_you_mean(name, TARGETS)}", settings={"target": None}
+        )
     return TARGETS[name]
 
 

@@ -193,6 +193,12 @@ def solve(
     return found
 
 
+def plan_for(evidence: SearchEvidence, goal: Goal) -> Mapping[str, str]:
+    """The choice that a search measured to be best for this goal; for another goal, the one that is predicted best."""
+    known = evidence.proven_for(goal.to_dict())
+    return solve(evidence, goal).choice if known is None else known.choice
+
+
 def kl_out_of_reach(evidence: SearchEvidence, most: float, least: float, force: Mapping[str, str] | None = None) -> str:
     """What is said where the other limits leave no plan within a KL, but one of `least` nats."""
     alone = _Problem(evidence, None, dict(force or {})).best("bytes", {"nats": most}, GAP)
@@ -267,7 +273,10 @@ def _reference_time(evidence: SearchEvidence, rows: int) -> float:
     if len(known) < len(times):
         measured = sorted({row for group in evidence.groups.values() for row in group.reference_us})
         at = f"times at {', '.join(map(str, measured))} rows" if measured else "no times"
-        raise GoalError(f"the evidence has {at}, and the goal is at {rows}; search with --faster --rows {rows}")
+        raise GoalError(
+            f"the evidence has {at}, and the goal is at {rows}; search again for speed",
+            settings={"faster": None, "rows": rows},
+        )
     return sum(known)
 
 
@@ -281,7 +290,7 @@ def size_out_of_reach(limit: int, smallest: int, numbers: int) -> str:
 
     return (
         f"no plan has {size(limit)} or less; the smallest has {size(smallest)}; raise the limit, or allow smaller "
-        "formats with --formats"
+        "formats"
     )
 
 
@@ -301,7 +310,7 @@ def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Ma
     assert best is not None
     return (
         f"no plan has a KL of {goal.max_kl:g} nats or less; the least is {best.nats:.4g}, with "
-        f"{_size(evidence, best.nbytes)}; allow larger formats with --formats"
+        f"{_size(evidence, best.nbytes)}; allow larger formats"
     )
 
 
@@ -349,7 +358,7 @@ class _Problem:
         if self._rows is not None:
             formats = [fmt for fmt in formats if self._rows in group.formats[fmt].us]
             if not formats:
-                raise GoalError(f"{name}: no format was timed at {self._rows} rows; search with --faster again")
+                raise GoalError(f"{name}: no format was timed at {self._rows} rows; search again for speed")
 
         def costs(fmt: str) -> tuple[float, ...]:
             cost = group.formats[fmt]

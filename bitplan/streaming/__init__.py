@@ -1,15 +1,11 @@
 """Models whose blocks wait on the host and cross to the device when they are needed.
 
-Which module does which step:
-
-    stream_blocks      the entry: changes a model so that its blocks are streamed; `options` checks what was asked for
-    find_blocks, block_formats, block_layout    what a block is: parameters, formats, layout in bytes
-    block_calls        loads a block before it computes and frees it afterwards
-    weight_loader      loads the block that is asked for, and prefetches what comes next
-    block_bytes        the encoded bytes on the host; `reencode_blocks` renews them before a step
-    policy_link        where selective precision changes a block's format; it is decided in `selective.decide`
-    telemetry          what a step moved and waited for
-    transfer, training, selective    copies and slots; weights trained on the host; which block gets which precision
+stream_blocks      the entry: changes a model so that its blocks are streamed; `options` checks what was asked for
+find_blocks, block_layout    what a block is: its parameters, and their bytes in their formats
+weight_loader      loads the block that is asked for, and prefetches what comes next; `saved_tensors` for backward
+reencode_blocks    the encoded bytes on the host, made again before a step where formats or weights changed
+telemetry          what a step moved and waited for
+transfer, training, selective    copies and slots; weights trained on the host; which block gets which precision
 """
 
 from typing import TYPE_CHECKING
@@ -48,6 +44,7 @@ if TYPE_CHECKING:
     from bitplan.streaming.selective.trainer_callbacks import (
         TensorBoardScalars as TensorBoardScalars,
         lightning_callback as lightning_callback,
+        streaming_callback as streaming_callback,
         trainer_callback as trainer_callback,
     )
     from bitplan.streaming.training.adamw_settings import AdamWSettings as AdamWSettings
@@ -62,5 +59,8 @@ if TYPE_CHECKING:
         Pressure as Pressure,
         RuntimeLimitHints as RuntimeLimitHints,
     )
+    from bitplan.streaming.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
+    from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy as SelectivePrecisionPolicy
+    from bitplan.streaming.selective.run_calibration import run_calibration as run_calibration
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

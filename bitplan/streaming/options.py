@@ -1,8 +1,6 @@
 """StreamOptions: what `stream_blocks` was asked for, checked as a whole before anything is allocated.
 
-Which format each parameter of each block crosses the bus in.
-
-`formats` may be
+`formats`, which each parameter of each block crosses the bus in, may be
     None            every parameter in its own type: nothing is lost
     a name          that format for every weight of two or more axes; vectors (norms, biases) keep their own type
     a mapping       keys, first match wins: a parameter's full name, a block's or module's name (its matrices, as
@@ -19,10 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from torch import distributed
 
 from bitplan.formats import Format, get_format
 from bitplan.plan.format_choices import Stored, Wanted, choose_formats
@@ -34,10 +31,8 @@ from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.host_memory import HostKind
 from bitplan.streaming.transfer.schedule import Slots, check_slots
 
-# ---- block formats ---------------------------------------------------------------------------------------------------
-
-
 Formats = Wanted | None
+Moments = Literal["float32", "int8"]
 # Block name -> (parameter's name within the block -> its shape and type).
 BlockSpecs = Mapping[str, Mapping[str, ParameterSpec]]
 BlockFormats = dict[str, dict[str, Format]]
@@ -48,7 +43,7 @@ def resolve_formats(formats: Formats, blocks: BlockSpecs, current: BlockFormats 
     specs = {f"{block}.{name}": spec for block, names in blocks.items() for name, spec in names.items()}
     own = {name: own_format(spec, name) for name, spec in specs.items()}
     now = {f"{block}.{name}": fmt for block, names in (current or {}).items() for name, fmt in names.items()}
-    base = Plan({name: Planned(Choice((now or own)[name].name, "as it is")) for name in specs})
+    base = Plan({name: Planned(Choice((now or own)[name].name, "as it is", cause="held")) for name in specs})
     if isinstance(formats, Plan):  # a plan may be for the whole model
         formats = Plan({name: entry for name, entry in formats.entries.items() if name in specs})
     elif formats is None:
@@ -74,9 +69,6 @@ def own_format(spec: ParameterSpec, name: str) -> Format:
     return get_format(text)
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StreamOptions:
     """The options of `stream_blocks`, by the same names."""
@@ -95,6 +87,8 @@ class StreamOptions:
     offload_activations: bool
     compile: bool | Mapping[str, Any]
     timeout_s: float
+    shard_optimizer: bool
+    moments: Moments
 
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward, compiled if that was asked for."""
@@ -106,7 +100,7 @@ class StreamOptions:
     def check(self) -> None:
         """Refuse options that contradict each other."""
         train = self.train
-        for name in ("check_finite", "offload_activations"):
+        for name in ("check_finite", "offload_activations", "shard_optimizer"):
             if not isinstance(value := getattr(self, name), bool):
                 raise StreamError(f"{name}={value!r}: expected True or False")
         check_slots(self.slots, self.vram_bytes)
@@ -135,18 +129,10 @@ class StreamOptions:
             raise StreamError(
                 "train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'"
             )
-        self.refuse_several_processes()
-
-    def refuse_several_processes(self) -> None:
-        """Refuse to train weights where several processes train together: each would step by its own gradients."""
-        if self.train != "weights" or not (distributed.is_available() and distributed.is_initialized()):
-            return
-        if (processes := distributed.get_world_size()) > 1:
-            raise StreamError(
-                f"train='weights' in a process group of {processes}: gradients of streamed weights are not reduced "
-                "over processes, so that each would train a model of its own; train adapters (train='adapters'), or "
-                "run one process (python instead of torchrun)"
-            )
+        if self.moments not in get_args(Moments):
+            raise StreamError(f"moments={self.moments!r}: there are {', '.join(map(repr, get_args(Moments)))}")
+        if self.shard_optimizer and train != "weights":
+            raise StreamError(f"shard_optimizer=True divides AdamW of streamed weights, but train={train!r}")
 
 
 def check_norm(what: str, max_norm: float) -> None:

@@ -10,12 +10,10 @@
 
 Blocks wait on the host in their formats, cross the bus in these formats, and are decoded on the device. Weights and
 formats change at step boundaries only. Weights that other code changed meanwhile (`model.load_state_dict`, an edit
-under torch.no_grad()) are detected there and encoded again (`block_bytes`).
+under torch.no_grad()) are detected there and encoded again (`reencode_blocks`).
 
-BlockCalls: loads a streamed block before it computes and frees it afterwards.
-
-Only the `forward` of each block is wrapped. During the call the block's parameters are the streamed ones, and autograd
-saves places instead of weights (`streaming.saved_tensors`).
+Only the `forward` of each block is wrapped (`BlockCalls`). During the call the block's parameters are the streamed
+ones, and autograd saves places instead of weights (`saved_tensors`).
 """
 
 from __future__ import annotations
@@ -33,12 +31,13 @@ from bitplan.base.errors import FormatError
 from bitplan.base.records import on_failure
 from bitplan.streaming.errors import StreamError, StreamStateError
 from bitplan.streaming.find_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
-from bitplan.streaming.options import BlockFormats, Formats, StreamOptions, check_norm, resolve_formats
+from bitplan.streaming.options import BlockFormats, Formats, Moments, StreamOptions, check_norm, resolve_formats
 from bitplan.streaming.reencode_blocks import BlockUpkeep, lay_out_all, refuse_unmerging
 from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_weights_by_place
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
+from bitplan.streaming.training.processes import Processes, hide_from_ddp, several_processes
 from bitplan.streaming.training.training_state import load_training, read_training, training_document, write_training
 from bitplan.streaming.transfer.activation_offload import ActivationOffload, Compute
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, SentFlags, Transfer, alone
@@ -47,8 +46,6 @@ from bitplan.streaming.transfer.host_memory import HostKind, open_host
 from bitplan.streaming.transfer.schedule import Slots
 from bitplan.streaming.transfer.transfer_limits import Pressure, RuntimeLimitHints
 from bitplan.streaming.weight_loader import WeightLoader
-
-# ---- block calls -----------------------------------------------------------------------------------------------------
 
 
 class BlockCalls:
@@ -194,9 +191,6 @@ def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-# ---- stream blocks ---------------------------------------------------------------------------------------------------
-
-
 def stream_blocks(
     model: nn.Module,
     blocks: str = "model.layers.*",
@@ -216,12 +210,14 @@ def stream_blocks(
     offload_activations: bool = False,
     compile: bool | Mapping[str, Any] = False,
     timeout_s: float = WAIT_TIMEOUT_S,
+    shard_optimizer: bool = False,
+    moments: Moments = "float32",
 ) -> BlockStream:
     """Stream the blocks of a model through a device; everything else of the model moves there and stays.
 
     blocks        names of the blocks; `*` stands for one part of a name
     device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and trials
-    formats       None (each parameter's own type), a format, a mapping or a Plan; see `blocks.formats`
+    formats       None (each parameter's own type), a format, a mapping or a Plan; see `options`
     slots         ring slots on the device; "auto" fills the memory that steps leave, with resident blocks first
     host          "pinned", "pageable", or "file" (in `host_folder`, or a temporary folder)
     train         "adapters": parameters of blocks that require gradients stay on the device, for your optimizer;
@@ -235,7 +231,11 @@ def stream_blocks(
     check_finite  look for NaN and infinity in the outputs of blocks, without waiting for the device
     offload_activations   checkpoint every block, and keep its input in pinned memory from its forward to its backward
     compile       run blocks through torch.compile, once for all blocks of one kind; a mapping has its arguments
-    timeout_s     how long any wait for a transfer may take before it is an error
+    timeout_s     how long any wait, for a transfer or for another process, may take before it is an error
+    shard_optimizer   with train="weights" in several processes (torchrun): each keeps the moments of its part of every
+                  weight, and steps that part; see `training.processes`
+    moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8;
+                  see `training.small_moments`
     """
     options = StreamOptions(
         formats=formats,
@@ -252,6 +252,8 @@ def stream_blocks(
         offload_activations=offload_activations,
         compile=compile,
         timeout_s=timeout_s,
+        shard_optimizer=shard_optimizer,
+        moments=moments,
     )
     return BlockStream(model, find_blocks(model, blocks, train), open_device(device), options)
 
@@ -290,19 +292,29 @@ class BlockStream:
         for index, block in enumerate(blocks):
             self._calls.wrap(index, block, options.compiled(block.module.forward))
         self._hooks = self._upkeep.hook_state_dicts()
+        self._show_to_ddp = hide_from_ddp(model, _by_full_name(formats))
 
     def _open_training(self, options: StreamOptions) -> HostTraining | None:
         if options.train != "weights":
             return None
         settings = options.optimizer or AdamWSettings()
         pinned, clip = options.host == "pinned", options.clip_grad_norm
-        return HostTraining(self.blocks, settings, self.device, options.timeout_s, clip, pinned=pinned)
+        return HostTraining(
+            self.blocks,
+            settings,
+            self.device,
+            options.timeout_s,
+            clip,
+            pinned=pinned,
+            shards=options.shard_optimizer,
+            small_moments=options.moments == "int8",
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, error: object, *_: object) -> None:
-        failure = self._shut_down()
+    def __exit__(self, kind: object, error: BaseException | None, _traceback: object) -> None:
+        failure = self._shut_down(error)
         if failure is not None and error is None:
             raise failure
 
@@ -319,12 +331,12 @@ class BlockStream:
         begin_step again to go on. With train="weights" this waits to know if the last step counts, not for its AdamW.
         """
         self._check_open()
-        self._options.refuse_several_processes()  # a trainer may have made the group since
         if self._step is not None:
             self._abandon()
         if self.training is not None:
             self.training.wait_checked()
         self._raise_failures()
+        self._join_processes()
         self._upkeep.bring_up_to_date()
         self.device.reset_peak()
         if self._finite is not None:
@@ -335,6 +347,23 @@ class BlockStream:
         self._loader.start(step, recorder)
         self._step = step
         self._telemetry.flush()
+
+    def _join_processes(self) -> None:
+        """Train with the other processes of the group; it may be younger than the stream, as a trainer makes it."""
+        training = self.training
+        if training is None or training.processes is not None or not several_processes():
+            return
+        training.finish()
+        self._upkeep.settle()
+        processes = Processes(self.device.torch_device, self._options.timeout_s)
+        frozen = {
+            f"{block.name}.{name}": one.parameter
+            for block in self.blocks
+            for name, one in block.parameters.items()
+            if not training.trains(block.name, name)
+        }
+        with on_failure(lambda: processes.leave(None)):
+            training.join(processes, frozen)
 
     @alone
     def end_step(self) -> None:
@@ -371,12 +400,9 @@ class BlockStream:
         Call it after the last backward of the step, before your optimizer. Returns the norm before clipping, so it must
         wait until backward is done and all gradients are on the host.
         """
-        self._check_open()
-        if self._step is None or self.training is None:
-            state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
-            raise StreamError(f"clip_gradients: {state}; it goes with train='weights', between backward and end_step")
+        training = self._training_within_a_step("clip_gradients")
         check_norm("clip_gradients", max_norm)
-        return self.training.clip(max_norm, list(also))
+        return training.clip(max_norm, list(also))
 
     @alone
     def unscale_gradients(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None = None) -> bool:
@@ -386,28 +412,31 @@ class BlockStream:
         gradients. Where one overflowed, of streamed weights or of the optimizer's, neither is stepped, end_step
         raises nothing, and `scaler.update()` lowers the scale.
         """
+        return self._training_within_a_step("unscale_gradients").unscale(scaler, optimizer)
+
+    def _training_within_a_step(self, call: str) -> HostTraining:
         self._check_open()
         if self._step is None or self.training is None:
             state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
-            raise StreamError(
-                f"unscale_gradients: {state}; it goes with train='weights', between backward and end_step"
-            )
-        return self.training.unscale(scaler, optimizer)
+            raise StreamError(f"{call}: {state}; it goes with train='weights', between backward and end_step")
+        return self.training
 
     @alone
     def synchronize(self) -> None:
-        """Wait for updates that are under way, and raise errors of these or of earlier steps.
+        """Wait for updates and copies that are under way, and raise errors of these or of earlier steps.
 
-        The model's own Parameters are then the weights as they were trained: read them, or save the model.
+        The model's own Parameters are then the weights as they were trained: read them, or save the model. And
+        `stats.last` is of the last step: its copies, those made ahead for the next step too, are over.
         """
         if self.training is not None:
             self.training.finish()
+        self._loader.finish_copies()
         self._raise_failures(wait=True)
         self._upkeep.settle()
 
     @alone
     def refresh(self) -> None:
-        """Read every parameter again at the next boundary: for changes that torch does not count (`block_bytes`).
+        """Read every parameter again at the next boundary: for changes that torch does not count (`reencode_blocks`).
 
         With train="weights" call `synchronize` before you write into parameters, and this afterwards.
         """
@@ -541,17 +570,18 @@ class BlockStream:
             raise failure
 
     @alone
-    def _shut_down(self) -> Exception | None:
+    def _shut_down(self, error: BaseException | None = None) -> Exception | None:
         if self._is_closed:
             return None
         self._is_closed = True
+        self._show_to_ddp()
         self._calls.unwrap()
         for hook in self._hooks:
             hook.remove()
         try:
             return self._finish()
         finally:
-            self._free()
+            self._free(error)
 
     def _finish(self) -> Exception | None:
         """Finish everything under way and give the model its weights; returns an error that was not raised yet."""
@@ -609,11 +639,11 @@ class BlockStream:
         if self._is_closed:
             raise StreamError("this stream is closed; call stream_blocks again")
 
-    def _free(self) -> None:
+    def _free(self, error: BaseException | None = None) -> None:
         """Give everything back; safe to call in any state."""
         self._loader.close()
         if self.training is not None:
-            self.training.close()
+            self.training.close(error)
         self._host.close()
 
 

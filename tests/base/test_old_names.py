@@ -14,6 +14,8 @@ from bitplan.base import old_names
     ("package", "name", "home"),
     [
         ("bitplan.store", "open_tensors", "bitplan"),
+        ("bitplan", "QuantLinear", "bitplan.packed"),
+        ("bitplan.store", "morph_model", "bitplan.files"),
         ("bitplan.store", "TensorFile", "bitplan.files"),
         ("bitplan.runtime", "ApplyError", "bitplan.packed"),
         ("bitplan.runtime", "StreamError", "bitplan.streaming"),

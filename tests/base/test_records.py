@@ -198,7 +198,7 @@ def test_an_input_is_refused_under_every_name(tmp_path):
 
 def test_a_file_that_exists_is_replaced_with_force_only(tmp_path):
     (tmp_path / "a").touch()
-    with pytest.raises(StoreError, match="a: exists already; replace it with --force"):
+    with pytest.raises(StoreError, match=r"a: exists already; .*replace it \(force=True\)"):
         check_output(tmp_path / "a", force=False)
     check_output(tmp_path / "a", force=True)
     check_output(tmp_path / "b", force=False)

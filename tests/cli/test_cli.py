@@ -33,22 +33,22 @@ def test_module_and_script_are_the_same():
 
 
 def test_formats_lists_every_format(capsys):
-    assert run(["formats"]) == 0
+    assert run(["inspect"]) == 0
     out = capsys.readouterr().out
     assert all(f" {fmt.name} " in out for fmt in list_formats())
 
 
 def test_formats_as_json(capsys):
-    assert run(["formats", "--json"]) == 0
+    assert run(["inspect", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == len(list_formats())
 
 
 def test_formats_on_a_tensor(model, capsys):
-    assert run(["formats", "--on", f"{model}:up.weight", "--json"]) == 0
+    assert run(["inspect", f"{model}", "--tensor", "up.weight", "--json"]) == 0
     rows = {row["format"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["float32"]["sqnr_db"] is None
     assert 40 < rows["int8_row"]["sqnr_db"] < 50
-    assert run(["formats", "--on", f"{model}:up.bias"]) == 0
+    assert run(["inspect", f"{model}", "--tensor", "up.bias"]) == 0
     assert "mxfp4 has blocks of 32" in capsys.readouterr().out
 
 
@@ -99,9 +99,9 @@ def test_compare_exits_1_on_findings(model, capsys):
         (["quantize", "model.safetensors", "o.safetensors"], "--format"),
         (["quantise"], "quantize"),
         (["inspect", "model.safetensors", "--jsno"], "--json"),
-        (["formats", "--on", "model.safetensors"], "FILE:TENSOR"),
-        (["formats", "--on", "model.safetensors:up.wieght"], "did you mean 'up.weight'"),
-        (["formats", "--on", "model.safetensors:up.weight", "--scale-rule", "median"], "absmax"),
+        (["inspect", "--tensor", "up.weight"], "give FILE"),
+        (["inspect", "model.safetensors", "--tensor", "up.wieght"], "did you mean 'up.weight'"),
+        (["inspect", "model.safetensors", "--tensor", "up.weight", "--scale-rule", "median"], "absmax"),
     ],
 )
 @pytest.mark.usefixtures("model")
@@ -155,7 +155,7 @@ def test_a_folder_that_takes_no_files_is_named_without_our_temporary_name(model,
     assert capsys.readouterr().err.startswith("bitplan: /proc/x.safetensors: ")
 
 
-@pytest.mark.parametrize("verb", ["formats", "inspect", "quantize", "compare", "demo"])
+@pytest.mark.parametrize("verb", ["inspect", "quantize", "compare"])
 def test_help_has_an_example(verb, capsys):
     assert run([verb, "--help"]) == 0
     assert f"bitplan {verb}" in " ".join(capsys.readouterr().out.split())
@@ -165,7 +165,7 @@ def test_help_has_an_example(verb, capsys):
 def test_formats_on_a_tensor_with_nan_is_one_line(capsys):
     safetensors.torch.save_file({"w": torch.full((2, 32), torch.nan), "ids": torch.ones(3).long()}, "nan.safetensors")
     for name, message in (("w", "64 NaN and 0 infinite"), ("ids", "expected a float tensor")):
-        assert run(["formats", "--on", f"nan.safetensors:{name}"]) == 2
+        assert run(["inspect", "nan.safetensors", "--tensor", f"{name}"]) == 2
         captured = capsys.readouterr()
         assert captured.err.count("\n") == 1
         assert message in captured.err

@@ -12,20 +12,21 @@ import typer
 from rich.text import Text
 
 from bitplan.cli import run
-from bitplan.cli.app import VERBS, app
+from bitplan.cli.app import OLD_VERBS, VERBS, app
 from tests.cli.verbs.test_perplexity_verb import save_llama
 from tests.crosses import few
 from tests.fp8.policy.fp8_samples import report, series
 
 PANELS = ["Measure", "Plan", "Apply", "Run", "Look"]
 EXAMPLE = re.compile(r"Example: bitplan (.+)")
-WRITES = {"plan": "plan.json", "quantize": "model.mxfp4.safetensors", "merge-policy": "policy.json"}
-NOT_HERE = {"demo"}  # has a test of its own, and takes longest
+WRITES = {"plan": "plan.json", "quantize": "model.mxfp4.safetensors", "fp8 merge": "policy.json"}
 
 
 def commands(group, path=()):
     """Every verb with its click command, through groups."""
     for name, command in group.commands.items():
+        if command.hidden:
+            continue
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
         else:
@@ -48,14 +49,14 @@ def prepared(tmp_path_factory):
         report(series({1024: 0.8, 4096: 1.4, 16384: 1.5}, tp=tp)).save(folder / name)
     at = str(folder)
     small = ["--layers", "1", "--expert-count", "2", "--hidden", "64", "--intermediate", "64"]
-    assert run(["make-checkpoint", f"{at}/gpt-oss-20b", "--to", "hf", *small]) == 0
+    assert run(["gpt-oss", "make", f"{at}/gpt-oss-20b", "--to", "hf", *small]) == 0
     packed = f"{at}/model.mxfp4.safetensors"
     assert run(["quantize", f"{at}/model.safetensors", packed, "--format", "mxfp4", "--keep", "*norm*"]) == 0
     assert run(["plan", "llama", f"{at}/model.safetensors", "-o", f"{at}/plan.json"]) == 0
     assert run(["quantize", f"{at}/llama", f"{at}/packed", "--format", "int8_row"]) == 0
     assert run(["plan", f"{at}/model.safetensors", "--format", "int8_row", "-o", f"{at}/other.json"]) == 0
-    assert run(["drift", f"{at}/model.safetensors", packed, "--jsonl", f"{at}/drift.jsonl"]) == 0
-    assert run(["merge-policy", "--reports", f"{at}/tp1.json", f"{at}/tp2.json", "--output", f"{at}/policy.json"]) == 0
+    assert run(["compare", "--scales", f"{at}/model.safetensors", packed, "--jsonl", f"{at}/drift.jsonl"]) == 0
+    assert run(["fp8", "merge", "--reports", f"{at}/tp1.json", f"{at}/tp2.json", "--output", f"{at}/policy.json"]) == 0
     return folder
 
 
@@ -66,11 +67,26 @@ def test_verbs_are_grouped_by_what_they_are_for(capsys):
     assert re.findall(r"╭─ (\w+) ─", message)[1:] == PANELS
     for name in ALL:
         assert f" {name.split()[0]} " in message
+    assert len([name for name in ALL if " " not in name]) == 14
+    assert {name.split()[0] for name in ALL if " " in name} == {"fp8", "gpt-oss", "manifest"}
 
 
-@pytest.mark.parametrize(
-    "name", [*sorted(set(ALL) - NOT_HERE - {"search"}), pytest.param("search", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("old", OLD_VERBS)
+def test_an_old_verb_works_with_a_warning_and_is_not_in_the_help(old, capsys):
+    assert run([old, "--no-such-option"]) == 2
+    assert "No such option" in capsys.readouterr().err
+    assert run(["--help"]) == 0
+    assert f"│ {old} " not in capsys.readouterr().out
+
+
+def test_the_warning_names_the_new_verb(capsys):
+    assert run(["formats"]) == 0
+    shown = capsys.readouterr()
+    assert "mxfp4" in shown.out
+    assert shown.err == "bitplan: warning: `formats` is `bitplan inspect` now; the next version has no `formats`\n"
+
+
+@pytest.mark.parametrize("name", [*sorted(set(ALL) - {"search"}), pytest.param("search", marks=pytest.mark.long)])
 def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsys):
     result = EXAMPLE.search(" ".join((ALL[name].help or "").split()))
     assert result, f"{name}: its help has no example"
@@ -89,7 +105,7 @@ def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    "name", few(sorted(set(ALL) - NOT_HERE - {"bench", "confirm-policy", "perplexity", "search"}), 8)
+    "name", few(sorted(set(ALL) - {"bench", "fp8 bench", "fp8 confirm", "perplexity", "search"}), 8)
 )  # test it themselves
 def test_with_json_standard_output_is_one_document(name, prepared, tmp_path, monkeypatch, capsys):
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)

@@ -26,12 +26,12 @@ VERBS = {
     "inspect": ["inspect", "m.safetensors"],
     "quantize": ["quantize", "m.safetensors", "out.safetensors", "-f", "int8_row", "--force"],
     "compare": ["compare", "m.safetensors", "p.safetensors"],
-    "drift": ["drift", "m.safetensors", "p.safetensors"],
+    "compare --scales": ["compare", "--scales", "m.safetensors", "p.safetensors"],
     "check": ["check", "rules.json", "m.safetensors", "--deep"],
     "findings": ["check", "gpt-oss", "m.safetensors"],
     "plan": ["plan", "rules.json", "m.safetensors"],
-    "formats": ["formats", "--on", f"m.safetensors:{HOSTILE}"],
-    "convert": ["convert", "m.safetensors", "c.gguf", "--to", "gguf"],
+    "inspect --tensor": ["inspect", "m.safetensors", "--tensor", HOSTILE],
+    "gpt-oss convert": ["gpt-oss", "convert", "m.safetensors", "c.gguf", "--to", "gguf"],
 }
 BESIDE = {
     "mermaid": ["plan", "rules.json", "m.safetensors", "--mermaid"],

@@ -21,8 +21,8 @@ WRITERS = {
     "quantize index": (["shards", "OUT", "-f", "int8"], ["shards/b.safetensors"]),
     "plan": (["rules.json", "model.safetensors", "-o", "OUT"], ["rules.json", "model.safetensors"]),
     "report": (["plan.json", "-o", "OUT"], ["plan.json"]),
-    "merge-policy": (["--reports", "tp1.json", "-o", "OUT"], ["tp1.json"]),
-    "convert": (["gpt-oss", "OUT", "--to", "hf"], ["gpt-oss/model.safetensors"]),
+    "fp8 merge": (["--reports", "tp1.json", "-o", "OUT"], ["tp1.json"]),
+    "gpt-oss convert": (["gpt-oss", "OUT", "--to", "hf"], ["gpt-oss/model.safetensors"]),
 }
 
 
@@ -42,13 +42,14 @@ def files(tmp_path_factory):
     plan.save(folder / "plan.json")
     plan.save(folder / "plan.safetensors")  # a name is no kind
     report(series({1024: 0.8, 4096: 1.4})).save(folder / "tp1.json")
-    assert run(["make-checkpoint", str(folder / "gpt-oss"), "--to", "hf", "--layers", "1"]) == 0
+    assert run(["gpt-oss", "make", str(folder / "gpt-oss"), "--to", "hf", "--layers", "1"]) == 0
     return folder
 
 
 def write(case, output, *more):
     arguments = [output if word == "OUT" else word for word in WRITERS[case][0]]
-    return run([case.split()[0], *arguments, *more])
+    group, *verb = case.split()
+    return run([group, *(verb if group in ("fp8", "gpt-oss") else ()), *arguments, *more])
 
 
 @pytest.mark.parametrize("case", WRITERS)
@@ -69,14 +70,14 @@ def test_inputs_survive_under_every_name(case, files, tmp_path, monkeypatch, cap
             (tmp_path / f"{made}.safetensors").unlink()
 
 
-@pytest.mark.parametrize("case", [*WRITERS, "make-checkpoint"])
+@pytest.mark.parametrize("case", [*WRITERS, "gpt-oss make"])
 def test_an_existing_file_needs_force_and_a_device_is_refused(case, files, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(files)
-    monkeypatch.setitem(WRITERS, "make-checkpoint", (["OUT", "--layers", "1"], []))
+    monkeypatch.setitem(WRITERS, "gpt-oss make", (["OUT", "--layers", "1"], []))
     taken = tmp_path / "taken.safetensors"
     taken.write_text("old")
     assert write(case, str(taken)) == 2
-    assert f"{taken}: exists already; replace it with --force" in capsys.readouterr().err
+    assert f"{taken}: exists already; choose another name, or replace it (--force)" in capsys.readouterr().err
     assert taken.read_text() == "old"
     assert write(case, str(taken), "--force") == 0
     assert taken.read_bytes() != b"old"

@@ -14,7 +14,8 @@ from bitplan.files.drift import drift_files
 from bitplan.files.open_files import write_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.files.tensor_file import Promise
-from bitplan.formats import decode, encode, error_report, get_format
+from bitplan.formats import error_report, get_format
+from bitplan.formats.codec import decode, encode
 from bitplan.formats.scale_checks import scale_health
 from tests.crosses import few
 from tests.formats.samples import SMALL_BLOCKS

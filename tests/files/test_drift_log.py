@@ -13,7 +13,8 @@ from torch import nn
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.files.drift import DriftLog, log_drift, measure_drift, read_drift
 from bitplan.files.models.morph import morph_model
-from bitplan.formats import encode, error_report
+from bitplan.formats import error_report
+from bitplan.formats.codec import encode
 from bitplan.formats.reencode import DriftCounts, requantize
 from bitplan.formats.scale_checks import scale_health
 from tests.crosses import few
@@ -166,7 +167,7 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
 def test_a_killed_process_leaves_whole_lines(tmp_path):
     code = f"""
 import torch
-from bitplan.formats import encode
+from bitplan.formats.codec import encode
 from bitplan.files.drift import DriftLog, log_drift
 from tests.formats.samples import SMALL_BLOCKS
 log, x = DriftLog({str(tmp_path / "d")!r}), torch.ones(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -13,6 +14,7 @@ import safetensors.torch
 import torch
 
 from bitplan.base.errors import FileFormatError, FormatError, NonFiniteError, PlanError, StoreError
+from bitplan.cli import run
 from bitplan.files.compare import compare_files
 from bitplan.files.headers import plan_for_file
 from bitplan.files.models.save_load import load_model
@@ -20,7 +22,8 @@ from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.files.safetensors import write_safetensors
 from bitplan.files.tensor_file import Promise
-from bitplan.formats import encode, get_format
+from bitplan.formats import get_format
+from bitplan.formats.codec import encode
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from tests.crosses import few
@@ -141,7 +144,7 @@ def test_a_plan_for_another_shape_or_for_packed_parts_is_refused(source, tmp_pat
         quantize_file(source, tmp_path / "out.safetensors", plan_of(MIXED, shapes))
     packed = Plan({**plan_of(MIXED).entries, "conv.weight": Planned(Choice("mxfp4", "why"), part="scales")})
     with pytest.raises(
-        PlanError, match=r"conv.weight: the plan has it as the scales of a packed tensor.*bitplan convert"
+        PlanError, match=r"conv.weight: the plan has it as the scales of a packed tensor.*bitplan gpt-oss convert"
     ):
         quantize_file(source, tmp_path / "out.safetensors", packed)
 
@@ -169,7 +172,7 @@ def write_as_gguf(weights, path):
 
 def test_gguf_is_written_from_gguf_alone(source, tmp_path):
     """Other files have neither llama.cpp's names nor its metadata."""
-    with pytest.raises(StoreError, match=r"out.gguf: GGUF is written from GGUF alone: .*bitplan export --to gguf"):
+    with pytest.raises(StoreError, match=r"out.gguf: GGUF is written from GGUF alone: .*bitplan export.*\(to='gguf'\)"):
         quantize_file(source, tmp_path / "out.gguf", "q8_0_gguf")
     assert not (tmp_path / "out.gguf").exists()
 
@@ -278,9 +281,9 @@ def test_only_a_models_folder_is_replaced_and_a_failure_leaves_none(tmp_path):
     write_shards(tmp_path / "in")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "kept").touch()
-    with pytest.raises(StoreError, match="out: exists already; replace it with --force"):
+    with pytest.raises(StoreError, match=r"out: exists already; .*replace it \(force=True\)"):
         quantize_file(tmp_path / "in", tmp_path / "out", "int8")
-    with pytest.raises(StoreError, match=r"out: is not empty and has no config.json.* --force does not replace it"):
+    with pytest.raises(StoreError, match=r"out: is not empty and has no config.json.* is not replaced"):
         quantize_file(tmp_path / "in", tmp_path / "out", "int8", force=True)
     bad = tensors()["blocks.0.up.weight"]
     bad[0, 0] = torch.nan
@@ -309,7 +312,7 @@ def test_nan_and_infinity_are_named_and_counted(fmt, tmp_path):
 
 def test_an_indivisible_shape_gets_the_nearest_format_unless_it_is_asked_for_by_name(tmp_path):
     safetensors.torch.save_file({"w": torch.randn(32, 33)}, tmp_path / "in.safetensors")
-    with pytest.raises(FormatError, match=r"w: mxfp4 has blocks of 32, and 33 .* --pad zero .* --keep 'w'"):
+    with pytest.raises(FormatError, match=r"w: mxfp4 has blocks of 32, and 33 .*\(pad='zero', keep='w'\)"):
         quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4", only=["w"])
     report = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4")
     assert report.rows[0]["to"] == "int8_row"
@@ -451,7 +454,7 @@ def test_a_name_with_brackets_can_be_kept(tmp_path):
 
 def test_gguf_says_that_it_never_fills_a_block(tmp_path):
     write_as_gguf({"w": torch.randn(32, 33)}, tmp_path / "in.gguf")
-    with pytest.raises(StoreError, match=r"never filled, and 'w' has 33 there; leave it as it is \(--keep 'w'\)"):
+    with pytest.raises(StoreError, match=r"never filled, and 'w' has 33 there; .*leave it as it is \(keep='w'\)"):
         quantize_file(tmp_path / "in.gguf", tmp_path / "out.gguf", "q4_0_gguf", pad="zero")
 
 
@@ -513,7 +516,7 @@ def test_what_each_tensor_lost_is_counted_and_a_tensor_that_saturates_is_warned_
     assert (rows["norm.weight"]["sqnr_db"], rows["norm.weight"]["saturated_share"]) == (None, None)
     (warning,) = report.warnings
     assert warning.startswith("mxfp4: 1 of 3 tensors lost much: high.weight (100.0% saturated, 0.0% to zero, SQNR ")
-    assert "--keep" in warning
+    assert "(keep)" in warning
     assert report.to_dict()["warnings"] == [warning]
 
 
@@ -592,7 +595,6 @@ def test_force_replaces_the_model_and_keeps_all_else(tmp_path):
         (out / name).write_text("kept")
     (out / "checkpoint-500").mkdir()
     (out / "checkpoint-500" / "config.json").write_text("kept")
-    (out / "generation_config.json").write_text('{"eos_token_id": 7}')  # the other model's, as its chat templates are
     (out / "additional_chat_templates").mkdir()
     quantize_file(source, out, "int8", force=True)
     assert {path.name for path in out.iterdir()} == {
@@ -601,6 +603,41 @@ def test_force_replaces_the_model_and_keeps_all_else(tmp_path):
     }
     assert (out / "checkpoint-500" / "config.json").read_text() == (out / "notes.md").read_text() == "kept"
     open_tensors(out).close()
+
+
+def test_force_leaves_no_tokenizer_of_another_model_beside_a_model_without_one_and_loses_none(tmp_path, caplog):
+    source, out = model_folder(tmp_path / "in"), model_folder(tmp_path / "out")
+    (out / "model.safetensors").rename(out / "part-a.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors(), "part-a.safetensors")}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    theirs = {"tokenizer.json": "{}", "chat_template.jinja": "hi", "generation_config.json": "{}"}
+    for round_ in ("replaced", "replaced2"):
+        for name, text in theirs.items():
+            (out / name).write_text(text + round_)
+        caplog.clear()
+        quantize_file(source, out, "int8", force=True)
+        assert f"those of the model before are in {round_} there now" in caplog.text
+        assert {path.name: path.read_text() for path in (out / round_).iterdir()} == {
+            name: text + round_ for name, text in theirs.items()
+        }
+    written = {"config.json", "model.safetensors", "bitplan_plan.json"}
+    assert {path.name for path in out.iterdir()} == written | {"replaced", "replaced2"}
+
+
+def test_a_verb_opens_its_source_once_and_plans_once(tmp_path, monkeypatch):
+    source = model_folder(tmp_path / "in")
+    opened, planned = [], []
+
+    def count(home, name, calls):
+        module = importlib.import_module(f"bitplan.files.{home}")
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **options: calls.append(args[0]) or plain(*args, **options))
+
+    count("safetensors_tensors", "open_checkpoint", opened)
+    count("headers", "choose_formats", planned)
+    assert run(["quantize", str(source), str(tmp_path / "out"), "--format", "int8_row"]) == 0
+    assert opened == [source]
+    assert len(planned) == 1
 
 
 def test_an_output_that_holds_the_source_is_refused(tmp_path):

@@ -16,7 +16,8 @@ from bitplan.files.gguf_tensors import GGUF_TYPES
 from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.safetensors_tensors import METADATA_KEY
 from bitplan.files.tensor_file import Promise
-from bitplan.formats import Encoded, decode, encode, list_formats
+from bitplan.formats import Encoded, list_formats
+from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 
 FORMATS = [fmt.name for fmt in list_formats()]

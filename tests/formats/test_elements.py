@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.formats import decode, encode
 from bitplan.formats import elements as el
+from bitplan.formats.codec import decode, encode
 
 from .samples import bits, every_16_bit_float, every_byte, same
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.formats import Encoded, decode, encode, get_format
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.codec import decode, encode
 
 from .samples import gaussian
 

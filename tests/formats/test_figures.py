@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from bitplan.formats import encode, error_report
+from bitplan.formats import error_report
+from bitplan.formats.codec import encode
 
 from .samples import gaussian
 

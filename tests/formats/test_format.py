@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, decode, encode, get_format
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 
 from .samples import ALL_FORMATS, SHAPE_PARAMS, gaussian, same

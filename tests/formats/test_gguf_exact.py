@@ -8,7 +8,8 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from bitplan.formats import Encoded, decode, encode, get_format
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 
 from .samples import gaussian, heavy_tailed

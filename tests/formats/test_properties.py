@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bitplan.formats import decode, encode, get_format
+from bitplan.formats import get_format
+from bitplan.formats.codec import decode, encode
 
 from .samples import WITH_CODES, bits
 

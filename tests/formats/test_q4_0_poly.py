@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.formats import Encoded, decode, encode
+from bitplan.formats import Encoded
+from bitplan.formats.codec import decode, encode
 
 from .samples import gaussian, heavy_tailed
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bitplan.base.errors import FormatError, NonFiniteError
-from bitplan.formats import decode, encode, get_format
+from bitplan.formats import get_format
+from bitplan.formats.codec import decode, encode
 from bitplan.formats.reencode import DriftCounts, requantize
 from tests.crosses import few
 from tests.formats.samples import (

@@ -58,13 +58,13 @@ def test_an_unknown_name_gets_a_suggestion(wrong, hint):
     with pytest.raises(FormatError) as refusal:
         get_format(wrong)
     assert hint in str(refusal.value)
-    assert str(refusal.value).startswith(f"no format {wrong!r}; `bitplan formats` lists them all; ")
+    assert str(refusal.value).startswith(f"no format {wrong!r}; `bitplan inspect` lists them all; ")
 
 
 def test_a_name_like_no_other_gets_none():
     with pytest.raises(FormatError) as refusal:
         get_format("zzzz")
-    assert str(refusal.value) == "no format 'zzzz'; `bitplan formats` lists them all"
+    assert str(refusal.value) == "no format 'zzzz'; `bitplan inspect` lists them all"
 
 
 def test_the_list_is_a_copy():

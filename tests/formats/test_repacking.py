@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, decode, encode, repack
+from bitplan.formats import Encoded, repack
+from bitplan.formats.codec import decode, encode
 
 from .samples import gaussian, heavy_tailed, same
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import decode, encode, error_report
+from bitplan.formats import error_report
 from bitplan.formats import quantization_error as report
+from bitplan.formats.codec import decode, encode
 from bitplan.formats.quantization_error import Similarity, similarity
 from tests.crosses import few
 

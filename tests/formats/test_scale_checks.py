@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, decode, encode, get_format
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.codec import decode, encode
 from bitplan.formats.scale_checks import (
     ScaleHealth,
     all_scales_inside,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import decode, encode, get_format
 from bitplan.formats import elements as el
+from bitplan.formats import get_format
+from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 from tests.formats.samples import SCALED_FORMATS, gaussian, heavy_tailed, per_block
 

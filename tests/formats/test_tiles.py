@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.formats import decode, encode, error_report, get_format, tiles
+from bitplan.formats import error_report, get_format, tiles
+from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 
 from .samples import ALL_FORMATS, FORMATS_AND_RULES, gaussian, same

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, Format, decode, encode, get_format
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.codec import decode, encode
 
 triton = pytest.importorskip("triton")
 if not (triton.knobs.runtime.interpret or torch.cuda.is_available()):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.formats import decode, encode, get_format
+from bitplan.formats import get_format
+from bitplan.formats.codec import decode, encode
 
 from .samples import gaussian
 

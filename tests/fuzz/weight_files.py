@@ -42,7 +42,7 @@ def read_safetensors(path: Path) -> None:
     with SafetensorsFile(path) as file:
         for name, entry in file.tensors.items():
             tensor = file.read(name)
-            assert (tensor.dtype, tuple(tensor.shape), tensor.nbytes) == (entry.dtype, entry.shape, entry.nbytes)
+            assert (tensor.dtype, tuple(tensor.shape), tensor.nbytes) == (entry.torch_dtype, entry.shape, entry.nbytes)
             if entry.shape:
                 assert file.read_rows(name, 0, entry.shape[0]).shape == tensor.shape
         if b"-0" in path.read_bytes():  # 0 to Python's json, a float to the library's
@@ -137,7 +137,8 @@ def make_networks(folder: Path) -> list[Path]:
     import torch
 
     from bitplan.files.poly_network import PolyNetwork
-    from bitplan.formats import DTYPE_NAMES, encode
+    from bitplan.formats import DTYPE_NAMES
+    from bitplan.formats.codec import encode
     from tests.files.test_poly_json import AMBIGUOUS, EVERY_ORIGINAL, ORIGINAL, b64, network, pack, packed
 
     x = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -162,7 +163,7 @@ def make_packed(folder: Path) -> list[Path]:
 
     from bitplan.files.open_files import write_tensors
     from bitplan.files.tensor_file import Promise
-    from bitplan.formats import encode
+    from bitplan.formats.codec import encode
 
     x = torch.linspace(-1, 1, 4 * 128).reshape(4, 128)
     packed = {fmt: encode(x, fmt) for fmt in ("mxfp4", "nvfp4", "int8_g128", "q4_0_poly")}
@@ -185,11 +186,11 @@ def read_packed_file(path: Path) -> None:
     """What `check --deep` and `load` do."""
     from bitplan import open_tensors
     from bitplan.files.deep_check import deep_check
-    from bitplan.packed.read_tensors import read_packed
 
     with open_tensors(path) as file:
         deep_check(ANY_FORMAT, file)
-    read_packed(path)
+        for name in file.specs:
+            file.read(name)
 
 
 PAIRS = Manifest.from_document(
@@ -212,7 +213,7 @@ def make_pairs(folder: Path) -> list[Path]:
     import safetensors.torch
     import torch
 
-    from bitplan.formats import encode
+    from bitplan.formats.codec import encode
 
     encoded = encode(torch.linspace(-1, 1, 4 * 256).reshape(4, 256), "fp4_u8_g128")
     assert encoded.base is not None
@@ -231,11 +232,9 @@ def make_pairs(folder: Path) -> list[Path]:
 def read_pairs(path: Path) -> None:
     from bitplan import open_tensors
     from bitplan.files.deep_check import deep_check
-    from bitplan.packed.read_tensors import read_packed
 
     with open_tensors(path) as file:
         deep_check(PAIRS, file)
-    read_packed(path, manifest=PAIRS)
 
 
 def make_statistics(folder: Path) -> list[Path]:

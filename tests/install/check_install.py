@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 WORK = BUILD / "install"
 NOT_SHIPPED = {".nbc", ".nbi", ".pyc"}
-MODEL = "import torch, bitplan; bitplan.save_model(torch.nn.Linear(256, 256), 'model.safetensors')"
-WITHOUT_TREES = "bitplan: bitplan.trees needs scikit-learn, which is not installed: pip install 'bitplan[trees]'\n"
+MODEL = "import torch, bitplan; bitplan.save_packed(torch.nn.Linear(256, 256), 'model.safetensors')"
+WITHOUT_TREES = "demo: bitplan.trees needs scikit-learn, which is not installed: pip install 'bitplan[trees]'\n"
 IMPORT_ALL = """
 import importlib, importlib.metadata as metadata, importlib.util, re, sys
 plain = lambda name: re.sub("[-_.]+", "-", name).lower()
@@ -104,19 +104,26 @@ def use_core(python: str) -> None:
     say("use the command without extras")
     command = str(Path(python).with_name("bitplan"))
     run([command, "doctor", "--no-measure"])
-    run([command, "formats"])
+    run([command, "inspect"])
     run([python, "-c", MODEL])
     run([command, "quantize", "model.safetensors", "small.safetensors", "--format", "int8_row"])
     run([command, "compare", "model.safetensors", "small.safetensors"])
     began = time.monotonic()
-    refused = run([command, "demo"], code=2)
-    expect(refused.stderr == WITHOUT_TREES, f"bitplan demo without scikit-learn said: {refused.stderr}")
-    expect(time.monotonic() - began < 60, "bitplan demo worked before it said what is missing")
+    take_demo()
+    refused = run([python, "-m", "examples.demo"], code=2)
+    expect(refused.stderr == WITHOUT_TREES, f"the demo without scikit-learn said: {refused.stderr}")
+    expect(time.monotonic() - began < 60, "the demo worked before it said what is missing")
+
+
+def take_demo() -> None:
+    """Copy the script of the demo, which is no part of the package, beside the installed one."""
+    shutil.copytree(ROOT / "examples" / "demo", WORK / "empty" / "examples" / "demo", dirs_exist_ok=True)
 
 
 def run_demo(python: str) -> None:
     say("run the demo")
-    run([python, "-m", "bitplan", "demo", "--fast"])
+    take_demo()
+    run([python, "-m", "examples.demo", "--fast"])
     report = WORK / "empty" / "demo-out" / "report.html"
     expect(report.is_file() and report.read_text().rstrip().endswith("</html>"), "the demo wrote no whole report.html")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitplan.formats import Encoded, decode, encode
+from bitplan.formats import Encoded
+from bitplan.formats.codec import decode, encode
 
 FORMATS = ("mxfp4", "fp4_u8_g128", "nvfp4", "int8_row", "int8_g128", "int4_g32", "q4_0_gguf", "fp8_e4m3_row")
 # Unit roundoff of the type a result is rounded to; sums are float32's (2^-24).

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bitplan import apply_plan
-from bitplan.formats import decode, encode
+from bitplan.formats.codec import decode, encode
 
 
 @pytest.mark.parametrize("name", ["q4_k_gguf", "q5_1_gguf"])

@@ -10,7 +10,8 @@ from torch import nn
 
 pytest.importorskip("numba")
 
-from bitplan import QuantExperts, apply_plan, describe, fuse_projections
+from bitplan import apply_plan, describe
+from bitplan.packed import QuantExperts, fuse_projections
 from tests.fp8.test_find_linears import PlainExperts
 from tests.plan.structure import handwritten_models as models
 

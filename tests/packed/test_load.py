@@ -16,24 +16,19 @@ import torch
 from torch import nn
 
 import bitplan
-from bitplan.base.errors import BitplanError, FileFormatError, MissingLibraryError, StoreError
-from bitplan.files.deep_check import deep_check
+from bitplan.base.errors import FileFormatError, MissingLibraryError, StoreError
 from bitplan.files.gguf import GGUFFile, write_gguf
 from bitplan.files.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
 from bitplan.files.gpt_oss import source as gpt_oss_source
 from bitplan.files.gpt_oss.synthetic import DrawnCheckpoint
-from bitplan.files.models.save_load import save_model
-from bitplan.files.open_files import open_tensors
 from bitplan.files.tensor_bytes import ContainerFile
 from bitplan.formats import Encoded
-from bitplan.packed.checkpoints import gpt_oss_load as load
-from bitplan.packed.checkpoints import gpt_oss_load as weights
-from bitplan.packed.checkpoints.load import load_packed
+from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors
+from bitplan.packed.checkpoints.load import check_filled, load_packed
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.quant_experts import QuantExperts
-from bitplan.packed.read_tensors import check_filled, read_packed
 from bitplan.packed.tile_cache import TileCache
-from bitplan.plan import Manifest, ManifestError, shipped_manifest
+from bitplan.plan import ManifestError, shipped_manifest
 
 transformers = pytest.importorskip("transformers")
 LAYOUTS = ("openai", "hf", "gguf")
@@ -122,10 +117,6 @@ def test_it_stays_packed_and_as_the_file_has_it(made, layout, reads):
     assert report.device_bytes <= report.file_bytes
     assert report.seconds > 0
     assert json.loads(json.dumps(report.to_dict()))["layout"] == layout
-    with pytest.raises(
-        StoreError, match=r"'model.layers.0.mlp.experts' holds packed experts of gpt-oss, which save_model"
-    ):
-        save_model(model, "never.safetensors")
 
 
 def test_the_layouts_give_the_same_bytes(made):
@@ -168,9 +159,9 @@ def test_a_given_model_is_filled(made, expanded, reads):
     config.vocab_size = 64
     with torch.device("meta"):
         other = transformers.GptOssForCausalLM(config)
-    with pytest.raises(FileFormatError, match=r"lm_head.weight' differs: \(128, 64\) in the file, \(64, 64\) in the"):
+    with pytest.raises(FileFormatError, match=r"lm_head.weight \(the file has \(128, 64\), the model \(64, 64\)\)"):
         load_packed(made["gguf"], model=other)
-    with pytest.raises(FileFormatError, match="does not fit this Linear: 'bias' differs: missing in the file"):
+    with pytest.raises(FileFormatError, match="does not fit this Linear: 2 missing: bias, weight; "):
         load_packed(made["gguf"], model=nn.Linear(3, 3))
     assert reads == []
     assert all(parameter.is_meta for parameter in other.parameters())
@@ -179,7 +170,7 @@ def test_a_given_model_is_filled(made, expanded, reads):
 def test_settings_come_along(made, tmp_path):
     convert_gpt_oss(made["hf"], tmp_path / "hf", to="hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    config |= {"swiglu_limit": 3.5, "num_experts_per_tok": 2, "experts_per_token": 2, "rms_norm_eps": 1e-4}
+    config |= {"num_experts_per_tok": 2, "experts_per_token": 2, "rms_norm_eps": 1e-4}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     model = load_packed(tmp_path / "hf").model
@@ -187,8 +178,9 @@ def test_settings_come_along(made, tmp_path):
     assert model.config.rms_norm_eps == 1e-4
     assert getattr(model.config, "quantization_config", None) is None
     assert model.generation_config.eos_token_id == 7
-    fixed = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(model.config).limit  # 7.0 in transformers 5.0
-    assert {module.limit for module in expert_modules(model)} == {fixed}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"swiglu_limit": 3.5}))
+    with pytest.raises(FileFormatError, match=r"gate_up_proj of a GptOssExperts: its gating is not gpt-oss.s own"):
+        load_packed(tmp_path / "hf")
 
 
 def test_an_adapter_trains_over_packed_experts(made):
@@ -320,7 +312,9 @@ def test_manifests_for_another_model(made, reads, tmp_path):
 
 
 def test_experts_in_floats_are_never_loaded(made, tmp_path, reads):
-    message = "down_proj' is torch.bfloat16: these experts are not packed, .*; pack them with `bitplan convert` first"
+    message = (
+        "down_proj' is torch.bfloat16: these experts are not packed, .*; pack them with `bitplan gpt-oss convert` first"
+    )
     refused(made["wide"], reads, message, FileFormatError)
     convert_gpt_oss(made["hf"], tmp_path / "wide.gguf", to="gguf", experts="bfloat16")
     reads.clear()
@@ -356,30 +350,26 @@ def test_other_refusals(made, tmp_path, reads, monkeypatch):
 
 
 def test_a_failure_on_the_way_leaves_nothing(made, monkeypatch):
-    """Cut short under our hands, at the last tensor: no model, and what was read is let go."""
+    """Cut short under our hands, on the way: no model, and what was read is let go."""
     config = transformers.GptOssConfig.from_pretrained(made["wide"])
     with torch.device("meta"):
         own = transformers.GptOssForCausalLM(config)
-    alive, whole = [], weights.load_experts
+    alive, whole = [], GptOssTensors.read
 
-    def watched(*args):
-        alive.append(weakref.ref(result := whole(*args)))
+    def watched(file, name):
+        if len(alive) == 20:
+            raise FileFormatError(f"{file.path}: tensor {name!r} is cut short")
+        result = whole(file, name)
+        alive.append(weakref.ref(result.data if isinstance(result, Encoded) else result))
         return result
 
-    def fail(file, slot, *args, **kwargs):
-        if slot.name == "lm_head.weight":
-            raise FileFormatError(f"{file.where}: tensor {slot.name!r} is cut short")
-        return plain(file, slot, *args, **kwargs)
-
-    plain = load.load_plain
-    monkeypatch.setattr(load, "load_experts", watched)
-    monkeypatch.setattr(load, "load_plain", fail)
+    monkeypatch.setattr(GptOssTensors, "read", watched)
     with pytest.raises(FileFormatError, match="cut short") as caught:
         load_packed(made["hf"], model=own)
     gc.collect()
-    assert len(alive) == 4
+    assert len(alive) == 20
     assert caught.tb is not None
-    assert not any(ref() for ref in alive)  # while the traceback is still held
+    assert sum(ref() is not None for ref in alive) <= 1  # the last, while the traceback is still held
     assert all(parameter.is_meta for parameter in own.parameters())
     assert not expert_modules(own)
 
@@ -408,14 +398,10 @@ def test_scales_and_norms_must_be_numbers(made, tmp_path):
     bad = changed(made["hf"], tmp_path / "scale", lambda tensors: tensors[scales][3, 5].fill_(255))
     with pytest.raises(FileFormatError, match=rf"scale: '{scales}', expert 3: a scale byte 255, which is NaN"):
         load_packed(bad)
-    with pytest.raises(FileFormatError, match="scales of mxfp4 are NaN or infinite"):
-        read_packed(bad, manifest="gpt-oss")
     norm = "model.layers.0.input_layernorm.weight"
     bad = changed(made["hf"], tmp_path / "norm", lambda tensors: tensors[norm][2:4].fill_(torch.nan))
     with pytest.raises(FileFormatError, match=rf"norm: '{norm}': 2 of 64 numbers of a norm are NaN or infinite"):
         load_packed(bad)
-    with pytest.raises(FileFormatError, match="2 of 64 numbers of a norm"):
-        read_packed(bad)
 
 
 def test_a_deep_check_reads_every_tensor_first(made, tmp_path):
@@ -537,112 +523,3 @@ def test_other_layouts_are_saved_as_hugging_faces(made, tmp_path):
     again = load_packed(tmp_path / "hf", dtype=torch.float32).model
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, model(IDS).logits)
-
-
-# ---- any file, as a dict ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A llama of one layer, as a file of bfloat16 and as `bitplan quantize` packs it."""
-    folder = tmp_path_factory.mktemp("llama")
-    generator = torch.Generator().manual_seed(0)
-    layer = "model.layers.0"
-    shapes = {"model.embed_tokens.weight": (128, 64), "model.norm.weight": (64,)}
-    shapes |= {f"{layer}.{norm}_layernorm.weight": (64,) for norm in ("input", "post_attention")}
-    shapes |= {f"{layer}.self_attn.{part}_proj.weight": (64, 64) for part in "qkvo"}
-    shapes |= {f"{layer}.mlp.{part}_proj.weight": (96, 64) for part in ("gate", "up")}
-    shapes |= {f"{layer}.mlp.down_proj.weight": (64, 96)}
-    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-    safetensors.torch.save_file(tensors, folder / "wide.safetensors")
-    return folder
-
-
-def test_read_packed_gives_what_quantize_wrote(llama, reads):
-    bitplan.quantize_file(llama / "wide.safetensors", llama / "small.safetensors", "int8_row", keep=["*norm*"])
-    with bitplan.open_tensors(llama / "wide.safetensors") as wide:
-        numbers = {name: wide.read_float(name) for name in wide.specs}
-    for manifest in (None, "llama"):
-        result = read_packed(llama / "small.safetensors", manifest=manifest)
-        assert result.keys() == numbers.keys()
-        packed = {name for name, item in result.items() if isinstance(item, Encoded)}
-        assert packed == {name for name in numbers if "norm" not in name}
-        for name, item in result.items():
-            if name in packed:
-                assert item.fmt.name == "int8_row"
-                assert item.to_bytes() == bitplan.encode(numbers[name], "int8_row").to_bytes()
-            else:
-                assert torch.equal(item, numbers[name])
-    reads.clear()
-    message = r"wide.safetensors: 'model.embed_tokens.weight' is bfloat16, and the manifest packs it as int8_row"
-    with pytest.raises(FileFormatError, match=message):
-        read_packed(llama / "wide.safetensors", manifest="llama")
-    with pytest.raises(ManifestError, match=r"gpt-oss does not fit .*small\.safetensors"):
-        read_packed(llama / "small.safetensors", manifest="gpt-oss")
-    assert reads == []
-
-
-def test_read_packed_joins_codes_and_scales_that_lie_apart(made):
-    result = read_packed(made["openai"], manifest="gpt-oss")
-    assert not any(name.endswith(".scales") for name in result)
-    weight = result[f"{MLP1}blocks"]
-    assert weight.shape == (8, 192, 64)
-    with GptOssFile(made["openai"]) as file:
-        one = file.expert(1, ("gate", "up"), 5)
-    assert torch.equal(weight.data[5], one.data)
-    assert torch.equal(weight.scales[5], one.scales)
-    assert result["norm.scale"].dtype == torch.bfloat16
-    experts = QuantExperts(weight, result["block.1.mlp.mlp2_weight.blocks"])
-    assert experts(torch.ones(1, 64), torch.tensor([[3]]), torch.ones(1, 1)).isfinite().all()
-
-
-@pytest.mark.parametrize("base", ["w.blocks.base", "w.base"])
-def test_read_packed_finds_the_base_that_the_deep_check_finds(tmp_path, base):
-    packed = bitplan.encode(torch.linspace(-1, 1, 512).reshape(2, 256), "fp4_u8_g128")
-    parts = {"w.blocks": packed.data, "w.scales": packed.scales, base: packed.base.reshape(())}
-    safetensors.torch.save_file(parts, tmp_path / "w.safetensors")
-    document = {
-        "version": 1,
-        "formats": {"FP4": {"bits": 4}, "UE8": {"bits": 8}},
-        "block_size": 128,
-        "scale_encoding": "linear_uint8",
-        "scale_base": "tensor",
-        "patterns": [
-            {"regex": ".*blocks", "format": "FP4"},
-            {"regex": ".*scales", "format": "UE8"},
-            {"regex": ".*", "format": "FP32"},
-        ],
-    }
-    rules = Manifest.from_document(document)
-    with open_tensors(tmp_path / "w.safetensors") as file:
-        assert deep_check(rules, file) == []
-    result = read_packed(tmp_path / "w.safetensors", manifest=rules)["w.blocks"]
-    assert torch.equal(bitplan.decode(result), bitplan.decode(packed))
-    safetensors.torch.save_file(parts | {base: torch.ones(2)}, tmp_path / "w.safetensors")
-    with pytest.raises(FileFormatError, match=rf"the base of scales must be one float, and '{base}' is float32"):
-        read_packed(tmp_path / "w.safetensors", manifest=rules)
-    with open_tensors(tmp_path / "w.safetensors") as file:
-        assert [finding.code for finding in deep_check(rules, file)] == ["scale-base"]
-
-
-def test_read_packed_of_gguf(made, tmp_path):
-    result = read_packed(made["gguf"])
-    assert result["blk.0.ffn_down_exps.weight"].fmt.name == "mxfp4_gguf"
-    assert result["token_embd.weight"].dtype == torch.bfloat16  # a plain cast is a tensor
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "tq2_0.gguf", "llama")
-    raw = gguf.quants.quantize(torch.ones(4, 256).numpy(), gguf.GGMLQuantizationType.TQ2_0)
-    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=gguf.GGMLQuantizationType.TQ2_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(FileFormatError, match=r"'blk.0.ffn_up.weight' is TQ2_0, which bitplan does not hold packed"):
-        read_packed(tmp_path / "tq2_0.gguf")
-
-
-def test_a_failed_read_packed_is_a_bitplan_error(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes(b"nothing")
-    with pytest.raises(BitplanError, match=r"x\.safetensors"):
-        read_packed(tmp_path / "x.safetensors")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bitplan.base.errors import StoreError
-from bitplan.formats import decode
+from bitplan.formats.codec import decode
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.tile_cache import TILE_BYTES, TileCache
 from tests.packed.linear_samples import packed

@@ -194,3 +194,13 @@ def test_a_matrix_of_few_columns_is_no_convolution():
     name = "w.weight"
     choice = choose_formats({name: Stored((1024, 8), "bfloat16")}, "int8_row")[name]
     assert (choice.format, "weight of two axes" in choice.reason) == ("int8_row", True), choice
+
+
+def test_causes_say_who_decided():
+    shapes = {"a.weight": (64, 64), "b.weight": (64, 64), "norm.weight": (64,), "count": Stored((), "int64")}
+    by_keep = choose_formats(shapes, "mxfp4", keep=["b.*"])
+    assert [by_keep[name].cause for name in shapes] == ["default", "kept", "default", "held"]
+    by_only = choose_formats(shapes, "mxfp4", only=["a.*"])
+    assert [by_only[name].cause for name in ("a.weight", "b.weight")] == ["rule", "kept"]
+    mapped = choose_formats(shapes, {"a.*": "mxfp4", "b.*": None})
+    assert [mapped[name].cause for name in shapes] == ["rule", "kept", "held", "held"]

@@ -226,3 +226,20 @@ def test_combine_keeps_roles_and_names_what_is_missing():
         combine({"w": None, "v": None}, rules={"w": Choice("int8", "r")})
     with pytest.raises(PlanError, match=r"force list names 'ww'.*did you mean 'w"):
         combine({"w1": None}, force={"ww": "int8"}, default=Choice("int8", "r"))
+
+
+def test_a_choice_has_a_cause_that_a_document_keeps(tmp_path):
+    plan = combine(
+        {"a": (4, 32), "b": None}, force={"a": "mxfp4"}, default=Choice("bfloat16", "no rule", cause="default")
+    )
+    assert {name: choice.cause for name, choice in plan.items()} == {"a": "forced", "b": "default"}
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    document = plan.to_document()
+    for item in document["tensors"].values():
+        del item["cause"]  # as earlier versions wrote it
+    old = Plan.from_document(document)
+    assert {choice.cause for choice in old.values()} == {"given"}
+    assert old.to_document() == document
+    with pytest.raises(PlanError, match=r"the cause of 'mxfp4' must be one of forced, .*luck"):
+        Choice("mxfp4", "why", cause="luck")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import decode, encode, get_format
+from bitplan.formats import get_format
+from bitplan.formats.codec import decode, encode
 from bitplan.rounding import pick_loops
 from bitplan.rounding.layout import layout_of, with_rows_of
 from bitplan.rounding.weights import round_weight, round_with_report

@@ -38,7 +38,7 @@ def test_weights_are_rounded_in_processes_as_here_and_errors_come_back(tmp_path)
     assert rounded._processes is not None
     with pytest.raises(FormatError, match="no_such_format"):
         list(rounded._processes.round([job]))
-    with pytest.raises(SearchError, match=r"one of 1, ended without an answer.*fewer --workers"):
+    with pytest.raises(SearchError, match=r"one of 1, ended without an answer.*fewer, or none \(workers=0\)"):
         list(rounded._processes.round([_EndingJob({}, {}, [], None, {}, {})]))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import bitplan
 from bitplan.fp8.policy.report import Fingerprint
-from bitplan.fp8.policy.token_ranges import BandPolicy, BandRule, Point
+from bitplan.fp8.policy.rules import Point, Policy, Rule
 from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError
 from bitplan.searching.solver import solve
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
@@ -76,16 +76,16 @@ def test_gradients_of_another_model_are_refused_by_name(model, tmp_path):
     (tmp_path / "no.json").write_text("{}")
     with pytest.raises(EvidenceFileError, match="no state of selective precision"):
         searched(model, Goal(bits=7), gradients=tmp_path / "no.json")
-    with pytest.raises(SearchError, match="--gradients are of training"):
+    with pytest.raises(SearchError, match="gradients are of training"):
         bitplan.search(model, tokens(8), goal=Goal(bits=7), formats=FORMATS, gradients=other)
 
 
 def save_policy(path, shape):
     """FP8 wins twice the speed in down_proj, at 64 tokens."""
     point = Point(64, "win", 2.0, 1.9, 2.1, 20)
-    rule = BandRule("llm", "row", shape, "rowwise", "module", (point,), name="fc2", tp=1)
+    rule = Rule("llm", "row", shape, "rowwise", "module", (point,), name="fc2", tp=1)
     nothing = dict.fromkeys(("gpu", "driver", "torch", "triton", "bitplan", "commit"), "x")
-    BandPolicy([rule], Fingerprint(**nothing), 1.0, 0.95).save(path)
+    Policy([rule], Fingerprint(**nothing), 1.0, 0.95).save(path)
     return path
 
 
@@ -100,7 +100,7 @@ def test_times_of_an_fp8_policy_count_for_fp8_formats(model, tmp_path):
 
 
 def test_speeds_of_training_need_a_policy_of_this_model(model, tmp_path):
-    with pytest.raises(GoalError, match="needs --fp8-policy"):
+    with pytest.raises(GoalError, match=r"needs a policy.*fp8_policy="):
         searched(model, Goal(faster=1.05, rows=64))
     path = save_policy(tmp_path / "fp8.json", (4096, 14336))
     with pytest.raises(EvidenceFileError, match="a policy of another model: it has 4096x14336"):

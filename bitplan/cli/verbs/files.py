@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -19,16 +19,16 @@ from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 
 def formats(
-    on: Annotated[str | None, typer.Option(metavar="FILE:TENSOR", help="Try every format on this tensor.")] = None,
-    scale_rule: Annotated[Rule | None, typer.Option(help="With --on: how scales are chosen.")] = None,
+    on: Annotated[str | None, typer.Option(metavar="FILE:TENSOR")] = None,
+    scale_rule: Annotated[Rule | None, typer.Option()] = None,
     as_json: Json = False,
 ) -> None:
-    """List the number formats, or try each of them on a tensor.
-
-    Example: bitplan formats --on model.safetensors:model.layers.0.mlp.up_proj.weight
-    """
+    """List the number formats, or try each of them on a tensor."""
     if on is not None:
-        _formats_on(on, scale_rule, as_json)
+        path, separator, name = on.rpartition(":")
+        if not separator:
+            raise typer.BadParameter(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
+        _formats_on(path, name, scale_rule, as_json)
         return
     from bitplan.formats import list_formats
 
@@ -43,13 +43,11 @@ def formats(
         table("formats; bits per weight, scales included, for a 4096 x 4096 matrix", rows)
 
 
-def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
+def _formats_on(path: str | Path, name: str, scale_rule: Rule | None, as_json: bool) -> None:
     from bitplan.base.errors import FormatError
     from bitplan.files.open_files import open_tensors
 
-    path, separator, name = on.rpartition(":")
-    if not separator:
-        raise FormatError(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
+    on = f"{path}:{name}"
     with open_tensors(path) as file:
         file.spec(name)  # raises before torch is imported
 
@@ -94,7 +92,12 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A .safetensors, .gguf or .json file, an index, or a folder.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A .safetensors, .gguf or .json file, an index, or a folder; none: the number formats."),
+    ] = None,
+    tensor: Annotated[str | None, typer.Option(metavar="NAME", help="Try every format on this tensor.")] = None,
+    scale_rule: Annotated[Rule | None, typer.Option(help="With --tensor: how scales are chosen.")] = None,
     structure: Annotated[
         bool, typer.Option("--structure", help="What the model computes: roles, who reads one input, norms, blocks.")
     ] = False,
@@ -103,10 +106,21 @@ def inspect(
 ) -> None:
     """Show what a file of weights holds: tensors, formats, shapes, bytes; or what its model computes.
 
-    Example: bitplan inspect model.safetensors
+    Without a file it lists the number formats; --tensor tries each of them on a tensor.
+
+    Example: bitplan inspect model.safetensors --tensor model.layers.0.mlp.up_proj.weight
     """
     from bitplan.files.open_files import open_tensors
+    from bitplan.files.packed_folder import folder_inputs, is_model_folder, read_config
 
+    if file is None:
+        if tensor is not None or structure:
+            raise typer.BadParameter("--tensor and --structure are of a file: give FILE")
+        formats(None, None, as_json)
+        return
+    if tensor is not None:
+        _formats_on(file, tensor, scale_rule, as_json)
+        return
     if chart and not structure:
         raise typer.BadParameter("--chart draws what a model computes: add --structure")
     if structure:
@@ -122,20 +136,24 @@ def inspect(
         {"name": spec.name, "format": spec.format, "shape": list(spec.shape), "bytes": spec.nbytes} for spec in specs
     ]
     total = sum(by_format.values())
+    rounded = folder_inputs(read_config(file)) if is_model_folder(file) else None
     if as_json:
-        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied})
+        shown_inputs = {} if rounded is None else {"inputs": rounded}
+        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **shown_inputs})
         return
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
     table(f"{file}: {kind}, {counted(len(rows), 'tensor')}", shown)
     for name, size in by_format.most_common():
         say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
     say(f"{'all':>16}  {human_bytes(total):>10}")
+    if rounded is not None:
+        say(f"inputs of packed layers are rounded to {rounded}")
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
     from bitplan.base.errors import PlanError
     from bitplan.files.describe_files import describe
-    from bitplan.plan.plan import draw_view
+    from bitplan.plan.mermaid import draw_view
 
     view = describe(file)
     if chart and view.source == "table":
@@ -162,7 +180,7 @@ def quantize(
     fmt: Annotated[
         str | None,
         typer.Option(
-            "--format", "-f", help="For every weight: a name from `bitplan formats`.", autocompletion=format_names
+            "--format", "-f", help="For every weight: a name from `bitplan inspect`.", autocompletion=format_names
         ),
     ] = None,
     manifest: ManifestName = None,
@@ -184,6 +202,9 @@ def quantize(
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
     ] = "error",
+    inputs: Annotated[
+        str | None, typer.Option(help="A folder whose packed layers round their inputs: int8, int8_row or fp8.")
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -192,12 +213,11 @@ def quantize(
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.base.records import read_text
-    from bitplan.files.headers import is_gguf, plan_for_file
-    from bitplan.files.open_files import container_for, open_tensors
-    from bitplan.files.packed_folder import check_packed_output
+    from bitplan.files.quantize_files import Quantization
+    from bitplan.formats.input_formats import input_format
     from bitplan.plan import Plan, open_manifest
 
-    # Refuse what can be refused without torch, whose import takes seconds.
+    input_format(inputs, "--inputs")
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     if windows is not None and text is None:
@@ -207,43 +227,29 @@ def quantize(
     if text is not None and (evidence is not None or scale_rule is not None):
         raise typer.BadParameter("give one of --text, --evidence and --scale-rule: each chooses the scales")
     content = None if text is None else read_text(text)
-    with open_tensors(source) as file:
-        total = sum(spec.nbytes for spec in file.specs.values())
-        inputs = [*file.files, *(Path(given) for given in (manifest, plan, evidence, text) if given is not None)]
-        if container := container_for(output):
-            container.check_output(output, inputs=inputs, force=force)
-        else:  # a folder
-            check_packed_output(output, inputs=inputs, force=force)
-        given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
-        renames = isinstance(given, Plan) and given.keys() != {*file.specs, *file.tied}
-        if not renames and not (container is None and is_gguf(source)):  # whose own names need torch
-            plan_for_file(
-                file,
+    reads = [Path(given) for given in (manifest, plan, evidence, text) if given is not None]
+    given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
+    with ExitStack() as opened:
+        prepared = opened.enter_context(
+            Quantization(
+                source,
+                output,
                 given,
                 keep=keep or (),
                 only=only or (),
-                pad=pad is not None,
-                output=output,
-                packs_folder=container is None,
+                pad=pad,
+                inputs=inputs,
+                reads=reads,
+                force=force,
             )
-
-    from bitplan.files.quantize_files import quantize_file
-
-    with ExitStack() as opened:
+        )
         if content is not None:
             evidence = opened.enter_context(_gathered(source, output, content, windows or 96))
-        advance = opened.enter_context(progress("quantizing", total, amount=human_bytes))
-        report = quantize_file(
-            source,
-            output,
-            given,
-            keep=keep or (),
-            only=only or (),
-            pad=pad,
+        advance = opened.enter_context(progress("quantizing", prepared.nbytes, amount=human_bytes))
+        report = prepared.write(
+            evidence,
             scale_rule=scale_rule,
             nonfinite=nonfinite,
-            evidence=evidence,
-            force=force,
             on_tensor=lambda spec: advance(spec.nbytes, spec.name),
         )
     for warning in report.warnings:
@@ -300,6 +306,11 @@ def _worst_of(rows: list[dict[str, Any]]) -> dict[str, str]:
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="The reference.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="What is compared with it.")],
+    scales: Annotated[
+        bool, typer.Option("--scales", help="B is A packed: also what its scales and codes do, worst first.")
+    ] = False,
+    jsonl: Annotated[Path | None, typer.Option("--jsonl", help="With --scales: append lines to this log.")] = None,
+    step: Annotated[int, typer.Option("--step", help="With --jsonl: the step that the lines bear.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Compare the numbers of two files, tensor by tensor; exit 1 when their tensors differ in name or shape.
@@ -308,6 +319,8 @@ def compare(
     """
     from bitplan.files.open_files import open_tensors
 
+    if scales or jsonl is not None:
+        drift(first, second, jsonl, step, as_json)
     with open_tensors(first) as file:
         total = sum(math.prod(spec.shape) for spec in file.specs.values())
     open_tensors(second).close()  # refuses a file that cannot be read before torch is imported
@@ -354,13 +367,8 @@ def drift(
     jsonl: Annotated[Path | None, typer.Option("--jsonl", help="Append a line per tensor to this log.")] = None,
     step: Annotated[int, typer.Option("--step", help="The step that the lines bear.")] = 0,
     as_json: Json = False,
-) -> None:
-    """Show how far each packed tensor is from its master and what its scales and codes do, worst first.
-
-    `compare` takes any two files; this takes one and its packed version. Exit 1 where a tensor cannot be compared.
-
-    Example: bitplan drift model.safetensors model.mxfp4.safetensors --jsonl drift.jsonl
-    """
+) -> NoReturn:
+    """Show how far each packed tensor is from its master and what its scales and codes do, worst first."""
     from bitplan.files.open_files import open_tensors
 
     for each in (master, packed):

@@ -1,9 +1,7 @@
-"""The verbs about FP8 policies.
+"""The verbs of FP8: times of layers into a report, reports into a policy, and what the policy decides.
 
-`merge-policy` makes a policy from reports, `explain` shows its decisions and why, `confirm-policy` tries them in whole
-blocks, on this GPU, before there is training code.
-
-The verb `bench-layers`: time every linear layer of a model in BF16 and FP8 on this GPU, into a report.
+`bench` times every linear layer of a model in BF16 and FP8 on this GPU, `merge` makes a policy from reports, `explain`
+shows its decisions and why, `confirm` tries them in whole blocks before there is training code.
 """
 
 from __future__ import annotations
@@ -17,12 +15,16 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from bitplan.cli.options import Emulated, Force, Json, Recipe
+from bitplan.cli.quick_help import QuickCommand, QuickGroup
 from bitplan.cli.show import progress, say, show_json, table
 
-# ---- bench -----------------------------------------------------------------------------------------------------------
+fp8_app = typer.Typer(
+    name="fp8", cls=QuickGroup, help="Where FP8 is faster: time layers, merge, explain, confirm.", no_args_is_help=True
+)
 
 
-def bench_layers(
+@fp8_app.command(cls=QuickCommand)
+def bench(
     model: Annotated[
         Path | None, typer.Argument(metavar="[MODEL]", help="A config.json, a folder with one, or a model's YAML.")
     ] = None,
@@ -70,7 +72,7 @@ def bench_layers(
     Options win over the TE_LAYER_PERF_* variables. Under torchrun the ranks share the layers as tp, ep and etp say; in
     one process the shard of one GPU is timed alone.
 
-    Example: bitplan bench-layers config.json --recipe tensorwise --sweep 1024x1,4096x1 --dry-run
+    Example: bitplan fp8 bench config.json --recipe tensorwise --sweep 1024x1,4096x1 --dry-run
     """
     options = _options(
         {
@@ -217,13 +219,11 @@ def _measure(session: Any, as_json: bool) -> int:
     return 1 if "error" in result.failures or (merged is not None and merged.findings) else 0
 
 
-# ---- fp8 -------------------------------------------------------------------------------------------------------------
-
-
 Part = Literal["llm", "vit"]
 
 
-def merge_policy(
+@fp8_app.command(cls=QuickCommand)
+def merge(
     more: Annotated[list[Path] | None, typer.Argument(metavar="[REPORT]...", help="More reports.")] = None,
     reports: Annotated[list[Path] | None, typer.Option("--reports", help="Reports of one machine.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the policy here.")] = None,
@@ -253,12 +253,13 @@ def merge_policy(
 
     What several reports measured is pooled. LoongForge's list reports give a policy of version 1.
 
-    Example: bitplan merge-policy --reports tp1.json tp2.json --output policy.json --speedup-threshold 1.0
+    Example: bitplan fp8 merge --reports tp1.json tp2.json --output policy.json --speedup-threshold 1.0
     """
     from bitplan.base.records import check_output
     from bitplan.fp8.loongforge.times_report import merge_lists
     from bitplan.fp8.policy.merge import extend_policy, merge_reports, summary, to_thresholds
     from bitplan.fp8.policy.report import Report
+    from bitplan.fp8.policy.rules import load_policy
     from bitplan.fp8.policy.vocabulary import MergeError
 
     paths = [*(reports or []), *(more or [])]
@@ -278,14 +279,14 @@ def merge_policy(
         timing=timing,
         across_recipes=across_recipes,
     )
-    banded = merged.policy if into is None else extend_policy(_banded(into), merged.policy)
+    banded = merged.policy if into is None else extend_policy(load_policy(into), merged.policy)
     policy = banded if policy_version == "2" else to_thresholds(banded, part=part)
     if output is not None:
         policy.save(output)
     if as_json:
         show_json({"policy": policy.to_document(), "findings": list(merged.findings)})
     else:
-        table(f"{len(paths)} reports of {banded.fingerprint.gpu}", summary(banded))
+        table(f"{len(paths)} reports of {banded.gpu}", summary(banded))
         if policy_version == "1":
             say(f"version 1: {len(policy.rules)} of {len(banded.rules)} rules can be said in it")
         for finding in merged.findings:
@@ -322,6 +323,7 @@ def _write_thresholds(
     raise typer.Exit(1 if findings else 0)
 
 
+@fp8_app.command(cls=QuickCommand)
 def explain(
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="A policy of version 1 or 2.")],
     kind: Annotated[str, typer.Option("--kind", help="layernorm_column, column, row, duplicated, ..._grouped.")],
@@ -346,10 +348,11 @@ def explain(
 ) -> None:
     """Say what `apply_fp8` makes of a layer at a token count, and why. Exit 1 for BF16 because it was never measured.
 
-    Example: bitplan explain policy.json --kind row --name fc2 --tokens 4096
+    Example: bitplan fp8 explain policy.json --kind row --name fc2 --tokens 4096
     """
     from bitplan.fp8.policy.choice import choose_products
-    from bitplan.fp8.policy.policy import Question, decide, load_policy, matching_rules
+    from bitplan.fp8.policy.policy import Question, decide, matching_rules
+    from bitplan.fp8.policy.rules import load_policy
     from bitplan.fp8.policy.vocabulary import MODULE, PRODUCTS, UNMEASURED
 
     rules = load_policy(policy)
@@ -383,19 +386,6 @@ def explain(
     raise typer.Exit(0 if choice or choice.answer != UNMEASURED else 1)
 
 
-def _banded(path: Path) -> Any:
-    from bitplan.fp8.policy.policy import load_policy
-    from bitplan.fp8.policy.token_ranges import BandPolicy
-    from bitplan.fp8.policy.vocabulary import PolicyVersionError
-
-    policy = load_policy(path)
-    if not isinstance(policy, BandPolicy):
-        raise PolicyVersionError(
-            f"{path}: --into needs version 2; version 1 keeps no points, so merge its reports again"
-        )
-    return policy
-
-
 def _shape(text: str | None) -> tuple[int, int] | None:
     from bitplan.fp8.policy.vocabulary import Fp8Error
 
@@ -417,7 +407,8 @@ def _shown(point: Any) -> dict[str, Any]:
 EMULATED = "FP8 is emulated on the CPU: this shows that the command runs; no speed is shown by it"
 
 
-def confirm_policy(
+@fp8_app.command(cls=QuickCommand)
+def confirm(
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="A policy of version 1 or 2.")],
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A config.json, or a folder with one.")],
     tokens: Annotated[
@@ -442,12 +433,12 @@ def confirm_policy(
     The blocks are built by transformers from the config.json, with random weights; nothing is downloaded. What is shown
     to be fastest is taken, for each token count by itself; BF16 where nothing is.
 
-    Example: bitplan confirm-policy policy.json config.json --tokens 64,128 --device cpu
+    Example: bitplan fp8 confirm policy.json config.json --tokens 64,128 --device cpu
     """
     counts = _counts(tokens)
     from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
-    from bitplan.fp8.bench.confirm import plan_small_model
-    from bitplan.fp8.policy.policy import load_policy
+    from bitplan.fp8.bench.confirm_policy import plan_small_model
+    from bitplan.fp8.policy.rules import load_policy
 
     rules = load_policy(policy)
     trial = fp8_confirm_policy.BlockTiming(timing, compiled, recipe, tp)

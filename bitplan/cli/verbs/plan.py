@@ -71,7 +71,7 @@ def check(
         if rules is not None:
             problems = check_headers(rules, headers)
             if any(part in name for name in headers for part in ("mlp1_weight", ".experts.", "_exps.")):
-                from bitplan.packed.checkpoints.gpt_oss_load import gpt_oss_findings, is_gpt_oss  # loads torch
+                from bitplan.packed.checkpoints.gpt_oss_tensors import gpt_oss_findings, is_gpt_oss  # loads torch
 
                 if is_gpt_oss(Path(checkpoint)):
                     headers, problems = gpt_oss_findings(Path(checkpoint), rules, headers)
@@ -84,6 +84,7 @@ def check(
 
             with progress("checking", total, amount=human_bytes) as advance:
                 findings += deep_check(rules, file, on_bytes=advance)
+        unsummed = deep and not file.has_checksums
     if as_json:
         show_json([finding._asdict() for finding in findings])
     elif findings:
@@ -92,6 +93,8 @@ def check(
     else:
         checked = f", {human_bytes(total)} of data checked" if deep else ""
         say(f"{checkpoint}: {counted(len(headers), 'tensor')}{checked}, no findings under {manifest}")
+    if unsummed and not as_json:
+        say(f"{checkpoint}: has no checksums, so a changed byte that makes a sound number is not seen")
     if casts and not as_json:
         which = ", ".join(f"{counted(count, 'tensor')} in {dtype}" for dtype, count in casts.items())
         say(f"{which}: their rules ask for another float type, to which `bitplan quantize` casts")
@@ -101,7 +104,9 @@ def check(
 def plan(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MANIFEST] MODEL", help="Rules (not with --format), and what `inspect` opens."),
+        typer.Argument(
+            metavar="[MANIFEST] MODEL", help="Rules (not with --format), and what `inspect` opens; or RECORD alone."
+        ),
     ] = None,
     fmt: Annotated[
         str | None,
@@ -126,12 +131,15 @@ def plan(
 ) -> None:
     """The format of every tensor of a checkpoint, why, and the bytes: by a manifest, by --format, or --from evidence.
 
+    A record alone is shown: a plan, an FP8 policy, a state or log of selective precision, a model of trees; POLICY@8192
+    is it at so many tokens, LOG@40 at a step.
+
     Example: bitplan plan model.safetensors --format int8_row -o plan.json
     """
     from bitplan.base.records import check_output
     from bitplan.files.headers import plan_for_file
     from bitplan.files.open_files import open_tensors
-    from bitplan.plan import open_manifest
+    from bitplan.plan import open_manifest, read_plan
 
     if source is not None:
         if arguments or fmt or keep:
@@ -141,6 +149,11 @@ def plan(
         return
     if any(given is not None for given in (bits, size, max_kl, faster)):
         raise typer.BadParameter("a goal (--bits, --bytes, --max-kl, --faster) goes with --from EVIDENCE")
+    if fmt is None and arguments is not None and len(arguments) == 1 and ".json" in Path(arguments[0]).suffix:
+        if output is not None:
+            check_output(output, inputs=arguments, force=force)
+        _show_plan(read_plan(arguments[0]), arguments[0], output, mermaid=mermaid, as_json=as_json)
+        return
     expected = 2 if fmt is None else 1
     if arguments is None or len(arguments) != expected:
         raise typer.BadParameter(
@@ -174,13 +187,84 @@ def _solved(source: Path, goal: Goal, output: Path | None, force: bool) -> Plan:
     from bitplan.base.records import check_output
     from bitplan.searching.evidence import SearchEvidence
     from bitplan.searching.explain import explain_plan
-    from bitplan.searching.solver import solve
+    from bitplan.searching.solver import plan_for
 
     if output is not None:
         check_output(output, inputs=[source], force=force)
     evidence = SearchEvidence.load(source)
-    solution = solve(evidence, goal)
-    return explain_plan(evidence, solution.choice, rows=goal.rows if goal.faster is not None else None)
+    return explain_plan(evidence, plan_for(evidence, goal), rows=goal.rows if goal.faster is not None else None)
+
+
+def explain(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan, or what `bitplan plan RECORD` shows.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A part, or a shell pattern of several.")],
+    as_json: Json = False,
+) -> None:
+    """Say which format a part has and why: a weight, a product, what crosses the bus, gradients.
+
+    Example: bitplan explain plan.json '*mlp.up_proj.weight'
+    """
+    from bitplan.plan import read_plan
+    from bitplan.plan.names import ShellPatterns
+
+    decided = read_plan(plan)
+    pattern = ShellPatterns([name])
+    pattern.check(decided, plan)
+    documents = {part: item for part, item in decided.to_document()["tensors"].items() if pattern.matching(part)}
+    if as_json:
+        show_json(documents)
+        return
+    for part, item in documents.items():
+        entry = decided.entries[part]
+        say(
+            f"{part}: {entry.stored or entry.choice.format} ({entry.kind}, {entry.choice.cause}): {entry.choice.reason}"
+        )
+        if entry.shape is not None:
+            say(f"  {'x'.join(map(str, entry.shape)) or 'scalar'}, {human_bytes(entry.nbytes)}")
+        for key, value in item.get("evidence", {}).items():
+            say(f"  {key}: {value}")
+
+
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A plan, or what `bitplan plan RECORD` shows.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one of the same parts.")],
+    evidence: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="evidence.json: what each difference costs in nats.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What two plans do differently, and what that costs in bytes and, where it is known, in nats.
+
+    Example: bitplan diff plan.json other.json
+    """
+    from bitplan.plan import read_plan
+    from bitplan.searching.evidence import SearchEvidence
+    from bitplan.searching.explain import compare_plans
+
+    old, new = read_plan(first), read_plan(second)
+    compared = compare_plans(old, new, None if evidence is None else SearchEvidence.load(evidence)).to_dict()
+    if as_json:
+        show_json(compared)
+        return
+    if not compared["rows"]:
+        say(f"{first} and {second}: the same format for each of {len(old)} parts")
+        return
+    has_nats, has_bytes = compared["nats"] is not None, bool(old.nbytes or new.nbytes)
+    rows = [
+        {
+            "part": row["name"],
+            "from": row["from"] or "(absent)",
+            "to": row["to"] or "(absent)",
+            **({"bytes": f"{row['bytes']:+,}"} if has_bytes else {"why": new[row["name"]].reason if row["to"] else ""}),
+            **({"nats": "" if row["nats"] is None else f"{row['nats']:+.2g}"} if has_nats else {}),
+        }
+        for row in compared["rows"]
+    ]
+    table(f"{first} -> {second}: {len(rows)} of {len(old.keys() | new.keys())} parts differ", rows)
+    some = "" if compared["nats_of"] == len(rows) else f" of {compared['nats_of']} of {len(rows)} parts"
+    nats = "" if compared["nats"] is None else f", predicted KL{some} {compared['nats']:+.3g} nats"
+    if has_bytes:
+        say(f"together: {human_bytes(old.nbytes)} -> {human_bytes(new.nbytes)} ({compared['bytes']:+,} bytes){nats}")
 
 
 def _show_plan(
@@ -198,6 +282,12 @@ def _show_plan(
     for row in rows:
         row["nbytes"] = human_bytes(row["nbytes"])
         row["shape"] = "x".join(map(str, row["shape"] or ()))
+    if all(entry.kind == "weight" for entry in resolved.entries.values()):
+        rows = [{key: value for key, value in row.items() if key != "kind"} for row in rows]
+    elif not resolved.nbytes:
+        rows = [{key: row[key] for key in ("kind", "name", "tensors", "format", "reason")} for row in rows]
+        table(title, rows)
+        return
     table(title, rows)
     sizes = [
         {

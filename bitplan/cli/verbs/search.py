@@ -1,4 +1,4 @@
-"""`bitplan search` finds a plan and proves it; `bitplan diff` says what two plans do differently, and what it costs."""
+"""`bitplan search` finds a plan and proves it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,6 @@ from bitplan.cli.verbs.report import records_of_search
 from bitplan.searching.goal import WINDOWS
 
 if TYPE_CHECKING:
-    from bitplan.plan import Plan
     from bitplan.searching.result import SearchResult
     from bitplan.searching.runtime_formats import Target
 
@@ -63,6 +62,9 @@ def search(
     workers: Annotated[
         int, typer.Option(min=0, metavar="N", help="Processes that round weights, one core each; none: threads.")
     ] = 0,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory that it may take, such as 8GB; else what is free.")
+    ] = None,
     out: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go.")] = Path("search"),
     force: Force = False,
     as_json: Json = False,
@@ -123,6 +125,7 @@ def search(
             fp8_policy=fp8_policy,
             all_rivals=all_rivals,
             workers=workers,
+            memory=None if memory is None else parse_bytes(memory, "memory"),
             out=folder,
             stage=partial(progress, estimates=False),
             note=note,
@@ -215,48 +218,3 @@ def show_result(result: SearchResult) -> None:
         say(f"a larger plan is better: {result.better_beyond_goal}")
     if result.unseen_experts is not None:
         say(result.unseen_experts)
-
-
-def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A plan.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another plan for the same tensors.")],
-    evidence: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="evidence.json: what each difference costs in nats.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """What two plans do differently, and what that costs in bytes and, where it is known, in nats.
-
-    Example: bitplan diff plan.json other.json
-    """
-    from bitplan.plan import Plan
-    from bitplan.searching.evidence import SearchEvidence
-    from bitplan.searching.explain import compare_plans
-
-    old, new = Plan.load(first), Plan.load(second)
-    compared = compare_plans(old, new, None if evidence is None else SearchEvidence.load(evidence))
-    if as_json:
-        show_json(compared.to_dict())
-    else:
-        _show_difference(compared.to_dict(), first, second, old, new)
-
-
-def _show_difference(found: dict[str, Any], first: Path, second: Path, old: Plan, new: Plan) -> None:
-    if not found["rows"]:
-        say(f"{first} and {second}: the same format for each of {len(old)} tensors")
-        return
-    has_nats = found["nats"] is not None
-    rows = [
-        {
-            "tensor": row["name"],
-            "from": row["from"] or "(absent)",
-            "to": row["to"] or "(absent)",
-            "bytes": f"{row['bytes']:+,}",
-            **({"nats": "" if row["nats"] is None else f"{row['nats']:+.2g}"} if has_nats else {}),
-        }
-        for row in found["rows"]
-    ]
-    table(f"{first} -> {second}: {len(rows)} of {len(old.keys() | new.keys())} tensors differ", rows)
-    some = "" if found["nats_of"] == len(rows) else f" of {found['nats_of']} of {len(rows)} tensors"
-    nats = "" if found["nats"] is None else f", predicted KL{some} {found['nats']:+.3g} nats"
-    say(f"together: {human_bytes(old.nbytes)} -> {human_bytes(new.nbytes)} ({found['bytes']:+,} bytes){nats}")

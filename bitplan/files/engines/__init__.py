@@ -6,6 +6,6 @@ Which module does which step:
     folder                what targets share that are folders: config, tokenizer, shards
     compressed_tensors, mlx, torchao, hf    a target each, by `folder`
     gguf                  llama.cpp's target: names, order of rows, formats
-    gguf_metadata, gguf_tokenizer, gguf_gpt_oss    what a GGUF file says beside the tensors; gpt-oss
+    gguf_metadata, gguf_tokenizer                  what a GGUF file says beside the tensors; gpt-oss
     gguf_source, gguf_config    the way back: a GGUF file read as a Hugging Face folder
 """

@@ -2,9 +2,8 @@
 
 From a folder, names go through gguf-py's table, rows of q and k are put in llama.cpp's order, experts of a layer become
 one tensor, and config and tokenizer become metadata. From GGUF everything but the formats stays. Norms, biases and
-routers are float32, which is what llama.cpp computes them in.
-
-gpt-oss to GGUF: its experts are woven, biased and packed in ways of their own, which `files.gpt_oss` knows.
+routers are float32, which is what llama.cpp computes them in. gpt-oss, whose experts are woven, biased and packed in
+ways of their own, is written by `files.gpt_oss`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from bitplan.formats.dispatch import encode
 from bitplan.formats.dtypes import dtype_name
 from bitplan.plan import Plan
 
-# ---- gguf gpt oss ----------------------------------------------------------------------------------------------------
+# ---- gpt-oss ---------------------------------------------------------------------------------------------------------
 
 
 _EXPERTS = {"mxfp4": "mxfp4", "mxfp4_gguf": "mxfp4", "bfloat16": "bfloat16"}
@@ -56,7 +55,8 @@ class GptOssExport:
         if not isinstance(wanted, str) or wanted not in _EXPERTS or request.keep or request.only:
             raise StoreError(
                 f"{request.source}: gpt-oss is exported with its experts in mxfp4 or bfloat16 and the rest as it is; "
-                f"give --format mxfp4 or --format bfloat16, and neither --keep nor --only"
+                "give mxfp4 or bfloat16 as the format, and no names of tensors that stay or alone change",
+                settings={"fmt": "mxfp4"},
             )
         if request.evidence is not None or request.part_bytes is not None:
             raise StoreError(f"{request.source}: gpt-oss is exported to one file, and takes no evidence")
@@ -99,7 +99,7 @@ class GptOssExport:
         self._file.close()
 
 
-# ---- gguf ------------------------------------------------------------------------------------------------------------
+# ---- all other models ------------------------------------------------------------------------------------------------
 
 
 FLOAT32 = get_format("float32")

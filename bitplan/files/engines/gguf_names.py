@@ -179,7 +179,9 @@ def fit_names(wanted: Wanted, file: TensorFile) -> Wanted:
     if ROTATIONS in names:
         entries.setdefault(ROTATIONS, stored.entries[ROTATIONS])
     fitted = {
-        name: replace(stored.entries[name], choice=replace(stored[name], reason=entry.choice.reason))
+        name: replace(
+            stored.entries[name], choice=replace(stored[name], reason=entry.choice.reason, cause=entry.choice.cause)
+        )
         if entry.stored is not None and name in stored
         else entry
         for name, entry in entries.items()

@@ -112,7 +112,8 @@ def read_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or kind.value in ("none", "no_vocab"):  # llama.cpp's words for a file without one
         raise StoreError(
-            f"{path}: holds no tokenizer; give the Hugging Face folder of the model, or for perplexity that as --config"
+            f"{path}: holds no tokenizer; give the Hugging Face folder of the model, or for perplexity that beside it",
+            settings={"config": None},
         )
     if (tokenizer := tokenizer_of_gguf(metadata, path)) is not None:
         return tokenizer

@@ -141,13 +141,14 @@ def _pretokenizer(folder: Path, document: dict[str, Any]) -> str:
     if ADDED_SPACE in steps:
         raise StoreError(
             f"{folder}: tokenizer.json puts a space before a text (add_prefix_space), which no rules of llama.cpp's "
-            "byte-level BPE do; export with add_prefix_space false if the model was trained so, or name its rules "
-            "(--pretokenizer)"
+            "byte-level BPE do; export with add_prefix_space false if the model was trained so, or name its rules",
+            settings={"pretokenizer": None},
         )
     if steps not in PRETOKENIZERS:
         raise StoreError(
             f"{folder}: tokenizer.json splits text by rules that are none of {', '.join(PRETOKENIZERS.values())}; "
-            "name those that llama.cpp has for it (--pretokenizer), such as 'tekken' or 'deepseek-v3'"
+            "name those that llama.cpp has for it, such as 'tekken' or 'deepseek-v3'",
+            settings={"pretokenizer": None},
         )
     return PRETOKENIZERS[steps]
 

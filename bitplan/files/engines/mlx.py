@@ -25,13 +25,7 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
-from bitplan.files.engines.folder import (
-    FolderExport,
-    FolderSource,
-    OutputLayer,
-    is_linear,
-    open_folder,
-)
+from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
 from bitplan.files.engines.targets import EXPERT, ExportRequest, experts_in_order
 from bitplan.files.tensor_file import Promise
 from bitplan.formats import Encoded, Format
@@ -96,7 +90,7 @@ def prepare(request: ExportRequest) -> FolderExport:
         if source.config.get("model_type") == "gpt_oss":
             raise StoreError(
                 f"{request.source}: mlx_lm reads gpt-oss in Hugging Face's layout with MXFP4 experts as it is; "
-                "`bitplan convert FOLDER OUT` writes that layout"
+                "`bitplan gpt-oss convert FOLDER OUT` writes that layout"
             )
         layers = [_layer(source, new, names) for new, names in _outputs(source).items()]
         if not any(layer.is_packed for layer in layers):
@@ -131,7 +125,7 @@ def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputLayer:
         )
     shape = file.spec(first).shape
     count = (len(sources),) if is_stacked else ()
-    if fmt is None or fmt.is_cast or not is_linear(first, shape):
+    if fmt is None or fmt.is_cast or not source.is_linear(first, or_embedding=True):
         plain = source.unpacked(first, fmt, reason if fmt is None or fmt.is_cast else STAYS)
         promise = plain.promises[0]
         return OutputLayer(sources, plain.fmt, plain.reason, (Promise(new, (*count, *shape), None, promise.dtype),))

@@ -133,8 +133,9 @@ def prepare_export(request: ExportRequest, to: str) -> Prepared:
     """Refuse what cannot be done, and say what would be: see `Prepared`."""
     if to not in TARGETS:
         read = _ENGINES.get(to.lower())
-        hint = did_you_mean(to.lower(), TARGETS) if read is None else f"; {to} reads what --to {read} writes"
-        raise StoreError(f"no target {to!r}; there are {', '.join(TARGETS)}{hint}")
+        hint = did_you_mean(to.lower(), TARGETS) if read is None else f"; {to} reads what the target {read} writes"
+        settings = {} if read is None else {"to": read}
+        raise StoreError(f"no target {to!r}; there are {', '.join(TARGETS)}{hint}", settings=settings)
     prepared: Prepared = importlib.import_module(TARGETS[to]).prepare(request)
     return prepared
 

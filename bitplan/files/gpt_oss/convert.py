@@ -171,10 +171,11 @@ def _check_config(path: Path, document: Mapping[str, Any], source: GptOssSource,
     own = source.folder / CONFIG if isinstance(source, GptOssFile) else None
     is_its_own = own is not None and own.exists() and os.path.samefile(path, own)
     if is_its_own or not force:
-        hint = "" if is_its_own else ", or replace it with --force"
+        hint = "" if is_its_own else ", or replace it"
         raise StoreError(
             f"{path}: is there already and says something else than the new one must; give a folder that does not "
-            f"exist yet instead of a file{hint}"
+            f"exist yet instead of a file{hint}",
+            settings={} if is_its_own else {"force": True},
         )
 
 

@@ -199,7 +199,8 @@ def list_slots(layout: Layout, shape: GptOssShape, *, packed: bool = True) -> li
     """Every tensor of a checkpoint, in the model's order; `packed` says whether the experts are MXFP4."""
     if (layout, packed) not in _EXPERTS:
         raise StoreError(
-            "OpenAI's layout holds experts in MXFP4 and in nothing else; --to hf and --to gguf take bfloat16 experts"
+            "OpenAI's layout holds experts in MXFP4 and in nothing else; 'hf' and 'gguf' take bfloat16 experts",
+            settings={"to": "hf"},
         )
     slots = list(_plain_slots(layout, shape, _FIRST, None))
     for layer in range(shape.layers):

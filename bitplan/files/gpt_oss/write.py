@@ -96,7 +96,9 @@ def write_gpt_oss(
             for index in range(source.shape.experts):
                 name = f"{source.where}: {source.expert_name(layer, parts)}, expert {index}"
                 with _naming(name):
-                    matrix = _converted(source.expert(layer, parts, index), experts, scale_rule, name)
+                    expert = source.expert(layer, parts, index)
+                matrix = _converted(expert, experts, scale_rule, name)
+                with _naming(name):
                     for target, piece in split_expert(group, matrix):
                         put(target, piece)
         require_unchanged(stamps)
@@ -139,7 +141,7 @@ def _open_writer(
 ) -> Iterator[PayloadWriter]:
     if layout == "gguf":
         types = [(slot.name, _GGML_TYPES[dtypes[slot.name]], slot.shape) for slot in slots]
-        with write_gguf(path, types, metadata or {}) as writer:
+        with write_gguf(path, types, metadata or {}, checksums=True) as writer:
             yield writer
         return
     entries = [(slot.name, dtypes[slot.name] or torch.uint8, slot.shape) for slot in slots]
@@ -191,7 +193,9 @@ def _copy(source: GptOssSource, group: Sequence[LayoutTensor], put: Callable[[st
 
 def _converted(matrix: Matrix, experts: torch.dtype | None, rule: ScaleRule | None, name: str) -> Matrix:
     if isinstance(matrix, Encoded):
-        return matrix if experts is None else _finite(decode(matrix, experts), name)
+        with _naming(name):
+            numbers = matrix if experts is None else decode(matrix, experts)
+        return numbers if isinstance(numbers, Encoded) else _finite(numbers, name)
     if experts is not None:
         return matrix if matrix.dtype == experts else _finite(matrix.to(experts), name)
     return encode(_finite(matrix, name), MXFP4, scale_rule=rule, name=name)
@@ -211,6 +215,4 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except FormatError as error:
-        if str(error).startswith(name):
-            raise
         raise FormatError(f"{name}: {error}") from None

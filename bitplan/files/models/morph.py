@@ -23,7 +23,7 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.scale_rules import ScaleRule
-from bitplan.plan.format_choices import NONE, NamedBy, Stored, Wanted, choose_formats
+from bitplan.plan.format_choices import NamedBy, Stored, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.plan.structure.describe import is_norm
@@ -39,7 +39,6 @@ _LAYERS = (
     nn.MultiheadAttention,
 )
 _WEIGHT = re.compile(r"weight|weight_(ih|hh|hr)(_l\d+(_reverse)?)?|(in|q|k|v)_proj_weight")
-_BEFORE = "morphed before"
 
 
 # ---- which weight gets which format ----------------------------------------------------------------------------------
@@ -141,10 +140,13 @@ def places_of(model: nn.Module) -> list[ParameterPlace]:
     ]
 
 
-def _plan(places: list[ParameterPlace], formats: Wanted, norms: bool) -> Plan:
-    """A single format is for all weights; parameters that a mapping does not name keep their formats."""
+def _plan(places: list[ParameterPlace], formats: Wanted, norms: bool) -> tuple[Plan, dict[str, Planned]]:
+    """The plan, and the entries of parameters that were morphed before; those that a mapping does not name keep theirs.
+
+    A single format is for all weights.
+    """
     before = {
-        place.name: Planned(Choice(slot.fmt.name, _BEFORE))
+        place.name: Planned(Choice(slot.fmt.name, "morphed before", cause="held"))
         for place in places
         if (slot := slots_of(place.module).get(place.local))
     }
@@ -155,7 +157,7 @@ def _plan(places: list[ParameterPlace], formats: Wanted, norms: bool) -> Plan:
     wanted = {"*": formats} if isinstance(formats, Format | str) else formats
     plan = choose_formats(tensors, wanted, base=Plan(before), where="morph_model")
     plan.require_whole("morph_model")
-    return plan
+    return plan, before
 
 
 # ---- the public functions --------------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def morph_model(
     if isinstance(model, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise StoreError("an attention's out_proj runs inside the attention: morph the MultiheadAttention that owns it")
     places, observers = places_of(model), observers or {}
-    plan = _plan(places, formats, norms)
+    plan, before = _plan(places, formats, norms)
     ShellPatterns(observers).check([place.name for place in places], "observers")
     options = EncodeOptions(scale_rule=scale_rule, pad=pad or plan.pad)
     store_of = _store_finder(model)
@@ -204,11 +206,11 @@ def morph_model(
             choices[place.key] = MorphChoice(None, reason)
             continue
         slots[place.key] = slot = MorphedParameter(store_of(place), fmt)
-        if reason == _BEFORE:
+        if entry is before.get(place.name):
             choices[place.key] = MorphChoice(fmt.name, reason)
         else:
             choices[place.key] = _morph(slot, reason, observers.get(place.name), options)
-    _morph_ties(places, choices, slots)
+    _morph_ties(places, plan, choices, slots)
     if not slots:
         reasons = "; ".join(sorted({choice.reason for choice in choices.values()})) or "it has no parameters"
         raise StoreError(f"nothing in this {type(model).__name__} was morphed: {reasons}")
@@ -337,6 +339,7 @@ def _morph(
 
 def _morph_ties(
     places: list[ParameterPlace],
+    plan: Plan,
     choices: dict[tuple[int, str], MorphChoice],
     slots: dict[tuple[int, str], MorphedParameter],
 ) -> None:
@@ -344,7 +347,8 @@ def _morph_ties(
     morphed = {id(place.parameter): place for place in reversed(places) if place.key in slots}
     for place in places:
         twin = morphed.get(id(place.parameter))
-        if twin is not None and place.key not in slots and not choices[place.key].reason.endswith(NONE):
+        is_kept = place.name in plan and plan[place.name].cause == "kept"
+        if twin is not None and place.key not in slots and not is_kept:
             slots[place.key] = MorphedParameter(slots[twin.key].store, slots[twin.key].fmt)
             choices[place.key] = MorphChoice(slots[twin.key].fmt.name, f"tied to {twin.name}")
 

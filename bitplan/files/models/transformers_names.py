@@ -65,14 +65,16 @@ def foreign_reason(error: object) -> str:
 
 
 @contextmanager
-def foreign_faults(kind: type[BitplanError], where: str, hint: str = "") -> Iterator[None]:
+def foreign_faults(
+    kind: type[BitplanError], where: str, hint: str = "", settings: Mapping[str, object] | None = None
+) -> Iterator[None]:
     """Make whatever another library raises on a user's file one line; a panic of compiled code is no Exception."""
     try:
         yield
     except (BitplanError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise kind(f"{where}: {foreign_reason(error)}{hint}") from error
+        raise kind(f"{where}: {foreign_reason(error)}{hint}", settings=settings) from error
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Session:
             return Path(options.report_path)
         if options.fp8_policy_path:
             return Path(f"{options.fp8_policy_path}.report.jsonl")
-        raise BenchOptionsError("no report path: give --report FILE (or TE_LAYER_PERF_REPORT_PATH)")
+        raise BenchOptionsError("no report path (nor TE_LAYER_PERF_REPORT_PATH)", settings={"report_path": "FILE"})
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ def plan_session(request: Request, environment: Mapping[str, str] = os.environ) 
     ranks = _ranks(environment, parallel)
     timings = request.timings if ranks == 1 else tuple(each for each in request.timings if each == "eager")
     if not timings:
-        raise BenchOptionsError("under torchrun layers are timed eager; leave --timing out, or use one process")
+        raise BenchOptionsError(
+            "under torchrun layers are timed eager alone; use one process", settings={"timings": "eager"}
+        )
     recipe = Fp8Recipe(options.fp8_recipe, request.fp8, AmaxEps.from_environment(environment))  # type: ignore[arg-type]
     plan = BenchPlan(
         tuple(bench_cases(make_layers(), options.shape_sweep, recipe.name)),
@@ -108,13 +110,14 @@ def _layers(request: Request) -> tuple[str, Callable[[], list[Layer]], Parallel]
     if request.shapes is not None:
         if options.omni_config_path:
             raise BenchOptionsError(
-                f"give MODEL or --shapes, not both: {options.omni_config_path} and {request.shapes}"
+                f"a model and shapes are given, and one is wanted: {options.omni_config_path} and {request.shapes}"
             )
         tp = options.tp_size or 1
         return "shapes", partial(layers_of_shapes, request.shapes, request.part or "llm", tp), Parallel(tp=tp)
     if not options.omni_config_path:
         raise BenchOptionsError(
-            "no model: give MODEL (or TE_LAYER_PERF_OMNI_CONFIG_PATH), a config.json or a YAML, or --shapes OUTxIN,..."
+            "no model: give MODEL (or TE_LAYER_PERF_OMNI_CONFIG_PATH), a config.json or a YAML, or shapes",
+            settings={"shapes": "OUTxIN,..."},
         )
     model = open_model(options.omni_config_path)
     parts = [part for part in model.parts if request.part in (None, part.part)]
@@ -145,7 +148,8 @@ def require_hardware(session: Session) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise Fp8UnavailableError(
             "torch sees no CUDA GPU, so there is nothing to measure; run on the GPU that will train "
-            "(--device cpu emulates FP8, to try the command)"
+            "(the CPU emulates FP8, to try the command)",
+            settings={"device": "cpu"},
         )
     index = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", index) if wanted == "cuda" else torch.device("cpu")

@@ -364,11 +364,11 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
     import transformers
 
     # bitplan's own GGUF files have no tokenizer; transformers' error about that speaks of arrays.
-    hint = "; if the file holds no tokenizer, give the Hugging Face folder, or that as --config"
+    is_gguf = "gguf_file" in options
+    hint = "; if the file holds no tokenizer, give the Hugging Face folder" if is_gguf else ""
     allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
-    with foreign_faults(
-        MeasureError, f"{source}: transformers cannot read {what}", hint if "gguf_file" in options else ""
-    ):
+    where, settings = f"{source}: transformers cannot read {what}", {"config": None} if is_gguf else None
+    with foreign_faults(MeasureError, where, hint, settings):
         return getattr(transformers, reader).from_pretrained(**allowed, **options)
 
 

@@ -1,7 +1,8 @@
 """Text from a causal language model, token by token, with time and memory: packed or not, on any device.
 
 The loop is our own, so that words can be shown as they come and each step can be timed; transformers' `generate` gives
-the same tokens (greedy).
+the same tokens (greedy). On a CPU the tokens of packed models of a known structure go past the model's own modules
+(`token_steps`).
 
 How fast a language model reads a prompt and makes tokens, at some batch sizes, alone or in turns with another.
 
@@ -30,8 +31,9 @@ from bitplan.files.headers import is_gguf
 from bitplan.files.models.transformers_names import foreign_faults, silence_transformers
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import is_packed_config, read_config
-from bitplan.packed.checkpoints.gpt_oss_load import is_gpt_oss
-from bitplan.packed.checkpoints.load import load_packed
+from bitplan.formats.input_formats import KEEP, input_format
+from bitplan.packed.checkpoints.gpt_oss_tensors import is_gpt_oss
+from bitplan.packed.checkpoints.load import device_of, load_packed, require_transformers
 from bitplan.packed.language.causal_lm import (
     CausalLM,
     load_causal_lm,
@@ -40,7 +42,10 @@ from bitplan.packed.language.causal_lm import (
     read_tokenizer,
     require_causal,
 )
-from bitplan.packed.read_tensors import device_of, require_transformers
+from bitplan.packed.language.token_steps import Decoding
+from bitplan.packed.rounded_inputs import round_inputs, runs_on_integers, shown_inputs
+
+AUTO = "auto"
 
 
 def load_for_running(
@@ -49,13 +54,17 @@ def load_for_running(
     config: str | Path | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    inputs: str | None = None,
 ) -> CausalLM:
     """A model and its tokenizer: a packed folder and a GGUF file run packed, others as transformers loads them.
 
     config  a folder or a GGUF file with config and tokenizer, for a file of weights alone, which is decoded
     dtype   type of weights that are not packed; None: float32 on a CPU, else as in the folder
+    inputs  the format that packed layers round their inputs to, or "keep"; None: what a packed folder says; "auto":
+            this, and where nothing is said int8 on a CPU, if all products are then such of whole numbers
     """
     place, source = device_of(device), Path(path)
+    asked = None if inputs == AUTO else input_format(inputs, str(path))
     require_transformers(str(path))
     wanted = dtype or (torch.float32 if place.type == "cpu" else None)
     if source.is_dir():
@@ -70,6 +79,10 @@ def load_for_running(
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if is_pair or not model.can_generate():  # type: ignore[operator]
         raise MeasureError(no_causal_model(str(path), type(model).__name__))
+    if asked is not None or inputs == KEEP:
+        round_inputs(model, asked)
+    elif inputs == AUTO and shown_inputs(model) is None and runs_on_integers(model):
+        round_inputs(model, "int8")
     with silence_transformers():
         lm = CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
         require_causal(lm, lambda ids: lm(ids.to(lm.device)))
@@ -129,6 +142,7 @@ class Generated:
     """A text, its time and memory. `prefill_s` is the time to the first token; the rate is of the tokens after it.
 
     ended   why it is over: the model's "end", "max tokens", or its "context" is full
+    inputs  the format that packed layers round their inputs to, if they do
     """
 
     text: str
@@ -140,6 +154,7 @@ class Generated:
     weight_bytes: int
     peak_bytes: int | None
     device: str
+    inputs: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -153,7 +168,9 @@ def as_prompt(lm: CausalLM, text: str, *, chat: bool | None = None, system: str 
     """
     has_template = bool(getattr(lm.tokenizer, "chat_template", None))
     if chat and not has_template:
-        raise MeasureError(f"{lm.where}: the tokenizer has no chat template; leave --chat out")
+        raise MeasureError(
+            f"{lm.where}: the tokenizer has no chat template; send the text as it is", settings={"chat": False}
+        )
     if not (has_template if chat is None else chat):
         if system is not None:
             reason = "the text goes to the model as it is" if has_template else "the tokenizer has no chat template"
@@ -181,7 +198,7 @@ def generate_text(
     draw = torch.Generator(device=device).manual_seed(sampling.seed)
     room = most_tokens if lm.positions is None else min(most_tokens, lm.positions - ids.shape[1])
     ended: Literal["end", "max tokens", "context"] = "max tokens" if room == most_tokens else "context"
-    cache: Any = None
+    decoding = Decoding(lm.model)
     tokens: list[int] = []
     shown, started, first = "", time.perf_counter(), 0.0
     if device.type == "cuda":
@@ -189,10 +206,9 @@ def generate_text(
     with torch.inference_mode():
         step = ids
         while len(tokens) < room:
-            out: Any = lm.model(input_ids=step, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            require_finite(out.logits[:, -1], lm, ids.shape[1] + len(tokens))
-            token = sampling.next_token(out.logits[0, -1], draw)
+            logits = decoding(step)
+            require_finite(logits, lm, ids.shape[1] + len(tokens))
+            token = sampling.next_token(logits[0], draw)
             first = first or time.perf_counter()
             if token in ends:
                 ended = "end"
@@ -214,6 +230,7 @@ def generate_text(
         weight_bytes=size,
         peak_bytes=peak_bytes(device),
         device=str(device),
+        inputs=shown_inputs(lm.model),
     )
 
 
@@ -237,7 +254,7 @@ def _prompt_ids(lm: CausalLM, prompt: str | Sequence[Message]) -> Tensor:
 
 def _render(lm: CausalLM, messages: Sequence[Message], **options: Any) -> Any:
     where = f"{lm.where}: its chat template refuses this conversation"  # it is a program, and raises what it likes
-    with foreign_faults(MeasureError, where, "; --raw leaves it out"):
+    with foreign_faults(MeasureError, where, "; the text can be sent as it is", {"chat": False}):
         return lm.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
 
 
@@ -310,6 +327,7 @@ class BenchRow:
     decode_tokens_per_second: float
     weight_bytes: int
     speedup: float | None = None  # of decoding, over the last model
+    inputs: str | None = None  # the format that packed layers round their inputs to
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -355,6 +373,7 @@ def bench_models(
                     decode_tokens_per_second=batch / each,
                     weight_bytes=sizes[index],
                     speedup=reference / each if index + 1 < len(models) else None,
+                    inputs=shown_inputs(lm.model),
                 )
             )
     return rows
@@ -364,17 +383,16 @@ def _run(lm: CausalLM, batch: int, prompt_tokens: int, tokens: int) -> list[floa
     """Seconds of the prompt, then of each token after the first."""
     device = lm.device
     ids = torch.arange(batch * prompt_tokens, device=device).remainder(lm.vocabulary).reshape(batch, prompt_tokens)
-    times, cache = [], None
+    times, decoding = [], Decoding(lm.model)
     with torch.inference_mode():
         for made in range(tokens):
             _wait(device)
             started = time.perf_counter()
-            out: Any = lm.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            ids = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+            logits = decoding(ids)
+            ids = logits.argmax(dim=-1, keepdim=True)
             _wait(device)
             times.append(time.perf_counter() - started)
-            require_finite(out.logits[:, -1], lm, prompt_tokens + made)  # not timed
-            cache = out.past_key_values
+            require_finite(logits, lm, prompt_tokens + made)  # not timed
     return times
 
 

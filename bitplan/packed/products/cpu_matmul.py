@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, encode
+from bitplan.formats import Encoded
+from bitplan.formats.codec import encode
 from bitplan.packed.products.decode_row_slices import decoded_pieces
 
 FOUR_BIT_FORMAT = "int4_g32"

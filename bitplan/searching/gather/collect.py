@@ -37,13 +37,13 @@ from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, how
 from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.goal import EvidenceFileError, SearchError
 from bitplan.searching.groups import group_tensors, place_of
+from bitplan.searching.memory import MemoryUse, within_memory
 from bitplan.searching.phases import Stage, in_shares, no_stage
 from bitplan.searching.rivals import nearest_uniform
 
 EVIDENCE = "evidence.json"
 
 USUAL_BITS = 4.5
-LIBRARIES_BYTES, ROUNDING_COPIES = 600 * 10**6, 12  # measured: of SmolLM2-135M 3.6 GB are expected, and were taken
 LOOKED_UP = 64  # columns of an embedding's rounding, which compares no columns with each other
 
 
@@ -112,6 +112,7 @@ def collect_evidence(
     near_bits: float | None = None,
     rows: int | None = None,
     workers: int = 0,
+    memory: MemoryUse | None = None,
     stage: Stage = no_stage,
 ) -> tuple[SearchEvidence, PlanMeter]:
     """Everything that a plan is solved from; and the meter on the windows for checks, for corrections.
@@ -121,19 +122,22 @@ def collect_evidence(
     near_bits   the size that is wanted: groups are measured in the best format of about this size
     rows        also time every format at so many rows
     workers     processes that round weights; none unless given
+    memory      what is kept in memory; unless given, as much as is free
     """
     kept = EvidenceFolder(folder)
     fingerprint = fingerprint_of_search(subject, windows, checks)
     before = kept.evidence()
     if before is not None:
         require_same(before, fingerprint, str(folder))
-    rounded = RoundedWeights(subject, kept.statistics(fingerprint), workers)
+    memory = memory or within_memory(subject, windows, checks, None)
+    known = kept.statistics(fingerprint)
+    rounded = RoundedWeights(subject, known, workers, memory.threads, memory.rounded_at_once)
     if rounded.statistics.windows < len(windows):
         with rounded.compiling(formats):
             rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
     evidence = _begin(subject, fingerprint, before, windows, checks)
     evidence.text |= count_experts(subject, rounded.statistics)
-    meter = PlanMeter(rounded, checks, unscored=unscored)
+    meter = PlanMeter(rounded, checks, unscored=unscored, kept_bytes=memory.kept_logits // 2)
     wanted = groups_with_formats(subject, formats)
     _predict(rounded, evidence, wanted, kept, stage)
     parts = _unchecked_parts(evidence, wanted)
@@ -287,6 +291,7 @@ def _begin(
         groups,
         subject.stored.nbytes,
         complete=False,
+        proven=[] if before is None else before.proven,
     )
 
 
@@ -323,16 +328,6 @@ def evidence_bytes(subject: SearchSubject, windows: Sequence[Tensor]) -> tuple[i
     return kept, kept + 4 * tokens * width * len(subject.runner.blocks)
 
 
-def needed_memory(subject: SearchSubject, kept: int) -> int:
-    """About how many bytes of memory a search takes: Python's libraries, the model where it is not read from its folder
-    piece by piece, and the largest weight while it is rounded; statistics of `kept` bytes are read from disk, and the
-    system keeps what it has room for.
-    """
-    model = sum(each.nbytes for each in subject.model.parameters() if each.device.type != "meta")
-    largest = max(math.prod(site.shape) for site in subject.sites.values())
-    return LIBRARIES_BYTES + 2 * model + kept + ROUNDING_COPIES * 4 * largest
-
-
 def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:
     """The bytes of the smallest plan: known before a number is read."""
     tensors = subject.tensors
@@ -358,7 +353,8 @@ def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[
             if not held:
                 raise SearchError(
                     f"{subject.where}: {tensor}: rows of {shape[-1]} are not whole blocks of any of "
-                    f"{', '.join(formats)}; add a format with smaller blocks to --formats, or --keep {tensor!r}"
+                    f"{', '.join(formats)}; add a format with smaller blocks, or leave it as it is",
+                    settings={"formats": None, "keep": tensor},
                 )
         found[name] = held
     return found

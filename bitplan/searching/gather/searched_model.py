@@ -20,7 +20,7 @@ from bitplan.base.fingerprints import hash_tensors
 from bitplan.files.input_statistics import weight_digest
 from bitplan.files.models.morph import places_of
 from bitplan.files.open_files import open_tensors
-from bitplan.packed.read_tensors import device_of
+from bitplan.packed.checkpoints.load import device_of
 from bitplan.plan import shipped_manifest
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Plan, Planned
@@ -144,7 +144,9 @@ class SearchSubject:
                 for name, each in self.stays.items()
             }
         if not self.sites:
-            raise SearchError(f"{self.where}: no tensor is left that {target.name} packs; check --keep and --only")
+            raise SearchError(
+                f"{self.where}: no tensor is left that {target.name} packs", settings={"keep": None, "only": None}
+            )
 
     def _keep_whole_layers(self) -> None:
         """Where a tensor of experts stays, so do the others of its layer, or `load_packed` would refuse the folder."""
@@ -163,7 +165,10 @@ class SearchSubject:
     def _keep_blocks(self) -> None:
         """What is streamed: the rest never crosses to the device."""
         if not self.runner.blocks:
-            raise SearchError(f"{self.where}: no list of blocks was found to stream; search without --for training")
+            raise SearchError(
+                f"{self.where}: no list of blocks was found to stream; search for another target",
+                settings={"target": None},
+            )
         names = {name for name in self.stored.entries if self.runner.is_in_block(self.names.get(name, ""))}
         self.sites = {name: site for name, site in self.sites.items() if (site.tensor or name) in names}
         self.stays = {name: each for name, each in self.stays.items() if name in names}
@@ -286,7 +291,9 @@ def subject_of(
         names[name] = names[tensor] = stacks[name].stack
     sites, stays = _split(model, plan, names, stored, stacks, tensor_of)
     if not sites:
-        raise SearchError(f"{where}: no linear layer or embedding is left to search; check --keep and --only")
+        raise SearchError(
+            f"{where}: no linear layer or embedding is left to search", settings={"keep": None, "only": None}
+        )
     experts = {tensor_of.get(name, name): each.stack.rpartition(".")[0] for name, each in stacks.items()}
     source = None if path is None else Path(path)
     return SearchSubject(runner, where, sites, stays, names, stored, source, experts=experts)
@@ -309,7 +316,7 @@ def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, Stored], dict[str,
     tensors, names = {}, {}
     with open_tensors(path) as file:
         for name, spec in file.specs.items():
-            tensors[name] = Stored(spec.shape, spec.format if spec.encoded else spec.dtype_name, spec.encoded)
+            tensors[name] = Stored(spec.shape, spec.held, spec.encoded)
             ours = [name, *(aliases.to_ours(name) for aliases in families)]
             found = next((each for each in ours if each in known), None)
             if found is not None:
@@ -365,8 +372,7 @@ def _split(
 
 def _may_change(entry: Planned) -> bool:
     """Whether a tensor is a weight that nobody wants to stay; one that is packed already stays in its own format."""
-    is_kept = entry.choice.reason.startswith(("kept by ", "not among --only"))
-    return entry.stored is None and entry.choice.format == ANY_ROWS and not is_kept
+    return entry.stored is None and entry.choice.format == ANY_ROWS and entry.choice.cause != "kept"
 
 
 def _staying(stored: Plan, name: str, role: str, reason: str) -> StayingTensor:

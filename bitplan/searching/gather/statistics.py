@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import FileFormatError
-from bitplan.base.folders import UNFINISHED
 from bitplan.files.input_statistics import (
     HESSIAN,
     MOMENTS,
@@ -370,13 +369,13 @@ class InputStatistics:
 
 
 def how_to_begin_again(folder: Path) -> str:
-    """What lets a search begin again in a folder: that of `search --force` itself is not replaced by another."""
-    return f"remove {folder} to begin again" if folder.suffix == UNFINISHED else "begin again with --force"
+    """What lets a search begin again in a folder."""
+    return f"remove {folder} to begin again"
 
 
 def _places_in(path: Path) -> dict[str, StoredTensor]:
     with closing(SafetensorsFile(path)) as file:
         return {
-            name: StoredTensor(path, entry.start, tuple(entry.shape), entry.dtype)
+            name: StoredTensor(path, entry.start, tuple(entry.shape), entry.torch_dtype)
             for name, entry in file.tensors.items()
         }

@@ -81,8 +81,9 @@ def experts_per_token(subject: SearchSubject) -> int:
         if isinstance(count, int) and count > 0:
             return count
     raise SearchError(
-        f"{subject.where}: --faster: its experts cannot be timed, for its config does not say how many a token is sent "
-        f"to ({', '.join(_PER_TOKEN)}); leave them as they are (--keep '*experts*'), or give another goal"
+        f"{subject.where}: its experts cannot be timed, for its config does not say how many a token is sent "
+        f"to ({', '.join(_PER_TOKEN)}); give another goal than speed, or leave them as they are",
+        settings={"keep": "*experts*"},
     )
 
 

@@ -1,6 +1,6 @@
-"""Trains streamed weights: FP32 masters on the host, gradients copied back, AdamW during the next transfers.
+"""HostTraining: FP32 masters of streamed weights on the host, gradients copied back, AdamW during the next transfers.
 
-    backward, device   gradient of a weight is ready -> gradient thread: copy it out to its place (`gradient_places`)
+    backward, device   gradient of a weight is ready -> gradient thread: copy it out to its place (`GradientPlaces`)
     end_step           optimizer thread, block after block in forward order: AdamW on the masters, encode, mark fresh
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
@@ -12,39 +12,17 @@ overlaps with its own backward, and why clipping takes no overlap away: it delay
 One call puts the whole update into the optimizer's queue: before that call the step does not count, after it the step
 does, wherever Ctrl-C comes. Gradients belong to their step, so a dropped step leaves none behind. If the optimizer
 itself fails between two blocks, the masters belong to two different steps, and every call raises until a state is
-loaded.
+loaded. The master is a bitplan WeightStore's: what is sent is derived from it, never the other way round.
 
-The master is a bitplan WeightStore's: the version that is sent is derived from it, never the other way round.
+Memory that is new to the process is expensive: the kernel clears each page at its first use, which takes longer than
+the bus. So a gradient is copied straight to its own place, the same in every step, and stays in its type until AdamW
+reads it, which multiplies by the factor of clipping. A second gradient of a weight in a step (accumulation) is added in
+float32, in memory that is made when it is first needed. A place is free again when its next gradient comes: the
+weight's forward of that step has waited for the update that read it.
 
-Clips the gradients of a step by the norm of all of them, as torch.nn.utils.clip_grad_norm_ does, to the bit.
-
-Gradients stay as they arrived: for its norm each is widened in one piece of memory, and AdamW multiplies by the factor
-(`StepGradients.factor`) as it reads.
-
-GradientPlaces: where the gradients of trained weights arrive on the host, the same memory in every step.
-
-Memory that is new to the process is expensive: the kernel maps and clears each page at its first use, and a gradient of
-180 MB takes longer for that than for crossing the bus. So a gradient is copied by the device straight to its own place,
-in the type it has there, and stays in that type until AdamW reads it. A second gradient of the same weight in a step
-(accumulation) needs float32: such sums have places of their own, made when they are first needed.
-
-A place is free again when its gradient comes: the weight's forward of that step has waited for the update that read it.
-
-BlockAdamW: AdamW over the float32 masters of one block, from gradients in any type
-(`streaming.training.host_training`).
-
-AdamW on the host: float32 masters and moments, a gradient in any type, new weights written to where they are sent.
-
-The definition is torch's fused AdamW (`adamw_torch`). It wants the gradient in float32, and the copy of the new weights
-is another pass: 46 bytes a number cross the host's memory where gradient and copy are BF16. `adamw_loop` does all of it
-in one pass, with 28, and the same bits: whether these are torch's on this machine is looked at once, before its first
-use.
-
-Tells a torch GradScaler about gradients on the host, and asks it about those on the device.
-
-A scaler notes, for each optimizer, whether its gradients overflowed: `step(optimizer)` then does nothing, and `update`
-lowers the scale. Streamed weights and the optimizer's are one model, so they are stepped together or not at all. There
-is no public way to give a scaler another's overflow; these notes have had their form since torch 1.6.
+AdamW is torch's fused one by definition (`adamw_torch`), which makes 46 bytes a number cross the host's memory where
+gradient and sent weights are BF16; `adamw_loop` takes one pass, with 28. Whether it has torch's bits on this machine is
+looked at before its first use.
 """
 
 from __future__ import annotations
@@ -56,7 +34,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -72,12 +50,11 @@ from bitplan.streaming.find_blocks import StreamedBlock
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
 from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, pieces, step_by_torch
+from bitplan.streaming.training.processes import ROLL_CALL_S, Processes
+from bitplan.streaming.training.small_moments import SmallMoments
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
-
-# ---- grad scaler -----------------------------------------------------------------------------------------------------
-
 
 NOTES = "found_inf_per_device"
 
@@ -98,9 +75,6 @@ def share_overflow(
     if overflowed or not notes:  # a scaler refuses to step an optimizer of which it has no note
         notes[here.device] = torch.tensor(float(overflowed))
     return overflowed
-
-
-# ---- adamw -----------------------------------------------------------------------------------------------------------
 
 
 LOOP_TYPES = (torch.float32, torch.bfloat16)  # of gradients, and of what is sent
@@ -147,26 +121,62 @@ def loop_choice() -> Picked:
     return Picked("numba", "one pass of the host's memory, with torch's bits")
 
 
-# ---- host adamw ------------------------------------------------------------------------------------------------------
-
-
+SMALL_AT_A_TIME = 2**18  # moments that are decoded at a time: they stay in the processor's caches
 NUMBERS_AT_A_TIME = 2**24  # for torch's AdamW: with smaller pieces every call waits for all its threads
 
 
 class BlockAdamW:
     """Masters (contiguous, float32), their moments, and how often each was stepped."""
 
-    def __init__(self, masters: Mapping[str, Tensor]) -> None:
-        self.masters = dict(masters)
-        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+    def __init__(self, masters: Mapping[str, Tensor], *, is_small: bool = False) -> None:
+        """is_small: moments are in 8 bits."""
+        self.masters, self._is_small = dict(masters), is_small
+        self.slice_of: Callable[[Tensor], Tensor] = lambda tensor: tensor  # that is stepped here, of each master
+        self._moments: dict[str, tuple[Tensor, Tensor] | SmallMoments] = {}
         self.steps = dict.fromkeys(masters, 0)
         prepare_adamw(masters.values())
 
+    def divide(self, processes: Processes) -> None:
+        """From now on step only this process's slice of every master, and keep the moments of that alone."""
+        present = {name: self.read_moments(name) for name in self.masters}
+        self.slice_of = processes.own_slice
+        for name, moments in present.items():
+            if moments is not None:
+                first, second = (self.slice_of(one).clone() for one in moments)
+                self.set_moments(name, (first, second))
+
     def make_moments(self, name: str) -> None:
         """As AdamW does in its first step."""
-        if name not in self.moments:
-            master = self.masters[name]
-            self.moments[name] = torch.zeros_like(master), torch.zeros_like(master)
+        if name not in self._moments:
+            master = self.slice_of(self.masters[name])
+            small = SmallMoments.zeros(master.numel()) if self._is_small else None
+            self._moments[name] = small or (torch.zeros_like(master), torch.zeros_like(master))
+
+    def read_moments(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """The moments of this process's slice in float32: the ones in use, or decoded; None before the first step."""
+        moments = self._moments.get(name)
+        if not isinstance(moments, SmallMoments):
+            return moments
+        master = self.slice_of(self.masters[name])
+        first, second = moments.read()
+        return first.view(master.shape), second.view(master.shape)
+
+    def set_moments(self, name: str, moments: tuple[Tensor, Tensor] | None) -> None:
+        """Take these for the moments of this process's slice, which they are of."""
+        self._moments.pop(name, None)
+        if moments is None:
+            return
+        if self._is_small:
+            self.make_moments(name)
+            first, second = (one.detach().reshape(-1).clone() for one in moments)
+            cast(SmallMoments, self._moments[name]).write(first, second)
+        else:
+            self._moments[name] = moments
+
+    @property
+    def moment_bytes(self) -> int:
+        """What moments take on the host."""
+        return sum(part.nbytes for moments in self._moments.values() for part in moments)
 
     def step(
         self,
@@ -181,14 +191,27 @@ class BlockAdamW:
         """
         for name, gradient in gradients.items():
             self.make_moments(name)
-            tensors = AdamWTensors(self.masters[name], gradient, *self.moments[name], (sent or {}).get(name))
-            of = settings[name]
+            master, gradient = self.slice_of(self.masters[name]), self.slice_of(gradient)
+            of, moments = settings[name], self._moments[name]
             rates = AdamWRates(of.lr, of.betas, of.eps, of.weight_decay, self.steps[name] + 1, factor)
-            step_adamw(tensors, rates, scratch)
+            given = (master, gradient) if name not in (sent or {}) else (master, gradient, (sent or {})[name])
+            if isinstance(moments, SmallMoments):
+                self._step_small(name, given, moments, rates, scratch)
+            elif master.numel():
+                step_adamw(AdamWTensors(*given[:2], *moments, *given[2:]), rates, scratch)
             self.steps[name] += 1
 
-
-# ---- gradient places -------------------------------------------------------------------------------------------------
+    def _step_small(
+        self, name: str, given: Sequence[Tensor], moments: SmallMoments, rates: AdamWRates, scratch: Tensor
+    ) -> None:
+        """Some numbers at a time: decode their moments, step, encode them again."""
+        start = 0
+        for weights, gradient, *sent in pieces(given, SMALL_AT_A_TIME):
+            part = moments.part(start, start + len(weights))
+            first, second = part.read()
+            step_adamw(AdamWTensors(weights, gradient, first, second, *sent), rates, scratch)
+            part.write(first, second, f"{name} {rates.step} {start}")
+            start += len(weights)
 
 
 NUMBERS_ADDED_AT_A_TIME = 2**22
@@ -236,6 +259,10 @@ class GradientPlaces:
         place = self._places[key]
         return place if arrived.data_ptr() == place.data_ptr() else place.copy_(arrived)
 
+    def zeros(self, key: Key) -> Tensor:
+        """A gradient of a weight that has none in this process and has one in another."""
+        return self._places[key].zero_()
+
     def wide(self, key: Key, gradient: Tensor) -> Tensor:
         """A gradient in float32: itself if it has this type, else a copy in memory of its own."""
         if gradient.dtype == torch.float32:
@@ -276,6 +303,7 @@ class StepGradients:
     failure: Exception | None = None
     unfinished: set[int] = field(default_factory=set)  # backwards that have begun and not ended
     overflowed: bool | None = None  # None until `unscale_gradients` has looked
+    is_averaged: bool = False  # over all processes
 
     def note_backward(self) -> None:
         """Within a backward: note that it has begun. Autograd calls back at its end, unless something in it failed."""
@@ -291,15 +319,25 @@ class StepGradients:
                 "cannot be applied; begin_step drops it"
             )
 
+    def kind(self, key: Key) -> int:
+        """0 where a weight has no gradient yet, 1 where it has one in its own type, 2 where it is in float32."""
+        block, name = key
+        gradient = self.sums.get(key)
+        return 0 if gradient is None else 1 if gradient.dtype == self.places.specs[block][name].dtype else 2
+
+    def make_alike(self, kinds: Mapping[Key, int]) -> None:
+        """Give weights the kinds of gradients that they have in other processes; those without one get zeros."""
+        for key, kind in kinds.items():
+            if kind:
+                gradient = self.sums[key] if key in self.sums else self.places.zeros(key)
+                self.sums[key] = gradient if kind == 1 else self.places.wide(key, gradient)
+
     def apply_factor(self) -> None:
         """Multiply the gradients themselves, for clipping that was done before."""
         if self.factor != 1.0:
             for key, gradient in self.sums.items():
                 self.sums[key] = self.places.wide(key, gradient).mul_(self.factor)
             self.factor = 1.0
-
-
-# ---- clipping --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -331,9 +369,7 @@ def _norm_of(norms: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.tensor(0.0)
 
 
-# ---- host training ---------------------------------------------------------------------------------------------------
-
-
+Result = TypeVar("Result")
 GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a llama block has nine
 
 
@@ -376,9 +412,15 @@ class HostTraining:
         max_norm: float | None = None,
         *,
         pinned: bool = True,
+        shards: bool = False,
+        small_moments: bool = False,
     ) -> None:
-        """pinned: gradients arrive in pinned memory, as much as the trained weights take."""
-        self._device, self._timeout_s = device, timeout_s
+        """pinned: gradients arrive in pinned memory, as much as the trained weights take.
+
+        shards: where several processes train, each steps and keeps the moments of its part of every weight.
+        """
+        self._device, self._timeout_s, self._shards = device, timeout_s, shards
+        self.processes: Processes | None = None
         self.settings, self.max_norm = settings, max_norm
         self.lr = settings.lr
         self.own_settings: Mapping[Key, AdamWSettings] = {}  # of weights that do not have `settings` and `lr`
@@ -401,11 +443,12 @@ class HostTraining:
                 name: WeightStore(master, name=f"{block.name}.{name}") for name, master in masters.items()
             }
             # One optimizer a block, so that each can be stepped, and its block sent, before the others.
-            self._optimizers[block.name] = BlockAdamW(masters)
+            self._optimizers[block.name] = BlockAdamW(masters, is_small=small_moments)
             specs[block.name] = {name: block.specs[name] for name in masters}
         self._places = GradientPlaces(device, specs, pinned=pinned)
         self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
-        names = [f"{block}.{name}" for block, masters in self._masters.items() for name in masters]
+        self._keys = [(block, name) for block, masters in self._masters.items() for name in masters]
+        names = [f"{block}.{name}" for block, name in self._keys]
         self._flag_of = {name: number for number, name in enumerate(names)}
         self._finite = FiniteCheck(device, names)
         self.failure: Exception | None = None
@@ -428,10 +471,26 @@ class HostTraining:
     def lr(self, lr: float) -> None:
         self._lr = setting("lr", lr)
 
+    def join(self, processes: Processes, frozen: Mapping[str, Tensor]) -> None:
+        """Train with other processes, which have the same weights, from now on; nothing may be under way."""
+        processes.require_same({**{name: one.master for name, one in self.trained().items()}, **frozen})
+        self.processes = processes
+        if self._shards:
+            for optimizer in self._optimizers.values():
+                optimizer.divide(processes)
+
+    @property
+    def _update_s(self) -> float:
+        """How long an update may take: one that waits for other processes says itself which of them is late."""
+        return self._timeout_s if self.processes is None else 2 * self._timeout_s + 2 * ROLL_CALL_S
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._shards and self.processes is not None
+
     def _settings_now(self) -> dict[Key, AdamWSettings]:
         common = replace(self.settings, lr=self.lr)
-        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
-        return {key: self.own_settings.get(key, common) for key in keys}
+        return {key: self.own_settings.get(key, common) for key in self._keys}
 
     def trains(self, block: str, name: str) -> bool:
         return name in self._masters.get(block, {})
@@ -445,6 +504,11 @@ class HostTraining:
         version = store.morph(fmt)
         store.drop(fmt)
         return version
+
+    @property
+    def moment_bytes(self) -> int:
+        """What AdamW's moments take on the host of this process."""
+        return sum(one.moment_bytes for one in self._optimizers.values())
 
     def limit_gradients(self, in_flight: int | None) -> None:
         """How many gradients may be on their way to the host before backward waits; None: GRADIENTS_WAITING."""
@@ -492,6 +556,11 @@ class HostTraining:
         try:
             if gradients.overflowed is not None:
                 raise StreamError(f"{what}: it came after unscale_gradients; call that after the step's last backward")
+            if gradients.is_averaged:
+                raise StreamError(
+                    f"{what}: it came after clip_gradients, which has averaged the gradients of all processes; call "
+                    "that after the step's last backward"
+                )
             gradients.apply_factor()  # of clipping before this backward
             before = gradients.sums.get(key)
             target = gradients.places.target(key, gradient.dtype, is_first=before is None)
@@ -510,8 +579,11 @@ class HostTraining:
         """Wait for the gradients of the step, and scale them, with those of `also`, to a common norm of `max_norm`."""
         if self.gradients.overflowed:
             return math.inf  # the step is skipped
-        self._await_gradients(self.gradients, self._finite.send(self.gradients.step))
-        return self._scale(self.gradients, max_norm, also)
+        gradients, flags = self.gradients, self._finite.send(self.gradients.step)
+        self._in_turn(
+            lambda: self._settle_gradients(gradients, "clip_gradients", lambda: self._await_gradients(gradients, flags))
+        )
+        return self._scale(gradients, max_norm, also)
 
     def unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None) -> bool:
         """Wait for the gradients of the step, and divide them by the scaler's scale; whether any overflowed."""
@@ -520,20 +592,73 @@ class HostTraining:
             raise StreamError(f"unscale_gradients: step {gradients.step} has been unscaled; once a step is right")
         if not scaler.is_enabled():
             return False
-        self._await_arrival(gradients)
-        is_finite = not self._finite.not_finite(self._finite.send(gradients.step))
+        flags = self._finite.send(gradients.step)
+        is_finite = self._in_turn(
+            lambda: self._settle_gradients(
+                gradients, "unscale_gradients", lambda: self._look_at_scaled(gradients, flags)
+            )
+        )
         gradients.overflowed = share_overflow(scaler, optimizer, self, is_finite=is_finite)
         gradients.apply_factor()
         gradients.factor = 1.0 / scaler.get_scale()
         return gradients.overflowed
 
-    def _await_gradients(self, gradients: StepGradients, flags: SentFlags) -> None:
+    def _look_at_scaled(self, gradients: StepGradients, flags: SentFlags) -> bool:
+        """Wait for gradients of a scaled loss; whether they are finite."""
+        self._await_arrival(gradients)
+        return not self._finite.not_finite(flags)
+
+    def _settle_gradients(self, gradients: StepGradients, call: str, check: Callable[[], bool]) -> bool:
+        """Make the gradients the mean over all processes, once `check` has passed in each; False where one says so."""
+        if self.processes is None:
+            return check()
+        failure, is_finite = None, False
+        try:
+            is_finite = check()
+        except Exception as error:
+            failure = error
+        keys, kinds = self._keys, [gradients.kind(key) for key in self._keys]
+        rows = self.processes.agree(call, gradients.step, failure, [int(is_finite), *kinds])
+        if not all(row[0] for row in rows):
+            return False
+        if not gradients.is_averaged:
+            gradients.apply_factor()
+            kinds = [max(row[at] for row in rows) for at in range(1, len(keys) + 1)]
+            gradients.make_alike(dict(zip(keys, kinds, strict=True)))
+            self.processes.average([gradients.sums[key] for key, kind in zip(keys, kinds, strict=True) if kind])
+            gradients.is_averaged = True
+        return True
+
+    def _in_turn(self, call: Callable[[], Result]) -> Result:
+        """Run a call that talks to other processes: on the optimizer's thread, so that all have it in one order."""
+        if self.processes is None:
+            return call()
+        results: list[Result] = []
+        errors: list[Exception] = []
+        done = Latch()
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except Exception as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        self._updates.submit(run, "talking to other processes")
+        wait_for(done, self._updates, self._update_s, "talking to other processes")
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _await_gradients(self, gradients: StepGradients, flags: SentFlags) -> bool:
         self._await_arrival(gradients)
         if bad := self._finite.not_finite(flags):
             raise BlockNonFiniteError(
                 f"{bad[0]}, step {gradients.step}: gradient holds NaN or infinity; the masters are as they were before "
                 "the step"
             )
+        return True
 
     def _await_arrival(self, gradients: StepGradients) -> None:
         gradients.require_backward_ended()
@@ -547,8 +672,7 @@ class HostTraining:
             )
 
     def _scale(self, gradients: StepGradients, max_norm: float, also: Sequence[Tensor] = ()) -> float:
-        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
-        self.gradient_norm = clip_step(gradients, keys, max_norm, also)
+        self.gradient_norm = clip_step(gradients, self._keys, max_norm, also)
         return self.gradient_norm
 
     def abandon(self) -> None:
@@ -569,19 +693,21 @@ class HostTraining:
 
     def _apply(self, update: _Update, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
         gradients = update.gradients
-        what = f"step {gradients.step}: update"
+        what, earlier = f"step {gradients.step}: update", self.failure
         try:
-            if self.failure is not None:
-                self.failure = _also_lost(self.failure, gradients.step)
-            elif not gradients.overflowed:
+            if not gradients.overflowed:
                 self._require_whole(update, check_step)
+            elif earlier is not None:
+                raise earlier
+            if not gradients.overflowed:
                 self._make_moments(gradients)
                 update.checked.set()
                 for block in self._masters:
                     self._step_block(update, block)
                     self._encode(update, block, encode_block)
         except Exception as error:
-            self.failure = self.failure or _named(error, f"step {gradients.step}")
+            lost = None if earlier is None else _also_lost(earlier, gradients.step)
+            self.failure = lost or self.failure or _named(error, f"step {gradients.step}")
         except BaseException as error:
             self.failure = self.failure or TransferError(f"{what}: the thread was stopped ({error!r})")
             raise
@@ -596,9 +722,14 @@ class HostTraining:
             update.wake_waiters()
 
     def _require_whole(self, update: _Update, check_step: Callable[[], None]) -> None:
-        self._gradients.drain(self._timeout_s)
-        check_step()  # first: a fault in forward spoils every later gradient
-        self._await_gradients(update.gradients, update.flags)
+        def check() -> bool:
+            if self.failure is not None:  # of an earlier step
+                raise self.failure
+            self._gradients.drain(self._timeout_s)
+            check_step()  # first: a fault in forward spoils every later gradient
+            return self._await_gradients(update.gradients, update.flags)
+
+        self._settle_gradients(update.gradients, "end_step", check)
         if self.max_norm is not None:
             self._scale(update.gradients, self.max_norm)
 
@@ -608,11 +739,13 @@ class HostTraining:
             self._optimizers[block].make_moments(name)
 
     def _step_block(self, update: _Update, block: str) -> None:
-        sums, sent = update.gradients.sums, self.places_to_send(block)
+        sums, sent = update.gradients.sums, {} if self.is_sharded else self.places_to_send(block)
         own = {name: sums[block, name] for name in self._masters[block] if (block, name) in sums}
         update.begun += 1
         settings = {name: update.settings[block, name] for name in own}
         self._optimizers[block].step(own, settings, self._scratch, sent, update.gradients.factor)
+        if self.processes is not None and self._shards:
+            self.processes.gather([self._masters[block][name] for name in own])
         self.sent = own.keys() & sent.keys()
         for store in self.stores[block].values():
             store.invalidate()
@@ -632,19 +765,19 @@ class HostTraining:
         if self._update is not None:
             what = f"step {self._update.gradients.step}: its gradients"
             with suppress(TransferError):  # the thread has died, which find_failure reports
-                wait_for(self._update.checked, self._updates, self._timeout_s, what)
+                wait_for(self._update.checked, self._updates, self._update_s, what)
 
     def wait_fresh(self, block: str) -> None:
         """Wait, on the transfer thread, until a block's bytes are made from its present masters."""
         fresh = None if self._update is None else self._update.fresh.get(block)
         if fresh is not None:
-            wait_for(fresh, self._updates, self._timeout_s, f"{block}: its update")
+            wait_for(fresh, self._updates, self._update_s, f"{block}: its update")
 
     def finish(self) -> None:
         """Wait for all gradients and updates."""
         if not self._gradients.drain(self._timeout_s):
             self._replace_gradient_thread()
-        if not self._updates.drain(self._timeout_s):
+        if not self._updates.drain(self._update_s):
             self.failure = self.failure or TransferError("the optimizer thread has died, or took too long")
             if not self._updates.is_alive:
                 self._updates = Worker("optimizer")  # so that its death is reported once
@@ -701,11 +834,29 @@ class HostTraining:
         """Every trained parameter by full name, as it is now; call `finish` first, for updates write these tensors."""
         return {
             f"{block}.{name}": Trained(
-                master.detach(), self._optimizers[block].moments.get(name), self._optimizers[block].steps[name]
+                master.detach(), self._optimizers[block].read_moments(name), self._optimizers[block].steps[name]
             )
             for block, masters in self._masters.items()
             for name, master in masters.items()
         }
+
+    def whole(self) -> dict[str, Trained]:
+        """`trained`, with the moments that other processes keep; with sharded ones all processes must call it."""
+        trained = self.trained()
+        return self._in_turn(lambda: self._with_all_moments(trained)) if self.is_sharded else trained
+
+    def _with_all_moments(self, trained: Mapping[str, Trained]) -> dict[str, Trained]:
+        assert self.processes is not None
+        whole = {}
+        for name, one in trained.items():
+            moments = None
+            if one.moments is not None:
+                moments = torch.empty_like(one.master), torch.empty_like(one.master)
+                for full, own in zip(moments, one.moments, strict=True):
+                    self.processes.own_slice(full).copy_(own)
+                self.processes.gather(moments)
+            whole[name] = one._replace(moments=moments)
+        return whole
 
     def restore(self, trained: Mapping[str, Trained], lr: float, *, copies: bool) -> None:
         """Restore a saved state; nothing may be under way. copies: False if only this call holds the moments."""
@@ -717,14 +868,17 @@ class HostTraining:
             for name, master in masters.items():
                 saved = trained[f"{block}.{name}"]
                 self.stores[block][name].update(saved.master)
-                optimizer.moments.pop(name, None)
-                optimizer.steps[name] = saved.steps
+                optimizer.steps[name], moments = saved.steps, None
                 if saved.moments is not None:
                     first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)
-                    optimizer.moments[name] = first, second
+                    moments = optimizer.slice_of(first), optimizer.slice_of(second)
+                optimizer.set_moments(name, moments)
         self.torn = None
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Give memory back and end the threads; other processes are told of an error that ends this one's training."""
+        if self.processes is not None:
+            self.processes.leave(error)
         for worker in (self._gradients, self._updates):
             worker.stop(self._timeout_s)
         self._places.close()
@@ -750,8 +904,8 @@ def _also_lost(failure: Exception, step: int) -> Exception:
 
 
 def _named(error: Exception, what: str) -> Exception:
-    """The error itself if it names the block and step; else an error that does."""
-    if isinstance(error, StreamError) and what.split(":")[0] in str(error):
+    """The error itself if it is of streaming, which names block and step; else an error that does."""
+    if isinstance(error, StreamError):
         return error
     named = TransferError(f"{what}: {type(error).__name__}: {error}")
     named.__cause__ = error

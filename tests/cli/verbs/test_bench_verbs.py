@@ -1,4 +1,4 @@
-"""`bench-layers` from the shell: dry runs, variables and options, a run on the CPU, killed and resumed, errors."""
+"""`fp8 bench` from the shell: dry runs, variables and options, a run on the CPU, killed and resumed, errors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import typer
 import bitplan.cli.app
 from bitplan.cli import run
 from bitplan.cli.verbs import fp8 as bench_verbs
-from bitplan.fp8.policy.policy import load_policy
 from bitplan.fp8.policy.report import Report
+from bitplan.fp8.policy.rules import load_policy
 from tests.processes import Program
 
 LLAMA = {
@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def bench(*arguments):
-    return run(["bench-layers", *arguments])
+    return run(["fp8", "bench", *arguments])
 
 
 def test_dry_run_lists_what_would_be_timed(capsys):
@@ -95,7 +95,7 @@ def test_a_run_on_the_cpu_goes_to_report_and_policy(capsys):
     assert len(load_policy("outputs/policies/p.json").rules) == 16
     before = Path("outputs/r.jsonl").read_bytes()
     assert bench(*arguments) == 2
-    assert "p.json: exists already; replace it with --force" in capsys.readouterr().err
+    assert "p.json: exists already; choose another name, or replace it (--force)" in capsys.readouterr().err
     assert bench(*arguments, "--force", "--json") == 0  # again: nothing to do
     document = json.loads(capsys.readouterr().out)
     assert (document["timed_now"], document["rows"]) == (0, 32)
@@ -149,7 +149,7 @@ def test_killed_and_resumed(capsys):
     [
         ([], "no model: give MODEL (or TE_LAYER_PERF_OMNI_CONFIG_PATH)"),
         (["none.json", "--dry-run"], "none.json: cannot be read"),
-        (["config.json", *QUICK], "no report path: give --report FILE"),
+        (["config.json", *QUICK], "no report path (nor TE_LAYER_PERF_REPORT_PATH) (--report FILE)"),
         (["config.json", "--recipe", "blokwise"], "--recipe must be one of tensorwise, rowwise, blockwise, mxfp8"),
         (["config.json", "--sweep", "1024"], "--sweep must be LENGTHxBATCH pairs"),
         (["config.json", "--precisions", "fp16"], "--precisions must be 'bf16,fp8'"),

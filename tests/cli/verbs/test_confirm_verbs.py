@@ -1,4 +1,4 @@
-"""confirm-policy from the shell: table, JSON, exit codes, one-line errors."""
+"""`fp8 confirm` from the shell: table, JSON, exit codes, one-line errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def confirm(*arguments, policy="policy.json", model="config.json", tokens="64,128", device="cpu"):
-    return run(["confirm-policy", policy, model, "--tokens", tokens, "--device", device, *arguments])
+    return run(["fp8", "confirm", policy, model, "--tokens", tokens, "--device", device, *arguments])
 
 
 def tell(monkeypatch, fp8_ms):
@@ -105,7 +105,7 @@ def test_memory_that_ran_out_is_a_row(capsys, monkeypatch):
     def example(*_):
         raise MemoryError
 
-    monkeypatch.setattr("bitplan.fp8.bench.confirm.SmallModel.example", example)
+    monkeypatch.setattr("bitplan.fp8.bench.confirm_policy.SmallModel.example", example)
     assert confirm(tokens="64") == 1
     out = capsys.readouterr().out
     assert "unmeasured" in out

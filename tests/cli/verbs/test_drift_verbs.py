@@ -11,7 +11,7 @@ import torch
 
 from bitplan.cli import run
 from bitplan.files.drift import read_drift
-from bitplan.formats import encode
+from bitplan.formats.codec import encode
 
 PREFIX = "model.layers.0"
 
@@ -36,8 +36,9 @@ def llama(tmp_path, monkeypatch):
 
 def test_deep_says_clean(llama, capsys):
     assert run(["check", "llama", llama(), "--deep"]) == 0
-    assert (
-        capsys.readouterr().out == "llama.safetensors: 12 tensors, 59.78 kB of data checked, no findings under llama\n"
+    assert capsys.readouterr().out == (
+        "llama.safetensors: 12 tensors, 59.78 kB of data checked, no findings under llama\n"
+        "llama.safetensors: has no checksums, so a changed byte that makes a sound number is not seen\n"
     )
     assert run(["check", "llama", llama(), "--deep", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
@@ -70,11 +71,11 @@ def test_drift_table_json_and_log(llama, capsys):
     path = llama()
     assert run(["quantize", path, "packed.safetensors", "-f", "mxfp4"]) == 0
     capsys.readouterr()
-    assert run(["drift", path, "packed.safetensors", "--jsonl", "drift.jsonl", "--step", "3"]) == 0
+    assert run(["compare", "--scales", path, "packed.safetensors", "--jsonl", "drift.jsonl", "--step", "3"]) == 0
     out = capsys.readouterr().out
     assert f"{PREFIX}.mlp.up_proj.weight" in out
     assert "7 lines appended to drift.jsonl" in out
-    assert run(["drift", path, "packed.safetensors", "--json"]) == 0
+    assert run(["compare", "--scales", path, "packed.safetensors", "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
     errors = [layer["relative_error"] for layer in layers]
     assert errors == sorted(errors, reverse=True)
@@ -82,7 +83,7 @@ def test_drift_table_json_and_log(llama, capsys):
     lines = read_drift("drift.jsonl")
     assert [line | {"step": 0} for line in lines] == layers
     assert {line["step"] for line in lines} == {3}
-    assert run(["drift", path, "packed.safetensors", "--jsonl", "drift.jsonl"]) == 0
+    assert run(["compare", "--scales", path, "packed.safetensors", "--jsonl", "drift.jsonl"]) == 0
     assert len(read_drift("drift.jsonl")) == 14
 
 
@@ -95,7 +96,7 @@ def test_the_worst_layer_comes_first(tmp_path, monkeypatch, capsys):
         {"a": x, "b": x * 2, "c": x.clone()}, "m.safetensors"
     )  # trained on, and not packed again
     capsys.readouterr()
-    assert run(["drift", "m.safetensors", "p.safetensors", "--json"]) == 0
+    assert run(["compare", "--scales", "m.safetensors", "p.safetensors", "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
     assert [layer["name"] for layer in layers] == ["b", "a", "c"]
     assert layers[0]["relative_error"] == pytest.approx(0.5, abs=0.01)
@@ -106,13 +107,13 @@ def test_drift_findings_and_errors(llama, capsys):
     safetensors.torch.save_file({"gone": torch.ones(32, 64)}, "other.safetensors")
     assert run(["quantize", "other.safetensors", "packed.safetensors", "-f", "mxfp4"]) == 0
     capsys.readouterr()
-    assert run(["drift", path, "packed.safetensors"]) == 1
+    assert run(["compare", "--scales", path, "packed.safetensors"]) == 1
     assert capsys.readouterr().out == f"gone: in packed.safetensors, but 'gone' is not in {path}\n"
-    assert run(["drift", path, "packed.safetensors", "--jsonl", "no/such/d.jsonl"]) == 2
+    assert run(["compare", "--scales", path, "packed.safetensors", "--jsonl", "no/such/d.jsonl"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("bitplan: no/such/d.jsonl: the drift log cannot be written")
     assert error.count("\n") == 1
-    assert run(["drift", path, "packed.safetensors", "--jsonl", path]) == 2
+    assert run(["compare", "--scales", path, "packed.safetensors", "--jsonl", path]) == 2
     assert "exists and is not a drift log" in capsys.readouterr().err
 
 
@@ -124,10 +125,10 @@ def test_saturated_scales_show_in_the_table(tmp_path, monkeypatch, capsys):
     tensors = {"w.blocks": encoded.data.reshape(4, 2, 16), "w.scales": encoded.scales}
     safetensors.torch.save_file(tensors, "p.safetensors")
     safetensors.torch.save_file({"w": x}, "m.safetensors")
-    assert run(["drift", "m.safetensors", "p.safetensors", "--json"]) == 1
+    assert run(["compare", "--scales", "m.safetensors", "p.safetensors", "--json"]) == 1
     (layer,) = json.loads(capsys.readouterr().out)["layers"]
     assert (layer["nan_scales"], layer["max_abs_error"]) == (1, None)
-    assert run(["drift", "m.safetensors", "p.safetensors"]) == 1
+    assert run(["compare", "--scales", "m.safetensors", "p.safetensors"]) == 1
     out = capsys.readouterr().out
     assert "1 NaN" in out
     assert "w: NaN or infinity on one side" in out

@@ -1,4 +1,4 @@
-"""merge-policy and explain from the shell: tables, JSON, exit codes, one-line errors."""
+"""`fp8 merge` and `fp8 explain` from the shell: tables, JSON, exit codes, one-line errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bitplan.cli import run
-from bitplan.fp8.policy.policy import load_policy
 from bitplan.fp8.policy.report import Row
+from bitplan.fp8.policy.rules import load_policy
 from tests.fp8.policy.fp8_samples import H200, VERSION_1, experts, pair, report, series
 
 
@@ -25,12 +25,12 @@ def save(name, rows, **more):
 
 
 def merge(*arguments):
-    return run(["merge-policy", "--reports", *arguments])
+    return run(["fp8", "merge", "--reports", *arguments])
 
 
 def explain(*arguments, policy="p.json", kind="row", name="fc2", tokens="4096"):
     named = ["--name", name] if name else []
-    return run(["explain", policy, "--kind", kind, *named, "--tokens", tokens, *arguments])
+    return run(["fp8", "explain", policy, "--kind", kind, *named, "--tokens", tokens, *arguments])
 
 
 def version_1():
@@ -122,11 +122,11 @@ def test_into_a_policy(capsys):
     capsys.readouterr()
     assert merge("a.json", "--into", "p.json") == 0  # the worse of two measurements of a point stays
     assert merge("a.json", "--into", version_1()) == 2
-    assert "--into needs version 2" in capsys.readouterr().err
+    assert "a policy of version 1 keeps no points to add to" in capsys.readouterr().err
 
 
 def test_no_reports(capsys):
-    assert run(["merge-policy", "-o", "p.json"]) == 2
+    assert run(["fp8", "merge", "-o", "p.json"]) == 2
     assert "--reports needs at least one report" in capsys.readouterr().err
 
 

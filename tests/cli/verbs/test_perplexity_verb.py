@@ -21,7 +21,7 @@ from bitplan.base.errors import FileFormatError
 from bitplan.cli import run
 from bitplan.files.gpt_oss import make_checkpoint
 from bitplan.files.models.morph import morph_model
-from bitplan.files.models.save_load import save_model
+from bitplan.files.models.save_load import write_model
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.plan import shipped_manifest
@@ -211,7 +211,7 @@ def test_packed_shards_and_files_of_save_model(capsys):
     quantize_file("shards", "packed_shards", "int8_row")
     with_config("packed_shards")
     morph_model(model, "int8_row")
-    save_model(model, "saved.safetensors")
+    write_model(model, "saved.safetensors")
     rows = [
         measured(*command, "--no-floor", capsys=capsys)["reference_row"]
         for command in (("packed_shards",), ("saved.safetensors", "--config", "llama"))
@@ -252,7 +252,7 @@ def test_a_model_that_is_not_whole_is_refused_with_the_names(capsys):
     assert f"1 of another shape: {name}" in refused("misshapen", *text, capsys=capsys)
     quantize_file("less", "less.safetensors", "int8_row")
     assert f"1 missing: {name}" in refused("less.safetensors", "--config", "llama", *text, capsys=capsys)
-    assert "no config.json, give its folder, or a GGUF file of the model, as --config" in refused(
+    assert "no config.json, give its folder, or a GGUF file of the model (--config)" in refused(
         "less.safetensors", *text, capsys=capsys
     )
 
@@ -424,7 +424,7 @@ def test_what_is_not_a_model_is_refused(here, capsys):
 
 
 def test_a_gguf_file_without_a_tokenizer_is_told_apart(here, capsys):
-    make_checkpoint(here / "bare.gguf", naming="gguf")  # as `bitplan convert --to gguf` writes it
+    make_checkpoint(here / "bare.gguf", naming="gguf")  # as `bitplan gpt-oss convert --to gguf` writes it
     message = refused("bare.gguf", "--text", "text.txt", capsys=capsys)
     assert "holds no tokenizer; give the Hugging Face folder" in message
 
@@ -463,3 +463,19 @@ def test_text_errors_are_of_the_library_too(here):
     (here / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(FileFormatError, match="not UTF-8"):
         read_text("latin.txt")
+
+
+def test_inputs_are_rounded_beside_weights(made, capsys):
+    options = ["--text", str(made / "text.txt"), "--context", "32", "--no-floor", "--json"]
+    assert run(["perplexity", str(made / "llama"), *options, "-f", "int8_row"]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert run(["perplexity", str(made / "llama"), *options, "-f", "int8_row", "--inputs", "fp8"]) == 0
+    rounded = json.loads(capsys.readouterr().out)
+    assert kept["inputs"] is None
+    assert rounded["inputs"] == "fp8_e4m3_row"
+    labels = [row["format"] for row in rounded["rows"]]
+    assert labels == ["llama, inputs fp8_e4m3_row", "int8_row, inputs fp8_e4m3_row"]
+    assert rounded["reference_row"] == kept["reference_row"]
+    assert rounded["rows"][1]["kl"]["mean"] > 2 * kept["rows"][0]["kl"]["mean"]
+    assert run(["perplexity", str(made / "llama"), *options, "--inputs", "int3"]) == 2
+    assert "--inputs: no format of inputs 'int3'" in capsys.readouterr().err

@@ -46,10 +46,11 @@ def test_as_json_with_a_title_to_the_default_place(tmp_path, capsys):
 
 def test_errors_are_one_line_and_exit_2(tmp_path, capsys):
     (tmp_path / "other.json").write_text('{"speed": 1}')
+    (tmp_path / "bare").mkdir()
     for arguments, message in (
         (["none.json"], "none.json: no such file"),
         (["other.json"], 'other.json: not recognised by its keys ("speed"); expected a record'),
-        (["."], ".: holds no records that are known by their names"),
+        (["bare"], "bare: holds no record that a page shows"),
         (["plan.json", "-o", "no/such/r.html"], "no/such: no such folder"),
         ([], "Missing argument"),
     ):

@@ -21,7 +21,8 @@ from bitplan.files.models.transformers_names import silence_transformers
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.files.tensor_file import Promise
-from bitplan.formats import Encoded, decode
+from bitplan.formats import Encoded
+from bitplan.formats.codec import decode
 from bitplan.packed.language.causal_lm import load_causal_lm
 from bitplan.plan import Plan
 from bitplan.rounding.weights import round_weight

@@ -13,7 +13,7 @@ from bitplan import open_tensors
 from bitplan.base.errors import StoreError
 from bitplan.files.engines.mlx import QUANTIZATIONS, older_keys
 from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
-from bitplan.formats import decode, encode
+from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 from tests.files.engines.tiny_models import LLAMA3_ROPE, save_tiny
 

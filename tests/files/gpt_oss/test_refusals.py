@@ -208,7 +208,7 @@ def rewrite(source, path, *, metadata=None, types=None, drop=()):
         (
             {"types": {"blk.1.attn_k.weight": gguf.GGMLQuantizationType.Q8_0}},
             r"'blk.1.attn_k.weight' is Q8_0 \(32, 64\): expected bfloat16 or float16 or float32; decode it first: "
-            "bitplan quantize IN OUT.gguf --format bfloat16 --only 'blk.1.attn_k.weight'",
+            r"`bitplan quantize IN OUT.gguf` \(fmt='bfloat16', only='blk.1.attn_k.weight'\)",
         ),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from bitplan.base.errors import StoreError
 from bitplan.files.gpt_oss import GptOssFile, GptOssShape, checkpoint_bytes, make_checkpoint
 from bitplan.files.gpt_oss.layouts import LAYOUTS
-from bitplan.formats import decode
+from bitplan.formats.codec import decode
 
 SIZES = {
     "layers": 3,

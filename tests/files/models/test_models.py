@@ -33,7 +33,8 @@ from bitplan.files.models.morph import (
     unmorph_model,
 )
 from bitplan.files.models.weight_store import ActivationObserver
-from bitplan.formats import Encoded, decode, encode, error_report, get_format
+from bitplan.formats import Encoded, error_report, get_format
+from bitplan.formats.codec import decode, encode
 from bitplan.plan import Choice, Plan, Planned, choose_formats
 from tests.crosses import few
 from tests.formats.samples import SMALL_BLOCKS

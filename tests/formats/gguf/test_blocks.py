@@ -10,7 +10,8 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from bitplan.base.errors import FormatError, NonFiniteError
-from bitplan.formats import Encoded, decode, encode, error_report, get_format, requantize, scale_health
+from bitplan.formats import Encoded, error_report, get_format, requantize, scale_health
+from bitplan.formats.codec import decode, encode
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.formats.gguf.search import starts

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bitplan.base.errors import FormatError, NonFiniteError
-from bitplan.formats import encode as by_definition
+from bitplan.formats.codec import encode as by_definition
 from bitplan.formats.dispatch import encode, explain_encode
 from bitplan.formats.gguf.layouts import LAYOUTS
 from tests.crosses import few

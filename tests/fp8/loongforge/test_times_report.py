@@ -8,7 +8,7 @@ import pytest
 
 from bitplan.cli import run
 from bitplan.fp8.loongforge.times_report import load_list_report, thresholds_of
-from bitplan.fp8.policy.policy import load_policy
+from bitplan.fp8.policy.rules import load_policy
 from bitplan.fp8.policy.vocabulary import BenchReportError
 
 
@@ -71,8 +71,8 @@ def test_bad_rows(change, message, tmp_path):
 def test_from_the_shell(tmp_path, capsys):
     path = write(tmp_path / "a.json", case(4096, 1.2))
     out = tmp_path / "policy.json"
-    assert run(["merge-policy", "--reports", str(path), "-o", str(out)]) == 2
+    assert run(["fp8", "merge", "--reports", str(path), "-o", str(out)]) == 2
     assert "gives a policy of version 1 only; add --policy-version 1" in capsys.readouterr().err
-    assert run(["merge-policy", "--reports", str(path), "-o", str(out), "--policy-version", "1"]) == 0
+    assert run(["fp8", "merge", "--reports", str(path), "-o", str(out), "--policy-version", "1"]) == 0
     assert "row, fc2, tp 1" in capsys.readouterr().out
     assert load_policy(out).rules[0].min_tokens == 4096

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from bitplan.base.loops import jit, openmp_threads
-from bitplan.formats import Encoded, decode, encode, get_format
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.codec import decode, encode
 from bitplan.packed.products import cpu_fused
 from bitplan.packed.products.cpu_fused import BYTES, FORMATS, FusedOnCpu
 

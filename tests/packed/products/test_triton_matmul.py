@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, decode, encode, get_format
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.codec import decode, encode
 from bitplan.packed.products import fused_few_rows as tm
 from bitplan.packed.products.direct_products import direct_launch
 from bitplan.packed.products.expert_routing import route

@@ -1,4 +1,4 @@
-"""`bitplan demo --fast` from the shell: every file, the page in a browser, the same figures again, and Ctrl-C."""
+"""The demo with `--fast` from the shell: every file, the page in a browser, the same figures again, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,24 +11,33 @@ import pytest
 import torch
 
 from bitplan.cli import run
-from bitplan.cli.demo import run as demo_plan
-from bitplan.cli.demo import run as demo_quality
-from bitplan.cli.demo import run as demo_run
-from bitplan.cli.demo import run as demo_training
-from bitplan.cli.demo import tiny_model
-from bitplan.cli.demo.run import EVIDENCE, PLAN, RECORDS, REFERENCE, prepare_folder
 from bitplan.files.open_files import open_tensors
 from bitplan.formats.dispatch import encode
 from bitplan.plan import Manifest, Plan
 from bitplan.report.read_records import read_records
 from bitplan.searching.gather import damage
+from examples.demo import run as demo_run
+from examples.demo import tiny_model
+from examples.demo.__main__ import main as demo
+from examples.demo.run import EVIDENCE, PLAN, RECORDS, REFERENCE, prepare_folder
 from tests.report.browser import Browser
 
 BLOCKS = 1  # of six: a sixth of the layers to search formats for
 CANDIDATES = ("mxfp4", "int8_row", "bfloat16")  # of five
 FORMATS = ("bfloat16", "int8_row", "mxfp4", "ternary_absmean")  # of nine
 GPU_RECORDS = {"fp8-policy.json", "crossover.json"}
-SECTIONS = ["search", "decisions", "quality", "training", "precision", "streaming", "errors", "benchmarks", "machine"]
+SECTIONS = [
+    "run",
+    "search",
+    "decisions",
+    "quality",
+    "training",
+    "precision",
+    "streaming",
+    "errors",
+    "benchmarks",
+    "machine",
+]
 
 
 def plainly(weight, fmt, **_options):
@@ -54,10 +63,10 @@ def one_demo(folder):
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(demo_run, "run_demo", run_demo)
         patch.setattr(tiny_model, "BLOCKS", BLOCKS)
-        patch.setattr(demo_plan, "CANDIDATES", CANDIDATES)
-        patch.setattr(demo_quality, "FORMATS", FORMATS)
+        patch.setattr(demo_run, "CANDIDATES", CANDIDATES)
+        patch.setattr(demo_run, "FORMATS", FORMATS)
         patch.setattr(damage, "round_weight", plainly)
-        assert run(["demo", "--fast", "-o", str(folder)]) == 0
+        assert demo(["--fast", "-o", str(folder)]) == 0
     return json.loads(json.dumps(results[0])), printed.getvalue()
 
 
@@ -94,7 +103,7 @@ def test_figures_as_json(figures, tmp_path, capsys, monkeypatch):
     """Nothing else is printed: the run itself is quiet."""
     given = []
     monkeypatch.setattr(demo_run, "run_demo", lambda *_, **options: (given.append(options), figures)[1])
-    assert run(["demo", "--fast", "--json", "--seed", "3", "-o", str(tmp_path)]) == 0
+    assert demo(["--fast", "--json", "--seed", "3", "-o", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out) == figures
     assert given == [{"fast": True, "quiet": True, "seed": 3, "force": False}]
 
@@ -179,14 +188,14 @@ def test_the_page_renders_in_a_browser(folder, figures):
 def test_the_same_seed_gives_the_same_figures_over_old_files(figures, folder, tmp_path, capsys, monkeypatch):
     """Of all formats two are packed and measured again; training, plan and trees are those of the first run."""
     some = ("bfloat16", "mxfp4")
-    monkeypatch.setattr(demo_quality, "FORMATS", some)
-    monkeypatch.setattr(demo_plan, "CANDIDATES", CANDIDATES)
+    monkeypatch.setattr(demo_run, "FORMATS", some)
+    monkeypatch.setattr(demo_run, "CANDIDATES", CANDIDATES)
     monkeypatch.setattr(tiny_model, "BLOCKS", BLOCKS)
     monkeypatch.setattr(damage, "round_weight", plainly)
     folder = shutil.copytree(folder, tmp_path / "again")
     before = {name: (folder / name).read_bytes() for name in ("plan.json", "model.plan.safetensors", "training.jsonl")}
     (folder / "notes.txt").write_text("mine")
-    assert run(["demo", "--fast", "--json", "-o", str(folder)]) == 0
+    assert demo(["--fast", "--json", "-o", str(folder)]) == 0
     assert json.loads(capsys.readouterr().out)["records"] == figures["records"]
     again = json.loads((folder / "demo.json").read_text())
     rows = [row for row in figures["formats"] if row["format"] in (REFERENCE, PLAN, *some)]
@@ -196,16 +205,16 @@ def test_the_same_seed_gives_the_same_figures_over_old_files(figures, folder, tm
 
 
 def test_ctrl_c_leaves_whole_files(tmp_path, monkeypatch, capsys):
-    write = demo_training.TrainingLog.write
+    write = demo_run.TrainingLog.write
 
     def stop_at_twelve(self, step, loss, **figures):
         write(self, step, loss, **figures)
         if step == 12:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo_training.TrainingLog, "write", stop_at_twelve)
+    monkeypatch.setattr(demo_run.TrainingLog, "write", stop_at_twelve)
     monkeypatch.setattr(tiny_model, "BLOCKS", 2)
-    assert run(["demo", "--fast", "-o", str(tmp_path)]) == 130
+    assert demo(["--fast", "-o", str(tmp_path)]) == 130
     assert "interrupted" in capsys.readouterr().err
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["demo.json", "machine.json", "precision.jsonl", "stream.jsonl", "training.jsonl"]
@@ -217,8 +226,8 @@ def test_ctrl_c_leaves_whole_files(tmp_path, monkeypatch, capsys):
 
 def test_files_that_no_demo_wrote_stay(tmp_path, capsys):
     (tmp_path / "plan.json").write_text("mine")
-    assert run(["demo", "--fast", "-o", str(tmp_path)]) == 2
-    assert "plan.json: exists already, and no demo wrote it; replace it with --force" in capsys.readouterr().err
+    assert demo(["--fast", "-o", str(tmp_path)]) == 2
+    assert "plan.json: exists already, and no demo wrote it; replace it" in capsys.readouterr().err
     assert (tmp_path / "plan.json").read_text() == "mine"
     prepare_folder(tmp_path, force=True)
     assert list(tmp_path.iterdir()) == []
@@ -231,7 +240,7 @@ def test_files_that_no_demo_wrote_stay(tmp_path, capsys):
 def test_a_folder_that_cannot_be_used_is_told_before_any_work(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for folder, words in (("file", "is a file"), ("file/out", "cannot write there")):
-        assert run(["demo", "--fast", "-o", str(tmp_path / folder)]) == 2
+        assert demo(["--fast", "-o", str(tmp_path / folder)]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.count("\n") == 1

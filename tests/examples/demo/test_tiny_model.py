@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from bitplan.cli.demo.tiny_model import CONTEXT, Corpus, TinyTransformer, shipped_text
+from examples.demo.tiny_model import CONTEXT, Corpus, TinyTransformer, shipped_text
 
 
 def test_the_shipped_text_is_text_enough():

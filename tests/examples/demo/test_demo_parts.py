@@ -7,8 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from bitplan.packed.crossover_files import gpu_fingerprint
 
-from bitplan.cli.demo.run import (
+from bitplan.plan import Manifest, Plan
+from bitplan.plan.plan import Choice, Planned
+from bitplan.report import write_report
+from examples.demo.run import (
     LEARNING_RATE,
     WARMUP,
     GpuSizes,
@@ -20,10 +24,6 @@ from bitplan.cli.demo.run import (
     rate_shape,
     worst_and_best,
 )
-from bitplan.packed.crossover_files import gpu_fingerprint
-from bitplan.plan import Manifest, Plan
-from bitplan.plan.plan import Choice, Planned
-from bitplan.report import write_report
 
 LLAMA = {
     "model_type": "llama",

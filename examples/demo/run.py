@@ -1,4 +1,4 @@
-"""`bitplan demo`: from nothing to a trained, measured, planned, packed model, and one page that shows all of it.
+"""`make demo`: from nothing to a trained, measured, planned, packed model, and one page that shows all of it.
 
 Parts pass files to each other as everywhere in bitplan: measure, plan, apply. Each file is written when it is ready, so
 a run that is stopped leaves complete files of the parts that were done. The same seed gives the same figures; times
@@ -56,12 +56,11 @@ from torch.nn import functional
 
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import read_json, write_json
-from bitplan.cli.demo.tiny_model import CONTEXT, Corpus, TinyTransformer, shipped_text
 from bitplan.cli.show import human_bytes, progress, say, table
 from bitplan.files.compare import compare_models
 from bitplan.files.drift import DriftLog, DriftRow, log_drift
 from bitplan.files.models.morph import morph_model
-from bitplan.files.models.save_load import load_model, save_model
+from bitplan.files.models.save_load import load_model, write_model
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.formats import Encoded, get_format
@@ -69,8 +68,15 @@ from bitplan.formats.dispatch import encode
 from bitplan.fp8.bench.bench_options import BenchOptions
 from bitplan.fp8.bench.session import Request, Session, plan_session, run_session
 from bitplan.fp8.policy.merge import summary
-from bitplan.packed.crossover import Crossover, Timer, measure_crossover, pick
-from bitplan.packed.crossover_files import Fingerprint, gpu_fingerprint, to_document
+from bitplan.packed.crossover import (
+    Crossover,
+    Fingerprint,
+    Timer,
+    gpu_fingerprint,
+    measure_crossover,
+    pick,
+    to_document,
+)
 from bitplan.packed.language.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.packed.machine import examine_machine
 from bitplan.packed.products.fused import fused_for
@@ -89,6 +95,7 @@ from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice, StreamDevice
 from bitplan.trees import BoostedTreesClassifier, GradientPrecision
 from bitplan.trees.gradients import Array, prepare
+from examples.demo.tiny_model import CONTEXT, Corpus, TinyTransformer, shipped_text
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
@@ -366,8 +373,13 @@ def made_table(rows: int, seed: int) -> tuple[Array, Array]:
     return x, np.where(rng.random(rows) < 0.1, ~y, y).astype(np.float64)
 
 
-def boost_twice(rows: int, trees: int, repeats: int, seed: int, advance: Advance) -> list[dict[str, Any]]:
-    """One row of figures for each precision; a quarter as many rows again are held out for the AUC."""
+def boost_twice(
+    rows: int, trees: int, repeats: int, seed: int, advance: Advance, output: Path | None = None
+) -> list[dict[str, Any]]:
+    """One row of figures for each precision; a quarter as many rows again are held out for the AUC.
+
+    The model of the last precision goes to trees-model.json in `output`.
+    """
     from sklearn.metrics import roc_auc_score  # type: ignore[import-untyped]
 
     x, y = made_table(rows + rows // 4, seed)
@@ -386,6 +398,8 @@ def boost_twice(rows: int, trees: int, repeats: int, seed: int, advance: Advance
             models[precision] = _fit(x[:rows], y[:rows], precision, trees, seed)
             times[precision].append(time.perf_counter() - started)
             advance(1, f"{trees} trees in {precision}")
+    if output is not None:
+        models[PRECISIONS[-1]].save(output / "trees-model.json")
     return [
         {
             "contender": f"bitplan_{precision}",
@@ -445,7 +459,7 @@ def model_file(output: Path, name: str) -> Path:
 
 def save_reference(model: nn.Module, output: Path) -> None:
     """Write the trained model as it is."""
-    save_model(model, model_file(output, REFERENCE))
+    write_model(model, model_file(output, REFERENCE))
 
 
 def pack_by_plan(output: Path, plan: Plan, manifest: Manifest, step: int) -> list[DriftRow]:
@@ -482,7 +496,7 @@ class DemoComparison:
             copy = TinyTransformer(self.vocabulary)
             copy.load_state_dict(self.model.state_dict())
             morph_model(copy, name)
-            save_model(copy, path)
+            write_model(copy, path)
         loaded = load_model(path, TinyTransformer(self.vocabulary)).eval()
         reference = None if name == REFERENCE else self._reference
         quality = measure_perplexity(loaded, self.windows, reference=reference, batch=BATCH, name=name)
@@ -732,7 +746,7 @@ def say_end(output: Path) -> None:
     begin(f"files:  {output}/ (manifest.json, plan.json, model.plan.safetensors, demo.json and the records)")
     say(f"next:   bitplan inspect {output}/model.plan.safetensors")
     say(f"        bitplan check {output}/manifest.json {output}/model.plan.safetensors")
-    say(f"        bitplan formats --on {output}/model.float32.safetensors:blocks.0.up.weight")
+    say(f"        bitplan inspect {output}/model.float32.safetensors --tensor blocks.0.up.weight")
     say(f"report: {output}/report.html")
 
 
@@ -752,6 +766,7 @@ RECORDS = (
     "calibration.json",
     "drift.jsonl",
     "trees.json",
+    "trees-model.json",
     "demo.json",
     "machine.json",
 )
@@ -899,7 +914,7 @@ class _Demo:
     def _boost(self) -> list[dict[str, Any]]:
         size = self.size
         with progress("5/6 boosting", count_fits(size.repeats)) as advance:
-            runs = boost_twice(size.rows, size.trees, size.repeats, self.seed, advance)
+            runs = boost_twice(size.rows, size.trees, size.repeats, self.seed, advance, self.output)
         head = {"benchmark": "trees", "machine": self.machine["machine"], "versions": self.machine["versions"]}
         self._write("trees.json", head | {"runs": runs})
         self._tell(show_trees, runs)

@@ -1,1 +1,0 @@
-"""`bitplan demo`, part by part."""

@@ -1,0 +1,1 @@
+"""The demo: `python -m examples.demo` from the root of a clone (`make demo`)."""
