@@ -134,40 +134,32 @@ def wants_to_stop(callbacks: Sequence[Callback], state: RoundState) -> bool:
 # ---- estimator base --------------------------------------------------------------------------------------------------
 
 
-# What others call the settings.
+# Our settings, by what LightGBM, XGBoost and scikit-learn call them.
 OTHER_NAMES = {
-    "num_leaves": "max_leaves",
-    "max_leaf_nodes": "max_leaves",
-    "num_iterations": "n_estimators",
-    "max_iter": "n_estimators",
-    "num_boost_round": "n_estimators",
-    "eta": "learning_rate",
-    "max_bin": "max_bins",
-    "reg_alpha": "l1",
-    "lambda_l1": "l1",
-    "reg_lambda": "l2",
-    "lambda_l2": "l2",
-    "l2_regularization": "l2",
-    "min_data_in_leaf": "min_child_samples",
-    "min_samples_leaf": "min_child_samples",
-    "min_sum_hessian_in_leaf": "min_child_weight",
-    "min_gain_to_split": "min_split_gain",
-    "gamma": "min_split_gain",
-    "bagging_fraction": "subsample",
-    "feature_fraction": "colsample",
-    "colsample_bytree": "colsample",
-    "max_features": "colsample",
-    "categorical_feature": "categorical_features",
-    "monotonic_cst": "monotone_constraints",
-    "interaction_cst": "interaction_constraints",
-    "n_iter_no_change": "early_stopping_rounds",
-    "early_stopping_round": "early_stopping_rounds",
-    "num_threads": "n_jobs",
-    "nthread": "n_jobs",
-    "seed": "random_state",
-    "use_quantized_grad": 'gradient_precision ("i16")',
-    "tweedie_variance_power": "tweedie_power",
-    "loss": "objective",
+    other: ours
+    for ours, others in {
+        "max_leaves": "num_leaves max_leaf_nodes",
+        "n_estimators": "num_iterations max_iter num_boost_round",
+        "learning_rate": "eta",
+        "max_bins": "max_bin",
+        "l1": "reg_alpha lambda_l1",
+        "l2": "reg_lambda lambda_l2 l2_regularization",
+        "min_child_samples": "min_data_in_leaf min_samples_leaf",
+        "min_child_weight": "min_sum_hessian_in_leaf",
+        "min_split_gain": "min_gain_to_split gamma",
+        "subsample": "bagging_fraction",
+        "colsample": "feature_fraction colsample_bytree max_features",
+        "categorical_features": "categorical_feature",
+        "monotone_constraints": "monotonic_cst",
+        "interaction_constraints": "interaction_cst",
+        "early_stopping_rounds": "n_iter_no_change early_stopping_round",
+        "n_jobs": "num_threads nthread",
+        "random_state": "seed",
+        "gradient_precision ('i16')": "use_quantized_grad",
+        "tweedie_power": "tweedie_variance_power",
+        "objective": "loss",
+    }.items()
+    for other in others.split()
 }
 Fit = TypeVar("Fit", bound=Callable[..., Any])
 

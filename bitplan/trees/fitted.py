@@ -111,10 +111,7 @@ def _rows_of(tree: Tree) -> Array:
 
 IMPORTANCES = ("gain", "split")
 TREES_AT_ONCE = 64  # whose leaves are looked up together
-
-
-def _records(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+SPLIT_COLUMNS = ("threshold", "missing_left", "left", "right", "gain")  # of a table of trees
 
 
 class FittedTrees(BaseEstimator):  # type: ignore[misc]
@@ -202,30 +199,19 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         pandas = require("pandas", purpose="trees_to_dataframe")
         names = list(getattr(self, "feature_names_in_", range(self.n_features_in_)))
-        frames = []
+        rows = []
         for number, tree in enumerate(self.booster_.trees):
-            splits = {
-                "node": np.arange(len(tree.feature)),
-                "feature": [names[feature] for feature in tree.feature],
-                "threshold": tree.threshold,
-                "categories": [None if known is None else known.tolist() for known in tree.categories],
-                "missing_left": tree.missing_left,
-                "left": tree.left,
-                "right": tree.right,
-                "gain": tree.gain,
-                "value": tree.node_value,
-                "weight": tree.node_weight,
-                "rows": tree.node_rows,
-            }
-            leaves = {
-                "leaf": np.arange(tree.leaves),
-                "value": tree.leaf_value,
-                "weight": tree.leaf_weight,
-                "rows": tree.leaf_rows,
-            }
-            both = [*_records(splits), *_records(leaves)]
-            frames += [{"tree": number, "output": number % self.booster_.outputs, **row} for row in both]
-        return pandas.DataFrame(frames)
+            at = {"tree": number, "output": number % self.booster_.outputs}
+            both = ("node", "value", "weight", "rows"), ("leaf", "value", "weight", "rows")
+            splits = np.arange(len(tree.feature)), tree.node_value, tree.node_weight, tree.node_rows
+            leaves = np.arange(tree.leaves), tree.leaf_value, tree.leaf_weight, tree.leaf_rows
+            for node, numbers in enumerate(zip(*splits, strict=True)):
+                known = tree.categories[node]
+                split = {name: getattr(tree, name)[node] for name in SPLIT_COLUMNS}
+                split |= {"feature": names[tree.feature[node]], "categories": None if known is None else known.tolist()}
+                rows.append({**at, **dict(zip(both[0], numbers, strict=True)), **split})
+            rows += [{**at, **dict(zip(both[1], numbers, strict=True))} for numbers in zip(*leaves, strict=True)]
+        return pandas.DataFrame(rows)
 
     def _scores(self, x: Any) -> Array:
         """Raw scores (rows, outputs)."""

@@ -137,7 +137,7 @@ class TreeGrower:
             self._entries = entries  # reordered leaf by leaf
         if self._shards.count == 1:
             return self._grow_by_team(gradients, columns, packs)
-        return self._grow_with_others(gradients, columns, packs)
+        return self._grow_with_others(gradients, columns)
 
     def _choose_columns(self, features: Array) -> Array:
         """The columns of bins of some features; as long as these are the same, the same array."""
@@ -148,14 +148,10 @@ class TreeGrower:
             self._by_kind = columns[~is_category], columns[is_category], columns
         return self._columns
 
-    def _grow_with_others(self, gradients: Gradients, features: Array, packs: bool) -> Grown:
+    def _grow_with_others(self, gradients: Gradients, features: Array, _packs: bool = False) -> Grown:
         """By all processes, whose histograms are summed."""
         numbers = self._by_feature, self._scales, self._numbers
-        numeric, categories, _ = self._by_kind
-        self._packed = (numeric, *numbers) if packs else None
         self._judging = features, *numbers, self._bins.is_category, self._monotone, self._judging_parts
-        # After `judge_packed` only categories are left.
-        self._after_packed = (categories, *self._judging[1:]) if len(categories) else None
         self._builder = HistogramBuilder(self._data, gradients, features)
         rows = len(self._entries)
         histogram = self._builder.build(self._entries, threads=rows >= THREADS_FROM_ROWS)
@@ -216,24 +212,15 @@ class TreeGrower:
         """Find the best splits of a node's children, from the histogram of the smaller one."""
         growth = self._growth
         large, parent = 2 * int(growth.nodes[node, kernels.CHILD]) + 1 - small, growth.histograms.pop(node)
-        rows = int(growth.nodes[large, kernels.ROWS])
-        if self._builder.agree(parent, histogram, rows):
-            self._judge(histogram, parent, small, large, subtract=True)
-        else:
-            self._judge(histogram, self._builder.subtract(parent, histogram, rows), small, large)
+        rest = self._builder.subtract(parent, histogram, int(growth.nodes[large, kernels.ROWS]))
+        self._judge(histogram, rest, small, large)
 
-    def _judge(self, histogram: Histogram, rest: Histogram, small: int, large: int, subtract: bool = False) -> None:
-        """Find the best splits of two nodes; `rest` is that of the larger, or `subtract` makes it so. -1: no node."""
+    def _judge(self, histogram: Histogram, rest: Histogram, small: int, large: int) -> None:
+        """Find the best splits of two nodes; `rest` is that of the larger. -1: no node."""
         growth, space = self._growth, np.empty((4, BINS), np.int64)
         at = small, large, growth.nodes, growth.reals, growth.goes_left
-        judging: tuple[object, ...] | None = self._judging
-        splits = 0
-        if self._packed and histogram.words == rest.words == 1:
-            splits = kernels.judge_packed(histogram.cells, rest.cells, subtract, *at, *self._packed, space)
-            judging, subtract = self._after_packed, False
-        if judging:
-            cells = histogram.cells, histogram.words, rest.cells, rest.words, subtract
-            splits = kernels.judge(*cells, *at, *judging, space, np.empty((2, BINS)))
+        cells = histogram.cells, histogram.words, rest.cells, rest.words, False
+        splits = kernels.judge(*cells, *at, *self._judging, space, np.empty((2, BINS)))
         if splits & 1:
             growth.histograms[small] = histogram
         if splits & 2:
