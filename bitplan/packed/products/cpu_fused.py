@@ -498,7 +498,7 @@ def _few_integers(inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | N
     by_token = int(fmt == "int8_row")
     template, holds = _job(weight, factor, bias, inputs=inputs, scratch_stride=stride, by_token=by_token)
     function = cpu_integers.few_inputs(weight.fmt.name)
-    return _on_threads(function, template, stride, weight.shape[0] * padded * inputs // 4, (holds, bias))
+    return _on_threads(function, template, stride, weight.shape[0] * padded * inputs // 2, (holds, bias))
 
 
 def _many_integers(inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | None, fmt: str) -> Into:
