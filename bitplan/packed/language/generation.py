@@ -1,8 +1,8 @@
 """Text from a causal language model, token by token, with time and memory: packed or not, on any device.
 
 The loop is our own, so that words can be shown as they come and each step can be timed; transformers' `generate` gives
-the same tokens (greedy). On a CPU the tokens of packed models of a known structure go past the model's own modules
-(`token_steps`).
+the same tokens (greedy; with rounded inputs, but where two are about as likely). On a CPU the tokens of packed models
+of a known structure go past the model's own modules (`token_steps`).
 
 How fast a language model reads a prompt and makes tokens, at some batch sizes, alone or in turns with another.
 
