@@ -49,7 +49,7 @@ class GptOssTensors(TensorFile):
         if not is_gguf:
             _refuse_floats(stored)
             require_clean(self.rules, list_headers(stored), checkpoint=str(stored.path))
-        self._file = GptOssFile(stored.path)
+        self._file = GptOssFile(stored)
         with on_failure(self.close):
             _refuse_float_experts(self._file)
             if is_gguf:

@@ -102,7 +102,7 @@ def test_what_no_plain_folder_can_be_made_of_is_refused(tmp_path):
     save_tiny(tmp_path / "llama3", "llama3")
     assert "a plain folder holds" in refuse(tmp_path / "llama3", "int8_row")
     assert "the plan has int8_row for" in refuse(tmp_path / "llama3", {"*up_proj*": "int8_row"})
-    assert "are for GGUF" in refuse(tmp_path / "llama3", part_bytes=1000)
+    assert "for GGUF alone" in refuse(tmp_path / "llama3", part_bytes=1000)
     save_tiny(tmp_path / "other", "llama3", rope_parameters={**LLAMA3_ROPE, "low_freq_factor": 1.5})
     export_model(tmp_path / "other", tmp_path / "other.gguf", "gguf", "float32")
     assert "none of llama 3's, so no config.json" in refuse(tmp_path / "other.gguf")
