@@ -109,7 +109,7 @@ def test_what_no_plain_folder_can_be_made_of_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     assert "exists already" in refuse(tmp_path / "llama3")
-    assert "--force does not replace it" in refuse(tmp_path / "llama3", force=True)
+    assert "is no model's folder and is not replaced" in refuse(tmp_path / "llama3", force=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "llama3" / name).unlink()
     assert "no tokenizer" in refuse(tmp_path / "llama3")
