@@ -51,7 +51,7 @@ class GptOssTensors(TensorFile):
             _refuse_floats(stored)
             headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in stored.specs.items()}
             require_clean(self.rules, headers, checkpoint=str(stored.path))
-        self._file = GptOssFile(stored.path)
+        self._file = GptOssFile(stored)
         with on_failure(self.close):
             _refuse_float_experts(self._file)
             if is_gguf:
