@@ -21,7 +21,7 @@ from bitplan.files.open_files import open_tensors
 from bitplan.formats.dispatch import encode
 from bitplan.plan import Manifest, Plan
 from bitplan.report.read_records import read_records
-from bitplan.searching.gather import damage
+from bitplan.searching import damage
 from tests.report.browser import Browser
 
 BLOCKS = 1  # of six: a sixth of the layers to search formats for
