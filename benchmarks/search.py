@@ -23,10 +23,10 @@ from bitplan.formats.dispatch import decode, encode
 from bitplan.packed.language.perplexity import measure_perplexity
 from bitplan.searching import Goal, Searcher
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.plan_meter import PlanMeter, summary_of
-from bitplan.searching.prepare import prepare
-from bitplan.searching.rivals import uniform_plans
+from bitplan.searching.plan_meter import PlanMeter, summary_of
 from bitplan.searching.runtime_formats import candidates, target_of
+from bitplan.searching.searched_model import prepare
+from bitplan.searching.solver import uniform_plans
 
 BITS = (3.5, 4.0, 4.5, 5.0, 6.0)
 

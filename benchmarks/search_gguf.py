@@ -40,13 +40,13 @@ from bitplan.files.tensor_file import Promise
 from bitplan.formats import Encoded, get_format
 from bitplan.plan.plan import Plan
 from bitplan.searching import Goal, GoalError, Searcher, SearchEvidence, explain_plan
-from bitplan.searching.gather.damage import RoundedWeights
-from bitplan.searching.gather.plan_meter import PlanMeter
-from bitplan.searching.phases import Advance, no_stage
-from bitplan.searching.prepare import prepare
-from bitplan.searching.rivals import rivals_of, uniform_plans
+from bitplan.searching.damage import RoundedWeights
+from bitplan.searching.forecast import Advance, no_stage
+from bitplan.searching.plan_meter import PlanMeter
 from bitplan.searching.run import solve_and_correct
 from bitplan.searching.runtime_formats import candidates, target_of
+from bitplan.searching.searched_model import prepare
+from bitplan.searching.solver import rivals_of, uniform_plans
 
 THEIRS = (
     *("Q2_K", "IQ3_S", "Q3_K_S", "Q3_K_M", "IQ4_XS", "IQ4_NL"),

@@ -54,7 +54,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "packed": {"checkpoints": set(), "language": {"checkpoints"}, "products": set()},
     "plan": {"structure": set()},
-    "searching": {"gather": set()},
     "streaming": {"selective": {"training", "transfer"}, "training": {"transfer"}, "transfer": {"selective"}},
     "trees": {"cuda": {"distributed", "loops"}, "dask": {"distributed"}, "distributed": {"loops"}, "loops": set()},
 }

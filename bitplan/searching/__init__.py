@@ -3,11 +3,13 @@
 Which module does which step:
 
     goal, runtime_formats    what is asked for, and the formats that a target loads
-    prepare, groups          the model, its text, and which tensors are decided together
-    gather                   what formats cost the model: statistics of its text, rounded weights, distances of plans
-    evidence                 these costs as a file
-    solver                   the plan, by evidence alone; `rivals`, `correct` and `explain` beside it
-    run, result              all of it in turn, the proof on held-out text, and the files
+    searched_model, blocks   the model, its text, which tensors are decided together; run block by block
+    forecast                 what it will take: time, and memory within a limit
+    statistics, damage       what its text says of every weight, and what a format costs it by that
+    collect, evidence        these costs, group by group, and their file
+    plan_meter, timing       distances of plans from the model, and times of layers; `training_evidence` beside them
+    solver, explain          the plan, by evidence alone, with its rivals and reasons
+    run                      all of it in turn, the proof on held-out text, and the files
 """
 
 from typing import TYPE_CHECKING
@@ -27,8 +29,7 @@ if TYPE_CHECKING:
     )
     from bitplan.searching.explain import explain_plan as explain_plan
     from bitplan.searching.goal import Goal as Goal
-    from bitplan.searching.result import SearchResult as SearchResult
-    from bitplan.searching.run import Searcher as Searcher, search as search
+    from bitplan.searching.run import Searcher as Searcher, SearchResult as SearchResult, search as search
     from bitplan.searching.solver import Solution as Solution, solve as solve
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

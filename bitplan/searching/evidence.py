@@ -1,9 +1,9 @@
 """SearchEvidence: what each format costs each group of tensors, in nats, bytes and microseconds; and its file.
 
-Damage is predicted from the really quantized weight (gather/damage.py). In one format, `checked`, the distance was also
+Damage is predicted from the really quantized weight (damage.py). In one format, `checked`, the distance was also
 measured, with the same projection of all layers quantized; the ratio is the group's `factor`, by which its predictions
 are multiplied. Whole plans that were measured correct this: by the `factor` of a format, and by `together`, what many
-changes do together over the sum of what each does alone (decide/correct.py). `weight` is how much a group's nats count
+changes do together over the sum of what each does alone (`Corrections` of solver.py). `weight` is how much a group's nats count
 when formats are chosen, by the gradients of a training run.
 
 The document, version 1. It needs no torch and no model to solve again for another goal:
@@ -48,7 +48,7 @@ from bitplan.base.errors import FormatError
 from bitplan.base.records import write_json
 from bitplan.formats import get_format
 from bitplan.formats.dtypes import ITEM_BYTES
-from bitplan.plan.names import natural_order
+from bitplan.plan.names import natural_order, split_layer
 from bitplan.searching.goal import EvidenceFileError
 
 DOCUMENT = "bitplan-evidence"
@@ -340,3 +340,11 @@ def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
         )
     times, weight = _read_times(item, "reference_us"), item.get("weight", 1.0)
     return TensorGroup(tensors, formats, item["factor"], item["checked"], times, weight)
+
+
+def place_of(group: str) -> tuple[str, str]:
+    """The layer's number and the projection, for a table of layer by projection; no number: '' and the name."""
+    _, layer, after = split_layer(f"{group}.")
+    if not layer:
+        return "", group.rpartition(".")[2]
+    return layer, after.strip(".").rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""search: evidence, the best plan for a goal, and the proof that it is one."""
+"""search: evidence, the best plan for a goal, and the proof that it is one; what it hands over is a `SearchResult`."""
 
 from __future__ import annotations
 
@@ -7,33 +7,222 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from bitplan.base.records import write_json
 from bitplan.files.engines.gguf_source import is_folder_like
 from bitplan.files.headers import is_gguf
 from bitplan.formats import get_format
 from bitplan.packed.language.perplexity import Quality
-from bitplan.searching.evidence import ProvenPlan, SearchEvidence
+from bitplan.plan.plan import Plan
+from bitplan.searching.collect import EVIDENCE, collect_evidence, evidence_bytes, smallest_bytes
+from bitplan.searching.evidence import ProvenPlan, SearchEvidence, place_of
 from bitplan.searching.explain import explain_plan
-from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, smallest_bytes
-from bitplan.searching.gather.passes import GRADIENT_TOKENS, steps_of
-from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
-from bitplan.searching.gather.searched_model import SearchSubject
-from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
-from bitplan.searching.gather.training_evidence import read_gradients, read_speeds, time_by_policy, weigh_by_gradients
+from bitplan.searching.forecast import (
+    IN_ALL,
+    MemoryUse,
+    PhaseClock,
+    Stage,
+    expected_phases,
+    in_minutes,
+    measure_steps,
+    no_stage,
+    within_memory,
+)
 from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError
-from bitplan.searching.memory import MemoryUse, within_memory
-from bitplan.searching.phases import IN_ALL, PhaseClock, Stage, expected_phases, in_minutes, measure_steps, no_stage
-from bitplan.searching.prepare import SearchText, prepare
-from bitplan.searching.result import SearchResult
-from bitplan.searching.rivals import RivalPlan, best_uniform, may_win, rivals_of
+from bitplan.searching.plan_meter import MeasuredPlan, PlanMeter, paired_difference, summary_of
 from bitplan.searching.runtime_formats import Target, candidates, target_of
-from bitplan.searching.solver import Corrections, Solution, front, kl_out_of_reach, size_out_of_reach, solve, within
+from bitplan.searching.searched_model import SearchSubject, SearchText, prepare
+from bitplan.searching.solver import (
+    Corrections,
+    RivalPlan,
+    Solution,
+    best_uniform,
+    front,
+    kl_out_of_reach,
+    may_win,
+    rivals_of,
+    size_out_of_reach,
+    solve,
+    uniform_plans,
+    within,
+)
+from bitplan.searching.statistics import GRADIENT_TOKENS, steps_of
+from bitplan.searching.timing import BlockTimes, is_timed, time_block
+from bitplan.searching.training_evidence import read_gradients, read_speeds, time_by_policy, weigh_by_gradients
+
+PLAN, FRONT = "plan.json", "front.json"
+DOCUMENT = "bitplan-front"
+VERSION = 1
+
+
+@dataclass
+class SearchResult:
+    """The plan that is handed over, and everything that it rests on."""
+
+    plan: Plan
+    evidence: SearchEvidence
+    goal: Goal
+    solution: Solution
+    front: list[Solution]
+    winner: MeasuredPlan
+    rivals: list[MeasuredPlan]
+    reference: Quality
+    noise_floor: Quality
+    corrections: int
+    unmeasured: list[RivalPlan] = field(default_factory=list)  # rivals that are predicted to lose
+    times: BlockTimes | None = None  # with a speed goal: a whole block by the plan
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # of each phase: wall, cpu
+
+    @property
+    def lost(self) -> bool:
+        """Whether a plan that needs no search was better, and is handed over instead."""
+        return self.winner.kind != "plan"
+
+    @property
+    def why_lost(self) -> str | None:
+        """Why a plan that needs no search is handed over; None where the searched one is."""
+        if not self.lost:
+            return None
+        label, kl, most = self.winner.label, self.winner.kl.mean, self.goal.max_kl
+        searched = next((each.kl.mean for each in self.rivals if each.kind == "plan"), None)
+        if most is not None and searched is not None and searched > most:
+            return (
+                f"the searched plan has KL {searched:.4g} on text that was held out, above the goal of {most:g}; "
+                f"{label}, which needs no search, has {kl:.4g}, and is the plan"
+            )
+        return f"{label}, which needs no search, is better and within the goal, and is the plan"
+
+    @property
+    def missed_goal(self) -> str | None:
+        """What to say where the plan is farther from the model than was asked for, on text that was held out."""
+        kl, most = self.winner.kl.mean, self.goal.max_kl
+        if most is None or kl <= most:
+            return None
+        return f"KL {kl:.6g}, above the goal of {most:g}: give more bits or a higher limit"
+
+    @property
+    def best_rival(self) -> MeasuredPlan | None:
+        """The best of the plans that need no search."""
+        return min((each for each in self.rivals if each.kind != "plan"), key=lambda each: each.kl.mean, default=None)
+
+    @property
+    def better_beyond_goal(self) -> str | None:
+        """What to say where a larger plan that needs no search is nearer to the model, which predictions denied."""
+        best = self.best_rival
+        if best is None or best.nbytes <= self.winner.nbytes or best.predicted <= self.winner.predicted:
+            return None
+        interval = paired_difference(self.winner, best).interval
+        if interval is None or interval[0] <= 0:
+            return None
+        bits = self.evidence.bits(best.nbytes)
+        more = 100 * (best.nbytes / self.winner.nbytes - 1)
+        return (
+            f"{best.label}, which needs no search, has KL {best.kl.mean:.4g} where the plan has "
+            f"{self.winner.kl.mean:.4g}, with {more:.2g}% more bytes: predictions are wrong for this model; "
+            f"a goal of {bits + 5e-4:.3f} bits would take it"
+        )
+
+    @property
+    def unseen_experts(self) -> str | None:
+        """What to say where no token of the text was sent to some experts."""
+        count, whole = (self.evidence.text.get(key, 0) for key in ("unseen_experts", "experts"))
+        if not count:
+            return None
+        return (
+            f"no token of the text was sent to {count} of {whole} experts: they are rounded by what all experts of "
+            "their layer got; give more text, or more windows of it"
+        )
+
+    def to_document(self) -> dict[str, Any]:
+        """front.json."""
+        evidence = self.evidence
+        best = self.best_rival
+        return {
+            "document": DOCUMENT,
+            "version": VERSION,
+            "model": evidence.model,
+            "goal": self.goal.to_dict(),
+            "reference": {
+                "bytes": evidence.reference_bytes,
+                "bits": evidence.bits(evidence.reference_bytes),
+                "perplexity": self.reference.perplexity,
+                "tokens": self.reference.tokens,
+                "windows": self.reference.windows,
+            },
+            "noise_floor": summary_of(self.noise_floor),
+            "solution": self.solution.to_dict(evidence),
+            "corrections": self.corrections,
+            **({} if self.times is None else {"block_times": self.times.to_dict()}),
+            "plan": self.winner.to_dict(evidence),
+            "lost": self.lost,
+            "why_lost": self.why_lost,
+            "missed_goal": self.missed_goal,
+            "better_beyond_goal": self.better_beyond_goal,
+            "unseen_experts": self.unseen_experts,
+            "against_best_rival": None if best is None else _against(self.winner, best),
+            "measured": [each.to_dict(evidence) for each in self.rivals],
+            "unmeasured": [_predicted(evidence, each) for each in self.unmeasured],
+            "front": [{k: v for k, v in each.to_dict(evidence).items() if k != "choice"} for each in self.front],
+            "uniform": [_predicted(evidence, each) for each in uniform_plans(evidence)],
+            "heat": _heat(evidence, self.winner.choice),
+            "seconds": self.seconds,
+        }
+
+    def save(self, folder: Path) -> None:
+        """plan.json and front.json; the evidence is there already."""
+        self.plan.save(folder / PLAN)
+        write_json(folder / FRONT, self.to_document())
+
+
+def _predicted(evidence: SearchEvidence, rival: RivalPlan) -> dict[str, Any]:
+    nbytes = evidence.nbytes(rival.choice)
+    return {
+        "label": rival.label,
+        "bytes": nbytes,
+        "bits": evidence.bits(nbytes),
+        "nats": evidence.predict(rival.choice),
+    }
+
+
+def _against(winner: MeasuredPlan, rival: MeasuredPlan) -> dict[str, Any]:
+    difference = paired_difference(winner, rival)
+    return {
+        "label": rival.label,
+        "kl_difference": difference.mean,
+        "interval": difference.interval and list(difference.interval),
+    }
+
+
+def _heat(evidence: SearchEvidence, choice: Mapping[str, str]) -> list[dict[str, Any]]:
+    """A cell for every group: where it lies, what it got, what that costs, and what the smallest format would cost."""
+    cells = []
+    for name, fmt in choice.items():
+        layer, part = place_of(name)
+        group = evidence.groups[name]
+        smallest = min(group.formats, key=lambda each: group.formats[each].nbytes)
+        cells.append(
+            {
+                "group": name,
+                "layer": layer,
+                "part": part,
+                "format": fmt,
+                "nats": evidence.nats(name, fmt),
+                "bytes": group.formats[fmt].nbytes,
+                "bits": 8 * group.formats[fmt].nbytes / group.numbers,
+                "nats_in_smallest": evidence.nats(name, smallest),
+                "smallest": smallest,
+            }
+        )
+    return cells
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
 
 MOST_CORRECTIONS = 3
 AGREES = 0.1  # predicted and measured within a tenth: nothing to correct

@@ -83,8 +83,7 @@ from bitplan.packed.products.fused import fused_for
 from bitplan.plan import Header, Manifest, Plan, check_headers
 from bitplan.report import TrainingLog, write_report
 from bitplan.searching.goal import Goal
-from bitplan.searching.result import SearchResult
-from bitplan.searching.run import search
+from bitplan.searching.run import SearchResult, search
 from bitplan.streaming.selective.calibration import CalibrationResult
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.decide import Hints

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from bitplan.searching import FormatCost, Goal, GoalError, SearchEvidence, TensorGroup, run
-from bitplan.searching.gather.damage import damage_of_rows
-from bitplan.searching.gather.passes import draw_tokens
-from bitplan.searching.gather.searched_model import WeightSite
-from bitplan.searching.gather.statistics import GRADIENT, INPUTS, WEIGHED, InputStatistics, SumFiles
-from bitplan.searching.rivals import nearest_uniform
+from bitplan.searching.damage import damage_of_rows
 from bitplan.searching.run import solve_and_correct
-from bitplan.searching.solver import Corrections, solve
+from bitplan.searching.searched_model import WeightSite
+from bitplan.searching.solver import Corrections, nearest_uniform, solve
+from bitplan.searching.statistics import GRADIENT, INPUTS, WEIGHED, InputStatistics, SumFiles, draw_tokens
 
 BITS = {"mxfp4": 4.25, "int4_g32": 4.5, "iq4_nl_gguf": 4.5, "int8_row": 8.06}
 PREDICTED = {"mxfp4": 0.004, "int4_g32": 0.0026, "iq4_nl_gguf": 0.0025, "int8_row": 0.0001}

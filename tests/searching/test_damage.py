@@ -7,7 +7,7 @@ import torch
 
 from bitplan.formats.dispatch import encode
 from bitplan.rounding import round_weight
-from bitplan.searching.gather import damage
+from bitplan.searching import damage
 
 
 @pytest.mark.parametrize("fmt", ["q4_k_gguf", "iq4_nl_gguf", "nvfp4", "mxfp4", "int4_g32", "int8_row", "fp8_e4m3_b128"])

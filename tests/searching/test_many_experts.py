@@ -21,12 +21,11 @@ from bitplan.report.page import write_report
 from bitplan.rounding import round_columns_cpu
 from bitplan.rounding import weights as round_weight
 from bitplan.rounding.pick_loops import loops_for
-from bitplan.searching.gather import damage, timing
-from bitplan.searching.gather.damage import RoundedWeights
-from bitplan.searching.gather.expert_products import is_unseen
-from bitplan.searching.gather.statistics import INPUTS, InputStatistics
+from bitplan.searching import damage, timing
+from bitplan.searching.damage import RoundedWeights
 from bitplan.searching.goal import GoalError, SearchError
-from bitplan.searching.prepare import prepare
+from bitplan.searching.searched_model import prepare
+from bitplan.searching.statistics import INPUTS, InputStatistics, is_unseen
 from tests.files.engines.tiny_models import save_tokenizer
 from tests.searching.tiny_mixtral import HIDDEN, INNER, rounding_to_nearest, save_mixtral
 

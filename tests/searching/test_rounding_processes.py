@@ -9,13 +9,11 @@ import torch
 
 import bitplan
 from bitplan.base.errors import FormatError
-from bitplan.searching import Goal, SearchError
-from bitplan.searching.gather import damage
-from bitplan.searching.gather.damage import RoundedWeights, RoundingJob, RoundingProcesses
-from bitplan.searching.gather.passes import add_windows
-from bitplan.searching.gather.searched_model import subject_of
-from bitplan.searching.gather.statistics import InputStatistics
-from tests.searching.test_search import tiny_llama, tokens
+from bitplan.searching import Goal, SearchError, damage
+from bitplan.searching.damage import RoundedWeights, RoundingJob, RoundingProcesses
+from bitplan.searching.searched_model import subject_of
+from bitplan.searching.statistics import InputStatistics, add_windows
+from tests.searching.test_run import tiny_llama, tokens
 
 
 def test_weights_are_rounded_in_processes_as_here_and_errors_come_back(tmp_path):

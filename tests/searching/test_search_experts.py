@@ -9,11 +9,10 @@ import bitplan
 from bitplan import open_tensors, quantize_file
 from bitplan.files.round_with_evidence import evidence_for, open_evidence
 from bitplan.formats import get_format
-from bitplan.searching.gather import expert_products
-from bitplan.searching.gather.expert_products import ExpertSlice, RoutedTokens
-from bitplan.searching.gather.statistics import GRADIENT, INPUTS, InputStatistics
-from bitplan.searching.prepare import prepare
+from bitplan.searching import statistics as gathered
 from bitplan.searching.runtime_formats import TARGETS
+from bitplan.searching.searched_model import ExpertSlice, prepare
+from bitplan.searching.statistics import GRADIENT, INPUTS, InputStatistics, RoutedTokens
 from tests.searching.tiny_mixtral import HIDDEN, INNER, rounding_to_nearest, save_mixtral
 
 EXPERTS = 4
@@ -23,7 +22,7 @@ FORMATS = ("int4_g32", "int8_row", "nvfp4")
 @pytest.fixture(scope="module", autouse=True)
 def plain_rounding():
     with rounding_to_nearest() as patch:
-        patch.setattr(expert_products, "FEWEST_TOKENS", 1)  # so that sums are of what each expert got, and no more
+        patch.setattr(gathered, "FEWEST_TOKENS", 1)  # so that sums are of what each expert got, and no more
         yield
 
 
@@ -110,7 +109,7 @@ def test_the_plan_packs_experts_and_the_evidence_is_of_them(found, tmp_path):
 
 
 def test_an_expert_that_few_tokens_came_to_gets_some_of_what_all_got(monkeypatch):
-    monkeypatch.setattr(expert_products, "FEWEST_TOKENS", 4)
+    monkeypatch.setattr(gathered, "FEWEST_TOKENS", 4)
     slices = [ExpertSlice(str(expert), "stack", expert, slice(0, 2)) for expert in range(3)]
     routed = RoutedTokens()
     routed.add("stack", 0, 6)

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 import bitplan
 from bitplan.formats.dispatch import encode
-from bitplan.searching.gather import damage
-from bitplan.searching.gather.blocks import BlockRunner
-from bitplan.searching.gather.statistics import ScratchWriter
+from bitplan.searching import damage
+from bitplan.searching.blocks import BlockRunner
+from bitplan.searching.statistics import ScratchWriter
 from tests.processes import Program
 
 WIDTH, VOCABULARY = 96, 32

@@ -19,15 +19,13 @@ from bitplan.files.open_files import write_tensors
 from bitplan.files.round_with_evidence import open_evidence
 from bitplan.files.tensor_file import Promise
 from bitplan.rounding.weights import round_weight
-from bitplan.searching.gather import timing
-from bitplan.searching.gather.damage import ExpertDamage, RoundedWeights
-from bitplan.searching.gather.expert_products import items_of_gguf
-from bitplan.searching.gather.searched_model import subject_of
-from bitplan.searching.gather.statistics import InputStatistics
-from bitplan.searching.gather.timing import ExpertArms
+from bitplan.searching import timing
+from bitplan.searching.damage import ExpertDamage, RoundedWeights
 from bitplan.searching.goal import SearchError
-from bitplan.searching.prepare import prepare
 from bitplan.searching.runtime_formats import TARGETS
+from bitplan.searching.searched_model import items_of_gguf, prepare, subject_of
+from bitplan.searching.statistics import InputStatistics
+from bitplan.searching.timing import ExpertArms
 from tests.files.engines.tiny_models import save_tokenizer
 from tests.searching.tiny_mixtral import rounding_to_nearest
 

@@ -15,7 +15,7 @@ from bitplan.searching.solver import solve
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.score import RawGradStats, compare_blocks
 from bitplan.streaming.selective.state import PolicyState, layout_of, observe, save_state
-from tests.searching.test_search import tiny_llama, tokens
+from tests.searching.test_run import tiny_llama, tokens
 
 FORMATS = ("mxfp4", "fp8_e4m3_row", "bfloat16")
 BLOCKS = ("model.layers.0", "model.layers.1")

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from bitplan.formats.dispatch import encode
-from bitplan.searching.gather import damage
+from bitplan.searching import damage
 from tests.files.engines.tiny_models import save_tokenizer
 
 HIDDEN, INNER = 64, 32

@@ -16,7 +16,7 @@ from bitplan.cli.verbs.report import records_of_search
 from bitplan.searching.goal import WINDOWS
 
 if TYPE_CHECKING:
-    from bitplan.searching.result import SearchResult
+    from bitplan.searching.run import SearchResult
     from bitplan.searching.runtime_formats import Target
 
 EVIDENCE_FILES = ("evidence.json", "evidence.safetensors", "statistics.safetensors")
@@ -144,7 +144,7 @@ def search(
 
 def _left(folder: Path, out: Path, force: bool) -> str:
     """A sentence on what an interrupted search left, and how to go on."""
-    from bitplan.searching.gather.collect import EvidenceFolder
+    from bitplan.searching.collect import EvidenceFolder
 
     contents, earlier = EvidenceFolder(folder).contents(), "" if folder == out else f"; {out} is as it was"
     if not contents:

@@ -14,7 +14,7 @@ from bitplan.cli import run
 from bitplan.cli.verbs.search import next_step
 from bitplan.formats.dispatch import encode
 from bitplan.plan import Plan
-from bitplan.searching.gather import collect, damage, passes
+from bitplan.searching import collect, damage, statistics
 from bitplan.searching.runtime_formats import TARGETS
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
@@ -82,7 +82,7 @@ def test_a_search_that_is_interrupted_says_what_is_there_and_how_it_goes_on(tmp_
         return capsys.readouterr().err.splitlines()[-1]
 
     monkeypatch.setattr(collect, "add_windows", add_windows)
-    monkeypatch.setattr(passes, "AT_ONCE", 32)
+    monkeypatch.setattr(statistics, "AT_ONCE", 32)
     monkeypatch.setattr(collect, "_predicted", predicted)
     assert "interrupted; nothing was measured yet" in interrupted()
     assert "the statistics of 2 windows: the same command without --force goes on" in interrupted("--force")

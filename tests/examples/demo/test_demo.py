@@ -15,7 +15,7 @@ from bitplan.files.open_files import open_tensors
 from bitplan.formats.dispatch import encode
 from bitplan.plan import Manifest, Plan
 from bitplan.report.read_records import read_records
-from bitplan.searching.gather import damage
+from bitplan.searching import damage
 from examples.demo import run as demo_run
 from examples.demo import tiny_model
 from examples.demo.__main__ import main as demo

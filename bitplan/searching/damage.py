@@ -40,19 +40,11 @@ from bitplan.rounding.error_compensation import InputHessian
 from bitplan.rounding.layout import layout_of
 from bitplan.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads
 from bitplan.rounding.weights import RoundingOptions, round_weight
-from bitplan.searching.gather.blocks import torch_threads
-from bitplan.searching.gather.searched_model import SearchSubject, WeightSite
-from bitplan.searching.gather.statistics import (
-    COUNTS,
-    GRADIENT,
-    INPUTS,
-    LOOKUP,
-    InputStatistics,
-    ScratchWriter,
-    StoredTensor,
-)
+from bitplan.searching.blocks import torch_threads
+from bitplan.searching.evidence import place_of
 from bitplan.searching.goal import SearchError
-from bitplan.searching.groups import group_name, place_of
+from bitplan.searching.searched_model import SearchSubject, WeightSite, group_name
+from bitplan.searching.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics, ScratchWriter, StoredTensor
 
 # ---- rounding processes ----------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bitplan.searching import phases
-from bitplan.searching.gather.passes import steps_of
+from bitplan.searching import forecast
+from bitplan.searching.statistics import steps_of
 
 # Seconds and steps of phases in the order in which they came, on two cores: an instruct model of 134.5 million weights
 # beside other work, a llama of 26 million, and Gemma 3 270M, whose vocabulary has 262,144 tokens. The machines were not
@@ -70,7 +70,7 @@ def of_llama(width: int, queries: int, keys: int, inner: int, vocabulary: int, b
     ]
     numbers = sum(rows * columns for rows, columns in block)
     seconds = (2 * PRODUCT * numbers, 2 * PRODUCT * vocabulary * width, 2.5e-8 * vocabulary, PRODUCT, 2.5e-4, 8e-10)
-    steps = phases.MeasuredSteps(*(slow * each for each in seconds))
+    steps = forecast.MeasuredSteps(*(slow * each for each in seconds))
     return [(vocabulary, width), *block * blocks], blocks, steps
 
 
@@ -85,7 +85,7 @@ def of_llama(width: int, queries: int, keys: int, inner: int, vocabulary: int, b
 )
 def test_the_whole_time_is_told_from_the_first_steps_on(model, windows, context, measured, monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(forecast.time, "perf_counter", lambda: clock.now)
     labels = []
 
     @contextmanager
@@ -97,8 +97,8 @@ def test_the_whole_time_is_told_from_the_first_steps_on(model, windows, context,
     count_of_steps = steps_of(runner, [torch.zeros(context)] * windows, 0)
     text = {"statistics": windows * context, "watched": min(16384, windows * context), "checks": 4 * context}
     text |= {"proof": 12 * context, "windows": 12, "steps": count_of_steps}
-    expected = phases.expected_phases(shapes, blocks, text, 12, steps)
-    searched = phases.PhaseClock(stage, expected)
+    expected = forecast.expected_phases(shapes, blocks, text, 12, steps)
+    searched = forecast.PhaseClock(stage, expected)
     estimates = [sum(phase.seconds for phase in expected.values())]
     for what, seconds, number in measured:
         count = number or count_of_steps

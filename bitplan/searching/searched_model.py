@@ -1,9 +1,18 @@
-"""The model that is searched: its weights by the file's names, its logits with any of them replaced."""
+"""The model that is searched: its weights by the file's names, its logits with any of them replaced; and its text.
+
+Tensors that must have one format are a group: those that runtimes fuse, the experts of a layer, and tied weights. Tied
+weights are one tensor under two names, so they are together already. What a runtime fuses is what reads one input, as
+the model's view has it (`bitplan.describe`); names decide alone where there is no view, by the table of families.
+
+transformers keeps the experts of a layer as one tensor, [experts, outputs, inputs] or, gpt-oss's, [experts, inputs,
+outputs]; files have them so, too, or one by one, or (GGUF) gate and up apart. An `ExpertSlice` says where one lies.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,21 +26,144 @@ from torch import Tensor, nn
 
 from bitplan.base.errors import PlanError
 from bitplan.base.fingerprints import hash_tensors
-from bitplan.files.input_statistics import weight_digest
+from bitplan.files.headers import check_model_source
+from bitplan.files.input_statistics import expert_name, weight_digest
 from bitplan.files.models.morph import places_of
 from bitplan.files.open_files import open_tensors
+from bitplan.files.packed_folder import CONFIG, read_config
 from bitplan.packed.checkpoints.load import device_of
+from bitplan.packed.language.causal_lm import CausalLM, load_causal_lm, require_causal
+from bitplan.packed.language.model_on_disk import ModelOnDisk, is_plain_folder
+from bitplan.packed.language.perplexity import spread_windows
+from bitplan.packed.layer_replacement import are_columns, packed_kind, stack_of
 from bitplan.plan import shipped_manifest
 from bitplan.plan.format_choices import Stored, choose_formats
+from bitplan.plan.names import natural_order, split_layer
 from bitplan.plan.plan import Plan, Planned
 from bitplan.plan.structure.describe import describe
-from bitplan.plan.structure.families import GGUF_MANIFESTS
+from bitplan.plan.structure.families import GGUF_MANIFESTS, joined_name
+from bitplan.plan.structure.model_view import ModelView
+from bitplan.searching.blocks import BlockRunner, Replaced
 from bitplan.searching.evidence import StayingTensor
-from bitplan.searching.gather.blocks import BlockRunner, Replaced
-from bitplan.searching.gather.expert_products import ExpertSlice, items_of_gguf, items_of_stacks
-from bitplan.searching.goal import SearchError
-from bitplan.searching.groups import group_tensors, groups_seen
+from bitplan.searching.goal import WINDOWS, SearchError
 from bitplan.searching.runtime_formats import TARGETS, Target
+
+
+def group_name(tensor: str, *, fused: bool = True) -> str:
+    """The group of a tensor; `fused` False where the runtime takes q, k, v, gate and up one by one."""
+    return joined_name(tensor, joined=fused)
+
+
+def group_tensors(
+    tensors: Iterable[str], *, fused: bool = True, seen: Mapping[str, str] | None = None
+) -> dict[str, list[str]]:
+    """Groups in natural order of their names; `seen` has those of tensors that a view knows (`groups_seen`)."""
+    groups: dict[str, list[str]] = {}
+    for tensor in natural_order(tensors):
+        known = seen.get(tensor) if seen is not None and fused else None
+        groups.setdefault(known or group_name(tensor, fused=fused), []).append(tensor)
+    return {name: groups[name] for name in natural_order(groups)}
+
+
+def groups_seen(view: ModelView, names: Mapping[str, str]) -> dict[str, str]:
+    """The group of every projection that a view saw, by the file's names; `names` maps those to parameters.
+
+    Projections of one input that runtimes fuse share a group, whatever they are called; others are alone.
+    """
+    file_name = {parameter: name for name, parameter in names.items()}
+    groups = {}
+    for linear in view.linears:
+        name = file_name.get(linear.weight)
+        if name is not None and not linear.experts:
+            groups[name] = name.removesuffix(".weight")
+    for weights in view.joined:
+        members = [file_name[weight] for weight in weights if weight in file_name]
+        if len(members) > 1:
+            word = "gate_up" if view.role(weights[0]) in ("gate", "up") else "qkv"
+            together = ".".join([*_shared_parts(members), word])
+            groups |= dict.fromkeys(members, together)
+    return groups
+
+
+def _shared_parts(names: Sequence[str]) -> list[str]:
+    """The leading parts that dotted names have in common."""
+    shared = []
+    for parts in zip(*(name.removesuffix(".weight").split(".") for name in names), strict=False):
+        if len({*parts}) > 1:
+            break
+        shared.append(parts[0])
+    return shared
+
+
+@dataclass(frozen=True)
+class ExpertSlice:
+    """Rows of one expert in a stack: a tensor of the file, or an item of one that has them all."""
+
+    name: str  # the file's, or `expert_name` of it
+    stack: str  # the model's parameter
+    expert: int
+    rows: slice
+    transposed: bool = False  # the stack is [experts, inputs, outputs]
+
+    def item(self, stack: Tensor) -> Tensor:
+        """All outputs of this expert, [outputs, inputs]."""
+        return stack[self.expert].T if self.transposed else stack[self.expert]
+
+    def read(self, stack: Tensor) -> Tensor:
+        """This weight of the numbers of its stack."""
+        return self.item(stack)[self.rows]
+
+    def write(self, stack: Tensor, numbers: Tensor) -> None:
+        """The numbers of this weight into a stack."""
+        self.read(stack).copy_(numbers)  # a view, however the stack lies
+
+
+_GGUF = re.compile(r"blk\.([0-9]+)\.ffn_(gate|up|down)_exps\.weight")
+
+
+def items_of_stacks(model: nn.Module, names: Mapping[str, str], slices: dict[str, ExpertSlice]) -> dict[str, str]:
+    """Add the experts of tensors that have all of a layer, where a packed layer runs them; and whose items they are."""
+    places = {place.name: place for place in places_of(model)}
+    found: dict[str, str] = {}
+    for tensor, ours in names.items():
+        place = places[ours]
+        if tensor in slices or packed_kind(place.module, place.local) != "StackedExperts":
+            continue
+        transposed = are_columns(place.module, place.local)
+        for index in range(len(place.parameter)):
+            name = expert_name(tensor, index)
+            found[name] = tensor
+            slices[name] = ExpertSlice(name, ours, index, slice(None), transposed)
+    return found
+
+
+def items_of_gguf(
+    model: nn.Module, is_in_block: Callable[[str], bool], path: Path, slices: dict[str, ExpertSlice]
+) -> dict[str, str]:
+    """The same of a GGUF file, which has gate and up apart; numbers say whether they lie where they are expected."""
+    stacks = {
+        (split_layer(place.name)[1], place.local == stack_of(place.module, "down")): place
+        for place in places_of(model)
+        if is_in_block(place.name)
+        and packed_kind(place.module, place.local) == "StackedExperts"
+        and not are_columns(place.module, place.local)
+    }
+    found: dict[str, str] = {}
+    with open_tensors(path) as file:
+        for tensor, spec in file.specs.items():
+            named = _GGUF.fullmatch(tensor)
+            place = None if named is None else stacks.get((named[1], named[2] == "down"))
+            if named is None or place is None:
+                continue
+            outputs = spec.shape[1]
+            rows = slice(outputs, 2 * outputs) if named[2] == "up" else slice(0, outputs)
+            items = [ExpertSlice(expert_name(tensor, index), place.name, index, rows) for index in range(spec.shape[0])]
+            stack, numbers = place.parameter.detach(), file.read_float(tensor)
+            if len(stack) == len(items) and torch.equal(items[-1].read(stack).float().cpu(), numbers[-1].float()):
+                slices.update({item.name: item for item in items})
+                found |= {item.name: tensor for item in items}
+    return found
+
 
 ANY_ROWS = "int8_row"  # a format that holds rows of every length: for asking which tensors are weights at all
 UNKNOWN_LAYER = "not the weight of a linear layer or an embedding: nothing is known of its damage, so it stays"
@@ -378,3 +510,120 @@ def _may_change(entry: Planned) -> bool:
 def _staying(stored: Plan, name: str, role: str, reason: str) -> StayingTensor:
     here = stored.entries[name]
     return StayingTensor(here.choice.format, here.shape or (), role, here.stored, here.nbytes, reason)
+
+
+# ---- model and text of a search --------------------------------------------------------------------------------------
+
+CHECKS, HELD_OUT = 4, 12
+LEAST_WINDOWS = 4
+
+
+@dataclass(frozen=True)
+class SearchText:
+    """Windows of token ids: no window serves twice. `unscored` tokens at the head of each are context only."""
+
+    statistics: list[Tensor]
+    checks: list[Tensor]
+    proof: list[Tensor]
+    unscored: int
+
+
+def prepare(
+    model: nn.Module | str | Path,
+    batches: Sequence[Tensor] | None,
+    text: str | None,
+    held_out: Sequence[Tensor] | str | None,
+    *,
+    keep: Sequence[str] = (),
+    only: Sequence[str] = (),
+    context: int | None = None,
+    windows: int = WINDOWS,
+    device: str | None = None,
+) -> tuple[SearchSubject, SearchText]:
+    """Open the model where it is a path, cut the text, and keep some of it for the proof."""
+    if isinstance(model, nn.Module):
+        if batches is None or isinstance(held_out, str):
+            raise SearchError("a model in memory has no tokenizer: batches and held_out must be token ids")
+        proof = None if held_out is None else _windows_of_batches(held_out)
+        subject = subject_of(model, keep=keep, only=only, device=device)
+        return subject, _split_text(_windows_of_batches(batches), proof, windows, 1)
+    if batches is None and text is None:
+        raise SearchError("a search needs text, or batches of token ids", settings={"text": "FILE"})
+    lm, subject = _read_model(Path(model), keep, only, device)
+    length = min(512, lm.positions or 512) if context is None else context
+    lm.check_context(length)
+    calibration = _whole(lm.windows(text, length)) if text is not None else _windows_of_batches(batches or ())
+    if isinstance(held_out, str):
+        proof = _whole(lm.windows(held_out, length))
+    else:
+        proof = None if held_out is None else _windows_of_batches(held_out)
+    return subject, _split_text(calibration, proof, windows, len(lm.prefix))
+
+
+def _read_model(
+    path: Path, keep: Sequence[str], only: Sequence[str], device: str | None
+) -> tuple[CausalLM, SearchSubject]:
+    """Plain weights of a folder stay on disk; GGUF files and packed models are decoded as a whole."""
+    check_model_source(path, None)
+    _refuse_packed_gpt_oss(path)
+    if not is_plain_folder(path):
+        lm = load_causal_lm(path)
+        return lm, subject_of(lm.model, path=path, keep=keep, only=only, device=device)
+    on_disk = ModelOnDisk(path)
+    slices = {
+        name: ExpertSlice(name, stack, piece.item, slice(piece.start, piece.start + piece.shape[0]))
+        for name, (stack, piece) in on_disk.stacked.items()
+        if piece.item is not None
+    }
+    subject = subject_of(
+        on_disk.lm.model, path=path, read=on_disk.read, slices=slices, keep=keep, only=only, device=device
+    )
+    require_causal(on_disk.lm, subject.logits)
+    return on_disk.lm, subject
+
+
+def _refuse_packed_gpt_oss(path: Path) -> None:
+    """gpt-oss as it was published: its experts would stay as they are, and nothing could be packed beside them."""
+    said = read_config(path).get("quantization_config") if path.is_dir() and (path / CONFIG).is_file() else None
+    if isinstance(said, dict) and said.get("quant_method") == "mxfp4":
+        raise SearchError(
+            f"{path}: its experts are in MXFP4, and a search begins with floats: search WIDE, into which `bitplan "
+            f"gpt-oss convert {path} WIDE` decodes them without a change of a number",
+            settings={"to": "hf", "experts": "bfloat16"},
+        )
+
+
+def _whole(windows: Sequence[Tensor]) -> list[Tensor]:
+    return [window for window in windows if len(window) == len(windows[0])]
+
+
+def _windows_of_batches(batches: Sequence[Tensor]) -> list[Tensor]:
+    for batch in batches:
+        if not isinstance(batch, Tensor) or batch.is_floating_point() or batch.dim() not in (1, 2):
+            came = f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+            raise SearchError(f"batches must be token ids, whole numbers [length] or [windows, length], got {came}")
+    return [row for batch in batches for row in (batch if batch.dim() == 2 else batch[None])]
+
+
+def _split_text(
+    calibration: Sequence[Tensor], proof: Sequence[Tensor] | None, windows: int, unscored: int
+) -> SearchText:
+    if len(calibration) < LEAST_WINDOWS:
+        raise SearchError(
+            f"the text has {len(calibration)} windows, and a search needs {LEAST_WINDOWS} or more, of which some are "
+            "kept for the proof; give a longer text, or shorter windows",
+            settings={"context": None},
+        )
+    if proof is None:
+        cut = max(LEAST_WINDOWS - 1, len(calibration) * 3 // 4)
+        calibration, proof = calibration[:cut], calibration[cut:]
+    checks = max(1, min(CHECKS, len(calibration) // 4))
+    chosen = _spread(calibration, windows + checks)
+    every = max(1, len(chosen) // checks)
+    check_at = {index * every for index in range(checks)}
+    statistics = [window for index, window in enumerate(chosen) if index not in check_at]
+    return SearchText(statistics, [chosen[index] for index in sorted(check_at)], _spread(proof, HELD_OUT), unscored)
+
+
+def _spread(windows: Sequence[Tensor], count: int) -> list[Tensor]:
+    return list(windows) if len(windows) <= count else spread_windows(windows, count * len(windows[0]))

@@ -21,13 +21,12 @@ from bitplan.packed.language.perplexity import (
     measure_perplexity,
     round_activations,
 )
+from bitplan.searching.blocks import BATCH, BlockRunner, Replaced, TokenStates, equal_lengths
+from bitplan.searching.damage import RoundedWeights
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.blocks import BATCH, BlockRunner, Replaced, TokenStates, equal_lengths
-from bitplan.searching.gather.damage import RoundedWeights
-from bitplan.searching.phases import COUNTED, Stage
-from bitplan.searching.rivals import Kind, RivalPlan
+from bitplan.searching.forecast import COUNTED, Stage
+from bitplan.searching.solver import Kind, RivalPlan
 
-KEPT_LOGITS_BYTES = 2**29  # of the model itself, where the search's memory allows: they are made of last states
 OnWindows = Callable[[int], None]
 
 

@@ -23,9 +23,9 @@ from bitplan.fp8.policy.policy import Question, decide
 from bitplan.fp8.policy.rules import Policy, load_policy
 from bitplan.fp8.policy.vocabulary import MODULE
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.searched_model import SearchSubject
-from bitplan.searching.gather.statistics import GRADIENT, INPUTS, InputStatistics
 from bitplan.searching.goal import EvidenceFileError
+from bitplan.searching.searched_model import SearchSubject
+from bitplan.searching.statistics import GRADIENT, INPUTS, InputStatistics
 from bitplan.streaming.selective.score import average_stats
 from bitplan.streaming.selective.state import DOCUMENT as STATE
 from bitplan.streaming.selective.state import read_history

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from bitplan import describe
-from bitplan.searching.groups import group_tensors, groups_seen
+from bitplan.searching.searched_model import group_tensors, groups_seen
 from tests.plan.structure import handwritten_models as models
 
 

@@ -27,16 +27,25 @@ from bitplan.plan import Plan
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.report.page import write_report
 from bitplan.rounding import round_weight
-from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchEvidence
+from bitplan.searching import (
+    EvidenceFileError,
+    Goal,
+    GoalError,
+    SearchError,
+    SearchEvidence,
+    blocks,
+    collect,
+    damage,
+    searched_model,
+)
 from bitplan.searching import run as runner
+from bitplan.searching import statistics as gathered
+from bitplan.searching.collect import EVIDENCE
 from bitplan.searching.explain import explain_plan
-from bitplan.searching.gather import blocks, collect, damage, passes, searched_model
-from bitplan.searching.gather.collect import EVIDENCE
-from bitplan.searching.gather.passes import add_upper_products, mirror
-from bitplan.searching.gather.searched_model import subject_of
-from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
 from bitplan.searching.runtime_formats import TARGETS
+from bitplan.searching.searched_model import subject_of
 from bitplan.searching.solver import plan_for, solve
+from bitplan.searching.statistics import STATISTICS, InputStatistics, add_upper_products, mirror
 from tests.searching.tiny_mixtral import rounding_to_nearest
 
 GGUF_CASTS = ("float32", "float16", "bfloat16")
@@ -238,7 +247,7 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
         return real_kl(self, evidence, choice, label)
 
     monkeypatch.setattr(collect, "add_windows", add_windows)
-    monkeypatch.setattr(passes, "AT_ONCE", 8 * 24)
+    monkeypatch.setattr(gathered, "AT_ONCE", 8 * 24)
     monkeypatch.setattr(runner.PlanMeter, "kl", kl)
     options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row"), "out": tmp_path}
     for _ in range(2):
@@ -285,7 +294,7 @@ def test_block_by_block_a_model_gives_the_logits_and_gradients_that_it_gives_as_
         monkeypatch.setattr(blocks, "_block_list", find)
         statistics, scratch = InputStatistics(), tmp_path / str(len(sums))
         scratch.mkdir()
-        passes.add_windows(subject_of(model), list(ids), statistics, scratch)
+        gathered.add_windows(subject_of(model), list(ids), statistics, scratch)
         sums.append({key: statistics.sums.get(key) for key in statistics.sums.names()})
     assert sums[0].keys() == sums[1].keys()
     for key, part in sums[0].items():

@@ -32,8 +32,8 @@ from bitplan.packed.product_strategy import FUSED_ROWS_UNMEASURED, compute_dtype
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.packed.warm_up import warm_up
 from bitplan.searching.evidence import SearchEvidence, TensorGroup
-from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.goal import SearchError
+from bitplan.searching.searched_model import SearchSubject
 
 # ---- expert timing ---------------------------------------------------------------------------------------------------
 

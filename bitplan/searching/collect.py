@@ -21,8 +21,7 @@ from bitplan.base.folders import scratch_folder
 from bitplan.base.version import __version__
 from bitplan.files.open_files import open_tensors
 from bitplan.formats import get_format
-from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
-from bitplan.searching.gather.damage import (
+from bitplan.searching.damage import (
     ExpertDamage,
     RoundedWeights,
     by_width,
@@ -30,16 +29,22 @@ from bitplan.searching.gather.damage import (
     formats_that_hold,
     projection_of,
 )
-from bitplan.searching.gather.passes import GRADIENT_TOKENS, MOST_OUTPUTS, add_windows, steps_of
-from bitplan.searching.gather.plan_meter import PlanMeter
-from bitplan.searching.gather.searched_model import SearchSubject
-from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, how_to_begin_again
-from bitplan.searching.gather.timing import time_groups
+from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, place_of
+from bitplan.searching.forecast import MemoryUse, Stage, in_shares, no_stage, within_memory
 from bitplan.searching.goal import EvidenceFileError, SearchError
-from bitplan.searching.groups import group_tensors, place_of
-from bitplan.searching.memory import MemoryUse, within_memory
-from bitplan.searching.phases import Stage, in_shares, no_stage
-from bitplan.searching.rivals import nearest_uniform
+from bitplan.searching.plan_meter import PlanMeter
+from bitplan.searching.searched_model import SearchSubject, group_tensors
+from bitplan.searching.solver import nearest_uniform
+from bitplan.searching.statistics import (
+    GRADIENT_TOKENS,
+    MOST_OUTPUTS,
+    STATISTICS,
+    InputStatistics,
+    add_windows,
+    how_to_begin_again,
+    steps_of,
+)
+from bitplan.searching.timing import time_groups
 
 EVIDENCE = "evidence.json"
 

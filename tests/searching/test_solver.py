@@ -12,8 +12,7 @@ import pytest
 from bitplan.searching import FormatCost, Goal, GoalError, SearchEvidence, TensorGroup, solve
 from bitplan.searching.explain import compare_plans, explain_plan
 from bitplan.searching.goal import parse_bytes
-from bitplan.searching.rivals import may_win, rivals_of
-from bitplan.searching.solver import front
+from bitplan.searching.solver import front, may_win, rivals_of
 
 FORMATS = {"mxfp4": 4.25, "q4_0_gguf": 4.5, "int8_row": 8.06, "bfloat16": 16.0}
 

@@ -1,0 +1,952 @@
+"""What every weight meets on a text: second moments of its inputs, and how much the loss minds a change of its outputs.
+
+For a linear layer y = W x, over the tokens of the text:
+
+    inputs      A = mean of x x^T, [K, K]
+    gradient    mean of g^2, [N], where g is the gradient of -log p(token) by y, for tokens drawn from the model itself
+    weighed     mean of |g|^2 x^2 over mean of |g|^2, [K]: the squares of inputs by how much the loss minds the token
+    outputs     G = mean of g g^T, [N, N], where N is not too large: what rounding weighs rows with
+
+Drawn tokens, not the text's, make this the Fisher information: with it 1/2 sum_r gradient_r dW_r A dW_r^T is the
+second-order KL between the model and the one with W + dW, but for correlations between outputs and between positions.
+An embedding has counts of its tokens in place of A. Gradients by weights are never computed: one pass forward and one
+back through activations is all it takes. Statistics are sums until `mean` is asked, so that a run can stop and go on.
+They lie in files, and are read one at a time: together they are as large as the model.
+
+Gathered a few windows at a time. Forward, each block's inputs are summed up and go to a file; for the first windows
+what every block got goes to another, and on the way back each block runs again, alone, with gradients: of the whole
+model no graph is ever in memory. How much the loss minds outputs is taken from fewer tokens than how inputs vary
+together: a pass back costs twice a pass forward. Files of a running search are raw bytes in a scratch folder: they
+are as large as the model, so they are written and read at the speed of memory, without a header, without waiting for
+the disk, and where a GPU computes through page-locked memory, while the GPU goes on.
+
+An expert of a stack is a linear layer for the tokens that are sent to it, watched at the product with its slice:
+
+    inputs      sum of x x^T over the tokens that it got
+    gradient    mean of g^2 over these tokens, times all tokens: the damage of an expert counts by how many it gets
+
+An expert that few tokens were sent to is given some of what all experts of its layer got. Those that got none have
+that alone: one matrix for all of them, under `unseen_name` of their stack. Rounded by it, an expert has a quarter of
+the error that rounding to nearest has, or as much at worst (docs/log.md).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from bitplan.base.errors import FileFormatError
+from bitplan.base.folders import scratch_folder
+from bitplan.files.input_statistics import (
+    HESSIAN,
+    MOMENTS,
+    OUTPUTS,
+    SHARED,
+    TOKENS_PER_OUTPUT,
+    WEIGHTS,
+    EvidenceFile,
+    weight_digest,
+    write_evidence,
+)
+from bitplan.files.open_files import open_tensors, write_tensors
+from bitplan.files.safetensors import SafetensorsFile
+from bitplan.files.tensor_file import Promise
+from bitplan.plan.names import listed
+from bitplan.searching.blocks import BACK, BATCH, LOGITS_AT_ONCE, TokenStates, equal_lengths
+from bitplan.searching.goal import EvidenceFileError, SearchError
+from bitplan.searching.searched_model import ExpertSlice, SearchSubject, prepare
+
+FEWEST_TOKENS = 256  # an expert that got fewer is taken to have got so many, the rest of them like those of all
+
+
+_UNSEEN = "[unseen]"
+_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+def unseen_name(stack: str) -> str:
+    """Whose the statistics are that experts of a stack have to which no token was sent."""
+    return stack + _UNSEEN
+
+
+def is_unseen(owner: str) -> bool:
+    """Whether statistics of this name are those of experts to which no token was sent."""
+    return owner.endswith(_UNSEEN)
+
+
+# Called with a stack's name, the expert's number, the inputs [tokens, K] and the outputs [tokens, N] of a product.
+OnProduct = Callable[[str, int, Tensor, Tensor], None]
+
+
+class WatchedProducts(TorchFunctionMode):
+    """Calls back for every product with a slice of one of the stacks."""
+
+    def __init__(self, stacks: Mapping[str, Tensor], on_product: OnProduct) -> None:
+        super().__init__()
+        self._stacks = {stack.untyped_storage().data_ptr(): (name, stack) for name, stack in stacks.items()}
+        self._on_product = on_product
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if (func is nn.functional.linear or func in _MATMULS) and len(args) > 1:
+            weight = args[1]
+            name, stack = self._stacks.get(weight.untyped_storage().data_ptr(), ("", weight))
+            if name and weight.shape == stack.shape[1:]:
+                self._on_product(name, weight.storage_offset() // stack[0].numel(), args[0], made)
+        return made
+
+
+@contextmanager
+def one_by_one(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let transformers' modules of experts multiply with one expert after the other."""
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    before = [(config, getattr(config, "_experts_implementation", None)) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._experts_implementation = "eager"
+        yield
+    finally:
+        for config, chosen in before:
+            config._experts_implementation = chosen
+
+
+class RoutedTokens:
+    """How many tokens each expert of the stacks of a block got."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def add(self, stack: str, expert: int, tokens: int) -> None:
+        self._counts[stack, expert] = self._counts.get((stack, expert), 0) + tokens
+
+    def complete_inputs(self, slices: Sequence[ExpertSlice], sums: dict[str, Tensor], key: str) -> None:
+        """Give experts that got few tokens some of what all got together; `sums` has NAME.key of those that got any.
+
+        Those that got none share one sum.
+        """
+        for stack, owners in _stacks_of(slices).items():
+            known = [each for each in owners if f"{each.name}.{key}" in sums]
+            if not known or all(self._of(each) >= FEWEST_TOKENS for each in owners):
+                continue
+            pooled, got = _added_up(sums[f"{each.name}.{key}"] for each in known), sum(map(self._of, known))
+            for each in known:
+                missing = FEWEST_TOKENS - self._of(each)
+                if missing > 0:
+                    sums[f"{each.name}.{key}"] += pooled * (missing / got)
+            if len(known) < len(owners):
+                sums[f"{unseen_name(stack)}.{key}"] = pooled * (FEWEST_TOKENS / got)
+
+    def complete_gradients(self, slices: Sequence[ExpertSlice], sums: dict[str, Tensor], key: str, tokens: int) -> None:
+        """Means over the tokens of each expert, times all tokens; of an expert without any, the mean over all."""
+        for owners in _stacks_of(slices).values():
+            for part in {each.rows.start for each in owners}:
+                own = [each for each in owners if each.rows.start == part]
+                known = [each for each in own if f"{each.name}.{key}" in sums]
+                if not known:
+                    continue
+                mean = _added_up(sums[f"{each.name}.{key}"] for each in known) / sum(map(self._of, known))
+                for each in own:
+                    name = f"{each.name}.{key}"
+                    sums[name] = (sums[name] / self._of(each) if name in sums else mean) * tokens
+
+    def clear(self) -> None:
+        self._counts.clear()
+
+    def _of(self, each: ExpertSlice) -> int:
+        return self._counts.get((each.stack, each.expert), 0)
+
+
+def _added_up(parts: Iterable[Tensor]) -> Tensor:
+    """Their sum, one after the other: together they may be as large as a block."""
+    first, *others = parts
+    total = first.clone()
+    for each in others:
+        total += each
+    return total
+
+
+def _stacks_of(slices: Sequence[ExpertSlice]) -> dict[str, list[ExpertSlice]]:
+    found: dict[str, list[ExpertSlice]] = {}
+    for each in slices:
+        found.setdefault(each.stack, []).append(each)
+    return found
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in a file; `written` is the work that puts it there, if it may not be done yet."""
+
+    path: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    written: Future[None] | None = field(default=None, repr=False, compare=False)
+
+    def read(self) -> Tensor:
+        """A fresh tensor in memory; page-locked where this process uses a GPU."""
+        self.wait()
+        nbytes, done = math.prod(self.shape) * self.dtype.itemsize, 0
+        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=_uses_gpu())
+        view = buffer.numpy().data
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            while done < nbytes:
+                got = file.readinto(view[done:])
+                if not got:
+                    raise FileFormatError(
+                        f"{self.path}: the file of a running search ends after {done} of {nbytes} bytes"
+                    )
+                done += got
+        return buffer.view(self.dtype).reshape(self.shape)
+
+    def wait(self) -> None:
+        """Until it is written; a disk that is full is said here."""
+        if self.written is not None:
+            self.written.result()
+
+
+class ScratchWriter:
+    """Writes files of tensors, those of a GPU in the background: one file at a time, so that little waits in memory."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+
+    def write(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+        """Where each tensor will lie."""
+        if self._last is not None:
+            self._last.result()
+        own = {key: _on_host(each.detach()) for key, each in tensors.items()}
+        if any(each.is_cuda for each in tensors.values()):
+            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="bitplan-search-writes")
+            self._last = self._pool.submit(_write, path, list(own.values()))
+        else:
+            _write(path, list(own.values()))
+        places, start = {}, 0
+        for key, each in own.items():
+            places[key] = StoredTensor(path, start, tuple(each.shape), each.dtype, self._last)
+            start += each.nbytes
+        return places
+
+    def close(self) -> None:
+        """Until everything is written."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def _write(path: Path, tensors: list[Tensor]) -> None:
+    with path.open("wb", buffering=0) as file:
+        for each in tensors:
+            view, done = each.reshape(-1).view(torch.uint8).numpy().data, 0
+            while done < len(view):
+                done += file.write(view[done:])
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.cpu().contiguous()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def _uses_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+EVIDENCE, STATISTICS = "evidence.safetensors", "statistics.safetensors"
+INPUTS, GRADIENT, WEIGHED, COUNTS, LOOKUP = "inputs", "gradient", "weighed_squares", "counts", "lookup_gradient"
+TINY = 1e-30  # of a column that no token used
+MOST_RATIO = 1e3
+BETWEEN = OUTPUTS.removeprefix(".")
+
+
+class LastMatrix(threading.local):
+    """The matrix that a thread asked for last: formats come one after the other, and ask for the same again."""
+
+    key: object = None
+    matrix: Tensor | None = None
+
+    def remember(self, key: object, matrix: Tensor) -> Tensor:
+        self.key, self.matrix = key, matrix
+        return matrix
+
+
+@dataclass
+class SumFiles:
+    """Sums by name: some in memory, others in files, where each is added up of parts when it is asked for."""
+
+    small: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, list[StoredTensor]] = field(default_factory=dict)
+    scratch: set[Path] = field(default_factory=set)  # files of parts that nobody else reads
+    _last: LastMatrix = field(default_factory=LastMatrix, repr=False)
+
+    def get(self, key: str) -> Tensor | None:
+        if key not in self.parts:
+            return self.small.get(key)
+        known = self._last.matrix if self._last.key == key else None
+        return self._last.remember(key, self._read(key)) if known is None else known
+
+    def _read(self, key: str) -> Tensor:
+        total: Tensor | None = None
+        for stored in self.parts[key]:
+            part = stored.read()
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+    def release(self, key: str) -> None:
+        """A sum that was written elsewhere: files of parts go when nothing in them is wanted any more."""
+        own = self.parts.pop(key, [])
+        wanted = {stored.path for parts in self.parts.values() for stored in parts}
+        for path in {stored.path for stored in own}:
+            if path in self.scratch and path not in wanted:
+                path.unlink()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.small or key in self.parts
+
+    def names(self) -> list[str]:
+        return sorted({*self.small, *self.parts})
+
+    def add(self, small: Mapping[str, Tensor], files: Mapping[str, StoredTensor]) -> None:
+        """Parts of more windows, in memory and in files of their own."""
+        for key, part in small.items():
+            self.small[key] = self.small[key] + part.cpu() if key in self.small else part.cpu()
+        self._last = LastMatrix()
+        self.scratch |= {stored.path for stored in files.values()}
+        for key, stored in files.items():
+            self.parts.setdefault(key, []).append(stored)
+
+
+@dataclass
+class InputStatistics:
+    """Sums over `tokens` tokens in `windows` windows, under NAME.inputs, NAME.gradient and so on.
+
+    Gradients are of the first `gradient_tokens` of them. Layers that read the same input share one matrix: `shared`
+    maps a name to the one that holds it.
+    """
+
+    sums: SumFiles = field(default_factory=SumFiles)
+    shared: dict[str, str] = field(default_factory=dict)
+    tokens: int = 0
+    gradient_tokens: int = 0
+    windows: int = 0
+    _mean: LastMatrix = field(default_factory=LastMatrix, repr=False)
+
+    def mean(self, name: str, what: str, device: torch.device | None = None) -> Tensor | None:
+        """The mean over tokens, None where the weight has no such part; the last matrix is remembered."""
+        owner = self.shared.get(name, name) if what == INPUTS else name
+        tokens = self.gradient_tokens if what in (GRADIENT, LOOKUP) else self.tokens
+        key = f"{owner}.{what}", tokens, device
+        if self._mean.matrix is not None and self._mean.key == key:
+            return self._mean.matrix
+        total = self.sums.get(key[0])
+        if total is None or not tokens:
+            return None
+        found = (total if device is None else total.to(device)) / tokens
+        return self._mean.remember(key, found) if what == INPUTS else found
+
+    def column_steps(self, name: str, inputs: Tensor) -> Tensor | None:
+        """[K]: what columns of `inputs`, A, are multiplied by on both sides, so that its diagonal is `weighed`.
+
+        Inputs that are large for a token that the loss does not mind would otherwise count as much as others. None
+        where the weight has no such part: an expert's.
+        """
+        squares, gradient = self.sums.get(f"{name}.{WEIGHED}"), self.sums.get(f"{name}.{GRADIENT}")
+        if squares is None or gradient is None or not float(gradient.sum()) > 0:
+            return None
+        ratio = squares.to(inputs.device) / float(gradient.sum()) / inputs.diagonal().clamp_min(TINY)
+        return ratio.clamp(0, MOST_RATIO).sqrt()
+
+    def share(self, owners: Mapping[str, str]) -> None:
+        """Weights that have another's inputs; one that has got inputs of its own since has those."""
+        own = {name for name in self.shared if f"{name}.{INPUTS}" in self.sums}
+        self.shared = {name: owner for name, owner in self.shared.items() if name not in own} | dict(owners)
+
+    @property
+    def unseen(self) -> list[str]:
+        """Experts' weights to which no token of the text was sent."""
+        return [name for name, owner in self.shared.items() if is_unseen(owner)]
+
+    def owner(self, name: str) -> str:
+        """The weight whose `hessian` is this one's, too."""
+        return name if f"{name}.{LOOKUP}" in self.sums else self.shared.get(name, name)
+
+    def hessian(self, name: str) -> Tensor | None:
+        """[K, K], in any unit: what rounding minimises, for all uses of a weight together; None if no layer uses it."""
+        owner = self.shared.get(name, name)
+        inputs, gradient = self.sums.get(f"{owner}.{INPUTS}"), self.sums.get(f"{name}.{GRADIENT}")
+        lookup, counts = self.sums.get(f"{name}.{LOOKUP}"), self.sums.get(f"{name}.{COUNTS}")
+        if inputs is None or gradient is None or lookup is None or counts is None:
+            return inputs
+        # Tied: a row counts by the gradient of its logit, and by how often it is looked up; of both, the mean row.
+        return inputs * float(gradient.mean()) + torch.diag(lookup) * (self.tokens / len(counts))
+
+    def outputs(self, name: str) -> Tensor | None:
+        """[N, N], in any unit: how much the loss minds changes of outputs together; None where that is not known."""
+        found = self.sums.get(f"{name}.{BETWEEN}")
+        return found if found is not None and self.gradient_tokens >= TOKENS_PER_OUTPUT * len(found) else None
+
+    def moments(self, name: str) -> Tensor | None:
+        """[K], in any unit: how much each column of what is looked up counts; None for weights of layers."""
+        is_input = f"{self.shared.get(name, name)}.{INPUTS}" in self.sums
+        return None if is_input else self.sums.get(f"{name}.{LOOKUP}")
+
+    def save(self, folder: Path, fingerprint: Mapping[str, str], digests: Mapping[str, str]) -> None:
+        """evidence.safetensors, with which `quantize --evidence` rounds; and statistics.safetensors, the rest.
+
+        Parts are gone afterwards, file by file: disks need not hold them twice. Load what was saved to go on.
+
+        digests   of each weight, by which `quantize` knows its model
+        """
+        facts = {name: str(getattr(self, name)) for name in ("tokens", "gradient_tokens", "windows")}
+        facts |= {f"fingerprint.{name}": value for name, value in sorted(fingerprint.items())}
+        keys = self.sums.names()
+        names = sorted({key.rpartition(".")[0] for key in keys})
+        parts: dict[str, tuple[int, ...]] = {}
+        for name in (name for name in names if name not in self.shared):
+            columns = self.columns(name)
+            if f"{name}.{INPUTS}" in self.sums:
+                parts[f"{name}{HESSIAN}"] = (columns, columns)
+            elif f"{name}.{LOOKUP}" in self.sums:
+                parts[f"{name}{MOMENTS}"] = (columns,)
+        for name in (name for name in names if f"{name}.{BETWEEN}" in self.sums):
+            parts[f"{name}{OUTPUTS}"] = (len(self.sums.small[f"{name}.{GRADIENT}"]),) * 2
+        shared = {f"{SHARED}{name}": owner for name, owner in sorted(self.shared.items())}
+        weights = {f"{WEIGHTS}{name}": digests[name] for name in names if not is_unseen(name)}
+        rest = [key for key in keys if not self._is_in_evidence(key)]
+        columns_of = {key: self.columns(key.rpartition(".")[0]) for key in rest if key not in self.sums.small}
+        with write_evidence(folder / EVIDENCE, parts, facts | shared | weights) as evidence:
+            for key in parts:
+                name, _, what = key.rpartition(".")
+                part = self._part(name, f".{what}")
+                assert part is not None
+                evidence.write(key, part.float().cpu())
+                written = f"{name}.{BETWEEN if f'.{what}' == OUTPUTS else INPUTS}"
+                if self._is_in_evidence(written):
+                    self.sums.release(written)
+        tensors = {key: self.sums.get(key) for key in rest if key in self.sums.small}
+        shapes: dict[str, tuple[int, ...]] = {key: (columns_of[key],) * 2 for key in rest if key not in tensors}
+        shapes |= {key: tuple(part.shape) for key, part in tensors.items() if part is not None}
+        promises = [Promise(key, shapes[key], None, torch.float32) for key in rest]
+        with write_tensors(folder / STATISTICS, promises, metadata=facts) as writer:
+            for key in rest:
+                part = self.sums.get(key)
+                assert part is not None
+                writer.write(key, part.float().cpu())
+
+    def _part(self, name: str, what: str) -> Tensor | None:
+        if what == OUTPUTS:  # all of it, however few tokens it is of yet
+            return self.sums.get(f"{name}.{BETWEEN}")
+        return self.hessian(name) if what == HESSIAN else self.moments(name)
+
+    def columns(self, name: str) -> int:
+        """The columns of a weight, from the sums of its inputs or of what it looks up."""
+        lookup = self.sums.small.get(f"{name}.{LOOKUP}")
+        if lookup is not None:
+            return len(lookup)
+        return self.sums.parts[f"{name}.{INPUTS}"][0].shape[-1]
+
+    def _is_in_evidence(self, key: str) -> bool:
+        """Whether a sum is in evidence.safetensors as it is: outputs, and inputs of what is not looked up too."""
+        name, _, what = key.rpartition(".")
+        return what == BETWEEN or (what == INPUTS and f"{name}.{COUNTS}" not in self.sums)
+
+    @classmethod
+    def load(cls, folder: Path, fingerprint: Mapping[str, str]) -> InputStatistics:
+        """Read statistics; those of another model, text or version are refused by what differs."""
+        with EvidenceFile(folder / EVIDENCE) as evidence, open_tensors(folder / STATISTICS) as rest:
+            facts: Mapping[str, str] = rest.metadata
+            for part, value in fingerprint.items():
+                if facts.get(f"fingerprint.{part}") != value:
+                    raise EvidenceFileError(
+                        f"{folder}: its statistics are of another model or run: {part} differs; give another folder, "
+                        f"or {how_to_begin_again(folder)}"
+                    )
+            if any(evidence.metadata.get(key) != value for key, value in facts.items()):
+                raise EvidenceFileError(
+                    f"{folder}: {EVIDENCE} and {STATISTICS} are of two runs; {how_to_begin_again(folder)}"
+                )
+            sums, places = SumFiles(), {name: _places_in(folder / name) for name in (EVIDENCE, STATISTICS)}
+            for key, spec in rest.specs.items():
+                if len(spec.shape) == 2:
+                    sums.parts[key] = [places[STATISTICS][key]]
+                else:
+                    sums.small[key] = rest.read_float(key)
+            shared = {
+                key.removeprefix(SHARED): owner for key, owner in evidence.metadata.items() if key.startswith(SHARED)
+            }
+            for name in evidence.names - shared.keys():
+                if f"{name}.{COUNTS}" not in sums:
+                    sums.parts[f"{name}.{INPUTS}"] = [places[EVIDENCE][f"{name}{HESSIAN}"]]
+            for name in evidence.names:
+                if evidence.has_outputs(name):
+                    sums.parts[f"{name}.{BETWEEN}"] = [places[EVIDENCE][f"{name}{OUTPUTS}"]]
+        return cls(sums, shared, int(facts["tokens"]), int(facts["gradient_tokens"]), int(facts["windows"]))
+
+
+def how_to_begin_again(folder: Path) -> str:
+    """What lets a search begin again in a folder."""
+    return f"remove {folder} to begin again"
+
+
+def _places_in(path: Path) -> dict[str, StoredTensor]:
+    with closing(SafetensorsFile(path)) as file:
+        return {
+            name: StoredTensor(path, entry.start, tuple(entry.shape), entry.torch_dtype)
+            for name, entry in file.tensors.items()
+        }
+
+
+# ---- passes ----------------------------------------------------------------------------------------------------------
+
+AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
+GRADIENT_TOKENS = 16384  # gradients are of the first so many
+MOST_OUTPUTS = GRADIENT_TOKENS // TOKENS_PER_OUTPUT  # of a layer whose outputs' gradients are taken together
+SEED = 0
+MOST_STRIPS, FEWEST_COLUMNS = 6, 192  # of a symmetric product, which strip by strip is little more than half the work
+RUN = 256  # tokens of the vocabulary whose probabilities are added up first, to draw one
+_MATRICES = (f".{INPUTS}", f".{BETWEEN}")
+
+
+def add_windows(
+    subject: SearchSubject,
+    windows: Sequence[Tensor],
+    into: InputStatistics,
+    scratch: Path,
+    on_step: Callable[[int], None] | None = None,
+) -> None:
+    """Add the next few windows that `into` has not seen; files of their sums go to `scratch`.
+
+    `into` changes when all is done: an interrupted call leaves no trace.
+    """
+    first = into.windows
+    chosen = windows[first : first + _count(windows[first:], AT_ONCE)]
+    _Passes(subject, chosen, first, into, scratch, on_step or (lambda _count: None)).run()
+
+
+def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> int:
+    """What `on_step` is called with in all, for the windows that are left."""
+    steps, first = 0, done
+    while first < len(windows):
+        steps += (len(subject.runner.blocks) + 1) * (1 + BACK if first == 0 else 1)
+        first += _count(windows[first:], AT_ONCE)
+    return steps
+
+
+def _count(windows: Sequence[Tensor], most: int) -> int:
+    """How many of the windows have up to so many tokens; one at least."""
+    total = list(accumulate(map(len, windows)))
+    return max(1, sum(tokens <= most for tokens in total))
+
+
+class _Passes:
+    def __init__(
+        self,
+        subject: SearchSubject,
+        windows: Sequence[Tensor],
+        first: int,
+        into: InputStatistics,
+        scratch: Path,
+        on_step: Callable[[int], None],
+    ) -> None:
+        self._subject, self._runner, self._into = subject, subject.runner, into
+        self._windows, self._first, self._scratch, self._on_step = windows, first, scratch, on_step
+        self._watched = _count(windows, GRADIENT_TOKENS) if first == 0 else 0  # windows whose gradients count
+        self._row_ordered = _in_the_order_of_the_file(subject) if self._watched else set()
+        self._sums: dict[str, Tensor] = {}
+        self._files: dict[str, StoredTensor] = {}
+        self._states: dict[int, list[StoredTensor]] = {}
+        self._writer = ScratchWriter()
+        self._shared: dict[str, str] = {}
+        self._routed = RoutedTokens()
+        self._experts_of = _experts_by_block(subject)
+        self._last: tuple[Tensor, str] | None = None
+
+    def run(self) -> None:
+        size = max(1, BATCH // len(self._windows[0]))
+        with_gradients = equal_lengths(self._windows[: self._watched], size)
+        batches = with_gradients + equal_lengths(self._windows[self._watched :], size)
+        runner = self._runner
+        with _frozen(runner.model), closing(self._writer), runner.fewer_threads():
+            with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
+                states = [runner.enter(ids) for ids in batches]
+            for index in range(len(runner.blocks)):
+                self._write_states(index, states[: len(with_gradients)])
+                with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
+                    states = [runner.run_block(index, each) for each in states]
+                self._complete_experts(self._slices(index))
+                self._routed.clear()
+                self._flush()
+                self._on_step(1)
+            gradients = self._leave(states)
+            self._flush()
+            self._on_step(1)
+            if self._watched:
+                self._back(with_gradients, states, gradients)
+        tokens = sum(map(len, self._windows))
+        self._into.sums.add(self._sums, self._files)
+        self._into.share(self._shared)
+        self._into.tokens += tokens
+        self._into.gradient_tokens += sum(map(len, self._windows[: self._watched]))
+        self._into.windows += len(self._windows)
+
+    def _leave(self, states: Sequence[TokenStates]) -> list[Tensor]:
+        """Norm and head, and the gradients of the loss by the last states."""
+        found, at = [], self._first
+        whole = not self._runner.blocks
+        for each in states:
+            gradients = []
+            for row in range(len(each.ids)):  # a window or less at a time: logits of a large vocabulary are large
+                hidden, watched = None, at - self._first < self._watched
+                if each.hidden is not None:
+                    hidden = each.hidden[row : row + 1].detach().requires_grad_(watched)
+                window = TokenStates(each.ids[row : row + 1], hidden)
+                hooks = {"inputs": True, "gradients": watched, "counts": whole, "lookups": whole and watched}
+                draws = torch.Generator(self._runner.device).manual_seed(SEED + at)
+                with self._runner.outside(), torch.set_grad_enabled(watched), self._hooks(None, **hooks):
+                    for piece in window.pieces(max(1, LOGITS_AT_ONCE // self._runner.vocabulary)):
+                        logits = self._runner.leave(piece)
+                        self._require_finite(logits, at)
+                        if watched:
+                            torch.autograd.backward(logits, self._gradient(logits, draws))
+                at += 1
+                if hidden is not None and hidden.grad is not None:
+                    gradients.append(hidden.grad)
+            if gradients:
+                found.append(torch.cat(gradients))
+        return found
+
+    def _back(self, batches: Sequence[Tensor], states: Sequence[TokenStates], gradients: list[Tensor]) -> None:
+        """Each block once more, from the last to the first, with the gradient of what it gave."""
+        runner = self._runner
+        for index in reversed(range(len(runner.blocks))):
+            with torch.enable_grad(), runner.block_weights(index), self._hooks(index, gradients=True):
+                for at, hidden in enumerate(self._read_states(index)):
+                    hidden.requires_grad_()
+                    given = runner.run_block(index, replace(states[at], hidden=hidden)).hidden
+                    assert given is not None
+                    torch.autograd.backward(given, gradients[at])
+                    assert hidden.grad is not None
+                    gradients[at] = hidden.grad
+            tokens = sum(map(len, self._windows[: self._watched]))
+            self._routed.complete_gradients(self._slices(index), self._sums, GRADIENT, tokens)
+            self._routed.clear()
+            self._flush()
+            self._on_step(BACK)
+        if runner.blocks:
+            with torch.enable_grad(), runner.outside(), self._hooks(None, lookups=True):
+                for at, ids in enumerate(batches):
+                    entered = runner.enter(ids).hidden
+                    if entered is not None and entered.requires_grad:
+                        torch.autograd.backward(entered, gradients[at])
+        self._on_step(BACK)
+
+    def _write_states(self, block: int, states: Sequence[TokenStates]) -> None:
+        """What a block got, to a file: of all blocks together it is far more than one block."""
+        if states:
+            hidden = {str(at): _hidden(each) for at, each in enumerate(states)}
+            self._states[block] = list(self._writer.write(self._scratch / f"states-{block}", hidden).values())
+
+    def _read_states(self, block: int) -> Iterator[Tensor]:
+        stored = self._states.pop(block)
+        for each in stored:
+            yield each.read().to(self._runner.device)
+        stored[0].path.unlink()
+
+    def _gradient(self, logits: Tensor, draws: torch.Generator) -> Tensor:
+        """Of the loss for tokens drawn from the model itself, by the logits: probabilities, less one for the token."""
+        gradient = torch.softmax(logits.detach()[0].float(), -1)
+        drawn = draw_tokens(gradient, draws)
+        gradient.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=gradient.dtype))
+        return gradient[None].to(logits.dtype)
+
+    def _require_finite(self, logits: Tensor, window: int) -> None:
+        if not bool(torch.stack(torch.aminmax(logits)).isfinite().all()):  # of NaN it gives NaN
+            broken = self._subject.not_finite()
+            found = (
+                f"its weights have some in {listed(broken, 4)}" if broken else "its weights are finite, it overflows"
+            )
+            raise SearchError(
+                f"{self._subject.where}: the model gives NaN or infinity in window {window} of the text: {found}; "
+                "give a model that gives finite numbers"
+            )
+
+    # ---- hooks and sums ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _hooks(
+        self,
+        block: int | None,
+        *,
+        inputs: bool = False,
+        gradients: bool = False,
+        counts: bool = False,
+        lookups: bool = False,
+    ) -> Iterator[None]:
+        """Watch the layers of one block, or with None those outside of all blocks."""
+        inside = {id(module): at for at, each in enumerate(self._runner.blocks) for module in each.modules()}
+        handles = []
+        try:
+            if lookups:
+                for module in self._runner.model.modules():
+                    if isinstance(module, nn.Embedding):  # where the graph of activations begins
+                        handles.append(module.register_forward_hook(_require_gradient))
+            for site in self._subject.sites.values():
+                for linear in site.linears:
+                    if inside.get(id(linear)) == block and (inputs or gradients):
+                        handles.append(linear.register_forward_hook(self._linear(site.name, inputs, gradients)))
+                for embedding in site.embeddings:
+                    if inside.get(id(embedding)) == block and (counts or lookups):
+                        handles.append(embedding.register_forward_hook(self._embedding(site.name, counts, lookups)))
+            with self._experts(block, inputs, gradients):
+                yield
+        finally:
+            self._last = None
+            for handle in handles:
+                handle.remove()
+
+    def _slices(self, block: int | None) -> list[ExpertSlice]:
+        """Experts of a block whose layer keeps them as one tensor."""
+        return [] if block is None else self._experts_of.get(block, [])
+
+    @contextmanager
+    def _experts(self, block: int | None, inputs: bool, gradients: bool) -> Iterator[None]:
+        slices = self._slices(block) if inputs or gradients else []
+        if not slices:
+            yield
+            return
+        model = self._runner.model
+        modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in {each.stack for each in slices}}
+        stacks = {name: module.get_parameter(name.rpartition(".")[2]) for name, module in modules.items()}
+
+        by_expert = _by_expert(slices)
+
+        def on_product(stack: str, expert: int, x: Tensor, output: Tensor) -> None:
+            own = by_expert.get((stack, expert), [])
+            self._routed.add(stack, expert, len(x))
+            if inputs and own:
+                self._add_squares(f"{own[0].name}.{INPUTS}", x)
+            if gradients and output.requires_grad:
+                output.register_hook(lambda gradient: self._add_gradients(own, gradient))
+
+        with one_by_one(list(modules.values())), WatchedProducts(stacks, on_product):
+            yield
+
+    def _complete_experts(self, slices: Sequence[ExpertSlice]) -> None:
+        """Whose inputs each expert of a block has: its own, which gate and up share, or those of all that got none."""
+        experts = _by_expert(slices).values()
+        owners = [own[0] for own in experts]
+        self._require_products(owners)
+        self._routed.complete_inputs(owners, self._sums, INPUTS)
+        for first, *others in experts:
+            inputs = f"{first.name}.{INPUTS}"
+            is_seen = inputs in self._sums or inputs in self._into.sums
+            owner = first.name if is_seen else unseen_name(first.stack)
+            self._shared |= {each.name: owner for each in ([] if is_seen else [first]) + others}
+
+    def _require_products(self, owners: Sequence[ExpertSlice]) -> None:
+        """Experts that are multiplied in a way that nobody watches would be taken to do no damage."""
+        seen = {each.stack for each in owners if f"{each.name}.{INPUTS}" in self._sums}
+        unseen = [each for each in owners if each.stack not in seen]
+        if unseen:
+            raise SearchError(
+                f"{self._subject.where}: {unseen[0].stack}: no product with an expert of it was seen, so nothing is "
+                "known of its inputs; leave it as it is",
+                settings={"keep": unseen[0].stack},
+            )
+
+    def _add_gradients(self, slices: Sequence[ExpertSlice], gradient: Tensor) -> None:
+        squares = gradient.detach().float().square().sum(0)
+        for each in slices:
+            self._add(f"{each.name}.{GRADIENT}", squares[each.rows].clone())
+
+    def _linear(self, name: str, inputs: bool, gradients: bool) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(_module: nn.Module, args: Any, output: Tensor) -> None:
+            if inputs and self._last is not None and self._last[0] is args[0]:
+                self._shared[name] = self._last[1]
+            elif inputs:
+                self._last = (args[0], name)
+                self._add_squares(f"{name}.{INPUTS}", args[0])
+            if gradients:
+                self._watch(output, f"{name}.{GRADIENT}", args[0])
+                if name in self._row_ordered and output.shape[-1] <= MOST_OUTPUTS:
+                    self._watch(output, f"{name}.{BETWEEN}")
+
+        return hook
+
+    def _embedding(self, name: str, counts: bool, lookups: bool) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: Any, args: Any, output: Tensor) -> None:
+            if counts:
+                seen = torch.bincount(args[0].reshape(-1), minlength=module.num_embeddings)
+                self._add(f"{name}.{COUNTS}", seen.float())
+            if lookups:
+                self._watch(output, f"{name}.{LOOKUP}")
+
+        return hook
+
+    def _watch(self, output: Tensor, key: str, inputs: Tensor | None = None) -> None:
+        """Sums of squared gradients; with a layer's inputs their squares, too, each token's by its gradient's."""
+
+        def hook(gradient: Tensor) -> None:
+            if key.endswith(f".{BETWEEN}"):
+                self._add_squares(key, gradient)
+                return
+            squares = gradient.detach().reshape(-1, gradient.shape[-1]).float().square()
+            self._add(key, squares.sum(0))
+            if inputs is not None:
+                own = inputs.detach().reshape(-1, inputs.shape[-1]).float()
+                self._add(f"{key.rpartition('.')[0]}.{WEIGHED}", squares.sum(1) @ own.square())
+
+        if output.requires_grad:
+            output.register_hook(hook)
+
+    def _add(self, key: str, part: Tensor) -> None:
+        self._sums[key] = self._sums[key].add_(part) if key in self._sums else part
+
+    def _add_squares(self, key: str, vectors: Tensor) -> None:
+        """Sums of products of all pairs of columns; where they are, for they may be the largest thing in memory."""
+        rows = vectors.detach().reshape(-1, vectors.shape[-1]).float()
+        if key not in self._sums:
+            self._sums[key] = rows.new_zeros(rows.shape[1], rows.shape[1])
+        add_upper_products(self._sums[key], rows)
+
+    def _flush(self) -> None:
+        """Matrices to a file: together they are as large as the model. The rest are vectors."""
+        large = {key: mirror(self._sums.pop(key)) for key in list(self._sums) if key.endswith(_MATRICES)}
+        if not large:
+            return
+        path = self._scratch / f"sums-{self._first}-{len(self._files)}"
+        self._files |= self._writer.write(path, large)
+
+
+def draw_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """One token for each row of [T, V], [T, 1]: first a run of the vocabulary, then a token of it.
+
+    torch's `multinomial` draws a random number for each probability, a tenth of the time of all statistics.
+    """
+    count = probabilities.shape[-1]
+    runs = torch.nn.functional.pad(probabilities, (0, -count % RUN)).reshape(len(probabilities), -1, RUN)
+    sums = runs.sum(-1).double().cumsum(-1)
+    drawn = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device, generator=generator) * sums[:, -1:]
+    run = torch.searchsorted(sums, drawn, right=True).clamp(max=sums.shape[1] - 1)
+    before = torch.nn.functional.pad(sums, (1, 0)).gather(1, run)
+    inside = runs.gather(1, run.unsqueeze(-1).expand(-1, -1, RUN)).squeeze(1).double().cumsum(-1)
+    place = torch.searchsorted(inside, drawn - before, right=True).clamp(max=RUN - 1)
+    return (run * RUN + place).clamp(max=count - 1)
+
+
+def add_upper_products(into: Tensor, rows: Tensor) -> None:
+    """Add rows^T rows strip by strip, each from the diagonal to the right: the rest is the same again."""
+    for strip in _strips(into):
+        into[strip, strip.start :].addmm_(rows[:, strip].T, rows[:, strip.start :])
+
+
+def mirror(upper: Tensor) -> Tensor:
+    """Below the strips' diagonal, what is above it; where it is."""
+    for strip in _strips(upper):
+        upper[strip.stop :, strip] = upper[strip, strip.stop :].T
+    return upper
+
+
+def _strips(square: Tensor) -> list[slice]:
+    count = max(1, min(MOST_STRIPS, len(square) // FEWEST_COLUMNS))
+    step = -(-len(square) // count)
+    return [slice(first, min(first + step, len(square))) for first in range(0, len(square), step)]
+
+
+def _experts_by_block(subject: SearchSubject) -> dict[int, list[ExpertSlice]]:
+    slices = [site.slice for site in subject.sites.values() if site.slice is not None]
+    block = {stack: subject.runner.first_block([stack]) for stack in {each.stack for each in slices}}
+    found: dict[int, list[ExpertSlice]] = {}
+    for each in slices:
+        found.setdefault(block[each.stack], []).append(each)
+    return found
+
+
+def _by_expert(slices: Sequence[ExpertSlice]) -> dict[tuple[str, int], list[ExpertSlice]]:
+    """The weights of each expert that read one input."""
+    found: dict[tuple[str, int], list[ExpertSlice]] = {}
+    for each in slices:
+        found.setdefault((each.stack, each.expert), []).append(each)
+    return found
+
+
+def _hidden(states: TokenStates) -> Tensor:
+    assert states.hidden is not None
+    return states.hidden.detach()
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients by weights."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+
+
+def _require_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output.detach().requires_grad_() if not output.requires_grad else output
+
+
+def _in_the_order_of_the_file(subject: SearchSubject) -> set[str]:
+    """Weights of layers alone whose rows are outputs in the file's order: loading a GGUF moves those of some."""
+    layers = {name for name, site in subject.sites.items() if site.linears and not site.embeddings}
+    if subject.path is None or subject.path.is_dir():
+        return layers
+    digests = subject.digests()
+    return {name for name in layers if weight_digest(subject.weight(name)) == digests[name]}
+
+
+GATHERED_WINDOWS = 96
+
+
+def gather_evidence(
+    model: str | Path,
+    text: str,
+    folder: str | Path,
+    *,
+    windows: int = GATHERED_WINDOWS,
+    context: int | None = None,
+    device: str | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write evidence.safetensors of a Hugging Face folder or GGUF into a folder that exists; where it lies comes back.
+
+    windows   how many windows of the text, spread over it; more are better, and cost one pass forward each
+    on_step   called after each block with how many steps are done, and of how many
+    """
+    into = Path(folder)
+    subject, cut = prepare(model, None, text, (), context=context, windows=windows, device=device)
+    statistics, digests, done = InputStatistics(), subject.digests(), 0
+    steps = steps_of(subject, cut.statistics, 0)
+
+    def step(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_step:
+            on_step(done, steps)
+
+    while statistics.windows < len(cut.statistics):
+        with scratch_folder(into, "sums") as scratch:
+            add_windows(subject, cut.statistics, statistics, scratch, step)
+            statistics.save(into, {}, digests)
+        statistics = InputStatistics.load(into, {})
+    return into / EVIDENCE
