@@ -104,7 +104,7 @@ bench-quality: $(VENV)/.installed-dev
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (first time: a few minutes; torch may bring gigabytes of CUDA, README.md says how to do without)"
+	@echo "installing into $(VENV) (first time: a few minutes; torch may bring gigabytes of CUDA, docs/install.md says how to do without)"
 	$(PIP) -e '.[trees]'
 	touch $@
 

@@ -58,7 +58,8 @@ from bitplan.fp8.policy.layers import Layer, Parallel, bench_cases, local_layers
 from bitplan.fp8.policy.merge import merge_reports, summary
 from bitplan.fp8.policy.model_parts import model_parts
 from bitplan.fp8.policy.report import Report
-from bitplan.fp8.policy.token_ranges import BandPolicy, speedup_interval
+from bitplan.fp8.policy.rules import Policy
+from bitplan.fp8.policy.speedup_interval import speedup_interval
 
 SIZES = {
     "h4096": Size(4096, 14336, 32, 8),
@@ -92,7 +93,7 @@ class Budget:
 
 def measure_policy(
     options: argparse.Namespace, sizes: list[Size], device: torch.device
-) -> tuple[dict[str, BandPolicy], dict[str, Any]]:
+) -> tuple[dict[str, Policy], dict[str, Any]]:
     """Time the layers of the sizes, as `bitplan fp8 bench` does, and merge: a policy for each way of timing."""
     layers: dict[Any, Layer] = {}
     for size in sizes:
@@ -164,7 +165,7 @@ class Arms:
         apply_fp8(model, None, **self.given)
         return model
 
-    def add_adaptive(self, policy: BandPolicy, run: str | None = None) -> dict[str, Any]:
+    def add_adaptive(self, policy: Policy, run: str | None = None) -> dict[str, Any]:
         """What a policy decides, and under "arm" which arm that is: one of the others where it is the same layers.
 
         Where it is told how it will run, the decision is confirmed so.
@@ -237,12 +238,12 @@ def time_layers(
     part: str,
     size: Size,
     tokens: int,
-    policies: dict[str, BandPolicy] | None,
+    policies: dict[str, Policy] | None,
     options: argparse.Namespace,
     device: torch.device,
 ) -> list[dict[str, Any]]:
     arms = Arms(part, size, tokens, options, device)
-    runs: dict[str, BandPolicy | None] = dict.fromkeys(options.timing) if policies is None else dict(policies)
+    runs: dict[str, Policy | None] = dict.fromkeys(options.timing) if policies is None else dict(policies)
     if policies is not None and RESTLESS in arms.made and len(runs) > 1:
         runs[REDUCED] = policies["graph"]
     if options.waits:
@@ -266,7 +267,7 @@ def _run_thrice(arm: Arm) -> None:
 
 
 def _time_run(
-    arms: Arms, run: str, policy: BandPolicy | None, part: str, size: Size, tokens: int, turns: int
+    arms: Arms, run: str, policy: Policy | None, part: str, size: Size, tokens: int, turns: int
 ) -> dict[str, Any]:
     mode = REDUCED if run == REDUCED else None
     message: dict[str, dict[str, Any]] = {}

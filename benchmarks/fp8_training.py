@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.layers.scale_guesses import guess_counts
-from bitplan.fp8.policy.policy import load_policy
+from bitplan.fp8.policy.rules import load_policy
 
 COMPARED = ("bf16", "adaptive")
 ARMS = (*COMPARED, "full", "torchao tensorwise", "torchao rowwise")

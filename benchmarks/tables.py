@@ -705,7 +705,7 @@ def searched_smollm2_table() -> str:
 
 
 def short_searched_table() -> str:
-    """The same for the README: sizes in bits a weight alone."""
+    """The same for the figures: sizes in bits a weight alone."""
     lines = [
         "| the 26M llama, in llama.cpp | MB | KL, searched | llama.cpp's best in these bytes | ours, to nearest |",
         "|---|---|---|---|---|",
@@ -751,7 +751,7 @@ def _by_target(key: str, rows: list[dict[str, Any]], cell: Callable[[dict[str, A
 
 
 PLACES = {  # page: its tables
-    "README.md": (short_searched_table, demo_table, speed_table),
+    "docs/figures.md": (short_searched_table, demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),
     "docs/manifest.md": (fused_table, auto_table),
     "docs/packed.md": (decode_table, decode_small_table, launched_table, prompts_table),

@@ -1,18 +1,19 @@
-"""Boosted trees by threads, beside LightGBM, scikit-learn and XGBoost on the same machine.
+"""Whole fits of boosted trees, table in and model out, beside LightGBM, XGBoost and scikit-learn on the same machine.
 
-    python benchmarks/trees_threads.py                # 1 to 16 threads: five minutes on 16 cores
-    python benchmarks/trees_threads.py --seconds 270  # what has not begun by then is left out, and the result says so
-    python benchmarks/trees_threads.py --only 1M200,regression,classes    # some of the tables, by name
-    python benchmarks/trees_threads.py --only flights --threads 4,8 --append --output result.json   # adds to a result
+    python benchmarks/trees_threads.py --tables 1M28,1M40 --threads 2,16 --trees 100 --seconds 40 --total 450
+    python benchmarks/trees_threads.py --tables 2k10 --threads 1 --append --output result.json   # adds to a result
+    python benchmarks/trees_threads.py --profile --tables 1M28 --threads 1,16    # where the time of our own fits goes
 
-A contender is a process of its own, which trains on one table after the other, at all numbers of threads and leaves in
-turn; binning is included, compiling is not. LightGBM is tried by rows and by columns. `quality` is the AUC of 50 trees
-of 255 leaves on 100,000 rows, for three tables: on one table even LightGBM's own settings differ by 0.001. Results are
-saved after each contender. Prediction is that of each model by as many threads as trained it: one row, 1,000 rows, and
-100,000; a million rows at the most threads. `flights` has the shape of nycflights13 (`benchmarks/trees.py`), made up:
+Contenders are processes of their own and fit in turns, `--repeats` times; a row has the median, all times, the share
+that was binning, and the loss on 100,000 other rows (for 2k10: 20,000). Compiling is not timed, reading the frame is:
+the table is a pandas frame as read from a file of columns (an array where pandas is not installed). `--seconds` limits
+one fit: a contender that takes longer is stopped, its row says `cut`, and one that took more than a third is not
+repeated. `--total` limits the run: what has not begun by then is left out, and the result says so.
+
+LightGBM fits at its defaults, where it tries rows and columns and keeps the faster, and by rows and by columns; float
+and quantized. XGBoost grows the best leaf first, as the others do (`hist`); the wheel `xgboost-cpu` is small, and
+where it is not installed it is left out. `flights` has the shape of nycflights13 (`benchmarks/trees.py`), made up:
 three categories of 16, 3 and 105 values, six features of few values, and delays that depend on them.
-`train_mb` is what training took above what the process had before.
-XGBoost is left out where it is not installed (the wheel `xgboost-cpu` is small).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import argparse
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,75 +41,54 @@ Predict = Callable[[Array], Array]
 TEST_ROWS = 100_000
 CATEGORIES = (16, 3, 105)  # values of the first features of `flights`: carrier, origin, destination
 FEW_VALUES = (12, 31, 7, 19, 60, 214)  # of the next: month, day, weekday, hour, minute, distance
-OURS, THEIRS = ("bitplan_i16", "bitplan_f32"), ("lightgbm_quantized_rows", "lightgbm_quantized_columns")
 
 
 @dataclass(frozen=True)
-class Run:
-    """A table, what is learned from it, and who learns."""
+class Table:
+    """Rows to learn from, what is learned, and the leaves of each tree."""
 
     rows: int
     features: int
-    trees: int  # for ten classes: of each
-    leaves: tuple[int, ...]
-    threads: tuple[int, ...]
-    contenders: tuple[str, ...]
+    leaves: int
     missing: float = 0.0
     task: str = "binary"  # or "regression", "classes": ten, "flights": two, and three features are categories
-    only_at: tuple[tuple[str, tuple[int, ...]], ...] = ()  # numbers of threads of some contenders
-    seeds: tuple[int, ...] = (0,)
-
-    def tables(self) -> list[tuple[int, int, float, str, int]]:
-        return [(self.rows, self.features, self.missing, self.task, seed) for seed in self.seeds]
-
-    def threads_of(self, contender: str) -> tuple[int, ...]:
-        return dict(self.only_at).get(contender, self.threads)
+    seed: int = 0
+    test_rows: int = TEST_ROWS
 
 
-LIGHTGBM = (*THEIRS, "lightgbm_f32_rows", "lightgbm_f32_columns")
-EVERYONE = (*OURS, *LIGHTGBM, "xgboost", "sklearn")
-AT_THE_ENDS = (
-    *((name, (2, 16)) for name in ("bitplan_f32", "lightgbm_f32_rows", "lightgbm_f32_columns", "xgboost")),
-    ("sklearn", (16,)),
-)
-LAST = (("xgboost", (16,)),)
-# The most important first.
-RUNS = {
-    "1M": Run(1_000_000, 28, 20, (255,), (2, 4, 8, 16), EVERYONE, only_at=AT_THE_ENDS),
-    "10M": Run(
-        10_000_000, 28, 3, (255,), (8, 16), ("bitplan_i16", "lightgbm_quantized_rows"),
-        only_at=(("bitplan_i16", (1, 8, 16)),),
-    ),
-    "quality": Run(
-        100_000, 28, 50, (255,), (16,), (*OURS, "lightgbm_f32_rows", "lightgbm_quantized_rows"), seeds=(1, 2, 3)
-    ),
-    "100k16": Run(100_000, 28, 50, (31, 255), (1, 16), ("bitplan_i16", "lightgbm_quantized_rows", "xgboost")),
-    "1M40": Run(1_000_000, 40, 20, (255,), (4, 16), ("bitplan_i16", *THEIRS, "xgboost"), missing=0.1, only_at=LAST),
-    "regression": Run(
-        1_000_000, 28, 20, (255,), (2, 16), ("bitplan_i16", *THEIRS, "xgboost"), task="regression", only_at=LAST
-    ),
-    "classes": Run(100_000, 28, 10, (31,), (2, 4, 8, 16), ("bitplan_i16", *THEIRS, "xgboost"), task="classes"),
-    "1M200": Run(1_000_000, 200, 5, (255,), (2, 4, 8, 16), ("bitplan_i16", *THEIRS, "xgboost")),
-    "flights": Run(262_817, 24, 30, (255,), (2, 4, 8, 16), ("bitplan_i16", *THEIRS, "xgboost"), task="flights"),
-    "100k": Run(100_000, 28, 50, (31, 255), (2, 4), ("bitplan_i16", *THEIRS)),
-    "100k7": Run(100_000, 7, 50, (255,), (2, 4, 8, 16), ("bitplan_i16", *THEIRS, "xgboost")),
-}  # fmt: skip
+TABLES = {
+    "1M28": Table(1_000_000, 28, 255),
+    "1M40": Table(1_000_000, 40, 255, missing=0.1),
+    "1M200": Table(1_000_000, 200, 255),
+    "4M28": Table(4_000_000, 28, 255),
+    "100k31": Table(100_000, 28, 31),
+    "100k255": Table(100_000, 28, 255),
+    "flights": Table(262_817, 24, 255, task="flights"),
+    "classes": Table(100_000, 28, 31, task="classes"),
+    "regression": Table(1_000_000, 28, 255, task="regression"),
+    "2k10": Table(2_000, 10, 31, test_rows=20_000),
+}
+OURS = ("bitplan_i16", "bitplan_f32")
+CONTENDERS = (
+    *OURS, "lightgbm_quantized", "lightgbm_quantized_rows", "lightgbm_quantized_columns", "lightgbm_f32",
+    "lightgbm_f32_rows", "lightgbm_f32_columns", "xgboost", "sklearn",
+)  # fmt: skip
 
 
-def made_table(rows: int, features: int, missing: float, task: str = "binary", seed: int = 0) -> tuple[Array, Array]:
-    """float32 features and two classes, ten, or a number; cheap to make, for ten million rows too."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((rows, features), dtype=np.float32)
-    if missing:
-        x[rng.random(x.shape, dtype=np.float32) < missing] = np.nan
-    if task == "flights":
+def made_table(table: Table) -> tuple[Array, Array]:
+    """float32 features, the held-out rows first, and two classes, ten, or a number; cheap for millions of rows too."""
+    rng, rows = np.random.default_rng(table.seed), table.rows + table.test_rows
+    x = rng.standard_normal((rows, table.features), dtype=np.float32)
+    if table.missing:
+        x[rng.random(x.shape, dtype=np.float32) < table.missing] = np.nan
+    if table.task == "flights":
         return _like_flights(x, rng)
     known = np.nan_to_num(x[:, :5])
     signal = known[:, 0] * known[:, 1] + known[:, 2] + np.sin(3 * known[:, 3])
     noisy = signal + rng.standard_normal(rows, dtype=np.float32)
-    if task == "regression":
+    if table.task == "regression":
         return x, noisy.astype(np.float64)
-    if task == "classes":  # tenths of the values, as many rows in each
+    if table.task == "classes":  # tenths of the values, as many rows in each
         return x, np.searchsorted(np.quantile(noisy, np.arange(1, 10) / 10), noisy).astype(np.float64)
     return x, (noisy > 0).astype(np.float64)
 
@@ -116,93 +97,153 @@ def _like_flights(x: Array, rng: np.random.Generator) -> tuple[Array, Array]:
     """Whole numbers instead of the first features; low ones are frequent. Delays add up from those of each value."""
     rows = len(x)
     delay: Array = rng.standard_normal(rows, dtype=np.float32) + x[:, 9] * x[:, 10]
-    for place, count in enumerate((*CATEGORIES, *FEW_VALUES)):
+    for column, count in enumerate((*CATEGORIES, *FEW_VALUES)):
         codes = (count * rng.random(rows) ** 1.5).astype(np.int64)
-        x[:, place] = codes
+        x[:, column] = codes
         delay += rng.standard_normal(count).astype(np.float32)[codes] * 0.5
     return x, (delay > np.quantile(delay, 0.8)).astype(np.float64)  # a fifth is late
 
 
-# ---- contenders: (variant, task, trees, leaves, threads) -> a function that trains and returns what predicts --------
+def frame_of(x: Array) -> Any:
+    """The same numbers as a frame of columns, each in one piece; the array where pandas is not installed."""
+    if importlib.util.find_spec("pandas") is None:
+        return x
+    import pandas as pd  # type: ignore[import-untyped]
+
+    columns = np.ascontiguousarray(x.T)  # (features, rows), as pandas holds columns of one type
+    return pd.DataFrame(columns.T, columns=[f"f{column}" for column in range(len(columns))], copy=False)
 
 
-def _bitplan(precision: str, task: str, trees: int, leaves: int, threads: int) -> Callable[[Array, Array], Predict]:
-    from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor
+# ---- contenders: (variant, table, trees, threads) -> a function that fits; it returns what predicts, and the seconds
+# of binning
+
+
+Fit = Callable[[Any, Array], tuple[Predict, float]]
+
+
+@contextmanager
+def timed_calls(owner: Any, *names: str) -> Iterator[dict[str, float]]:
+    """Within the block, the seconds that calls of these functions of a module or a class take."""
+    seconds = dict.fromkeys(names, 0.0)
+    plain = {name: getattr(owner, name) for name in names}
+
+    def timed(name: str) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return plain[name](*given, **more)
+            finally:
+                seconds[name] += time.perf_counter() - started
+
+        return call
+
+    for name in names:
+        setattr(owner, name, timed(name))
+    try:
+        yield seconds
+    finally:
+        for name, function in plain.items():
+            setattr(owner, name, function)
+
+
+def _bitplan(precision: str, table: Table, trees: int, threads: int) -> Fit:
+    from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, boost
 
     settings: dict[str, Any] = {
-        "n_estimators": trees,
-        "max_leaves": leaves,
-        "gradient_precision": precision,
-        "n_jobs": threads,
-    }
-    if task == "flights":
+        "n_estimators": trees, "max_leaves": table.leaves, "gradient_precision": precision, "n_jobs": threads,
+    }  # fmt: skip
+    if table.task == "flights":
         settings["categorical_features"] = list(range(len(CATEGORIES)))
-    if task == "regression":
-        return lambda x, y: BoostedTreesRegressor(**settings).fit(x, y).predict
-    return lambda x, y: BoostedTreesClassifier(**settings).fit(x, y).decision_function
+    kind = BoostedTreesRegressor if table.task == "regression" else BoostedTreesClassifier
+
+    def fit(x: Any, y: Array) -> tuple[Predict, float]:
+        with timed_calls(boost, "find_bins", "bin_rows") as seconds:
+            model = kind(**settings).fit(x, y)
+        return model.predict if table.task == "regression" else model.decision_function, sum(seconds.values())
+
+    return fit
 
 
 def _plain(task: str) -> str:
     return "binary" if task == "flights" else task
 
 
-def _lightgbm(variant: str, task: str, trees: int, leaves: int, threads: int) -> Callable[[Array, Array], Predict]:
+def _lightgbm(variant: str, table: Table, trees: int, threads: int) -> Fit:
     import lightgbm
 
     kind, _, by = variant.partition("_")
-    settings: dict[str, Any] = {"num_leaves": leaves, "num_threads": threads, "verbose": -1}
+    task = table.task
+    settings: dict[str, Any] = {"num_leaves": table.leaves, "num_threads": threads, "verbose": -1}
     settings |= {"objective": "multiclass", "num_class": 10} if task == "classes" else {"objective": _plain(task)}
     settings |= {"force_row_wise": by == "rows", "force_col_wise": by == "columns"}
-    if kind == "quantized":
-        settings |= {"use_quantized_grad": True, "quant_train_renew_leaf": False}
+    settings |= {"use_quantized_grad": kind == "quantized"}
 
-    def fit(x: Array, y: Array) -> Predict:
+    def fit(x: Any, y: Array) -> tuple[Predict, float]:
         sets: Any = list(range(len(CATEGORIES))) if task == "flights" else "auto"
-        data = lightgbm.Dataset(x, y, params=settings, categorical_feature=sets)
+        started = time.perf_counter()
+        data = lightgbm.Dataset(x, y, params=settings, categorical_feature=sets).construct()
+        took = time.perf_counter() - started
         booster = lightgbm.train(settings, data, trees)
-        return lambda rows: np.asarray(booster.predict(rows, raw_score=True, num_threads=threads))
+        return lambda rows: np.asarray(booster.predict(rows, raw_score=True, num_threads=threads)), took
 
     return fit
 
 
-def _sklearn(_variant: str, _task: str, trees: int, leaves: int, threads: int) -> Callable[[Array, Array], Predict]:
-    from sklearn.ensemble import HistGradientBoostingClassifier  # type: ignore[import-untyped]
+def _sklearn(_variant: str, table: Table, trees: int, threads: int) -> Fit:
+    from sklearn.ensemble import (  # type: ignore[import-untyped]
+        HistGradientBoostingClassifier,
+        HistGradientBoostingRegressor,
+    )
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-    def fit(x: Array, y: Array) -> Predict:
+    kind = HistGradientBoostingRegressor if table.task == "regression" else HistGradientBoostingClassifier
+    sets = list(range(len(CATEGORIES))) if table.task == "flights" else None
+
+    def fit(x: Any, y: Array) -> tuple[Predict, float]:
         threadpool_limits(threads)
-        model = HistGradientBoostingClassifier(max_iter=trees, max_leaf_nodes=leaves, early_stopping=False).fit(x, y)
-        predict: Predict = model.decision_function
-        return predict
+        model = kind(
+            max_iter=trees, max_leaf_nodes=table.leaves, early_stopping=False, categorical_features=sets
+        )  # fmt: skip
+        with timed_calls(kind, "_bin_data") if hasattr(kind, "_bin_data") else ExitStack() as seconds:
+            model.fit(x, y)
+        predict = model.predict if table.task == "regression" else model.decision_function
+        return predict, sum(seconds.values()) if isinstance(seconds, dict) else 0.0
 
     return fit
 
 
-def _xgboost(_variant: str, task: str, trees: int, leaves: int, threads: int) -> Callable[[Array, Array], Predict]:
+def _xgboost(_variant: str, table: Table, trees: int, threads: int) -> Fit:
     import xgboost  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
+    task = table.task
     objectives = {"binary": "binary:logistic", "regression": "reg:squarederror", "classes": "multi:softprob"}
-    settings: dict[str, Any] = {
-        "objective": objectives[_plain(task)],
-        "tree_method": "hist",
-        "grow_policy": "lossguide",
-    }
-    settings |= {"max_bin": 255} | ({"num_class": 10} if task == "classes" else {})
-    settings |= {"max_leaves": leaves, "max_depth": 0, "eta": 0.1, "nthread": threads, "verbosity": 0}
+    settings: dict[str, Any] = {"objective": objectives[_plain(task)], "tree_method": "hist", "max_bin": 255}
+    settings |= {"grow_policy": "lossguide", "max_leaves": table.leaves, "max_depth": 0, "eta": 0.1}
+    settings |= {"nthread": threads, "verbosity": 0} | ({"num_class": 10} if task == "classes" else {})
 
-    def fit(x: Array, y: Array) -> Predict:
+    def fit(x: Any, y: Array) -> tuple[Predict, float]:
         kinds = None
         if task == "flights":
             kinds = ["c"] * len(CATEGORIES) + ["q"] * (x.shape[1] - len(CATEGORIES))
         more: dict[str, Any] = {"feature_types": kinds, "enable_categorical": kinds is not None}
+        started = time.perf_counter()
         data = xgboost.QuantileDMatrix(x, y, nthread=threads, max_bin=255, **more)
+        took = time.perf_counter() - started
         booster = xgboost.train(settings, data, trees)
-        return lambda rows: np.asarray(booster.inplace_predict(rows, predict_type="margin"))
+        return lambda rows: np.asarray(booster.inplace_predict(rows, predict_type="margin")), took
 
     return fit
 
 
 KINDS = {"bitplan": _bitplan, "lightgbm": _lightgbm, "sklearn": _sklearn, "xgboost": _xgboost}
+
+
+def fit_of(contender: str, table: Table, trees: int, threads: int) -> Fit:
+    kind, _, variant = contender.partition("_")
+    return KINDS[kind](variant, table, trees, threads)
+
+
+# ---- one contender's process -----------------------------------------------------------------------------------------
 
 
 def loss(task: str, y: Array, raw: Array) -> float:
@@ -215,59 +256,32 @@ def loss(task: str, y: Array, raw: Array) -> float:
     return float(np.mean(np.log(np.exp(raw).sum(axis=1)) - raw[np.arange(len(y)), y.astype(int)]))
 
 
-def run_one(
-    name: str, folder: Path, task: str, trees: int, leaves: list[int], threads: list[int], seed: int
-) -> list[dict[str, Any]]:
-    from sklearn.metrics import roc_auc_score  # type: ignore[import-untyped]
+class Fitter:
+    """Fits what it is told of; keeps the table that it read last, and what is compiled for it."""
 
-    x, y = np.load(folder / "x.npy"), np.load(folder / "y.npy")
-    test_x, test_y, x, y = x[:TEST_ROWS], y[:TEST_ROWS], x[TEST_ROWS:], y[TEST_ROWS:]
-    kind, _, variant = name.partition("_")
-    result = []
-    for size in leaves:
-        for count in threads:
-            KINDS[kind](variant, task, 2, size, count)(x[:70_000], y[:70_000])(
-                test_x[:2000]
-            )  # compiled, and threads started
-            before = forget_peak_mb()
-            started, used = time.perf_counter(), time.process_time()
-            predict = KINDS[kind](variant, task, trees, size, count)(x, y)
-            took, used = time.perf_counter() - started, time.process_time() - used
-            row = {"contender": name, "rows": len(x), "features": x.shape[1], "missing": bool(np.isnan(x[:9]).any())}
-            row |= {
-                "task": task,
-                "seed": seed,
-                "trees": trees,
-                "leaves": size,
-                "threads": count,
-                "train_s": took,
-                "train_cpu_s": used,
-            }
-            if before is not None:
-                row |= {"train_mb": _memory_mb("VmHWM") - before}
-            raw = predict(test_x)
-            row |= {"loss": loss(task, test_y, raw)}
-            if _plain(task) == "binary":
-                row |= {"auc": float(roc_auc_score(test_y, raw))}
-            row |= {f"predict_{rows}_ms": _predict_ms(predict, test_x[:rows]) for rows in (1, 1000, TEST_ROWS)}
-            if count == threads[-1]:
-                row |= {f"predict_{10 * TEST_ROWS}_ms": _predict_ms(predict, np.concatenate([test_x] * 10))}
-            result.append(row)
-    return result
+    def __init__(self, contender: str) -> None:
+        self._contender, self._name, self._warm = contender, "", set[int]()
 
-
-def forget_peak_mb() -> float | None:
-    """The memory of this process, whose peak is counted from now on; None where the system does not allow it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    return _memory_mb("VmRSS")
-
-
-def _memory_mb(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(f"{field}:"))
+    def __call__(self, name: str, folder: str, trees: int, threads: int, *, is_last: bool) -> dict[str, Any]:
+        table = TABLES[name]
+        if name != self._name:
+            self._name, self._warm = name, set()
+            x, y = np.load(Path(folder) / "x.npy"), np.load(Path(folder) / "y.npy")
+            self._test = frame_of(x[: table.test_rows]), y[: table.test_rows]
+            self._train = frame_of(x[table.test_rows :]), y[table.test_rows :]
+        x, y = self._train
+        if threads not in self._warm:  # compiled, and threads started
+            predict, _ = fit_of(self._contender, table, 2, threads)(x[:70_000], y[:70_000])
+            predict(self._test[0][:2000])
+            self._warm.add(threads)
+        started, used = time.perf_counter(), time.process_time()
+        predict, binning = fit_of(self._contender, table, trees, threads)(x, y)
+        row = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - used, "binning": binning}
+        if is_last:
+            test_x, test_y = self._test
+            row |= {"loss": loss(table.task, test_y, predict(test_x))}
+            row |= {f"predict_{rows}_ms": _predict_ms(predict, test_x[:rows]) for rows in (1, 1000, len(test_x))}
+        return row
 
 
 def _predict_ms(predict: Predict, x: Array) -> float:
@@ -280,25 +294,35 @@ def _predict_ms(predict: Predict, x: Array) -> float:
     return min(times) * 1e3
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------
+def serve(contender: str) -> None:
+    """What a contender's process does: a line of JSON in, a line out."""
+    print_to, sys.stdout = sys.stdout, sys.stderr  # libraries print what they like
+    fitter = Fitter(contender)
+    print("{}", file=print_to, flush=True)
+    for line in sys.stdin:
+        given = json.loads(line)
+        print(json.dumps(fitter(*given[:-1], is_last=given[-1])), file=print_to, flush=True)
 
 
 class Contender:
-    """A process that trains on the tables it is told of, one at a time."""
+    """A process that fits what it is told of, one table at a time."""
 
     def __init__(self, name: str) -> None:
         command = [sys.executable, __file__, "--contender", name]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._reader = ThreadPoolExecutor(1)
+        self._answer(60)
 
-    def run(self, options: list[Any], seconds: float) -> list[dict[str, Any]]:
-        assert self._process.stdin is not None
+    def _answer(self, seconds: float) -> dict[str, Any]:
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(options) + "\n")
+        answer: dict[str, Any] = json.loads(self._reader.submit(self._process.stdout.readline).result(seconds))
+        return answer
+
+    def run(self, given: list[Any], seconds: float) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(given) + "\n")
         self._process.stdin.flush()
-        line = self._reader.submit(self._process.stdout.readline).result(seconds)
-        rows: list[dict[str, Any]] = json.loads(line)
-        return rows
+        return self._answer(seconds)
 
     def end(self) -> None:
         self._process.kill()
@@ -306,139 +330,221 @@ class Contender:
         self._reader.shutdown()
 
 
-def serve(name: str) -> None:
-    """What a contender's process does."""
-    print_to, sys.stdout = sys.stdout, sys.stderr  # libraries print what they like
-    for line in sys.stdin:
-        folder, *rest = json.loads(line)
-        print(json.dumps(run_one(name, Path(folder), *rest)), file=print_to, flush=True)
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Contenders that fit one table after the other in turns; what each took."""
+
+    def __init__(self, contenders: list[str], repeats: int, seconds: float, until: float, ends: ExitStack) -> None:
+        self._names, self._repeats, self._seconds, self._until = contenders, repeats, seconds, until
+        self._running: dict[str, Contender] = {}
+        ends.callback(lambda: [contender.end() for contender in self._running.values()])
+
+    def fit(self, name: str, folder: str, trees: int, threads: int) -> list[dict[str, Any]]:
+        """A row for each contender that had time to begin."""
+        answers: dict[str, list[dict[str, Any]]] = {}
+        cut: set[str] = set()
+        for turn in range(self._repeats):
+            for contender in self._names:
+                before = answers.get(contender, [])
+                is_slow = bool(before) and before[0]["seconds"] > self._seconds / 3
+                if time.monotonic() > self._until or contender in cut or is_slow:
+                    continue
+                given = [name, folder, trees, threads, turn == 0]
+                try:
+                    if contender not in self._running:
+                        self._running[contender] = Contender(contender)
+                    # Reading the table, compiling and predicting are not what is limited.
+                    answers.setdefault(contender, []).append(self._running[contender].run(given, self._seconds + 30))
+                except (TimeoutError, ValueError, OSError) as error:  # it takes too long, or has ended
+                    cut.add(contender)
+                    print(f"{contender}: {type(error).__name__} {error}", file=sys.stderr)
+                    self._running.pop(contender).end()
+        return [self._row(each, name, trees, threads, answers.get(each, []), each in cut) for each in self._names]
+
+    def _row(
+        self, contender: str, name: str, trees: int, threads: int, answers: list[dict[str, Any]], is_cut: bool
+    ) -> dict[str, Any]:
+        table = TABLES[name]
+        row: dict[str, Any] = {"table": name, "contender": contender, "rows": table.rows, "features": table.features}
+        row |= {"task": table.task, "missing": table.missing, "leaves": table.leaves, "trees": trees}
+        row |= {"threads": threads}
+        if answers:
+            times = [answer["seconds"] for answer in answers]
+            row |= {"seconds": statistics.median(times), "all_seconds": times}
+            row |= {"cpu_seconds": statistics.median(answer["cpu_seconds"] for answer in answers)}
+            row |= {"binning_share": statistics.median(answer["binning"] / answer["seconds"] for answer in answers)}
+            row |= {key: value for key, value in answers[0].items() if key not in ("seconds", "cpu_seconds", "binning")}
+        if is_cut:
+            row |= {"cut": f"stopped after {self._seconds:.0f} s, or it ended"}
+        elif len(answers) < self._repeats:
+            row |= {"cut": f"{len(answers)} of {self._repeats} fits: a fit is long, or the time of the run was over"}
+        return row
 
 
 def run_all(
-    seconds: float,
-    only: list[str],
-    threads: list[int],
-    result: list[dict[str, Any]],
-    save: Callable[[list[dict[str, Any]], list[str]], Any],
-) -> list[str]:
-    """Add the rows of all runs to the result; what there was no time for, or what failed. `save` gets both."""
-    until, missing = time.monotonic() + seconds, []
+    given: argparse.Namespace, result: list[dict[str, Any]], save: Callable[[list[dict[str, Any]]], object]
+) -> None:
+    """Add the rows of all cells to the result."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    contenders: dict[str, Contender] = {}
+    contenders = [name for name in given.contenders.split(",") if importlib.util.find_spec(name.partition("_")[0])]
+    until = time.monotonic() + given.total
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder,
         ExitStack() as ends,
     ):
-        for run in (RUNS[each] for each in only):
-            for rows, features, share, task, seed in run.tables():
-                if time.monotonic() < until:
-                    x, y = made_table(rows + TEST_ROWS, features, share, task, seed)
-                    np.save(Path(folder) / "x.npy", x)
-                    np.save(Path(folder) / "y.npy", y)
-                    del x, y
-                for name in run.contenders:
-                    counts = [count for count in run.threads_of(name) if count <= cores and count in threads]
-                    if not counts:
+        turns = Turns(contenders, given.repeats, given.seconds, until, ends)
+        for name in given.tables.split(","):
+            if time.monotonic() < until:
+                x, y = made_table(TABLES[name])
+                np.save(Path(folder) / "x.npy", x)
+                np.save(Path(folder) / "y.npy", y)
+                del x, y
+            for trees in map(int, given.trees.split(",")):
+                for threads in map(int, given.threads.split(",")):
+                    if threads > cores:
                         continue
-                    what = f"{name}, {run.rows} x {run.features}, {run.task}, {run.leaves} leaves"
-                    installed = name != "xgboost" or importlib.util.find_spec("xgboost") is not None
-                    if not installed or time.monotonic() > until:
-                        missing.append(f"{what}: {'no time was left' if installed else 'it is not installed'}")
-                        continue
-                    if name not in contenders:
-                        contenders[name] = Contender(name)
-                        ends.callback(contenders[name].end)
-                    try:
-                        options = [folder, run.task, run.trees, run.leaves, counts, seed]
-                        made = contenders[name].run(options, max(until - time.monotonic(), 0) + 20)
-                    except (TimeoutError, ValueError, OSError) as error:  # it hangs, or has ended
-                        missing.append(f"{what}: {type(error).__name__} {error}")
-                        contenders.pop(name).end()
-                        continue
-                    result += made
-                    print("\n".join(map(_line_of, made)), flush=True)
-                    save(result, missing)
-    return missing
+                    rows = turns.fit(name, folder, trees, threads)
+                    result += rows
+                    print("\n".join(map(line_of, rows)), flush=True)
+                    save(result)
 
 
-def _line_of(row: dict[str, Any]) -> str:
-    what = f"{row['contender']:27} {row['rows']:9} x {row['features']:3} {row['task']:10} {row['leaves']:4} leaves"
-    return f"{what} {row['threads']:3} threads {row['train_s']:7.2f} s  loss {row['loss']:.4f}"
+def line_of(row: dict[str, Any]) -> str:
+    what = f"{row['table']:10} {row['trees']:3} trees {row['threads']:2} threads {row['contender']:26}"
+    if "seconds" not in row:
+        return f"{what} {row['cut']}"
+    binning = f"binning {row['binning_share']:4.0%}"
+    return (
+        f"{what} {row['seconds']:8.3f} s  cpu {row['cpu_seconds']:8.2f}  {binning}  loss {row.get('loss', 0):.4f}"
+        + (f"  ({row['cut']})" if "cut" in row else "")
+    )
 
 
-def mean_auc(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """By contender, over the tables of `quality`."""
-    by: dict[str, list[float]] = {}
-    for row in rows:
-        if row["seed"] in RUNS["quality"].seeds:
-            by.setdefault(row["contender"], []).append(row["auc"])
-    return {name: float(np.mean(values)) for name, values in by.items()}
-
-
-KEY = ("rows", "features", "task", "leaves", "threads", "trees")
+CELL = ("table", "rows", "features", "task", "leaves", "trees", "threads")
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ours in i16 over the fastest other, for each table, number of leaves and of threads."""
-    by: dict[tuple[Any, ...], dict[str, float]] = {}
+    """Our seconds over those of the fastest other, for each cell that both have."""
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
-        if row["seed"]:  # a table of `quality`
-            continue
-        key = tuple(row[name] for name in KEY)
-        by.setdefault(key, {})[row["contender"]] = row["train_s"]
+        if "seconds" in row:
+            cells.setdefault(tuple(row[name] for name in CELL), {})[row["contender"]] = row["seconds"]
     result = []
-    for key, times in by.items():
-        others = {name: took for name, took in times.items() if not name.startswith("bitplan")}
-        if others and "bitplan_i16" in times:
+    for cell, times in cells.items():
+        others = {name: seconds for name, seconds in times.items() if name not in OURS}
+        if others:
             best = min(others, key=others.__getitem__)
-            names = dict(zip(KEY, key, strict=True))
-            result.append({**names, "best_other": best, "ratio": times["bitplan_i16"] / others[best]})
+            of = {name.removeprefix("bitplan_"): times[name] / others[best] for name in OURS if name in times}
+            result.append({**dict(zip(CELL, cell, strict=True)), "best_other": best, **of})
     return result
+
+
+# ---- where the time of our own fits goes -----------------------------------------------------------------------------
+
+
+def profile(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of each table, precision and number of threads: milliseconds a tree of each part of a fit."""
+    result = []
+    for name in given.tables.split(","):
+        x, y = made_table(TABLES[name])
+        train_x, train_y = frame_of(x[TABLES[name].test_rows :]), y[TABLES[name].test_rows :]
+        del x, y
+        for trees in map(int, given.trees.split(",")):
+            for threads in map(int, given.threads.split(",")):
+                for contender in (each for each in given.contenders.split(",") if each in OURS):
+                    fit_of(contender, TABLES[name], 2, threads)(train_x[:70_000], train_y[:70_000])
+                    row = {"table": name, "contender": contender, "trees": trees, "threads": threads}
+                    row |= _profile_fit(fit_of(contender, TABLES[name], trees, threads), train_x, train_y, trees)
+                    result.append(row)
+                    print("  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
+    return result
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _profile_fit(fit: Fit, x: Any, y: Array, trees: int) -> dict[str, Any]:
+    """Parts of the caller's time; within `grow`, those of all threads together, the threads' waiting among them.
+
+    The clock of a thread counts from when it joins a tree's team to the tree's end.
+    """
+    from bitplan.trees import boost, thread_workspace
+    from bitplan.trees.grow import TreeGrower
+
+    spaces: list[Any] = []
+    plain = thread_workspace.TeamSpace.__init__
+
+    def kept(self: Any, *given: Any) -> None:
+        plain(self, *given)
+        spaces.append(self)
+
+    thread_workspace.TeamSpace.__init__ = kept  # type: ignore[method-assign]
+    try:
+        with (
+            timed_calls(TreeGrower, "grow") as growing,
+            timed_calls(boost.HostScores, "find_gradients", "prepare", "leaf_values", "add") as scoring,
+        ):
+            started = time.perf_counter()
+            _, binning = fit(x, y)
+            seconds = time.perf_counter() - started
+    finally:
+        thread_workspace.TeamSpace.__init__ = plain  # type: ignore[method-assign]
+    row = {"seconds": seconds, "binning_s": binning}
+    row |= {f"{name}_ms": 1e3 * took / trees for name, took in (growing | scoring).items()}
+    rest = seconds - binning - sum(growing.values()) - sum(scoring.values())
+    row |= {"rest_ms": 1e3 * rest / trees}
+    ticks: Any = sum(space.ticks for space in spaces) if spaces else np.zeros((1, 8))
+    teams = ticks.sum()
+    if teams:
+        names = thread_workspace.PHASES
+        row |= {f"grow_{name}": float(ticks[:, at].sum() / teams) for at, name in enumerate(names)}
+        row |= {"threads_busy": float((teams - ticks[:, names.index("waiting")].sum()) / ticks.sum(axis=1).max())}
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--only", default=",".join(RUNS), help=f"of {', '.join(RUNS)}")
-    parser.add_argument("--threads", default="1,2,4,8,16", help="numbers of threads, of those that a table has")
+    parser.add_argument("--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}")
+    parser.add_argument("--threads", default="1,2,8,16")
+    parser.add_argument("--trees", default="100")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=120.0, help="the most that one fit may take")
+    parser.add_argument("--total", type=float, default=3600.0, help="what has not begun by then is left out")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--append", action="store_true", help="keep what the file of --output has")
-    parser.add_argument("--contender", help="trains as told on standard input, in this process; prints JSON")
+    parser.add_argument("--profile", action="store_true", help="say where the time of our own fits goes, instead")
+    parser.add_argument("--contender", help="fits as told on standard input, in this process; prints JSON")
     given = parser.parse_args()
     if given.contender:
         serve(given.contender)
         return
     import harness  # beside this file
 
-    def save(rows: list[dict[str, Any]], missing: list[str]) -> Path:
-        document: dict[str, Any] = {
-            "benchmark": "trees_threads",
-            "machine": harness.machine("cpu"),
-            "versions": harness.versions(),
-            "commit": harness.commit(),
-        }
-        document |= {"runs": rows, "ratios": ratios(rows), "mean_auc": mean_auc(rows), "left_out": missing}
+    kind = "profile" if given.profile else "runs"
+    rows: list[dict[str, Any]] = []
+    if given.append and given.output and given.output.exists():
+        rows = json.loads(given.output.read_text())[kind]
+
+    def save(rows: list[dict[str, Any]]) -> Path:
+        document: dict[str, Any] = {"benchmark": "trees_threads", "machine": harness.machine("cpu")}
+        document |= {"versions": harness.versions(), "commit": harness.commit(), kind: rows}
+        if not given.profile:
+            document |= {"ratios": ratios(rows)}
         return harness.save("trees_threads", document, given.output)
 
-    before: dict[str, Any] = {"runs": [], "left_out": []}
-    if given.append and given.output and given.output.exists():
-        before = json.loads(given.output.read_text())
-    rows, threads = before["runs"], [int(count) for count in given.threads.split(",")]
-
-    def save_all(rows: list[dict[str, Any]], missing: list[str]) -> Path:
-        return save(rows, [*before["left_out"], *missing])
-
-    missing = run_all(given.seconds, given.only.split(","), threads, rows, save_all)
-    for ratio in ratios(rows):
-        print(
-            f"{ratio['rows']:9} x {ratio['features']:3} {ratio['task']:10} {ratio['leaves']:4} leaves "
-            f"{ratio['threads']:3} threads: {ratio['ratio']:.2f} of {ratio['best_other']}"
-        )
-    for name, auc in mean_auc(rows).items():
-        print(f"AUC of {name}, mean of three tables: {auc:.5f}")
-    for line in missing:
-        print("left out:", line)
-    print(save_all(rows, missing))
+    if given.profile:
+        rows += profile(given)
+    else:
+        run_all(given, rows, save)
+        for cell in ratios(rows):
+            ours = ", ".join(f"{name} {cell[name]:.2f}" for name in ("i16", "f32") if name in cell)
+            where = f"{cell['table']:10} {cell['trees']:3} trees {cell['threads']:2} threads"
+            print(f"{where}: {ours} of {cell['best_other']}")
+    print(save(rows))
 
 
 if __name__ == "__main__":

@@ -93,6 +93,7 @@ def main() -> None:
             optimizer.zero_grad()
             stream.end_step()
             losses.append(loss.detach())  # reading it here would wait for the GPU
+        stream.synchronize()
         stats = stream.stats
         assert stats.last is not None
         print(f"weights {weights / GB:.3f} GB, cap {cap / GB:.4f} GB, peak {stats.last.vram_peak_bytes / GB:.4f} GB")

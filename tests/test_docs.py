@@ -97,7 +97,7 @@ def prepared(tmp_path_factory):
     bitplan.quantize_file(folder / "model.safetensors", folder / "packed.safetensors", "mxfp4")
     (folder / "demo-out").mkdir()
     demo = TinyTransformer(Corpus(shipped_text()).vocabulary)
-    bitplan.files.save_model(demo, folder / "demo-out" / "model.float32.safetensors")
+    bitplan.save_packed(demo, folder / "demo-out" / "model.float32.safetensors")
     return folder
 
 

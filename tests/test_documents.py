@@ -16,11 +16,9 @@ from bitplan.base.documents import keys_of
 from bitplan.base.records import read_json
 from bitplan.files.drift import DriftLog, log_drift, read_drift
 from bitplan.fp8.policy import report as fp8_report
-from bitplan.fp8.policy import token_ranges as fp8_token_ranges
-from bitplan.fp8.policy.policy import load_policy
+from bitplan.fp8.policy import rules as fp8_rules
 from bitplan.fp8.policy.report import Report
-from bitplan.fp8.policy.thresholds import ThresholdPolicy
-from bitplan.fp8.policy.token_ranges import BandPolicy
+from bitplan.fp8.policy.rules import load_policy
 from bitplan.packed import crossover_files
 from bitplan.packed.machine import examine_machine
 from bitplan.plan import Manifest, Plan, expand_raw_map, manifest_schema, plan
@@ -167,8 +165,7 @@ def test_fp8_report(example):
 
 
 def test_fp8_policy(example):
-    assert isinstance(load_policy(example("fp8-policy")), BandPolicy)
-    assert isinstance(load_policy(example("fp8-policy", 1)), ThresholdPolicy)
+    assert [load_policy(example("fp8-policy", *version)).version for version in ((), (1,))] == [2, 1]
 
 
 def test_crossover(example):
@@ -203,7 +200,7 @@ def keys_written(name, tmp_path):
         "stream-state": [*training_state._KEYS, training_state.METADATA],
         "stream-telemetry": [field.name for field in fields(StreamStepStats)],
         "fp8-report": [*fp8_report._HEAD_KEYS, *keys_of(fp8_report.Row), *fp8_report.FINGERPRINT_KEYS],
-        "fp8-policy": [*fp8_token_ranges._RULE_KEYS, *keys_of(fp8_token_ranges.Point)],
+        "fp8-policy": [*fp8_rules._RULE_KEYS, *keys_of(fp8_rules.Point)],
         "crossover": [*crossover_files._WEIGHT_KEYS, *crossover_files._TIMING_KEYS, *crossover_files._WAYS],
         "machine": examine_machine(measure=False),
     }

@@ -42,7 +42,13 @@ def atomic_folder(path: str | Path, *, replaces: Replaces | None = None) -> Iter
         before = status_of(target)
         if before is not None:  # what may not be seen there may not be seen here
             partial.chmod(stat.S_IMODE(before.st_mode) | stat.S_IRWXU)
-        yield partial
+        try:
+            yield partial
+        except OSError as error:  # by the name that the file was to have
+            if not isinstance(error.filename, str) or not Path(error.filename).is_relative_to(partial):
+                raise
+            named = Path(path) / Path(error.filename).relative_to(partial)
+            raise type(error)(error.errno, error.strerror, str(named)) from None
         sync_folder(partial)
         replace_folder(partial, path, replaces)
 

@@ -4,7 +4,7 @@ Generated code gets a name by `imports`, a line of Python, and calls `function`,
 
     call_into      it writes a matrix into memory that the compiler has planned, given as `out`
     call_returned  it returns a matrix
-    call_operator  registers a function that takes and returns what an operator does
+    call_operator  registers the function of an operator (`base.compiled_code`), which takes and returns what that does
 
 Code for C++ (`torch.export` and AOTInductor) goes on calling operators (`for_cpp`).
 """
@@ -68,9 +68,11 @@ def _matrix(
     return ir.TensorBox.create(node)
 
 
-def call_operator(operator: Any, imports: str, function: str) -> None:
-    """Have generated code call this function for an operator that returns several tensors."""
-    node = type("_Operator", (_Operator,), {"imports": imports, "function": function})
+def call_operator(name: str) -> None:
+    """Have generated code call the function of an operator of `base.compiled_code`, which returns several tensors."""
+    operator = getattr(torch.ops.bitplan, name).default
+    imports = "from bitplan.base.compiled_code import FUNCTIONS as bitplan_functions"
+    node = type("_Operator", (_Operator,), {"imports": imports, "function": f"bitplan_functions[{name!r}]"})
 
     def lower(*given: Any) -> Any:
         if for_cpp():

@@ -16,7 +16,7 @@ _MOVED = {
         "bitplan.plan": "ModelView combine",
         "bitplan.packed": "QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections",
         "bitplan.streaming": "SelectivePrecisionConfig SelectivePrecisionPolicy run_calibration",
-        "bitplan.files": "WeightStore load_model morph_model save_model unmorph_model",
+        "bitplan.files": "WeightStore morph_model unmorph_model",
         "bitplan.fp8": "apply_fp8_config",
     },
     "bitplan.kernels": {
@@ -52,25 +52,36 @@ _MOVED = {
     "bitplan.store": {
         "bitplan.files": (
             "Container DriftLog FileFormatError GptOssFile Promise StoreError TensorFile TensorSpec "
-            "WeightStore convert_gpt_oss export_model load_model log_drift make_checkpoint morph_model "
-            "observe_model read_drift register_container save_model unmorph_model"
+            "WeightStore convert_gpt_oss export_model log_drift make_checkpoint morph_model "
+            "observe_model read_drift register_container unmorph_model"
         ),
         "bitplan": "compare_models open_tensors quantize_file",
         "bitplan.rounding": "round_weight round_with_report",
     },
+}
+# Functions of `bitplan` and `bitplan.store` that another one does now: their name in `save_load`, and what to call.
+_SAVE_LOAD = "bitplan.files.models.save_load"
+_REPLACED = {
+    "load_model": ("load_model", "load_packed(path, model=model, masters=True).model"),
+    "save_model": ("write_model", "save_packed(model, path)"),
 }
 _HOMES = {old: {name: new for new, names in homes.items() for name in names.split()} for old, homes in _MOVED.items()}
 _OLD_PARTS = ("kernels", "measure", "runtime", "store")  # they are no packages any more
 
 
 def is_old_name(package: str, name: str) -> bool:
-    return name in _HOMES.get(package, {})
+    return name in _HOMES.get(package, {}) or (package in ("bitplan", "bitplan.store") and name in _REPLACED)
 
 
 def old_name(package: str, name: str) -> Any:
     """What a name of this package stands for, from its new place."""
     if not is_old_name(package, name):
         raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules.get(package))
+    if name in _REPLACED:
+        function, call = _REPLACED[name]
+        message = f"{package}.{name} is bitplan.{call} now; the next version has no {package}.{name}"
+        warnings.warn(message, FutureWarning, stacklevel=3)
+        return getattr(importlib.import_module(_SAVE_LOAD), function)
     home = _HOMES[package][name]
     message = f"{package}.{name} is {home}.{name} now; the next version has no {package}.{name}"
     warnings.warn(message, FutureWarning, stacklevel=3)

@@ -171,7 +171,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     except OSError as error:
         written = status_of(partial)
         partial.unlink(missing_ok=True)
-        raise _named_if_full(error, target, 0 if written is None else written.st_size) from None
+        raise _named_if_full(error, target, written) from None
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -190,14 +190,18 @@ def named_after(target: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(target)) from None
 
 
-def _named_if_full(error: OSError, target: Path, written: int) -> OSError:
-    """A full disk by the file that did not fit, and how much of it did; other errors as they are."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+def _named_if_full(error: OSError, target: Path, partial: os.stat_result | None) -> OSError:
+    """A full disk, or a file beyond the user's limit, by the file that did not fit, and how much of it did.
+
+    An error that names a file already, such as one of a file written within, is as it is.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.filename is not None:
         return error
+    size = 0 if partial is None else partial.st_size
+    written = size if partial is None else min(size, getattr(partial, "st_blocks", size) * 512)
+    wanted = f"{written:,} of {size:,} bytes" if written < size else f"{written:,} bytes of it"
     free = shutil.disk_usage(target.parent).free
-    said = (
-        f"{error.strerror} after {written:,} bytes of it; {free:,} bytes are free there: make room or write elsewhere"
-    )
+    said = f"{error.strerror} after {wanted}; {free:,} bytes are free there: make room or write elsewhere"
     return OSError(error.errno, said, str(target))
 
 

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
         TensorSpec as TensorSpec,
     )
     from bitplan.files.models.weight_store import WeightStore as WeightStore
-    from bitplan.files.models.save_load import load_model as load_model
     from bitplan.files.models.morph import morph_model as morph_model
-    from bitplan.files.models.save_load import save_model as save_model
     from bitplan.files.models.morph import unmorph_model as unmorph_model
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

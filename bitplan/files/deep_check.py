@@ -215,7 +215,7 @@ def deep_check(manifest: Manifest | None, file: TensorFile, *, on_bytes: OnBytes
     findings = []
     for name in natural_order(file.specs):
         findings += _check_tensor(manifest, file, file.specs[name], done)
-        if isinstance(file, NativeTensors) and (damaged := file.damaged_parts(name)):
+        if damaged := file.damaged_parts(name):
             message = f"its {' and '.join(damaged)}: other bytes than were written; copy or write the file again"
             findings.append(Finding("checksum", name, message))
         done(left[name], name)
@@ -236,7 +236,7 @@ def _check_tensor(manifest: Manifest | None, file: TensorFile, spec: TensorSpec,
         return check_packed(pair, done) if isinstance(pair, PackedTensor) else pair
     if tag is not None and tag.part == "scales":
         return []  # checked with their codes
-    if spec.encoded or spec.dtype.is_floating_point or spec.dtype.is_complex:
+    if spec.encoded or spec.torch_dtype.is_floating_point or spec.torch_dtype.is_complex:
         return _check_plain(manifest, file, spec, done)
     return []
 
@@ -246,7 +246,7 @@ def _check_tensor(manifest: Manifest | None, file: TensorFile, spec: TensorSpec,
 
 def _check_plain(manifest: Manifest | None, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
     """Find NaN and infinity by aminmax, which propagates them at the speed of memory; count them only then."""
-    if spec.dtype == torch.float4_e2m1fn_x2:
+    if spec.torch_dtype == torch.float4_e2m1fn_x2:
         return []
     nan = infinite = 0
     first: tuple[int, float] | None = None

@@ -194,7 +194,7 @@ def drift_files(master: str | Path, packed: str | Path, *, step: int = 0, on_byt
                 findings.append(f"{tensor.name}: in {packed}, but {name!r} is not in {master}")
             elif spec.shape != shape:
                 findings.append(f"{tensor.name}: {name!r} must be {shape} in {master}, got {spec.shape}")
-            elif not spec.dtype.is_floating_point:
+            elif not spec.torch_dtype.is_floating_point:
                 findings.append(f"{tensor.name}: {name!r} must be floats in {master}, got {spec.format}")
             else:
                 rows.append(_drift(_Master(one, spec.name, tensor.steps, transposed), tensor, name, step, on_bytes))

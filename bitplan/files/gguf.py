@@ -11,15 +11,19 @@ header order without gaps: llama.cpp demands the same. Source: ggml's docs/gguf.
 torch's (slowest first). Metadata keeps its types, so that writing what was read gives the same
 bytes (only a signalling NaN in it would come back quiet).
 
-Values of GGUF's metadata. A long array stays as bytes of the file; its items are made when needed.
+Files that bitplan writes say in `bitplan.crc32` what the bytes of every tensor must be: 8 hexadecimal digits of the
+list of tensors, then 8 for each of them. Other programs copy metadata into files of other tensors; by the first digits
+such a file has no checksums.
 
-A tokenizer has hundreds of thousands of strings and numbers; as Python objects they take ten times their bytes.
+A long array of metadata stays as bytes of the file, and its items are made when needed: a tokenizer has hundreds of
+thousands of strings and numbers, which as Python objects take ten times their bytes.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,13 +35,13 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import atomic_file
-from bitplan.files.tensor_bytes import ContainerFile, Payload, PayloadWriter
+from bitplan.files.tensor_bytes import ContainerFile, Payload, PayloadWriter, TensorSpec, parse_checksums
 from bitplan.formats.dtypes import torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
-# ---- gguf values -----------------------------------------------------------------------------------------------------
+# ---- values of metadata ----------------------------------------------------------------------------------------------
 
 
 STRUCT_CODES = {
@@ -105,10 +109,11 @@ class GGUFValue:
     item_type: GGUFValueType | None = None
 
 
-# ---- gguf ------------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 DEFAULT_ALIGNMENT = 32
+CHECKSUMS = "bitplan.crc32"
 MAX_ALIGNMENT = 2**20
 MAX_HEADER_BYTES = 2**27  # several times the largest tokenizer in use
 MAX_KEY_BYTES = 2**16 - 1
@@ -135,14 +140,10 @@ _PLAIN_DTYPES = {
 
 
 @dataclass(frozen=True)
-class GGUFTensor:
-    """Where one tensor lies in its file: `start` is an offset from the beginning of the file."""
+class GGUFTensor(TensorSpec):
+    """A tensor of a GGUF file; its `format` is a dtype, or the name of a type made of blocks."""
 
-    name: str
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
+    type: GGMLQuantizationType = GGMLQuantizationType.F32
 
     @property
     def raw_shape(self) -> tuple[int, ...]:
@@ -186,8 +187,20 @@ class GGUFFile(ContainerFile[GGUFTensor]):
                 raise FileFormatError(f"{self.path}: metadata key {key[:80]!r} appears twice")
             self.metadata[key] = header.value(header.value_type(key), key)
         self.alignment = _check_alignment(self.metadata, where=str(self.path))
+        start = header.position
         infos = [header.tensor_info() for _ in range(tensor_count)]
         self.tensors = self._place(infos, first=header.position + -header.position % self.alignment)
+        self.checksums = self._read_checksums(start, header.position)
+
+    def _read_checksums(self, start: int, stop: int) -> dict[str, int]:
+        """Those that the metadata have for this list of tensors, which lies at these bytes of the header."""
+        said = self.metadata.pop(CHECKSUMS, None)
+        if said is None:
+            return {}
+        listed = f"{zlib.crc32(self._read_bytes('the list of tensors', start, stop - start)):08x}"
+        text, where = str(said.value), f"{self.path}: metadata {CHECKSUMS!r}"
+        known = parse_checksums(text, ["", *self.tensors], where)
+        return {name: known[name] for name in self.tensors} if text.startswith(listed) and known else {}
 
     def _place(self, infos: Sequence[tuple[str, Any, tuple[int, ...], int]], first: int) -> dict[str, GGUFTensor]:
         """Check the offsets against the sizes: aligned, one after the other, up to the end of the file."""
@@ -209,7 +222,9 @@ class GGUFFile(ContainerFile[GGUFTensor]):
             if offset != expected:
                 fault = "overlaps the tensor before it" if offset < expected else "leaves a hole before it"
                 raise FileFormatError(f"{where} {fault}: offset {offset}, expected {expected}")
-            tensors[name] = GGUFTensor(name, kind, shape, first + offset, nbytes)
+            plain = _PLAIN_DTYPES.get(kind)
+            held = {"format": plain or kind.name, "nbytes": nbytes, "start": first + offset, "type": kind}
+            tensors[name] = GGUFTensor(name, shape, plain or "float32", **held)
             end = offset + nbytes
         if self._size > first + end + -end % self.alignment:
             raise FileFormatError(
@@ -437,16 +452,16 @@ def write_gguf(
 
     Tensors lie in the order given. Each comes as encoded bytes (uint8, `raw_shape`), or, for a plain
     type such as F16, as a tensor of that dtype. llama.cpp wants `general.architecture` in the
-    metadata. The file appears when the block ends without an error and every tensor was written.
+    metadata. The file appears when the block ends without an error and every tensor was written. With `checksums` the
+    metadata say what the bytes of every tensor must be.
     """
     alignment = _check_alignment(metadata, where=str(path))
-    head = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(metadata))]
-    for key, value in metadata.items():
-        head += [
-            _pack_string(key, MAX_KEY_BYTES),
-            struct.pack("<I", value.type),
-            _pack_value(value, f"{path}: {key!r}"),
-        ]
+    said = {key: value for key, value in metadata.items() if key != CHECKSUMS}
+    if checksums:
+        said[CHECKSUMS] = GGUFValue(GGUFValueType.STRING, "0" * 8 * (1 + len(entries)))
+    head = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(said))]
+    head += [_pack_entry(key, value, path) for key, value in said.items()]
+    infos: list[bytes] = []
     payloads: dict[str, Payload] = {}
     end = 0
     for name, kind, shape in entries:
@@ -457,11 +472,14 @@ def write_gguf(
         accepts = {torch_dtype("uint8"): raw_shape}
         if (plain := plain_dtype(kind)) is not None:
             accepts[plain] = tuple(shape)
-        head += [_pack_string(name, MAX_NAME_BYTES), struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))]
-        head += [struct.pack("<IQ", kind, end)]
+        infos += [_pack_string(name, MAX_NAME_BYTES), struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))]
+        infos += [struct.pack("<IQ", kind, end)]
         payloads[name] = Payload(name, end, nbytes, accepts)
         end += nbytes + -nbytes % alignment
-    header = b"".join(head)
+    listed = f"{zlib.crc32(b''.join(infos)):08x}".encode()
+    if checksums:
+        head[-1] = head[-1].replace(b"0" * 8, listed, 1)
+    header = b"".join(head + infos)
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"{path}: the header takes {len(header)} bytes, at most {MAX_HEADER_BYTES} are read back")
     with atomic_file(path) as file:
@@ -471,6 +489,13 @@ def write_gguf(
         writer = PayloadWriter(file, path, placed, first + end, header, checksums)
         yield writer
         writer.finish()
+        if checksums:
+            writer.fill_checksums(head[-1][: len(head[-1]) - 8 * len(entries)])
+
+
+def _pack_entry(key: str, value: GGUFValue, path: str | Path) -> bytes:
+    kind = struct.pack("<I", value.type)
+    return _pack_string(key, MAX_KEY_BYTES) + kind + _pack_value(value, f"{path}: {key!r}")
 
 
 def _pack_string(text: str, most_bytes: int = MAX_HEADER_BYTES) -> bytes:

@@ -43,6 +43,7 @@ class SplitGGUF(GGUFFile):
                     )
                 self._part_of[name] = part
         self.tensors = {name: part.tensors[name] for name, part in self._part_of.items()}
+        self.checksums = {name: sum_ for part in parts for name, sum_ in part.checksums.items()}
 
     @property
     def parts(self) -> list[Path]:
@@ -55,6 +56,10 @@ class SplitGGUF(GGUFFile):
     def read_raw_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         self._entry(name)
         return self._part_of[name].read_raw_rows(name, start, stop)
+
+    def is_damaged(self, name: str) -> bool:
+        self._entry(name)
+        return self._part_of[name].is_damaged(name)
 
     def close(self) -> None:
         for part in self._opened:

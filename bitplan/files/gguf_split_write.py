@@ -98,7 +98,7 @@ def write_parts(
                     "split.run": GGUFValue(GGUFValueType.STRING, run),
                 }
             entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in group]
-            payloads = opened.enter_context(write_gguf(path, entries, own, checksums=part_bytes is not None))
+            payloads = opened.enter_context(write_gguf(path, entries, own, checksums=True))
             files.append(payloads)
             writers |= {item.name: GGUFTensorWriter(payloads) for item in group}
         yield PartWriter(paths, writers)

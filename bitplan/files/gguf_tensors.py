@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitplan.base.errors import StoreError
 from bitplan.files.tensor_bytes import PayloadWriter
-from bitplan.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
+from bitplan.files.tensor_file import Container, Promise, TensorFile, Writer
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.gguf.layouts import LAYOUTS
 
@@ -44,7 +45,6 @@ class GGUFTensors(TensorFile):
     kind = "gguf"
 
     def __init__(self, path: Path) -> None:
-        from bitplan.files.gguf import plain_dtype_name
         from bitplan.files.gguf_split_read import open_gguf
 
         self.file = open_gguf(path)
@@ -52,11 +52,9 @@ class GGUFTensors(TensorFile):
         self.metadata = self.file.metadata
         self.specs = {}
         for name, entry in self.file.tensors.items():
-            type_name = entry.type.name
-            plain = plain_dtype_name(entry.type)
-            ours = GGUF_FORMATS.get(type_name) or plain or f"gguf:{type_name}"
-            encoded = type_name in GGUF_FORMATS
-            self.specs[name] = TensorSpec(name, ours, entry.shape, entry.nbytes, plain or "float32", encoded)
+            ours = GGUF_FORMATS.get(entry.type.name)
+            decoded = entry.format if entry.format == entry.dtype else f"gguf:{entry.format}"
+            self.specs[name] = replace(entry, format=ours or decoded, encoded=ours is not None)
 
     def read(self, name: str) -> Tensor | Encoded:
         spec, entry = self.spec(name), self.file.tensors[name]
@@ -65,12 +63,19 @@ class GGUFTensors(TensorFile):
 
             return Encoded.from_bytes(spec.format, spec.shape, self.file.read_raw(name).numpy().data.cast("B"))
         if not spec.format.startswith("gguf:"):
-            return self.file.read_raw(name).reshape(-1).view(spec.dtype).reshape(spec.shape)
+            return self.file.read_raw(name).reshape(-1).view(spec.torch_dtype).reshape(spec.shape)
         return self._dequantize(name, entry.raw_shape)
 
     @property
     def files(self) -> list[Path]:
         return self.file.parts
+
+    @property
+    def has_checksums(self) -> bool:
+        return self.file.checksums.keys() >= self.specs.keys()
+
+    def damaged_parts(self, name: str) -> list[str]:
+        return ["data"] if self.file.is_damaged(self.spec(name).name) else []
 
     def close(self) -> None:
         self.file.close()
@@ -118,7 +123,7 @@ class GGUF(Container):
         if "general.file_type" in values:
             values = file_metadata(values, promises)
         entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in promises]
-        with write_gguf(path, entries, values) as payloads:
+        with write_gguf(path, entries, values, checksums=True) as payloads:
             yield GGUFTensorWriter(payloads)
 
     def check_source(self, source: TensorFile, output: Path) -> None:

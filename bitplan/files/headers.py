@@ -27,7 +27,7 @@ _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
 
 
 def _stored(spec: TensorSpec, shape: tuple[int, ...]) -> Stored:
-    return Stored(shape, spec.format if spec.encoded else spec.dtype_name, spec.encoded)
+    return Stored(shape, spec.held, spec.encoded)
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -36,9 +36,10 @@ def is_gguf(path: str | Path) -> bool:
     return container is not None and container.has_gguf_formats
 
 
-def plan_of_stored(file: TensorFile) -> Plan:
-    """Every tensor of a file as it is."""
-    tensors = {name: _stored(file.spec(name), file.spec(name).shape) for name in (*file.specs, *file.tied)}
+def plan_of_stored(file: TensorFile, names: Sequence[str] | None = None) -> Plan:
+    """Every tensor of a file, or some of them, as it is."""
+    known = (*file.specs, *file.tied) if names is None else names
+    tensors = {name: _stored(file.spec(name), file.spec(name).shape) for name in known}
     return choose_formats(tensors, {}, where=str(file.path))
 
 

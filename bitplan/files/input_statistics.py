@@ -123,10 +123,10 @@ class EvidenceFile:
             )
         for key, entry in self._file.tensors.items():
             square = key.endswith((HESSIAN, OUTPUTS)) and len(entry.shape) == 2 and entry.shape[0] == entry.shape[1]
-            if not (square or (key.endswith(MOMENTS) and len(entry.shape) == 1)) or entry.dtype_name != "float32":
+            if not (square or (key.endswith(MOMENTS) and len(entry.shape) == 1)) or entry.dtype != "float32":
                 raise FileFormatError(
                     f"{self.path}: {show(key)}: expected NAME{MOMENTS} of shape [K], NAME{HESSIAN} of shape [K, K] or "
-                    f"NAME{OUTPUTS} of shape [N, N] in float32, got {entry.dtype_name} {entry.shape}"
+                    f"NAME{OUTPUTS} of shape [N, N] in float32, got {entry.dtype} {entry.shape}"
                 )
         self._shared = {
             key.removeprefix(SHARED): owner for key, owner in self.metadata.items() if key.startswith(SHARED)

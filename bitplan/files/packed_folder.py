@@ -8,31 +8,35 @@
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
 `quantization_config` is {"quant_method": "bitplan", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
-"load_with": WORDS}.
+"load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bitplan.base.documents import NAME, SIZE, Kind, Reader
-from bitplan.base.errors import FileFormatError, StoreError
+from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.base.text import counted, visible
 from bitplan.files.open_files import write_tensors
-from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX
+from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.files.tensor_file import Promise, TensorFile, Writer
 from bitplan.formats import get_format
+from bitplan.formats.input_formats import input_format
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
@@ -41,7 +45,8 @@ from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turne
 log = logging.getLogger("bitplan")
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-WHOLE = "model.safetensors"
+WHOLE, INDEX = "model.safetensors", f"model{INDEX_SUFFIX}"
+REPLACED = "replaced"  # a folder for files of a model that another one replaced
 PLAN = "bitplan_plan.json"
 QUANT_METHOD = "bitplan"
 VERSION = 1
@@ -120,6 +125,12 @@ def is_packed_config(config: Mapping[str, Any]) -> bool:
     return isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
 
 
+def folder_inputs(config: Mapping[str, Any] | None) -> str | None:
+    """The format that a packed folder's layers round their inputs to; None: they stay as they are."""
+    said = (config or {}).get("quantization_config")
+    return said.get("inputs") if isinstance(said, dict) and is_packed_config(config or {}) else None
+
+
 def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
     """The plan by which a folder was packed, after the config's entry for it was checked."""
     return Plan.load(plan_path(folder, config))
@@ -145,6 +156,10 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
             "install a newer bitplan"
         )
     reader.keys("", said, _KEYS, tuple(_KEYS))
+    try:
+        input_format(said.get("inputs"))
+    except FormatError as error:
+        raise FileFormatError(f"{where}: {error}") from None
     return said
 
 
@@ -175,7 +190,7 @@ def plan_findings(plan: Plan, file: TensorFile) -> list[Finding]:
     for name in names & set(plan):
         spec, entry = file.spec(name), plan.entries[name]
         wanted = entry.stored or entry.choice.format
-        held = spec.format if spec.encoded else spec.dtype_name
+        held = spec.held
         if entry.shape is not None and tuple(entry.shape) != spec.shape:
             findings.append(Finding("plan", name, f"the plan has shape {entry.shape}, the file {spec.shape}"))
         elif (spec.encoded or not get_format(entry.choice.format).is_cast) and wanted != held:
@@ -202,9 +217,10 @@ def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
 
 
-def packed_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """A model's config for the folder that holds it packed."""
+def packed_config(config: Mapping[str, Any], plan: Plan, inputs: str | None = None) -> dict[str, Any]:
+    """A model's config for the folder that holds it packed; `inputs`: the format that its layers round inputs to."""
     said = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan), **_HINT}
+    said |= {} if inputs is None else {"inputs": inputs}
     return {**unquantized_config(config), "quantization_config": said}
 
 
@@ -386,14 +402,22 @@ def check_packed_output(
 
 
 def write_packed_folder(
-    output: str | Path, contents: FolderContents, write_shard: WriteShard, *, force: bool = False
+    output: str | Path,
+    contents: FolderContents,
+    write_shard: WriteShard,
+    *,
+    force: bool = False,
+    keeps_tokenizer: bool = False,
 ) -> list[Path]:
     """Write a folder under a temporary name, and rename it when it is complete. Returns what was written.
 
-    force   a model that is there is replaced: its weights, their index, configs and plan go, and the tokenizer where
-            the new model brings one; every other file stays
+    force            a model that is there is replaced: its weights, their index, configs and plan go, and the tokenizer
+                     where the new model brings one; every other file stays
+    keeps_tokenizer  where the new model brings none, the old one stays, as for transformers' save_pretrained; else it
+                     is put into a folder `replaced` there, with a generation config that the new model lacks
     """
-    with atomic_folder(output, replaces=_model_files if force else None) as folder:
+    replaces = functools.partial(_model_files, keeps_tokenizer=keeps_tokenizer)
+    with atomic_folder(output, replaces=replaces if force else None) as folder:
         for shard in contents.shards:
             place = folder / shard.name
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -401,22 +425,55 @@ def write_packed_folder(
             with write_tensors(place, shard.promises, metadata=metadata, tied=shard.tied) as writer:
                 write_shard(writer, shard.promises)
         if [shard.name for shard in contents.shards] != [WHOLE]:
-            write_json(folder / f"model{INDEX_SUFFIX}", index_of(contents.shards))
+            write_json(folder / INDEX, index_of(contents.shards))
         for name, path in contents.beside.items():
-            if path.is_dir():
-                shutil.copytree(path, folder / name)
-            else:
-                shutil.copyfile(path, folder / name)
+            _copy(path, folder / name)
         if contents.plan is not None:
             contents.plan.save(folder / PLAN)
         if contents.config is not None:
             write_json(folder / CONFIG, contents.config)
         require_unchanged(contents.inputs)
         written = sorted(path.name for path in folder.iterdir())
+        if force and not keeps_tokenizer:
+            _set_aside(Path(output), folder)
     return [Path(output, name) for name in written]
 
 
-def _model_files(old: Path, new: Path) -> set[str]:
-    """Files of the model in a folder that has no place beside a new one."""
+def _set_aside(old: Path, new: Path) -> None:
+    """Keep the tokenizer and generation config of an old model, which the new one lacks, where no program reads them.
+
+    They may be a user's own, so they are not lost; beside another model's weights they would make a mix.
+    """
+    lacking = [] if (new / GENERATION).exists() else [GENERATION]
+    lacking += [] if _has_tokenizer(new) else sorted(TOKENIZER_FILES)
+    names = [name for name in lacking if (old / name).exists()]
+    if not names:
+        return
+    numbers = (f"{REPLACED}{number}" for number in itertools.chain([""], itertools.count(2)))
+    aside = next(name for name in numbers if not (old / name).exists())
+    (new / aside).mkdir()
+    for name in names:
+        _copy(old / name, new / aside / name)
+    log.warning(
+        "%s: the new model has no %s; those of the model before are in %s there now",
+        *(visible(str(old)), visible(listed(names, 3)), aside),
+    )
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copyfile(source, target)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
+def _model_files(old: Path, new: Path, *, keeps_tokenizer: bool) -> set[str]:
+    """Files of the model in a folder that has no place beside a new one: shards that its index names included."""
     names = {path.name for path in old.iterdir() if _WEIGHTS.fullmatch(path.name)} | {CONFIG, GENERATION, PLAN}
-    return names | TOKENIZER_FILES if any((new / name).exists() for name in TOKENIZER_FILES) else names
+    with suppress(FileFormatError, OSError):  # an index that cannot be read names none
+        names |= {*read_index(old / INDEX).values()}
+    return names if keeps_tokenizer and not _has_tokenizer(new) else names | TOKENIZER_FILES

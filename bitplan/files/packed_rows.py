@@ -102,7 +102,7 @@ def packed_pair(file: TensorFile, data: str, scales: str, fmt: Format, base: flo
         )
     codes, scale_spec = file.spec(data), file.spec(scales)
     for spec, dtype in ((codes, fmt.storage), (scale_spec, fmt.scales.dtype)):
-        if spec.dtype.itemsize != dtype.itemsize or spec.encoded:
+        if spec.torch_dtype.itemsize != dtype.itemsize or spec.encoded:
             raise FileFormatError(f"{file.path}: {spec.name!r} must be {dtype} in {fmt.name}, got {spec.format}")
     grid, width = scale_spec.shape, fmt.data_cols(fmt.block.cols)
     if not grid or codes.shape not in ((*grid, width), (*grid[:-1], grid[-1] * width)):
@@ -122,7 +122,7 @@ def packed_pair(file: TensorFile, data: str, scales: str, fmt: Format, base: flo
 def base_fault(file: TensorFile, name: str) -> str | None:
     """Why a tensor cannot be the base of scales; None where it is one float."""
     spec = file.spec(name)
-    if math.prod(spec.shape) == 1 and spec.dtype.is_floating_point and not spec.encoded:
+    if math.prod(spec.shape) == 1 and spec.torch_dtype.is_floating_point and not spec.encoded:
         return None
     return f"the base of scales must be one float, and {name!r} is {spec.format} of shape {spec.shape}"
 
@@ -211,7 +211,7 @@ def plain_pieces(file: TensorFile, name: str) -> Iterator[tuple[int, Tensor]]:
         for start, stop in spans(spec.shape[0], spec.nbytes):
             yield start * row_numbers, file._checkpoint.read_rows(spec.name, start, stop)
     elif spec.shape and isinstance(file, GGUFTensors) and not spec.format.startswith("gguf:"):
-        dtype = get_format(spec.format).storage if spec.encoded else spec.dtype
+        dtype = get_format(spec.format).storage if spec.encoded else spec.torch_dtype
         for start, stop in spans(math.prod(spec.shape[:-1]), spec.nbytes):
             yield start * spec.shape[-1], file.file.read_raw_rows(name, start, stop).view(dtype)
     else:

@@ -32,15 +32,23 @@ class PolyTensors(TensorFile):
         self.specs = {}
         for name, item in self.network.tensors.items():
             if isinstance(item, Encoded):
-                spec = TensorSpec(name, item.fmt.name, item.shape, item.nbytes, "float32", encoded=True)
+                kind = item.fmt.name
+                spec = TensorSpec(name, item.shape, "float32", format=kind, nbytes=item.nbytes, encoded=True)
             else:
                 kind = dtype_name(item.dtype)
-                spec = TensorSpec(name, kind, tuple(item.shape), item.nbytes, kind, False)
+                spec = TensorSpec(name, tuple(item.shape), kind, format=kind, nbytes=item.nbytes)
             self.specs[name] = spec
 
     def read(self, name: str) -> Tensor | Encoded:
         self.spec(name)
         return self.network.tensors[name]
+
+    @property
+    def has_checksums(self) -> bool:
+        return self.network.has_checksums
+
+    def damaged_parts(self, name: str) -> list[str]:
+        return ["weights"] if name in self.network.damaged else []
 
     def close(self) -> None:
         """Nothing is held open: the document was read whole."""

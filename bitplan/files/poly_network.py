@@ -14,12 +14,12 @@ The original's own files leave much unsaid, so there are two readings:
 | scale 0 or missing | 1 | a tensor of zeros / an error |
 | count | what the bytes give; a Dense layer's sizes trim the padding | `shape` |
 | a layer is called | its path, `layers[3].parallel_branches[0]` | `name` |
+| damage | is not seen | `crc32` of format, shape, numbers and scale; files of earlier versions have none |
 | comes out as | float32, flat | Encoded, exact |
 | keys we do not know | kept untouched | an error |
 
-Source: the files and sources of the project behind the format.
-
-Finds which version of the original wrote a network: its packing of float16, fp8 and fp4 changed, unmarked in files.
+Source: the files and sources of the project behind the format. Its packing of float16, fp8 and fp4 changed, unmarked in
+files:
 
 | dtype | older versions | today's |
 |---|---|---|
@@ -40,11 +40,13 @@ import base64
 import binascii
 import json
 import math
+import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -55,7 +57,7 @@ from bitplan.base.records import atomic_file, check_input, read_json
 from bitplan.formats import DTYPE_NAMES, Encoded, Format, get_format
 from bitplan.formats.codec import decode, encode
 
-# ---- poly versions ---------------------------------------------------------------------------------------------------
+# ---- which version of the original wrote a network -------------------------------------------------------------------
 
 
 Version = Literal["older", "today"]
@@ -156,7 +158,7 @@ def _uppers(bits: Tensor) -> Tensor:
     return bits.view(torch.bfloat16).float()
 
 
-# ---- poly network ----------------------------------------------------------------------------------------------------
+# ---- the network -----------------------------------------------------------------------------------------------------
 
 
 CODEC = "bitplan-1"
@@ -177,11 +179,14 @@ Weights = Encoded | Tensor
 class PolyNetwork:
     """A network file in memory: the document, which `write_poly_json` writes, and the weights read from it.
 
-    `tensors` is a view of the document that cannot be assigned to: to change weights, build a new network.
+    `tensors` is a view of the document that cannot be assigned to: to change weights, build a new network. `damaged`
+    are those whose numbers are not what the document's checksums say; `has_checksums` says that all of them have one.
     """
 
     document: dict[str, Any]
     tensors: Mapping[str, Weights]
+    damaged: frozenset[str] = frozenset()
+    has_checksums: bool = False
 
     @property
     def codec(self) -> str | None:
@@ -211,7 +216,7 @@ class PolyNetwork:
         ]
         cell = {"depth": 1, "rows": 1, "cols": 1, "layers_per_cell": len(layers)}
         document = {"codec": CODEC, "id": network_id, **cell, "layers": layers}
-        return cls(document, _NetworkReader(f"network {network_id!r}", document).tensors())
+        return _NetworkReader(f"network {network_id!r}", document).network()
 
 
 def read_poly_json(path: str | Path) -> PolyNetwork:
@@ -223,7 +228,7 @@ def read_poly_json(path: str | Path) -> PolyNetwork:
             f"{path}: is JSON without weights: no network of poly's, which has `id` and `layers`; a model is given "
             "by its folder, its index (*.safetensors.index.json) or a file of weights"
         )
-    return PolyNetwork(document, _NetworkReader(str(path), document).tensors())
+    return _NetworkReader(str(path), document).network()
 
 
 def write_poly_json(path: str | Path, network: PolyNetwork) -> None:
@@ -279,7 +284,13 @@ def _layer_of(name: str, encoded: Encoded, index: int, layer_type: str) -> dict[
     payload = encoded.to_bytes()[: encoded.data.nbytes]
     if payload:
         layer["weights"] = base64.b64encode(payload).decode("ascii")
+    layer["crc32"] = _checksum(encoded)
     return layer
+
+
+def _checksum(encoded: Encoded) -> str:
+    """The CRC-32 of a layer's format, shape, numbers and scale."""
+    return f"{zlib.crc32(encoded.to_bytes(), zlib.crc32(f'{encoded.fmt.name} {encoded.shape}'.encode())):08x}"
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -310,8 +321,9 @@ _LAYER_KEYS = {
     **dict.fromkeys(("meta_rules", "parallel_branches", "sequential_layers"), LIST),
     "meta_observed_layer": OBJECT,
 }
-_OUR_LAYER_KEYS = {**_LAYER_KEYS, "name": TEXT, "shape": _SHAPE, "zero_point": _CODE}
-_OF_WEIGHTS = ("name", "shape", "weights", "native", "scale", "zero_point")
+_SUM = Kind("8 hexadecimal digits", lambda value: type(value) is str and re.fullmatch("[0-9a-f]{8}", value) is not None)
+_OUR_LAYER_KEYS = {**_LAYER_KEYS, "name": TEXT, "shape": _SHAPE, "zero_point": _CODE, "crc32": _SUM}
+_OF_WEIGHTS = ("name", "shape", "weights", "native", "scale", "zero_point", "crc32")
 
 
 class _NetworkReader:
@@ -324,6 +336,13 @@ class _NetworkReader:
         if self.ours and document["codec"] != CODEC:
             self.reader.fail("codec", f"{CODEC!r}, or missing in a file of the original's", document["codec"])
         self.document = document
+        self.checksums: dict[str, str] = {}
+
+    def network(self) -> PolyNetwork:
+        tensors = self.tensors()
+        checked = self.ours and len(self.checksums) == len(tensors)
+        wrong = {name for name, said in self.checksums.items() if _checksum(cast(Encoded, tensors[name])) != said}
+        return PolyNetwork(self.document, tensors, frozenset(wrong), checked)
 
     def tensors(self) -> Mapping[str, Weights]:
         """Name -> weights of every layer that has some, in file order."""
@@ -342,6 +361,8 @@ class _NetworkReader:
                         f"{path}: name must differ from those of the layers before, got {show(layer['name'])}"
                     )
                 tensors[layer["name"]] = exact
+                if "crc32" in layer:
+                    self.checksums[layer["name"]] = layer["crc32"]
         return MappingProxyType(tensors)
 
     # -- structure --

@@ -6,20 +6,15 @@ output takes its final name only when it is complete.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from bitplan.base.errors import FormatError, StoreError
-from bitplan.base.records import require_unchanged, stamps_of
-from bitplan.files.engines.gguf_names import evidence_of, fit_names
-from bitplan.files.engines.gguf_source import open_model
-from bitplan.files.headers import is_packed_by, plan_for_file
+from bitplan.base.records import Closing, Stamps, require_unchanged, stamps_of
+from bitplan.files.headers import is_gguf, is_packed_by, plan_for_file, plan_of_stored
 from bitplan.files.open_files import container_for, open_tensors, require_container
 from bitplan.files.packed_folder import (
     SHARD_BYTES,
@@ -40,15 +35,21 @@ from bitplan.files.round_with_evidence import WeightEvidence, open_evidence
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
-from bitplan.formats import Encoded, Format, get_format
-from bitplan.formats.codec import NonFinite, finite, readable
-from bitplan.formats.dispatch import encode
+from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import wider_types
-from bitplan.formats.quantization_error import ErrorReport, error_report, sample
-from bitplan.formats.scale_rules import ScaleRule
+from bitplan.formats.input_formats import input_format
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted
-from bitplan.plan.names import listed
+from bitplan.plan.names import listed, without_expert
+from bitplan.plan.plan import Planned
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitplan.formats import Encoded
+    from bitplan.formats.codec import NonFinite
+    from bitplan.formats.quantization_error import ErrorReport
+    from bitplan.formats.scale_rules import ScaleRule
 
 MOST_NAMES_SHOWN = 6
 # Errors of a tensor are counted over this many of its numbers, evenly spread, in a tenth of the time of encoding it.
@@ -58,25 +59,6 @@ WARN_SATURATED_SHARE = 0.05
 WARN_SQNR_DB = 10.0
 WARN_ZERO_SHARE = 0.6  # ternary absmean makes zeros of 31% of Gaussian weights
 NO_STATISTICS = "no statistics"
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """The format of each tensor, and how it is encoded."""
-
-    plan: Plan
-    scale_rule: ScaleRule | None = None
-    pad: Literal["zero"] | None = None
-    nonfinite: NonFinite = "error"
-    evidence: WeightEvidence | None = None
-    transposed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # what is packed as its transpose
-
-    def choose(self, name: str) -> tuple[Format | None, str]:
-        """The format of a tensor (None: leave it as it is), and the reason."""
-        entry = self.plan.entries[name]
-        fmt = None if entry.stored is not None else get_format(entry.choice.format)
-        return fmt, entry.choice.reason
 
 
 @dataclass
@@ -168,6 +150,7 @@ def quantize_file(
     pad: Literal["zero"] | None = None,
     nonfinite: NonFinite = "error",
     evidence: str | Path | None = None,
+    inputs: str | None = None,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
     on_tensor: OnTensor | None = None,
@@ -177,6 +160,7 @@ def quantize_file(
     fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
     keep, only   names or shell patterns, of tensors or of modules
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
+    inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.packed.round_inputs`)
     force        replace an existing folder
     shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
 
@@ -187,131 +171,287 @@ def quantize_file(
     """
     if evidence is not None and scale_rule is not None:
         raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
-    report = QuantizeReport(str(source), str(output))
-    with ExitStack() as opened:
-        is_folder = container_for(output) is None
-        file = opened.enter_context(open_model(source, with_tokenizer=True) if is_folder else open_tensors(source))
-        statistics = None if evidence is None else opened.enter_context(open_evidence(evidence))
-        wanted = fit_names(fmt, file)
+    with Quantization(
+        source,
+        output,
+        fmt,
+        keep=keep,
+        only=only,
+        pad=pad,
+        inputs=inputs,
+        reads=[] if evidence is None else [Path(evidence)],
+        force=force or container_for(output) is not None,
+        shard_bytes=shard_bytes,
+    ) as prepared:
+        return prepared.write(evidence, scale_rule=scale_rule, nonfinite=nonfinite, on_tensor=on_tensor)
 
-        def planned(keep: Sequence[str]) -> Plan:
-            padded = pad is not None
-            return plan_for_file(file, wanted, keep=keep, only=only, pad=padded, output=output, packs_folder=is_folder)
 
-        plan = planned(keep)
-        if unpacked := _without_layer(file, plan, output):
-            plan = planned((*keep, *unpacked))
-            plan = _with_reason(plan, unpacked, "no packed layer holds it, so it stays")
-            report.notes.append(
+class Quantization(Closing):
+    """A prepared quantization: the source is open, every format is known, and nothing is written yet.
+
+    Everything that names, shapes and configs show to be impossible is refused here, without torch where no tensor needs
+    other names.
+
+    inputs   for a folder: the format that its packed layers round their inputs to
+    reads    files beside the source that are read, so that the output is none of them
+    force    the output may exist
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        output: str | Path,
+        fmt: Wanted,
+        *,
+        keep: Sequence[str] = (),
+        only: Sequence[str] = (),
+        pad: Literal["zero"] | None = None,
+        inputs: str | None = None,
+        reads: Sequence[Path] = (),
+        force: bool = False,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self.report = QuantizeReport(str(source), str(output))
+        self._output, self._force, self._shard_bytes = Path(output), force, shard_bytes
+        container = container_for(output)
+        self._rounded = input_format(inputs, "quantize_file")
+        if self._rounded is not None and container is not None:
+            raise StoreError(f"{output}: a file of weights says nothing of inputs in {self._rounded}; write a folder")
+        with ExitStack() as opened:
+            self._file = file = opened.enter_context(_open(source, is_folder=container is None))
+            self._stamps, read = stamps_of(file.files), [*file.files, *reads]
+            if container is None:
+                if not is_model_folder(file.folder) and not (isinstance(file, NativeTensors) and len(file.shards) > 1):
+                    require_container(output)  # which refuses it: one file alone makes no folder
+                check_packed_output(output, inputs=read, force=force)
+            else:
+                container.check_output(output, inputs=read, force=force)
+                container.check_source(file, self._output)
+            plan = plan_for_file(
+                file,
+                _fitted(fmt, file),
+                keep=keep,
+                only=only,
+                pad=pad is not None,
+                output=output,
+                packs_folder=container is None,
+            )
+            if container is None and is_model_folder(file.folder):
+                plan = self._runnable(plan)
+            self.report.notes += _packed_before(file, plan)
+            plan.require_whole(str(source))
+            self.plan = plan
+            shapes = shapes_of_transposed(file) if container is None else {}
+            self._transposed = {name: shape for name, shape in shapes.items() if is_packed_by(plan, name)}
+            self._contents = self._folder_contents() if container is None else None
+            opened.pop_all()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors of the source."""
+        return sum(spec.nbytes for spec in self._file.specs.values())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def write(
+        self,
+        evidence: str | Path | None = None,
+        *,
+        scale_rule: ScaleRule | None = None,
+        nonfinite: NonFinite = "error",
+        on_tensor: OnTensor | None = None,
+    ) -> QuantizeReport:
+        """Read, encode and write every tensor, one at a time; the output gets its name when it is whole."""
+        with ExitStack() as opened:
+            self._scale_rule, self._nonfinite, self._on_tensor = scale_rule, nonfinite, on_tensor
+            self._evidence: WeightEvidence | None = None
+            if evidence is not None:
+                from bitplan.files.engines.gguf_names import evidence_of
+
+                self._evidence = evidence_of(opened.enter_context(open_evidence(evidence)), self._file)
+                packed = (name for name in self._file.specs if not get_format(self.plan[name].format).is_cast)
+                self._evidence.require_use(packed)
+                self.report.notes += self._evidence.notes
+            stamps = {**self._stamps, **stamps_of([] if evidence is None else [Path(evidence)])}
+            if self._contents is not None:
+                contents = replace(self._contents, inputs=stamps)
+                write_packed_folder(self._output, contents, self._write_each, force=self._force)
+            else:
+                self._write_file(stamps)
+        return self.report
+
+    def _write_file(self, stamps: Stamps) -> None:
+        file, container = self._file, require_container(self._output)
+        tied = file.tied if container.holds_ties else {}
+        promises = self._promises([*file.specs, *(file.tied if not tied else ())])
+        metadata = file.metadata if isinstance(file, container.file_type) else {}
+        with container.write(self._output, promises, metadata, tied) as writer:
+            self._write_each(writer, promises)
+            require_unchanged(stamps)
+
+    def _folder_contents(self) -> FolderContents:
+        file = self._file
+        if is_model_folder(file.folder):
+            config = read_config(file.folder)
+            other = config.get("quantization_config")
+            if other is not None and not is_packed_config(config) and not isinstance(file, SchemeTensors):
+                method = other.get("quant_method") if isinstance(other, dict) else other
+                raise StoreError(
+                    f"{file.path}: is quantized already ({method!r:.60}), and its tensors are not plain numbers; "
+                    "give the folder of the model in bfloat16 or float32"
+                )
+            shards = cut_shards(self._promises(list(file.specs)), file.tied, self._shard_bytes)
+            said = packed_config(config, self.plan, self._rounded)
+            return FolderContents(shards, said, self.plan, side_files(file.folder))
+        if self._rounded is not None:
+            raise StoreError(
+                f"{self._output}: only a model's folder, with config.json, says that inputs are in {self._rounded}"
+            )
+        assert isinstance(file, NativeTensors)
+        return FolderContents(self._same_shards(file))
+
+    def _same_shards(self, file: NativeTensors) -> list[Shard]:
+        """The same shards as in the source."""
+        names: dict[Path, list[str]] = {shard: [] for shard in file.shards}
+        tied: dict[Path, dict[str, str]] = {shard: {} for shard in file.shards}
+        for name in file.specs:
+            names[file.shard_of(name)].append(name)
+        for alias, name in file.tied.items():
+            tied[file.shard_of(name)][alias] = name
+        return [
+            Shard(
+                file.shard_name(shard).as_posix(),
+                tuple(self._promises(names[shard])),
+                tied[shard],
+                file.metadata_of(shard),
+            )
+            for shard in file.shards
+        ]
+
+    # ---- the plan of a folder that runs ------------------------------------------------------------------------------
+
+    def _runnable(self, plan: Plan) -> Plan:
+        """The plan for a model's folder: what no packed layer holds stays, and experts have a format that one holds."""
+        file, changed = self._file, dict(plan.entries)
+        packed = [name for name in file.specs if is_packed_by(plan, name)]
+        if unpacked := without_packed_layer(packed, read_config(file.folder)):
+            stored = plan_of_stored(file, unpacked)
+            for name in unpacked:
+                entry = replace(stored.entries[name], role=changed[name].role)
+                changed[name] = _with_reason(entry, "no packed layer holds it, so it stays")
+            self.report.notes.append(
                 f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (transposed matrices, "
                 "nn.MultiheadAttention, weights that a model's code reads itself): "
                 f"{listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
             )
-        if unstackable := _unstackable(file, plan, output):
-            report.notes.append(_other_format(unstackable, plan))
-            plan = _with_formats(plan, unstackable)
-        report.notes += _packed_before(file, plan)
-        plan.require_whole(str(source))
-        shapes = shapes_of_transposed(file) if is_folder else {}
-        transposed = {name: shape for name, shape in shapes.items() if is_packed_by(plan, name)}
-        known = None if statistics is None else evidence_of(statistics, file)
-        if known is not None:
-            known.require_use(name for name in file.specs if not get_format(plan[name].format).is_cast)
-        options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known, transposed)
-        report.notes += [] if known is None else known.notes
-        inputs = [*file.files, *([] if statistics is None else [statistics.path])]
-        stamps = stamps_of(inputs)
-        contents = _folder_contents(file, options, shard_bytes) if is_folder else None
-        if contents is not None:
-            check_packed_output(output, inputs=inputs, force=force)
-            write_packed_folder(
-                output,
-                replace(contents, inputs=stamps),
-                lambda writer, promises: _quantize_each(file, promises, writer, options, report, on_tensor),
-                force=force,
+        unstackable = {
+            name: "int8_row" if file.specs[name].shape[-1] % 32 else "mxfp4"
+            for name in packed
+            if name not in unpacked and without_expert(name) != name and _has_factor(plan[name].format)
+        }
+        for name, fmt in unstackable.items():
+            reason = f"experts are packed as one weight, and {plan[name].format} has a factor for each"
+            changed[name] = _with_reason(changed[name], reason, format=fmt)
+        if unstackable:
+            first, taken = next(iter(unstackable)), " and ".join(sorted(set(unstackable.values())))
+            self.report.notes.append(
+                f"{len(unstackable)} experts are in {taken}: {plan[first].format} has a factor for each tensor, and a "
+                f"packed layer holds the experts as one weight: {listed(list(unstackable), MOST_NAMES_SHOWN)}; "
+                f"a .safetensors OUTPUT holds them in {plan[first].format}"
             )
-            return report
-        container = require_container(output)
-        container.check_output(output, inputs=inputs)
-        container.check_source(file, Path(output))
-        tied = file.tied if container.holds_ties else {}
-        promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)
-        metadata = file.metadata if isinstance(file, container.file_type) else {}
-        with container.write(Path(output), promises, metadata, tied) as writer:
-            _quantize_each(file, promises, writer, options, report, on_tensor)
-            require_unchanged(stamps)
-    return report
+        return Plan(changed, padding=plan.padding) if unpacked or unstackable else plan
 
+    # ---- tensors -----------------------------------------------------------------------------------------------------
 
-def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
-    """The contents of the output folder; None if the output is a single file."""
-    is_scheme = isinstance(file, SchemeTensors)
-    if is_model_folder(file.folder):
-        config = read_config(file.folder)
-        said = config.get("quantization_config")
-        if said is not None and not is_packed_config(config) and not is_scheme:
-            method = said.get("quant_method") if isinstance(said, dict) else said
-            raise StoreError(
-                f"{file.path}: is quantized already ({method!r:.60}), and its tensors are not plain numbers; "
-                "give the folder of the model in bfloat16 or float32"
+    def _promises(self, names: Sequence[str]) -> list[Promise]:
+        promises = []
+        for name in names:
+            spec, entry = self._file.spec(name), self.plan.entries[name]
+            fmt = None if entry.stored is not None else get_format(entry.choice.format)
+            if fmt is not None:
+                self._file.require_numbers(spec)
+            elif spec.encoded:  # a packed tensor that is left alone stays packed
+                fmt = get_format(spec.format)
+            promises.append(Promise(name, self._transposed.get(name, spec.shape), fmt, spec.torch_dtype))
+        return promises
+
+    def _write_each(self, writer: Writer, promises: Sequence[Promise]) -> None:
+        for promise in promises:
+            spec = self._file.spec(promise.name)
+            converted, lost = self._converted(spec, promise)
+            writer.write(promise.name, converted)
+            del converted
+            self.report.rows.append(
+                {
+                    "name": promise.name,
+                    "shape": list(spec.shape),
+                    "from": spec.format,
+                    "to": promise.fmt.name if promise.fmt else spec.format,
+                    "reason": self.plan[promise.name].reason,
+                    "bytes_before": spec.nbytes,
+                    "bytes_after": promise.nbytes,
+                    **lost,
+                }
             )
-        shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
-        return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.folder))
-    if not isinstance(file, NativeTensors) or len(file.shards) < 2:
-        return None
-    return FolderContents(_same_shards(file, options))
+            if self._on_tensor:
+                self._on_tensor(spec)
+
+    def _converted(self, spec: TensorSpec, promise: Promise) -> tuple[Tensor | Encoded, dict[str, Any]]:
+        """The tensor to write, and its errors."""
+        from bitplan.formats.codec import finite, readable
+        from bitplan.formats.dispatch import encode
+        from bitplan.formats.quantization_error import error_report, sample
+
+        file, fmt, pad = self._file, promise.fmt, self.plan.pad
+        if fmt is None or (spec.encoded and spec.format == fmt.name):  # its bytes are copied, with their filling
+            return file.read(promise.name), _lost(None)
+        where = f"{file.path}: {spec.name}"
+        numbers = file.read_float(spec.name)
+        if promise.name in self._transposed:
+            numbers = numbers.transpose(1, 2).contiguous()
+        said: dict[str, Any] = {}
+        owner = file.tied.get(spec.name, spec.name)
+        if fmt.is_cast:
+            encoded = _cast(finite(numbers, self._nonfinite, where), fmt, where)
+        elif self._evidence is not None and self._evidence.has(owner):
+            whole = finite(numbers, self._nonfinite, where)
+            encoded, rounding = self._evidence.round(owner, whole, fmt, pad=pad, where=where)
+            said = {"rounding": rounding.to_dict()}
+        else:
+            rule, nonfinite = self._scale_rule, self._nonfinite
+            encoded = encode(numbers, fmt, scale_rule=rule, pad=pad, nonfinite=nonfinite, name=where)
+            said = {} if self._evidence is None else {"rounding": NO_STATISTICS}
+        some, part = sample(numbers, encoded, MOST_COUNTED)
+        return encoded, _lost(error_report(finite(readable(some, where), self._nonfinite, where), part)) | said
 
 
-def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str]:
-    """Tensors that the plan packs and no packed layer can hold, if the output is a model's folder."""
-    if container_for(output) or not is_model_folder(file.folder):
-        return []
-    packed = [
-        name for name in file.specs if plan.entries[name].stored is None and not get_format(plan[name].format).is_cast
-    ]
-    return without_packed_layer(packed, read_config(file.folder))
+def _open(source: str | Path, *, is_folder: bool) -> TensorFile:
+    """The source, for a folder under the model's own names."""
+    if not is_folder or not is_gguf(source):
+        return open_tensors(source)
+    from bitplan.files.engines.gguf_source import open_model
+
+    return open_model(source, with_tokenizer=True)
 
 
-def _with_reason(plan: Plan, names: Sequence[str], reason: str) -> Plan:
-    """The same plan with another reason for these tensors."""
-    changed = dict(plan.entries)
-    for name in names:
-        changed[name] = replace(changed[name], choice=replace(changed[name].choice, reason=reason))
-    return Plan(changed, padding=plan.padding)
+def _fitted(fmt: Wanted, file: TensorFile) -> Wanted:
+    """What is wanted, under the file's names; only a plan may have others."""
+    if not isinstance(fmt, Plan) or fmt.keys() == {*file.specs, *file.tied}:
+        return fmt
+    from bitplan.files.engines.gguf_names import fit_names
+
+    return fit_names(fmt, file)
 
 
-def _unstackable(file: TensorFile, plan: Plan, output: str | Path) -> dict[str, str]:
-    """Separate experts in a format with a factor for each tensor, and another format for them, in a model's folder.
-
-    A packed layer holds the experts of a layer as one weight, which has one factor.
-    """
-    if container_for(output) or not is_model_folder(file.path):
-        return {}
-    found = {}
-    for name, spec in file.specs.items():
-        scales = get_format(plan[name].format).scales
-        if _EXPERT.search(name) and plan.entries[name].stored is None and scales is not None and scales.needs_base:
-            found[name] = "int8_row" if spec.shape[-1] % 32 else "mxfp4"
-    return found
+def _with_reason(entry: Planned, reason: str, **changes: Any) -> Planned:
+    return replace(entry, choice=replace(entry.choice, reason=reason, **changes))
 
 
-def _other_format(unstackable: Mapping[str, str], plan: Plan) -> str:
-    first = next(iter(unstackable))
-    taken = " and ".join(sorted(set(unstackable.values())))
-    return (
-        f"{len(unstackable)} experts are in {taken}: {plan[first].format} has a factor for each tensor, and a packed "
-        f"layer holds the experts as one weight: {listed(list(unstackable), MOST_NAMES_SHOWN)}; "
-        f"a .safetensors OUTPUT holds them in {plan[first].format}"
-    )
-
-
-def _with_formats(plan: Plan, formats: Mapping[str, str]) -> Plan:
-    """The same plan with other formats for experts, which are packed as one weight."""
-    changed = dict(plan.entries)
-    for name, fmt in formats.items():
-        reason = f"experts are packed as one weight, and {plan[name].format} has a factor for each"
-        changed[name] = replace(changed[name], choice=replace(changed[name].choice, format=fmt, reason=reason))
-    return Plan(changed, padding=plan.padding)
+def _has_factor(fmt: str) -> bool:
+    """Whether a format has a factor for each tensor: a packed layer holds all experts as one weight, with one."""
+    scales = get_format(fmt).scales
+    return scales is not None and scales.needs_base
 
 
 def _packed_before(file: TensorFile, plan: Plan) -> list[str]:
@@ -331,86 +471,6 @@ def _packed_before(file: TensorFile, plan: Plan) -> list[str]:
     ]
 
 
-def _same_shards(file: NativeTensors, options: QuantizeOptions) -> list[Shard]:
-    """The same shards as in the source."""
-    names: dict[Path, list[str]] = {shard: [] for shard in file.shards}
-    tied: dict[Path, dict[str, str]] = {shard: {} for shard in file.shards}
-    for name in file.specs:
-        names[file.shard_of(name)].append(name)
-    for alias, name in file.tied.items():
-        tied[file.shard_of(name)][alias] = name
-    return [
-        Shard(
-            file.shard_name(shard).as_posix(),
-            tuple(_promises(file, names[shard], options)),
-            tied[shard],
-            file.metadata_of(shard),
-        )
-        for shard in file.shards
-    ]
-
-
-def _quantize_each(
-    file: TensorFile,
-    promises: Sequence[Promise],
-    writer: Writer,
-    options: QuantizeOptions,
-    report: QuantizeReport,
-    on_tensor: OnTensor | None,
-) -> None:
-    for promise in promises:
-        spec = file.spec(promise.name)
-        _, reason = options.choose(promise.name)
-        converted, lost = _converted(file, spec, promise, options)
-        writer.write(promise.name, converted)
-        del converted
-        report.rows.append(
-            {
-                "name": promise.name,
-                "shape": list(spec.shape),
-                "from": spec.format,
-                "to": promise.fmt.name if promise.fmt else spec.format,
-                "reason": reason,
-                "bytes_before": spec.nbytes,
-                "bytes_after": promise.nbytes,
-                **lost,
-            }
-        )
-        if on_tensor:
-            on_tensor(spec)
-
-
-def _converted(
-    file: TensorFile, spec: TensorSpec, promise: Promise, options: QuantizeOptions
-) -> tuple[Tensor | Encoded, dict[str, Any]]:
-    """The tensor to write, and its errors."""
-    if promise.fmt is None or _is_copied(spec, promise.fmt):
-        return file.read(promise.name), _lost(None)
-    where = f"{file.path}: {spec.name}"
-    numbers = file.read_float(spec.name)
-    if promise.name in options.transposed:
-        numbers = numbers.transpose(1, 2).contiguous()
-    said: dict[str, Any] = {}
-    if promise.fmt.is_cast:
-        encoded = _cast(finite(numbers, options.nonfinite, where), promise.fmt, where)
-    elif options.evidence is not None and options.evidence.has(own := file.tied.get(spec.name, spec.name)):
-        whole = finite(numbers, options.nonfinite, where)
-        encoded, rounding = options.evidence.round(own, whole, promise.fmt, pad=options.pad, where=where)
-        said = {"rounding": rounding.to_dict()}
-    else:
-        encoded = encode(
-            numbers,
-            promise.fmt,
-            scale_rule=options.scale_rule,
-            pad=options.pad,
-            nonfinite=options.nonfinite,
-            name=where,
-        )
-        said = {} if options.evidence is None else {"rounding": NO_STATISTICS}
-    some, part = sample(numbers, encoded, MOST_COUNTED)
-    return encoded, _lost(error_report(finite(readable(some, where), options.nonfinite, where), part)) | said
-
-
 def _lost(errors: ErrorReport | None) -> dict[str, Any]:
     if errors is None or not errors.count:
         return dict.fromkeys(("sqnr_db", "saturated_share", "underflowed_share", "counted"))
@@ -422,13 +482,10 @@ def _lost(errors: ErrorReport | None) -> dict[str, Any]:
     }
 
 
-def _is_copied(spec: TensorSpec, fmt: Format) -> bool:
-    """Whether a tensor is in its format already: its bytes are then copied, with their filling."""
-    return spec.encoded and spec.format == fmt.name
-
-
 def _cast(numbers: Tensor, fmt: Format, where: str) -> Encoded:
     """A cast that refuses to turn finite numbers into infinities."""
+    from bitplan.formats.dispatch import encode
+
     encoded = encode(numbers, fmt)
     if lost := int(encoded.data.isinf().sum()):
         raise FormatError(
@@ -436,16 +493,3 @@ def _cast(numbers: Tensor, fmt: Format, where: str) -> Encoded:
             f"choose {wider_types(fmt.name)}"
         )
     return encoded
-
-
-def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) -> list[Promise]:
-    promises = []
-    for name in names:
-        spec = file.spec(name)
-        fmt, _ = options.choose(name)
-        if fmt is not None:
-            file.require_numbers(spec)
-        if fmt is None and spec.encoded:  # a packed tensor that is left alone stays packed
-            fmt = get_format(spec.format)
-        promises.append(Promise(name, options.transposed.get(name, spec.shape), fmt, spec.dtype))
-    return promises

@@ -7,7 +7,7 @@ header is checked as strictly as the library does, before the first payload byte
 Layout: 8 bytes little-endian header length; a JSON object {name: {dtype, shape, data_offsets}},
 with an optional `__metadata__` of strings, padded with spaces to a multiple of 8; the payloads
 without gaps. Source: the format section of the safetensors README. `F4` holds two elements per
-byte: the file counts elements, torch counts pairs, and `TensorEntry.shape` is torch's.
+byte: the file counts elements, torch counts pairs, and `TensorSpec.shape` is torch's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,8 @@ from bitplan.base.documents import Kind, Reader, is_text
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, atomic_file, check_input, parse_json, read_json
 from bitplan.base.text import visible
-from bitplan.files.tensor_bytes import MOST_OPEN, ContainerFile, Payload, PayloadWriter, parse_checksums
-from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from bitplan.files.tensor_bytes import MOST_OPEN, ContainerFile, Payload, PayloadWriter, TensorSpec, parse_checksums
+from bitplan.formats.dtypes import ITEM_BYTES, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -87,39 +87,17 @@ _OTHER_FORMATS = {
 _TEXT = re.compile(rb"[\t\n\r -~]{8}")  # as the length of a header it would be more than 2^59
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """Where one tensor lies in its file: `start` is an offset from the beginning of the file."""
-
-    name: str
-    dtype_name: str
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(self.dtype_name)
-
-
-class SafetensorsFile(ContainerFile[TensorEntry]):
+class SafetensorsFile(ContainerFile[TensorSpec]):
     """One .safetensors file open for reading; `tensors` is in file order."""
 
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, TensorSpec]
     metadata: dict[str, str]
-    checksums: dict[str, int]  # of every tensor, or of none
-
-    def is_damaged(self, name: str) -> bool:
-        """Whether a tensor's bytes are not those that were written; False where the file has no checksums."""
-        entry = self._entry(name)
-        wanted = self.checksums.get(name)
-        return wanted is not None and self._checksum(f"tensor {name!r}", entry.start, entry.nbytes) != wanted
 
     def read(self, name: str) -> torch.Tensor:
         """A fresh tensor that owns its memory."""
         entry = self._entry(name)
         raw = self._read_exactly(f"tensor {name!r}", entry.start, entry.nbytes)
-        return raw.view(entry.dtype).reshape(entry.shape)
+        return raw.view(entry.torch_dtype).reshape(entry.shape)
 
     def read_bytes(self, name: str) -> bytes:
         """The bytes of a small tensor; needs no torch."""
@@ -133,7 +111,7 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
             raise StoreError(f"{self.path}: tensor {name!r} is a scalar and has no rows; use read()")
         rows = entry.shape[0]
         raw = self._read_rows(name, entry.start, entry.nbytes // max(rows, 1), rows, start, stop)
-        return raw.view(entry.dtype).reshape(stop - start, *entry.shape[1:])
+        return raw.view(entry.torch_dtype).reshape(stop - start, *entry.shape[1:])
 
     def _read_header(self) -> None:
         if self._size < 8:
@@ -173,7 +151,7 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
             raise self._not_safetensors("the header is not a UTF-8 JSON object")
         return header
 
-    def _parse_entry(self, name: str, fields: Any, payload_start: int) -> TensorEntry:
+    def _parse_entry(self, name: str, fields: Any, payload_start: int) -> TensorSpec:
         where = f"{self.path}: tensor {name[:80]!r}"
         if not is_text(name):
             raise FileFormatError(f"{where}: the name is not valid Unicode")
@@ -201,7 +179,7 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
                 f"{where}: {tag} of shape {repr(file_shape)[:80]} takes {nbytes} bytes, "
                 f"data_offsets {offsets} give it {offsets[1] - offsets[0]}"
             )
-        return TensorEntry(name, dtype, shape, payload_start + offsets[0], nbytes)
+        return TensorSpec(name, shape, dtype, format=dtype, nbytes=nbytes, start=payload_start + offsets[0])
 
     def _not_safetensors(self, fault: str) -> FileFormatError:
         """The error, which names the file's real kind if it is recognised."""
@@ -245,10 +223,8 @@ def write_safetensors(
         writer = PayloadWriter(file, path, placed, size, header, checksums)
         yield writer
         writer.finish()
-        if writer.checksums is not None:
-            digits = "".join(f"{checksum:08x}" for checksum in writer.checksums.values())
-            key = f'"{CHECKSUMS}":"'.encode()  # within a name or another value its quotes would be escaped
-            writer.fill(key + b"0" * len(digits), key + digits.encode())
+        if checksums:
+            writer.fill_checksums(f'"{CHECKSUMS}":"'.encode())  # elsewhere its quotes would be escaped
 
 
 def _build_header(
@@ -313,7 +289,7 @@ class Checkpoint(Closing):
         self._files = {file.path: file for file in files}
         self.shards = list(self._files)
         self.sources = self.shards if index is None else [*self.shards, index]
-        self.tensors: dict[str, TensorEntry] = {}
+        self.tensors: dict[str, TensorSpec] = {}
         self.weight_map: dict[str, Path] = {}
         for file in files:
             for name, entry in file.tensors.items():
@@ -351,7 +327,7 @@ class Checkpoint(Closing):
         """Rows start..stop along the first dimension; only their bytes are read."""
         return self._file(name).read_rows(name, start, stop)
 
-    def reshape(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+    def reshape(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
         """Read a tensor in another shape of as many numbers from now on."""
         file = self._file(name)
         self.tensors[name] = file.tensors[name] = replace(file.tensors[name], shape=shape)
@@ -375,7 +351,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         source = _find_in_folder(folder)
     if source.name.endswith(".bin.index.json"):
         raise FileFormatError(f"{source}: names files of which each {_PICKLE}")
-    weight_map = _read_index(source) if source.name.endswith(".json") else None
+    weight_map = read_index(source) if source.name.endswith(".json") else None
     shards = [source] if weight_map is None else sorted({source.parent / shard for shard in weight_map.values()})
     if folder is not None:
         taken = {source, *shards}
@@ -410,7 +386,7 @@ def _find_in_folder(folder: Path) -> Path:
     """As transformers does: model.safetensors, else its index; without these, the only index or file."""
     names = _weight_files(folder)
     whole, index = "model.safetensors", f"model{INDEX_SUFFIX}"
-    if whole in names and not (index in names and whole in _read_index(folder / index).values()):
+    if whole in names and not (index in names and whole in read_index(folder / index).values()):
         return folder / whole
     if index in names:
         return folder / index
@@ -428,7 +404,7 @@ def _find_in_folder(folder: Path) -> Path:
     raise FileFormatError(f"{folder}: has neither a .safetensors file nor an index (*{INDEX_SUFFIX})")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
     """The weight map of an index: tensor name to the shard's name within the same folder."""
     check_input(path)
     reader = Reader(str(path), FileFormatError, strict=False)

@@ -84,8 +84,11 @@ class NativeTensors(TensorFile):
         parts = {part: self._checkpoint.read(part_name(name, part)) for part in fmt.part_layouts(shape)}
         return Encoded(fmt, shape, **parts)
 
+    @property
+    def has_checksums(self) -> bool:
+        return all(file.checksums.keys() == file.tensors.keys() for file in self._checkpoint.files)
+
     def damaged_parts(self, name: str) -> list[str]:
-        """Parts of a tensor whose bytes are not those that were written; none where the file has no checksums."""
         parts = self.formats[name][0].part_layouts(self.formats[name][1]) if name in self.formats else ("data",)
         return [part for part in parts if self._checkpoint.is_damaged(part_name(name, part))]
 
@@ -102,10 +105,10 @@ class NativeTensors(TensorFile):
                     raise FileFormatError(f"{self.path}: {name!r} is {fmt.name}, but its part {part!r} is missing")
                 if entry.shape == _shape_in_file(fmt, shape, part, part_shape):  # earlier files have the part's own
                     entry = self._checkpoint.reshape(entry.name, part_shape)
-                if entry.dtype_name != dtype or entry.shape != part_shape:
+                if entry.dtype != dtype or entry.shape != part_shape:
                     raise FileFormatError(
                         f"{self.path}: {name!r} is {fmt.name} of shape {shape}, so {entry.name!r} must be "
-                        f"{dtype} {part_shape}, got {entry.dtype_name} {entry.shape}"
+                        f"{dtype} {part_shape}, got {entry.dtype} {entry.shape}"
                     )
                 hidden.add(entry.name)
         specs = {}
@@ -114,13 +117,14 @@ class NativeTensors(TensorFile):
             if owner != name and f"{owner}.data" in entries:
                 raise FileFormatError(
                     f"{self.path}: {owner!r} lies here as parts of a packed weight, as state_dict() of a model with a "
-                    "plan applied has it; load it by load_state_dict into such a model, and write it with save_model"
+                    "plan applied has it; load it by load_state_dict into such a model, and write it with save_packed"
                 )
             if name in self.formats:
                 fmt, shape = self.formats[name]
-                specs[name] = TensorSpec(name, fmt.name, shape, fmt.nbytes(shape), "float32", encoded=True)
+                nbytes = fmt.nbytes(shape)
+                specs[name] = TensorSpec(name, shape, "float32", format=fmt.name, nbytes=nbytes, encoded=True)
             elif name not in hidden:
-                specs[name] = TensorSpec(name, entry.dtype_name, entry.shape, entry.nbytes, entry.dtype_name, False)
+                specs[name] = entry
         return dict(sorted(specs.items()))
 
     def _check_ties(self) -> None:

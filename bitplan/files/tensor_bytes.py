@@ -21,13 +21,41 @@ from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, check_input, on_failure, require_unchanged, stamps_of
+from bitplan.formats.dtypes import torch_dtype
+from bitplan.plan.structure.model_view import TensorRecord
 
 if TYPE_CHECKING:
     import torch
 
     Data = torch.Tensor | bytes | bytearray | memoryview
 
-Entry = TypeVar("Entry")
+
+@dataclass(frozen=True)
+class TensorSpec(TensorRecord):
+    """A tensor of a file: bitplan's record of it, and where its bytes lie.
+
+    dtype     the type of its numbers; float32 for a packed tensor
+    format    one of ours, or the dtype, or `gguf:TYPE`, `gptq:TYPE` and so on for types that come decoded
+    encoded   it comes as an Encoded
+    start     an offset from the beginning of its file, where it lies in one piece
+    """
+
+    format: str = ""
+    nbytes: int = 0
+    encoded: bool = False
+    start: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch_dtype(self.dtype)
+
+    @property
+    def held(self) -> str:
+        """What a plan calls the bytes: the format of a packed tensor, else the type of its numbers."""
+        return self.format if self.encoded else self.dtype
+
+
+Entry = TypeVar("Entry", bound=TensorSpec)
 CHECKSUM_PIECE = 2**24
 MOST_OPEN = 256  # shards or parts of one checkpoint; systems allow a process as few as 1024 files
 
@@ -36,6 +64,7 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
     """A file open for reading; its whole header is checked first."""
 
     tensors: Mapping[str, Entry]
+    checksums: Mapping[str, int]  # of every tensor, or of none
 
     def __init__(self, path: str | Path, *, stays_open: bool = True) -> None:
         """Among more files than a process may have open (see `MOST_OPEN`), each is opened for every read alone."""
@@ -57,6 +86,12 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
     def close(self) -> None:
         self._is_closed = True
         self._file.close()
+
+    def is_damaged(self, name: str) -> bool:
+        """Whether a tensor's bytes are not those that were written; False where the file has no checksums."""
+        entry = self._entry(name)
+        wanted = self.checksums.get(name)
+        return wanted is not None and self._checksum(f"tensor {name!r}", entry.start, entry.nbytes) != wanted
 
     def _entry(self, name: str) -> Entry:
         if name not in self.tensors:
@@ -199,6 +234,11 @@ class PayloadWriter:
         assert len(placeholder) == len(value)
         self._file.seek(self._header.index(placeholder))
         self._file.write(value)
+
+    def fill_checksums(self, before: bytes) -> None:
+        """Put the checksums of all payloads where the header has zeros for them behind these bytes."""
+        digits = "".join(f"{checksum:08x}" for checksum in (self.checksums or {}).values())
+        self.fill(before + b"0" * len(digits), before + digits.encode())
 
     def finish(self) -> None:
         """Check that every promised byte was written."""

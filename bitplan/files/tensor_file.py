@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bitplan.base.errors import StoreError, did_you_mean
 from bitplan.base.folders import check_output_folder
 from bitplan.base.records import Closing, check_output
+from bitplan.files.tensor_bytes import TensorSpec as TensorSpec
 from bitplan.formats.dtypes import torch_dtype
 
 if TYPE_CHECKING:
@@ -35,26 +36,6 @@ NARROW_FLOATS = (
     "float8_e8m0fnu",
     "float4_e2m1fn_x2",
 )
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """The header entry of one tensor, before its bytes are read.
-
-    `format` is one of ours, or a torch dtype's name, or `gguf:TYPE`, `gptq:TYPE` and so on for types that come decoded.
-    """
-
-    name: str
-    format: str
-    shape: tuple[int, ...]
-    nbytes: int
-    dtype_name: str
-    encoded: bool
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the numbers; float32 for a packed tensor."""
-        return torch_dtype(self.dtype_name)
 
 
 class TensorFile(Closing, ABC):
@@ -86,13 +67,13 @@ class TensorFile(Closing, ABC):
         found = self.read(name)
         if isinstance(found, Encoded):
             return decode(found)
-        return found.float() if spec.dtype_name in NARROW_FLOATS else found
+        return found.float() if spec.dtype in NARROW_FLOATS else found
 
     def require_numbers(self, spec: TensorSpec) -> None:
         """Refuse 4- and 8-bit floats that are codes, whose scales lie beside them under another name."""
-        if spec.encoded or spec.dtype_name not in NARROW_FLOATS:
+        if spec.encoded or spec.dtype not in NARROW_FLOATS:
             return
-        if spec.dtype_name == "float4_e2m1fn_x2":
+        if spec.dtype == "float4_e2m1fn_x2":
             fault = "two to a byte, and safetensors does not say which comes first"
         elif scales := next((name for name in _scale_names(spec.name) if name in self.specs), None):
             fault = f"codes with scales beside them ({scales!r})"
@@ -102,6 +83,15 @@ class TensorFile(Closing, ABC):
             f"{self.path}: {spec.name!r} is {spec.format}: {fault}; give the folder whose config.json says how it was "
             "quantized, or write the checkpoint in bfloat16 with the program that made it"
         )
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the file says of every tensor what its bytes must be, as those do that bitplan writes."""
+        return False
+
+    def damaged_parts(self, name: str) -> list[str]:
+        """Parts of a tensor whose bytes are not those that were written; none where the file has no checksums."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,8 +60,9 @@ from bitplan.base.loops.vectors import (
 from bitplan.formats import codec as definition
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
-from bitplan.formats.gguf.blocks import GgufMxfp4
+from bitplan.formats.gguf.blocks import GgufBlocks, GgufMxfp4
 from bitplan.formats.gguf.cpu_block_search import CompiledSearch
+from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.formats.registry import get_format
 from bitplan.formats.scale_rules import reciprocal
 
@@ -84,6 +86,8 @@ FLOOR = F32(2.0**22 - 0.25)
 BELOW_HALF = F32(0.5 - 2.0**-25)
 NEAREST_AND_EIGHT, HALF_AND_EIGHT = F32(1.5 * 2.0**23 + 8), F32(8.5)
 
+_EACH_BIT = 1 << np.arange(8, dtype=U8)
+
 STRIP = 64  # blocks of 32: 8 KiB
 AHEAD = 4096  # words: prefetched while the codes of one strip are computed
 
@@ -98,8 +102,8 @@ def encode_int8(words_BG, data_BG, scales_B):
     for block in range(scales_B.size):
         top = _largest_magnitude(words_BG[block])
         worst = max(worst, top)
-        scales_B[block] = min(_flush_small(_as_float(top) / F32(127)), LARGEST_INT8_SCALE)
-        _round_to_int8(words_BG[block], _reciprocal(scales_B[block]), data_BG[block])
+        scales_B[block] = min(flush_small(as_float(top) / F32(127)), LARGEST_INT8_SCALE)
+        _round_to_int8(words_BG[block], reciprocal_of(scales_B[block]), data_BG[block])
     return worst
 
 
@@ -110,8 +114,8 @@ def encode_e4m3(words_BG, data_BG, scales_B):
     for block in range(scales_B.size):
         top = _largest_magnitude(words_BG[block])
         worst = max(worst, top)
-        scales_B[block] = _flush_small(_as_float(top) / F32(448))
-        _round_to_e4m3(words_BG[block], _reciprocal(scales_B[block]), data_BG[block])
+        scales_B[block] = flush_small(as_float(top) / F32(448))
+        _round_to_e4m3(words_BG[block], reciprocal_of(scales_B[block]), data_BG[block])
     return worst
 
 
@@ -151,17 +155,17 @@ def _largest_magnitude(words):
 @inlined
 def _round_to_int8(words, inverse, data):
     for i in range(words.size):
-        data[i] = np.int8(_as_word(F32(_as_float(words[i]) * inverse) + NEAREST))
+        data[i] = np.int8(_as_word(F32(as_float(words[i]) * inverse) + NEAREST))
 
 
 @inlined
 def _round_to_e4m3(words, inverse, data):
     for i in range(words.size):
-        word = _as_word(_as_float(words[i]) * inverse)
+        word = _as_word(as_float(words[i]) * inverse)
         magnitude = U32(word & MAGNITUDE)
         odd = U32(U32(magnitude >> U32(20)) & U32(1))
         normal = U32(U32(magnitude + U32(0x7FFFF) + odd - U32(120 << 23)) >> U32(20))
-        subnormal = U32(_as_word(_as_float(magnitude) + F32(2.0**14)) - U32(141 << 23))
+        subnormal = U32(_as_word(as_float(magnitude) + F32(2.0**14)) - U32(141 << 23))
         code = subnormal if magnitude < U32(121 << 23) else normal
         data[i] = U8(code | U32(U32(word >> U32(24)) & U32(0x80)))
 
@@ -201,12 +205,12 @@ def encode_q8_0_gguf(words, data, scales):
         strip = scales[first : first + STRIP]
         worst = max(worst, _block_tops(words, first, tops[: strip.size]))
         for i in range(strip.size):
-            wanted = F32(_as_float(tops[i]) / F32(127))
+            wanted = F32(as_float(tops[i]) / F32(127))
             strip[i] = _float16(_as_word(wanted))
-            inverses[i] = _reciprocal(_flush_small(wanted))
+            inverses[i] = reciprocal_of(flush_small(wanted))
         for i in range(strip.size):
             _prefetch_block(words, 32 * (first + i) + AHEAD)
-            store(data, 32 * (first + i), _half_away(view(load(words, 32 * (first + i), 32), F32) * inverses[i]))
+            store(data, 32 * (first + i), half_away(view(load(words, 32 * (first + i), 32), F32) * inverses[i]))
     return worst
 
 
@@ -219,11 +223,11 @@ def encode_q4_0_poly(words, data, scales):
         strip = scales[first : first + STRIP]
         worst = max(worst, _block_tops(words, first, tops[: strip.size]))
         for i in range(strip.size):
-            scale = _flush_small(_as_float(tops[i]) / F32(7))
+            scale = flush_small(as_float(tops[i]) / F32(7))
             strip[i] = scale
             divisors[i] = scale if scale > ZERO else F32(np.inf)  # a zero scale gives zero codes
         for i in range(strip.size):
-            rounded = _half_away(view(load(words, 32 * (first + i), 32), F32) / divisors[i])
+            rounded = half_away(view(load(words, 32 * (first + i), 32), F32) / divisors[i])
             store(data, 16 * (first + i), _pack_pairs(rounded))
     return worst
 
@@ -237,8 +241,8 @@ def encode_int4_g32(words, data, scales):
         strip = scales[first : first + STRIP]
         worst = max(worst, _block_tops(words, first, tops[: strip.size]))
         for i in range(strip.size):
-            strip[i] = _bfloat16(_as_word(_flush_small(_as_float(tops[i]) / F32(7))))
-            inverses[i] = _reciprocal(_as_float(U32(strip[i]) << U32(16)))
+            strip[i] = _bfloat16(_as_word(flush_small(as_float(tops[i]) / F32(7))))
+            inverses[i] = reciprocal_of(as_float(U32(strip[i]) << U32(16)))
         for i in range(strip.size):
             _prefetch_block(words, 32 * (first + i) + AHEAD)
             sums = view(load(words, 32 * (first + i), 32), F32) * inverses[i] + NEAREST_AND_EIGHT
@@ -314,7 +318,7 @@ def _q4_0_scales(highest, lowest, inverses, scales):
         top = max(above, below)
         worst = max(worst, top)
         ties |= U32(lowest[i] == U32(above | SIGN))
-        d = F32(_as_float(top | (SIGN if above == top else U32(0))) * EIGHTH)
+        d = F32(as_float(top | (SIGN if above == top else U32(0))) * EIGHTH)
         scales[i] = _float16(_as_word(d))
         inverses[i] = ONE / d if F32(abs(d)) >= SMALLEST_SCALE else ZERO
     return worst, ties > U32(0)
@@ -335,12 +339,12 @@ def _settle_q4_0_ties(words, first, highest, lowest, inverses, scales):
 
 
 @inlined
-def _flush_small(scale):
+def flush_small(scale):
     return F32(scale) if F32(scale) >= SMALLEST_SCALE else ZERO
 
 
 @inlined
-def _reciprocal(scale):
+def reciprocal_of(scale):
     return F32(ONE / scale) if scale > ZERO else ZERO
 
 
@@ -350,7 +354,7 @@ def _float16(word):
     magnitude = U32(word & MAGNITUDE)
     odd = U32(U32(magnitude >> U32(13)) & U32(1))
     normal = U32(U32(magnitude + U32(0xFFF) + odd - U32(112 << 23)) >> U32(13))
-    subnormal = U32(_as_word(_as_float(magnitude) + F32(0.5)) - U32(0x3F000000))
+    subnormal = U32(_as_word(as_float(magnitude) + F32(0.5)) - U32(0x3F000000))
     half = subnormal if magnitude < U32(113 << 23) else normal
     half = half if magnitude < U32(0x477FF000) else U32(0x7C00)
     return U16(half | U32(U32(word >> U32(16)) & U32(0x8000)))
@@ -363,7 +367,7 @@ def _bfloat16(word):
 
 
 @inlined
-def _as_float(word):
+def as_float(word):
     return same_bits(U32(word), F32)
 
 
@@ -387,7 +391,7 @@ def _e2m1_of_cpu_encode(words, scale_byte):
         words = view(view(words, F32) * (F32(2.0**64) if scale_byte < 64 else F32(2.0**-64)), U32)
         scale_byte = scale_byte + 64 if scale_byte < 64 else scale_byte - 64
     power = maximum(words & EXPONENT, U32(scale_byte) << U32(23))
-    constant = _as_float(((127 + 22) << 23) + 0x10000 - 2 * (scale_byte + 22))
+    constant = as_float(((127 + 22) << 23) + 0x10000 - 2 * (scale_byte + 22))
     sums = multiply_add(copysign(view(power, F32), view(words, F32)), constant, view(words, F32))
     halves = view(sums, np.int16)
     counts = evens(halves) + (odds(halves) >> 6)  # lower byte: the code, up to 8; the upper byte gets the sign later
@@ -397,7 +401,7 @@ def _e2m1_of_cpu_encode(words, scale_byte):
 
 
 @inlined
-def _half_away(scaled):
+def half_away(scaled):
     """The nearest integers, ties away from zero, in bytes; |x| < 128."""
     words = view(scaled, U32)
     magnitudes = narrow(view(view(words & MAGNITUDE, F32) + BELOW_HALF + FLOOR, U32), U8) >> 1
@@ -513,6 +517,46 @@ def decode_mxfp4_gguf(data, scales, out):
         packed = load(data, 16 * block, 16)
         doubled = _e2m1(concatenate(packed & 15, packed >> 4)) * F32(2) + F32(0)
         store(out, 32 * block, doubled * scales[block])
+
+
+# ---- GGUF's blocks with their scales among the codes ----------------------------------------------------------------
+
+
+@compiled
+def decode_gguf_blocks(raw, scales, lows, planes, first_code, table, group, numbers, out):
+    """`numbers` of each block: (code + first_code, or the table's number) * scale, + low where there is one.
+
+    planes   of each plane: its first byte, its bits, its codes in consecutive bytes, the place of its bits in a code
+    """
+    codes, block_bytes, groups = np.empty(numbers, U8), raw.size * numbers // out.size, numbers // group
+    for block in range(out.size // numbers):
+        for plane in range(planes.shape[0]):
+            offset, bits, run, shift = planes[plane]
+            first, mask = block * block_bytes + offset, (1 << bits) - 1
+            if run == 1:  # single bits, one code after another
+                for byte in range(numbers // 8):
+                    part = greater(load(_EACH_BIT, 0, 8) & raw[first + byte], 0) & (1 << shift)
+                    store(codes, 8 * byte, load(codes, 8 * byte, 8) | part)
+                continue
+            lanes = 8 // bits
+            for chunk in range(numbers // (lanes * run)):
+                for lane in range(lanes):
+                    for k in range(0, run, 16):
+                        at = (chunk * lanes + lane) * run + k
+                        part = ((load(raw, first + chunk * run + k, 16) >> (bits * lane)) & mask) << shift
+                        store(codes, at, load(codes, at, 16) | part if plane else part)
+        for place in range(block * groups, (block + 1) * groups):
+            at = (place - block * groups) * group
+            for k in range(0, group, 16):
+                target = place * group + k
+                if table is None:
+                    values = to_float(widen(load(codes, at + k, 16), I32), F32) + first_code
+                else:
+                    for one in range(16):
+                        out[target + one] = table[codes[at + k + one]]
+                    values = load(out, target, 16)
+                values = values * scales[place]
+                store(out, target, values if lows is None else values + lows[place])
 
 
 @inlined
@@ -718,6 +762,40 @@ def _decode_e4m3(codes: Array, scales: Array, numbers: Array) -> None:
     decode_by_table(codes, scales, numbers, _E4M3_NUMBERS)
 
 
+def _decode_gguf_blocks(encoded: Encoded, dtype: torch.dtype) -> Tensor:
+    assert isinstance(encoded.fmt, GgufBlocks)
+    layout = encoded.fmt.layout
+    out = torch.empty(encoded.shape, dtype=dtype)
+    raw = encoded.data.reshape(-1, layout.block_bytes)
+    scale, low = layout.scales_in(raw)
+    table = None if layout.table is None else np.array(layout.table, F32)
+    settings = _planes(encoded.fmt.name), F32(layout.low), table, layout.group, layout.numbers
+    write = _writer(out.view(-1), layout.numbers)
+
+    def work(piece: slice) -> None:
+        for run, run_out in write(piece):
+            lows = None if low is None else _array(low[run])
+            decode_gguf_blocks(_array(raw[run]), _array(scale[run]), lows, *settings, run_out)
+
+    on_threads(work, _pieces(len(raw), layout.numbers))
+    return out
+
+
+@functools.cache
+def _planes(name: str) -> Array:
+    """[planes, 4], as `decode_gguf_blocks` takes them."""
+    layout, rows, shift = LAYOUTS[name], [], 0
+    firsts = dict(zip((part for part, _ in layout.parts), _starts([size for _, size in layout.parts]), strict=True))
+    for place, plane in enumerate(layout.planes):
+        rows.append((firsts[f"plane{place}"], plane.bits, plane.run, shift))
+        shift += plane.bits
+    return np.array(rows, np.int64)
+
+
+def _starts(sizes: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(sizes)][:-1]
+
+
 def _scale_table(fmt: Format, base: Tensor | None) -> Array | None:
     """The number of each word of a narrow scale; None for float32 scales."""
     assert fmt.scales is not None
@@ -824,4 +902,5 @@ DECODERS: dict[str, Decoder] = {
     "mxfp4": _decoder(decode_mxfp4),
     "mxfp4_gguf": _decoder(decode_mxfp4_gguf),
     "nvfp4": _decoder(decode_nvfp4),
+    **dict.fromkeys(LAYOUTS, _decode_gguf_blocks),
 }

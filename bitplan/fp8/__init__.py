@@ -8,8 +8,11 @@ Which module does which step:
     bench                 the layer benchmark, its report, and its confirmation on whole blocks
     policy                reports into policies, and their answer for a layer and a count of tokens
     apply                 `apply_fp8`: asks the policy about every layer and puts FP8 where it wins
-    find_linears, build, fused_projections             where FP8 may go, and the layer that goes there
-    summary               what was decided, and a warning where tokens are others than planned
+    find_linears, recorded_wiring    where FP8 may go, by what the model computes
+    decide                what each layer becomes, and why
+    self_check            one block of each make beside its BF16 self
+    build, fused_projections         the layers, put into the model
+    summary               what was decided
     loongforge            LoongForge's files
 """
 
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
     )
     from bitplan.fp8.policy.merge import merge_reports as merge_reports, to_thresholds as to_thresholds
     from bitplan.fp8.policy.model_parts import model_parts as model_parts
-    from bitplan.fp8.policy.policy import load_policy as load_policy, should_use_fp8 as should_use_fp8
+    from bitplan.fp8.policy.policy import should_use_fp8 as should_use_fp8
+    from bitplan.fp8.policy.rules import load_policy as load_policy
     from bitplan.fp8.policy.report import Fingerprint as Fingerprint, Report as Report, Row as Row
     from bitplan.fp8.policy.vocabulary import Fp8Error as Fp8Error
     from bitplan.fp8.apply import apply_fp8_config as apply_fp8_config

@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from bitplan.fp8.decide import LayerDecision
 from bitplan.fp8.find_linears import Site
 from bitplan.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, join_rows, keep_names
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
@@ -41,7 +41,7 @@ from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.policy.choice import Fp8Choice
 from bitplan.fp8.policy.vocabulary import PRODUCTS
 from bitplan.fp8.recipes import BF16
-from bitplan.fp8.recorded_wiring import MlpWiring
+from bitplan.fp8.recorded_wiring import MlpWiring, holder_of
 
 # ---- token watch -----------------------------------------------------------------------------------------------------
 
@@ -116,7 +116,8 @@ def build_site(
     gemms = gemms_of(choice, recipe)
     modules = [model.get_submodule(path) for path in site.modules]
     linears = [_turned(module) for module in modules]
-    fused = _join(linears)
+    joins_biases = _can_join_biases(linears)
+    fused = _join(linears, joins_biases)
     if site.norm is None or fp8_param:
         layer: Fp8Linear = Fp8Linear.from_linear(fused, recipe=recipe, gemms=gemms, fp8_param=fp8_param)
     else:
@@ -124,7 +125,8 @@ def build_site(
         layer = Fp8NormLinear.from_modules(norm, fused, recipe=recipe, gemms=gemms, kind=kind, eps=eps)
     if fused is not modules[0] and len(modules) == 1:
         layer.turn_in_checkpoints()
-    return _place(site, linears, layer, None if site.norm is None or fp8_param else site.norm.path)
+    biases = [None if joins_biases else linear.bias for linear in linears]
+    return _place(site, linears, layer, None if site.norm is None or fp8_param else site.norm.path, biases)
 
 
 def has_fp8(model: nn.Module) -> bool:
@@ -142,7 +144,8 @@ def build_mlps(model: nn.Module, mlps: Sequence[MlpWiring]) -> Iterator[tuple[Ml
         first, down = (model.get_submodule(path) for path in (wiring.first[0], wiring.down))
         others = [model.get_submodule(path) for path in wiring.first[1:]]
         is_whole = all(isinstance(other, FusedPart) and other._head[0] is first for other in others)
-        count = len(first.sizes) if isinstance(first, FusedProjections) else 1
+        count = len(first.shared.sizes) if isinstance(first, FusedProjections) else 1
+        is_whole = is_whole and not any(getattr(module, "has_bias", False) for module in (first, *others))
         layer = first.fused if isinstance(first, FusedProjections) else first
         if is_whole and count == len(wiring.first) and joining_obstacle(layer, down) is None:
             cut = len(wiring.path) + 1
@@ -166,49 +169,46 @@ def _turned(module: nn.Module) -> nn.Linear:
     return linear.train(module.training)
 
 
-def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
+def _can_join_biases(linears: Sequence[nn.Linear]) -> bool:
+    """Whether the biases of linears can be one: all have one, or a single linear; trained or frozen as the weight."""
+    if len(linears) == 1:
+        return True
+    trained = linears[0].weight.requires_grad
+    return all(linear.bias is not None and linear.bias.requires_grad == trained for linear in linears)
+
+
+def _join(linears: Sequence[nn.Linear], joins_biases: bool) -> nn.Linear:
     """One linear with the weights of several; a single linear is returned as it is."""
     if len(linears) == 1:
         return linears[0]
     first = linears[0]
     with torch.device("meta"):
-        fused = nn.Linear(first.in_features, sum(each.out_features for each in linears), first.bias is not None)
+        fused = nn.Linear(first.in_features, sum(linear.out_features for linear in linears), joins_biases)
     trained = first.weight.requires_grad
-    fused.weight = nn.Parameter(join_rows([each.weight for each in linears]), requires_grad=trained)
-    biases = [each.bias for each in linears if each.bias is not None]
-    if biases:
+    fused.weight = nn.Parameter(join_rows([linear.weight for linear in linears]), requires_grad=trained)
+    if joins_biases:
+        biases = [linear.bias for linear in linears]
         fused.bias = nn.Parameter(join_rows(biases), requires_grad=trained)
     return fused.train(first.training)
 
 
-def _place(site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str | None) -> Built:
-    """The layer where the linears were, and the names that its tensors keep."""
+def _place(
+    site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str | None, biases: Sequence[nn.Parameter | None]
+) -> Built:
+    """The layer where the linears were, and the names that its tensors keep; `biases` stay with single projections."""
     single = len(linears) == 1
     head_path = site.modules[0]
     modules: dict[str, nn.Module] = {head_path: layer}
     if not single:
-        head = FusedProjections(layer, [each.out_features for each in linears]).train(layer.training)
+        sizes = [linear.out_features for linear in linears]
+        head = FusedProjections(layer, sizes, biases[0]).train(layer.training)
         modules = {head_path: head}
-        modules |= {path: FusedPart(head, index).train(layer.training) for index, path in _rest(site)}
+        for index, path in list(enumerate(site.modules))[1:]:
+            modules[path] = FusedPart(head, index, biases[index]).train(layer.training)
     if norm is not None:
         modules[norm] = NormTakenOver(layer.get_submodule("norm"))
-    keeper = _common_parent([*site.modules, *([norm] if norm else [])])
+    keeper = holder_of([*site.modules, *([norm] if norm else [])])
     return Built(head_path, modules, None if single and norm is None else keeper)
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def _common_parent(paths: Sequence[str]) -> str:
-    """The path of the module that contains all of these."""
-    parents = [path.split(".")[:-1] for path in paths]
-    shared = takewhile(lambda words: len(set(words)) == 1, zip(*parents, strict=False))
-    return ".".join(words[0] for words in shared)
-
-
-def _rest(site: Site) -> list[tuple[int, str]]:
-    return [(index, path) for index, path in enumerate(site.modules) if index]
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -223,28 +223,6 @@ def _build_experts(model: nn.Module, choices: Mapping[Site, Fp8Choice], recipe: 
 
 
 # ---- replacements ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerDecision:
-    """A layer and what it shall become; `joins` says whether it may be part of a joined MLP."""
-
-    site: Site
-    choice: Fp8Choice
-    recipe: Fp8Recipe
-    fp8_param: bool
-    joins: bool = True
-
-    def within(self, block: str) -> LayerDecision:
-        return replace(self, site=self.site.within(block))
-
-    def apart(self, why: str) -> LayerDecision:
-        """The same without the norm in front and without the activation behind."""
-        return replace(self, site=replace(self.site, norm=None, apart=why), joins=False)
-
-    def in_bf16(self, reason: str, answer: str) -> LayerDecision:
-        choice = replace(self.choice, products=(), answer=answer, reason=reason, speedup=None)
-        return replace(self, choice=choice)
 
 
 def put_decided(
@@ -347,7 +325,7 @@ class Replacements:
         layer = head.fused if isinstance(head, FusedProjections) else head
         if not isinstance(old, nn.Linear) or not isinstance(layer, Fp8Linear) or layer.weight is old.weight:
             return lambda: old  # the new module has its tensors
-        start = sum(new._head[0].sizes[: new.index]) if isinstance(new, FusedPart) else 0
+        start = sum(new._head[0].shared.sizes[: new.index]) if isinstance(new, FusedPart) else 0
         if layer.fp8_param and layer.weight_master is None:
             self._lost.append(path)
         return _maker_from_rows(old, layer, slice(start, start + old.out_features))
@@ -365,9 +343,11 @@ def _maker_from_rows(old: nn.Linear, layer: Fp8Linear, rows: slice) -> Callable[
         module = nn.Linear.__new__(nn.Linear)
         vars(module).update(own)
         for name, (parameter, dtype, trained) in tensors.items():
-            numbers = layer.plain_weight() if name == "weight" else layer.get_parameter(name)
-            made = nn.Parameter(_rows(numbers, rows).to(dtype), requires_grad=trained)
-            module._parameters[name] = parameter() if parameter() is not None else made
+            kept_parameter = parameter()
+            if kept_parameter is None:
+                numbers = layer.plain_weight() if name == "weight" else layer.get_parameter(name)
+                kept_parameter = nn.Parameter(_rows(numbers, rows).to(dtype), requires_grad=trained)
+            module._parameters[name] = kept_parameter
         return module
 
     return make

@@ -13,6 +13,10 @@ A layer's `kind` and `name` are those of policies; policies are asked by shape, 
     fc1      gate and up, or the first projection of an MLP       layernorm_column; column where no norm is its own
     fc2      the last projection of an MLP                        row
     experts  a module that holds their gate, up and down          column_grouped fc1 and row_grouped fc2
+
+Its `part` is "vit" in the half of a vision-language model that reads images: a module made by the `vision_config` of
+the model's own config (a key of transformers), or one that computes from convolutions over an image, and not from
+tokens, in a model that has both. All else is "llm".
 """
 
 from __future__ import annotations
@@ -28,17 +32,14 @@ from torch import nn
 
 from bitplan.base.errors import PlanError
 from bitplan.fp8.policy.policy import Question
-from bitplan.fp8.policy.vocabulary import Fp8Error
-from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
+from bitplan.fp8.policy.vocabulary import Fp8Error, name_of_role
+from bitplan.fp8.recorded_wiring import MlpApart, MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
-from bitplan.plan.structure.model_view import ExpertsUse, LinearUse
+from bitplan.plan.structure.model_view import ExpertsUse, LinearUse, ModelView
 
-_NAMES = dict.fromkeys(("query", "key", "value", "qkv", "key_value", "query_key", "query_value"), "qkv")
-_NAMES |= dict.fromkeys(("gate", "up", "gate_up"), "fc1") | {"attention_output": "proj", "down": "fc2"}
 _LEFT = {"head": "the output layer", "router": "a router"}
-_VISION = ("visual", "vision_tower", "vision_model", "image_encoder", "vit")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BASE = "base_layer"
 
@@ -81,11 +82,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Sites:
-    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined; what was run."""
+    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined, and those that
+    cannot; what was run."""
 
     sites: tuple[Site, ...]
     left: tuple[str, ...]
     mlps: tuple[MlpWiring, ...] = ()
+    mlps_apart: tuple[MlpApart, ...] = ()
     run: RecordedRun = field(default_factory=RecordedRun)
 
     def block_of(self, path: str) -> str:
@@ -116,10 +119,20 @@ class _Finder:
                 if parameter is not None:
                     self.uses[id(parameter)] = self.uses.get(id(parameter), 0) + 1
         self.topk = _topk(model)
+        vision = getattr(getattr(model, "config", None), "vision_config", None)
+        of_vision = (id(vision), type(vision)) if vision is not None else ()
+        self.vision = [
+            path
+            for path, module in self.modules.items()
+            if (own := getattr(module, "config", None)) is not None and (id(own) in of_vision or type(own) in of_vision)
+        ]
         self.run = run_without_numbers(model, example)
         self.wirings = {
             f"{prefix}." if prefix else "": Wiring(model.get_submodule(prefix), view)
             for prefix, (view, _, _) in self.run.views.items()
+        }
+        self.reads_images = {
+            prefix + path for prefix, wiring in self.wirings.items() for path in _reads_images(wiring.view)
         }
 
     def sites(self) -> Sites:
@@ -144,8 +157,13 @@ class _Finder:
             elif path in linears and path not in left and path == members[0]:
                 sites.append(self._dense(members))
         mlps = [mlp.under(prefix) for prefix, wiring in self.wirings.items() for mlp in wiring.mlps]
+        apart = [
+            MlpApart(tuple(prefix + path for path in mlp.first), prefix + mlp.down, mlp.why)
+            for prefix, wiring in self.wirings.items()
+            for mlp in wiring.mlps_apart
+        ]
         shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())
-        return Sites(tuple(sites), shown, tuple(mlps), self.run)
+        return Sites(tuple(sites), shown, tuple(mlps), tuple(apart), self.run)
 
     def _check_patterns(self, paths: list[str]) -> None:
         for what, patterns in (("include", self.include), ("exclude", self.exclude)):
@@ -175,6 +193,12 @@ class _Finder:
         if not role and callable(output) and output() is self.modules[path]:
             role = "head"
         return _LEFT.get(role)
+
+    def _part(self, path: str) -> str:
+        """ "vit" where a module lies in the half that reads images, else "llm"."""
+        if any(path == holder or path.startswith(f"{holder}.") for holder in self.vision):
+            return "vit"
+        return "vit" if path in self.reads_images else "llm"
 
     def _holds_experts(self, path: str) -> bool:
         """Whether a module was seen to hold stacks of matrices, and FP8 is wanted there."""
@@ -206,9 +230,7 @@ class _Finder:
     def _dense(self, paths: tuple[str, ...]) -> Site:
         linears = [self.modules[path] for path in paths]
         shape = (sum(features_of(each)[0] for each in linears), features_of(linears[0])[1])
-        name = _NAMES.get(self._role(paths[0]))
-        if name == "qkv" and len(paths) < 3 and self._role(paths[0]) != "qkv":
-            name = None  # a part of what policies know by that name
+        name = name_of_role(self._role(paths[0]), len(paths))
         norm = self._norm_before(paths)
         kind = "column" if name in ("qkv", "fc1") else "row"
         if norm is not None and norm.why is None:
@@ -220,7 +242,7 @@ class _Finder:
         label = "+".join([paths[0], *(path.removeprefix(f"{parent}.") for path in paths[1:])])
         taken = norm if norm is not None and norm.why is None else None
         apart = None if norm is None else norm.why
-        return Site(label, _part(parent.split(".")), kind, name, shape, paths, taken, obstacle=obstacle, apart=apart)
+        return Site(label, self._part(paths[0]), kind, name, shape, paths, taken, obstacle=obstacle, apart=apart)
 
     def _experts(self, path: str, module: nn.Module, experts: ExpertsUse) -> Iterator[Site]:
         for child, kind, name in ((experts.gate_up, "column_grouped", "fc1"), (experts.down, "row_grouped", "fc2")):
@@ -232,7 +254,7 @@ class _Finder:
             if weight.is_cuda and weight.dtype != torch.bfloat16:
                 obstacle = f"grouped products on a GPU take bfloat16, its weights are {weight.dtype}"
             shape = (weight.shape[1], weight.shape[2])
-            label, part = f"{path}.{child}".lstrip("."), _part(path.split("."))
+            label, part = f"{path}.{child}".lstrip("."), self._part(path)
             yield Site(label, part, kind, name, shape, (path,), None, weight.shape[0], topk, obstacle)
 
     def _can_join(self, paths: tuple[str, ...]) -> bool:
@@ -241,7 +263,7 @@ class _Finder:
         if self._obstacle(paths) is not None or not all(isinstance(one, nn.Linear) for one in linears):
             return False
         kinds = {
-            (getattr(one, "bias", None) is None, weight.dtype, weight.device, weight.requires_grad)
+            (weight.dtype, weight.device, weight.requires_grad)
             for one in linears
             if (weight := one.get_parameter("weight")) is not None
         }
@@ -299,8 +321,17 @@ def features_of(linear: nn.Module) -> tuple[int, int]:
     return (columns, rows) if _is_conv1d(linear) else (rows, columns)
 
 
-def _part(parts: list[str]) -> str:
-    return "vit" if any(part in _VISION for part in parts) else "llm"
+def _reads_images(view: ModelView) -> set[str]:
+    """Paths of linears that compute from convolutions over images and not from tokens, in a model that has both."""
+    convolutions = {use.step for use in view.convolutions if use.function in ("conv2d", "conv3d")}
+    tokens = {use.step for use in view.embeddings if view.role(use.weight) == "embedding"}
+    if not convolutions or not tokens:
+        return set()
+    sources = {step: {step} for step in convolutions | tokens}
+    for step in sorted(view.fed_by):
+        sources.setdefault(step, set()).update(*(sources.get(before, ()) for before in view.fed_by[step]))
+    reads = {use.path: sources.get(use.step, set()) for use in view.linears}
+    return {path for path, seen in reads.items() if seen & convolutions and not seen & tokens}
 
 
 def _topk(model: nn.Module) -> int | None:

@@ -3,13 +3,13 @@
 A llama block calls q_proj, k_proj and v_proj on the same tensor. One product of the fused weights casts that tensor
 once, and was measured so; the three therefore become one layer, inside the first. The model's code stays as it is:
 
-    q_proj     FusedProjections: runs the layer, keeps the parts of the others and gives its own
-    k_proj     FusedPart: gives the part that was kept for it, once
+    q_proj     FusedProjections: holds the layer of all, runs it and gives its own part
+    k_proj     FusedPart: gives its part
     norm       NormTakenOver: hands its input on; the layer behind it does the norm, in the cast where it can
 
-A part is given only for the very tensor that the head was run on, if neither that tensor nor the weight has changed
-since; otherwise the head is run again, which costs time and never gives a wrong number. Parts are kept only from the
-first to the last call of one forward.
+Whoever is called first runs the layer; the others get their parts as `plan.structure.joined_calls` says: once, for the
+very tensor, if neither it nor the weight has changed since. Biases are joined where all projections have one; where
+only some do (Whisper's keys have none), each stays with its projection and is added to its part.
 
 Checkpoints keep their names: `state_dict` splits fused tensors and `load_state_dict` joins them (`keep_names`), so a
 model with fused layers reads and writes the same files as before. Parameters themselves are fused: make the optimizer
@@ -28,32 +28,50 @@ from torch.utils.dlpack import from_dlpack
 
 from bitplan.base.weight_changes import writes_of
 from bitplan.fp8.layer_settings import Fp8LayerError
+from bitplan.plan.structure.joined_calls import SharedProduct
 
-_State = tuple[int, int, bool] | None
+
+class _Projection(nn.Module):
+    """A projection that is joined with others."""
+
+    has_bias = False  # whether it has a bias of its own, since the others have none
+
+    def _keep_bias(self, bias: nn.Parameter | None) -> None:
+        if bias is not None:
+            self.bias, self.has_bias = bias, True
+
+    def _with_bias(self, part: Tensor) -> Tensor:
+        return part + self.bias.to(part.dtype) if self.has_bias else part
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        raise Fp8LayerError(
+            "apply_fp8 has joined these projections (q, k, v; gate, up) into one parameter, which is trained or frozen "
+            "as a whole: freeze before apply_fp8 (projections that differ stay in BF16), or freeze the module around "
+            "them"
+        )
 
 
-class FusedProjections(nn.Module):
+class FusedProjections(_Projection):
     """The first of several projections, with the layer of all of them inside."""
 
-    def __init__(self, fused: nn.Module, sizes: Sequence[int]) -> None:
+    def __init__(self, fused: nn.Module, sizes: Sequence[int], bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.fused = fused
-        self.sizes = tuple(sizes)
-        self._waiting: tuple[Tensor, _State, list[Tensor | None]] | None = None  # input, its state, parts
+        self.shared = SharedProduct(sizes)
+        self._keep_bias(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        state = self._state(x)
-        first, *rest = self._parts(x)
-        self._waiting = (x, state, list(rest))
-        return first
+        return self._with_bias(self.part(0, x))
 
-    def _state(self, x: Tensor) -> _State:
-        """What parts depend on beside the input; in a compiled graph nothing changes between two of its calls."""
-        if torch.compiler.is_compiling():
-            return None
-        return writes_of(x), writes_of(self.fused.weight), torch.is_grad_enabled()  # type: ignore[arg-type]
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """The part of a projection, without a bias that this projection keeps to itself."""
+        is_traced = torch.compiler.is_compiling()
+        # In a compiled graph nothing changes between two of its calls.
+        state = None if is_traced else (writes_of(x), writes_of(self.fused.weight), torch.is_grad_enabled())  # type: ignore[arg-type]
+        part = self.shared.part(index, x, state)
+        return self.shared.hand_out(index, self._product(x), x, state, is_traced=is_traced) if part is None else part
 
-    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _product(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             own = self.fused.__dict__
             if "_hf_hook" in own:
@@ -64,42 +82,21 @@ class FusedProjections(nn.Module):
                     "norm it would not see; make adapters first (get_peft_model), then apply_fp8"
                 )
         together: Tensor = self.fused(x)
-        parts: tuple[Tensor, ...] = together.split(self.sizes, dim=-1)
-        return parts
-
-    def take(self, index: int, x: Tensor) -> Tensor:
-        """The part of projection `index`, from 1; taking the last part clears all of them."""
-        waiting = self._waiting
-        if waiting is None or waiting[0] is not x or waiting[1] != self._state(x):
-            return self._parts(x)[index]
-        parts = waiting[2]
-        part = parts[index - 1]
-        if part is None:
-            return self._parts(x)[index]
-        parts[index - 1] = None
-        if all(each is None for each in parts):
-            self._waiting = None
-        return part
+        return together
 
     def rows(self, index: int) -> Tensor:
         """The rows of the fused weight that belong to a projection."""
-        start = sum(self.sizes[:index])
+        start = sum(self.shared.sizes[:index])
         weight: Tensor = self.fused.get_parameter("weight")
-        return weight[start : start + self.sizes[index]]
+        return weight[start : start + self.shared.sizes[index]]
 
     @property
     def weight(self) -> Tensor:
         """Its own weight, for code that looks at a projection's device or type."""
         return self.rows(0)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_waiting": None}  # a copied model does not copy activations
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        raise _refuse_to_freeze_one()
-
     def extra_repr(self) -> str:
-        return f"sizes={self.sizes}"
+        return f"sizes={self.shared.sizes}"
 
 
 def _refuse_offloading(hook: Any) -> None:
@@ -111,30 +108,21 @@ def _refuse_offloading(hook: Any) -> None:
         )
 
 
-def _refuse_to_freeze_one() -> Fp8LayerError:
-    return Fp8LayerError(
-        "apply_fp8 has joined these projections (q, k, v; gate, up) into one parameter, which is trained or frozen "
-        "as a whole: freeze before apply_fp8 (projections that differ stay in BF16), or freeze the module around them"
-    )
-
-
-class FusedPart(nn.Module):
+class FusedPart(_Projection):
     """A projection whose product is a part of the head's product."""
 
-    def __init__(self, head: FusedProjections, index: int) -> None:
+    def __init__(self, head: FusedProjections, index: int, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self._head = (head,)  # in a tuple: the head is a child of the first projection, not of this one
         self.index = index
+        self._keep_bias(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._head[0].take(self.index, x)
+        return self._with_bias(self._head[0].part(self.index, x))
 
     @property
     def weight(self) -> Tensor:
         return self._head[0].rows(self.index)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        raise _refuse_to_freeze_one()
 
     def _replicate_for_data_parallel(self) -> Any:
         raise Fp8LayerError(
@@ -143,7 +131,7 @@ class FusedPart(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"part {self.index} of {len(self._head[0].sizes)}"
+        return f"part {self.index} of {len(self._head[0].shared.sizes)}"
 
 
 class NormTakenOver(nn.Module):
@@ -200,10 +188,10 @@ def renamed_in(module: nn.Module) -> dict[str, list[Renamed]]:
         for own in getattr(inner, "checkpoint_names", ()):
             renamed.append(Renamed(prefix + own.old, prefix + own.new, own.rows))
     for key, (prefix, head) in heads.items():
-        if len(parts[key]) < len(head.sizes):
+        if len(parts[key]) < len(head.shared.sizes):
             continue  # a module further out has them all
         start = 0
-        for index, size in enumerate(head.sizes):
+        for index, size in enumerate(head.shared.sizes):
             rows = (start, start + size)
             for tensor in ("weight",) if head.fused.bias is None else ("weight", "bias"):
                 renamed.append(Renamed(parts[key][index] + tensor, f"{prefix}fused.{tensor}", rows))
@@ -274,4 +262,4 @@ def keep_names(module: nn.Module) -> tuple[Any, Any]:
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
     """Weights or biases of several projections as one."""
-    return torch.cat([each.detach() for each in tensors]) if len(tensors) > 1 else tensors[0].detach()
+    return torch.cat([tensor.detach() for tensor in tensors]) if len(tensors) > 1 else tensors[0].detach()

@@ -8,13 +8,15 @@ they gain less, and where we win narrowly they may lose: use a policy with a spe
 run all three products of a layer in FP8 or none, so they get answers for whole modules; otherwise the answers are those
 of `apply_fp8`.
 
-TransformerEngine is known by class names alone; nothing of it is imported. Names and arguments were compared with the
-sources of TransformerEngine 2.20 and Megatron-LM of August 2026; UNTESTED against the running library: the tests have
-only classes of its names. `LayerNormMLP` holds two products, for which a policy has no single answer: it gets none.
+Neither TransformerEngine nor Megatron is imported: whoever has a class of theirs has loaded it, and it is compared with
+the classes that the loaded library has (`_CLASSES`). The table and arguments were compared with the sources of
+TransformerEngine 2.20 and Megatron-LM of August 2026; UNTESTED against the running library: the tests put modules with
+such classes in its place. `LayerNormMLP` holds two products, for which a policy has no single answer: it gets none.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,15 +24,25 @@ from torch import nn
 
 from bitplan.fp8.find_linears import find_sites
 from bitplan.fp8.policy.choice import Fp8Choice, choose_products
-from bitplan.fp8.policy.policy import Policy, Question, asked_by_shape
-from bitplan.fp8.policy.vocabulary import GROUPED_KINDS, KIND_OF_CLASS, Fp8Error, promote, shape_obstacle
+from bitplan.fp8.policy.policy import Question, asked_by_shape
+from bitplan.fp8.policy.rules import Policy
+from bitplan.fp8.policy.vocabulary import GROUPED_KINDS, Fp8Error, promote, shape_obstacle
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise")
-# TransformerEngine's own classes, where Megatron's wrappers are not used: the kind by class and by parallel_mode.
-_OWN_CLASSES: dict[str, dict[str | None, str]] = {
-    "LayerNormLinear": {"column": "layernorm_column", None: "layernorm_column"},
-    "GroupedLinear": {"column": "column_grouped", "row": "row_grouped", None: "column_grouped"},
-    "Linear": {"column": "column", "row": "row", None: "duplicated"},
+_MEGATRON, _ENGINE = "megatron.core.extensions.transformer_engine", "transformer_engine.pytorch"
+# (module, class) -> the kind of such a layer, or the kind by `parallel_mode`, which Megatron's wrappers have fixed.
+# Wrappers come first: they are made from TransformerEngine's own classes.
+_CLASSES: dict[tuple[str, str], dict[str | None, str] | str] = {
+    (_MEGATRON, "TELayerNormColumnParallelLinear"): "layernorm_column",
+    (_MEGATRON, "TEColumnParallelLinear"): "column",
+    (_MEGATRON, "TERowParallelLinear"): "row",
+    (_MEGATRON, "TEColumnParallelGroupedLinear"): "column_grouped",
+    (_MEGATRON, "TERowParallelGroupedLinear"): "row_grouped",
+    (_MEGATRON, "TELinear"): "duplicated",
+    (_ENGINE, "LayerNormLinear"): {"column": "layernorm_column", None: "layernorm_column"},
+    (_ENGINE, "GroupedLinear"): {"column": "column_grouped", "row": "row_grouped", None: "column_grouped"},
+    (_ENGINE, "Linear"): {"column": "column", "row": "row", None: "duplicated"},
+    (f"{_ENGINE}.ops", "Linear"): {"column": "column", "row": "row", None: "duplicated"},
 }
 
 
@@ -66,13 +78,12 @@ def torchao_filter(
 def transformer_engine_kind(cls: type, init_kwargs: Mapping[str, Any] | None = None) -> str | None:
     """The kind of a module class of TransformerEngine, or of Megatron's wrapper of one; None for any other class."""
     kwargs = init_kwargs or {}
-    for each in cls.__mro__:
-        kind = KIND_OF_CLASS.get(each.__name__)
-        if kind is None and each.__module__.split(".")[0] == "transformer_engine":
+    for (library, name), kinds in _CLASSES.items():
+        known = getattr(sys.modules.get(library), name, None)
+        if isinstance(known, type) and issubclass(cls, known):
             mode = kwargs.get("parallel_mode", kwargs.get("tensor_parallel_mode"))
-            kind = _OWN_CLASSES.get(each.__name__, {}).get(mode)
-        if kind is not None:
-            return promote(kind, bool(kwargs.get("is_expert")))
+            kind = kinds if isinstance(kinds, str) else kinds.get(mode)
+            return None if kind is None else promote(kind, bool(kwargs.get("is_expert")))
     return None
 
 

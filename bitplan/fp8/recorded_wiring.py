@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from bitplan.base.errors import PlanError
 from bitplan.fp8.kernels.activation import ACTIVATIONS, GATED
 from bitplan.plan.structure.describe import describe
 from bitplan.plan.structure.example_inputs import examples_for
+from bitplan.plan.structure.joined_calls import plain_use, readers_of_one_tensor
 from bitplan.plan.structure.model_view import GatedMlpUse, LinearUse, ModelView, ModuleUse, NormUse, PlainMlpUse
 from bitplan.plan.structure.untouched import has_foreign_forward
 
@@ -30,6 +32,7 @@ _KINDS = {"rms_norm": "rms", "layer_norm": "layer"}
 # Functions that an activation may be written with, and that cut one projection's output in two.
 _BETWEEN = {"silu", "gelu", "relu", "sigmoid", "tanh", "erf", "mul", "add", "div", "pow", "square", "identity"}
 _BETWEEN |= {"chunk", "split", "getitem", "unbind", "view", "reshape", "contiguous", "size"}
+_MEASURED_TOGETHER = (["key", "query", "value"], ["key", "value"], ["gate", "up"])  # as policies know them
 _BEHIND = {"dropout", "identity"}
 
 
@@ -60,6 +63,15 @@ class MlpWiring:
 
 
 @dataclass(frozen=True)
+class MlpApart:
+    """An MLP whose activation stays the model's own code: paths of its projections, and why."""
+
+    first: tuple[str, ...]
+    down: str
+    why: str
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """A view of a model, or of each part of a model that has no forward, and what it was called with; or why not."""
 
@@ -76,7 +88,7 @@ def run_without_numbers(model: nn.Module, example: Any = None) -> RecordedRun:
 def _run(model: nn.Module, example: Any, path: str) -> RecordedRun:
     if type(model).forward is nn.Module.forward:  # a ModuleList: whoever calls its children calls their forwards
         runs = [_run(child, example, f"{path}.{name}".lstrip(".")) for name, child in model.named_children()]
-        views = {at: found for run in runs for at, found in run.views.items()}
+        views = {prefix: seen for run in runs for prefix, seen in run.views.items()}
         return RecordedRun(views, tuple(fault for run in runs for fault in run.faults))
     given = [_arguments(example)] if example is not None else examples_for(model)
     fault = ""
@@ -113,57 +125,49 @@ class Wiring:
     def __init__(self, model: nn.Module, view: ModelView) -> None:
         self.model, self.view = model, view
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        uses: list[GatedMlpUse | PlainMlpUse] = [*view.gated_mlps(), *view.plain_mlps()]
-        self.mlps = [wiring for use in uses if (wiring := self._mlp(use)) is not None]
+        self.mlps: list[MlpWiring] = []
+        self.mlps_apart: list[MlpApart] = []
+        for use in (*view.gated, *view.plain):
+            if any(linear.experts for linear in (use.up, use.down)):
+                continue
+            wiring = self._mlp(use)
+            if isinstance(wiring, MlpWiring):
+                self.mlps.append(wiring)
+            else:
+                first = (use.gate.path, use.up.path) if isinstance(use, GatedMlpUse) else (use.up.path,)
+                self.mlps_apart.append(MlpApart(tuple(dict.fromkeys(first)), use.down.path, wiring))
 
     def role(self, path: str) -> str:
         """What a linear is for: "query", "gate", "head", ...; empty where it was not seen, or its uses differ."""
         roles = {use.role for use in self.view.parts.get(path, ()) if isinstance(use, LinearUse)}
         return roles.pop() if len(roles) == 1 else ""
 
-    def use(self, path: str) -> LinearUse | None:
-        """The one use of a linear by its own module, of the whole weight."""
-        use = self.view.linear(path)
-        if use is None or use.module != path or not use.is_whole or use.experts or use.computed:
-            return None
-        return use
+    @cached_property
+    def plain_uses(self) -> dict[str, LinearUse]:
+        """Linears that are called once, by their own module, with the whole weight, by path."""
+        return {path: use for path in self.modules if (use := plain_use(self.view, path)) is not None}
 
     def joined(self) -> list[tuple[str, ...]]:
-        """Paths of linears that can be one product: they read one tensor and belong together."""
-        groups: list[tuple[str, ...]] = []
-        for attention in self.view.attentions:
-            roles = {"query": attention.queries, "key": attention.keys, "value": attention.values}
-            by_input: dict[int, dict[str, str]] = {}
-            for role, weights in roles.items():
-                for weight in weights:
-                    use = self.use(weight.rpartition(".")[0])
-                    if use is not None and use.weight == weight:
-                        by_input.setdefault(use.input, {})[use.path] = role
-            for members in by_input.values():
-                if sorted(members.values()) in (["key", "query", "value"], ["key", "value"]):
-                    groups.append(self._in_order(members))
-        in_mlps = {wiring.first for wiring in self.mlps}
-        for mlp in self.view.gated_mlps():
-            uses = [self.use(each.path) for each in (mlp.gate, mlp.up)]
-            if mlp.is_fused or None in uses or mlp.gate.input != mlp.up.input:
-                continue
-            paths = (mlp.gate.path, mlp.up.path)
-            groups.append(paths if paths in in_mlps else self._in_order(paths))
-        seen: set[str] = set()
-        apart = []
-        for group in groups:  # a linear of two groups is joined with the first
-            if not seen & set(group):
-                apart.append(group)
-                seen |= set(group)
-        return apart
+        """Paths of linears that can be one product: they read one tensor and belong together, in the order of calls.
 
-    def _in_order(self, paths: Sequence[str] | Mapping[str, str]) -> tuple[str, ...]:
-        steps = {path: use.step for path in paths if (use := self.use(path)) is not None}
-        return tuple(sorted(steps, key=steps.__getitem__))
+        Gate comes before up in MLPs that can be joined, whichever is called first.
+        """
+        belongs = {weight: number for number, weights in enumerate(self.view.joined) for weight in weights}
+        in_mlps = {frozenset(wiring.first): wiring.first for wiring in self.mlps}
+        groups = []
+        for readers in readers_of_one_tensor(self.view):
+            together: dict[int, dict[str, str]] = {}
+            for use in readers:
+                if use.weight in belongs:
+                    together.setdefault(belongs[use.weight], {})[use.path] = use.role
+            for roles in together.values():
+                if sorted(roles.values()) in _MEASURED_TOGETHER:
+                    groups.append(in_mlps.get(frozenset(roles), tuple(roles)))
+        return groups
 
     def norm_before(self, paths: Sequence[str]) -> NormBefore | None:
         """The norm that feeds these linears and nothing else; None where there is none."""
-        uses = [use for path in paths if (use := self.use(path)) is not None]
+        uses = [use for path in paths if (use := self.plain_uses.get(path)) is not None]
         if len(uses) != len(paths) or len({use.source for use in uses}) != 1:
             return None
         norm = self.view.norm_before(paths[0])
@@ -207,28 +211,35 @@ class Wiring:
 
     # ---- MLPs -------------------------------------------------------------------------------------------------------
 
-    def _mlp(self, use: GatedMlpUse | PlainMlpUse) -> MlpWiring | None:
-        """The module that computes an MLP and nothing else."""
+    def _mlp(self, use: GatedMlpUse | PlainMlpUse) -> MlpWiring | str:
+        """The module that computes an MLP and nothing else; or why there is none."""
         is_gated = isinstance(use, GatedMlpUse)
         projections = (use.gate, use.up) if isinstance(use, GatedMlpUse) and not use.is_fused else (use.up,)
-        if use.activation not in ACTIVATIONS or not use.only_down or use.has_casts:
-            return None
+        if use.activation not in ACTIVATIONS:
+            return "no cast computes its activation"
+        if not use.only_down:
+            return "something else reads what lies between its projections"
+        if use.has_casts:
+            return "numbers change their type between its projections"
         if isinstance(use, GatedMlpUse) and (
             use.is_interleaved or (use.is_fused and (use.gate_part, use.up_part) != (0, 1))
         ):
-            return None
-        if any(self.use(each.path) is None for each in (*projections, use.down)):
-            return None
-        paths = tuple(each.path for each in projections)
-        path = _common((*paths, use.down.path))
+            return "gate does not come before up in its one projection"
+        if any(linear.path not in self.plain_uses for linear in (*projections, use.down)):
+            return "a projection is not a module of its own, called once"
+        paths = tuple(linear.path for linear in projections)
+        path = holder_of((*paths, use.down.path))
         call = self.view.calls.get(path)
+        inputs = {linear.input for linear in projections}
         if call is None or not path or call.inputs not in ((projections[0].input,), (projections[0].source,)):
-            return None
-        if len({each.input for each in projections}) != 1 or self._is_changed(path):
-            return None
-        tail = self._tail(path, call, {each.step for each in (*projections, use.down)}, use.down)
+            return f"no module computes it alone: {path or 'the model'} computes more"
+        if len(inputs) != 1:
+            return "its projections read different tensors"
+        if self._is_changed(path):
+            return f"{path} has hooks, or a forward of somebody else's, or was not seen to its end"
+        tail = self._tail(path, call, {linear.step for linear in (*projections, use.down)}, use.down)
         if tail is None:
-            return None
+            return f"no module computes it alone: {path} computes more"
         return MlpWiring(path, paths, use.down.path, use.activation + (GATED if is_gated else ""), tail)
 
     def _is_changed(self, path: str) -> bool:
@@ -261,7 +272,7 @@ class Wiring:
         return module == down.path and name in ("view", "reshape")
 
 
-def _common(paths: Sequence[str]) -> str:
+def holder_of(paths: Sequence[str]) -> str:
     """The path of the innermost module that holds all of these."""
     shared = []
     for words in zip(*(path.split(".")[:-1] for path in paths), strict=False):

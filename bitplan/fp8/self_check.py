@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bitplan.base.documents import short
-from bitplan.fp8.build import LayerDecision, put_decided
+from bitplan.fp8.build import put_decided
+from bitplan.fp8.decide import LayerDecision
 from bitplan.fp8.find_linears import Sites
 from bitplan.fp8.policy.vocabulary import UNMEASURED, Fp8Error
 from bitplan.fp8.recorded_wiring import MlpWiring, random_like
@@ -59,7 +60,7 @@ def built_block(plain: nn.Module, path: str, members: Sequence[LayerDecision], m
 
 def compare_blocks(
     model: nn.Module, sites: Sites, decided: Sequence[LayerDecision]
-) -> tuple[list[LayerDecision], tuple[Compared, ...]]:
+) -> tuple[tuple[LayerDecision, ...], tuple[Compared, ...]]:
     """What is decided, less what was seen to compute something else, and a figure for each make of block."""
     blocks: dict[str, list[LayerDecision]] = {}
     for each in decided:
@@ -84,7 +85,7 @@ def compare_blocks(
         for path in paths:
             blocks[path] = [_after(each, result, kept) for each in blocks[path]]
     by_path = {each.site.path: each for members in blocks.values() for each in members}
-    return [by_path[each.site.path] for each in decided], tuple(results)
+    return tuple(by_path[each.site.path] for each in decided), tuple(results)
 
 
 def _after(decided: LayerDecision, result: Compared, kept: str) -> LayerDecision:

@@ -109,12 +109,12 @@ def _grouped(rows: Sequence[LayerRow]) -> list[dict[str, str]]:
     """Rows that differ only in the number of their block share a line."""
     groups: dict[tuple[Any, ...], tuple[LayerRow, int]] = {}
     for row in rows:
-        key = (_unnumbered(row.path), row.shape, row.precision, row.recipe, row.reason)
+        key = (unnumbered(row.path), row.shape, row.precision, row.recipe, row.reason)
         first, count = groups.get(key, (row, 0))
         groups[key] = (first, count + 1)
     return [
         {
-            "layer": _unnumbered(row.path) if count > 1 else row.path,
+            "layer": unnumbered(row.path) if count > 1 else row.path,
             "count": str(count),
             "kind": row.kind,
             "shape": f"{row.shape[0]}x{row.shape[1]}",
@@ -128,8 +128,9 @@ def _grouped(rows: Sequence[LayerRow]) -> list[dict[str, str]]:
     ]
 
 
-def _unnumbered(path: str) -> str:
-    return re.sub(r"(^|\.)[0-9]+(?=\.|$)", r"\1*", path)
+def unnumbered(text: str) -> str:
+    """Paths with a star in the place of the numbers of blocks."""
+    return re.sub(r"(^|\.)[0-9]+(?=[. ]|$)", r"\1*", text)
 
 
 def _table(rows: Sequence[dict[str, str]]) -> list[str]:
@@ -141,5 +142,5 @@ def _table(rows: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = list(dict.fromkeys(_unnumbered(name) for name in names))
+    shown = list(dict.fromkeys(unnumbered(name) for name in names))
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")

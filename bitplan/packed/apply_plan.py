@@ -35,6 +35,7 @@ from bitplan.files.models.morph import ParameterPlace, places_of
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import encode
 from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.input_formats import input_format
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.packed.checkpoints.save import adapt_to_transformers
 from bitplan.packed.layer_replacement import (
@@ -48,6 +49,7 @@ from bitplan.packed.layer_replacement import (
 )
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import check_strategy
+from bitplan.packed.rounded_inputs import check_inputs, round_inputs
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.format_choices import Stored, Wanted, choose_formats
 from bitplan.plan.names import listed
@@ -196,6 +198,7 @@ def apply_plan(
     cache: TileCache | None = None,
     match: Literal["all", "common"] = "all",
     unsupported: Literal["error", "skip"] = "error",
+    inputs: str | None = None,
     scale_rule: ScaleRule | None = None,
     pad: Literal["zero"] | None = None,
 ) -> AppliedPlan:
@@ -205,10 +208,12 @@ def apply_plan(
     strategy, cache   of the packed layers that are made
     match             "all": plan and model must name the same tensors; "common": tensors of one only are skipped
     unsupported       "skip": a tensor whose layer cannot hold the plan's format stays as it is, listed as skipped
+    inputs            the format that packed layers round their inputs to (`round_inputs`); None: they are kept
     scale_rule, pad   as `bitplan.encode` takes them; pad="zero" fills rows that are not whole blocks,
                       as a plan whose padding is "zero" does
     """
     check_strategy(strategy, "apply_plan")
+    rounded = input_format(inputs, "apply_plan")
     for option, value, known in (("match", match, MATCHES), ("unsupported", unsupported, UNSUPPORTED)):
         if value not in known:
             raise ApplyError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
@@ -224,7 +229,11 @@ def apply_plan(
     made = _pack(decided, strategy, cache, {"scale_rule": scale_rule, "pad": pad or plan.pad})
     for decision in decided.casts:
         _check_range(decision)
+    names = {id(place.module): place.name.rpartition(".")[0] for one in decided.packs for place in one.places}
+    check_inputs(((names[key], layer) for key, layer in made.items()), rounded)
     _swap(model, made)
+    if rounded is not None:
+        round_inputs(model, rounded)
     if made:
         adapt_to_transformers(model)
     for decision in decided.casts:

@@ -6,8 +6,9 @@ Which layers read the same input is seen in what the model computes (`bitplan.de
 
 The layers stay where they are, under their names: their packed bytes become views of one matrix, so that a state_dict
 holds the same tensors as before, in the same memory. The first of them to be called with an input runs the product of
-all, and the others take their part of it when they are called with the same tensor. That is one launch instead of
-three, and a matrix that fills the GPU; on a CPU it is one call, and one start of all threads, instead of three.
+all, and the others get their part of it when they are called with the same tensor (`plan.structure.joined_calls`). That
+is one launch instead of three, and a matrix that fills the GPU; on a CPU it is one call, and one start of all threads,
+instead of three.
 
 It is for inference: for the fused kernel and, on a GPU and outside of graphs, for weights that are decoded in each call
 and have no factor of their own (nvfp4 has). With a tile cache and where a gradient is needed each layer runs by itself.
@@ -37,8 +38,9 @@ from bitplan.packed.product_strategy import INPUTS, input_type
 from bitplan.packed.products.fused import FusedMatmul, Prepared, fused_for
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.plan.structure.describe import describe
+from bitplan.plan.structure.joined_calls import SharedProduct, readers_of_one_tensor
 
-MOST_UNCLAIMED = 4  # products of which not all layers took their part, before each layer runs by itself
+MOST_UNCLAIMED = 4  # products of which not all layers fetched their part, before each layer runs by itself
 
 
 def fuse_projections(model: nn.Module, example: Any = None) -> list[str]:
@@ -47,12 +49,12 @@ def fuse_projections(model: nn.Module, example: Any = None) -> list[str]:
     example   what the model's forward is called with, for `bitplan.describe`, where none can be made from its config
     """
     joined = []
-    for group in describe(model, example).input_groups():
+    for readers in readers_of_one_tensor(describe(model, example)):
         alike: dict[Any, list[tuple[str, QuantLinear]]] = {}
-        for linear in group.linears if group.is_one_tensor else ():
+        for linear in readers:
             layer = model.get_submodule(linear.path)
             if isinstance(layer, QuantLinear):
-                key = (layer.weight.fmt.name, layer.strategy, id(layer.cache), layer.bias is None)
+                key = (layer.weight.fmt.name, layer.strategy, id(layer.cache), layer.inputs, layer.bias is None)
                 alike.setdefault(key, []).append((linear.path, layer))
         for members in alike.values():
             layers = [layer for _, layer in members]
@@ -90,11 +92,19 @@ def why_not_joined(layers: Sequence[QuantLinear]) -> str | None:
         layer.in_features != first.in_features or layer.weight.fmt.name != first.weight.fmt.name for layer in layers
     ):
         return "they differ in inputs or format"
-    if any(layer.strategy != first.strategy or layer.cache is not first.cache for layer in layers):
-        return "they differ in strategy or cache"
+    if not _is_set_alike(layers):
+        return "they differ in strategy, cache or the format of inputs"
     if len({id(layer.weight) for layer in layers}) < len(layers) or any(layer.joint is not None for layer in layers):
         return "they share a weight, or are joined already"
     return None
+
+
+def _is_set_alike(layers: Sequence[QuantLinear]) -> bool:
+    first = layers[0]
+    return all(
+        layer.strategy == first.strategy and layer.cache is first.cache and layer.inputs == first.inputs
+        for layer in layers
+    )
 
 
 class JointProjection:
@@ -102,9 +112,9 @@ class JointProjection:
 
     def __init__(self, layers: Sequence[QuantLinear], name: str) -> None:
         self.layers, self.name = list(layers), name
-        for place, layer in enumerate(layers):
-            layer.joint, layer.joint_at = self, place
-        self.sizes = [layer.out_features for layer in layers]
+        for index, layer in enumerate(layers):
+            layer.joint, layer.joint_at = self, index
+        self._shared = SharedProduct([layer.out_features for layer in layers])
         self._joining = threading.Lock()
         self._begin()
 
@@ -114,37 +124,33 @@ class JointProjection:
         self._runs: dict[Any, bool] = {}
         # What each layer had when they were joined.
         self._held: list[tuple[PackedWeight, Tensor | None, Tensor | None, Tensor | None]] = []
-        # The last input, its version and type, and products not yet taken: one tuple, so that threads do not mix two.
-        self._last: tuple[Tensor, tuple[int, torch.dtype], dict[int, Tensor]] | None = None
+        self._shared.clear()
         self._unclaimed = 0
 
     def drop(self, token: int) -> None:
-        """Forget everything, because a weight or a layer's settings changed; the next call makes it anew."""
-        self._begin()
+        """Forget everything, because a weight or a layer's settings (token 0) changed; the next call makes it anew.
+
+        Weights that were replaced say so when they are freed, which may be much later, while a graph of the new ones
+        is compiled: that changes nothing here.
+        """
+        if not token or any(weight.token == token for weight, *_ in self._held):
+            self._begin()
 
     def part(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
         """This layer's product with x; None where it has to run by itself."""
         if is_grad_enabled() and x.requires_grad:
             return None
-        compiling, place = is_compiling(), layer.joint_at
+        compiling, index, shared = is_compiling(), layer.joint_at, self._shared
         if not compiling and self._held and not self._is_held(layer):
             self._begin()
         version = 0 if compiling or x.is_inference() else x._version
-        mark = version, input_type(x)  # autocast may be switched between two layers
-        last, part = self._last, None
-        if last is not None and last[0] is x and last[1] == mark:
-            part = last[2].pop(place, None)  # once: whoever got it may have written into it
+        state = version, input_type(x)  # autocast may be switched between two layers
+        part = shared.part(index, x, state)
         if part is None:
             y = self._product(layer, x, compiling)
             if y is None:
                 return None
-            # Outside of graphs each part is a tensor of its own to autograd, so that it may be written in place.
-            split = y.split_with_sizes if compiling else y.unsafe_split_with_sizes
-            parts = dict(enumerate(split(self.sizes, -1)))
-            part = parts.pop(place)
-            self._last = x, mark, parts
-        if place == len(self.sizes) - 1:  # the last layer has its part: forget input and products
-            self._last = None
+            part = shared.hand_out(index, y, x, state, is_traced=compiling)
         return part
 
     def _is_held(self, layer: QuantLinear) -> bool:
@@ -152,15 +158,16 @@ class JointProjection:
         weight, data, scales, base = self._held[layer.joint_at]
         if layer._modules["weight"] is not weight or layer._parameters["bias"] is not None:
             return False
-        found = weight._buffers
-        return found["data"] is data and found["scales"] is scales and found.get("base") is base
+        parts = weight._buffers
+        return parts["data"] is data and parts["scales"] is scales and parts.get("base") is base
 
     def _product(self, layer: QuantLinear, x: Tensor, compiling: bool) -> Tensor | None:
         if compiling:
             return self._made(x) if self._settle_for(x) else None
         if self._unclaimed >= MOST_UNCLAIMED:
+            self._shared.clear()
             return None
-        if self._last is not None or layer.joint_at:  # others did not take their parts, or came before
+        if self._shared.is_waiting or layer.joint_at:  # others did not fetch their parts, or came before
             self._unclaimed += 1
         y = None if self.layer is None else self.layer.bound_product(x)
         return self._made(x) if y is None and self._runs_for(x) else y
@@ -201,10 +208,10 @@ class JointProjection:
 
     def _join(self) -> JointLinear | None:
         first = self.layers[0]
-        fused = fused_for(first.weight.device.type)
+        fused = fused_for(first.weight.device.type, first.inputs)
         if fused is None or type(first.weight.data) is not Tensor or first.strategy not in ("auto", "fused"):
             return None
-        if any(layer.strategy != first.strategy or layer.cache is not first.cache for layer in self.layers):
+        if not _is_set_alike(self.layers):
             return None
         if any(layer.bias is not None for layer in self.layers):  # it was set after they were joined
             return None
@@ -236,7 +243,7 @@ class JointProjection:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "name": self.name, "sizes": self.sizes}
+        return {"layers": self.layers, "name": self.name, "_shared": self._shared}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -261,7 +268,7 @@ class JointLinear(QuantLinear):
     """A layer over the rows of several weights."""
 
     def __init__(self, weight: Encoded, prepared: Prepared, like: QuantLinear, name: str) -> None:
-        super().__init__(weight, strategy=like.strategy, cache=like.cache, name=name)
+        super().__init__(weight, strategy=like.strategy, cache=like.cache, inputs=like.inputs, name=name)
         self._own = prepared
 
     def picks_fused(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> bool:

@@ -85,10 +85,11 @@ def _lower_gradient(grad: Any, *weight: Any) -> Any:
 
 
 def _fixed_way(x: Any, ways: str) -> ProductWay | None:
-    """How it runs; None where the size of x is not known."""
+    """How it runs; None where the size of x is not known, or x is rounded first."""
     if any(getattr(each, "free_symbols", ()) for each in x.get_size()):
         return None
-    return way_at(ways, int(x.get_size()[0]))
+    way = way_at(ways, int(x.get_size()[0]))
+    return way if way.input is None else None
 
 
 def _is_on_gpu(x: Any) -> bool:

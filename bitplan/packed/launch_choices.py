@@ -3,6 +3,7 @@
     1:fused outputs=32 rows=8;64:fused;*:decode
 
 1 row: the fused kernel with this launch. Up to 64 rows: the fused kernel with its default launch. More: decoded.
+"*:fused input=q8_0_gguf": inputs are rounded to this format.
 
 Tensors made from a packed weight that a compiled graph reads, as buffers: a CUDA graph then need not copy them.
 
@@ -64,17 +65,19 @@ class GraphWeight(nn.Module):
 
 
 class ProductWay(NamedTuple):
-    """A strategy, and the launch of its kernel where one was chosen."""
+    """A strategy, the launch of its kernel where one was chosen, and the format of inputs, if they are rounded."""
 
     strategy: str
     launch: Launch | None = None
+    input: str | None = None
 
 
-def text_of(picks: Iterable[tuple[int | None, Pick]]) -> str:
+def text_of(picks: Iterable[tuple[int | None, Pick]], input: str | None = None) -> str:
     """Text of picks, each with the most rows it is for, in rising order; the last pick is for any more (None)."""
     parts = []
     for rows, pick in picks:
-        launch = "".join(f" {name}={value}" for name, value in (pick.launch or {}).items())
+        launch = f" input={input}" if input else ""
+        launch += "".join(f" {name}={value}" for name, value in (pick.launch or {}).items())
         parts.append(f"{'*' if rows is None else rows}:{pick.strategy}{launch}")
     return ";".join(parts)
 
@@ -96,7 +99,9 @@ def _read_one(part: str, text: str) -> tuple[int | None, ProductWay]:
     try:
         rows, _, rest = part.partition(":")
         strategy, *pairs = rest.split()
-        launch = {name: int(value) for name, value in (pair.split("=") for pair in pairs)}
-        return (None if rows == "*" else int(rows)), ProductWay(strategy, launch or None)
+        values = dict(pair.split("=") for pair in pairs)
+        input = values.pop("input", None)
+        launch = {name: int(value) for name, value in values.items()}
+        return (None if rows == "*" else int(rows)), ProductWay(strategy, launch or None, input)
     except ValueError:
         raise ArgumentError(f"expected ROWS:STRATEGY NAME=NUMBER..., got {part!r} in the ways {text!r}") from None

@@ -113,6 +113,8 @@ def _why_not_experts(experts: ExpertsUse) -> str | None:
         return experts.fault
     if experts.activation == "gpt_oss" and experts.is_columns and experts.is_interleaved:
         return None
+    if experts.is_columns and experts.is_interleaved:
+        return "its gating is not gpt-oss's own, with alpha 1.702 and limit 7"
     if experts.is_columns or experts.is_interleaved:
         return "it keeps its experts transposed or interleaved: rows are not outputs"
     if experts.gate_up_bias is not None or experts.down_bias is not None:
@@ -139,6 +141,13 @@ def stack_of(module: nn.Module, part: Literal["gate_up", "down"]) -> str:
 def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in which a parameter is packed: rows are outputs."""
     return (shape[0], shape[2], shape[1]) if are_columns(module, local) else shape
+
+
+def shape_in_file(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a packed parameter has in a file, whether or not there is a packed layer for it."""
+    experts = experts_of(module)
+    is_turned = experts is not None and local in experts.weights and experts.is_columns
+    return (shape[0], shape[2], shape[1]) if is_turned else shape
 
 
 def with_output_rows(place: ParameterPlace) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 from bitplan.base.compiled_code import register_lowerings
 from bitplan.base.weight_changes import writes_of
 from bitplan.formats import Encoded, get_format
+from bitplan.formats.input_formats import round_input
 from bitplan.packed.launch_choices import ProductWay, way_at
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import LayerError, compute_dtype, is_capturing
@@ -105,13 +106,14 @@ def multiply(x: Tensor, bias: Tensor | None, matrix: Matrix, way: ProductWay) ->
         if not x.shape[0]:
             return x.new_empty((0, matrix.shape[0]))
         if way.strategy == "fused":
-            fused = fused_for(x.device.type)
+            fused = fused_for(x.device.type, way.input)
             if fused is None:
                 raise LayerError(f"strategy 'fused': there is no fused kernel for {x.device.type}")
             return fused.run(x, matrix.encoded, matrix.prepared, bias, way.launch)
         wide = compute_dtype(x.device, x.dtype)
         bias = None if bias is None else bias.to(wide)
-        return linear_over_pieces(x.to(wide), matrix.pieces(way, wide), matrix.shape[0], bias).to(x.dtype)
+        numbers = x.to(wide) if way.input is None else round_input(x, way.input, wide)
+        return linear_over_pieces(numbers, matrix.pieces(way, wide), matrix.shape[0], bias).to(x.dtype)
 
 
 def input_gradient(grad: Tensor, matrix: Matrix, way: ProductWay) -> Tensor:
@@ -147,7 +149,7 @@ def packed_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
             return y
     way = way_at(ways, x.shape[0])
     y = multiply(x, bias, matrix, way)
-    fused = fused_for(x.device.type) if way.strategy == "fused" and bound is not _never else None
+    fused = fused_for(x.device.type, way.input) if way.strategy == "fused" and bound is not _never else None
     if fused is not None and x.shape[0] and not is_capturing(x.device):
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()

@@ -116,12 +116,17 @@ def choose(
     *,
     where: str,
     measure: bool = False,
+    input: str | None = None,
 ) -> Pick:
-    """The strategy for this many rows of this type, with its reason. `measure`: what has no record is measured now."""
+    """The strategy for this many rows of this type, with its reason. `measure`: what has no record is measured now.
+
+    input   the format that inputs are rounded to, if they are
+    """
+    fused = fused_for(weight.device.type, input)
     if strategy == "auto":
-        return _auto(weight, rows, dtype, cache, measure=measure)
+        return _auto(weight, rows, dtype, cache, fused, measure=measure)
     if strategy == "fused":
-        return _asked_for_fused(weight, rows, dtype, where)
+        return _asked_for_fused(weight, rows, dtype, where, fused)
     if strategy == "tile_cache":
         check_cache(weight.device, cache, where)
     return Pick(strategy, "asked for")
@@ -130,8 +135,9 @@ def choose(
 # ---- asked for by name -----------------------------------------------------------------------------------------------
 
 
-def _asked_for_fused(weight: PackedWeight, rows: int, dtype: torch.dtype, where: str) -> Pick:
-    fused = fused_for(weight.device.type)
+def _asked_for_fused(
+    weight: PackedWeight, rows: int, dtype: torch.dtype, where: str, fused: FusedMatmul | None
+) -> Pick:
     reason = _why_not_fused(fused, weight, dtype)
     launch = None
     if reason is None and weight.device.type == "cuda":
@@ -164,18 +170,26 @@ def check_cache(device: torch.device, cache: TileCache | None, where: str) -> No
 # ---- auto ------------------------------------------------------------------------------------------------------------
 
 
-def _auto(weight: PackedWeight, rows: int, dtype: torch.dtype, cache: TileCache | None, *, measure: bool) -> Pick:
+def _auto(
+    weight: PackedWeight,
+    rows: int,
+    dtype: torch.dtype,
+    cache: TileCache | None,
+    fused: FusedMatmul | None,
+    *,
+    measure: bool,
+) -> Pick:
     capturing = is_capturing(weight.device)
     room = not capturing and cache is not None and cache.has_room(weight, compute_dtype(weight.device, dtype))
-    fused = fused_for(weight.device.type)
     why_not = _why_not_fused(fused, weight, dtype)
     if weight.device.type == "cpu" and why_not is None and fused is not None:
         return Pick("fused", f"{fused.name}, which {fused.note(weight.encoded)}")
     if why_not is not None or fused is None:
         return _unfused(room, f"not fused: {why_not}")
     table = crossovers_of(weight.device)
-    if measure and not capturing:
-        record = table.find_or_measure(weight.encoded, fused, rows)
+    plain = fused_for(weight.device.type)  # records are of inputs as they are
+    if measure and not capturing and plain is not None:
+        record = table.find_or_measure(weight.encoded, plain, rows)
     else:
         record = table.find(weight.fmt.name, *weight.shape)
     if record is not None and (record.refused or record.stopped or record.timings[-1].rows >= bucket_of(rows)):

@@ -33,6 +33,7 @@ from torch.nn.functional import linear
 
 from bitplan.formats import Encoded, Format
 from bitplan.formats.dispatch import bind_decode, decode, encode
+from bitplan.formats.input_formats import input_format
 from bitplan.packed.crossover import ROW_COUNTS, Pick
 from bitplan.packed.launch_choices import GraphWeight, ProductWay, text_of
 from bitplan.packed.linear_operator import Matrix, multiply, remember
@@ -69,6 +70,7 @@ class QuantLinear(nn.Module):
     bias       kept unchanged, as a Parameter
     strategy   "auto", "eager", "fused", "tile_cache" or "decode"; may be set later
     cache      the TileCache of the model, for "tile_cache" and "auto"
+    inputs     a format that inputs are rounded to (`bitplan.formats.input_formats`), or "keep"; may be set later
     name       what messages call the layer
 
     `last_pick` says how the last forward ran and why; `explain(rows)` says how a forward of `rows` rows would run.
@@ -83,6 +85,7 @@ class QuantLinear(nn.Module):
         *,
         strategy: str = "auto",
         cache: TileCache | None = None,
+        inputs: str | None = None,
         name: str = "QuantLinear",
     ) -> None:
         super().__init__()
@@ -104,7 +107,7 @@ class QuantLinear(nn.Module):
         self.joint_at = 0
         self._picks: dict[Any, Pick] = {}
         self._bound: dict[Any, _BoundCall] = {}  # by shape and type; decoded products by bits of the row count and type
-        self._strategy, self._cache = check_strategy(strategy, name), cache
+        self._strategy, self._cache, self._inputs = check_strategy(strategy, name), cache, input_format(inputs, name)
         self.last_pick: Pick | None = None
 
     @classmethod
@@ -115,12 +118,14 @@ class QuantLinear(nn.Module):
         *,
         strategy: str = "auto",
         cache: TileCache | None = None,
+        inputs: str | None = None,
         name: str = "QuantLinear",
         **encode_options: Any,
     ) -> Self:
         """Pack a linear layer's weight; the bias is shared with it. Options are those of `bitplan.encode`."""
         encoded = encode(linear.weight, fmt, name=f"{name}.weight", **encode_options)
-        return cls(encoded, linear.bias, strategy=strategy, cache=cache, name=name).train(linear.training)
+        layer = cls(encoded, linear.bias, strategy=strategy, cache=cache, inputs=inputs, name=name)
+        return layer.train(linear.training)
 
     def stand_in(self, x: Tensor) -> nn.Linear:
         """A plain layer without numbers that computes the same, for `bitplan.describe`."""
@@ -153,10 +158,22 @@ class QuantLinear(nn.Module):
         self._cache = cache
         self._forget_picks()
 
+    @property
+    def inputs(self) -> str | None:
+        """The format that inputs are rounded to; None: they stay as they are."""
+        return self._inputs
+
+    @inputs.setter
+    def inputs(self, inputs: str | None) -> None:
+        self._inputs = input_format(inputs, self.name)
+        self.graph.drop(0)
+        self._forget_picks()
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self.weight.fmt.name}, strategy={self.strategy}, adapters=bitplan.peft.get_peft_model"
+            f"format={self.weight.fmt.name}, {f'inputs={self.inputs}, ' if self.inputs else ''}"
+            f"strategy={self.strategy}, adapters=bitplan.peft.get_peft_model"
         )
 
     def explain(self, rows: int, dtype: torch.dtype | None = None) -> Pick:
@@ -165,7 +182,19 @@ class QuantLinear(nn.Module):
         dtype   of the input; bfloat16 on CUDA and float32 elsewhere if it is not given
         """
         usual = torch.bfloat16 if self.weight.device.type == "cuda" else torch.float32
-        return choose(self.weight, rows, dtype or usual, self.strategy, self.cache, where=self.name, measure=False)
+        return self._choose(rows, dtype or usual, measure=False)
+
+    def _choose(self, rows: int, dtype: torch.dtype, *, measure: bool) -> Pick:
+        return choose(
+            self.weight,
+            rows,
+            dtype,
+            self.strategy,
+            self.cache,
+            where=self.name,
+            measure=measure,
+            input=self._inputs,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is not Tensor or x.layout is not _STRIDED:
@@ -195,11 +224,11 @@ class QuantLinear(nn.Module):
         self.last_pick = picked = self._pick(flat.shape[0], dtype)
         matrix = self._matrix(picked, dtype)
         if _is_plain(x) and not (is_grad_enabled() and (x.requires_grad or _learns(self.bias))):
-            y = multiply(flat, self.bias, matrix, ProductWay(picked.strategy, picked.launch))
+            y = multiply(flat, self.bias, matrix, ProductWay(picked.strategy, picked.launch, self._inputs))
             if dtype == x.dtype:
                 self._bind(x, matrix.prepared, picked)
         else:
-            y = self._operator(flat, matrix, text_of([(None, picked)]))
+            y = self._operator(flat, matrix, text_of([(None, picked)], self._inputs))
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _in_graph(self, x: Tensor) -> Tensor:
@@ -254,7 +283,7 @@ class QuantLinear(nn.Module):
                 f"{self.name}: torch.export sees no numbers, and {' and '.join(sorted(strategies))} needs what is made "
                 "from them; run the model once with such an input, then export it"
             )
-        return text_of(picks)
+        return text_of(picks, self._inputs)
 
     # As torch.compiler.assume_constant_result does, without the seconds that importing the compiler takes.
     settle._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -262,7 +291,7 @@ class QuantLinear(nn.Module):
     def _fill_graph(self, strategies: set[str], dtype: torch.dtype) -> None:
         weight, wide = self.weight, compute_dtype(self.weight.device, dtype)
         if "fused" in strategies:
-            fused = fused_for(weight.device.type)
+            fused = fused_for(weight.device.type, self._inputs)
             assert fused is not None
             self.graph.hold_prepared(weight, self.prepared(fused))
         if "eager" in strategies:
@@ -298,7 +327,7 @@ class QuantLinear(nn.Module):
         weight, expanded, tokens = self.weight, None, (0, 0)
         prepared: Prepared = ()
         if picked.strategy == "fused":
-            fused = fused_for(weight.device.type)
+            fused = fused_for(weight.device.type, self._inputs)
             assert fused is not None
             prepared = self.prepared(fused)
             self.graph.hold_prepared(weight, prepared)
@@ -325,11 +354,11 @@ class QuantLinear(nn.Module):
         """
         device = self.weight.device
         keep = not is_capturing(device)
-        stream_key: Hashable = "fused"
+        stream_key: Hashable = ("fused", self._inputs)
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device).cuda_stream
             first = self.weight.derived("first stream", lambda: stream, keep=keep)
-            stream_key = "fused" if stream == first or not keep else ("fused", stream)
+            stream_key = stream_key if stream == first or not keep else ("fused", self._inputs, stream)
         return self.weight.derived(stream_key, lambda: self._prepare(fused), keep=keep)
 
     def _prepare(self, fused: FusedMatmul) -> Prepared:
@@ -342,10 +371,10 @@ class QuantLinear(nn.Module):
         bound: Bound | None = None
         key: Hashable = (x.shape, x.dtype)
         if picked.strategy == "fused":
-            fused = fused_for(x.device.type)
+            fused = fused_for(x.device.type, self._inputs)
             assert fused is not None
             bound = fused.bind(_flat(x), self.weight.encoded, prepared, self.bias, picked.launch)
-        elif picked.strategy == "decode" and (self.cache is None or self.strategy == "decode"):
+        elif picked.strategy == "decode" and self._inputs is None and (self.cache is None or self.strategy == "decode"):
             bound = _bound_decode(self.weight.encoded, x.dtype, self.bias)
             key = ((x.numel() // self.in_features - 1).bit_length(), x.dtype)
         if bound is not None:
@@ -380,13 +409,13 @@ class QuantLinear(nn.Module):
         bucket = 1 << max(0, rows - 1).bit_length()
         is_kept = strategy in ("auto", "fused") and type(weight.data) is Tensor and not is_capturing(weight.device)
         if not is_kept:
-            return choose(weight, bucket, dtype, strategy, cache, where=self.name, measure=measure)
+            return self._choose(bucket, dtype, measure=measure)
         room = cache is not None and cache.has_room(weight, compute_dtype(weight.device, dtype))
         key = (bucket, dtype, room, weight.token, weight.state)
         if measure or key not in self._picks:
             if len(self._picks) >= _PICKS_KEPT:
                 self._picks.clear()
-            picked = choose(weight, bucket, dtype, strategy, cache, where=self.name, measure=measure)
+            picked = self._choose(bucket, dtype, measure=measure)
             if self._picks.get(key, picked) != picked:
                 self._bound.clear()  # calls that were bound before it was measured
             self._picks[key] = picked

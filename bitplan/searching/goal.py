@@ -88,9 +88,10 @@ class Goal:
         return ", ".join(filter(None, words))
 
 
-def parse_bytes(text: str) -> int:
-    """6GB, 900 MB, 1.5GiB or a plain number of bytes."""
+def parse_bytes(text: str, what: str = "nbytes") -> int:
+    """6GB, 900 MB, 1.5GiB or a plain number of bytes; errors say what it is of."""
     match = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise GoalError(f"expected a size such as 6GB, 900MB or 1.5GiB, got {text[:40]!r}", settings={"nbytes": None})
+        text = text[:40]
+        raise GoalError(f"expected a size such as 6GB, 900MB or 1.5GiB, got {text!r}", settings={what: None})
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from bitplan.files.engines.gguf_source import is_folder_like
 from bitplan.files.headers import is_gguf
 from bitplan.packed.language.perplexity import Quality
-from bitplan.packed.machine import free_memory
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.explain import explain_plan
-from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, needed_memory, smallest_bytes
+from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, smallest_bytes
 from bitplan.searching.gather.passes import BACK, GRADIENT_TOKENS, steps_of
 from bitplan.searching.gather.plan_meter import COUNTED, MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
 from bitplan.searching.gather.training_evidence import read_gradients, read_speeds, time_by_policy, weigh_by_gradients
 from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError
+from bitplan.searching.memory import MemoryUse, within_memory
 from bitplan.searching.phases import IN_ALL, SHARES, ExpectedPhase, PhaseClock, Stage, no_stage
 from bitplan.searching.prepare import SearchText, prepare
 from bitplan.searching.result import SearchResult
@@ -61,6 +61,7 @@ def search(
     fp8_policy: str | Path | None = None,
     all_rivals: bool = False,
     workers: int = 0,
+    memory: int | None = None,
     out: str | Path | None = None,
     stage: Stage = no_stage,
     note: Callable[[str], None] = lambda _line: None,
@@ -78,6 +79,7 @@ def search(
     all_rivals   measure heuristics that are predicted to lose as well
     workers    processes of one thread each that round weights on CPUs, beside a GPU or in place of threads; a script
                that asks for some begins under `if __name__ == "__main__":`
+    memory     bytes that the process may have; what is free less a tenth unless given. What does not fit is refused
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
     stage      shows progress: called with a name and a number of steps, gives a context of what to call for each
     note       called before the work with what it will take
@@ -112,10 +114,10 @@ def search(
             fp8_policy=fp8_policy,
             all_rivals=all_rivals,
             workers=workers,
+            memory=memory,
         )
         searcher.require_size(wanted)
-        if folder is not None:
-            note(searcher.needs())
+        note(searcher.needs())
         return searcher.find(wanted)
 
 
@@ -133,6 +135,7 @@ class Searcher:
     fp8_policy: str | Path | None = None
     all_rivals: bool = False
     workers: int = 0
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         self.clock = PhaseClock(self.stage, self._expected())
@@ -194,6 +197,7 @@ class Searcher:
                 near_bits=None if most is None else 8 * most / self.subject.numbers,
                 rows=rows,
                 workers=self.workers,
+                memory=self.memory_use,
                 stage=self.stage,
             )
             self._add_evidence_of_training(*self._collected, goal)
@@ -215,10 +219,17 @@ class Searcher:
         return norms, read_speeds(self.fp8_policy or "", self.subject, goal.rows) if has_speeds else None
 
     @cached_property
+    def memory_use(self) -> MemoryUse:
+        """What is kept in memory, within the limit; refused where a search needs more."""
+        measured = max(self.text.checks, self.text.proof, key=lambda windows: sum(map(len, windows)))
+        return within_memory(self.subject, self.text.statistics, measured, self.memory)
+
+    @cached_property
     def judge(self) -> PlanMeter:
         """What measures on the windows that were held out."""
         assert self._collected is not None
-        return PlanMeter(self._collected[1].rounded, self.text.proof, unscored=self.text.unscored)
+        rounded, kept_bytes = self._collected[1].rounded, self.memory_use.kept_logits // 2
+        return PlanMeter(rounded, self.text.proof, unscored=self.text.unscored, kept_bytes=kept_bytes)
 
     @cached_property
     def _reference(self) -> tuple[Quality, Quality]:
@@ -294,16 +305,19 @@ class Searcher:
             )
 
     def needs(self) -> str:
-        """A sentence on the bytes that statistics take on disk, more than is free there is refused, and on memory."""
+        """A sentence on the bytes that a search takes in memory and on disk; more than there is is refused."""
+        memory = self.memory_use
+        words = f"a search takes about {memory.needed / 1e9:.1f} GB of memory, of {memory.limit / 1e9:.1f} GB"
+        if self.folder is None:
+            return words
         kept, scratch = evidence_bytes(self.subject, self.text.statistics)
-        place = (self.folder or Path()).absolute()
-        free = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free
-        said = f"statistics take about {kept / 1e6:,.0f} MB in {place}, and {scratch / 1e6:,.0f} MB more until then"
+        folder = self.folder.absolute()
+        free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+        on_disk = f"statistics take about {kept / 1e6:,.0f} MB in {folder}, and {scratch / 1e6:,.0f} MB more until then"
         if kept + scratch > free:
-            raise SearchError(f"{said}; {free / 1e6:,.0f} MB are free there: give another disk", settings={"out": None})
-        memory, free = needed_memory(self.subject, kept), free_memory()
-        much = "" if memory < free else ": it may not be enough, end other programs or search on another machine"
-        return f"{said}; it takes about {memory / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free{much}"
+            text = f"{on_disk}; {free / 1e6:,.0f} MB are free there: give a folder on another disk"
+            raise SearchError(text, settings={"out": None})
+        return f"{on_disk}; {words}"
 
     def _why_so_large(self, most: int) -> str:
         """Where tensors that stay take more than is allowed: why most of their bytes do."""

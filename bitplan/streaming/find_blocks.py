@@ -75,6 +75,7 @@ def find_blocks(model: nn.Module, pattern: str, train: Train) -> list[StreamedBl
     matches = [name for name in modules if name and _matches(pattern, name)]
     if not matches:
         raise StreamError(f"blocks={pattern!r} names no module of this model{_suggestion(pattern, modules)}")
+    refuse_divided(model, matches)
     for name in matches:
         if getattr(modules[name], STREAMED, False):
             raise StreamError(f"{name} is streamed already; close() the other handle first")
@@ -91,6 +92,35 @@ def find_blocks(model: nn.Module, pattern: str, train: Train) -> list[StreamedBl
     if train == "weights":
         _refuse_overlapping(blocks)
     return blocks
+
+
+def refuse_divided(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Refuse models that other code has wrapped or divided among processes: who holds a weight would not be certain."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    for path, module in model.named_modules():
+        within = any(f"{path}.".startswith(f"{block}.") or f"{block}.".startswith(f"{path}.") for block in blocks)
+        if isinstance(module, DistributedDataParallel):
+            raise StreamError(
+                "the model is wrapped in DistributedDataParallel already, which waits for gradients of all weights; "
+                "stream the model itself (its .module), then wrap it"
+            )
+        if (not path or within) and isinstance(module, FSDPModule | FullyShardedDataParallel):
+            raise StreamError(
+                f"{path or 'the model'} is sharded by FSDP, and streamed blocks lie whole on the host of every "
+                "process; stream the model without FSDP: data-parallel processes work, and shard_optimizer=True "
+                "divides the optimizer among them"
+            )
+        for name, parameter in module._parameters.items() if within else ():
+            if isinstance(parameter, DTensor):
+                raise StreamError(
+                    f"{path}.{name} is divided over {parameter.device_mesh} (DTensor, tensor parallel): streamed "
+                    "weights are whole in every process; stream the model without that"
+                )
 
 
 def resident_tensors(model: nn.Module, blocks: Sequence[StreamedBlock]) -> list[nn.Parameter]:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 
 from bitplan.formats import Format, get_format
 from bitplan.plan.format_choices import Stored, Wanted, choose_formats
@@ -95,6 +94,7 @@ class StreamOptions:
     offload_activations: bool
     compile: bool | Mapping[str, Any]
     timeout_s: float
+    shard_optimizer: bool
 
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward, compiled if that was asked for."""
@@ -106,7 +106,7 @@ class StreamOptions:
     def check(self) -> None:
         """Refuse options that contradict each other."""
         train = self.train
-        for name in ("check_finite", "offload_activations"):
+        for name in ("check_finite", "offload_activations", "shard_optimizer"):
             if not isinstance(value := getattr(self, name), bool):
                 raise StreamError(f"{name}={value!r}: expected True or False")
         check_slots(self.slots, self.vram_bytes)
@@ -135,18 +135,8 @@ class StreamOptions:
             raise StreamError(
                 "train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'"
             )
-        self.refuse_several_processes()
-
-    def refuse_several_processes(self) -> None:
-        """Refuse to train weights where several processes train together: each would step by its own gradients."""
-        if self.train != "weights" or not (distributed.is_available() and distributed.is_initialized()):
-            return
-        if (processes := distributed.get_world_size()) > 1:
-            raise StreamError(
-                f"train='weights' in a process group of {processes}: gradients of streamed weights are not reduced "
-                "over processes, so that each would train a model of its own; train adapters (train='adapters'), or "
-                "run one process (python instead of torchrun)"
-            )
+        if self.shard_optimizer and train != "weights":
+            raise StreamError(f"shard_optimizer=True divides AdamW of streamed weights, but train={train!r}")
 
 
 def check_norm(what: str, max_norm: float) -> None:

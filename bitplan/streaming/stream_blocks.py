@@ -39,6 +39,7 @@ from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_sec
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
+from bitplan.streaming.training.processes import Processes, hide_from_ddp, several_processes
 from bitplan.streaming.training.training_state import load_training, read_training, training_document, write_training
 from bitplan.streaming.transfer.activation_offload import ActivationOffload, Compute
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, SentFlags, Transfer, alone
@@ -216,6 +217,7 @@ def stream_blocks(
     offload_activations: bool = False,
     compile: bool | Mapping[str, Any] = False,
     timeout_s: float = WAIT_TIMEOUT_S,
+    shard_optimizer: bool = False,
 ) -> BlockStream:
     """Stream the blocks of a model through a device; everything else of the model moves there and stays.
 
@@ -235,7 +237,9 @@ def stream_blocks(
     check_finite  look for NaN and infinity in the outputs of blocks, without waiting for the device
     offload_activations   checkpoint every block, and keep its input in pinned memory from its forward to its backward
     compile       run blocks through torch.compile, once for all blocks of one kind; a mapping has its arguments
-    timeout_s     how long any wait for a transfer may take before it is an error
+    timeout_s     how long any wait, for a transfer or for another process, may take before it is an error
+    shard_optimizer   with train="weights" in several processes (torchrun): each keeps the moments of its part of every
+                  weight, and steps that part; see `training.processes`
     """
     options = StreamOptions(
         formats=formats,
@@ -252,6 +256,7 @@ def stream_blocks(
         offload_activations=offload_activations,
         compile=compile,
         timeout_s=timeout_s,
+        shard_optimizer=shard_optimizer,
     )
     return BlockStream(model, find_blocks(model, blocks, train), open_device(device), options)
 
@@ -290,19 +295,21 @@ class BlockStream:
         for index, block in enumerate(blocks):
             self._calls.wrap(index, block, options.compiled(block.module.forward))
         self._hooks = self._upkeep.hook_state_dicts()
+        self._show_to_ddp = hide_from_ddp(model, _by_full_name(formats))
 
     def _open_training(self, options: StreamOptions) -> HostTraining | None:
         if options.train != "weights":
             return None
         settings = options.optimizer or AdamWSettings()
         pinned, clip = options.host == "pinned", options.clip_grad_norm
-        return HostTraining(self.blocks, settings, self.device, options.timeout_s, clip, pinned=pinned)
+        shards = options.shard_optimizer
+        return HostTraining(self.blocks, settings, self.device, options.timeout_s, clip, pinned=pinned, shards=shards)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, error: object, *_: object) -> None:
-        failure = self._shut_down()
+    def __exit__(self, kind: object, error: BaseException | None, _traceback: object) -> None:
+        failure = self._shut_down(error)
         if failure is not None and error is None:
             raise failure
 
@@ -319,12 +326,12 @@ class BlockStream:
         begin_step again to go on. With train="weights" this waits to know if the last step counts, not for its AdamW.
         """
         self._check_open()
-        self._options.refuse_several_processes()  # a trainer may have made the group since
         if self._step is not None:
             self._abandon()
         if self.training is not None:
             self.training.wait_checked()
         self._raise_failures()
+        self._join_processes()
         self._upkeep.bring_up_to_date()
         self.device.reset_peak()
         if self._finite is not None:
@@ -335,6 +342,23 @@ class BlockStream:
         self._loader.start(step, recorder)
         self._step = step
         self._telemetry.flush()
+
+    def _join_processes(self) -> None:
+        """Train with the other processes of the group; it may be younger than the stream, as a trainer makes it."""
+        training = self.training
+        if training is None or training.processes is not None or not several_processes():
+            return
+        training.finish()
+        self._upkeep.settle()
+        processes = Processes(self.device.torch_device, self._options.timeout_s)
+        frozen = {
+            f"{block.name}.{name}": one.parameter
+            for block in self.blocks
+            for name, one in block.parameters.items()
+            if not training.trains(block.name, name)
+        }
+        with on_failure(lambda: processes.leave(None)):
+            training.join(processes, frozen)
 
     @alone
     def end_step(self) -> None:
@@ -396,12 +420,14 @@ class BlockStream:
 
     @alone
     def synchronize(self) -> None:
-        """Wait for updates that are under way, and raise errors of these or of earlier steps.
+        """Wait for updates and copies that are under way, and raise errors of these or of earlier steps.
 
-        The model's own Parameters are then the weights as they were trained: read them, or save the model.
+        The model's own Parameters are then the weights as they were trained: read them, or save the model. And
+        `stats.last` is of the last step: its copies, those made ahead for the next step too, are over.
         """
         if self.training is not None:
             self.training.finish()
+        self._loader.finish_copies()
         self._raise_failures(wait=True)
         self._upkeep.settle()
 
@@ -541,17 +567,18 @@ class BlockStream:
             raise failure
 
     @alone
-    def _shut_down(self) -> Exception | None:
+    def _shut_down(self, error: BaseException | None = None) -> Exception | None:
         if self._is_closed:
             return None
         self._is_closed = True
+        self._show_to_ddp()
         self._calls.unwrap()
         for hook in self._hooks:
             hook.remove()
         try:
             return self._finish()
         finally:
-            self._free()
+            self._free(error)
 
     def _finish(self) -> Exception | None:
         """Finish everything under way and give the model its weights; returns an error that was not raised yet."""
@@ -609,11 +636,11 @@ class BlockStream:
         if self._is_closed:
             raise StreamError("this stream is closed; call stream_blocks again")
 
-    def _free(self) -> None:
+    def _free(self, error: BaseException | None = None) -> None:
         """Give everything back; safe to call in any state."""
         self._loader.close()
         if self.training is not None:
-            self.training.close()
+            self.training.close(error)
         self._host.close()
 
 

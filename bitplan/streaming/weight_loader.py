@@ -283,6 +283,12 @@ class WeightLoader:
             if transfer.copied is not None:
                 self.device.finish(transfer.copied.end)
 
+    def finish_copies(self) -> None:
+        """Wait until every copy that was started is over; a dead thread is left to `mend`."""
+        if self._worker.drain(self.timeout_s):
+            self.wait_for_copies(self.transfers())
+        self.device.finish(self.device.mark())
+
     def mend(self) -> None:
         """Recover after an interrupted wait or a dead thread: start new threads, and empty all slots."""
         if self.is_broken or not self._worker.is_alive:

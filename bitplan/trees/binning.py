@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from bitplan.base.loops import row_pieces
-from bitplan.base.loops.jit import on_threads
+from bitplan.base.loops.jit import on_threads, thread_count
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
-from bitplan.trees.gradients import Array, TreesError, pieces
+from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops.histogram import PANEL, words_a_row
 from bitplan.trees.pieces import TablePieces
@@ -29,6 +29,7 @@ MAX_CATEGORY = 2**16 - 1  # the largest number that may stand for a category
 ONE_COLUMN = 256  # categories; more have several columns
 MAX_COLUMNS = 16  # of bins, for one feature
 SAMPLE_ROWS = 200_000
+GATHERED = 2**17  # numbers of a sample that are worth a thread
 ROWS_AT_ONCE = 2**14  # of categories
 BIN_NS, COPY_NS = 4.0, 1.0  # of a number
 CACHE_LINE = 64  # bytes
@@ -194,10 +195,12 @@ def _gather(x: Array | TablePieces, chosen: Array) -> Array:
         return np.asarray(x[chosen])
     out = np.empty((len(chosen), x.shape[1]), x.dtype)
 
-    def work(piece: slice) -> None:
-        out[piece] = x[chosen[piece]]
+    step = max(-(-len(chosen) // thread_count()), GATHERED // max(x.shape[1], 1), 1)
 
-    on_threads(work, pieces(len(chosen), x.shape[1]))  # a nanosecond a number, about
+    def work(first: int) -> None:
+        out[first : first + step] = x[chosen[first : first + step]]
+
+    on_threads(work, range(0, max(len(chosen), 1), step))
     return out
 
 

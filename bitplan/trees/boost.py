@@ -6,6 +6,7 @@ Nothing here knows about estimators, classes or files; a `Booster` is what they 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -13,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from bitplan.base.loops import row_pieces
-from bitplan.base.loops.jit import on_threads, thread_count
+from bitplan.base.loops.jit import thread_count
 from bitplan.base.optional import require
 from bitplan.trees.binning import SAMPLE_ROWS, Bins, bin_rows, blocks_of, find_bins, give_back_memory
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
-from bitplan.trees.gradients import Array, GradientPrecision, Gradients, GradientsF32, prepare
+from bitplan.trees.gradients import Array, GradientPrecision, Gradients, prepare, units
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.loops import gradients as trees_gradients
 from bitplan.trees.loops import rows as trees_rows
@@ -30,6 +31,8 @@ DEVICES = ("cpu", "cuda")
 # Of a row: to add its leaf's value. It takes 2, but threads that write to the same lines wait for each other: 100,000
 # rows took 0.22 ms on one thread, 0.39 on 16 and 0.8 on 4 of a virtual machine with 16 cores.
 ADD_NS = 0.3
+FEW_CODES = 8  # a leaf whose hessian is less is wrong by a third or more
+SUM_NS = 3.0  # of a row: to add its gradient and hessian to its leaf
 
 
 @dataclass(frozen=True)
@@ -281,13 +284,17 @@ class HostScores:
         self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
         self._span, self._shards, self._scores = span, span.shards, scores
         self._grads, self._hess = self._gradient_space(*scores.shape[::-1])
+        self._tops, self._hess_scale = (0.0, 0.0), 0.0  # of the tree that grows
+        self._has_warned = False
 
     def find_gradients(self) -> None:
         with np.errstate(over="ignore"):
             self._objective.gradients(self._rows.y, self._scores, self._rows.weights, self._grads, self._hess)
 
     def prepare(self, output: int, key: int | None) -> Gradients:
-        return prepare(self._grads[output], self._hess[output], self._settings.precision, key, self._span)
+        held = prepare(self._grads[output], self._hess[output], self._settings.precision, key, self._span)
+        self._tops, self._hess_scale = held.tops, held.hess_scale
+        return held
 
     def _gradient_space(self, outputs: int, count: int) -> tuple[Array, Array]:
         """float32 (outputs, rows), twice; for one tree a round in space that the tree needs only later.
@@ -307,20 +314,37 @@ class HostScores:
             low, high = np.array(grown.leaf_bounds).T
             return np.clip(by_rule, low, high)
         if not self._settings.renew_leaves:
+            self._warn_of_coarse_leaves(grown.tree)
             return grown.tree.leaf_value
-        full = GradientsF32.from_floats(self._grads[output], self._hess[output], self._span)
-        units = full.grad_scale, full.hess_scale
-        sums = on_threads(
-            lambda rows: trees_gradients.sum_rows(rows, full.grads, full.hessians, *units), grown.leaf_rows
-        )
-        totals = self._shards.add(np.array(sums, np.int64), "sums of leaves") * units
+        unit: Array = np.array(units(*self._tops, self._span.total))
+        order, ends = _leaves_as_they_lie(grown)
+        sums = np.zeros(2 * len(ends), np.int64)
+        given = grown.rows, row_pieces.First(), row_pieces.End(), ends, self._grads[output], self._hess[output]
+        row_pieces.run(trees_gradients.sum_leaves, len(grown.rows), SUM_NS, *given, *(1.0 / unit).tolist(), sums)
+        here = np.empty((len(ends), 2), np.int64)
+        here[order] = sums.reshape(-1, 2)
+        totals = self._shards.add(here, "sums of leaves") * unit
         return newton_steps(totals[:, 0], totals[:, 1], self._settings.rules, np.array(grown.leaf_bounds))
 
-    def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
-        order = np.lexsort(grown.spans.T[::-1])  # as the rows lie; leaves may be empty in one of several processes
-        ends, values = grown.spans[order, 1], tree.leaf_value[order]
+    def _warn_of_coarse_leaves(self, tree: Tree) -> None:
+        """Say once that leaves are sums of so few codes that rounding shows."""
+        if self._settings.precision is GradientPrecision.F32 or self._has_warned:
+            return
+        coarse = int(np.count_nonzero(tree.leaf_weight < FEW_CODES * self._hess_scale))
+        if coarse:
+            self._has_warned = True
+            warnings.warn(
+                f"renew_leaves=False: {coarse} of {tree.leaves} leaves of a tree have hessians of less than "
+                f"{FEW_CODES} codes of gradient_precision={self._settings.precision.value!r}, so their values are far "
+                "off; leave renew_leaves=None, or use gradient_precision='f32'",
+                UserWarning,
+                stacklevel=2,
+            )
 
-        given = self._scores, output, grown.rows, row_pieces.First(), row_pieces.End(), ends, values
+    def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
+        order, ends = _leaves_as_they_lie(grown)
+        rows = grown.rows, row_pieces.First(), row_pieces.End()
+        given = self._scores, output, *rows, ends, tree.leaf_value[order]
         row_pieces.run(trees_rows.add_leaves, len(grown.rows), ADD_NS, *given)
         if not len(unused):
             return
@@ -332,3 +356,9 @@ class HostScores:
         trees_rows.add_binned_tree(
             columns, unused, grown.columns, grown.left_bins, tree.left, tree.right, tree.leaf_value, scores
         )
+
+
+def _leaves_as_they_lie(grown: Grown) -> tuple[Array, Array]:
+    """The leaves in the order of their rows, and where each ends; one may be empty in one of several processes."""
+    order = np.lexsort(grown.spans.T[::-1])
+    return order, grown.spans[order, 1]

@@ -348,7 +348,6 @@ class BoostedTreesBase(FittedTrees):
         one_of("importance_type", self.importance_type, IMPORTANCES)
         precision = self._precision()
         quantized = precision is not GradientPrecision.F32
-        coarse = precision is GradientPrecision.I8
         rules = GrowthRules(
             max_leaves=whole_number("max_leaves", self.max_leaves, 1),
             max_depth=0 if self.max_depth is None else whole_number("max_depth", self.max_depth, 1),
@@ -369,7 +368,7 @@ class BoostedTreesBase(FittedTrees):
             max_bins=whole_number("max_bins", self.max_bins, 2, 255),
             precision=precision,
             stochastic=quantized if stochastic is None else truth("stochastic_rounding", stochastic),
-            renew_leaves=coarse if self.renew_leaves is None else truth("renew_leaves", self.renew_leaves),
+            renew_leaves=quantized if self.renew_leaves is None else truth("renew_leaves", self.renew_leaves),
             row_share=number("subsample", self.subsample, 0, 1, above=True),
             column_share=number("colsample", self.colsample, 0, 1, above=True),
             seed=seed_of(self.random_state),

@@ -1,14 +1,19 @@
 """Gradients in three precisions, as trees use them to look for splits.
 
-| precision | a row | codes | cost of a split search |
-|---|---|---|---|
-| F32 (default) | 8 bytes | float32 | two words per cell |
-| I16 | 2 bytes | int8 gradient, uint8 hessian | one word per cell |
-| I8 | 1 byte | 4 + 4 bits, two rows to a byte of each | one word per cell |
+| precision | gradient, hessian | cost of a split search |
+|---|---|---|
+| F32 (default) | float32 | two words per cell |
+| I16 | codes within -127..127, 0..255 | one word per cell |
+| I8 | codes within -7..7, 0..15 | one word per cell |
 
-Structure of arrays, scales from the data every round. A gradient is `code * grad_scale`, but nobody computes that per
-row: codes are summed as integers, and sums are scaled when a split is judged. F32 is summed in fixed point as well,
-with units so fine that rounding is below that of float32 itself, and sums are as reproducible.
+Scales come from the data every round, and a row is rounded when it becomes a tree's entry (`loops.histogram`). A
+gradient is `code * grad_scale`, but nobody computes that per row: codes are summed as integers, and sums are scaled
+when a split is judged. F32 is summed in fixed point as well, with units so fine that rounding is below that of float32
+itself, and sums are as reproducible.
+
+Few rows do not decide a scale. Where no more than `FAR_ROWS` of them, and one in 64, are within a quarter of the
+largest, those *far* rows have codes beyond the ends, up to 16 bits, and the others the codes that they would have
+without them. What far rows add is bounded, so that no sum of 65535 rows leaves its 24 bits (`FAR_SUMS`).
 
 Defined: all zero (scale 0, codes 0), constant (codes at their end), zero hessians, largest float32. Refused: NaN,
 infinity, hessians below zero.
@@ -25,14 +30,18 @@ import numpy as np
 
 from bitplan.base.errors import BitplanError
 from bitplan.base.loops import row_pieces
-from bitplan.base.loops.jit import thread_count, worthwhile_threads
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.loops import gradients as trees_gradients
 
 Array = np.ndarray[Any, Any]
 PIECE = 2**16  # rows
-# Nanoseconds of a row, about.
-LARGEST_NS, QUANTIZE_NS = 0.5, 3.0
+LARGEST_NS = 0.5  # of a row, about
+MOST_CODES = 32767, 65535  # that an entry holds
+FAR_ROWS = 256
+# What the codes of far rows, gradients and hessians, may add up to beyond the ends: with 65535 rows at the ends of I16
+# they stay below 2^23 and 2^24.
+FAR_SUMS = 65_024, 65_280
+FEWEST = 2.0**-100  # a largest number below this has a plain scale: a quarter of it may be none of float32
 
 
 class TreesError(BitplanError, ValueError):
@@ -47,76 +56,75 @@ class GradientPrecision(Enum):
     I8 = "i8"
 
 
-class Gradients(Protocol):
-    """One round's gradients of all rows, from which histograms are made."""
-
-    precision: ClassVar[GradientPrecision]
-
-    @property
-    def grads(self) -> Array: ...
-    @property
-    def hessians(self) -> Array: ...
-    @property
-    def grad_scale(self) -> float: ...  # an integer sum of gradients times this is the sum
-    @property
-    def hess_scale(self) -> float: ...
-
-
 @dataclass(frozen=True, slots=True)
-class GradientsF32:
-    """Full precision; the scales are units of fixed point."""
+class Gradients:
+    """One round's float32 gradients and hessians of all rows, and how they are summed: an integer sum times the scale
+    is the sum. `tops` are the largest; without a `key` codes are rounded to nearest, else by chance, by the key and
+    the row's number, which for the first row is `first`. `far`: whether codes go beyond their ends.
+    """
 
     grads: Array
     hessians: Array
     grad_scale: float
     hess_scale: float
-    precision: ClassVar[GradientPrecision] = GradientPrecision.F32
+    tops: tuple[float, float] = (0.0, 0.0)
+    key: int | None = None
+    first: int = 0
+    far: bool = False
+    precision: ClassVar[GradientPrecision]
+
+
+class GradientsF32(Gradients):
+    """Full precision; the scales are units of fixed point."""
+
+    __slots__ = ()
+    precision = GradientPrecision.F32
 
     @classmethod
     def from_floats(cls, grads: Array, hess: Array, span: Span | None = None) -> GradientsF32:
         check_floats(grads, hess)
         span = span or Span(ALONE, 0, len(grads))
-        return cls(grads, hess, *units(*largest(grads, hess, span.shards), span.total))
+        tops = largest(grads, hess, span.shards)
+        return cls(grads, hess, *units(*tops, span.total), tops)
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsI16:
-    """8 + 8 bits: int8 within -127..127, uint8."""
+class GradientsI16(Gradients):
+    """Codes of 8 + 8 bits."""
 
-    grads: Array
-    hessians: Array
-    grad_scale: float
-    hess_scale: float
-    precision: ClassVar[GradientPrecision] = GradientPrecision.I16
+    __slots__ = ()
+    precision, ends = GradientPrecision.I16, (127, 255)
 
     @classmethod
-    def quantize(cls, grads: Array, hess: Array, *, key: int | None = None, span: Span | None = None) -> GradientsI16:
+    def quantize(cls, grads: Array, hess: Array, *, key: int | None = None, span: Span | None = None) -> Gradients:
         """Round to nearest; with a key, up or down by chance, right on average."""
         check_floats(grads, hess)
-        codes = np.empty(len(grads), np.int8), np.empty(len(grads), np.uint8)
-        scales = _quantize(trees_gradients.quantize_i16, grads, hess, (127, 255), key, codes, 1, span)
-        return cls(*codes, *scales)
+        span = span or Span(ALONE, 0, len(grads))
+        tops = largest(grads, hess, span.shards)
+        few = few_of(span.total)
+        counts = _count_beyond(grads, hess, tops, span.shards)
+        scales = [
+            top / end if count > few else far_scale(_Magnitudes(part, span.shards), top, end, far, few)
+            for part, top, end, far, count in zip((grads, hess), tops, cls.ends, FAR_SUMS, counts, strict=True)
+        ]
+        is_far = any(scale < top / end for scale, top, end in zip(scales, tops, cls.ends, strict=True))
+        return cls(grads, hess, scales[0], scales[1], tops, key, span.first, is_far)
+
+    def codes(self, rows: Array | range | None = None) -> tuple[Array, Array]:
+        """int64 gradients and hessians of some rows, or of all: what they add to sums."""
+        from bitplan.trees.histogram import enter  # which imports this module
+
+        entries = enter(self, range(len(self.grads)) if rows is None else rows).view(np.int64)
+        return entries >> 48, entries >> 32 & 0xFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsI8:
-    """4 + 4 bits: -7..7 and 0..15, row 2i in the low half of byte i of `grads` and `hess`."""
+class GradientsI8(GradientsI16):
+    """Codes of 4 + 4 bits."""
 
-    grads: Array
-    hessians: Array
-    grad_scale: float
-    hess_scale: float
-    rows: int
-    precision: ClassVar[GradientPrecision] = GradientPrecision.I8
+    __slots__ = ()
+    precision, ends = GradientPrecision.I8, (7, 15)
 
-    @classmethod
-    def quantize(cls, grads: Array, hess: Array, *, key: int | None = None, span: Span | None = None) -> GradientsI8:
-        """Round to nearest; with a key, up or down by chance, right on average."""
-        check_floats(grads, hess)
-        size = (len(grads) + 1) // 2
-        codes = np.empty(size, np.uint8), np.empty(size, np.uint8)
-        scales = _quantize(trees_gradients.quantize_i8, grads, hess, (7, 15), key, codes, 2, span)
-        return cls(*codes, *scales, len(grads))
+
+QUANTIZED: dict[GradientPrecision, type[GradientsI16]] = {kind.precision: kind for kind in (GradientsI16, GradientsI8)}
 
 
 def prepare(
@@ -126,11 +134,9 @@ def prepare(
 
     `span` says which of all rows these are: scales come from all of them, and a row is rounded by its number there.
     """
-    if precision is GradientPrecision.I16:
-        return GradientsI16.quantize(grads, hess, key=key, span=span)
-    if precision is GradientPrecision.I8:
-        return GradientsI8.quantize(grads, hess, key=key, span=span)
-    return GradientsF32.from_floats(grads, hess, span)
+    if precision is GradientPrecision.F32:
+        return GradientsF32.from_floats(grads, hess, span)
+    return QUANTIZED[precision].quantize(grads, hess, key=key, span=span)
 
 
 def check_floats(grads: Array, hess: Array) -> None:
@@ -176,31 +182,56 @@ def _unit(top: float, bits: int) -> float:
     return math.ldexp(1.0, math.frexp(top)[1] - bits) if top else 1.0
 
 
-def pieces(count: int, row_ns: float) -> list[slice]:
-    """A part of the rows for each thread that pays, if a row takes `row_ns`. Even: I8 puts two rows into a byte."""
-    parts = min(thread_count(), worthwhile_threads(count * row_ns))
-    step = max(-(-count // (2 * parts)) * 2, 1)
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+# ---- scales that few rows do not decide ------------------------------------------------------------------------------
 
 
-def _quantize(
-    kernel: Any,
-    grads: Array,
-    hess: Array,
-    ends: tuple[int, int],
-    key: int | None,
-    codes: tuple[Array, Array],
-    share: int,
-    span: Span | None,
-) -> tuple[float, float]:
-    span = span or Span(ALONE, 0, len(grads))
-    top_grad, top_hess = largest(grads, hess, span.shards)
-    scales = top_grad / ends[0], top_hess / ends[1]
-    per_grad, per_hess = (ends[0] / top_grad if top_grad else 0.0), (ends[1] / top_hess if top_hess else 0.0)
-    seed = np.uint64(key or 0)
+def few_of(rows: int) -> int:
+    """So many rows do not decide a scale."""
+    return min(FAR_ROWS, rows // 64)
 
-    at = [row_pieces.Cut(part, share=share) for part in codes]
-    rounding = row_pieces.First(span.first), per_grad, per_hess, seed, key is not None
-    cuts = row_pieces.Cut(grads), row_pieces.Cut(hess)
-    row_pieces.run(kernel, len(grads), QUANTIZE_NS, *cuts, *rounding, *at)
-    return scales
+
+def _count_beyond(grads: Array, hess: Array, tops: tuple[float, float], shards: Shards) -> tuple[int, int]:
+    """How many gradients and hessians, of all processes, are beyond a quarter of the largest."""
+    limits = (np.array(tops, np.float32) / np.float32(4)).view(np.int32)
+    piece = row_pieces.piece_rows(len(grads), row_pieces.threads_for(len(grads), LARGEST_NS))
+    counts = np.zeros((max(-(-len(grads) // piece), 1), 2), np.int64)
+    bits = (row_pieces.Cut(part.view(np.int32)) for part in (grads, hess))
+    given = row_pieces.First(), piece, *limits.tolist(), counts
+    row_pieces.run(trees_gradients.count_beyond, len(grads), LARGEST_NS, *bits, *given)
+    of_grads, of_hess = shards.add(counts.sum(axis=0), "rows near the largest")
+    return int(of_grads), int(of_hess)
+
+
+class Magnitudes(Protocol):
+    """Sizes of numbers on some device, of all processes."""
+
+    def count(self, bound: float) -> int: ...  # how many are beyond
+    def beyond(self, bound: float) -> Array: ...  # those, in any order
+
+
+class _Magnitudes:
+    def __init__(self, numbers: Array, shards: Shards) -> None:
+        self._sizes, self._shards = np.abs(numbers), shards
+
+    def count(self, bound: float) -> int:
+        here = np.array([np.count_nonzero(self._sizes > np.float32(bound))], np.int64)
+        return int(self._shards.add(here, "rows beyond a bound")[0])
+
+    def beyond(self, bound: float) -> Array:
+        return np.concatenate(self._shards.gather(self._sizes[self._sizes > np.float32(bound)], "far rows"))
+
+
+def far_scale(sizes: Magnitudes, top: float, end: int, far: int, few: int) -> float:
+    """The size of a code: that of the largest, `top`, unless at most `few` numbers are beyond a quarter of it.
+
+    Then the others end at `end`, far ones at 16 bits, and what the largest j numbers add up to beyond their ends, with
+    a code each for rounding up, is at most `far`.
+    """
+    if not (few and top > FEWEST) or sizes.count(top / 4) > few:
+        return top / end
+    most, bound = MOST_CODES[0], top / 4
+    while bound / end > top / most and sizes.count(bound / 4) <= few:
+        bound /= 4
+    ordered = np.sort(sizes.beyond(bound).astype(np.float64))[::-1]
+    least = np.cumsum(ordered) / (far + (end - 1) * np.arange(1, len(ordered) + 1))
+    return float(max(bound / end, top / most, least.max()))

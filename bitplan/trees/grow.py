@@ -141,7 +141,7 @@ class TreeGrower:
         if self._shards.count == 1 and len(rows) >= thread_workspace.TEAM_ROWS:
             return self._grow_by_team(gradients, len(rows), features)
         histogram = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS)
-        self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._bins.counts)
+        self._sum = HistogramSum(self._shards, gradients, self._builder, features, self._bins.counts)
         total_rows = int(self._shards.add(np.array([len(rows)], np.int64), "rows of a tree")[0])
         (histogram,) = self._sum([histogram], [total_rows])
         self._growth = growth = Growth(min(self._rules.max_leaves, max(total_rows, 1)), self._rules.best_first)

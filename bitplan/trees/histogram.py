@@ -20,16 +20,10 @@ from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 from bitplan.trees.loops import histogram as kernels
 from bitplan.trees.loops.histogram import BINS, GROUP, PANEL
 
-ENTER_NS = 2.0  # of a row
+ENTER_NS, ROUND_NS = 2.0, 4.0  # of a row
 NO_ROWS = np.empty(0, np.uint32)
 WIDE = 3  # words: gradient, hessian, rows
 NARROW_ROWS = kernels.NARROW_ROWS  # that narrow cells hold
-# By precision: how entries are made, the loops that add them, words of a narrow cell.
-_WAYS = {
-    GradientPrecision.F32: (kernels.enter_f32, kernels.add_floats, 2),
-    GradientPrecision.I16: (kernels.enter_i16, kernels.add_quantized, 1),
-    GradientPrecision.I8: (kernels.enter_i8, kernels.add_quantized, 1),
-}
 
 
 @dataclass(slots=True)
@@ -50,12 +44,28 @@ class Histogram:
         return np.column_stack([*grads, last >> 16, last & 0xFFFF])
 
 
+def enter(gradients: Gradients, rows: Array | range, space: Array | None = None) -> Array:
+    """Entries (`loops.histogram`) of some rows; quantized gradients are rounded here."""
+    entries = np.empty(len(rows), np.uint64) if space is None else space[: len(rows)]
+    first, given = (First(rows.start), NO_ROWS) if isinstance(rows, range) else (First(), Cut(rows))
+    if gradients.precision is GradientPrecision.F32:
+        bits = gradients.grads.view(np.uint32)
+        run_pieces(kernels.enter_f32, len(rows), ENTER_NS, given, first, bits, Cut(entries))
+        return entries
+    per = (1.0 / scale if scale else 0.0 for scale in (gradients.grad_scale, gradients.hess_scale))
+    key, stochastic = np.uint64(gradients.key or 0), gradients.key is not None
+    rounding = gradients.grads, gradients.hessians, gradients.first, *per, key, stochastic
+    run_pieces(kernels.enter_codes, len(rows), ROUND_NS, given, first, *rounding, Cut(entries))
+    return entries
+
+
 class HistogramBuilder:
     """Histograms of one round's gradients, for the panels that hold `features`."""
 
     def __init__(self, data: BinnedRows, gradients: Gradients, features: Array) -> None:
         self._data, self._gradients = data, gradients
-        self._enter, loops, self._narrow = _WAYS[gradients.precision]
+        precise = gradients.precision is GradientPrecision.F32
+        loops, self._narrow = (kernels.add_floats, 2) if precise else (kernels.add_quantized, 1)
         groups = [-(-width // GROUP) for width in data.widths]
         self._features = (len(groups) - 1) * PANEL + groups[-1] * GROUP
         used = sorted({int(feature) // PANEL for feature in features})
@@ -63,12 +73,7 @@ class HistogramBuilder:
 
     def enter(self, rows: Array | range, space: Array | None = None) -> Array:
         """The entries of some rows: what `build` and partitions work on."""
-        held, out = self._gradients, np.empty(len(rows), np.uint64) if space is None else space[: len(rows)]
-        grads = held.grads.view(np.uint32) if held.precision is GradientPrecision.F32 else held.grads
-
-        first, given = (First(rows.start), NO_ROWS) if isinstance(rows, range) else (First(), Cut(rows))
-        run_pieces(self._enter, len(rows), ENTER_NS, given, first, grads, held.hessians, Cut(out))
-        return out
+        return enter(self._gradients, rows, space)
 
     def build(self, entries: Array, *, threads: bool = False) -> Histogram:
         """The histogram of some rows."""

@@ -2,8 +2,9 @@
 
 Whether quantized gradients help depends on rows, features, threads and caches more than on any rule of thumb, so this
 trains. Time: a few rounds on the whole table, with the threads that a fit would use, every precision in turns; what a
-round takes, and what comes before the first, give the time of the whole fit. Loss: more rounds on a sample, and rows
-held out. A precision is recommended only if it was faster in every turn, and its loss not worse by more than 1%.
+round takes, and what comes before the first, give the time of the whole fit. Loss: the objective's, after more rounds
+on a sample, of rows held out, where targets that are hard to quantize show. A precision is recommended only if it was
+faster in every turn, and its loss not worse by more than 1%.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from sklearn.base import clone  # type: ignore[import-untyped]
 from sklearn.utils.multiclass import type_of_target  # type: ignore[import-untyped]
 
+from bitplan.trees.boost import NO_WEIGHTS
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.threads import threads_of
@@ -95,7 +97,8 @@ def recommend_gradient_precision(
             f"X, y: expected a table of at least {FEWEST_ROWS} rows with a target each, got shapes {x.shape} and "
             f"{targets.shape}; below that every precision takes the same time, so keep f32"
         )
-    kind: Any = BoostedTreesRegressor if type_of_target(targets) == "continuous" else BoostedTreesClassifier
+    is_number = "objective" in settings or type_of_target(targets) == "continuous"
+    kind: Any = BoostedTreesRegressor if is_number else BoostedTreesClassifier
     whole = kind(random_state=random_state, **settings)
     models = {precision: clone(whole).set_params(gradient_precision=precision) for precision in GradientPrecision}
     chosen = np.random.default_rng(random_state).permutation(len(x))[: max(sample_rows, FEWEST_ROWS)]
@@ -152,10 +155,9 @@ def advise(seen: Sequence[PrecisionSeen], table: TableSeen) -> PrecisionAdvice:
 
 
 def _loss(model: Any, x: Any, y: Array) -> float:
-    """Mean squared error, or the logarithmic loss."""
-    if isinstance(model, BoostedTreesRegressor):
+    """The objective's loss; of a function of the user's, which has none, the mean squared error."""
+    if callable(getattr(model, "objective", None)):
         return float(np.mean((model.predict(x) - y) ** 2))
-    places = np.searchsorted(model.classes_, y)
-    known = np.isin(y, model.classes_)
-    proba = model.predict_proba(_rows_of(x, known))
-    return float(-np.log(np.maximum(proba[np.arange(len(proba)), places[known]], 1e-15)).mean())
+    known = np.isin(y, model.classes_) if hasattr(model, "classes_") else np.ones(len(y), np.bool_)
+    loss: float = model._objective().loss(model._targets(y[known]), model._scores(_rows_of(x, known)), NO_WEIGHTS)
+    return loss

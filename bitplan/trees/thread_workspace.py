@@ -90,6 +90,7 @@ SETS = 4  # fits that have helpers at the same time; a fifth one's trees are gro
 # How often the first thread looks for the others (a look is about half a microsecond), and more of a large table: who
 # is late is missed to the end of the tree.
 LOOKS, ROWS_A_LOOK = 600, 1000
+PHASES = ("partition", "histograms", "splits", "waiting", "queue")  # as `loops.grow_tree` counts their cycles
 
 
 def team_size(rows: int, features: int, leaves: int) -> int:
@@ -128,7 +129,13 @@ class TeamSpace:
             np.empty((2 * size, BINS), np.uint8),
             np.empty((size, 4, BINS), np.int64),
             np.empty((size, 2, BINS)),
+            np.zeros((size, LINE), np.int64),
         )
+
+    @property
+    def ticks(self) -> Array:
+        """(threads, phases): cycles of the processor's clock that each thread spent in each of PHASES, of all trees."""
+        return self._own[5][:, : len(PHASES)]
 
     def grow(
         self,

@@ -60,7 +60,7 @@ from bitplan.cli.show import human_bytes, progress, say, table
 from bitplan.files.compare import compare_models
 from bitplan.files.drift import DriftLog, DriftRow, log_drift
 from bitplan.files.models.morph import morph_model
-from bitplan.files.models.save_load import load_model, save_model
+from bitplan.files.models.save_load import load_model, write_model
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.formats import Encoded, get_format
@@ -452,7 +452,7 @@ def model_file(output: Path, name: str) -> Path:
 
 def save_reference(model: nn.Module, output: Path) -> None:
     """Write the trained model as it is."""
-    save_model(model, model_file(output, REFERENCE))
+    write_model(model, model_file(output, REFERENCE))
 
 
 def pack_by_plan(output: Path, plan: Plan, manifest: Manifest, step: int) -> list[DriftRow]:
@@ -489,7 +489,7 @@ class DemoComparison:
             copy = TinyTransformer(self.vocabulary)
             copy.load_state_dict(self.model.state_dict())
             morph_model(copy, name)
-            save_model(copy, path)
+            write_model(copy, path)
         loaded = load_model(path, TinyTransformer(self.vocabulary)).eval()
         reference = None if name == REFERENCE else self._reference
         quality = measure_perplexity(loaded, self.windows, reference=reference, batch=BATCH, name=name)

@@ -12,7 +12,7 @@ import pytest
 
 from bitplan.base.errors import BitplanError, MissingLibraryError
 from bitplan.base.optional import require
-from bitplan.fp8.bench.confirm import plan_small_model
+from bitplan.fp8.bench.confirm_policy import plan_small_model
 from bitplan.packed.checkpoints.load import load_packed
 from bitplan.packed.language.causal_lm import load_causal_lm
 from bitplan.streaming.selective import trainer_callbacks
@@ -63,7 +63,7 @@ def test_what_needs_none_of_them_runs_without_them(tmp_path) -> None:
     use = (
         "import torch, bitplan; from bitplan.cli import run;"
         "model = torch.nn.Sequential(torch.nn.Linear(64, 64));"
-        "bitplan.files.save_model(model, 'a.safetensors');"
+        "bitplan.save_packed(model, 'a.safetensors');"
         "assert run(['quantize', 'a.safetensors', 'b.safetensors', '--format', 'int4_g32']) == 0;"
         "assert run(['compare', 'a.safetensors', 'b.safetensors', '--json']) == 0;"
         "bitplan.decode(bitplan.encode(torch.zeros(512, 512), 'mxfp4'))"

@@ -17,17 +17,8 @@ from bitplan import encode, get_format, open_tensors, quantize_file
 from bitplan.base.errors import StoreError
 from bitplan.base.folders import atomic_folder
 from bitplan.cli import run
-from bitplan.files import (
-    Container,
-    Promise,
-    TensorFile,
-    TensorSpec,
-    load_model,
-    morph_model,
-    open_files,
-    register_container,
-    save_model,
-)
+from bitplan.files import Container, Promise, TensorFile, TensorSpec, morph_model, open_files, register_container
+from bitplan.files.models.save_load import load_model, write_model
 from bitplan.formats import Encoded
 
 FMT = get_format("int4_g32")
@@ -51,9 +42,9 @@ class MlxFolder(TensorFile):
     def _spec(self, name: str) -> TensorSpec:
         found = self.read(name)
         if isinstance(found, Encoded):
-            return TensorSpec(name, FMT.name, found.shape, found.nbytes, "float32", encoded=True)
+            return TensorSpec(name, found.shape, "float32", format=FMT.name, nbytes=found.nbytes, encoded=True)
         kind = str(found.dtype).removeprefix("torch.")
-        return TensorSpec(name, kind, tuple(found.shape), found.nbytes, kind, encoded=False)
+        return TensorSpec(name, tuple(found.shape), kind, format=kind, nbytes=found.nbytes)
 
     def read(self, name: str) -> Tensor | Encoded:
         codes, scales = self._tensors[name], self._tensors.get(name.removesuffix("weight") + "scales")
@@ -145,7 +136,7 @@ def test_a_file_is_quantized_into_it_inspected_and_compared(source, tmp_path, ca
 def test_a_model_is_saved_and_loaded(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(64, 8, bias=False))
     morph_model(model, FMT)
-    save_model(model, tmp_path / "model.mlx")
+    write_model(model, tmp_path / "model.mlx")
     again = load_model(tmp_path / "model.mlx", torch.nn.Sequential(torch.nn.Linear(64, 8, bias=False)))
     assert torch.equal(again.eval()(torch.ones(1, 64)), model.eval()(torch.ones(1, 64)))
 

@@ -11,11 +11,13 @@ import pytest
 import safetensors.torch
 import torch
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType
 
 from bitplan.base.errors import FileFormatError
 from bitplan.files import packed_rows
 from bitplan.files.deep_check import deep_check, index_of
-from bitplan.files.gguf import dequantize_rows, write_gguf
+from bitplan.files.gguf import GGUFFile, GGUFValue, dequantize_rows, write_gguf
+from bitplan.files.gguf_split_write import write_parts
 from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.safetensors import SafetensorsFile
 from bitplan.files.tensor_bytes import ContainerFile
@@ -65,6 +67,65 @@ def test_one_flipped_byte_of_any_tensor_is_found_and_files_without_checksums_are
     path.write_bytes(sound.replace(digits, b"x" * len(digits)))
     with pytest.raises(FileFormatError, match="'bitplan_crc32' must be 8 hexadecimal digits for each tensor, got 'xxx"):
         open_tensors(path)
+
+
+def flipped(path, place):
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_one_flipped_byte_of_a_gguf_file_that_we_wrote_is_found(tmp_path, parts):
+    items = {"a.weight": encode(gaussian(4, 64), "q4_0_gguf"), "b.weight": gaussian(3, 5)}
+    path = tmp_path / "m.gguf"
+    promises = [Promise("a.weight", (4, 64), items["a.weight"].fmt), Promise("b.weight", (3, 5))]
+    with write_parts(path, promises, {}, 2**6 if parts else None) as writer:
+        for name, item in items.items():
+            writer.write(name, item)
+    with open_tensors(writer.paths[0]) as file:
+        assert file.has_checksums
+        assert not any(key.startswith("bitplan") for key in file.metadata)
+        assert deep_check(None, file) == []
+    with GGUFFile(writer.paths[-1]) as file:
+        place = file.tensors["b.weight"].start + 7
+    flipped(writer.paths[-1], place)
+    finding = only(writer.paths[0], None)
+    assert (finding.code, finding.where) == ("checksum", "b.weight")
+
+
+def test_checksums_that_another_program_copied_into_a_gguf_file_of_other_tensors_count_as_none(tmp_path):
+    path = write(tmp_path / "m.gguf", {"a.weight": gaussian(3, 32), "b.weight": gaussian(3, 5)})
+    with GGUFFile(path) as file:
+        said = GGUFValue(GGUFValueType.STRING, "0" * 24)
+        entries = [(name, Type.F16, entry.shape) for name, entry in file.tensors.items()]
+        assert len(file.checksums) == 2
+    with write_gguf(tmp_path / "copy.gguf", entries, {"bitplan.crc3x": said}) as writer:
+        for name, _, shape in entries:
+            writer.write(name, torch.ones(shape, dtype=torch.float16))
+    raw = (tmp_path / "copy.gguf").read_bytes()
+    (tmp_path / "copy.gguf").write_bytes(raw.replace(b"bitplan.crc3x", b"bitplan.crc32"))
+    with open_tensors(tmp_path / "copy.gguf") as file:
+        assert not file.has_checksums
+        assert deep_check(None, file) == []
+
+
+def test_a_changed_number_or_scale_of_a_network_that_we_wrote_is_found(tmp_path):
+    path = write(tmp_path / "m.json", {"a": encode(gaussian(4, 6), "int8"), "b": gaussian(3)})
+    with open_tensors(path) as file:
+        assert file.has_checksums
+        assert deep_check(None, file) == []
+    document = json.loads(path.read_text())
+    document["layers"][0]["scale"] *= 2
+    path.write_text(json.dumps(document))
+    finding = only(path, None)
+    assert (finding.code, finding.where) == ("checksum", "a")
+    for layer in document["layers"]:
+        del layer["crc32"]
+    path.write_text(json.dumps(document))
+    with open_tensors(path) as file:
+        assert not file.has_checksums
+        assert deep_check(None, file) == []
 
 
 def gaussian(*shape, seed=0):

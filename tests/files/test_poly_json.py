@@ -372,7 +372,8 @@ def test_the_text_of_ours(tmp_path):
       "native": true,
       "scale": 0.20000000298023224,
       "zero_point": 1,
-      "weights": "G/A="
+      "weights": "G/A=",
+      "crc32": "771553dd"
     },
     {
       "name": "\\u00e4",
@@ -386,7 +387,8 @@ def test_the_text_of_ours(tmp_path):
       "shape": [
         0
       ],
-      "native": true
+      "native": true,
+      "crc32": "0a6d355c"
     }
   ]
 }

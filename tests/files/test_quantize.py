@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -13,6 +14,7 @@ import safetensors.torch
 import torch
 
 from bitplan.base.errors import FileFormatError, FormatError, NonFiniteError, PlanError, StoreError
+from bitplan.cli import run
 from bitplan.files.compare import compare_files
 from bitplan.files.headers import plan_for_file
 from bitplan.files.models.save_load import load_model
@@ -593,7 +595,6 @@ def test_force_replaces_the_model_and_keeps_all_else(tmp_path):
         (out / name).write_text("kept")
     (out / "checkpoint-500").mkdir()
     (out / "checkpoint-500" / "config.json").write_text("kept")
-    (out / "generation_config.json").write_text('{"eos_token_id": 7}')  # the other model's, as its chat templates are
     (out / "additional_chat_templates").mkdir()
     quantize_file(source, out, "int8", force=True)
     assert {path.name for path in out.iterdir()} == {
@@ -602,6 +603,41 @@ def test_force_replaces_the_model_and_keeps_all_else(tmp_path):
     }
     assert (out / "checkpoint-500" / "config.json").read_text() == (out / "notes.md").read_text() == "kept"
     open_tensors(out).close()
+
+
+def test_force_leaves_no_tokenizer_of_another_model_beside_a_model_without_one_and_loses_none(tmp_path, caplog):
+    source, out = model_folder(tmp_path / "in"), model_folder(tmp_path / "out")
+    (out / "model.safetensors").rename(out / "part-a.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors(), "part-a.safetensors")}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    theirs = {"tokenizer.json": "{}", "chat_template.jinja": "hi", "generation_config.json": "{}"}
+    for round_ in ("replaced", "replaced2"):
+        for name, text in theirs.items():
+            (out / name).write_text(text + round_)
+        caplog.clear()
+        quantize_file(source, out, "int8", force=True)
+        assert f"those of the model before are in {round_} there now" in caplog.text
+        assert {path.name: path.read_text() for path in (out / round_).iterdir()} == {
+            name: text + round_ for name, text in theirs.items()
+        }
+    written = {"config.json", "model.safetensors", "bitplan_plan.json"}
+    assert {path.name for path in out.iterdir()} == written | {"replaced", "replaced2"}
+
+
+def test_a_verb_opens_its_source_once_and_plans_once(tmp_path, monkeypatch):
+    source = model_folder(tmp_path / "in")
+    opened, planned = [], []
+
+    def count(home, name, calls):
+        module = importlib.import_module(f"bitplan.files.{home}")
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **options: calls.append(args[0]) or plain(*args, **options))
+
+    count("safetensors_tensors", "open_checkpoint", opened)
+    count("headers", "choose_formats", planned)
+    assert run(["quantize", str(source), str(tmp_path / "out"), "--format", "int8_row"]) == 0
+    assert opened == [source]
+    assert len(planned) == 1
 
 
 def test_an_output_that_holds_the_source_is_refused(tmp_path):

@@ -251,7 +251,7 @@ def test_an_indivisible_row_is_refused_and_the_padding_named(fmt):
         encode(torch.ones(2, width + 1), fmt, name="blk.3.ffn")
     message = str(refusal.value)
     assert message.startswith(f"blk.3.ffn: {fmt.name} has blocks of {width} along the last axis")
-    assert f"encode, apply_plan and morph_model fill it to {2 * width} with pad='zero'" in message
+    assert f"quantize_file can fill it to {2 * width} (pad='zero')" in message
     assert encode(torch.ones(2, width + 1), fmt, pad="zero").shape == (2, width + 1)
 
 

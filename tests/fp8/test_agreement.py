@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -19,10 +21,10 @@ from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.other_libraries import torchao_filter, transformer_engine_decision
 from bitplan.fp8.policy.merge import to_thresholds
-from bitplan.fp8.policy.policy import load_policy
-from bitplan.fp8.policy.token_ranges import BandPolicy
+from bitplan.fp8.policy.rules import Policy, load_policy
 from bitplan.fp8.policy.vocabulary import GEMMS, PRODUCTS
 from tests.fp8.policy.fp8_policies import LAYERS, POLICIES, TOKENS
+from tests.fp8.test_other_libraries import MEGATRON, TE
 
 RECIPES = st.sampled_from([None, "tensorwise", "blockwise"])
 
@@ -72,6 +74,11 @@ def check(path, tokens, recipe, estimate, extrapolate):
             assert explained(path, row.name, tokens, **options) == document  # its only shape
 
 
+@pytest.fixture(autouse=True)
+def _megatron(monkeypatch):
+    monkeypatch.setitem(sys.modules, MEGATRON, SimpleNamespace(**TE))
+
+
 def check_adapters(policy, row, document, takes, engine):
     """Adapters have whole modules only: FP8 where all three products are, BF16 where none is."""
     if takes is None:
@@ -79,14 +86,14 @@ def check_adapters(policy, row, document, takes, engine):
     plain = nn.Linear(row.shape[1], row.shape[0], bias=False)
     answers = [takes(plain, row.path)]
     if row.name is not None and measured_under(policy, row.name):
-        answers.append(bool(engine(type("TERowParallelLinear", (), {}), row.name)))
+        answers.append(bool(engine(TE["TERowParallelLinear"], row.name)))
     assert len(set(answers)) == 1
     if document["products"] in ([], list(PRODUCTS)):
         assert answers[0] is bool(document["products"])
 
 
 def measured_under(policy, name):
-    return isinstance(policy, BandPolicy) and any(rule.name == name and rule.gemm in GEMMS for rule in policy.rules)
+    return policy.version == 2 and any(rule.name == name and rule.gemm in GEMMS for rule in policy.rules)
 
 
 @pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.long)])
@@ -108,5 +115,5 @@ def test_they_agree_on_version_1(policy, tokens, recipe):
     rules = [rule for rule in policy.rules if rule.recipe == "tensorwise"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "policy.json")
-        to_thresholds(BandPolicy(rules, policy.fingerprint, policy.speedup_threshold, policy.confidence)).save(path)
+        to_thresholds(Policy(rules, policy.fingerprint, policy.speedup_threshold, policy.confidence)).save(path)
         check(path, tokens, recipe, True, False)

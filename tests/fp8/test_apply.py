@@ -12,9 +12,10 @@ import transformers
 from torch import nn
 
 from bitplan.base.paired_timing import CpuStopwatch
-from bitplan.fp8 import apply as fp8_apply
 from bitplan.fp8 import build as replacements
+from bitplan.fp8 import decide as fp8_decide
 from bitplan.fp8.apply import apply_fp8, apply_fp8_config
+from bitplan.fp8.build import has_fp8
 from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.policy.layers import layers_of_shapes
@@ -29,7 +30,7 @@ from bitplan.fp8.policy.vocabulary import (
 )
 from tests.crosses import few
 from tests.fp8.policy.fp8_samples import H200, report, series
-from tests.fp8.test_find_linears import DEEPSEEK, MOE, SMALL
+from tests.fp8.test_find_linears import DEEPSEEK, MOE, SMALL, VisionLanguage
 
 LAYERS = {
     "qkv": ("layernorm_column", (256, 128)),
@@ -86,7 +87,7 @@ def test_everything_wins_and_the_model_computes_nearly_the_same():
     assert float((fused.weight.grad - expected).norm() / expected.norm()) < 0.15
     expected = plain.model.layers[0].input_layernorm.weight.grad
     assert float((fused.norm.weight.grad - expected).norm() / expected.norm()) < 0.15
-    assert mine.self_attn.q_proj._waiting is None  # nothing of the step is kept
+    assert not mine.self_attn.q_proj.shared.is_waiting  # nothing of the step is kept
 
 
 def test_each_layer_by_its_own_rule():
@@ -153,7 +154,7 @@ def test_plain_transformers_loads_what_was_saved(way, fp8_param, tmp_path):
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
     apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, fp8_param=fp8_param)
     if way == "accelerate":
-        pytest.importorskip("accelerate").Accelerator(cpu=True).save_model(model, tmp_path)
+        pytest.importorskip("accelerate").Accelerator(cpu=True).write_model(model, tmp_path)
         model.config.save_pretrained(tmp_path)
     else:
         (model.unload() if way == "peft" else model).save_pretrained(tmp_path)
@@ -259,13 +260,13 @@ def test_no_fp8_hardware_is_bf16_and_says_so():
 
 
 def test_a_policy_of_another_gpu_is_an_error(monkeypatch):
-    monkeypatch.setattr(fp8_apply, "_lacking", lambda *_: None)
-    monkeypatch.setattr(fp8_apply, "fingerprint_of", lambda _: fp8_apply.replace(H200, gpu="NVIDIA B200"))
-    plans = {"llm": fp8_apply.PartPlan(policy_of(**ALL), 100)}
+    monkeypatch.setattr(fp8_decide, "_lacking", lambda *_: None)
+    monkeypatch.setattr(fp8_decide, "fingerprint_of", lambda _: fp8_decide.replace(H200, gpu="NVIDIA B200"))
+    plans = {"llm": fp8_decide.PartPlan(policy_of(**ALL), 100)}
     with pytest.raises(FingerprintError, match="measured on 'NVIDIA H200', this is 'NVIDIA B200'"):
-        fp8_apply._notes(plans.values(), torch.device("cuda"))
-    monkeypatch.setattr(fp8_apply, "fingerprint_of", lambda _: fp8_apply.replace(H200, driver="590"))
-    assert fp8_apply._notes(plans.values(), torch.device("cuda")) == [
+        fp8_decide._differences(plans.values(), torch.device("cuda"))
+    monkeypatch.setattr(fp8_decide, "fingerprint_of", lambda _: fp8_decide.replace(H200, driver="590"))
+    assert fp8_decide._differences(plans.values(), torch.device("cuda")) == [
         "the merged reports: driver: measured with '580.82', now '590'"
     ]
 
@@ -375,7 +376,7 @@ def test_frozen_weights_stored_in_fp8_before_an_error_are_named(monkeypatch):
         apply_fp8(model, None, tokens=100, recipe="tensorwise", emulate=True, fp8_param=True)
     assert "self_attn.q_proj" in raised.value.__notes__[0]
     assert "load the model again" in raised.value.__notes__[0]
-    assert not fp8_apply.has_fp8(model)
+    assert not has_fp8(model)
     assert not any(one.requires_grad for one in model.parameters())
 
 
@@ -644,7 +645,8 @@ def test_a_vlm_has_a_policy_for_each_part(tmp_path):
             gate, up = self.fc1(x).chunk(2, -1)
             return self.fc2(nn.functional.silu(gate) * up)
 
-    model = nn.ModuleDict({"visual": nn.ModuleList([Mlp()]), "text": nn.ModuleList([Mlp()])})
+    model = nn.ModuleDict({"image": nn.ModuleList([Mlp()]), "text": nn.ModuleList([Mlp()])})
+    model.config, model["image"].config = VisionLanguage(), VisionLanguage.vision_config
     applied = apply_fp8_config(model, path, emulate=True)
     assert [(row.part, row.name, row.precision, row.tokens) for row in applied.rows] == [
         ("vit", "fc1", "fp8", 64),  # estimated: it has more work than fc2, which wins

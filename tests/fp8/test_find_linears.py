@@ -340,18 +340,43 @@ def test_tied_weights_are_not_replaced():
 
 def test_projections_that_differ_are_not_joined():
     model = Titan()
-    model.layers["0"].feed_forward.w3 = nn.Linear(32, 64, bias=True)
+    model.layers["0"].feed_forward.w3 = nn.Linear(32, 64, bias=True)  # a bias of its own is added to its part
     model.layers["1"].feed_forward.w3.requires_grad_(False)
     paths = [site.path for site in find_sites(model).sites]
-    assert {f"layers.{block}.feed_forward.{name}" for block in (0, 1) for name in ("w1", "w3")} <= set(paths)
+    assert {"layers.0.feed_forward.w1+w3", "layers.1.feed_forward.w1", "layers.1.feed_forward.w3"} <= set(paths)
+
+
+class VisionLanguage:
+    class vision_config:  # noqa: N801  as transformers' configs have it
+        pass
+
+
+class Captions(nn.Module):
+    """Patches of an image, then tokens that read them; nothing has a name that says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut, self.first, self.between = nn.Conv2d(3, 64, 4, 4), linear(64), linear(64)
+        self.words, self.last = nn.Embedding(8, 64), linear(64)
+
+    def forward(self, pixels, ids):
+        image = self.first(self.cut(pixels).flatten(2).transpose(1, 2))
+        return self.last(torch.cat([self.between(image), self.words(ids)], 1))
+
+
+def test_what_computes_from_an_image_alone_is_the_vision_part():
+    example = {"pixels": torch.zeros(1, 3, 8, 8), "ids": torch.zeros(1, 2, dtype=torch.int64)}
+    sites = find_sites(Captions(), example=example, include=["*"]).sites
+    assert {site.path: site.part for site in sites} == {"first": "vit", "between": "vit", "last": "llm"}
 
 
 def test_parts_and_experts():
     model = Block(
-        visual=Block(blocks=nn.ModuleList([Block(attn=Block(qkv=linear(), proj=linear()))])),
+        eyes=Block(blocks=nn.ModuleList([Block(attn=Block(qkv=linear(), proj=linear()))])),
         experts=nn.ModuleList([Block(w1=linear(), w2=linear(), w3=linear())]),
-        something=linear(),
+        visual=linear(),
     )
+    model.config, model.eyes.config = VisionLanguage(), VisionLanguage.vision_config
     sites = find_sites(model).sites
     assert [site.part for site in sites] == ["vit", "vit", "llm", "llm", "llm", "llm"]
     assert {site.obstacle[:20] for site in sites[2:5]} == {"an expert of its own"}

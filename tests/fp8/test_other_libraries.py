@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
@@ -108,8 +111,28 @@ def test_torchao_leaves_linears_that_it_cannot_cast():
     assert not takes(attention.k_proj, "layers.0.self_attn.k_proj")  # 24 is not a multiple of 16
 
 
-def named(name, module="megatron.core.extensions.transformer_engine"):
-    return type(name, (), {"__module__": module})
+MEGATRON = "megatron.core.extensions.transformer_engine"
+ENGINE = "transformer_engine.pytorch"
+FAKES = {name: type(name, (), {}) for name in ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP")}
+OPS_LINEAR = type("Linear", (), {})
+WRAPPERS = {"TELayerNormColumnParallelLinear": "LayerNormLinear", "TELinear": "Linear"}
+WRAPPERS |= {"TEColumnParallelGroupedLinear": "GroupedLinear", "TERowParallelGroupedLinear": "GroupedLinear"}
+TE = FAKES | {name: type(name, (FAKES[base],), {}) for name, base in WRAPPERS.items()}
+TE |= {name: type(name, (TE["TELinear"],), {}) for name in ("TEColumnParallelLinear", "TERowParallelLinear")}
+
+
+@pytest.fixture(autouse=True)
+def _loaded(monkeypatch):
+    """Modules in the place of TransformerEngine's and Megatron's, with classes of their make."""
+    engine = {name: cls for name, cls in TE.items() if not name.startswith("TE")}
+    monkeypatch.setitem(sys.modules, ENGINE, SimpleNamespace(**engine))
+    monkeypatch.setitem(sys.modules, f"{ENGINE}.ops", SimpleNamespace(Linear=OPS_LINEAR))
+    wrappers = {name: cls for name, cls in TE.items() if name.startswith("TE")}
+    monkeypatch.setitem(sys.modules, MEGATRON, SimpleNamespace(**wrappers))
+
+
+def named(name):
+    return TE[name]
 
 
 @pytest.mark.parametrize(
@@ -122,16 +145,17 @@ def named(name, module="megatron.core.extensions.transformer_engine"):
         (named("TEColumnParallelGroupedLinear"), {}, "column_grouped"),
         (named("TERowParallelGroupedLinear"), {}, "row_grouped"),
         (named("TELinear"), {}, "duplicated"),
-        (named("Linear", "transformer_engine.pytorch.module.linear"), {"parallel_mode": "row"}, "row"),
-        (named("Linear", "transformer_engine.pytorch.ops.linear"), {"tensor_parallel_mode": "row"}, "row"),
-        (named("GroupedLinear", "transformer_engine.pytorch.module"), {"parallel_mode": "row"}, "row_grouped"),
-        (named("LayerNormMLP", "transformer_engine.pytorch.module"), {}, None),
-        (named("LayerNormLinear", "transformer_engine.pytorch"), {}, "layernorm_column"),
+        (named("Linear"), {"parallel_mode": "row"}, "row"),
+        (OPS_LINEAR, {"tensor_parallel_mode": "row"}, "row"),
+        (named("GroupedLinear"), {"parallel_mode": "row"}, "row_grouped"),
+        (named("LayerNormMLP"), {}, None),
+        (named("LayerNormLinear"), {}, "layernorm_column"),
         (nn.Linear, {}, None),
+        (type("TERowParallelLinear", (), {}), {}, None),  # a user's class of that name
         (type("Mine", (named("TERowParallelLinear"),), {}), {}, "row"),
     ],
 )
-def test_kind_by_class_name(cls, kwargs, kind):
+def test_kind_by_class(cls, kwargs, kind):
     assert transformer_engine_kind(cls, kwargs) == kind
 
 

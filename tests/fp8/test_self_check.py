@@ -24,6 +24,14 @@ GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 64, "bos_token_id
 
 OPT = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 OPT |= {"vocab_size": 64, "max_position_embeddings": 64, "dropout": 0.0}
+WHISPER = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "decoder_layers": 1,
+}
+WHISPER |= {"num_mel_bins": 8, "max_source_positions": 8, "num_labels": 4, "dropout": 0.0}
 
 
 def of(kind, **sizes):
@@ -41,6 +49,48 @@ MODELS = {
     "phi3": (lambda: of("Phi3ForCausalLM", **SMALL, pad_token_id=0), (IDS,), 8, 4, 2),
     "opt": (lambda: of("OPTForCausalLM", **OPT), (IDS,), 8, 4, 0),
 }  # fmt: skip
+
+
+def test_mlps_that_no_module_computes_alone_are_named():
+    """The block itself calls fc1, the activation and fc2, among others: their code stays, and the summary says so."""
+    model = of("OPTForCausalLM", **OPT).eval()
+    notes = apply_fp8(model, None, tokens=16, recipe="tensorwise", emulate=True).notes
+    (note,) = (note for note in notes if "the activation between" in note)
+    block = "model.decoder.layers.*"
+    assert note == (
+        f"the activation between {block}.fc1 and {block}.fc2 stays apart: no module computes it alone: {block} "
+        "computes more"
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own, of the autograd function
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bias_that_the_other_projections_lack_is_added_to_its_part_and_learns(compiled):
+    """Whisper's queries and values have biases, its keys have none; a joined one would give the keys one to learn."""
+    torch.manual_seed(0)
+    plain = of("WhisperForAudioClassification", **WHISPER).eval()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model, given = copy.deepcopy(plain), torch.randn(1, 8, 16)
+    applied = apply_fp8(model, None, tokens=8, recipe="tensorwise", emulate=True)
+    assert "encoder.layers.0.self_attn.q_proj+k_proj+v_proj" in {
+        row.path.replace("q_proj+v_proj+k_proj", "q_proj+k_proj+v_proj") for row in applied.rows
+    }
+    attention = model.encoder.layers[0].self_attn
+    assert (attention.q_proj.has_bias, attention.k_proj.has_bias, attention.v_proj.has_bias) == (True, False, True)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    block, plain_block = (each.encoder.layers[0] for each in (model, plain))
+    run = torch.compile(block, backend="eager", fullgraph=True) if compiled else block
+    x = torch.randn(1, 8, 64)
+    with torch.no_grad():
+        ours, theirs = (each(x, None)[0] for each in (run, plain_block))
+    assert ((ours - theirs).norm() / theirs.norm()).item() < 0.1
+    model(given).logits.square().mean().backward()
+    plain(given).logits.square().mean().backward()
+    for name in ("q_proj", "v_proj"):
+        mine, exact = (getattr(each.encoder.layers[0].self_attn, name).bias.grad for each in (model, plain))
+        assert ((mine - exact).norm() / exact.norm()).item() < 0.2
 
 
 def first_tensor(output):

@@ -219,7 +219,8 @@ def small_report() -> Any:
 
 def read_fp8_policy(path: Path) -> None:
     from bitplan.fp8.policy.choice import choose_products
-    from bitplan.fp8.policy.policy import Question, decide, load_policy, read_policy
+    from bitplan.fp8.policy.policy import Question, decide
+    from bitplan.fp8.policy.rules import load_policy, read_policy
     from bitplan.fp8.policy.vocabulary import KINDS
 
     policy = load_policy(path)

@@ -42,7 +42,7 @@ def read_safetensors(path: Path) -> None:
     with SafetensorsFile(path) as file:
         for name, entry in file.tensors.items():
             tensor = file.read(name)
-            assert (tensor.dtype, tuple(tensor.shape), tensor.nbytes) == (entry.dtype, entry.shape, entry.nbytes)
+            assert (tensor.dtype, tuple(tensor.shape), tensor.nbytes) == (entry.torch_dtype, entry.shape, entry.nbytes)
             if entry.shape:
                 assert file.read_rows(name, 0, entry.shape[0]).shape == tensor.shape
         if b"-0" in path.read_bytes():  # 0 to Python's json, a float to the library's

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 WORK = BUILD / "install"
 NOT_SHIPPED = {".nbc", ".nbi", ".pyc"}
-MODEL = "import torch, bitplan; bitplan.files.save_model(torch.nn.Linear(256, 256), 'model.safetensors')"
+MODEL = "import torch, bitplan; bitplan.save_packed(torch.nn.Linear(256, 256), 'model.safetensors')"
 WITHOUT_TREES = "demo: bitplan.trees needs scikit-learn, which is not installed: pip install 'bitplan[trees]'\n"
 IMPORT_ALL = """
 import importlib, importlib.metadata as metadata, importlib.util, re, sys

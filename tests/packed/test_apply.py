@@ -17,7 +17,7 @@ import bitplan
 from bitplan.base.errors import FileFormatError, FormatError, NonFiniteError, StoreError
 from bitplan.files.compare import compare_files, compare_models
 from bitplan.files.models.morph import morph_model
-from bitplan.files.models.save_load import load_model, save_model
+from bitplan.files.models.save_load import load_model, write_model
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.formats.codec import decode, encode
@@ -521,10 +521,10 @@ def test_save_model_writes_what_quantize_writes(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"{name}.safetensors" for name in ("plain", "quantized", "saved", "again")}
     model = Llama()
     plan = plan_of(model, (".*q_proj.*", "nvfp4"), (".*(_proj|lm_head).weight", "int8_row"), (".*bias", "bfloat16"))
-    save_model(model, paths["plain"])
+    write_model(model, paths["plain"])
     quantize_file(paths["plain"], paths["quantized"], plan)
     apply_plan(model, plan)
-    save_model(model, paths["saved"])
+    write_model(model, paths["saved"])
     assert tensors_in(paths["saved"]) == tensors_in(paths["quantized"])
     assert compare_files(paths["quantized"], paths["saved"]).overall.max_error == 0
     assert compare_models(model, load_model(paths["quantized"], Llama())).overall.max_error == 0
@@ -533,7 +533,7 @@ def test_save_model_writes_what_quantize_writes(tmp_path: Path) -> None:
         nn.init.normal_(other.model["embed_tokens"].weight)
         load_model(paths["saved"], other.eval())
         torch.testing.assert_close(other(torch.arange(5)), expected, rtol=0.02, atol=0.02)
-    save_model(other, paths["again"])
+    write_model(other, paths["again"])
     assert tensors_in(paths["again"]) == tensors_in(paths["saved"])
     mixed = applied(Llama(), plan_of(Llama(), (".*_proj.weight", "mxfp4")))
     with pytest.raises(
@@ -555,7 +555,7 @@ def test_a_weight_that_linears_share_is_saved_once(tmp_path: Path) -> None:
 
     model = make()
     apply_plan(model, plan_of(model, (".*weight", "mxfp4")))
-    save_model(model, tmp_path / "a.safetensors")
+    write_model(model, tmp_path / "a.safetensors")
     assert set(tensors_in(tmp_path / "a.safetensors")) == {"0.weight", "0.weight.scales", "0.bias", "1.bias"}
     loaded = load_model(tmp_path / "a.safetensors", make())
     torch.testing.assert_close(loaded.eval()(torch.eye(64)), model(torch.eye(64)))

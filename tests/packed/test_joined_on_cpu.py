@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -204,6 +205,24 @@ def test_a_compiled_graph_of_joined_layers_sees_what_is_set(change: str, compile
             else:
                 each.q_proj.weight = PackedWeight(packed("int8_row", 64, 128, seed=9))
         assert all(torch.equal(*pair) for pair in zip(alone(x), graph(x), strict=True))
+
+
+def test_a_weight_that_was_replaced_and_is_freed_later_changes_nothing() -> None:
+    """A compiler holds on to weights of earlier graphs until garbage is collected, maybe while it makes the next."""
+    model, x = Attention("int8_row"), normal(1, 128)
+    fuse_projections(model)
+    with torch.no_grad():
+        model(x)
+        replaced: list[PackedWeight] = [model.q_proj.weight]
+        model.q_proj.weight = PackedWeight(packed("int8_row", 64, 128, seed=9))
+        model(x)
+        joint_layer = model.q_proj.joint.layer
+        assert joint_layer is not None
+        replaced[0].forget()  # it is nobody's any more
+        assert model.q_proj.joint.layer is joint_layer
+        replaced.clear()
+        gc.collect()
+        assert model.q_proj.joint.layer is joint_layer
 
 
 def test_layers_that_were_joined_in_inference_mode_load_a_state() -> None:

@@ -147,7 +147,14 @@ def test_ways_are_text_and_back() -> None:
     launch = {"outputs": 32, "rows": 8}
     text = text_of([(1, Pick("fused", "measured", launch)), (64, Pick("fused", "")), (None, Pick("decode", ""))])
     assert text == "1:fused outputs=32 rows=8;64:fused;*:decode"
-    assert [way_at(text, rows) for rows in (1, 2, 65)] == [("fused", launch), ("fused", None), ("decode", None)]
+    assert [way_at(text, rows) for rows in (1, 2, 65)] == [
+        ("fused", launch, None),
+        ("fused", None, None),
+        ("decode", None, None),
+    ]
+    rounded = text_of([(None, Pick("fused", "", {"rows": 8}))], "q8_0_gguf")
+    assert rounded == "*:fused input=q8_0_gguf rows=8"
+    assert way_at(rounded, 3) == ("fused", {"rows": 8}, "q8_0_gguf")
     with pytest.raises(ArgumentError, match="nothing of 9 rows"):
         way_at("8:decode", 9)
     with pytest.raises(ArgumentError, match="expected ROWS:STRATEGY"):

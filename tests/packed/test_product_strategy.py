@@ -174,7 +174,7 @@ class Gpu:
             return record
 
         self.table = CrossoverTable(folder / "gpu.json", {"gpu": "fake"}, measure)
-        monkeypatch.setattr(product_strategy, "fused_for", lambda _: Kernel())
+        monkeypatch.setattr(product_strategy, "fused_for", lambda _device, _input=None: Kernel())
         monkeypatch.setattr(product_strategy, "crossovers_of", lambda _: self.table)
         monkeypatch.setattr(product_strategy, "is_capturing", lambda _: self.capturing)
 

@@ -401,7 +401,7 @@ def test_the_triton_kernel_behind_the_same_layer(name: str, monkeypatch: pytest.
     pytest.importorskip("triton")
     kernel = TritonOnCuda()
     for module in (product_strategy, quant_linear, operator):
-        monkeypatch.setattr(module, "fused_for", lambda _: kernel)
+        monkeypatch.setattr(module, "fused_for", lambda _device, _input=None: kernel)
     one, x, bias = packed(name, 32, 128), normal(3, 128).bfloat16(), normal(32, seed=2).half()
     result = QuantLinear(one, bias, strategy="fused")
     reason = kernel.why_not(one, torch.bfloat16)

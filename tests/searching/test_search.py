@@ -22,7 +22,7 @@ from bitplan.files.engines.targets import FORMATS as EXPORTED
 from bitplan.files.engines.targets import ExportRequest, prepare_export
 from bitplan.files.gguf_tensors import GGUF_TYPES
 from bitplan.formats.dispatch import decode, encode
-from bitplan.packed.checkpoints.build import empty_model
+from bitplan.packed.checkpoints.load import empty_model
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.report.page import write_report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bitplan.formats.dispatch import encode
 from bitplan.searching.gather import damage
 from bitplan.searching.gather.blocks import BlockRunner
 from bitplan.searching.gather.statistics import ScratchWriter
+from tests.processes import Program
 
 WIDTH, VOCABULARY = 96, 32
 
@@ -94,7 +96,10 @@ def test_memory_does_not_grow_with_the_blocks():
 
 
 def test_memory_is_given_back_when_a_search_ends():
-    model, before = Model(1).bfloat16().requires_grad_(False), _runners()
+    model = Model(1).bfloat16().requires_grad_(False)
+    _search(model)  # what torch loads when a model is first traced holds on to the frames that it is loaded in
+    gc.collect()
+    before = _runners()
     gc.disable()  # what a search holds must go with it, not with a collection some time later
     try:
         _search(model)
@@ -117,3 +122,18 @@ def test_scratch_tensors_are_read_as_they_were_written(tmp_path):
     (tmp_path / "x").write_bytes(b"short")
     with pytest.raises(bitplan.BitplanError, match=r"ends after 5 of 24 bytes"):
         stored["a"].read()
+
+
+@pytest.mark.long
+def test_a_search_stays_under_its_limit_of_memory_or_is_refused():
+    """Two limits, in programs of their own: the peak is what the whole process had at most."""
+    peaks = {}
+    for limit in (1_600_000_000, 1_200_000_000):
+        code = "import sys; from tests.searching.peak_of_search import main; main(int(sys.argv[1]))"
+        program = Program(code, str(limit), folder=Path(__file__).parents[2])
+        assert program.wait() == 0, program.output + program.errors
+        peaks[limit] = int(program.output.split()[-1])
+        assert peaks[limit] < limit, program.output
+    assert min(peaks.values()) < max(peaks.values())
+    with pytest.raises(bitplan.BitplanError, match=r"a search takes about [\d.]+ GB of memory, and 0\.1 GB were given"):
+        bitplan.search(Model(1), [torch.zeros(8, 12, dtype=torch.int64)], goal={"bits": 7.0}, memory=10**8)

@@ -131,6 +131,7 @@ def test_backward_walks_in_reverse_and_both_turns_save_transfers(checkpointing):
     model.checkpointing = "non-reentrant" if checkpointing else "none"
     with streaming(model, device, slots=3) as stream:
         train_steps(model, 3, stream=stream)
+        stream.synchronize()
         last = stream.stats.last
         assert last.loads == 2 * (COUNT - 3)
         assert last.prefetch_misses == 0

@@ -83,6 +83,7 @@ def test_a_copy_that_fails(act, error, says, after):
             one_step(model, stream, 1)
         assert_equal(one_step(model, stream, 1), wanted[1])
         assert_equal(one_step(model, stream, 2), wanted[2])
+        stream.synchronize()
         assert stream.stats.last.step == 2
     assert (device.allocated_bytes, device.pinned_bytes) == (0, 0)
     assert not [one for one in set(threading.enumerate()) - before if one.name.startswith("bitplan-")]

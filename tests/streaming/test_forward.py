@@ -86,6 +86,7 @@ def test_bytes_are_the_packed_ones_and_slots_save_transfers(slots):
             stream.begin_step(step)
             model(batch(step))
             stream.end_step()
+        stream.synchronize()
         stats = stream.stats.last
         assert stream.stats.bytes_h2d == device.bytes_in
         assert device.bytes_in % size == 0
@@ -109,6 +110,7 @@ def test_auto_spends_spare_memory_on_resident_blocks():
             stream.begin_step(step)
             assert torch.equal(model(batch(0)), expected)
             stream.end_step()
+        stream.synchronize()
         assert stream.stats.last.loads == COUNT - 2
     with pytest.raises(StreamError, match="fits no slot"):
         stream_blocks(

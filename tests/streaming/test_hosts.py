@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import mmap
+import threading
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from bitplan.files.safetensors import SafetensorsFile
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
-from tests.streaming.stream_samples import COUNT, assert_equal, make_stack, streaming, train_steps
+from tests.streaming.stream_samples import COUNT, assert_equal, batch, make_stack, streaming, train_steps
 
 KEYS = {
     "step", "step_ms", "compute_ms", "stall_ms", "copy_ms", "overlap", "bytes_h2d", "bytes_h2d_by_format", "bytes_d2h",
@@ -32,8 +33,33 @@ def test_every_host_trains_alike(host):
             assert_equal(got, wanted)
         stream.set_formats("int8_row")
         train_steps(model, 1, stream=stream)
+        stream.synchronize()
         assert stream.stats.last.bytes_h2d_by_format["int8_row"] > 0
     assert (device.allocated_bytes, device.pinned_bytes) == (0, 0)
+
+
+def test_synchronize_waits_for_the_copies_that_a_step_has_made_ahead():
+    free, held_up = threading.Event(), threading.Event()
+    device = SimulatedDevice()
+    model = make_stack(adapters=True)
+    with streaming(model, device, slots=2) as stream:
+        stream.begin_step(0)
+        model(batch(0)).square().mean().backward()
+        stream.synchronize()  # of the open step: nothing to raise, all its copies are over
+
+        def hold_up() -> None:
+            held_up.set()
+            assert free.wait(60)
+
+        device.before_copy = hold_up
+        stream._loader.forget({0})
+        stream._loader._prefetch()  # for the next step, as the end of a backward does
+        assert held_up.wait(60)
+        stream.end_step()
+        assert stream.stats.last is None  # the last copy of the step is not over, and nobody waited for it
+        threading.Timer(0.05, free.set).start()
+        stream.synchronize()
+        assert stream.stats.last.step == 0
 
 
 def test_pinned_memory_is_the_bytes_of_the_blocks_and_holds_the_parameters():
@@ -118,6 +144,7 @@ def test_slow_copies_are_stalls_and_slow_computation_hides_them():
     slow = SimulatedDevice(bytes_per_s=4e6)  # far slower than a busy machine computes
     with streaming(make_stack(adapters=True), slow, slots=2) as stream:
         train_steps(stream.model, 2, stream=stream)
+        stream.synchronize()
         last = stream.stats.last
         assert last.stall_ms > 0.5 * last.step_ms
         assert last.copy_ms >= last.bytes_h2d / 4e6 * 1e3

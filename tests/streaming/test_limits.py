@@ -87,10 +87,12 @@ def test_telemetry_says_what_held_and_how_often(hints, held_back, tmp_path):
     with streaming(model, slots=4, telemetry=path) as stream:
         step_of(model, stream, 0, None)
         step_of(model, stream, 1, hints)
+        stream.synchronize()
         last = stream.stats.last
         assert bool(last.prefetches_held_back) == bool(held_back)
         assert last.prefetch_misses == 0  # the certain next block was always on its way
         step_of(model, stream, 2, None)
+        stream.synchronize()
         assert (stream.stats.last.limits, stream.stats.last.prefetches_held_back) == (None, 0)  # a step starts anew
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["limits"] is None for line in lines] == [True, hints is None, True]
@@ -176,6 +178,7 @@ def test_limits_only_tighten_within_a_step():
         stream.set_limits(WIDE)
         model(batch(0)).sum().backward()
         stream.end_step()
+        stream.synchronize()
         last = stream.stats.last.limits
         assert (last["max_inflight_h2d"], last["prefetch_window_cap"], last["suppress_speculative"]) == (1, 2, False)
 
@@ -220,6 +223,7 @@ def test_the_conductor_drives_a_stream():
         stream.set_limits(state.hints)
         loss.backward()
         stream.end_step()
+        stream.synchronize()
         last = stream.stats.last
     assert last.limits["prefetch_window_cap"] == 1
     assert last.limits["reasons"] == ["backward: memory 90.0% full, above 80%"]

@@ -72,6 +72,7 @@ def test_a_llama_with_offloaded_activations():
         loss_of(model).backward()
         stream.end_step()
         assert_equal(gradients(model), gradients(resident))
+        stream.synchronize()
         assert stream.stats.last.bytes_d2h == 4 * IDS.numel() * 64 * 4  # hidden states, and no mask or rotary table
         model.gradient_checkpointing_enable({"use_reentrant": False})
         stream.begin_step(1)

@@ -1,4 +1,4 @@
-"""Uses that would give wrong numbers without a word: several processes, several threads, half a backward, copies."""
+"""Uses that would give wrong numbers without a word: several threads, half a backward, copies."""
 
 from __future__ import annotations
 
@@ -9,46 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import distributed, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import nn
 
 from bitplan.streaming.errors import StreamError
-from bitplan.streaming.stream_blocks import stream_blocks
 from tests.crosses import few
 from tests.streaming.stream_samples import CHECKPOINTING, assert_equal, batch, make_stack, streaming
 from tests.streaming.test_weights import SETTINGS, adamw, masters_of
-
-
-@pytest.fixture
-def two_processes():
-    """A group of two, of which this process is the first; the other never answers."""
-
-    def join() -> None:
-        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-
-    yield join
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-def test_weights_are_not_trained_by_several_processes(two_processes):
-    weights, adapters = make_stack(adapters=False, count=3), make_stack(adapters=True, count=3)
-    says = r"train='weights' in a process group of 2.*train='adapters'.*one process"
-    with streaming(weights, train="weights") as stream:
-        stream.begin_step(0)
-        weights(batch(0)).mean().backward()
-        stream.end_step()
-        two_processes()  # a trainer makes the group after the stream
-        with pytest.raises(StreamError, match=says):
-            stream.begin_step(1)
-    with pytest.raises(StreamError, match=says):
-        stream_blocks(weights, "layers.*", device="cpu", train="weights")
-    with streaming(adapters) as stream:
-        stream.begin_step(0)
-        adapters(batch(0)).mean().backward()
-        stream.end_step()
-    with torch.no_grad(), streaming(weights, train="nothing"):
-        weights(batch(0))
 
 
 def test_forwards_of_several_threads_take_turns():

@@ -65,6 +65,7 @@ def test_telemetry_counts_what_left_and_came_back():
     device = SimulatedDevice()
     with offloading(model, device) as stream:
         train_steps(model, 3, stream=stream, micro_batches=2)
+        stream.synchronize()
         last = stream.stats.last
         moved = 2 * (COUNT - 1) * INPUT_BYTES  # the last block's input would come straight back
         assert last.bytes_d2h_by_format == {"activations": moved}
@@ -187,6 +188,7 @@ def test_inputs_by_keyword_and_several_arguments():
         model(x).square().mean().backward()
         stream.end_step()
         assert_equal(gradients(model), gradients(resident))
+        stream.synchronize()
         assert stream.stats.last.bytes_d2h == 3 * x.nbytes
 
 
@@ -290,6 +292,7 @@ def test_limits_hold_for_activations_too():
         stream.begin_step = begin
         for got, wanted in zip(train_steps(model, 2, stream=stream), expected, strict=True):
             assert_equal(got, wanted)
+        stream.synchronize()
         assert stream.stats.last.prefetches_held_back > 0
 
 

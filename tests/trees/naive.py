@@ -19,12 +19,7 @@ def integer_gradients(gradients):
         grads = np.rint(gradients.grads.astype(np.float64) / gradients.grad_scale)
         hess = np.rint(gradients.hessians.astype(np.float64) / gradients.hess_scale)
         return grads.astype(np.int64), hess.astype(np.int64)
-    if gradients.precision is GradientPrecision.I16:
-        return gradients.grads.astype(np.int64), gradients.hessians.astype(np.int64)
-    rows = np.arange(gradients.rows)
-    shift = 4 * (rows % 2)
-    grads = (gradients.grads[rows // 2].astype(np.int64) >> shift) & 15
-    return np.where(grads > 7, grads - 16, grads), (gradients.hessians[rows // 2].astype(np.int64) >> shift) & 15
+    return gradients.codes()
 
 
 def decoded_gradients(gradients):

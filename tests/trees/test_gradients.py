@@ -7,6 +7,7 @@ import pytest
 
 from bitplan.base.loops.jit import use_threads
 from bitplan.trees.gradients import (
+    FAR_SUMS,
     GradientPrecision,
     GradientsF32,
     GradientsI8,
@@ -16,7 +17,6 @@ from bitplan.trees.gradients import (
 )
 from tests.trees.naive import decoded_gradients
 
-ENDS = {GradientPrecision.I16: (127, 255), GradientPrecision.I8: (7, 15)}
 F32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -45,18 +45,40 @@ def test_nearest_is_within_half_a_step(kind):
     assert np.abs(result[1] - hess).max() <= 0.5001 * held.hess_scale
 
 
-def test_bytes_a_row():
-    grads, hess = sample(1000)
-    for kind, wanted in ((GradientsF32.from_floats, 8), (GradientsI16.quantize, 2), (GradientsI8.quantize, 1)):
-        held = kind(grads, hess)
-        assert held.grads.nbytes + held.hessians.nbytes == 1000 * wanted
-
-
 def test_scales_are_the_largest_number_over_the_largest_code():
     held = GradientsI16.quantize(floats(-2, 1), floats(0.5, 3))
     assert (held.grad_scale, held.hess_scale) == (2 / 127, 3 / 255)
-    assert held.grads.tolist() == [-127, 64]
-    assert held.hessians.tolist() == [43, 255]
+    assert [codes.tolist() for codes in held.codes()] == [[-127, 64], [43, 255]]
+    assert [codes.tolist() for codes in held.codes(np.array([1], np.uint32))] == [[64], [255]]
+
+
+@pytest.mark.parametrize("kind", [GradientsI16, GradientsI8])
+@pytest.mark.parametrize("many", [1, 40, 200])
+def test_few_rows_do_not_decide_a_scale(kind, many):
+    """They have larger codes, and with all others at their ends no sum of 65535 rows leaves its bits."""
+    grads, hess = sample(20_000)
+    without = kind.quantize(grads, hess)
+    grads[:many], hess[:many] = -1e3 * np.arange(1, many + 1), 1e4
+    held = kind.quantize(grads, hess)
+    assert held.far
+    assert not without.far
+    grad_codes, hess_codes = held.codes()
+    for part, codes, scale in ((grads, grad_codes, held.grad_scale), (hess, hess_codes, held.hess_scale)):
+        assert np.abs(codes * scale - part).max() <= 0.5001 * scale
+    assert np.maximum(np.abs(grad_codes) - kind.ends[0], 0).sum() <= FAR_SUMS[0]
+    assert np.maximum(hess_codes - kind.ends[1], 0).sum() <= FAR_SUMS[1]
+    if many == 1:
+        assert held.grad_scale < 8 * without.grad_scale
+        assert max(np.abs(grads) / held.grad_scale) <= 32767.5
+    grads[: 20_000 // 64 + 1] = 1e3  # more than few: they do
+    assert kind.quantize(grads, hess).grad_scale == np.abs(grads).max() / kind.ends[0]
+
+
+def test_sums_of_narrow_cells_hold_far_rows():
+    (grad_end, hess_end), (grads, hess) = GradientsI16.ends, FAR_SUMS
+    assert 65535 * grad_end + grads < 2**23
+    assert 65535 * hess_end + hess < 2**24
+    assert 3584 * grad_end + grads < 2**19, "what the GPU adds up in shared memory, 20 bits"
 
 
 @pytest.mark.parametrize("precision", GradientPrecision)
@@ -91,12 +113,12 @@ def test_what_has_no_scale_is_refused_by_row(precision, grad, hess):
 def test_stochastic_rounding_is_fair(kind):
     rows = 200_000
     grads, hess = np.full(rows, 0.013, np.float32), np.full(rows, 0.27, np.float32)
-    grads[0] = hess[0] = 1
+    grads[:4000] = hess[:4000] = 1
     held = kind.quantize(grads, hess, key=11)
-    mean = [np.mean(each[1:20_000]) for each in decoded_gradients(held)]
+    mean = [np.mean(each[4000:24_000]) for each in decoded_gradients(held)]
     np.testing.assert_allclose(mean, [0.013, 0.27], rtol=0.04)
     nearest = kind.quantize(grads, hess)
-    assert len(set(decoded_gradients(nearest)[0][1:100])) == 1
+    assert len(set(decoded_gradients(nearest)[0][4000:4100])) == 1
 
 
 @pytest.mark.parametrize("kind", [GradientsI16, GradientsI8])
@@ -105,11 +127,10 @@ def test_codes_depend_on_key_and_row_alone(kind):
     result = []
     for threads in (1, 3):
         with use_threads(threads):
-            result.append(kind.quantize(grads, hess, key=3))
-    np.testing.assert_array_equal(result[0].grads, result[1].grads)
-    np.testing.assert_array_equal(result[0].hessians, result[1].hessians)
-    other = kind.quantize(grads, hess, key=4)
-    assert (other.grads != result[0].grads).mean() > 0.1
+            result.append(kind.quantize(grads, hess, key=3).codes())
+    np.testing.assert_array_equal(result[0], result[1])
+    other = kind.quantize(grads, hess, key=4).codes()
+    assert (other[0] != result[0][0]).mean() > 0.1
 
 
 @pytest.mark.parametrize("make", [GradientsF32.from_floats, GradientsI16.quantize, GradientsI8.quantize])

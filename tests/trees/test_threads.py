@@ -13,7 +13,6 @@ import torch
 from bitplan.base.loops import jit, row_pieces
 from bitplan.base.loops.jit import on_threads, thread_count, use_threads
 from bitplan.trees import BoostedTreesClassifier, TreesError, thread_workspace, threads
-from bitplan.trees.gradients import pieces
 from bitplan.trees.threads import LIMITS, allowed_cores, threads_of
 from tests.processes import Program
 from tests.trees.samples import table
@@ -79,7 +78,7 @@ def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
         used.append(thread_count())
         return on_threads(work, pieces)
 
-    for module in ("binning", "boost", "grow", "histogram"):
+    for module in ("binning", "grow", "histogram"):
         monkeypatch.setattr(f"bitplan.trees.{module}.on_threads", watched)
     by_rows = row_pieces.threads_for
     monkeypatch.setattr(row_pieces, "threads_for", lambda *given: used.append(thread_count()) or by_rows(*given))
@@ -96,9 +95,9 @@ def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
 
 def test_a_few_rows_are_not_handed_to_many_threads():
     with use_threads(16):
-        assert len(pieces(1000, 3.0)) == 1
-        assert 1 < len(pieces(200_000, 3.0)) < len(pieces(1_000_000, 3.0)) < 16
-        assert len(pieces(100_000_000, 3.0)) == 16
+        assert row_pieces.threads_for(1000, 3.0) == 1
+        assert 1 < row_pieces.threads_for(20_000, 3.0) < row_pieces.threads_for(100_000, 3.0) < 16
+        assert row_pieces.threads_for(100_000_000, 3.0) == 16
         teams = [thread_workspace.team_size(rows, 7, 31) for rows in (1000, 65_536, 2_000_000)]
     assert teams == sorted(teams)
     assert teams[-1] == 16

@@ -7,6 +7,7 @@ spins for a moment and then yields the core between checks: a team may have more
 # mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,21 @@ def give_way(_typing: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@intrinsic
+def cycles(_typing: Any) -> Any:
+    """The processor's clock, which all cores share; it takes some 20 cycles. Always 0 where that is not known."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
+        if platform.machine() == "aarch64":
+            return builder.asm(ir.FunctionType(INT64, []), "mrs $0, cntvct_el0", "=r", [], side_effect=True)
+        if platform.machine() != "x86_64":
+            return ir.Constant(INT64, 0)
+        name, kind = "llvm.readcyclecounter", ir.FunctionType(INT64, [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+
+    return types.int64(), generate
 
 
 @inlined

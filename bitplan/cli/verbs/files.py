@@ -111,6 +111,7 @@ def inspect(
     Example: bitplan inspect model.safetensors --tensor model.layers.0.mlp.up_proj.weight
     """
     from bitplan.files.open_files import open_tensors
+    from bitplan.files.packed_folder import folder_inputs, is_model_folder, read_config
 
     if file is None:
         if tensor is not None or structure:
@@ -135,14 +136,18 @@ def inspect(
         {"name": spec.name, "format": spec.format, "shape": list(spec.shape), "bytes": spec.nbytes} for spec in specs
     ]
     total = sum(by_format.values())
+    rounded = folder_inputs(read_config(file)) if is_model_folder(file) else None
     if as_json:
-        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied})
+        shown_inputs = {} if rounded is None else {"inputs": rounded}
+        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **shown_inputs})
         return
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
     table(f"{file}: {kind}, {counted(len(rows), 'tensor')}", shown)
     for name, size in by_format.most_common():
         say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
     say(f"{'all':>16}  {human_bytes(total):>10}")
+    if rounded is not None:
+        say(f"inputs of packed layers are rounded to {rounded}")
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
@@ -197,6 +202,9 @@ def quantize(
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
     ] = "error",
+    inputs: Annotated[
+        str | None, typer.Option(help="A folder whose packed layers round their inputs: int8, int8_row or fp8.")
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -205,12 +213,11 @@ def quantize(
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.base.records import read_text
-    from bitplan.files.headers import is_gguf, plan_for_file
-    from bitplan.files.open_files import container_for, open_tensors
-    from bitplan.files.packed_folder import check_packed_output
+    from bitplan.files.quantize_files import Quantization
+    from bitplan.formats.input_formats import input_format
     from bitplan.plan import Plan, open_manifest
 
-    # Refuse what can be refused without torch, whose import takes seconds.
+    input_format(inputs, "--inputs")
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     if windows is not None and text is None:
@@ -220,43 +227,29 @@ def quantize(
     if text is not None and (evidence is not None or scale_rule is not None):
         raise typer.BadParameter("give one of --text, --evidence and --scale-rule: each chooses the scales")
     content = None if text is None else read_text(text)
-    with open_tensors(source) as file:
-        total = sum(spec.nbytes for spec in file.specs.values())
-        inputs = [*file.files, *(Path(given) for given in (manifest, plan, evidence, text) if given is not None)]
-        if container := container_for(output):
-            container.check_output(output, inputs=inputs, force=force)
-        else:  # a folder
-            check_packed_output(output, inputs=inputs, force=force)
-        given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
-        renames = isinstance(given, Plan) and given.keys() != {*file.specs, *file.tied}
-        if not renames and not (container is None and is_gguf(source)):  # whose own names need torch
-            plan_for_file(
-                file,
+    reads = [Path(given) for given in (manifest, plan, evidence, text) if given is not None]
+    given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
+    with ExitStack() as opened:
+        prepared = opened.enter_context(
+            Quantization(
+                source,
+                output,
                 given,
                 keep=keep or (),
                 only=only or (),
-                pad=pad is not None,
-                output=output,
-                packs_folder=container is None,
+                pad=pad,
+                inputs=inputs,
+                reads=reads,
+                force=force,
             )
-
-    from bitplan.files.quantize_files import quantize_file
-
-    with ExitStack() as opened:
+        )
         if content is not None:
             evidence = opened.enter_context(_gathered(source, output, content, windows or 96))
-        advance = opened.enter_context(progress("quantizing", total, amount=human_bytes))
-        report = quantize_file(
-            source,
-            output,
-            given,
-            keep=keep or (),
-            only=only or (),
-            pad=pad,
+        advance = opened.enter_context(progress("quantizing", prepared.nbytes, amount=human_bytes))
+        report = prepared.write(
+            evidence,
             scale_rule=scale_rule,
             nonfinite=nonfinite,
-            evidence=evidence,
-            force=force,
             on_tensor=lambda spec: advance(spec.nbytes, spec.name),
         )
     for warning in report.warnings:

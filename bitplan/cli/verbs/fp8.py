@@ -350,7 +350,8 @@ def explain(
     Example: bitplan fp8 explain policy.json --kind row --name fc2 --tokens 4096
     """
     from bitplan.fp8.policy.choice import choose_products
-    from bitplan.fp8.policy.policy import Question, decide, load_policy, matching_rules
+    from bitplan.fp8.policy.policy import Question, decide, matching_rules
+    from bitplan.fp8.policy.rules import load_policy
     from bitplan.fp8.policy.vocabulary import MODULE, PRODUCTS, UNMEASURED
 
     rules = load_policy(policy)
@@ -385,12 +386,11 @@ def explain(
 
 
 def _banded(path: Path) -> Any:
-    from bitplan.fp8.policy.policy import load_policy
-    from bitplan.fp8.policy.token_ranges import BandPolicy
+    from bitplan.fp8.policy.rules import load_policy
     from bitplan.fp8.policy.vocabulary import PolicyVersionError
 
     policy = load_policy(path)
-    if not isinstance(policy, BandPolicy):
+    if policy.version == 1:
         raise PolicyVersionError(
             f"{path}: --into needs version 2; version 1 keeps no points, so merge its reports again"
         )
@@ -448,8 +448,8 @@ def confirm(
     """
     counts = _counts(tokens)
     from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
-    from bitplan.fp8.bench.confirm import plan_small_model
-    from bitplan.fp8.policy.policy import load_policy
+    from bitplan.fp8.bench.confirm_policy import plan_small_model
+    from bitplan.fp8.policy.rules import load_policy
 
     rules = load_policy(policy)
     trial = fp8_confirm_policy.BlockTiming(timing, compiled, recipe, tp)

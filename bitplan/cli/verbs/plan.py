@@ -71,7 +71,7 @@ def check(
         if rules is not None:
             problems = check_headers(rules, headers)
             if any(part in name for name in headers for part in ("mlp1_weight", ".experts.", "_exps.")):
-                from bitplan.packed.checkpoints.gpt_oss_load import gpt_oss_findings, is_gpt_oss  # loads torch
+                from bitplan.packed.checkpoints.gpt_oss_tensors import gpt_oss_findings, is_gpt_oss  # loads torch
 
                 if is_gpt_oss(Path(checkpoint)):
                     headers, problems = gpt_oss_findings(Path(checkpoint), rules, headers)
@@ -84,6 +84,7 @@ def check(
 
             with progress("checking", total, amount=human_bytes) as advance:
                 findings += deep_check(rules, file, on_bytes=advance)
+        unsummed = deep and not file.has_checksums
     if as_json:
         show_json([finding._asdict() for finding in findings])
     elif findings:
@@ -92,6 +93,8 @@ def check(
     else:
         checked = f", {human_bytes(total)} of data checked" if deep else ""
         say(f"{checkpoint}: {counted(len(headers), 'tensor')}{checked}, no findings under {manifest}")
+    if unsummed and not as_json:
+        say(f"{checkpoint}: has no checksums, so a changed byte that makes a sound number is not seen")
     if casts and not as_json:
         which = ", ".join(f"{counted(count, 'tensor')} in {dtype}" for dtype, count in casts.items())
         say(f"{which}: their rules ask for another float type, to which `bitplan quantize` casts")

@@ -24,6 +24,13 @@ Type = Annotated[
     typer.Option("--dtype", help="Of weights that are not packed: float32 on a CPU, else as stored."),
 ]
 
+Inputs = Annotated[
+    str | None,
+    typer.Option(
+        help="Round inputs of packed layers: int8, int8_row, fp8, or keep; int8 on a CPU where all its products can."
+    ),
+]
+
 
 def generate(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL)],
@@ -44,6 +51,7 @@ def generate(
     config: Config = None,
     device: Device = None,
     dtype: Type = None,
+    inputs: Inputs = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -63,14 +71,15 @@ def generate(
     _check_model(model, config)
     import torch
 
-    from bitplan.packed.language.generation import Sampling, as_prompt, generate_text, load_for_running
+    from bitplan.packed.language.generation import AUTO, Sampling, as_prompt, generate_text, load_for_running
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     if threads is not None:
         torch.set_num_threads(threads)
     with progress("loading", 1):
         kind = getattr(torch, dtype) if dtype else None
-        lm = load_for_running(model, config=config, device=device or _device(), dtype=kind)
+        place = device or _device()
+        lm = load_for_running(model, config=config, device=place, dtype=kind, inputs=inputs or AUTO)
 
     def answer(given: str | list[Message]) -> Generated:
         shown = (lambda _text: None) if as_json else _show_text
@@ -125,6 +134,8 @@ def _show_end(result: Generated, *, asked: bool) -> None:
         f"{result.prompt_tokens} tokens read in {result.prefill_s:.2f} s{rate}; {result.tokens} tokens; "
         f"weights {human_bytes(result.weight_bytes)}{memory} on {result.device}"
     )
+    if result.inputs is not None:
+        say(f"Inputs of packed layers were rounded to {result.inputs}, as llama.cpp does; --inputs keep leaves them.")
     if result.ended == "context":
         say("The model's context is full.")
     if not result.tokens:
@@ -149,6 +160,7 @@ def bench(
     config: Config = None,
     device: Device = None,
     dtype: Type = None,
+    inputs: Inputs = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -161,14 +173,15 @@ def bench(
         _check_model(against, None)
     import torch
 
-    from bitplan.packed.language.generation import bench_models, load_for_running
+    from bitplan.packed.language.generation import AUTO, bench_models, load_for_running
 
     if threads is not None:
         torch.set_num_threads(threads)
     place, kind = device or _device(), getattr(torch, dtype) if dtype else None
     with progress("loading", 1):
-        models = [load_for_running(model, config=config, device=place, dtype=kind)]
-        models += [] if against is None else [load_for_running(against, device=place, dtype=kind)]
+        rounded = inputs or AUTO
+        models = [load_for_running(model, config=config, device=place, dtype=kind, inputs=rounded)]
+        models += [] if against is None else [load_for_running(against, device=place, dtype=kind, inputs=AUTO)]
     batches = batch or [1, 4, 16]
     with progress("timing", len(models) * len(batches) * (repeats + 1)) as advance:
         rows = bench_models(
@@ -185,6 +198,7 @@ def bench(
     shown = [
         {
             "model": Path(row.model).name,
+            **({"inputs": row.inputs or "as they are"} if any(one.inputs for one in rows) else {}),
             "batch": row.batch,
             "prompt, tokens/s": f"{row.prefill_tokens_per_second:.1f}",
             "step, ms": f"{row.decode_ms:.2f}",

@@ -62,6 +62,9 @@ def search(
     workers: Annotated[
         int, typer.Option(min=0, metavar="N", help="Processes that round weights, one core each; none: threads.")
     ] = 0,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory that it may take, such as 8GB; else what is free.")
+    ] = None,
     out: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go.")] = Path("search"),
     force: Force = False,
     as_json: Json = False,
@@ -122,6 +125,7 @@ def search(
             fp8_policy=fp8_policy,
             all_rivals=all_rivals,
             workers=workers,
+            memory=None if memory is None else parse_bytes(memory, "memory"),
             out=folder,
             stage=partial(progress, estimates=False),
             note=note,

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +25,11 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
-from bitplan.files.describe_files import describe_tensors
-from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
+from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
 from bitplan.files.engines.targets import ExportRequest
-from bitplan.files.tensor_file import Promise, TensorFile
+from bitplan.files.tensor_file import Promise
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
-from bitplan.plan.structure.families import guess_role
 
 TARGET = "compressed-tensors"
 
@@ -86,7 +83,7 @@ def prepare(request: ExportRequest) -> FolderExport:
     source = open_folder(request, TARGET, SUBSTITUTES)
     with on_failure(source.file.close):
         layers = [_layer(source, name) for name in source.file.specs]
-        joined = _joined_groups(source.file, source.folder, layers)
+        joined = _joined_groups(source, layers)
         if not any(layer.is_packed for layer in layers):
             raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
     config = {**source.config, "quantization_config": quantization_config(layers)}
@@ -96,8 +93,7 @@ def prepare(request: ExportRequest) -> FolderExport:
 def _layer(source: FolderSource, name: str) -> OutputLayer:
     spec = source.file.spec(name)
     fmt, reason = source.format_of(name)
-    linear = is_linear(name, spec.shape) and guess_role(name) != "embed"
-    if fmt is None or fmt.is_cast or not linear:
+    if fmt is None or fmt.is_cast or not source.is_linear(name):
         return source.unpacked(name, fmt, reason if fmt is None or fmt.is_cast else STAYS)
     if fmt.name not in SCHEMES:
         raise StoreError(
@@ -138,17 +134,16 @@ def _pack(encoded: Encoded, where: str) -> list[Tensor]:
     return [data, encoded.scales]
 
 
-def _joined_groups(file: TensorFile, folder: Path, layers: Sequence[OutputLayer]) -> list[list[str]]:
+def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[list[str]]:
     """The layers that engines compute as one, as the model's view has them; those must have one format."""
     by_name = {layer.sources[0]: layer for layer in layers}
-    joined = describe_tensors(list(file.specs.values()), folder).joined
-    groups = [[by_name[name] for name in names] for names in joined]
+    groups = [[by_name[name] for name in names] for names in source.view.joined]
     for group in groups:
         names = [layer.fmt.name if layer.fmt is not None and layer.is_packed else "not packed" for layer in group]
         for layer, own in zip(group, names, strict=True):
             if own != names[0]:
                 raise StoreError(
-                    f"{file.path}: {group[0].sources[0]!r} is {names[0]}, {layer.sources[0]!r} {own}; "
+                    f"{source.file.path}: {group[0].sources[0]!r} is {names[0]}, {layer.sources[0]!r} {own}; "
                     "engines compute them as one layer, so give them one format"
                 )
     return [[layer.sources[0] for layer in group] for group in groups]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure, stamps_of
+from bitplan.files.describe_files import describe_tensors
 from bitplan.files.engines.gguf_names import evidence_of, fit_names
 from bitplan.files.engines.gguf_source import GGUFModel, open_model
 from bitplan.files.engines.targets import ExportReport, ExportRequest, ExportRow, OnBytes
@@ -42,10 +44,11 @@ from bitplan.formats.dispatch import encode
 from bitplan.formats.dtypes import dtype_name, wider_types
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Substitutes
-from bitplan.plan.structure.families import guess_role
+from bitplan.plan.structure.model_view import ModelView
 
 PLAIN = ("bfloat16", "float16", "float32")
 DEFAULT_TYPE = "bfloat16"
+_NOT_PACKED = {"router", "embedding", "position_embedding", "norm", "convolution", "bias", "scale"}
 Pack = Callable[[Encoded, str], list[Tensor]]
 
 
@@ -84,8 +87,24 @@ class FolderSource:
         """A tensor that the output holds as plain numbers: in its own type, or cast."""
         spec = self.file.spec(name)
         cast = fmt if fmt is not None and fmt.is_cast else self.wide if is_quantized(spec) else None
-        dtype = spec.dtype if cast is None else cast.storage
+        dtype = spec.torch_dtype if cast is None else cast.storage
         return OutputLayer((name,), cast, reason, (Promise(name, spec.shape, None, dtype),))
+
+    @cached_property
+    def view(self) -> ModelView:
+        """What the model computes, seen in a run without numbers; the table of families where it cannot be run."""
+        return describe_tensors(list(self.file.specs.values()), self.folder)
+
+    def is_linear(self, name: str, *, or_embedding: bool = False) -> bool:
+        """Whether a tensor is the weight of a layer that engines pack; routers are not, nor tables of positions."""
+        others = _NOT_PACKED - ({"embedding"} if or_embedding else set())
+        is_matrix = name.endswith(".weight") and len(self.file.spec(name).shape) == 2
+        return is_matrix and self.view.role(name) not in others and name not in self._columns
+
+    @cached_property
+    def _columns(self) -> set[str]:
+        """Weights [inputs, outputs], such as GPT-2's, which no engine's linear layer has."""
+        return {linear.weight for linear in self.view.linears if linear.is_columns}
 
     @property
     def wide(self) -> Format:
@@ -97,11 +116,6 @@ class FolderSource:
 def is_quantized(spec: TensorSpec) -> bool:
     """Whether the source holds codes, which the file gives packed or decoded (`gguf:Q4_K`, `awq:uint4_g64`)."""
     return spec.encoded or ":" in spec.format
-
-
-def is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """The weight of a layer that engines pack; routers are not."""
-    return name.endswith(".weight") and len(shape) == 2 and guess_role(name) != "router"
 
 
 def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | None = None) -> FolderSource:

@@ -2,9 +2,8 @@
 
 From a folder, names go through gguf-py's table, rows of q and k are put in llama.cpp's order, experts of a layer become
 one tensor, and config and tokenizer become metadata. From GGUF everything but the formats stays. Norms, biases and
-routers are float32, which is what llama.cpp computes them in.
-
-gpt-oss to GGUF: its experts are woven, biased and packed in ways of their own, which `files.gpt_oss` knows.
+routers are float32, which is what llama.cpp computes them in. gpt-oss, whose experts are woven, biased and packed in
+ways of their own, is written by `files.gpt_oss`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from bitplan.formats.dispatch import encode
 from bitplan.formats.dtypes import dtype_name
 from bitplan.plan import Plan
 
-# ---- gguf gpt oss ----------------------------------------------------------------------------------------------------
+# ---- gpt-oss ---------------------------------------------------------------------------------------------------------
 
 
 _EXPERTS = {"mxfp4": "mxfp4", "mxfp4_gguf": "mxfp4", "bfloat16": "bfloat16"}
@@ -100,7 +99,7 @@ class GptOssExport:
         self._file.close()
 
 
-# ---- gguf ------------------------------------------------------------------------------------------------------------
+# ---- all other models ------------------------------------------------------------------------------------------------
 
 
 FLOAT32 = get_format("float32")

@@ -25,13 +25,7 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
-from bitplan.files.engines.folder import (
-    FolderExport,
-    FolderSource,
-    OutputLayer,
-    is_linear,
-    open_folder,
-)
+from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
 from bitplan.files.engines.targets import EXPERT, ExportRequest, experts_in_order
 from bitplan.files.tensor_file import Promise
 from bitplan.formats import Encoded, Format
@@ -131,7 +125,7 @@ def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputLayer:
         )
     shape = file.spec(first).shape
     count = (len(sources),) if is_stacked else ()
-    if fmt is None or fmt.is_cast or not is_linear(first, shape):
+    if fmt is None or fmt.is_cast or not source.is_linear(first, or_embedding=True):
         plain = source.unpacked(first, fmt, reason if fmt is None or fmt.is_cast else STAYS)
         promise = plain.promises[0]
         return OutputLayer(sources, plain.fmt, plain.reason, (Promise(new, (*count, *shape), None, promise.dtype),))

@@ -23,13 +23,11 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
-from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
+from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
 from bitplan.files.engines.targets import EXPERT, ExportRequest
 from bitplan.files.tensor_file import Promise
 from bitplan.formats import Encoded, Format
-from bitplan.formats.dtypes import dtype_name
 from bitplan.plan.format_choices import Substitutes
-from bitplan.plan.structure.families import guess_role
 
 TARGET = "torchao"
 _GROUPS = {f"int4_g{size}": ("int4", size) for size in (32, 64, 128)} | {"int8_g64": ("int8", 64)}
@@ -75,8 +73,7 @@ def _layer(source: FolderSource, name: str) -> OutputLayer:
     spec = source.file.spec(name)
     fmt, reason = source.format_of(name)
     is_expert = EXPERT.fullmatch(name) is not None
-    linear = is_linear(name, spec.shape) and guess_role(name) != "embed" and not is_expert
-    if fmt is None or fmt.is_cast or not linear:
+    if fmt is None or fmt.is_cast or is_expert or not source.is_linear(name):
         packs = fmt is not None and not fmt.is_cast
         stays = EXPERTS if is_expert else STAYS
         return source.unpacked(name, None if packs else fmt, stays if packs else reason)
@@ -167,7 +164,7 @@ def _metadata(source: FolderSource, layers: Sequence[OutputLayer]) -> dict[str, 
     said: dict[str, str] = {"tensor_names": json.dumps([layer.sources[0] for layer in layers])}
     for layer in layers:
         spec = source.file.spec(layer.sources[0])
-        own = dtype_name(spec.dtype) if not computes or not spec.encoded else computes
+        own = spec.dtype if not computes or not spec.encoded else computes
         document = {"_type": "Tensor"} if layer.fmt is None or not layer.is_packed else _class(layer, own, spec.shape)
         said[layer.sources[0]] = json.dumps(document)
     return said

@@ -1,11 +1,8 @@
 """A gpt-oss checkpoint open for reading, in any layout, one chunk of rows or one expert at a time.
 
-Nothing larger than that is ever in memory.
-
-Checks from headers alone that a gpt-oss checkpoint is complete and in one of its layouts.
-
-The checks, in order, each an error of one line that names file and tensor: layout and layers, names, halves of packed
-weights (by the shipped manifest), gate and up alternating, sizes, shapes, dtypes.
+Nothing larger than that is ever in memory. Its headers are checked first, each fault an error of one line that names
+file and tensor: layout and layers, names, halves of packed weights (by the shipped manifest), gate and up alternating,
+sizes, shapes, dtypes.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +18,7 @@ from torch import Tensor
 
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, on_failure
-from bitplan.files.gguf import GGUFFile, GGUFValue, plain_dtype
+from bitplan.files.gguf import GGUFFile, GGUFValue
 from bitplan.files.gguf_split_read import open_gguf
 from bitplan.files.gpt_oss.config import ARCHITECTURE, CONFIG, Settings, read_config, read_metadata
 from bitplan.files.gpt_oss.experts import Matrix, group_experts, join_expert
@@ -36,55 +32,23 @@ from bitplan.files.gpt_oss.layouts import (
     slot_name,
 )
 from bitplan.files.safetensors import Checkpoint, open_checkpoint
-from bitplan.formats.dtypes import dtype_name
+from bitplan.files.tensor_bytes import TensorSpec
+from bitplan.formats.dtypes import torch_dtype
 from bitplan.plan import Header, require_clean, shipped_manifest
 from bitplan.plan.names import listed, natural_order
 
-# ---- check -----------------------------------------------------------------------------------------------------------
+# ---- the checks of headers -------------------------------------------------------------------------------------------
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = ("bfloat16", "float16", "float32")
 _MOST_LAYERS = 10_000
 
 
-@dataclass(frozen=True)
-class TensorHeader:
-    """The header of a tensor: `kind` in words; `dtype` None is a GGUF type made of blocks."""
-
-    kind: str
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    nbytes: int
-    file: Path
-
-
-@dataclass(frozen=True)
-class Checked:
-    """The result of the checks: `experts` is the experts' float type, None if they are MXFP4."""
-
-    layout: Layout
-    shape: GptOssShape
-    slots: list[LayoutTensor]
-    experts: torch.dtype | None
-
-
-def read_headers(file: Checkpoint | GGUFFile) -> dict[str, TensorHeader]:
-    """The headers of either container in one form."""
-    headers = {}
-    if isinstance(file, GGUFFile):
-        for name, item in file.tensors.items():
-            plain = plain_dtype(item.type)
-            kind = item.type.name if plain is None else dtype_name(plain)
-            headers[name] = TensorHeader(kind, plain, item.shape, item.nbytes, file.path)
-        return headers
-    for name, entry in file.tensors.items():
-        kind = dtype_name(entry.dtype)
-        headers[name] = TensorHeader(kind, entry.dtype, entry.shape, entry.nbytes, file.weight_map[name])
-    return headers
-
-
-def check_gpt_oss(where: str, file: Checkpoint | GGUFFile, tensors: Mapping[str, TensorHeader]) -> Checked:
-    """All checks; the first that fails is raised."""
+def check_gpt_oss(
+    where: str, file: Checkpoint | GGUFFile
+) -> tuple[Layout, GptOssShape, list[LayoutTensor], torch.dtype | None]:
+    """Layout, sizes, tensors, and the experts' float type, None if they are MXFP4; the first fault raises."""
+    tensors = file.tensors
     layout = _layout(where, file, tensors)
     layers = _count_layers(where, layout, tensors)
     packed = _is_packed(layout, tensors)
@@ -93,18 +57,19 @@ def check_gpt_oss(where: str, file: Checkpoint | GGUFFile, tensors: Mapping[str,
     if packed and layout != "gguf":
         require_clean(shipped_manifest("gpt-oss"), _as_published(tensors), checkpoint=where)
     for slot in expected:
-        _check_alternating(slot, tensors)
-    shape = _derive_shape(where, layout, layers, tensors)
+        _check_alternating(slot, file)
+    shape = _derive_shape(where, layout, layers, file)
     slots = list_slots(layout, shape, packed=packed)
     for slot in slots:
         if tensors[slot.name].shape != slot.shape:
-            raise _fault(tensors, slot.name, f"expected shape {slot.shape} in a model of {_sizes(shape)}")
-    return Checked(layout, shape, slots, _check_dtypes(layout, slots, tensors))
+            raise _fault(file, slot.name, f"expected shape {slot.shape} in a model of {_sizes(shape)}")
+    return layout, shape, slots, _check_dtypes(layout, slots, file)
 
 
-def _fault(tensors: Mapping[str, TensorHeader], name: str, text: str) -> FileFormatError:
-    tensor = tensors[name]
-    return FileFormatError(f"{tensor.file}: tensor {name[:80]!r} is {tensor.kind} {tensor.shape}: {text}")
+def _fault(file: Checkpoint | GGUFFile, name: str, text: str) -> FileFormatError:
+    holder = file.path if isinstance(file, GGUFFile) else file.weight_map[name]
+    tensor = file.tensors[name]
+    return FileFormatError(f"{holder}: tensor {name[:80]!r} is {tensor.format} {tensor.shape}: {text}")
 
 
 def _layout(where: str, file: Checkpoint | GGUFFile, names: Mapping[str, object]) -> Layout:
@@ -146,9 +111,7 @@ def _is_packed(layout: Layout, names: Mapping[str, object]) -> bool:
     return not floats or any(name.endswith(("_proj_blocks", "_proj_scales")) for name in names)
 
 
-def _check_names(
-    where: str, layout: Layout, layers: int, expected: list[str], tensors: Mapping[str, TensorHeader]
-) -> None:
+def _check_names(where: str, layout: Layout, layers: int, expected: list[str], tensors: Mapping[str, object]) -> None:
     known = set(expected)
     missing = [name for name in expected if name not in tensors]
     extra = natural_order(set(tensors) - known)
@@ -166,33 +129,33 @@ def _check_names(
         )
 
 
-def _as_published(tensors: Mapping[str, TensorHeader]) -> dict[str, Header]:
+def _as_published(tensors: Mapping[str, TensorSpec]) -> dict[str, Header]:
     """Headers for the manifest of the published gpt-oss: other float types of a fine-tuned model pass as bfloat16."""
     renamed = {}
     for name, tensor in tensors.items():
-        is_float = tensor.dtype in FLOATS
+        is_float = tensor.format in FLOATS
         nbytes = 2 * math.prod(tensor.shape) if is_float else tensor.nbytes
-        renamed[name] = Header("bfloat16" if is_float else tensor.kind, tensor.shape, nbytes)
+        renamed[name] = Header("bfloat16" if is_float else tensor.format, tensor.shape, nbytes)
     return renamed
 
 
-def _check_alternating(slot: LayoutTensor, tensors: Mapping[str, TensorHeader]) -> None:
-    came = tensors[slot.name].shape
+def _check_alternating(slot: LayoutTensor, file: Checkpoint | GGUFFile) -> None:
+    came = file.tensors[slot.name].shape
     if not slot.weaves or len(came) != len(slot.shape):
         return
     count = came[-1] if slot.kind in ("woven", "transposed") else came[1]
     if count % 2:
-        raise _fault(tensors, slot.name, f"gate and up alternate in it, so they are an even number, got {count}")
+        raise _fault(file, slot.name, f"gate and up alternate in it, so they are an even number, got {count}")
 
 
-def _derive_shape(where: str, layout: Layout, layers: int, tensors: Mapping[str, TensorHeader]) -> GptOssShape:
+def _derive_shape(where: str, layout: Layout, layers: int, file: Checkpoint | GGUFFile) -> GptOssShape:
     """The model's sizes, each from one tensor of layer 0; the others must agree."""
 
     def sizes_of(part: str, rank: int) -> tuple[int, ...]:
         name = slot_name(layout, part)
-        if len(tensors[name].shape) != rank:
-            raise _fault(tensors, name, f"expected {rank} axes")
-        return tensors[name].shape
+        if len(file.tensors[name].shape) != rank:
+            raise _fault(file, name, f"expected {rank} axes")
+        return file.tensors[name].shape
 
     vocab, hidden = sizes_of("embed", 2)
     (heads,) = sizes_of("sinks", 1)
@@ -212,27 +175,26 @@ def _derive_shape(where: str, layout: Layout, layers: int, tensors: Mapping[str,
         raise FileFormatError(f"{where}: the shapes of {listed(sources)} make no model: {error}") from None
 
 
-def _check_dtypes(layout: Layout, slots: list[LayoutTensor], tensors: Mapping[str, TensorHeader]) -> torch.dtype | None:
+def _check_dtypes(layout: Layout, slots: list[LayoutTensor], file: Checkpoint | GGUFFile) -> torch.dtype | None:
     experts: dict[str, LayoutTensor] = {}
     for slot in slots:
-        tensor = tensors[slot.name]
+        kind = file.tensors[slot.name].format
         if slot.kind in ("blocks", "scales"):
             allowed = ["uint8"]
         else:
-            allowed = [dtype_name(dtype) for dtype in FLOATS] + ["MXFP4"] * (slot.kind == "matrix")
-        if tensor.kind not in allowed:
-            fault = _fault(tensors, slot.name, f"expected {' or '.join(allowed)}")
+            allowed = [*FLOATS, *(["MXFP4"] if slot.kind == "matrix" else [])]
+        if kind not in allowed:
+            fault = _fault(file, slot.name, f"expected {' or '.join(allowed)}")
             if layout == "gguf":
                 hint = f"{fault}; decode it first: `bitplan quantize IN OUT.gguf`"
                 fault = type(fault)(hint, settings={"fmt": "bfloat16", "only": slot.name})
             raise fault
         if slot.is_expert:
-            experts.setdefault(tensor.kind, slot)
-    (_, first), *others = experts.items()
+            experts.setdefault(kind, slot)
+    (held, first), *others = experts.items()
     if others:
-        text = f"all experts must have one format, and {first.name!r} is {tensors[first.name].kind}"
-        raise _fault(tensors, others[0][1].name, text)
-    return None if first.kind in ("blocks", "scales") else tensors[first.name].dtype
+        raise _fault(file, others[0][1].name, f"all experts must have one format, and {first.name!r} is {held}")
+    return torch_dtype(held) if held in FLOATS else None
 
 
 def _sizes(shape: GptOssShape) -> str:
@@ -242,7 +204,7 @@ def _sizes(shape: GptOssShape) -> str:
     )
 
 
-# ---- source ----------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 CHUNK_BYTES = 2**26
@@ -308,10 +270,8 @@ class GptOssFile(Closing):
         self.where = str(path)
         self._file = _open(self.path)
         with on_failure(self.close):
-            self.tensors = read_headers(self._file)
-            checked = check_gpt_oss(self.where, self._file, self.tensors)
-            self.layout, self.shape, self.slots = checked.layout, checked.shape, checked.slots
-            self.experts = checked.experts
+            self.tensors: Mapping[str, TensorSpec] = self._file.tensors
+            self.layout, self.shape, self.slots, self.experts = check_gpt_oss(self.where, self._file)
             self.is_widened = self.layout == "gguf"
             self.config: dict[str, Any] | None = None  # in Hugging Face's spelling
             self.settings = self._read_settings()
@@ -337,9 +297,7 @@ class GptOssFile(Closing):
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def dtype(self, part: str, layer: int | None) -> torch.dtype:
-        dtype = self.tensors[self._places[part, layer].name].dtype
-        assert dtype is not None
-        return dtype
+        return self.tensors[self._places[part, layer].name].torch_dtype
 
     def rows(self, part: str, layer: int | None) -> Iterator[Tensor]:
         slot = self._places[part, layer]
@@ -376,7 +334,8 @@ class GptOssFile(Closing):
         """Items start..stop along the first axis; GGUF's MXFP4 comes as bytes."""
         if not isinstance(self._file, GGUFFile):
             return self._file.read_rows(slot.name, start, stop)
-        dtype = self.tensors[slot.name].dtype or torch.uint8
+        tensor = self.tensors[slot.name]
+        dtype = tensor.torch_dtype if tensor.format == tensor.dtype else torch.uint8
         if len(slot.shape) == 1:
             return self._file.read_raw(slot.name).view(dtype)[start:stop]
         rows = math.prod(slot.shape[1:-1])

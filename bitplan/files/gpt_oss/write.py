@@ -141,7 +141,7 @@ def _open_writer(
 ) -> Iterator[PayloadWriter]:
     if layout == "gguf":
         types = [(slot.name, _GGML_TYPES[dtypes[slot.name]], slot.shape) for slot in slots]
-        with write_gguf(path, types, metadata or {}) as writer:
+        with write_gguf(path, types, metadata or {}, checksums=True) as writer:
             yield writer
         return
     entries = [(slot.name, dtypes[slot.name] or torch.uint8, slot.shape) for slot in slots]

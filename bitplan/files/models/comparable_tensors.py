@@ -161,7 +161,7 @@ def _plain(file: TensorFile, name: str, *, turned: bool) -> Values:
     """A tensor as the file has it; `turned`: with its last two axes exchanged, as the model has it."""
     spec = file.specs[name]
     shape = (*spec.shape[:-2], *spec.shape[:-3:-1]) if turned else spec.shape
-    is_integer = not spec.encoded and not spec.dtype.is_floating_point and not spec.dtype.is_complex
+    is_integer = not spec.encoded and not spec.torch_dtype.is_floating_point and not spec.torch_dtype.is_complex
 
     def pieces() -> Iterator[Tensor]:
         numbers = file.read_float(name).mT if turned else file.read_float(name)

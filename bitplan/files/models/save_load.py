@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.errors import ArgumentError, FileFormatError, StoreError
+from bitplan.base.errors import FileFormatError
 from bitplan.files.models.morph import EncodedModule, attach_encoded, encoded_modules_of, formats_of, stores_of
 from bitplan.files.models.transformers_names import listed_names, model_from_tensors
 from bitplan.files.open_files import open_tensors, require_container, write_tensors
@@ -25,14 +25,13 @@ from bitplan.formats.dispatch import decode
 from bitplan.formats.dtypes import dtype_name
 
 
-def save_model(model: nn.Module, path: str | Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a model's parameters and persistent buffers; the suffix chooses .safetensors, .gguf or .json.
+def write_model(model: nn.Module, path: str | Path) -> None:
+    """Write a model's parameters and persistent buffers, as `save_packed` does to a .safetensors, .gguf or .json file.
 
     Parameters that `morph_model` or `apply_plan` packed are written packed, under their own names, as by
     `quantize_file`.
     """
-    _check_arguments("save_model(model, path)", model, path)
-    items, tied = _model_items(model, path)
+    items, tied = _model_items(model)
     if not require_container(path).holds_ties:
         items |= {alias: items[name] for alias, name in tied.items()}
         tied = {}
@@ -42,40 +41,44 @@ def save_model(model: nn.Module, path: str | Path, *, metadata: Mapping[str, str
         else Promise(name, tuple(item.shape), dtype=item.dtype)
         for name, item in items.items()
     ]
-    with write_tensors(path, promises, metadata=metadata, tied=tied) as writer:
+    with write_tensors(path, promises, tied=tied) as writer:
         for name, item in items.items():
             writer.write(name, item)
 
 
 def load_model(path: str | Path, model: nn.Module) -> nn.Module:
-    """Fill a model of the same architecture from a file and return it.
+    """`load_packed(path, model=model, masters=True).model`, under its old name."""
+    with open_tensors(path) as file:
+        return fill_model(file, model)
+
+
+def fill_model(file: TensorFile, model: nn.Module) -> nn.Module:
+    """Fill a model of the same architecture from a file and return it, as `load_packed(masters=True)` does.
 
     Every name and shape is checked before the first value is changed. A tied parameter may come under any of its names;
     a model of transformers takes files under the names that its save_pretrained writes. A packed tensor fits a
     parameter of any float type: the file's bytes become the version, and the decoded numbers, rounded to the
     parameter's type, the parameter. A parameter that a plan packed takes only its own format.
     """
-    _check_arguments("load_model(path, model)", model, path)
-    own = own_tensors(model)
-    with open_tensors(path) as file:
-        names = [*file.specs, *file.tied]
-        unsaved = {name: item for name, item in model.named_buffers(remove_duplicate=False) if name not in own}
-        given = {id(own[name]) for name in names if name in own}
-        missing = sorted(name for name, tensor in own.items() if name not in names and id(tensor) not in given)
-        unknown = sorted(name for name in names if name not in own and name not in unsaved)
-        if not missing and not unknown:
-            _check_buffers(path, file, {name: unsaved[name] for name in names if name in unsaved})
-            for name in names:
-                if name in own:
-                    _check_shape(path, name, file.spec(name).shape, own[name])
-            items = {name: file.read(name) for name in file.specs if name in own}
-        elif _is_of_transformers(model):
-            items = _under_the_models_names(path, file, model)
-        else:
-            raise FileFormatError(
-                f"{path}: does not fit this model: {listed_names('missing in the file', missing)}; "
-                f"{listed_names('unknown to the model', unknown)}"
-            )
+    path, own = file.path, own_tensors(model)
+    names = [*file.specs, *file.tied]
+    unsaved = {name: item for name, item in model.named_buffers(remove_duplicate=False) if name not in own}
+    given = {id(own[name]) for name in names if name in own}
+    missing = sorted(name for name, tensor in own.items() if name not in names and id(tensor) not in given)
+    unknown = sorted(name for name in names if name not in own and name not in unsaved)
+    if not missing and not unknown:
+        _check_buffers(path, file, {name: unsaved[name] for name in names if name in unsaved})
+        for name in names:
+            if name in own:
+                _check_shape(path, name, file.spec(name).shape, own[name])
+        items = {name: file.read(name) for name in file.specs if name in own}
+    elif _is_of_transformers(model):
+        items = _under_the_models_names(path, file, model)
+    else:
+        raise FileFormatError(
+            f"{path}: does not fit this model: {listed_names('missing in the file', missing)}; "
+            f"{listed_names('unknown to the model', unknown)}"
+        )
     for name, item in items.items():
         _check_fits(path, item, name, own[name])
     plain = {name: item for name, item in items.items() if not isinstance(item, Encoded)}
@@ -120,10 +123,10 @@ def _is_of_transformers(model: nn.Module) -> bool:
 def _under_the_models_names(path: str | Path, file: TensorFile, model: Any) -> dict[str, Tensor | Encoded]:
     """A file's tensors as transformers renames and merges them; tensors that are only renamed stay packed."""
     for spec in file.specs.values():
-        is_plain = spec.dtype.is_floating_point and not spec.encoded
-        if is_plain and not _holds(model.dtype, spec.dtype):
+        is_plain = spec.torch_dtype.is_floating_point and not spec.encoded
+        if is_plain and not _holds(model.dtype, spec.torch_dtype):
             raise FileFormatError(
-                f"{path}: {spec.name!r} is {spec.dtype}, which the model's {model.dtype} cannot hold exactly"
+                f"{path}: {spec.name!r} is {spec.torch_dtype}, which the model's {model.dtype} cannot hold exactly"
             )
     read = {name: file.read(name) for name in file.specs}
     numbers = {name: decode(item) if isinstance(item, Encoded) else item for name, item in read.items()}
@@ -184,15 +187,6 @@ def _check_ties(path: str | Path, plain: Mapping[str, Tensor], own: Mapping[str,
             raise FileFormatError(f"{path}: the model ties {name!r} to {other!r}, and the file has different numbers")
 
 
-def _check_arguments(call: str, model: object, path: object) -> None:
-    if not isinstance(model, nn.Module) or not isinstance(path, str | Path):
-        came = {"model": type(model).__name__, "path": type(path).__name__}
-        raise ArgumentError(
-            f"{call}: model must be a torch.nn.Module and path a str or Path, got model: {came['model']} and "
-            f"path: {came['path']}"
-        )
-
-
 def own_tensors(model: nn.Module) -> dict[str, Tensor | EncodedModule]:
     """Everything a model saves, by its own names: a packed parameter is one thing, not its parts."""
     packed = encoded_modules_of(model)
@@ -203,15 +197,12 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor | EncodedModule]:
     return own
 
 
-def _model_items(model: nn.Module, path: str | Path) -> tuple[dict[str, Tensor | Encoded], dict[str, str]]:
+def _model_items(model: nn.Module) -> tuple[dict[str, Tensor | Encoded], dict[str, str]]:
     """Everything a model saves, each tensor once, and the names that share one."""
     stores, formats = stores_of(model), formats_of(model)
     items: dict[str, Tensor | Encoded] = {}
     tied: dict[str, str] = {}
     first_name: dict[tuple[int, str | None], str] = {}
-    for name, module in model.named_modules():
-        if refusal := getattr(module, "why_not_saved", None):
-            raise StoreError(f"{path}: {name!r} {refusal}")
     for name, tensor in own_tensors(model).items():
         if isinstance(tensor, nn.Parameter | EncodedModule):  # tied only if the format is the same too
             same = (id(tensor), formats[name].name if name in formats else None)

@@ -9,12 +9,15 @@ How a change is detected: torch counts in-place writes (`_version`; steps of fus
 count, where the numbers lie, and on a CPU the bits of 256 of them. Not detected are writes through `.data` on a GPU or
 to a few numbers only, and optimizer steps replayed by a CUDA graph: call `invalidate()` after those.
 
+A Parameter that is put into a module in the place of the master (`load_state_dict(assign=True)`, `layer.weight = ...`)
+becomes the master: torch calls a hook for every such assignment. Not seen is one behind torch's back, into
+`module._parameters` (`.to()` under `torch.__future__.set_overwrite_module_params_on_conversion`): call `follow()`.
+
 Threads: the lock is held for lookups and for writing the master, never while encoding. A version whose
 master changed while it was being made is not published.
 
-Remembers how a weight was encoded, from one version to the next.
-
-Measures how much each column of a weight matters, from the inputs of its layer.
+A store remembers how a weight was encoded, from one version to the next, and with an `ActivationObserver` how much each
+column of it matters, by the inputs of its layer.
 """
 
 from __future__ import annotations
@@ -26,9 +29,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bitplan.base.errors import NonFiniteError, StoreError
 from bitplan.base.weight_changes import count_optimizer_steps, state_of
@@ -164,7 +170,7 @@ class WeightStore:
             raise StoreError(f"{name}: a store needs a float tensor with numbers in it, got {kind}")
         self._set_up(name, tuple(master.shape))
         shared = isinstance(master, nn.Parameter) or master.dtype == torch.float32
-        self._master = master if shared else master.detach().float()
+        self._set_master(master if shared else master.detach().float())
         self._seen = self._state()
         count_optimizer_steps()
 
@@ -180,6 +186,7 @@ class WeightStore:
         self.name = name
         self.shape = shape
         self._master = None
+        self._refusal = ""  # why the master is no longer the module's weight
         self._generation = 0
         self._seen = (0,)
         self._versions: dict[str, Encoded] = {}
@@ -351,15 +358,27 @@ class WeightStore:
     def follow(self, master: Tensor) -> None:
         """Take another tensor for the master, and drop every version.
 
-        `load_state_dict(assign=True)` puts other Parameters into a model, and a store of the old one does not see that.
-        (Those of `morph_model` look at what the model has.)
+        A Parameter that a module gets in the place of the master is followed without this.
         """
         if tuple(master.shape) != self.shape:
             raise StoreError(f"{self.name}: a store of shape {self.shape} cannot follow {tuple(master.shape)}")
         with self._update_lock, self._lock:
-            self._master = WeightStore(master, name=self.name)._master
+            self._set_master(WeightStore(master, name=self.name)._need_master("follow"))
             self._generation += 1
             self._refresh()
+
+    def _set_master(self, master: Tensor) -> None:
+        self._master, self._refusal = master, ""
+        if isinstance(master, nn.Parameter):
+            _watch_modules()
+            _followers.setdefault(master, WeakSet()).add(self)
+
+    def _replaced_by(self, parameter: nn.Parameter) -> None:
+        """The module has another Parameter now; one that cannot be the master is refused when it is needed."""
+        try:
+            self.follow(parameter)
+        except StoreError as error:
+            self._refusal = f"its Parameter was replaced in the module: {error}; make a store of the new one"
 
     def unpack(self, fmt: Format | str) -> Tensor:
         """Set the master to the decoded version in this format; that version stays, all others are dropped."""
@@ -455,6 +474,7 @@ class WeightStore:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def _state(self) -> State:
+        self._require_followed()
         master = self._master
         if master is None:
             return (self._generation,)
@@ -473,7 +493,7 @@ class WeightStore:
         """The module moved or cast its Parameter: versions stay valid if the numbers are the same, and move too."""
         same = bool(versions) and not master.is_meta and torch.equal(before.to(master), master)
         with self._lock:
-            self._master = master
+            self._set_master(master)
             self._refresh()
             if same:
                 self._versions.update({name: version.to(master.device) for name, version in versions.items()})
@@ -485,7 +505,12 @@ class WeightStore:
             twin._recipes.update(self._recipes)
         return twin
 
+    def _require_followed(self) -> None:
+        if self._refusal:
+            raise StoreError(f"{self.name}: {self._refusal}")
+
     def _need_master(self, what: str) -> Tensor:
+        self._require_followed()
         master = self._master
         if master is None:
             self._refuse(f"cannot {what}: there is no master")
@@ -507,7 +532,8 @@ class WeightStore:
         with self._lock:
             self._refresh()
             twin._set_up(self.name, self.shape)
-            twin._master = copy.deepcopy(self._master, memo)
+            if self._master is not None:
+                twin._set_master(copy.deepcopy(self._master, memo))
             twin._versions.update(self._versions)
             twin._recipes.update(self._recipes)
             twin._seen = twin._state()
@@ -518,6 +544,29 @@ class WeightStore:
             f"{self.name}: a morphed weight is not pickled; save the model with bitplan, save its state_dict, "
             "or unmorph_model it first"
         )
+
+
+# ---- a master that a module replaces ---------------------------------------------------------------------------------
+
+
+_followers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a Parameter -> the stores whose master it is
+_watching = threading.Lock()
+_hook: object = None
+
+
+def _watch_modules() -> None:
+    """From now on stores learn which Parameter a module got in the place of their master."""
+    global _hook
+    with _watching:
+        _hook = _hook or register_module_parameter_registration_hook(_on_registration)
+
+
+def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    before = module._parameters.get(name)
+    if before is not None and before is not parameter and before in _followers:
+        for store in list(_followers[before]):
+            if store.follows(before):
+                store._replaced_by(parameter)
 
 
 # ---- reading a master's state ----------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def _layout(folder: QuantizedFolder, owner: str) -> IntegerGroups:
     if not groups or not rows or not cols or cols % groups:
         folder.stop(owner, f"{cols} columns do not divide into the {groups} groups of {list(scales.shape)} scales")
     folder.part(f"{owner}.qzeros", ("int32",), (groups, words.shape[1]), of=owner)
-    return IntegerGroups(rows, cols, BITS, cols // groups, scales.dtype_name, symmetric=False)
+    return IntegerGroups(rows, cols, BITS, cols // groups, scales.dtype, symmetric=False)
 
 
 def _read(folder: QuantizedFolder, owner: str, layout: IntegerGroups, _format: Format | None) -> Tensor:

@@ -85,7 +85,7 @@ def _four_bits(folder: QuantizedFolder, name: str, state_name: str, kind: str) -
     reason = f"no format of bitplan has blocks of {state.blocksize} {kind.upper()} codes over the flattened weight"
     read = functools.partial(_decode, folder, name, state)
     label = f"{kind}_b{state.blocksize}{'' if state.nested_blocksize is None else '_nested'}"
-    return SchemeWeight(name, state.shape, tuple(parts), label, None, state.dtype_name, reason, read)
+    return SchemeWeight(name, state.shape, state.dtype_name, parts=tuple(parts), label=label, reason=reason, read=read)
 
 
 def _read_state(folder: QuantizedFolder, name: str, state_name: str) -> FourBits:
@@ -145,7 +145,10 @@ def _int8(folder: QuantizedFolder, owner: str) -> SchemeWeight:
         folder.stop(name, "its weight_format is not rows in order, which bitplan does not read")
     reason = "the same codes; scales are SCB / 127, rounded to float32"
     read = functools.partial(_keep_int8, folder, owner)
-    return SchemeWeight(name, (rows, cols), found, "int8_row", "int8_row", folder.dtype_name, reason, read)
+    kind = "int8_row"
+    return SchemeWeight(
+        name, (rows, cols), folder.dtype_name, format=kind, parts=found, label=kind, reason=reason, read=read
+    )
 
 
 def _keep_int8(folder: QuantizedFolder, owner: str) -> Encoded:

@@ -64,16 +64,16 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
     for name in tensors:
         owner, _, part = name.rpartition(".")
         beside = tuple(each for left in _LEFT_OUT if (each := f"{owner}.{left}") in tensors)
-        if part == "weight_packed" and tensors[name].dtype_name == "uint8":
+        if part == "weight_packed" and tensors[name].dtype == "uint8":
             base = f"{owner}.weight_global_scale"
             factor = base if base in tensors else None
             yield fp4_weight(folder, f"{owner}.weight", name, f"{owner}.weight_scale", factor, beside)
         elif part == "weight_packed":
             layout = _packed_layout(folder, owner, bits)
             yield _integers(folder, owner, name, layout, beside)
-        elif part == "weight" and f"{owner}.weight_scale" in tensors and tensors[name].dtype_name in FP8:
+        elif part == "weight" and f"{owner}.weight_scale" in tensors and tensors[name].dtype in FP8:
             yield fp8_weight(folder, name, name, f"{owner}.weight_scale", (tile[0], tile[1]), beside)
-        elif part == "weight" and f"{owner}.weight_scale" in tensors and tensors[name].dtype_name == "int8":
+        elif part == "weight" and f"{owner}.weight_scale" in tensors and tensors[name].dtype == "int8":
             yield _integers(folder, owner, name, _plain_layout(folder, owner), beside)
 
 
@@ -108,7 +108,7 @@ def _packed_layout(folder: QuantizedFolder, owner: str, known_bits: set[int]) ->
     if has_zero:
         packed = -(-rows * fitting[0] // 32)
         folder.part(f"{owner}.weight_zero_point", ("int32",), (packed, groups), of=owner)
-    return IntegerGroups(rows, cols, fitting[0], group, scales.dtype_name, not has_zero, _in_order(folder, owner, cols))
+    return IntegerGroups(rows, cols, fitting[0], group, scales.dtype, not has_zero, _in_order(folder, owner, cols))
 
 
 def _plain_layout(folder: QuantizedFolder, owner: str) -> IntegerGroups:
@@ -119,7 +119,7 @@ def _plain_layout(folder: QuantizedFolder, owner: str) -> IntegerGroups:
     has_zero = f"{owner}.weight_zero_point" in folder.checkpoint.tensors
     if has_zero:
         folder.part(f"{owner}.weight_zero_point", ("int8",), scales.shape, of=owner)
-    return IntegerGroups(rows, cols, 8, group, scales.dtype_name, not has_zero, _in_order(folder, owner, cols))
+    return IntegerGroups(rows, cols, 8, group, scales.dtype, not has_zero, _in_order(folder, owner, cols))
 
 
 def _group(folder: QuantizedFolder, owner: str, shape: tuple[int, int], scales: tuple[int, ...]) -> int:

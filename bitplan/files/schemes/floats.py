@@ -1,18 +1,27 @@
 """Small floats with scales: FP8 by tensor, row or tile, and the microscaling formats, kept as they are where possible.
 
 Scales of 16 bits are widened to float32, which is exact. One scale for a tensor is written for every row, so that the
-weight can run packed.
+weight can run packed. `list_weights` is of FP8 folders: DeepSeek's, with a float32 scale for every 128 x 128 tile, and
+those with one for a row or a tensor.
+
+| part | type | shape |
+|---|---|---|
+| NAME.weight | float8_e4m3fn | [rows, cols] |
+| NAME.weight_scale_inv | float32 or bfloat16 | [rows / 128, cols / 128], rounded up; weight = codes * scale |
+| NAME.weight_scale | the same | one number, or one for each row |
+| NAME.input_scale | | of activations, which are not quantized here: left out |
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from bitplan.base.documents import show
 from bitplan.files.schemes.integers import pieces
-from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight, is_tile
 from bitplan.formats import get_format
 
 if TYPE_CHECKING:
@@ -24,6 +33,20 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 SCALES = (*FLOATS, "float8_e8m0fnu")
 TILE = (128, 128)
 _EXPONENTS = ("uint8", "float8_e8m0fnu")
+ACTIVATION_SCALES = ("input_scale", "input_scale_ub", "activation_scale")
+
+
+def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
+    said = folder.said.get("weight_block_size") or TILE
+    if not is_tile(said):
+        folder.refuse(f"config.json: quantization_config: weight_block_size is {show(said)}, not two sizes")
+    tensors = folder.checkpoint.tensors
+    for name, entry in tensors.items():
+        scales = next((each for each in (f"{name}_scale_inv", f"{name}_scale") if each in tensors), None)
+        if entry.dtype in FP8 and scales is not None:
+            owner = name.rpartition(".")[0]
+            beside = tuple(each for part in ACTIVATION_SCALES if (each := f"{owner}.{part}") in tensors)
+            yield fp8_weight(folder, name, name, scales, (said[0], said[1]), beside)
 
 
 def fp8_weight(
@@ -35,12 +58,12 @@ def fp8_weight(
     scale = folder.part(scales, (*SCALES, "uint8"), of=name)
     if not rows or not cols:
         folder.stop(name, f"{codes!r} is empty: {list(shape)}")
-    kind = data.dtype_name.removeprefix("float8_").removesuffix("fn")
+    kind = data.dtype.removeprefix("float8_").removesuffix("fn")
     label, reason = f"fp8_{kind}", "the same codes and scales"
     fmt: str | None = None
     block = shape
-    is_microscaling = scale.dtype_name == "float8_e8m0fnu" and scale.shape == (rows, -(-cols // 32))
-    if scale.dtype_name == "uint8" or is_microscaling:
+    is_microscaling = scale.dtype == "float8_e8m0fnu" and scale.shape == (rows, -(-cols // 32))
+    if scale.dtype == "uint8" or is_microscaling:
         folder.part(scales, _EXPONENTS, (rows, -(-cols // 32)), of=name)
         label, fmt = f"mxfp8_{kind}", "mxfp8_e4m3" if kind == "e4m3" and cols % 32 == 0 else None
         block = (1, 32)
@@ -60,7 +83,8 @@ def fp8_weight(
         read = functools.partial(_decode, folder, codes, scales, block)
     else:
         read = functools.partial(_keep, folder, fmt, codes, scales)
-    return SchemeWeight(name, shape, (codes, scales, *beside), label, fmt, folder.dtype_name, reason, read)
+    parts = (codes, scales, *beside)
+    return SchemeWeight(name, shape, folder.dtype_name, format=fmt, parts=parts, label=label, reason=reason, read=read)
 
 
 def fp4_weight(
@@ -94,7 +118,8 @@ def fp4_weight(
         if base_divides:
             reason += f"; its factor is 1 / {base.rpartition('.')[2]}, rounded to float32"
     read = functools.partial(_keep, folder, fmt, codes, scales, base, base_divides)
-    return SchemeWeight(name, shape, (*parts, *beside), fmt, fmt, folder.dtype_name, reason, read)
+    there = (*parts, *beside)
+    return SchemeWeight(name, shape, folder.dtype_name, format=fmt, parts=there, label=fmt, reason=reason, read=read)
 
 
 def _keep(

@@ -74,7 +74,7 @@ def _layout(
     if -(-cols // group) != groups:
         folder.stop(owner, f"{groups} groups of {group} are not {cols} columns")
     folder.part(f"{owner}.qzeros", ("int32",), (groups, -(-rows * bits // 32)), of=owner)
-    return IntegerGroups(rows, cols, bits, group, scales.dtype_name, symmetric, ordered or groups == 1)
+    return IntegerGroups(rows, cols, bits, group, scales.dtype, symmetric, ordered or groups == 1)
 
 
 def _read(

@@ -87,7 +87,9 @@ def integer_weight(
     there = tuple(part for part in parts if part in folder.checkpoint.tensors)
     kept, shape = fmt.name if fmt else None, (layout.rows, layout.cols)
     made = functools.partial(read, layout, fmt)
-    return SchemeWeight(name, shape, there, layout.label, kept, layout.scale_type, reason, made)
+    return SchemeWeight(
+        name, shape, layout.scale_type, format=kept, parts=there, label=layout.label, reason=reason, read=made
+    )
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:

@@ -65,7 +65,7 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
             owner = name.removesuffix(SCALES)
             for module in _modules(folder, owner, len(folder.part(name, (*FLOATS, "uint8"), of=owner).shape)):
                 yield _affine(module) if module.mode == AFFINE else _small_floats(module)
-        elif EXPERTS in name and name.endswith(".weight") and entry.dtype_name != "uint32":
+        elif EXPERTS in name and name.endswith(".weight") and entry.dtype != "uint32":
             yield from _plain_experts(folder, name)
 
 
@@ -119,13 +119,13 @@ def _shape(module: Module, scale_types: tuple[str, ...]) -> tuple[int, int]:
     scales = (*words.shape[:-1], cols // module.group)
     found = folder.part(f"{module.owner}{SCALES}", scale_types, scales, of=module.name)
     if module.mode == AFFINE:
-        folder.part(f"{module.owner}.biases", (found.dtype_name,), scales, of=module.name)
+        folder.part(f"{module.owner}.biases", (found.dtype,), scales, of=module.name)
     return rows, cols
 
 
 def _affine(module: Module) -> SchemeWeight:
     shape = rows, cols = _shape(module, FLOATS)
-    scale_type = module.folder.checkpoint.tensors[f"{module.owner}{SCALES}"].dtype_name
+    scale_type = module.folder.checkpoint.tensors[f"{module.owner}{SCALES}"].dtype
     scales, biases = module.read("scales"), module.read("biases")
     symmetric = bool((biases == scales * -(2 ** (module.bits - 1))).all())
     layout = IntegerGroups(rows, cols, module.bits, module.group, scale_type, symmetric)
@@ -143,7 +143,9 @@ def _affine(module: Module) -> SchemeWeight:
     kept = fmt.name if fmt else None
     parts = tuple(f"{module.owner}.{part}" for part in ("weight", "scales", "biases"))
     read = functools.partial(_read_affine, module, layout, fmt)
-    return SchemeWeight(module.name, shape, parts, layout.label, kept, "float32", reason, read)
+    return SchemeWeight(
+        module.name, shape, "float32", format=kept, parts=parts, label=layout.label, reason=reason, read=read
+    )
 
 
 def _read_affine(module: Module, layout: IntegerGroups, fmt: Format | None) -> Tensor | Encoded:
@@ -183,7 +185,9 @@ def _small_floats(module: Module) -> SchemeWeight:
     reason = "the same codes and scales" + ("; its factor is 1" if fmt == "nvfp4" else "")
     parts = (f"{module.owner}.weight", f"{module.owner}{SCALES}")
     read = functools.partial(_read_small_floats, module, shape, fmt)
-    return SchemeWeight(module.name, shape, parts, module.mode, fmt, "float32", reason, read)
+    return SchemeWeight(
+        module.name, shape, "float32", format=fmt, parts=parts, label=module.mode, reason=reason, read=read
+    )
 
 
 def _read_small_floats(module: Module, shape: tuple[int, int], name: str) -> Encoded:
@@ -205,5 +209,6 @@ def _plain_experts(folder: QuantizedFolder, name: str) -> Iterator[SchemeWeight]
     for expert in range(entry.shape[0]):
         module = Module(folder, owner, _expert_name(folder, name, expert), expert, 0, 0, "")
         read = functools.partial(module.read, "weight")
-        shape, kind = (entry.shape[1], entry.shape[2]), entry.dtype_name
-        yield SchemeWeight(module.name, shape, (name,), kind, None, kind, "one of a layer's experts", read)
+        shape, kind = (entry.shape[1], entry.shape[2]), entry.dtype
+        reason = "one of a layer's experts"
+        yield SchemeWeight(module.name, shape, kind, parts=(name,), label=kind, reason=reason, read=read)

@@ -9,13 +9,15 @@ largest weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bitplan.base.documents import show
 from bitplan.base.errors import FileFormatError
-from bitplan.files.safetensors import Checkpoint, TensorEntry
+from bitplan.files.safetensors import Checkpoint
+from bitplan.files.tensor_bytes import TensorSpec
+from bitplan.plan.structure.model_view import TensorRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,20 +28,17 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
-class SchemeWeight:
+class SchemeWeight(TensorRecord):
     """A weight that lies in the files as `parts`.
 
-    format   a format of bitplan's, if `read` gives an Encoded; None if `read` gives numbers of type `dtype_name`
+    format   a format of bitplan's, if `read` gives an Encoded; None if `read` gives numbers of type `dtype`
     label    what the scheme holds, such as int4_g128
     reason   why it is kept as it is, or decoded
     """
 
-    name: str
-    shape: tuple[int, ...]
+    _: KW_ONLY
     parts: tuple[str, ...]
     label: str
-    format: str | None
-    dtype_name: str
     reason: str
     read: Callable[[], Tensor | Encoded]
 
@@ -55,7 +54,7 @@ class QuantizedFolder:
 
     def part(
         self, name: str, dtypes: Sequence[str], shape: Sequence[int | None] | None = None, *, of: str
-    ) -> TensorEntry:
+    ) -> TensorSpec:
         """A tensor of the files, which must have one of these types and this shape (None: any size)."""
         entry = self.checkpoint.tensors.get(name)
         if entry is None:
@@ -64,9 +63,9 @@ class QuantizedFolder:
             len(shape) == len(entry.shape)
             and all(want in (None, got) for want, got in zip(shape, entry.shape, strict=True))
         )
-        if entry.dtype_name not in dtypes or not fits:
+        if entry.dtype not in dtypes or not fits:
             sizes = "" if shape is None else f" {['any' if size is None else size for size in shape]}"
-            self.stop(of, f"{name!r} must be {' or '.join(dtypes)}{sizes}, got {entry.dtype_name} {list(entry.shape)}")
+            self.stop(of, f"{name!r} must be {' or '.join(dtypes)}{sizes}, got {entry.dtype} {list(entry.shape)}")
         return entry
 
     def read(self, name: str) -> Tensor:

@@ -32,8 +32,8 @@ SCHEMES = {
     "gptq": "gptq",
     "awq": "awq",
     "compressed-tensors": "compressed_tensors",
-    "fp8": "fp8",
-    "fbgemm_fp8": "fp8",
+    "fp8": "floats",
+    "fbgemm_fp8": "floats",
     "bitsandbytes": "bitsandbytes",
     "torchao": "torchao",
     "mlx": "mlx",
@@ -104,7 +104,7 @@ class SchemeTensors(TensorFile):
         """A line for each way in which weights are read: packed or decoded, and why."""
         ways: Counter[tuple[str, str]] = Counter()
         for weight in self._weights.values():
-            came = f"kept packed as {weight.format}" if weight.format else f"decoded to {weight.dtype_name}"
+            came = f"kept packed as {weight.format}" if weight.format else f"decoded to {weight.dtype}"
             ways[f"{weight.label}, {came}", weight.reason] += 1
         return [
             f"{self.path}: {self.kind}: {counted(count, 'weight')} in {way}: {why}"
@@ -131,17 +131,14 @@ class SchemeTensors(TensorFile):
     def _list(self) -> None:
         parts = Counter(part for weight in self._weights.values() for part in weight.parts)
         tensors = self._checkpoint.tensors
-        specs = {
-            name: TensorSpec(name, entry.dtype_name, entry.shape, entry.nbytes, entry.dtype_name, False)
-            for name, entry in tensors.items()
-            if name not in parts
-        }
+        specs = {name: entry for name, entry in tensors.items() if name not in parts}
         for name, weight in self._weights.items():
             nbytes = sum(tensors[part].nbytes // parts[part] for part in weight.parts)  # experts share theirs
-            held = weight.label if weight.label == weight.dtype_name else f"{self.kind}:{weight.label}"
+            held = weight.label if weight.label == weight.dtype else f"{self.kind}:{weight.label}"
+            encoded = weight.format is not None
+            dtype = "float32" if encoded else weight.dtype
             fmt = weight.format or held
-            dtype = "float32" if weight.format else weight.dtype_name
-            specs[name] = TensorSpec(name, fmt, weight.shape, nbytes, dtype, weight.format is not None)
+            specs[name] = TensorSpec(name, weight.shape, dtype, format=fmt, nbytes=nbytes, encoded=encoded)
         self.specs = dict(sorted(specs.items()))
 
     def _say(self) -> None:
@@ -162,7 +159,7 @@ def _decoded(weight: SchemeWeight) -> Tensor:
 
     found = weight.read()
     assert isinstance(found, Encoded)
-    return decode(found).to(torch_dtype(weight.dtype_name))
+    return decode(found).to(torch_dtype(weight.dtype))
 
 
 def _model_type(path: Path) -> str:

@@ -95,14 +95,14 @@ def _integers(
     if not isinstance(block, list) or len(block) != 2 or block[0] != 1 or type(block[1]) is not int or block[1] < 1:
         folder.stop(name, f"groups of columns in a row are read, its block_size is {show(block)}")
     group = min(block[1], cols)
-    if not rows or not cols or cols % group or scales.nbytes // _width(scales.dtype_name) != rows * (cols // group):
+    if not rows or not cols or cols % group or scales.nbytes // _width(scales.dtype) != rows * (cols // group):
         folder.stop(name, f"{list(scales.shape)} scales do not fit groups of {group} in {[rows, cols]} codes")
     zero = folder.checkpoint.tensors.get(f"{prefix}zero_point")
     if zero is not None:
         folder.part(zero.name, (*FLOATS, "int8", "int32", "int64"), scales.shape, of=name)
     # Zero points of symmetric weights are stored too; whether all are zero is checked when they are read.
     has_zero = zero is not None and any(folder.checkpoint.read_bytes(zero.name))
-    layout = IntegerGroups(rows, cols, bits, group, scales.dtype_name, not has_zero)
+    layout = IntegerGroups(rows, cols, bits, group, scales.dtype, not has_zero)
     parts = [f"{prefix}qdata", scales.name, *([] if zero is None else [zero.name]), *beside]
     return integer_weight(folder, name, layout, parts, functools.partial(_read, folder, name, prefix))
 
@@ -131,6 +131,6 @@ def _read(
 
 def _microscaling(folder: QuantizedFolder, name: str, prefix: str, beside: tuple[str, ...]) -> SchemeWeight:
     codes = folder.checkpoint.tensors.get(f"{prefix}qdata")
-    if codes is not None and codes.dtype_name == "uint8":
+    if codes is not None and codes.dtype == "uint8":
         return fp4_weight(folder, name, codes.name, f"{prefix}scale", None, beside)
     return fp8_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", (1, 32), beside)

@@ -111,9 +111,16 @@ class Layout:
         for place, plane in enumerate(self.planes):
             codes |= plane.unpack(found[f"plane{place}"]) << shift
             shift += plane.bits
+        return self._with_scales(codes, found)
+
+    def _with_scales(self, codes: Tensor, found: dict[str, Tensor]) -> BlockParts:
         dmin = _floats(found["dmin"]) if "dmin" in found else None
         scales, mins = self._unpack_scales(found["scales"]) if self.has_groups else (None, None)
         return BlockParts(codes, _floats(found["d"]), dmin, scales, mins)
+
+    def scales_in(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`group_scales` of [B, block_bytes] uint8, whose codes are not read."""
+        return self.group_scales(self._with_scales(raw, self._split(raw)))
 
     def halves(self, raw: Tensor) -> Tensor:
         """[B, block_bytes] uint8 -> [B, 1 or 2]: the float16 numbers of each block."""

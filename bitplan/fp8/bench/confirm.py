@@ -9,40 +9,22 @@ below the threshold or contains it, all blocks of that make stay in BF16: the pl
 A layer that loses alone, waiting for the host, may gain inside a block that keeps the GPU busy. So where a plan leaves
 layers in BF16 that could be FP8, a copy with all of them in FP8 takes turns too. It is taken where it is shown to be
 faster than BF16 and than the plan.
-
-A small model from a config.json, to confirm a policy before there is a training script: as few blocks of the real
-model as contain every make of block, with random weights.
-
-    small = plan_small_model("config.json", tp=2)     # read and checked; no memory is taken yet
-    model = small.build(torch.device("cuda"))         # each call makes a fresh one, always with the same weights
-
-transformers builds it, from the keys of the file alone: no weights are read, nothing is downloaded, no code of a model
-is run. The time of a block does not depend on the values of its weights, with one exception: random routers send about
-as many tokens to every expert; a trained model may not.
-
-    blocks      up to the first block of the last make: 1 where all are alike, 4 where three dense blocks come first
-    vocabulary  cut down: embeddings and the output layer are in no block, and no layer of a policy
-    tp          the heads and the MLP of one GPU, as `fp8 bench` times them in one process; no communication. Models
-                with experts are refused then: a config.json cannot describe a share of them
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.documents import load_document, short
-from bitplan.base.optional import require
+from bitplan.base.documents import short
 from bitplan.base.paired_timing import (
     OK,
     OOM,
@@ -54,17 +36,110 @@ from bitplan.base.paired_timing import (
     stopwatch_of,
     time_in_turns,
 )
-from bitplan.fp8.find_linears import find_sites
+from bitplan.fp8.decide import LayerDecision, PartPlan, all_in_fp8
+from bitplan.fp8.find_linears import Sites
 from bitplan.fp8.layers.grouped_linear import cast_dropper
-from bitplan.fp8.policy.layers import Attention, ModelPart, Parallel, local_layers
-from bitplan.fp8.policy.model_parts import ConfigObject, model_parts
-from bitplan.fp8.policy.token_ranges import speedup_interval
-from bitplan.fp8.policy.vocabulary import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error, ModelConfigError
+from bitplan.fp8.policy.report import TIMINGS
+from bitplan.fp8.policy.speedup_interval import speedup_interval
+from bitplan.fp8.policy.vocabulary import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error
+from bitplan.fp8.self_check import built_block, make_of
 from bitplan.fp8.summary import Confirmed
 
 TURNS, WARMUP = 20, 3
 EXAMPLE_LENGTH = 4096
 Example = Tensor | Mapping[str, Any] | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How blocks are confirmed; a setting that cannot work is refused before anything is timed."""
+
+    compiled: bool | str = False
+    timing: str = "eager"
+    example: Example | None = None
+    stopwatch: Stopwatch | None = None
+
+    def __post_init__(self) -> None:
+        if self.timing not in TIMINGS:
+            raise Fp8Error(f"confirm_timing must be one of {', '.join(TIMINGS)}, got {self.timing!r}")
+        if not isinstance(self.compiled, str):
+            return
+        from torch._inductor import list_mode_options
+
+        modes = list_mode_options()
+        if self.compiled not in modes:
+            raise Fp8Error(f"confirm_compiled must be True, False or one of {', '.join(modes)}, got {self.compiled!r}")
+        if self.timing == "graph" and modes[self.compiled].get("triton.cudagraphs"):
+            raise Fp8Error(
+                f"confirm_compiled={self.compiled!r} makes CUDA graphs by itself, which confirm_timing='graph' cannot "
+                "capture in another; leave confirm_timing at 'eager'"
+            )
+
+
+def confirm_blocks(
+    model: nn.Module,
+    sites: Sites,
+    layers: Sequence[LayerDecision],
+    plans: Mapping[str, PartPlan],
+    trial: Trial,
+) -> tuple[tuple[LayerDecision, ...], tuple[Confirmed, ...]]:
+    """Time the first block of each make; all blocks of that make get what is shown to be fastest, or stay BF16."""
+    blocks: dict[str, list[tuple[LayerDecision, LayerDecision]]] = {}
+    for layer in layers:
+        everything = all_in_fp8(layer, layer.site.part in plans)
+        blocks.setdefault(sites.block_of(layer.site.path), []).append((layer, everything))
+    results: dict[tuple[object, ...], Confirmed] = {}
+    by_site = {layer.site: layer for layer in layers}
+    for path, members in blocks.items():
+        if not any(everything.choice for _, everything in members):
+            continue
+        make = make_of(path, [layer for layer, _ in members])
+        if make not in results:
+            results[make] = _confirm_make(model, sites, path, members, plans, trial)
+        by_site |= {layer.site: _after(layer, everything, results[make]) for layer, everything in members}
+    return tuple(by_site[layer.site] for layer in layers), tuple(results.values())
+
+
+def _confirm_make(
+    model: nn.Module,
+    sites: Sites,
+    path: str,
+    members: Sequence[tuple[LayerDecision, LayerDecision]],
+    plans: Mapping[str, PartPlan],
+    trial: Trial,
+) -> Confirmed:
+    plan = next(plans[layer.site.part] for layer, everything in members if everything.choice)
+    if trial.example is not None:
+        inputs = seen_inputs(model, path, trial.example)
+    else:
+        inputs = inputs_without_example(model, path, members[0][0].site.shape[1], plan.tokens or 1)
+    plain = model.get_submodule(path)
+    planned, everything = ([pair[index] for pair in members] for index in (0, 1))
+    arms = [
+        built_block(plain, path, chosen, sites.mlps) if any(layer.choice for layer in chosen) else None
+        for chosen in (planned, everything if everything != planned else [])
+    ]
+    return confirm_block(
+        path or "the model",
+        plain,
+        arms[0],
+        inputs,
+        everything=arms[1],
+        threshold=1.0 if plan.policy is None else plan.policy.speedup_threshold,
+        compiled=trial.compiled,
+        graph=trial.timing == "graph",
+        stopwatch=trial.stopwatch,
+    )
+
+
+def _after(decided: LayerDecision, everything: LayerDecision, verdict: Confirmed) -> LayerDecision:
+    if verdict.taken == "plan" or (verdict.taken == "bf16" and not decided.choice):
+        return decided
+    if verdict.taken == "all":
+        reason = f"all FP8, by confirming {verdict.block}: {verdict.reason}"
+        choice = replace(everything.choice, answer=verdict.answer, reason=reason)
+        return decided if everything == decided else replace(everything, choice=choice)
+    return decided.in_bf16(f"turned down by confirming {verdict.block}: {verdict.reason}", verdict.answer)
 
 
 class _SeenError(Exception):
@@ -279,149 +354,3 @@ def _call(model: nn.Module, example: Example) -> Any:
     if isinstance(example, Mapping):
         return model(**example)
     return model(*example) if isinstance(example, tuple) else model(example)
-
-
-# ---- confirm model ---------------------------------------------------------------------------------------------------
-
-
-IN_PYTHON = "in Python, apply_fp8(model, policy, tokens=..., confirm=True, example=...) confirms any model"
-SMALL_VOCABULARY = 1024
-_SEED = 0
-# These keys describe files, not blocks: how weights are stored, what code reads them. transformers chooses attention.
-_DROPPED = {"quantization_config", "auto_map", "architectures", "dtype", "torch_dtype", "transformers_version"} | {
-    "attn_implementation",
-    "_attn_implementation",
-    "_name_or_path",
-}
-_NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-
-
-@dataclass(frozen=True)
-class SmallModel:
-    """How to build a small model: the configuration for transformers, with `blocks` of `of_blocks` blocks, and why."""
-
-    where: str
-    config: Mapping[str, Any]
-    blocks: int
-    of_blocks: int
-    reason: str
-
-    def build(self, device: torch.device) -> nn.Module:
-        """A fresh model in training mode: bfloat16 on a GPU, float32 on a CPU, where FP8 is emulated."""
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(_SEED)
-            return _build(self.where, self.config, device, dtype).train()
-
-    def example_shape(self, tokens: int) -> tuple[int, int]:
-        """Number and length of sequences for a token count."""
-        return example_shape(tokens, self.config["max_position_embeddings"])
-
-    def example(self, tokens: int, device: torch.device) -> Example:
-        """Random tokens, the same for the same count."""
-        made = torch.Generator().manual_seed(_SEED)
-        ids = torch.randint(0, self.config["vocab_size"], self.example_shape(tokens), generator=made)
-        return {"input_ids": ids.to(device), "use_cache": False}
-
-
-def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
-    """Read and check a config.json or a folder with one; a model without memory shows how many blocks to build."""
-    source = Path(path)
-    if source.suffix in (".yaml", ".yml"):
-        raise ModelConfigError(f"{source}: a YAML cannot be built by transformers; give a config.json; {IN_PYTHON}")
-    source = source if source.suffix == ".json" else source / "config.json"
-    where = str(source)
-    document = load_document(source, ModelConfigError)
-    if isinstance(document, Mapping) and "vision_config" in document:
-        raise ModelConfigError(
-            f"{where}: a vision-language model, whose blocks need images to run on; a text model's config.json was "
-            f"expected; {IN_PYTHON}"
-        )
-    part = _read_part(document, where)
-    require("transformers", purpose=f"{where}: building it", extra="models", least=5)
-    config = {key: value for key, value in _shard(document, part, tp).items() if key not in _DROPPED}
-    sizes = ConfigObject(document, "", where)  # a file may lack these two: no layer's shape needs them
-    config |= _NO_TOKENS | {
-        "vocab_size": min(sizes.size("vocab_size", SMALL_VOCABULARY), SMALL_VOCABULARY),
-        "max_position_embeddings": sizes.size("max_position_embeddings", EXAMPLE_LENGTH),
-    }
-    whole = _build(where, config, torch.device("meta"), torch.bfloat16)
-    blocks, reason = count_blocks(whole, where)
-    of_blocks = part.dense_blocks + part.moe_blocks
-    return SmallModel(where, _cut(config, blocks), blocks, of_blocks, reason)
-
-
-def count_blocks(model: nn.Module, where: str = "the model") -> tuple[int, str]:
-    """How many first blocks contain every kind of block, and why; a kind is a set of layers and their shapes."""
-    kinds: dict[int, list[tuple[object, ...]]] = {}
-    for site in find_sites(model).sites:
-        match = re.search(r"(?:^|\.)([0-9]+)\.(.*)", site.path)
-        if match is not None:
-            kinds.setdefault(int(match[1]), []).append((match[2], site.kind, site.shape))
-    if not kinds:
-        raise ModelConfigError(f"{where}: transformers' {type(model).__name__} has no layers that a policy knows")
-    first: dict[tuple[tuple[object, ...], ...], int] = {}
-    for block in sorted(kinds):
-        first.setdefault(tuple(kinds[block]), block)
-    if len(first) == 1:
-        return 1, "all blocks are alike"
-    last = max(first.values())
-    return last + 1, f"{len(first)} kinds of block, the last of them first in block {last}"
-
-
-def _read_part(document: Any, where: str) -> ModelPart:
-    """Every size must be in the file: transformers would fill in its own default for a missing one."""
-    try:
-        (part,) = model_parts(document, where=where)
-    except ModelConfigError as fault:
-        # Other commands accept a YAML; this model has to be built, which needs a config.json.
-        message = str(fault).replace("another architecture can be described by its YAML keys", IN_PYTHON)
-        raise ModelConfigError(message) from None
-    return part
-
-
-def _shard(document: Mapping[str, Any], part: ModelPart, tp: int) -> dict[str, Any]:
-    """The configuration of what one GPU of `tp` holds."""
-    if tp == 1:
-        return dict(document)
-    attention = part.attention
-    if part.experts is not None or not isinstance(attention, Attention):
-        raise ModelConfigError(
-            f"{part.where}: tp {tp} takes dense models with q, k and v; the share of one GPU in experts or latent "
-            f"attention cannot be said in a config.json; {IN_PYTHON}; confirm with a policy of tp 1",
-            settings={"tp": 1},
-        )
-    local_layers([part], Parallel(tp=tp))  # raises, naming a key that cannot be divided
-    return dict(document) | {
-        "num_attention_heads": attention.heads // tp,
-        "num_key_value_heads": attention.kv_heads // tp,
-        "head_dim": attention.head_dim,
-        "intermediate_size": part.ffn // tp,
-    }
-
-
-def _cut(config: Mapping[str, Any], blocks: int) -> dict[str, Any]:
-    """Only the first blocks; lists with an entry for each block (layer_types, mlp_layer_types) are cut with them."""
-    lists = {key: value[:blocks] for key, value in config.items() if key.endswith("layer_types") and value}
-    return dict(config) | lists | {"num_hidden_layers": blocks}
-
-
-def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """transformers' model; any error of its checks becomes one line that names the file."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        with torch.device(device):
-            built: nn.Module = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(**config), dtype=dtype, trust_remote_code=False
-            )
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        message = short(": ".join([type(error).__name__, *lines[:2]]), 200)
-        raise ModelConfigError(
-            f"{where}: transformers cannot build a causal language model of it: {message}; "
-            "compare the file with the config.json that the model came with"
-        ) from error
-    return built

@@ -7,6 +7,6 @@ Which module does which step:
     products                               its three products, each by its own recipe
     weight_source                          where they get the weight: cast, kept cast, stored in FP8, shared scale
     weight_casts, scale_guesses            what is kept from one step to the next
-    bound_operators, inductor_lowering     what generated code calls
-    parallel, sharded_weight               layers over several processes
+    bound_operators                        what generated code calls, with little work for the host
+    parallel, shared_amax_cast, sharded_weight  layers over several processes
 """

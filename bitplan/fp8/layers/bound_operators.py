@@ -18,10 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.base.loops.launch import current_stream, empty_on_gpu
+from bitplan.base.loops.launch import current_stream, empty_on_gpu, index_of
+from bitplan.formats.triton_numbers import float_name
 from bitplan.fp8.casts import padded_tokens
+from bitplan.fp8.kernels.activation import split_function
 from bitplan.fp8.kernels.bound_norm import NormGradient, bind_norm_cast, bind_norm_gradient
 from bitplan.fp8.kernels.guessed_cast import BoundCast, plan_guess
+from bitplan.fp8.kernels.triton_activation import fits_width, plan_activated
+from bitplan.fp8.kernels.triton_norm import plan_sum
 from bitplan.fp8.layer_settings import SHORT_SUM, GemmChoice
 from bitplan.fp8.layers.products import Fp8Settings
 from bitplan.fp8.layers.scale_guesses import GRAD, INPUT, guess_for, in_compiled_graphs
@@ -37,11 +41,11 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
-def never(*_: Any) -> None:
+def _never(*_: Any) -> None:
     """The bound call of an operator that cannot be bound."""
 
 
-def fits_products(x: Tensor, *layers: tuple[Tensor, str]) -> bool:
+def _fits_products(x: Tensor, *layers: tuple[Tensor, str]) -> bool:
     """Whether products of as many tokens as x has can be bound for these weights and settings."""
     if x.dtype != _BF16 or not x.shape[0] or padded_tokens(RECIPE, x.shape[0]) != x.shape[0] or x.shape[1] % 16:
         return False
@@ -51,24 +55,24 @@ def fits_products(x: Tensor, *layers: tuple[Tensor, str]) -> bool:
     )
 
 
-def types_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+def _types_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
-def fit_biases(*biases: Tensor | None) -> bool:
+def _fit_biases(*biases: Tensor | None) -> bool:
     """Whether products add these themselves."""
     return all(bias is None or bias.dtype == _BF16 for bias in biases)
 
 
-def fit_norm(weight: Tensor, bias: Tensor | None) -> bool:
+def _fit_norm(weight: Tensor, bias: Tensor | None) -> bool:
     return bias is None or bias.dtype == weight.dtype
 
 
-def address_of(tensor: Tensor | None) -> int:
+def _address_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def is_ready(device: int, weight: Tensor, *tensors: Tensor | None) -> bool:
+def _is_ready(device: int, weight: Tensor, *tensors: Tensor | None) -> bool:
     """Whether these can be read by address, on the current device, while no graph is recorded."""
     if _current_device() != device or _is_capturing() or in_compiled_graphs(weight):
         return False
@@ -116,7 +120,7 @@ class BoundProducts:
         return dx, dw
 
 
-def bind_gradient_cast(dy: Tensor, text: str) -> tuple[str, BoundCast | None]:
+def _bind_gradient_cast(dy: Tensor, text: str) -> tuple[str, BoundCast | None]:
     """(FP8 type of gradients, the cast of dy)."""
     recipe = Fp8Settings.from_text(text).recipe
     cast = (True, recipe.grad_fp8, recipe.eps.grad, dy.shape[0], True, True, None)
@@ -127,14 +131,14 @@ def bind_gradient_cast(dy: Tensor, text: str) -> tuple[str, BoundCast | None]:
 
 
 def linear_key(x: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any) -> Key:
-    return x.get_device(), x.shape, weight.shape, types_of(x, weight, bias), constants
+    return x.get_device(), x.shape, weight.shape, _types_of(x, weight, bias), constants
 
 
 def bind_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, reuse: bool
 ) -> Bound | None:
-    if not fit_biases(bias) or not fits_products(x, (weight, text)):
-        return never
+    if not _fit_biases(bias) or not _fits_products(x, (weight, text)):
+        return _never
     device, products = x.get_device(), BoundProducts(text, x.shape[0], weight, need_x, reuse)
     eps = Fp8Settings.from_text(text).recipe.eps.input
     cast = plan_guess(x.shape, x.dtype, True, "e4m3", eps, x.shape[0], True, need_w, None).bind(x.device)
@@ -142,11 +146,11 @@ def bind_linear(
         return None
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Made | None:
-        if not is_ready(device, weight, x) or (state := guess_for(RECIPE, weight, INPUT)) is None:
+        if not _is_ready(device, weight, x) or (state := guess_for(RECIPE, weight, INPUT)) is None:
             return None
         codes, kept, scale = cast(current_stream(device), state.data_ptr(), x.data_ptr())
         y = products.y(codes, scale, weight, bias)
-        return (y, kept, scale) if kept is not None else (y, *empty_tensors(2))
+        return (y, kept, scale) if kept is not None else (y, *_empty_tensors(2))
 
     return run
 
@@ -158,15 +162,15 @@ def linear_backward_key(dy: Tensor, _kept: Tensor, _scale: Tensor, weight: Tenso
 def bind_linear_backward(
     dy: Tensor, _kept: Tensor, _scale: Tensor, weight: Tensor, text: str, need_x: bool, need_w: bool, reuse: bool
 ) -> Bound | None:
-    if not (need_x and need_w) or not fits_products(dy, (weight, text)):
-        return never
+    if not (need_x and need_w) or not _fits_products(dy, (weight, text)):
+        return _never
     device, products = dy.get_device(), BoundProducts(text, dy.shape[0], weight, need_x, reuse)
-    fp8, cast = bind_gradient_cast(dy, text)
+    fp8, cast = _bind_gradient_cast(dy, text)
     if cast is None:
         return None
 
     def run(dy: Tensor, kept: Tensor, kept_scale: Tensor, weight: Tensor, *_: Any) -> Made | None:
-        if not is_ready(device, weight, dy) or (state := guess_for(RECIPE, weight, GRAD, fp8)) is None:
+        if not _is_ready(device, weight, dy) or (state := guess_for(RECIPE, weight, GRAD, fp8)) is None:
             return None
         made = cast(current_stream(device), state.data_ptr(), dy.data_ptr())
         return products.gradients(made, kept, kept_scale, weight)
@@ -180,7 +184,7 @@ def bind_linear_backward(
 def norm_linear_key(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *constants: Any
 ) -> Key:
-    return x.get_device(), x.shape, weight.shape, types_of(x, weight, norm_weight, norm_bias, bias), constants
+    return x.get_device(), x.shape, weight.shape, _types_of(x, weight, norm_weight, norm_bias, bias), constants
 
 
 def bind_norm_linear(
@@ -195,9 +199,9 @@ def bind_norm_linear(
     reuse: bool,
 ) -> Bound | None:
     settings = Fp8Settings.from_text(text)
-    fits = fit_biases(bias) and fit_norm(norm_weight, norm_bias) and settings.norm is not None
-    if not fits or not fits_products(x, (weight, text)):
-        return never
+    fits = _fit_biases(bias) and _fit_norm(norm_weight, norm_bias) and settings.norm is not None
+    if not fits or not _fits_products(x, (weight, text)):
+        return _never
     assert settings.norm is not None
     device, products = x.get_device(), BoundProducts(text, x.shape[0], weight, need_x, reuse)
     types, eps = (x.dtype, norm_weight.dtype), settings.recipe.eps.input
@@ -210,13 +214,13 @@ def bind_norm_linear(
     def run(
         x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *_rest: Any
     ) -> Made | None:
-        if not is_ready(device, weight, x, norm_weight, norm_bias):
+        if not _is_ready(device, weight, x, norm_weight, norm_bias):
             return None
-        addresses = (x.data_ptr(), norm_weight.data_ptr(), address_of(norm_bias))
+        addresses = (x.data_ptr(), norm_weight.data_ptr(), _address_of(norm_bias))
         codes, kept, scale, rstd, mean = cast(current_stream(device), *addresses)
         y = products.y(codes, scale, weight, bias)
-        of_wgrad = (kept, scale) if kept is not None else empty_tensors(2)
-        return y, *of_wgrad, rstd, *((mean,) if mean is not None else empty_tensors(1))
+        of_wgrad = (kept, scale) if kept is not None else _empty_tensors(2)
+        return y, *of_wgrad, rstd, *((mean,) if mean is not None else _empty_tensors(1))
 
     return run
 
@@ -233,7 +237,7 @@ def norm_linear_backward_key(
     _mean: Tensor,
     *constants: Any,
 ) -> Key:
-    return dy.get_device(), dy.shape, weight.shape, types_of(dy, weight, x, norm_weight, norm_bias), constants
+    return dy.get_device(), dy.shape, weight.shape, _types_of(dy, weight, x, norm_weight, norm_bias), constants
 
 
 def bind_norm_linear_backward(
@@ -252,14 +256,14 @@ def bind_norm_linear_backward(
     reuse: bool,
 ) -> Bound | None:
     settings = Fp8Settings.from_text(text)
-    fits = fit_norm(norm_weight, norm_bias) and need_x and need_w and settings.norm is not None
-    if not fits or not fits_products(dy, (weight, text)):
-        return never
+    fits = _fit_norm(norm_weight, norm_bias) and need_x and need_w and settings.norm is not None
+    if not fits or not _fits_products(dy, (weight, text)):
+        return _never
     assert settings.norm is not None
     device, products = dy.get_device(), BoundProducts(text, dy.shape[0], weight, need_x, reuse)
     is_layer = settings.norm[0] == "layer"
-    fp8, cast = bind_gradient_cast(dy, text)
-    of_norm = bind_gradient_of_norm(x, dy.dtype, norm_weight, norm_bias, settings)
+    fp8, cast = _bind_gradient_cast(dy, text)
+    of_norm = _bind_gradient_of_norm(x, dy.dtype, norm_weight, norm_bias, settings)
     if cast is None or of_norm is None:
         return None
 
@@ -275,7 +279,7 @@ def bind_norm_linear_backward(
         mean: Tensor,
         *_rest: Any,
     ) -> Made | None:
-        if not is_ready(device, weight, dy, x, norm_weight, rstd, mean):
+        if not _is_ready(device, weight, dy, x, norm_weight, rstd, mean):
             return None
         if (state := guess_for(RECIPE, weight, GRAD, fp8)) is None:
             return None
@@ -284,12 +288,12 @@ def bind_norm_linear_backward(
         d_normed, dw = products.gradients(made, kept, kept_scale, weight)
         at_mean = mean.data_ptr() if is_layer else 0
         addresses = (d_normed.data_ptr(), x.data_ptr(), norm_weight.data_ptr(), rstd.data_ptr(), at_mean)
-        return *without_none(of_norm(stream, *addresses)), dw
+        return *_without_none(of_norm(stream, *addresses)), dw
 
     return run
 
 
-def bind_gradient_of_norm(
+def _bind_gradient_of_norm(
     x: Tensor, of_gradient: torch.dtype, norm_weight: Tensor, norm_bias: Tensor | None, settings: Fp8Settings
 ) -> NormGradient | None:
     assert settings.norm is not None
@@ -297,11 +301,170 @@ def bind_gradient_of_norm(
     return bind_norm_gradient(x.shape, types, settings.norm[0], x.device, has_bias=has_bias)
 
 
-def without_none(made: tuple[Tensor | None, ...]) -> list[Tensor]:
-    """Operators return tensors only: empty ones for None."""
-    return [empty_tensors(1)[0] if tensor is None else tensor for tensor in made]
+def _without_none(made: tuple[Tensor | None, ...]) -> list[Tensor]:
+    """What an operator returns, with empty tensors for None."""
+    return [_empty_tensors(1)[0] if tensor is None else tensor for tensor in made]
 
 
-def empty_tensors(count: int) -> list[Tensor]:
+def _empty_tensors(count: int) -> list[Tensor]:
     """Operators return tensors only: empty ones for what is not wanted."""
     return [empty_on_gpu((0,), (1,), _BF16) for _ in range(count)]
+
+
+# ---- a joined MLP ----------------------------------------------------------------------------------------------------
+
+
+def mlp_key(x: Tensor, *rest: Any) -> Key:
+    _, _, first, _, down, _ = rest[:6]
+    return x.get_device(), x.shape, first.shape, down.shape, _types_of(x, *rest[:6]), rest[6:]
+
+
+def bind_mlp(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    first_text: str,
+    down_text: str,
+    function: str,
+    need_x: bool,
+    need_first: bool,
+    need_between: bool,
+    need_down: bool,
+    reuse: bool,
+) -> Bound | None:
+    wanted = (first_text, need_x, need_first, reuse)
+    if norm_weight is None:
+        of_first = bind_linear(x, first, first_bias, *wanted)
+    else:
+        of_first = bind_norm_linear(x, norm_weight, norm_bias, first, first_bias, *wanted)
+    if of_first is None:
+        return None
+    fits = of_first is not _never and _fit_biases(down_bias) and fits_width(first.shape[0], split_function(function)[1])
+    if not fits or not _fits_products(x, (down, down_text)):
+        return _never
+    device, shape = x.get_device(), (x.shape[0], first.shape[0])
+    products = BoundProducts(down_text, x.shape[0], down, need_between, reuse)
+    eps = Fp8Settings.from_text(down_text).recipe.eps.input
+    cast = plan_activated(shape, *split_function(function), False, "e4m3", eps, True, need_down, False, None).bind(
+        x.device
+    )
+    if cast is None:
+        return None
+
+    def run(
+        x: Tensor,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        first: Tensor,
+        first_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        *_: Any,
+    ) -> Made | None:
+        if (state := guess_for(RECIPE, down, INPUT)) is None:
+            return None
+        of_norm = () if norm_weight is None else (norm_weight, norm_bias)
+        made = of_first(x, *of_norm, first, first_bias)
+        if made is None:
+            return None
+        y, *others = made
+        codes, kept, scale = cast(current_stream(device), state.data_ptr(), y.data_ptr(), 0, 0)
+        out = products.y(codes, scale, down, down_bias)
+        others += _empty_tensors(4 - len(others))
+        return out, y, *others, *((kept, scale) if kept is not None else _empty_tensors(2))
+
+    return run
+
+
+def mlp_backward_key(dy: Tensor, x: Tensor, *rest: Any) -> Key:
+    _, _, first, _, down = rest[:5]
+    return dy.get_device(), dy.shape, first.shape, down.shape, _types_of(dy, x, *rest[:5]), rest[12:]
+
+
+def bind_mlp_backward(
+    dy: Tensor,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    *rest: Any,
+) -> Bound | None:
+    first_text, down_text, function, need_x, need_first, need_bias, need_down, reuse = rest[7:]
+    settings, device, tokens = Fp8Settings.from_text(first_text), dy.get_device(), dy.shape[0]
+    fits = need_x and need_first and need_down and fits_width(first.shape[0], split_function(function)[1])
+    fits = fits and (norm_weight is None or _fit_norm(norm_weight, norm_bias))
+    if not fits or not _fits_products(dy, (down, down_text)) or not _fits_products(x, (first, first_text)):
+        return _never
+    of_down = BoundProducts(down_text, tokens, down, True, reuse)
+    of_first = BoundProducts(first_text, tokens, first, True, reuse)
+    is_layer, eps = settings.norm is not None and settings.norm[0] == "layer", settings.recipe.eps.grad
+    down_fp8, cast = _bind_gradient_cast(dy, down_text)
+    fp8, width = settings.recipe.grad_fp8, first.shape[0]
+    plan = plan_activated((tokens, width), *split_function(function), True, fp8, eps, True, True, need_bias, None)
+    cast_between = plan.bind(x.device)
+    of_norm = None if norm_weight is None else _bind_gradient_of_norm(x, _BF16, norm_weight, norm_bias, settings)
+    tiles, bias_type = plan.sums, None if first_bias is None else first_bias.dtype
+    add = None
+    if tiles is not None and bias_type is not None:
+        add = plan_sum(*tiles, 1, float_name(bias_type)).bind(index_of(x.device))
+    if cast is None or cast_between is None or (norm_weight is not None and of_norm is None):
+        return None
+    if tiles is not None and add is None:
+        return None
+
+    def run(
+        dy: Tensor,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        _: Tensor | None,
+        first: Tensor,
+        _bias: Tensor | None,
+        down: Tensor,
+        y: Tensor,
+        kept: Tensor,
+        kept_scale: Tensor,
+        rstd: Tensor,
+        mean: Tensor,
+        activated: Tensor,
+        activated_scale: Tensor,
+        *_rest: Any,
+    ) -> Made | None:
+        if not _is_ready(device, first, dy, x, norm_weight, y, rstd, mean):
+            return None
+        of_dy, of_between = guess_for(RECIPE, down, GRAD, down_fp8), guess_for(RECIPE, first, GRAD, fp8)
+        if of_dy is None or of_between is None:
+            return None
+        stream = current_stream(device)
+        made = cast(stream, of_dy.data_ptr(), dy.data_ptr())
+        dh, d_down = of_down.gradients(made, activated, activated_scale, down)
+        sums = None if tiles is None else empty_on_gpu(tiles, (width, 1), torch.float32)
+        made = cast_between(stream, of_between.data_ptr(), y.data_ptr(), dh.data_ptr(), _address_of(sums))
+        total = None
+        if add is not None and sums is not None and bias_type is not None:
+            total = empty_on_gpu((width,), (1,), bias_type)
+            add(stream, sums.data_ptr(), total.data_ptr())
+        dx, d_first = of_first.gradients(made, kept, kept_scale, first)
+        of_x: tuple[Tensor | None, ...] = (dx, None, None)
+        if norm_weight is not None and of_norm is not None:
+            at_mean = mean.data_ptr() if is_layer else 0
+            of_x = of_norm(stream, dx.data_ptr(), x.data_ptr(), norm_weight.data_ptr(), rstd.data_ptr(), at_mean)
+        return *_without_none(of_x), d_first, *_without_none((total,)), d_down
+
+    return run
+
+
+# Operators by name: what a bound call depends on, and how it is bound.
+BINDERS: dict[str, tuple[Callable[..., Key], Callable[..., Bound | None]]] = {
+    "fp8_linear_forward": (linear_key, bind_linear),
+    "fp8_linear_backward": (linear_backward_key, bind_linear_backward),
+    "fp8_norm_linear_forward": (norm_linear_key, bind_norm_linear),
+    "fp8_norm_linear_backward": (norm_linear_backward_key, bind_norm_linear_backward),
+    "fp8_mlp_forward": (mlp_key, bind_mlp),
+    "fp8_mlp_backward": (mlp_backward_key, bind_mlp_backward),
+}

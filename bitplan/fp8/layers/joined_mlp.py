@@ -26,7 +26,7 @@ from bitplan.fp8.layer_settings import GemmChoice
 from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.layers.linear_function import (
     INPUT_TYPES,
-    define_operator,
+    define_layer_operator,
     forward_shapes,
     norm_backward_shapes,
     norm_forward_shapes,
@@ -311,7 +311,7 @@ def _backward_shapes(dy_MN, x_MK, norm_weight, norm_bias, first, first_bias, dow
     return dx, dy_MN.new_empty(0), dy_MN.new_empty(0), d_first, total, d_down
 
 
-forward_op = define_operator(
+forward_op = define_layer_operator(
     "fp8_mlp_forward(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor first, Tensor? first_bias, Tensor down, "
     "Tensor? down_bias, str first_text, str down_text, str function, bool need_x, bool need_first, "
     "bool need_between, bool need_down, bool reuse) "
@@ -319,7 +319,7 @@ forward_op = define_operator(
     run_mlp_forward,
     _forward_shapes,
 )
-backward_op = define_operator(
+backward_op = define_layer_operator(
     "fp8_mlp_backward(Tensor dy, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor first, Tensor? first_bias, "
     "Tensor down, Tensor y, Tensor kept, Tensor kept_scale, Tensor rstd, Tensor mean, Tensor activated, "
     "Tensor activated_scale, str first_text, str down_text, str function, bool need_x, bool need_first, "

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bitplan.base.compiled_code import register_lowerings
+from bitplan.base.compiled_code import FUNCTIONS as FUNCTIONS  # code that was generated earlier has it from here
+from bitplan.base.compiled_code import define_operator
 from bitplan.fp8.casts import FP8_DTYPES, empty_scale, padded_tokens, scaling_of
 from bitplan.fp8.layer_settings import Fp8LayerError
 from bitplan.fp8.layers.products import (
@@ -126,33 +127,20 @@ class _Fp8Product(torch.autograd.Function):
 
 # ---- operators for compiled graphs ----------------------------------------------------------------------------------
 
-_LIBRARY = torch.library.Library("bitplan", "FRAGMENT")
 _MOST_BOUND = 4096
-FUNCTIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {}  # of the operators, by name; generated code calls them
 
 
-def define_operator(signature: str, run: Callable[..., tuple[Tensor | None, ...]], fake: Callable[..., Any]) -> Any:
-    """An operator `bitplan::...` for every device, whose last argument says whether weight casts are reused.
-
-    torch.library.custom_op also checks each call for aliases, which costs the host as much as a launch. Generated code
-    calls the function past the dispatcher (`inductor_lowering`).
-    """
+def define_layer_operator(
+    signature: str, run: Callable[..., tuple[Tensor | None, ...]], fake: Callable[..., Any]
+) -> Any:
+    """An operator of FP8 layers, whose last argument says whether weight casts are reused."""
 
     def in_graph(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         """Operators return tensors only: empty ones for None."""
         made = run(x, *rest[:-1], CASTS[rest[-1]])
         return tuple(x.new_empty(0) if each is None else each for each in made)
 
-    def shapes(*given: Any) -> Any:
-        register_lowerings("bitplan.fp8.layers.inductor_lowering")
-        return fake(*given)
-
-    name = signature.split("(")[0]
-    FUNCTIONS[name] = with_bound_calls(name, in_graph)
-    _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _LIBRARY.impl(name, FUNCTIONS[name], "CompositeExplicitAutograd")
-    torch.library.register_fake(f"bitplan::{name}", shapes, lib=_LIBRARY)
-    return getattr(torch.ops.bitplan, name).default
+    return define_operator(signature, with_bound_calls(signature.split("(")[0], in_graph), fake)
 
 
 def with_bound_calls(name: str, operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -166,7 +154,7 @@ def with_bound_calls(name: str, operator: Callable[..., tuple[Tensor, ...]]) -> 
         if not x.is_cuda:
             return operator(x, *rest)
         if bind is None:
-            from bitplan.fp8.layers.binders import BINDERS  # it needs Triton
+            from bitplan.fp8.layers.bound_operators import BINDERS  # it needs Triton
 
             key_of, bind = BINDERS[name]
         key = key_of(x, *rest)
@@ -218,25 +206,25 @@ def norm_backward_shapes(dy_MN, kept, kept_scale, weight, x_MK, norm_weight, nor
     return x_MK.new_empty(x_MK.shape), norm_weight.new_empty(norm_weight.shape), d_bias, dw
 
 
-forward_op = define_operator(
+forward_op = define_layer_operator(
     "fp8_linear_forward(Tensor x, Tensor weight, Tensor? bias, str text, bool need_x, bool need_w, bool reuse) "
     "-> (Tensor, Tensor, Tensor)",
     run_forward,
     forward_shapes,
 )
-backward_op = define_operator(
+backward_op = define_layer_operator(
     "fp8_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, str text, bool need_x, "
     "bool need_w, bool reuse) -> (Tensor, Tensor)",
     run_backward,
     _backward_shapes,
 )
-norm_forward_op = define_operator(
+norm_forward_op = define_layer_operator(
     "fp8_norm_linear_forward(Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, str text, "
     "bool need_x, bool need_w, bool reuse) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     run_norm_forward,
     norm_forward_shapes,
 )
-norm_backward_op = define_operator(
+norm_backward_op = define_layer_operator(
     "fp8_norm_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, Tensor x, Tensor norm_weight, "
     "Tensor? norm_bias, Tensor rstd, Tensor mean, str text, bool need_x, bool need_w, bool reuse) "
     "-> (Tensor, Tensor, Tensor, Tensor)",

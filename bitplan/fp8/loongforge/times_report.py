@@ -17,7 +17,7 @@ from typing import Any
 
 from bitplan.base.documents import NAME, Kind, Reader, one_of
 from bitplan.base.records import read_json
-from bitplan.fp8.policy.thresholds import Threshold, ThresholdPolicy
+from bitplan.fp8.policy.rules import Policy, Rule
 from bitplan.fp8.policy.vocabulary import COUNT, GROUPED_KINDS, KIND, PRECISIONS, TIME_MS, BenchReportError, MergeError
 
 _KEYS: dict[str, Kind] = {
@@ -55,7 +55,7 @@ def load_list_report(path: str | Path) -> list[ListRow] | None:
     return [_row(reader, f"[{index}]", item) for index, item in enumerate(document)]
 
 
-def thresholds_of(rows: Sequence[ListRow], speedup_threshold: float) -> tuple[ThresholdPolicy, list[str]]:
+def thresholds_of(rows: Sequence[ListRow], speedup_threshold: float) -> tuple[Policy, list[str]]:
     """A version 1 policy, and a sentence for everything that could not be used."""
     runs: dict[tuple[Any, ...], dict[str, ListRow]] = {}
     findings: set[str] = set()
@@ -73,11 +73,11 @@ def thresholds_of(rows: Sequence[ListRow], speedup_threshold: float) -> tuple[Th
         speedup = pair["bf16"].time_ms / pair["fp8"].time_ms
         counts[pair["bf16"].tokens] = min(speedup, counts.get(pair["bf16"].tokens, speedup))
     thresholds = (_threshold(rule, counts, speedup_threshold) for rule, counts in speedups.items())
-    policy = ThresholdPolicy([each for each in thresholds if each is not None], speedup_threshold)
+    policy = Policy([rule for rule in thresholds if rule is not None], None, speedup_threshold)
     return policy, sorted(findings)
 
 
-def merge_lists(paths: Sequence[Path], speedup_threshold: float) -> tuple[ThresholdPolicy, list[str]] | None:
+def merge_lists(paths: Sequence[Path], speedup_threshold: float) -> tuple[Policy, list[str]] | None:
     """The policy of list reports; None where all reports are our own. A mixture is refused."""
     loaded = {path: load_list_report(path) for path in paths}
     lists = [path for path, rows in loaded.items() if rows is not None]
@@ -89,7 +89,7 @@ def merge_lists(paths: Sequence[Path], speedup_threshold: float) -> tuple[Thresh
     return thresholds_of([row for rows in loaded.values() for row in rows or ()], speedup_threshold)
 
 
-def _threshold(rule: tuple[Any, ...], counts: Mapping[int, float], least: float) -> Threshold | None:
+def _threshold(rule: tuple[Any, ...], counts: Mapping[int, float], least: float) -> Rule | None:
     first = None
     for tokens in sorted(counts, reverse=True):
         if counts[tokens] <= least:
@@ -98,7 +98,7 @@ def _threshold(rule: tuple[Any, ...], counts: Mapping[int, float], least: float)
     if first is None:
         return None
     kind, name, tp, etp, num_gemms = rule
-    return Threshold(kind, first, round(counts[first], 4), name, tp, etp, num_gemms)
+    return Rule.from_tokens(kind, first, round(counts[first], 4), name=name, tp=tp, etp=etp, num_gemms=num_gemms)
 
 
 def _row(reader: Reader, path: str, item: Any) -> ListRow:

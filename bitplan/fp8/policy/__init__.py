@@ -4,8 +4,10 @@ Which module does which step:
 
     model_parts, layers    from a model's config to its linear layers
     report                 what a layer benchmark measured
-    merge                  reports into a policy; `speedup_interval` judges whether FP8 is faster
+    speedup_interval       whether FP8 is faster, by an interval, from raw times
+    rules                  the policy: rules of measured token counts; read and written in both versions
+    merge                  reports into a policy
     policy                 `should_use_fp8`: the answer for one layer and count of tokens, with its reason
-    token_ranges           policies by bands of tokens; `thresholds`: by one number; `estimate`: what was not measured
-    choice, vocabulary     an answer, and the kinds and names that policies know
+    choice                 which products of a layer run in FP8, with estimates of what was not measured
+    vocabulary             the kinds and names that policies know
 """

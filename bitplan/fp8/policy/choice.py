@@ -50,22 +50,24 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from bitplan.fp8.policy.policy import Fp8Decision, Policy, Question, alike_rules, decide, matching_rules
-from bitplan.fp8.policy.thresholds import ThresholdPolicy
-from bitplan.fp8.policy.token_ranges import BandPolicy, BandRule, Point
+from bitplan.fp8.policy.policy import Fp8Decision, Question, alike_rules, asked_by_shape, decide, matching_rules
+from bitplan.fp8.policy.rules import Point, Policy, Rule
 from bitplan.fp8.policy.vocabulary import (
     DEFAULT_RECIPE,
     GEMMS,
     LOSE,
     MODULE,
+    NORM_KIND,
     PRODUCTS,
     UNDECIDED,
     UNMEASURED,
+    name_of_role,
     shape_obstacle,
 )
 from bitplan.fp8.recipes import RECIPES
+from bitplan.plan.structure.model_view import ModelView
 
 # ---- estimate --------------------------------------------------------------------------------------------------------
 
@@ -84,7 +86,7 @@ class SpeedupEstimate:
     reason: str
 
 
-def estimate_speedup(policy: BandPolicy, question: Question) -> SpeedupEstimate | None:
+def estimate_speedup(policy: Policy, question: Question) -> SpeedupEstimate | None:
     """The estimate for a layer with a shape, or None where neighbours are missing."""
     tokens, shape = question.tokens, question.shape
     if tokens is None or shape is None:
@@ -110,7 +112,7 @@ def estimate_speedup(policy: BandPolicy, question: Question) -> SpeedupEstimate 
     return SpeedupEstimate(best.speedup, best.low, reason)
 
 
-def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
+def _equal_counts(rule: Rule, question: Question) -> tuple[float, float]:
     """The two counts at which a rule's shape has the intensity, or the work, of the layer asked about, sorted.
 
     Experts share the tokens, so each has the intensity of its share.
@@ -125,7 +127,7 @@ def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
     return min(by_intensity, by_work), max(by_intensity, by_work)
 
 
-def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float, float]]]) -> SpeedupEstimate | None:
+def _easier_loss(policy: Policy, near: Iterable[tuple[Rule, tuple[float, float]]]) -> SpeedupEstimate | None:
     """The worst speedup of layers with at least as much work and intensity, if it is below the threshold."""
     estimates = [
         _at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens
@@ -137,7 +139,7 @@ def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float,
 # ---- one measured shape at any count ---------------------------------------------------------------------------------
 
 
-def _at(rule: BandRule, tokens: float) -> SpeedupEstimate | None:
+def _at(rule: Rule, tokens: float) -> SpeedupEstimate | None:
     """The least speedup of a rule's own shape at a count; None beside a count that was tried and failed."""
     points = rule.points
     index = bisect_left([point.tokens for point in points], tokens)
@@ -250,6 +252,49 @@ class Fp8Choice:
         return {"precision": self.precision} | asdict(self)
 
 
+class PolicyChoice(NamedTuple):
+    """What a policy chooses for a weight, as a plan says it: a format, the reason, and the figures behind it.
+
+    format    "fp8:tensorwise" where all three products are FP8, "fp8:tensorwise:fprop+dgrad" where some are, "bfloat16"
+    evidence  `tokens`, the policy's `answer`, and where known `speedup`, `holds_from` and `holds_to`
+    """
+
+    format: str
+    reason: str
+    evidence: dict[str, Any]
+
+
+def policy_choices(policy: Policy, view: ModelView, tokens: int, **more: Any) -> dict[str, PolicyChoice]:
+    """What a policy chooses for every projection that a view saw, by the name of its weight; nothing is built.
+
+    Projections that are one layer (`view.joined`) are asked about as one. The output layer and routers stay BF16, as
+    `apply_fp8` leaves them. `more` are fields of `Question`: recipe, tp, part, extrapolate.
+    """
+    together = {weight: weights for weights in view.joined for weight in weights}
+    uses = {use.weight: use for use in view.linears if use.weight and not use.experts}
+    choices: dict[str, PolicyChoice] = {}
+    for weight, use in uses.items():
+        if use.role in ("head", "router"):
+            choices[weight] = PolicyChoice("bfloat16", f"a {use.role} is left in BF16", {"tokens": tokens})
+            continue
+        members = [uses[name] for name in together.get(weight, (weight,)) if name in uses]
+        norm = view.norm_before(use.path)
+        name = name_of_role(use.role, len(members))
+        kind = "column" if name in ("qkv", "fc1") else "row"
+        kind = NORM_KIND if norm is not None and norm.only_projections else kind
+        shape = (sum(member.shape[0] for member in members), use.shape[1])
+        question = Question(kind, tokens, name=name, shape=shape, **more)
+        choice = choose_products(policy, asked_by_shape(policy, question))
+        products = "" if choice.products == PRODUCTS else f":{'+'.join(choice.products)}"
+        figures = {name: getattr(choice, name) for name in ("tokens", "answer", "speedup", "holds_from", "holds_to")}
+        choices[weight] = PolicyChoice(
+            f"fp8:{choice.recipe}{products}" if choice else "bfloat16",
+            choice.reason,
+            {name: figure for name, figure in figures.items() if figure is not None},
+        )
+    return choices
+
+
 def choose_products(policy: Policy, question: Question, *, estimate: bool = True, apart: bool = True) -> Fp8Choice:
     """The products of one layer that run in FP8, by `question.recipe` or else by the recipe that is fastest in the
     policy.
@@ -272,13 +317,13 @@ def choose_products(policy: Policy, question: Question, *, estimate: bool = True
 def _recipes(policy: Policy, question: Question, estimate: bool) -> Sequence[str | None]:
     if question.recipe is not None:
         return (question.recipe,)
-    if isinstance(policy, ThresholdPolicy):
-        return (DEFAULT_RECIPE,)  # version 1 names no recipe
+    if policy.version == 1:
+        return (DEFAULT_RECIPE,)  # it names no recipe
     recipes = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
     return [recipe for recipe in RECIPES if recipe in recipes] or (None,)
 
 
-def _rules_of(policy: BandPolicy, question: Question) -> list[BandRule]:
+def _rules_of(policy: Policy, question: Question) -> list[Rule]:
     """The rules of a layer, of the whole module and of each product."""
     return [rule for gemm in GEMMS for rule in matching_rules(policy, replace(question, gemm=gemm))]
 
@@ -291,7 +336,7 @@ def _none_of(choices: list[Fp8Choice]) -> Fp8Choice:
 
 def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
     """The choice under one recipe, and how far it holds."""
-    if isinstance(policy, ThresholdPolicy):
+    if policy.version == 1:
         return _by_threshold(policy, question)
     shapes = []
     if question.shape is None:  # all shapes measured under the key, by any recipe
@@ -303,7 +348,7 @@ def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) 
     return _bounded(policy, asked, choice, estimate, apart) if choice else choice
 
 
-def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Choice:
+def _by_threshold(policy: Policy, question: Question) -> Fp8Choice:
     whole = decide(policy, question)
     if not whole:
         return Fp8Choice((), question.recipe, whole.answer, whole.reason, whole.tokens)
@@ -337,7 +382,7 @@ def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:
 # ---- at one count ----------------------------------------------------------------------------------------------------
 
 
-def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
+def _at_count(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
     """The whole module, some of its products, or BF16."""
     whole = decide(policy, question)
     if estimate and not whole and whole.answer == UNMEASURED:
@@ -360,7 +405,7 @@ def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: boo
     return Fp8Choice((), recipe, whole.answer, reason, whole.tokens)
 
 
-def _estimated(policy: BandPolicy, question: Question, whole: Fp8Decision) -> Fp8Decision:
+def _estimated(policy: Policy, question: Question, whole: Fp8Decision) -> Fp8Decision:
     """The whole module by its estimate; single products are not estimated, because they gain too little."""
     guess = estimate_speedup(policy, question)
     if guess is None:
@@ -375,7 +420,7 @@ def _estimated(policy: BandPolicy, question: Question, whole: Fp8Decision) -> Fp
     return replace(whole, use_fp8=True, reason=reason, speedup=guess.speedup)
 
 
-def _winning_alone(policy: BandPolicy, question: Question) -> dict[str, Fp8Decision]:
+def _winning_alone(policy: Policy, question: Question) -> dict[str, Fp8Decision]:
     """The products that were measured apart and win."""
     asked = {gemm: replace(question, gemm=gemm) for gemm in PRODUCTS}
     decisions = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
@@ -404,11 +449,11 @@ def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Fp8Dec
 # ---- how far it holds ------------------------------------------------------------------------------------------------
 
 
-def _bounded(policy: BandPolicy, question: Question, choice: Fp8Choice, estimate: bool, apart: bool) -> Fp8Choice:
+def _bounded(policy: Policy, question: Question, choice: Fp8Choice, estimate: bool, apart: bool) -> Fp8Choice:
     """The choice with the counts between which it stays the same."""
     tokens = question.tokens or 1
     near = [rule for gemm in GEMMS for rule in alike_rules(policy, replace(question, gemm=gemm))]
-    rules = BandPolicy(near, policy.fingerprint, policy.speedup_threshold, policy.confidence, where=policy.where)
+    rules = Policy(near, policy.fingerprint, policy.speedup_threshold, policy.confidence, where=policy.where)
 
     def same(rows: int) -> bool:
         asked = replace(question, num_tokens=rows, moe_router_topk=1)  # rows are counted after topk
@@ -420,7 +465,7 @@ def _bounded(policy: BandPolicy, question: Question, choice: Fp8Choice, estimate
     return replace(choice, holds_from=low, holds_to=None if high == _ANY_COUNT else high)
 
 
-def _turning_counts(own: Iterable[BandRule], near: Iterable[BandRule]) -> set[int]:
+def _turning_counts(own: Iterable[Rule], near: Iterable[Rule]) -> set[int]:
     """Counts so close that between two of them a choice changes at most once.
 
     A choice changes at measured counts, at the end of estimates, and between these where an estimate crosses the

@@ -18,21 +18,14 @@ from typing import Any
 
 from bitplan.base.documents import show
 from bitplan.fp8.policy.report import MAX_SAMPLES, OK, OOM, TIMINGS, Report, Row, describe_row
-from bitplan.fp8.policy.thresholds import SPEEDUP, Threshold, ThresholdPolicy
-from bitplan.fp8.policy.token_ranges import (
-    DEFAULT_CONFIDENCE,
-    BandPolicy,
-    BandRule,
-    Point,
-    answer_of,
-    check_confidence,
-    speedup_interval,
-)
+from bitplan.fp8.policy.rules import Point, Policy, Rule
+from bitplan.fp8.policy.speedup_interval import DEFAULT_CONFIDENCE, answer_of, check_confidence, speedup_interval
 from bitplan.fp8.policy.vocabulary import (
     DEFAULT_THRESHOLD,
     GROUPED_KINDS,
     LOSE,
     MODULE,
+    SPEEDUP,
     UNDECIDED,
     UNMEASURED,
     WIN,
@@ -45,7 +38,7 @@ from bitplan.fp8.policy.vocabulary import (
 class Merged:
     """The policy, and a sentence for everything in the reports that could not be used."""
 
-    policy: BandPolicy
+    policy: Policy
     findings: tuple[str, ...]
 
 
@@ -76,11 +69,11 @@ def merge_reports(
     if not layers:
         raise MergeError(f"{reports[0].where}: no rows to merge" + (f" with {timing} timing" if timing else ""))
     rules = [_rule(key, counts, speedup_threshold, confidence, findings) for key, counts in layers.items()]
-    policy = BandPolicy(rules, reports[0].fingerprint, speedup_threshold, confidence, where="the merged reports")
+    policy = Policy(rules, reports[0].fingerprint, speedup_threshold, confidence, where="the merged reports")
     return Merged(policy, tuple(sorted(findings)))
 
 
-def extend_policy(base: BandPolicy, more: BandPolicy) -> BandPolicy:
+def extend_policy(base: Policy, more: Policy) -> Policy:
     """A policy with the points of another added, such as a size that was measured later.
 
     Both must have the same fingerprint, threshold and confidence. If both have a point, the worse one stays: a policy
@@ -104,7 +97,7 @@ def extend_policy(base: BandPolicy, more: BandPolicy) -> BandPolicy:
         for point in rule.points:
             points[point.tokens] = _worse(points.get(point.tokens), point)
         rules[rule.key] = replace(rule, points=tuple(points[tokens] for tokens in sorted(points)))
-    return BandPolicy(rules.values(), base.fingerprint, base.speedup_threshold, base.confidence, where=base.where)
+    return Policy(rules.values(), base.fingerprint, base.speedup_threshold, base.confidence, where=base.where)
 
 
 def _worse(one: Point | None, other: Point) -> Point:
@@ -118,7 +111,7 @@ def _worse(one: Point | None, other: Point) -> Point:
     return min(timed, key=lambda point: (point.low or 0.0, point.high or 0.0))
 
 
-def to_thresholds(policy: BandPolicy, *, part: str | None = None) -> ThresholdPolicy:
+def to_thresholds(policy: Policy, *, part: str | None = None) -> Policy:
     """Convert to a version 1 policy that never says FP8 where version 2 does not, up to the largest measured count.
 
     A rule needs an unbroken run of wins up to the largest measured count, because version 1 has no upper end. Version 1
@@ -134,7 +127,7 @@ def to_thresholds(policy: BandPolicy, *, part: str | None = None) -> ThresholdPo
     recipes = sorted({rule.recipe for rule in rules})
     if len(recipes) > 1:
         raise MergeError(f"version 1 has no recipes and the policy has {' and '.join(recipes)}; merge one recipe only")
-    by_key: dict[tuple[Any, ...], list[Threshold | None]] = {}
+    by_key: dict[tuple[Any, ...], list[Rule | None]] = {}
     for rule in rules:
         by_key.setdefault((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms), []).append(_threshold(rule))
     chosen = []
@@ -142,15 +135,16 @@ def to_thresholds(policy: BandPolicy, *, part: str | None = None) -> ThresholdPo
         known = [each for each in group if each is not None]
         if len(known) == len(group):
             chosen.append(max(known, key=lambda each: (each.min_tokens, -each.measured_speedup)))
-    return ThresholdPolicy(chosen, policy.speedup_threshold)
+    return Policy(chosen, None, policy.speedup_threshold)
 
 
-def _threshold(rule: BandRule) -> Threshold | None:
+def _threshold(rule: Rule) -> Rule | None:
     if rule.points[-1].answer != WIN:
         return None
     first = next(point for point in rule.points if point.tokens == rule.bands[-1][0])
     assert first.speedup is not None  # a win has an interval
-    return Threshold(rule.kind, first.tokens, round(first.speedup, 4), rule.name, rule.tp, rule.etp, rule.num_gemms)
+    size = {"name": rule.name, "tp": rule.tp, "etp": rule.etp, "num_gemms": rule.num_gemms}
+    return Rule.from_tokens(rule.kind, first.tokens, round(first.speedup, 4), **size)
 
 
 # ---- checks of reports, and their rows -------------------------------------------------------------------------------
@@ -213,10 +207,10 @@ def _pooled(rows: list[Row], findings: list[str]) -> Row:
 
 def _rule(
     key: tuple[Any, ...], counts: dict[int, list[Row]], threshold: float, confidence: float, findings: list[str]
-) -> BandRule:
+) -> Rule:
     recipe, part, kind, name, shape, tp, etp, num_gemms, gemm = key
     points = [_point(counts[tokens], threshold, confidence, recipe, findings) for tokens in sorted(counts)]
-    return BandRule(part, kind, shape, recipe, gemm, tuple(points), name, tp, etp, num_gemms)
+    return Rule(part, kind, shape, recipe, gemm, tuple(points), name, tp, etp, num_gemms)
 
 
 def _point(rows: list[Row], threshold: float, confidence: float, recipe: str, findings: list[str]) -> Point:
@@ -264,7 +258,7 @@ def _one_way(pair: dict[str, Row], threshold: float, confidence: float, recipe: 
     return Point(some.tokens, answer, interval.speedup, interval.low, interval.high, samples)
 
 
-def summary(policy: BandPolicy) -> list[dict[str, Any]]:
+def summary(policy: Policy) -> list[dict[str, Any]]:
     """A line per rule for a table: where FP8 is used and how many counts won, lost or stayed open."""
     rows = []
     for rule in policy.rules:

@@ -16,14 +16,11 @@ what a layer becomes: all three products in FP8, some of them, or none, with est
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from bitplan.base.documents import load_document, show
-from bitplan.fp8.policy.thresholds import ThresholdPolicy, check_kind
-from bitplan.fp8.policy.token_ranges import DOCUMENT, BandPolicy, BandRule, Point
+from bitplan.base.documents import show
+from bitplan.fp8.policy.rules import Point, Policy, Rule
 from bitplan.fp8.policy.vocabulary import (
     COUNT,
     DENSE_KINDS,
@@ -38,15 +35,11 @@ from bitplan.fp8.policy.vocabulary import (
     UNMEASURED,
     WIN,
     Fp8Error,
-    PolicyError,
-    PolicyVersionError,
+    check_kind,
     promote,
     shape_obstacle,
 )
 from bitplan.fp8.recipes import RECIPES
-
-Policy = ThresholdPolicy | BandPolicy
-_READERS: dict[int, Callable[..., Policy]] = {1: ThresholdPolicy.from_document, 2: BandPolicy.from_document}
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,14 @@ class Fp8Decision:
 
 @dataclass(frozen=True)
 class Question:
-    """A question to a policy about one layer. `num_tokens` is counted before topk; see `should_use_fp8`."""
+    """A question to a policy about one layer.
+
+    `num_tokens` is sequence length x micro batch size; for experts (a grouped kind, or `is_expert`) it is multiplied by
+    `moe_router_topk`. Experts are looked up by `etp` and `num_gemms`, the experts on one GPU; others by `name` and
+    `tp`. `shape` (local out_features, in_features), `recipe`, `gemm` and `part` narrow a version 2 lookup: without a
+    shape all shapes under the key must win, without a recipe the best one is taken. `extrapolate` takes a win at the
+    largest measured count for larger counts too, and the reason says so.
+    """
 
     kind: str
     num_tokens: int | None
@@ -121,63 +121,9 @@ class Question:
         return f"{self.looked_up_kind}, {self.name or show(self.shape)}, tp {self.tp}"
 
 
-def load_policy(path: str | Path) -> Policy:
-    """A policy of version 1 or 2 from its file."""
-    return read_policy(load_document(path, PolicyError), where=str(path))
-
-
-def read_policy(document: Any, *, where: str = "policy") -> Policy:
-    """A policy of version 1 or 2; the version is checked first, since we cannot judge the keys of another version."""
-    if type(document) is not dict:
-        raise PolicyError(f"{where}: a policy must be an object, got {show(document)}")
-    version = document.get("version")
-    if type(version) is not int or version not in _READERS:
-        got = show(version) if "version" in document else "none"
-        raise PolicyVersionError(f"{where}: version must be 1 (LoongForge's) or 2 ({DOCUMENT!r}), got {got}")
-    return _READERS[version](document, where=where)
-
-
-def should_use_fp8(
-    policy: Policy,
-    kind: str,
-    num_tokens: int | None,
-    *,
-    name: str | None = None,
-    tp: int = 1,
-    etp: int = 1,
-    num_gemms: int | None = None,
-    is_expert: bool = False,
-    moe_router_topk: int | None = None,
-    shape: tuple[int, int] | None = None,
-    recipe: str | None = None,
-    gemm: str = MODULE,
-    part: str = "llm",
-    extrapolate: bool = False,
-) -> Fp8Decision:
-    """FP8 or BF16 for one layer, with the reason.
-
-    `num_tokens` is sequence length x micro batch size; for experts (a grouped kind, or `is_expert`) it is multiplied by
-    `moe_router_topk`. Experts are looked up by `etp` and `num_gemms`, the experts on one GPU; others by `name` and
-    `tp`. `shape` (local out_features, in_features), `recipe`, `gemm` and `part` narrow a version 2 lookup: without a
-    shape all shapes under the key must win, without a recipe the best one is taken. `extrapolate` takes a win at the
-    largest measured count for larger counts too, and the reason says so. See `Question` for the defaults.
-    """
-    question = Question(
-        kind=kind,
-        num_tokens=num_tokens,
-        name=name,
-        tp=tp,
-        etp=etp,
-        num_gemms=num_gemms,
-        is_expert=is_expert,
-        moe_router_topk=moe_router_topk,
-        shape=shape,
-        recipe=recipe,
-        gemm=gemm,
-        part=part,
-        extrapolate=extrapolate,
-    )
-    return decide(policy, question)
+def should_use_fp8(policy: Policy, kind: str, num_tokens: int | None, **more: Any) -> Fp8Decision:
+    """FP8 or BF16 for one layer, with the reason; `more` are the other fields of `Question`."""
+    return decide(policy, Question(kind, num_tokens, **more))
 
 
 def decide(policy: Policy, question: Question) -> Fp8Decision:
@@ -185,12 +131,10 @@ def decide(policy: Policy, question: Question) -> Fp8Decision:
     missing = _missing(question)
     if missing:
         return _bf16(question, UNMEASURED, missing)
-    if isinstance(policy, ThresholdPolicy):
-        return _by_threshold(policy, question)
-    return _by_bands(policy, question)
+    return (_by_threshold if policy.version == 1 else _by_bands)(policy, question)
 
 
-def matching_rules(policy: Policy, question: Question) -> list[BandRule]:
+def matching_rules(policy: Policy, question: Question) -> list[Rule]:
     """The version 2 rules that decide a question."""
     name = None if question.looked_up_kind in GROUPED_KINDS else question.name
     return [
@@ -207,7 +151,7 @@ def asked_by_shape(policy: Policy, question: Question) -> Question:
     A rule of the same kind is taken first, then one that has a norm, or none, as the layer has. A shape that was never
     measured is asked about without a name, under a kind that was.
     """
-    if not isinstance(policy, BandPolicy) or question.looked_up_kind in GROUPED_KINDS:
+    if policy.version == 1 or question.looked_up_kind in GROUPED_KINDS:
         return question
     rules = [rule for rule in policy.rules if (rule.part, rule.tp) == (question.part, question.tp)]
     has_norm = question.kind == NORM_KIND
@@ -228,10 +172,8 @@ def asked_by_shape(policy: Policy, question: Question) -> Question:
     return replace(question, kind=kind, name=None)
 
 
-def alike_rules(policy: Policy, question: Question) -> list[BandRule]:
+def alike_rules(policy: Policy, question: Question) -> list[Rule]:
     """The version 2 rules of the kind, parallel size, recipe and product asked about, of any name and shape."""
-    if not isinstance(policy, BandPolicy):
-        return []
     kind = question.looked_up_kind
     size = (None, question.etp, question.num_gemms) if kind in GROUPED_KINDS else (question.tp, None, None)
     return [
@@ -270,7 +212,7 @@ def _bf16(question: Question, answer: str, reason: str, **more: Any) -> Fp8Decis
 # ---- version 1 -------------------------------------------------------------------------------------------------------
 
 
-def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Decision:
+def _by_threshold(policy: Policy, question: Question) -> Fp8Decision:
     kind, tokens = question.looked_up_kind, question.tokens or 0
     if question.gemm != MODULE:
         return _bf16(question, UNMEASURED, f"a version 1 policy knows whole modules, not {question.gemm}")
@@ -298,7 +240,7 @@ def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Decision:
 # ---- version 2 -------------------------------------------------------------------------------------------------------
 
 
-def _by_bands(policy: BandPolicy, question: Question) -> Fp8Decision:
+def _by_bands(policy: Policy, question: Question) -> Fp8Decision:
     rules = matching_rules(policy, question)
     if not rules:
         return _bf16(question, UNMEASURED, _why_no_rule(policy, question))
@@ -327,7 +269,7 @@ def _of_all_shapes(shapes: list[Fp8Decision]) -> Fp8Decision:
     return replace(chosen, reason=f"no shape was given, {len(shapes)} were measured and {why}: {chosen.reason}")
 
 
-def _at(rule: BandRule, question: Question) -> Fp8Decision:
+def _at(rule: Rule, question: Question) -> Fp8Decision:
     """The answer of one rule at this token count."""
     tokens = question.tokens or 0
     at = bisect_left([point.tokens for point in rule.points], tokens)
@@ -344,7 +286,7 @@ def _at(rule: BandRule, question: Question) -> Fp8Decision:
     return _said(rule, question, False, UNMEASURED, f"{reason}; only between two wins is FP8 assumed", None)
 
 
-def _outside(rule: BandRule, question: Question, nearest: Point | None) -> Fp8Decision:
+def _outside(rule: Rule, question: Question, nearest: Point | None) -> Fp8Decision:
     assert nearest is not None  # a rule has a point
     beyond = nearest is rule.points[-1] and (question.tokens or 0) > nearest.tokens
     side = "above the largest" if beyond else "below the smallest"
@@ -355,12 +297,12 @@ def _outside(rule: BandRule, question: Question, nearest: Point | None) -> Fp8De
 
 
 def _said(
-    rule: BandRule, question: Question, use_fp8: bool, answer: str, reason: str, speedup: float | None
+    rule: Rule, question: Question, use_fp8: bool, answer: str, reason: str, speedup: float | None
 ) -> Fp8Decision:
     return Fp8Decision(use_fp8, answer, reason, rule.kind, question.tokens, rule.gemm, rule.recipe, speedup)
 
 
-def _why_no_rule(policy: BandPolicy, question: Question) -> str:
+def _why_no_rule(policy: Policy, question: Question) -> str:
     """Why nothing was measured: the first condition that leaves no rule, and the values that were measured."""
     kind = question.looked_up_kind
     grouped = kind in GROUPED_KINDS

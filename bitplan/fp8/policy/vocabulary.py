@@ -14,7 +14,7 @@ They are LoongForge's, and every module of adaptive FP8 uses them:
 from __future__ import annotations
 
 from bitplan.base.documents import Kind, is_number, one_of
-from bitplan.base.errors import BitplanError, FileFormatError
+from bitplan.base.errors import BitplanError, FileFormatError, did_you_mean
 from bitplan.fp8.recipes import RECIPES
 
 NORM_KIND = "layernorm_column"
@@ -22,16 +22,10 @@ DENSE_KINDS = (NORM_KIND, "column", "row", "duplicated")
 GROUPED_KINDS = ("column_grouped", "row_grouped")
 KINDS = (*DENSE_KINDS, *GROUPED_KINDS)
 PROMOTED = {"column": "column_grouped", "layernorm_column": "column_grouped", "row": "row_grouped"}
-KIND_OF_CLASS = {
-    "TELayerNormColumnParallelLinear": "layernorm_column",
-    "TEColumnParallelLinear": "column",
-    "TERowParallelLinear": "row",
-    "TEColumnParallelGroupedLinear": "column_grouped",
-    "TERowParallelGroupedLinear": "row_grouped",
-    "TELinear": "duplicated",
-}
 # LoongForge's order, in which policies are written; then MLA's names, which LoongForge leaves out.
 UB_NAMES = ("qkv", "proj", "fc1", "fc2", "q_down_proj", "kv_down_proj", "q_proj", "q_up_proj", "kv_up_proj")
+_NAME_OF_ROLE = dict.fromkeys(("query", "key", "value", "qkv", "key_value", "query_key", "query_value"), "qkv")
+_NAME_OF_ROLE |= dict.fromkeys(("gate", "up", "gate_up"), "fc1") | {"attention_output": "proj", "down": "fc2"}
 PARTS = ("llm", "vit")
 MODULE = "module"
 PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -44,6 +38,7 @@ WIN, LOSE, UNDECIDED, UNMEASURED = "win", "lose", "undecided", "unmeasured"
 ANSWERS = (WIN, LOSE, UNDECIDED, UNMEASURED)
 
 
+SPEEDUP = Kind("a number above 0", lambda value: is_number(value) and value > 0)
 TIME_MS = Kind("a time from 1e-6 to 1e9 milliseconds", lambda value: is_number(value) and 1e-6 <= value <= 1e9)
 
 
@@ -77,6 +72,12 @@ class MergeError(Fp8Error):
 
 class ModelConfigError(Fp8Error, FileFormatError):
     """A model configuration that does not determine the layers, or cannot be divided as asked."""
+
+
+def check_kind(kind: object, where: str, error: type[Fp8Error] = PolicyKindError) -> None:
+    if kind not in KINDS:
+        hint = did_you_mean(kind[:80], KINDS) if isinstance(kind, str) else ""
+        raise error(f"{where}: unknown module kind {repr(kind)[:80]}; the kinds are {', '.join(KINDS)}{hint}")
 
 
 def is_count(value: object) -> bool:
@@ -115,6 +116,12 @@ def shape_obstacle(recipe: str, shape: tuple[int, int]) -> str | None:
         if size % multiple:
             return f"{what} {size} is not a multiple of {multiple}, which {recipe} needs"
     return None
+
+
+def name_of_role(role: str, projections: int = 1) -> str | None:
+    """The name by which policies of version 1 know a layer that was seen to be this; None for a part of one."""
+    name = _NAME_OF_ROLE.get(role)
+    return None if name == "qkv" and projections < 3 and role != "qkv" else name
 
 
 def name_rank(name: str) -> tuple[int, str]:

@@ -6,61 +6,98 @@
     load_packed("llama.gguf")                                   # a GGUF file, on its own bytes
     load_packed("gpt-oss-20b", device="cuda")                   # gpt-oss in OpenAI's, Hugging Face's or GGUF's layout
 
-The order makes loading all or nothing: config and plan, headers against the model, and room on the device are checked;
-then every tensor is read into memory of its own; and only then is a model changed.
+The order makes loading all or nothing: config and plan, headers against the model, and room on the device are checked
+(`decide`); then every tensor is read once, into the memory where it stays (`read_values`); and only then is a model
+changed (`place_all`). transformers' own `from_pretrained` takes the same steps (`quantizer`).
+
+A model is built on the meta device, where it takes no memory. Buffers that it computes and does not save (rotary
+frequencies, position ids) are computed while all parameters are still there: transformers' initialisation then finds no
+real memory to fill with random numbers.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bitplan.base.errors import ArgumentError, FileFormatError, StoreError
+from bitplan.base.optional import remote_code_allowed, require
 from bitplan.base.records import on_failure
-from bitplan.files.engines.gguf_source import GGUFModel, open_model
-from bitplan.files.gpt_oss import GptOssFile
+from bitplan.base.text import counted
+from bitplan.files.deep_check import deep_check
+from bitplan.files.describe_files import model_class
+from bitplan.files.engines.gguf_source import GGUFModel
+from bitplan.files.gguf_tensors import GGUFTensors
+from bitplan.files.models.save_load import fill_model
+from bitplan.files.models.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import CONFIG, check_plan, read_config, read_packed_plan
-from bitplan.files.schemes.tensors import SchemeTensors, scheme_of
-from bitplan.packed.checkpoints import gpt_oss_load
-from bitplan.packed.checkpoints import gpt_oss_load as gpt_oss
-from bitplan.packed.checkpoints.build import empty_model, plain_types
-from bitplan.packed.checkpoints.fill import (
-    Value,
-    check_layers,
-    make_layers,
-    make_parameters,
-    needed_bytes,
-    place_all,
-    read_values,
-)
-from bitplan.packed.checkpoints.gpt_oss_load import is_gpt_oss, make_experts, open_checked
+from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, read_config, read_packed_plan
+from bitplan.files.schemes.tensors import SchemeTensors
+from bitplan.files.tensor_file import TensorFile
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.dtypes import torch_dtype
+from bitplan.formats.input_formats import input_format
+from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors, holds_gpt_oss
 from bitplan.packed.checkpoints.save import adapt_to_transformers
-from bitplan.packed.checkpoints.tensor_sources import assign, remember
+from bitplan.packed.checkpoints.tensor_sources import (
+    Assignment,
+    TensorRecipe,
+    assign,
+    convert_plain,
+    remember,
+    shape_of,
+    shortened,
+)
 from bitplan.packed.fused_projections import fuse_what_is_seen
-from bitplan.packed.layer_replacement import format_fault
+from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import INPUTS, check_strategy
-from bitplan.packed.quant_experts import QuantExperts
-from bitplan.packed.read_tensors import (
-    CHECKS,
-    Loaded,
-    LoadReport,
-    ManifestLike,
-    PeakMemory,
-    check_filled,
-    check_room,
-    device_of,
-    refuse_bad_numbers,
-    require_transformers,
-)
+from bitplan.packed.read_tensors import ManifestLike, check_numbers, device_of
+from bitplan.packed.rounded_inputs import check_inputs, round_inputs
 from bitplan.packed.tile_cache import TileCache
+from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
+from bitplan.plan.structure.families import guess_role
+
+CHECKS = ("headers", "deep")
+Value = Tensor | PackedWeight
+Dtypes = Mapping[str, torch.dtype]  # the type of every tensor of the model that is not packed
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded: bytes of the file and on the device, and the peak of memory there while loading.
+
+    `peak_bytes` is the peak of torch's allocator minus what was allocated before; None on a CPU, where nothing counts.
+    """
+
+    path: str
+    layout: str
+    device: str
+    file_bytes: int
+    device_bytes: int
+    packed_bytes: int
+    packed_tensors: int
+    plain_tensors: int
+    seconds: float
+    peak_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Loaded(NamedTuple):
+    """A model that runs, and the report of loading it."""
+
+    model: nn.Module
+    report: LoadReport
 
 
 def load_packed(
@@ -72,7 +109,9 @@ def load_packed(
     check: Literal["headers", "deep"] = "headers",
     strategy: str = "auto",
     cache: TileCache | None = None,
+    inputs: str | None = None,
     manifest: ManifestLike = "gpt-oss",
+    masters: bool = False,
 ) -> Loaded:
     """Load a folder of `bitplan quantize` or of another library, a GGUF file, packed weights, or a gpt-oss checkpoint.
 
@@ -82,95 +121,137 @@ def load_packed(
     check     "headers" checks names, shapes and formats first, scales and norms as they are read; "deep" first reads
               every tensor and refuses bad numbers, as `bitplan check --deep` does
     strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
+    inputs    the format that packed layers round their inputs to, or "keep"; None: what the folder says
     manifest  for a gpt-oss checkpoint: what the checkpoint must hold
+    masters   fill the Parameters of `model` where they are, which can be trained on: a packed tensor becomes a version
+              of its Parameter, as `morph_model` makes one, and eval-mode forwards use it
     """
-    started, place = time.perf_counter(), device_of(device)
-    check_strategy(strategy, str(path))
+    started, place, where = time.perf_counter(), device_of(device), str(path)
+    check_strategy(strategy, where)
     _check_arguments(path, model, dtype, check)
+    rounded = input_format(inputs, "load_packed")
     source = Path(path)
+    if masters:
+        return _load_masters(source, model, dtype, check, started)
     if model is None:
-        require_transformers(str(path))
-    if is_gpt_oss(source):
-        require_transformers(str(path))
-        with open_checked(source, manifest, deep=check == "deep") as checkpoint:
-            target, values, peak = _load_gpt_oss(checkpoint, model, place, dtype, strategy=strategy, cache=cache)
-            report = _report(str(path), checkpoint.layout, checkpoint.files, place, values, started, peak)
-        _remember_gpt_oss(target, source)
-        return Loaded(target, report)
-    is_bare = model is not None and not (source / CONFIG).is_file()  # the source holds weights alone
-    with open_tensors(source) if is_bare else open_model(source) as file:
-        config, plan = (None, None) if is_bare else _read_folder(source, file.folder)
-        if plan is not None:
-            check_plan(plan, file)
+        require_transformers(where)
+    with _open(source, has_model=model is not None, manifest=manifest) as file:
+        config, plan = _read_folder(source, file, has_model=model is not None)
         if isinstance(file, SchemeTensors):
             file.decode_where(format_fault)  # formats that no packed layer holds, such as tiles of several rows
-        target = model if model is not None else empty_model(file.folder, config or {}, dtype, place)
-        assignment = assign(target, file, str(path))
-        check_layers(target, assignment, file, str(path))
-        dtypes = plain_types(target, dtype)
-        needed = needed_bytes(target, assignment, file, dtypes)
-        check_room(str(path), needed, place)
+        if model is not None:
+            target = model
+        else:
+            built_type = file.dtype if isinstance(file, GptOssTensors) else None
+            target = empty_model(file.folder, config or {}, dtype or built_type, place)
+        assignment, dtypes = decide(target, file, plan, dtype, place, where)
         if check == "deep":
-            refuse_bad_numbers(file)
-        peak = PeakMemory(place)
+            _refuse_bad_numbers(file)
+        allocated = _start_counting(place)
         values = read_values(target, assignment, file, place, dtypes, may_round=dtype is not None)
         parameters = make_parameters(target, values)
         layers = make_layers(target.get_submodule, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
+        rounded = folder_inputs(config) if inputs is None else rounded
+        check_inputs(layers.items(), rounded)
+        if model is not None and hasattr(target, "initialize_weights") and _is_on_meta(target):
+            _compute_buffers(target, place)
         place_all(target, values, parameters, layers)
-        check_filled(target, str(path))
-        target.to(place)  # buffers that a model of the user's computes itself
-        if place.type in ("cuda", "cpu"):
-            fuse_what_is_seen(target)
+        round_inputs(target, rounded)
+        own_config = config if file.folder == source else None  # one that was made for a file is not kept
         folder = source if source.is_dir() else None
-        remember(target, file, assignment.recipes, folder=folder, config=config, plan=plan)
-        adapt_to_transformers(target)
-        layout = file.kind if isinstance(file, SchemeTensors | GGUFModel) else "bitplan"
-        report = _report(str(path), layout, file.files, place, values, started, peak)
+        finish(target, file, assignment, place, folder=folder, config=own_config, plan=plan, where=where)
+        distinct = list({id(value): value for value in values.values()}.values())
+        packed = [value for value in distinct if isinstance(value, PackedWeight)]
+        report = LoadReport(
+            path=where,
+            layout=file.kind if isinstance(file, SchemeTensors | GGUFModel | GptOssTensors) else "bitplan",
+            device=str(place),
+            file_bytes=sum(one.stat().st_size for one in file.files),
+            device_bytes=sum(value.nbytes for value in distinct),
+            packed_bytes=sum(value.nbytes for value in packed),
+            packed_tensors=len(packed),
+            plain_tensors=len(distinct) - len(packed),
+            seconds=time.perf_counter() - started,
+            peak_bytes=None if allocated is None else torch.cuda.max_memory_allocated(place) - allocated,
+        )
     return Loaded(target, report)
 
 
-def _load_gpt_oss(
-    file: GptOssFile, model: nn.Module | None, place: torch.device, dtype: torch.dtype | None, **options: Any
-) -> tuple[nn.Module, Mapping[str, Value], PeakMemory]:
-    computes = dtype or file.dtype("embed", None)
-    target = model if model is not None else gpt_oss.empty_model(file, computes)
-    gpt_oss.check_fits(target, gpt_oss.model_shapes(file), file.where)
-    check_room(file.where, gpt_oss_load.needed_bytes(file, computes), place)
-    peak = PeakMemory(place)
-    values = gpt_oss_load.read_values(file, place, computes, may_round=dtype is not None)
-    parameters, experts = make_parameters(target, values), dict[str, QuantExperts]()
-    with on_failure(lambda: [held.clear() for held in (values, parameters, experts)]):
-        experts |= make_experts(target, file.shape.layers, values, parameters, **options)
-        next(iter(experts.values())).explain(1, computes)  # refuse a strategy that cannot run now
-    place_all(target, values, parameters, experts)
-    gpt_oss.fill_computed(target, place)
-    check_filled(target, file.where)
-    return target, values, peak
+def _load_masters(path: Path, model: nn.Module | None, dtype: torch.dtype | None, check: str, started: float) -> Loaded:
+    if model is None or dtype is not None:
+        raise ArgumentError(
+            f"{path}: masters=True fills the Parameters of your own model, in their types: give model=, and no dtype"
+        )
+    with open_tensors(path) as file:
+        if check == "deep":
+            _refuse_bad_numbers(file)
+        fill_model(file, model)
+        packed = [spec.nbytes for spec in file.specs.values() if spec.encoded]
+        report = LoadReport(
+            path=str(path),
+            layout=file.kind,
+            device=str(next((parameter.device for parameter in model.parameters()), "cpu")),
+            file_bytes=sum(one.stat().st_size for one in file.files),
+            device_bytes=sum(parameter.nbytes for parameter in model.parameters()) + sum(packed),
+            packed_bytes=sum(packed),
+            packed_tensors=len(packed),
+            plain_tensors=len(file.specs) - len(packed),
+            seconds=time.perf_counter() - started,
+            peak_bytes=None,
+        )
+    return Loaded(model, report)
 
 
-def _report(
-    path: str,
-    layout: str,
-    files: Sequence[Path],
-    place: torch.device,
-    values: Mapping[str, Value],
-    started: float,
-    peak: PeakMemory,
-) -> LoadReport:
-    distinct = list({id(value): value for value in values.values()}.values())
-    packed = [value for value in distinct if isinstance(value, PackedWeight)]
-    return LoadReport(
-        path=path,
-        layout=layout,
-        device=str(place),
-        file_bytes=sum(own.stat().st_size for own in files),
-        device_bytes=sum(value.nbytes for value in distinct),
-        packed_bytes=sum(value.nbytes for value in packed),
-        packed_tensors=len(packed),
-        plain_tensors=len(distinct) - len(packed),
-        seconds=time.perf_counter() - started,
-        peak_bytes=peak.read(),
-    )
+def _start_counting(device: torch.device) -> int | None:
+    """Bytes that are allocated on a GPU now, from where on torch counts its peak anew; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def decide(
+    model: nn.Module, file: TensorFile, plan: Plan | None, dtype: torch.dtype | None, device: torch.device, where: str
+) -> tuple[Assignment, Dtypes]:
+    """Where each tensor of the model comes from, and the types of those that are not packed; nothing is read for it.
+
+    A file that does not fit its plan, the model or the device is an error.
+    """
+    if plan is not None:
+        check_plan(plan, file)
+    assignment = assign(model, file, where)
+    _check_layers(model, assignment, file, where)
+    dtypes = plain_types(model, dtype)
+    _check_room(where, _needed_bytes(model, assignment, file, dtypes), device)
+    return assignment, dtypes
+
+
+def finish(
+    model: nn.Module,
+    file: TensorFile,
+    assignment: Assignment,
+    device: torch.device,
+    *,
+    folder: Path | None,
+    config: Mapping[str, Any] | None,
+    plan: Plan | None,
+    where: str,
+) -> None:
+    """Make a model that is filled ready to run and to be saved again."""
+    check_filled(model, where)
+    model.to(device)  # buffers that a model of the user's computes itself
+    if device.type in ("cuda", "cpu"):
+        fuse_what_is_seen(model)
+    remember(model, file, assignment.recipes, folder=folder, config=config, plan=plan)
+    adapt_to_transformers(model)
+
+
+# ---- before anything is read -----------------------------------------------------------------------------------------
+
+
+def require_transformers(where: str) -> None:
+    """Raise one line where transformers is missing or too old; `read_packed` gives the tensors without it."""
+    require("transformers", purpose=f"{where}: running it", extra="models", least=5)
 
 
 def _check_arguments(path: object, model: object, dtype: object, check: object) -> None:
@@ -188,23 +269,323 @@ def _check_arguments(path: object, model: object, dtype: object, check: object) 
         raise FileFormatError(f"{path}: no such file or folder; nothing is downloaded")
 
 
-def _read_folder(source: Path, folder: Path) -> tuple[dict[str, Any], Plan | None]:
-    """The config of a model, and its plan where bitplan packed it; a GGUF file has its folder elsewhere."""
-    if folder != source:
-        return read_config(folder), None
+def _open(source: Path, *, has_model: bool, manifest: ManifestLike) -> TensorFile:
+    """The file under the names of the model: of gpt-oss in any layout, and of a GGUF file whose model is to be made."""
+    file = open_tensors(source)
+    with on_failure(file.close):
+        if holds_gpt_oss(file):
+            require_transformers(str(source))
+            return GptOssTensors(file, manifest)
+        if not isinstance(file, GGUFTensors) or has_model:
+            return file
+        file.close()
+        return GGUFModel(source)
+
+
+def _read_folder(source: Path, file: TensorFile, *, has_model: bool) -> tuple[dict[str, Any] | None, Plan | None]:
+    """The config of a model, and its plan where bitplan packed it; weights alone have neither."""
+    if file.folder != source or isinstance(file, GptOssTensors):
+        return read_config(file.folder), None
+    if has_model and not (source / CONFIG).is_file():
+        return None, None
     if not source.is_dir():
         raise FileFormatError(
             f"{source}: is a file of weights, which does not say what model they are of; give the folder that "
             "`bitplan quantize` wrote, a GGUF file, or your own model as model=..."
         )
     config = read_config(source)
-    return config, None if scheme_of(source) else read_packed_plan(source, config)
+    return config, None if isinstance(file, SchemeTensors) else read_packed_plan(source, config)
 
 
-def _remember_gpt_oss(model: nn.Module, source: Path) -> None:
-    with open_tensors(source) as file:
-        has_config = source.is_dir() and (source / CONFIG).is_file()
-        config = read_config(source) if has_config and "model_type" in read_config(source) else None
-        folder = source if source.is_dir() else None
-        remember(model, file, (), folder=folder, config=config, plan=None)
-    adapt_to_transformers(model)
+def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+    """The model of a folder's config; its parameters lie on meta, its computed buffers on the device."""
+    import transformers
+    from transformers import initialization
+
+    with silence_transformers():
+        with foreign_faults(FileFormatError, f"{folder / CONFIG}: no model can be made of it"):
+            allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
+            loaded = transformers.AutoConfig.from_pretrained(str(folder), **allowed)
+            if hasattr(loaded, "quantization_config"):
+                del loaded.quantization_config  # bitplan loads the weights, not a quantizer of transformers
+            kind = model_class(folder, loaded)
+            wanted = dtype or _stored_type(config)
+            with torch.device("meta"), initialization.no_tie_weights():
+                model: nn.Module = kind._from_config(loaded, dtype=wanted)
+            _compute_buffers(model, device)
+        if model.can_generate():  # type: ignore[operator]
+            read_generation_config(model, folder)
+    return model.eval()
+
+
+def _stored_type(config: Mapping[str, Any]) -> torch.dtype:
+    """The type in which the model was saved, by its config; float32 where the config names none."""
+    said = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return torch_dtype(str(said).removeprefix("torch."))
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _compute_buffers(model: Any, device: torch.device) -> None:
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        owner, _, local = name.rpartition(".")
+        model.get_submodule(owner)._buffers[local] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        owner, _, local = name.rpartition(".")
+        model.get_submodule(owner)._buffers[local] = buffer.to(device)
+
+
+def plain_types(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The type of each tensor where it is not packed: `dtype`, or its own; float32 where transformers insists."""
+    types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    wide: Mapping[str, torch.dtype] = {}
+    if hasattr(model, "_get_dtype_plan"):
+        wide = model._get_dtype_plan(dtype or model.dtype)  # type: ignore[operator]
+    for name, kind in types.items():
+        if kind.is_floating_point:
+            types[name] = next((type_ for pattern, type_ in wide.items() if re.search(pattern, name)), dtype or kind)
+    return types
+
+
+def _check_layers(model: nn.Module, assignment: Assignment, file: TensorFile, where: str) -> None:
+    """Refuse packed tensors whose layer or format has no packed layer; one error lists them all."""
+    packed: dict[str, set[str]] = {}
+    faults = []
+    sources = {recipe.targets[0]: recipe for recipe in assignment.recipes}
+    sources |= {target: sources[source] for target, source in assignment.ties.items() if source in sources}
+    for target, recipe in sources.items():
+        fmt = recipe.format_in(file)
+        if fmt is None:
+            continue
+        owner, _, local = target.rpartition(".")
+        module = model.get_submodule(owner)
+        parent = model.get_submodule(owner.rpartition(".")[0]) if owner else None
+        reason = format_fault(get_format(fmt)) or why_not_packed(module, local, parent)
+        if reason is not None:
+            faults.append(f"{target} ({fmt}): {reason}")
+        packed.setdefault(owner, set()).add(local)
+    for owner, locals_ in packed.items():
+        if missing := lacking(model.get_submodule(owner), locals_):
+            faults.append(f"{owner}: {listed(missing)} is not packed and {listed(sorted(locals_))} is")
+    if faults:
+        raise FileFormatError(
+            f"{where}: {len(faults)} packed tensors have no packed layer: {shortened(faults)}; "
+            "quantize the model again and leave them as they are",
+            settings={"keep": "NAME"},
+        )
+
+
+def _needed_bytes(model: nn.Module, assignment: Assignment, file: TensorFile, dtypes: Dtypes) -> int:
+    """The bytes that the model will take: packed tensors in their format, others in their type of `dtypes`."""
+    tensors = model.state_dict()
+    total = 0
+    for recipe in assignment.recipes:
+        fmt = recipe.format_in(file)
+        if fmt is not None:
+            total += sum(get_format(fmt).nbytes(file.spec(piece.name).shape) for piece in recipe.pieces)
+        else:
+            total += sum(tensors[name].numel() * dtypes[name].itemsize for name in recipe.targets)
+    return total
+
+
+def _check_room(where: str, needed: int, device: torch.device) -> None:
+    """Refuse a model that the GPU has no memory for, before anything is read."""
+    if device.type != "cuda":
+        return
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if needed > free:
+        raise StoreError(f"{where}: takes {needed} bytes, and {device} has {free} free; nothing was read")
+
+
+def _refuse_bad_numbers(file: TensorFile) -> None:
+    """The check of `bitplan check --deep`; its error names the first finding and counts the others."""
+    findings = deep_check(file.rules, file.stored) if isinstance(file, GptOssTensors) else deep_check(None, file)
+    if findings:
+        first = findings[0]
+        more = f" (and {counted(len(findings) - 1, 'more finding')})" if len(findings) > 1 else ""
+        raise FileFormatError(f"{file.path}: {first.where}: {first.message}{more}")
+
+
+def check_norms(file: TensorFile) -> None:
+    """`check_numbers` of the plain norms alone, for a caller that lets transformers read them."""
+    for name, spec in file.specs.items():
+        if guess_role(name) == "norm" and (not spec.encoded or get_format(spec.format).is_cast):
+            item = file.read(name)
+            check_numbers(file, name, item.data if isinstance(item, Encoded) else item)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_values(
+    model: nn.Module,
+    assignment: Assignment,
+    file: TensorFile,
+    device: torch.device,
+    dtypes: Dtypes,
+    *,
+    may_round: bool,
+) -> dict[str, Value]:
+    """Every tensor of the model by name, on the device; tied names give the same object.
+
+    may_round   plain numbers that their type cannot hold are rounded; otherwise they are an error
+    """
+    values: dict[str, Value] = {}
+    tensors = model.state_dict()
+    with on_failure(values.clear):  # the traceback keeps this frame, and would keep the memory
+        for recipe in assignment.recipes:
+            if recipe.format_in(file) is not None:
+                values[recipe.targets[0]] = PackedWeight(_read_packed(recipe, file, device))
+                continue
+            for name, tensor in read_plain(recipe, file, model).items():
+                if name not in tensors or tuple(tensor.shape) != tuple(tensors[name].shape):
+                    raise FileFormatError(
+                        f"{file.path}: {listed([piece.name for piece in recipe.pieces], 3)} give {name!r} of shape "
+                        f"{tuple(tensor.shape)}, which is not the model's"
+                    )
+                _check_held(str(file.path), name, tensor, dtypes[name], may_round=may_round)
+                values[name] = tensor.to(device=device, dtype=dtypes[name])
+        return values | {target: values[source] for target, source in assignment.ties.items()}
+
+
+def _read_packed(recipe: TensorRecipe, file: TensorFile, device: torch.device) -> Encoded:
+    """The pieces of a packed tensor, each copied to its rows."""
+    if recipe.is_one and recipe.pieces[0].item is None:
+        item = file.read(recipe.pieces[0].name)
+        assert isinstance(item, Encoded)
+        check_numbers(file, recipe.pieces[0].name, item)
+        return item.to(device)
+    shape = shape_of(recipe.pieces)
+    assert shape is not None  # `assign` has refused pieces that leave holes
+    fmt = get_format(file.spec(recipe.pieces[0].name).format)
+    parts = {
+        part: torch.empty(size, dtype=dtype, device=device) for part, (dtype, size) in fmt.part_shapes(shape).items()
+    }
+    for piece in recipe.pieces:
+        item = file.read(piece.name)
+        assert isinstance(item, Encoded)
+        check_numbers(file, piece.name, item)
+        for part, numbers in item.parts.items():
+            parts[part][piece.place].copy_(numbers)
+    return Encoded(fmt, shape, **parts)
+
+
+def read_plain(recipe: TensorRecipe, file: TensorFile, model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the model that a recipe makes, in the types of the file."""
+    tensors = []
+    for piece in recipe.pieces:
+        item = file.read(piece.name)
+        tensor = item.data if isinstance(item, Encoded) else item
+        check_numbers(file, piece.name, tensor)
+        tensors.append(tensor)
+    if recipe.converter is not None:
+        return convert_plain(recipe, tensors, model)
+    if recipe.is_one and recipe.pieces[0].item is None:
+        return {recipe.targets[0]: tensors[0]}
+    shape = shape_of(recipe.pieces)
+    assert shape is not None
+    out = tensors[0].new_empty(shape)
+    for piece, tensor in zip(recipe.pieces, tensors, strict=True):
+        out[piece.place].copy_(tensor)
+    return {recipe.targets[0]: out}
+
+
+def _check_held(where: str, name: str, numbers: Tensor, dtype: torch.dtype, *, may_round: bool) -> None:
+    """Refuse numbers that `dtype`, the model's type, cannot hold; floats may be rounded."""
+    if numbers.is_floating_point() != dtype.is_floating_point:
+        raise FileFormatError(f"{where}: {name!r} is {numbers.dtype}, and the model's is {dtype}")
+    if may_round or torch.promote_types(numbers.dtype, dtype) == dtype:
+        return
+    lost = int(((numbers.to(dtype).to(numbers.dtype) != numbers) & ~numbers.isnan()).sum())
+    if lost:
+        raise FileFormatError(
+            f"{where}: {name!r} is {numbers.dtype}, and {lost} of {numbers.numel()} numbers do not fit {dtype}, the "
+            f"model's type; pass dtype={numbers.dtype} to keep them, or dtype={dtype} to round them"
+        )
+
+
+# ---- into the model --------------------------------------------------------------------------------------------------
+
+
+def make_layers(
+    layer_of: Callable[[str], nn.Module],
+    values: Mapping[str, Value],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    strategy: str,
+    cache: TileCache | None,
+    dtypes: Dtypes,
+) -> dict[str, nn.Module]:
+    """The packed layers, each by the name of the layer that it replaces. A strategy that cannot run is an error here.
+
+    layer_of   gives the layer of a name, which is to be replaced
+    """
+    packed: dict[str, dict[str, PackedWeight]] = {}
+    for name, value in values.items():
+        if isinstance(value, PackedWeight):
+            owner, _, local = name.rpartition(".")
+            packed.setdefault(owner, {})[local] = value
+    layers: dict[str, nn.Module] = {}
+    for owner, weights in packed.items():
+        dtype = dtypes[f"{owner}.{next(iter(weights))}"]
+        layers[owner] = made = packed_layer(
+            layer_of(owner),
+            weights,
+            plain={
+                name.removeprefix(f"{owner}."): one for name, one in parameters.items() if name.startswith(f"{owner}.")
+            },
+            dtype=dtype,
+            name=owner,
+            strategy=strategy,
+            cache=cache,
+        )
+        explain = getattr(made, "explain", None)
+        if strategy != "auto" and explain is not None:
+            explain(1, dtype)
+    return layers
+
+
+def make_parameters(model: nn.Module, values: Mapping[str, Value]) -> dict[str, nn.Parameter]:
+    """The plain parameters by name; tied ones are one object."""
+    made: dict[int, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for name, before in model.named_parameters(remove_duplicate=False):
+        value = values.get(name)
+        if isinstance(value, Tensor):
+            grad = before.requires_grad and value.is_floating_point()
+            parameters[name] = made.setdefault(id(value), nn.Parameter(value, requires_grad=grad))
+    return parameters
+
+
+def place_all(
+    model: nn.Module,
+    values: Mapping[str, Value],
+    parameters: Mapping[str, nn.Parameter],
+    layers: Mapping[str, nn.Module],
+) -> None:
+    """Put everything in its place. Nothing can fail here."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, value in values.items():
+        owner, _, local = name.rpartition(".")
+        if name in parameters:
+            modules[owner]._parameters[local] = parameters[name]
+        elif isinstance(value, Tensor):
+            modules[owner]._buffers[local] = value
+    same: dict[int, nn.Module] = {}  # a module in two places becomes one layer in both
+    for owner, layer in layers.items():
+        same.setdefault(id(modules[owner]), layer)
+    for owner in layers:
+        model.set_submodule(owner, same[id(modules[owner])])
+
+
+def check_filled(model: nn.Module, where: str) -> None:
+    """Raise if a tensor was left on meta."""
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if left:
+        raise StoreError(
+            f"{where}: {len(left)} tensors were not loaded, and are still on the meta device: {listed(left)}"
+        )

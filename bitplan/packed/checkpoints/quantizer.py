@@ -8,6 +8,8 @@ numbers and only warns.
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +30,28 @@ from bitplan.files.packed_folder import (
     QUANT_METHOD,
     VERSION,
     check_packed_config,
-    check_plan,
+    folder_inputs,
     read_config,
     read_packed_plan,
 )
-from bitplan.packed.checkpoints.build import plain_types
-from bitplan.packed.checkpoints.fill import (
-    check_layers,
-    make_layers,
-    needed_bytes,
-    place_all,
-    read_values,
-)
-from bitplan.packed.checkpoints.save import adapt_to_transformers
-from bitplan.packed.checkpoints.tensor_sources import Assignment, assign, remember
-from bitplan.packed.fused_projections import fuse_what_is_seen
-from bitplan.packed.read_tensors import check_filled, check_norms, check_room, device_of
+from bitplan.files.tensor_file import TensorFile
+from bitplan.packed.checkpoints.load import check_norms, decide, finish, make_layers, place_all, read_values
+from bitplan.packed.checkpoints.tensor_sources import Assignment
+from bitplan.packed.read_tensors import device_of
+from bitplan.packed.rounded_inputs import round_inputs
 from bitplan.plan.plan import Plan
 
 
 class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a folder that bitplan packed."""
 
-    def __init__(self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", **_theirs: Any) -> None:
+    def __init__(
+        self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", inputs: str | None = None, **_theirs: Any
+    ) -> None:
         self.quant_method = QUANT_METHOD
         self.version, self.plan, self.plan_sha256 = version, plan, plan_sha256
+        if inputs is not None:
+            self.inputs = inputs
 
 
 class _Unfilled(nn.Module):
@@ -80,8 +79,9 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         self._layers: dict[str, nn.Module] = {}
         self._packed = Assignment(())
         self._all = Assignment(())
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtypes: Mapping[str, torch.dtype] = {}
         self._folder = Path()
+        self._file: TensorFile | None = None
         self._config: dict[str, Any] = {}
         self._plan: Plan | None = None
         self._device = torch.device("cpu")
@@ -115,17 +115,13 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             raise StoreError("from_pretrained: a packed model is loaded from the folder that holds it")
         self._folder = Path(checkpoint_files[0]).parent
         _check_inside(getattr(model.config, "_name_or_path", ""), checkpoint_files)
-        where = str(self._folder)
         self._config = read_config(self._folder)
         has_plan = (self._folder / check_packed_config(self._folder, self._config)["plan"]).is_file()
         self._plan = read_packed_plan(self._folder, self._config) if has_plan else None  # a download may leave it out
-        with torch.device("cpu"), open_tensors(self._folder) as file:
-            if self._plan is not None:
-                check_plan(self._plan, file)
-            self._all = assign(model, file, where)
-            check_layers(model, self._all, file, where)
-            self._dtypes = plain_types(model, None)
-            check_room(where, needed_bytes(model, self._all, file, self._dtypes), self._device)
+        with torch.device("cpu"):
+            file = self._file = open_tensors(self._folder)
+            weakref.finalize(self, file.close)  # where loading fails on the way
+            self._all, self._dtypes = decide(model, file, self._plan, None, self._device, str(self._folder))
             check_norms(file)  # transformers will read the norms, and accepts NaN
             recipes = tuple(recipe for recipe in self._all.recipes if recipe.format_in(file) is not None)
         made = {recipe.targets[0] for recipe in recipes}
@@ -143,17 +139,24 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **_theirs: Any) -> Any:
         unfilled = {owner: model.get_submodule(owner)._parameters["bias"] for owner in self._layers}
         biases = {f"{owner}.bias": bias for owner, bias in unfilled.items() if bias is not None}
-        with open_tensors(self._folder) as file:
+        assert self._file is not None
+        with self._file as file:
             values = read_values(model, self._packed, file, self._device, self._dtypes, may_round=True)
             layers = make_layers(
                 self._layers.__getitem__, values, biases, strategy="auto", cache=None, dtypes=self._dtypes
             )
             place_all(model, values, {}, layers)
-            check_filled(model, str(self._folder))
-            if self._device.type in ("cuda", "cpu"):
-                fuse_what_is_seen(model)
-            remember(model, file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan)
-        adapt_to_transformers(model)
+            round_inputs(model, folder_inputs(self._config))
+            finish(
+                model,
+                file,
+                self._all,
+                self._device,
+                folder=self._folder,
+                config=self._config,
+                plan=self._plan,
+                where=str(self._folder),
+            )
         self._layers.clear()
         return model
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bitplan.base.errors import ArgumentError, StoreError
 from bitplan.files.gpt_oss.config import with_quantization
-from bitplan.files.models.save_load import own_tensors, save_model
+from bitplan.files.models.save_load import own_tensors, write_model
 from bitplan.files.open_files import container_for
 from bitplan.files.packed_folder import (
     CONFIG,
@@ -34,18 +34,21 @@ from bitplan.files.packed_folder import (
 from bitplan.files.tensor_file import Promise
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dtypes import dtype_name
-from bitplan.packed.checkpoints.gpt_oss_load import GptOssPackedExperts
 from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, TensorRecipe, config_of, remembered
 from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.rounded_inputs import inputs_of
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.plan.structure.families import guess_role
 
 _HELD = "as the model holds it"
+_BLOCK = 32  # numbers of mxfp4 that share a scale
 
 
 def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a model whose weights are packed, to a folder or to one .safetensors file.
+    """Write a model whose weights are packed to a folder, or any model to one file (.safetensors, .gguf, .json).
+
+    A file holds what `apply_plan` or `morph_model` packed under the model's own names, and the rest as it is.
 
     force        the folder may exist: files of a model there are replaced, all others stay
     shard_bytes  the most that a file of weights may hold; a model that was loaded keeps its files
@@ -57,38 +60,39 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
             "save_packed(model, path): model must be a torch.nn.Module and path a str or Path, "
             f"got a {type(model).__name__} and a {type(path).__name__}"
         )
-    if not any(isinstance(module, PackedWeight) for module in model.modules()):
+    is_packed = any(isinstance(module, PackedWeight) for module in model.modules())
+    if container_for(path) is None and not is_packed:
         raise StoreError(f"{path}: nothing in this {type(model).__name__} is packed; apply_plan packs it")
     if hasattr(model, "peft_config"):
         raise StoreError(
             f"{path}: the model has adapters; save them with its save_pretrained, and pack the model alone"
         )
     if container_for(path) is not None:
-        save_model(model, path)
-        return
-    if is_packed_gpt_oss(model):
-        save_gpt_oss(model, path, force=force, shard_bytes=shard_bytes)
+        write_model(model, path)
         return
     source = remembered(model)
-    items = _items(model, source)
+    saved, tied = _items(model, source)
     inputs = [] if source is None or source.folder is None else _files(source)
     check_packed_output(path, inputs=inputs, force=force, any_folder=True)
-    plan = _plan(items.saved, source)
-    promises = {name: one.promise for name, one in items.saved.items()}
-    shards = _shards(promises, items.tied, source, shard_bytes)
-    config = _config(model, source)
-    contents = FolderContents(
-        shards,
-        None if config is None else packed_config(config, plan),
-        plan,
-        _beside(model, source),
-    )
+    config, beside = _config(model, source), _beside(model, source)
+    plan: Plan | None = None
+    if source is None or not source.is_gpt_oss:
+        plan = _plan(saved, source)
+        config = None if config is None else packed_config(config, plan, inputs_of(model))
+    else:  # in Hugging Face's layout; `bitplan gpt-oss convert` brings it into the others
+        saved = {part.promise.name: part for one in saved.values() for part in _in_gpt_oss_layout(one)}
+        if source.folder is not None and config is source.config:
+            beside, config = beside | {CONFIG: source.folder / CONFIG}, None  # as it is, to the byte
+        else:
+            config = with_quantization(config or {}, packed=True)
+    shards = _shards({name: one.promise for name, one in saved.items()}, tied, source, shard_bytes)
 
     def write(writer: Any, promises: Any) -> None:
         for promise in promises:
-            writer.write(promise.name, items.saved[promise.name].read())
+            writer.write(promise.name, saved[promise.name].read())
 
-    write_packed_folder(path, contents, write, force=force)
+    contents = FolderContents(shards, config, plan, beside)
+    write_packed_folder(path, contents, write, force=force, keeps_tokenizer=True)
 
 
 def adapt_to_transformers(model: nn.Module) -> None:
@@ -138,13 +142,19 @@ class _SavedTensor:
     read: Callable[[], Tensor | Encoded]
 
 
-@dataclass(frozen=True)
-class _Items:
-    saved: Mapping[str, _SavedTensor]
-    tied: Mapping[str, str]
+def _in_gpt_oss_layout(one: _SavedTensor) -> list[_SavedTensor]:
+    """Experts in mxfp4 as two tensors of bytes, blocks and scales; others as they are."""
+    if one.promise.fmt is None:
+        return [one]
+    encoded = one.read()
+    assert isinstance(encoded, Encoded)
+    blocks = encoded.parts["data"].unflatten(-1, (-1, _BLOCK // 2))
+    stem = one.promise.name
+    return [_saved(f"{stem}_blocks", blocks, None), _saved(f"{stem}_scales", encoded.parts["scales"], None)]
 
 
-def _items(model: nn.Module, source: LoadedFrom | None) -> _Items:
+def _items(model: nn.Module, source: LoadedFrom | None) -> tuple[dict[str, _SavedTensor], dict[str, str]]:
+    """Every tensor of the file by name, and the names that share one."""
     own = {name: item if isinstance(item, Tensor) else item.encoded for name, item in own_tensors(model).items()}
     objects = {name: id(item) for name, item in own_tensors(model).items()}
     recipes = {} if source is None else {target: recipe for recipe in source.recipes for target in recipe.targets}
@@ -171,7 +181,7 @@ def _items(model: nn.Module, source: LoadedFrom | None) -> _Items:
         tied |= {alias: name for alias, name in source.tied.items() if alias not in saved}
         for alias in source.tied:
             saved.pop(alias, None)
-    return _Items(saved, tied)
+    return saved, tied
 
 
 def _require_pieces(recipe: TensorRecipe) -> None:
@@ -275,70 +285,3 @@ def _config(model: nn.Module, source: LoadedFrom | None) -> Mapping[str, Any] | 
 def _files(source: LoadedFrom) -> list[Path]:
     assert source.folder is not None
     return [source.folder / name for name in source.shards]
-
-
-_BLOCK = 32
-
-
-# ---- gpt-oss, in Hugging Face's layout; `bitplan gpt-oss convert` brings it into the others --------------------------
-
-
-def is_packed_gpt_oss(model: nn.Module) -> bool:
-    return any(isinstance(module, GptOssPackedExperts) for module in model.modules())
-
-
-def save_gpt_oss(model: nn.Module, path: str | Path, *, force: bool, shard_bytes: int) -> None:
-    """Write the folder; a model that was loaded from a folder in this layout gives the same bytes."""
-    source = remembered(model)
-    tensors = _tensors(model)
-    folder = None if source is None else source.folder
-    check_packed_output(path, inputs=[] if folder is None else [folder / CONFIG], force=force, any_folder=True)
-    promises = {
-        name: Promise(name, tuple(tensor.shape), dtype=_type(source, name, tensor)) for name, tensor in tensors.items()
-    }
-    beside = {} if folder is None else side_files(folder)
-    config: Mapping[str, Any] | None = None
-    if source is not None and source.config is not None and config_of(model) == source.config_then:
-        assert folder is not None
-        beside |= {CONFIG: folder / CONFIG}  # as it is, to the byte
-    else:
-        config = with_quantization(config_of(model) or {}, packed=True)
-
-    def write(writer: Any, wanted: Any) -> None:
-        for promise in wanted:
-            writer.write(promise.name, tensors[promise.name].to(promise.dtype))
-
-    write_packed_folder(
-        path, FolderContents(_shards(promises, {}, source, shard_bytes), config, None, beside), write, force=force
-    )
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of the layout, by name."""
-    found: dict[str, Tensor] = {}
-    inside: list[str] = []
-    for path, module in model.named_modules():
-        if not isinstance(module, GptOssPackedExperts):
-            continue
-        inside.append(f"{path}.")
-        for stem, packed, bias in (
-            ("gate_up_proj", module.gate_up, module.gate_up_bias),
-            ("down_proj", module.down, module.down_bias),
-        ):
-            parts = packed.encoded.parts
-            blocks = parts["data"].unflatten(-1, (-1, _BLOCK // 2))
-            assert bias is not None
-            for name, tensor in (("_blocks", blocks), ("_scales", parts["scales"]), ("_bias", bias.detach())):
-                found[f"{path}.{stem}{name}"] = tensor
-    for name, tensor in model.state_dict().items():
-        if not name.startswith(tuple(inside)):
-            found[name] = tensor
-    return found
-
-
-def _type(source: LoadedFrom | None, name: str, tensor: Tensor) -> torch.dtype:
-    """The type in the file, else bfloat16 (the layout's type), where it holds the numbers exactly."""
-    if not tensor.is_floating_point():
-        return tensor.dtype
-    stored = (None if source is None else source.dtypes.get(name)) or torch.bfloat16
-    return stored if bool((tensor.to(stored).to(tensor.dtype) == tensor).all()) else tensor.dtype

@@ -7,7 +7,7 @@ expanded. Names of other models are taken as they are.
 
 All that does not fit is one error: tensors that are missing, unknown, or of another shape.
 
-What a loaded model remembers of its checkpoint, so that it can be saved as the same bytes.
+A loaded model remembers its checkpoint's names, files and types, so that it can be saved as the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from bitplan.base.errors import FileFormatError
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import get_format
-from bitplan.packed.layer_replacement import packed_shape
+from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors
+from bitplan.packed.layer_replacement import shape_in_file
 from bitplan.plan.names import natural_order
 from bitplan.plan.plan import Plan
 
@@ -213,7 +214,7 @@ def _shapes_in(
         return shapes
     parts = {target: target.rpartition(".") for target in shapes}
     return {
-        target: packed_shape(model.get_submodule(parts[target][0]), parts[target][2], shape)
+        target: shape_in_file(model.get_submodule(parts[target][0]), parts[target][2], shape)
         for target, shape in shapes.items()
     }
 
@@ -221,11 +222,11 @@ def _shapes_in(
 def _shape_fault(recipe: TensorRecipe, own: Mapping[str, tuple[int, ...]]) -> str | None:
     if recipe.converter is not None:
         return None  # transformers' own steps decide; their result is compared with the model later
-    target, came = recipe.targets[0], _shape_of(recipe.pieces)
+    target, came = recipe.targets[0], shape_of(recipe.pieces)
     return None if came == own[target] else f"{target} (the file has {came}, the model {own[target]})"
 
 
-def _shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
+def shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
     """The shape of pieces side by side; None where they leave holes or differ in width."""
     first = pieces[0]
     if len(pieces) == 1 and first.item is None:
@@ -240,7 +241,7 @@ def _shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
 
 def _packing_fault(recipe: TensorRecipe, file: TensorFile) -> str | None:
     specs: list[TensorSpec] = [file.spec(piece.name) for piece in recipe.pieces]
-    formats = {spec.format if spec.encoded else str(spec.dtype) for spec in specs}
+    formats = {spec.format if spec.encoded else str(spec.torch_dtype) for spec in specs}
     packed = [spec for spec in specs if spec.encoded and not get_format(spec.format).is_cast]
     target = recipe.targets[0]
     if not packed or recipe.is_one:
@@ -275,7 +276,10 @@ _ATTRIBUTE = "_bitplan_checkpoint"
 
 @dataclass(frozen=True)
 class LoadedFrom:
-    """Names, files and types of a checkpoint; `config` is its document, `config_then` the model's as it was loaded."""
+    """Names, files and types of a checkpoint; `config` is its document, `config_then` the model's as it was loaded.
+
+    `is_gpt_oss`: it is saved in Hugging Face's layout of gpt-oss, whichever it was loaded from.
+    """
 
     folder: Path | None
     config: Mapping[str, Any] | None
@@ -286,6 +290,7 @@ class LoadedFrom:
     shards: Mapping[str, tuple[str, ...]]  # file -> its tensors
     metadata: Mapping[str, Mapping[str, str]]  # file -> its metadata
     tied: Mapping[str, str]
+    is_gpt_oss: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied model shares this object, which never changes."""
@@ -326,21 +331,26 @@ def remember(
     """Note in a model what it must know of this open file."""
     shards: dict[str, tuple[str, ...]] = {}
     metadata: dict[str, Mapping[str, str]] = {}
-    if isinstance(file, NativeTensors):
-        for shard in file.shards:
-            place = file.shard_name(shard).as_posix()
-            shards[place] = tuple(name for name in file.specs if file.shard_of(name) == shard)
-            metadata[place] = file.metadata_of(shard)
+    stored = file.stored if isinstance(file, GptOssTensors) else file
+    if isinstance(stored, NativeTensors):
+        for shard in stored.shards:
+            shard_name = stored.shard_name(shard).as_posix()
+            shards[shard_name] = tuple(name for name in stored.specs if stored.shard_of(name) == shard)
+            metadata[shard_name] = stored.metadata_of(shard)
+    dtypes = {name: spec.torch_dtype for name, spec in file.specs.items() if not spec.encoded}
+    if isinstance(file, GptOssTensors) and file.kind != "hf":
+        dtypes = dict.fromkeys(dtypes, torch.bfloat16)  # the layout's own type
     source = LoadedFrom(
         folder=folder,
         config=config,
         config_then=config_of(model),
         plan=plan,
         recipes=recipes,
-        dtypes={name: spec.dtype for name, spec in file.specs.items() if not spec.encoded},
+        dtypes=dtypes,
         shards=shards,
         metadata=metadata,
         tied=dict(file.tied),
+        is_gpt_oss=isinstance(file, GptOssTensors),
     )
     setattr(model, _ATTRIBUTE, source)
 

@@ -30,8 +30,9 @@ from bitplan.files.headers import is_gguf
 from bitplan.files.models.transformers_names import foreign_faults, silence_transformers
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import is_packed_config, read_config
-from bitplan.packed.checkpoints.gpt_oss_load import is_gpt_oss
-from bitplan.packed.checkpoints.load import load_packed
+from bitplan.formats.input_formats import KEEP, input_format
+from bitplan.packed.checkpoints.gpt_oss_tensors import is_gpt_oss
+from bitplan.packed.checkpoints.load import load_packed, require_transformers
 from bitplan.packed.language.causal_lm import (
     CausalLM,
     load_causal_lm,
@@ -40,7 +41,10 @@ from bitplan.packed.language.causal_lm import (
     read_tokenizer,
     require_causal,
 )
-from bitplan.packed.read_tensors import device_of, require_transformers
+from bitplan.packed.read_tensors import device_of
+from bitplan.packed.rounded_inputs import round_inputs, runs_on_integers, shown_inputs
+
+AUTO = "auto"
 
 
 def load_for_running(
@@ -49,13 +53,17 @@ def load_for_running(
     config: str | Path | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    inputs: str | None = None,
 ) -> CausalLM:
     """A model and its tokenizer: a packed folder and a GGUF file run packed, others as transformers loads them.
 
     config  a folder or a GGUF file with config and tokenizer, for a file of weights alone, which is decoded
     dtype   type of weights that are not packed; None: float32 on a CPU, else as in the folder
+    inputs  the format that packed layers round their inputs to, or "keep"; None: what a packed folder says; "auto":
+            this, and where nothing is said int8 on a CPU, if all products are then such of whole numbers
     """
     place, source = device_of(device), Path(path)
+    asked = None if inputs == AUTO else input_format(inputs, str(path))
     require_transformers(str(path))
     wanted = dtype or (torch.float32 if place.type == "cpu" else None)
     if source.is_dir():
@@ -70,6 +78,10 @@ def load_for_running(
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if is_pair or not model.can_generate():  # type: ignore[operator]
         raise MeasureError(no_causal_model(str(path), type(model).__name__))
+    if asked is not None or inputs == KEEP:
+        round_inputs(model, asked)
+    elif inputs == AUTO and shown_inputs(model) is None and runs_on_integers(model):
+        round_inputs(model, "int8")
     with silence_transformers():
         lm = CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
         require_causal(lm, lambda ids: lm(ids.to(lm.device)))
@@ -129,6 +141,7 @@ class Generated:
     """A text, its time and memory. `prefill_s` is the time to the first token; the rate is of the tokens after it.
 
     ended   why it is over: the model's "end", "max tokens", or its "context" is full
+    inputs  the format that packed layers round their inputs to, if they do
     """
 
     text: str
@@ -140,6 +153,7 @@ class Generated:
     weight_bytes: int
     peak_bytes: int | None
     device: str
+    inputs: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -216,6 +230,7 @@ def generate_text(
         weight_bytes=size,
         peak_bytes=peak_bytes(device),
         device=str(device),
+        inputs=shown_inputs(lm.model),
     )
 
 
@@ -312,6 +327,7 @@ class BenchRow:
     decode_tokens_per_second: float
     weight_bytes: int
     speedup: float | None = None  # of decoding, over the last model
+    inputs: str | None = None  # the format that packed layers round their inputs to
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -357,6 +373,7 @@ def bench_models(
                     decode_tokens_per_second=batch / each,
                     weight_bytes=sizes[index],
                     speedup=reference / each if index + 1 < len(models) else None,
+                    inputs=shown_inputs(lm.model),
                 )
             )
     return rows

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from bitplan.base.errors import FileFormatError, MeasureError
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, QUANTIZATION_KEYS, read_config
-from bitplan.packed.checkpoints.build import empty_model
-from bitplan.packed.checkpoints.fill import read_plain
+from bitplan.packed.checkpoints.load import empty_model, read_plain
 from bitplan.packed.checkpoints.tensor_sources import FilePiece, assign
 from bitplan.packed.language.causal_lm import CausalLM, no_causal_model, read_tokenizer
 

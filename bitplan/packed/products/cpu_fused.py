@@ -4,6 +4,7 @@
 |---|---|---|---|
 | ours (`cpu`) | `FORMATS` | as they are: weights are decoded in registers, sums are float32 | none |
 | torch's 4-bit one (`cpu_matmul`) | int4_g32, on CPUs that have it (Arm) | rounded to 8-bit integers | a packed copy |
+| integers (`cpu_integers`) | `OF_INTEGERS`, where a plan gives inputs a format of 8-bit integers | rounded | none |
 
 Ours is a float32 product of the decoded weights, up to the order of additions: with u = 2^-24 it lies within
 (K + 4) u sum_k |x_k w_nk| of the exact one. 16-bit inputs are computed in float32, and the result rounded once.
@@ -13,6 +14,8 @@ of the weight are decoded into a buffer that stays in the cache, and multiplied 
 rows that would need a vector of inputs of their own. Two other ways were slower: the whole matrix decoded for a BLAS,
 since its numbers go to memory and back; and parts decoded for a BLAS, which copies each part and all inputs once more,
 and starts all threads for every part.
+
+Products of integers equal `round_input(x) @ decode(weight).T`, the definition, within the same bound.
 """
 
 from __future__ import annotations
@@ -29,16 +32,21 @@ from torch import Tensor
 
 from bitplan.formats import Encoded
 from bitplan.formats.elements import E2M1_MAGNITUDES
+from bitplan.formats.input_formats import round_input
 from bitplan.packed.products import cpu_matmul
 
 NIBBLES = ("int4_g32", "q4_0_gguf", "mxfp4", "nvfp4")
 BYTES = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row")
 FORMATS = NIBBLES + BYTES
+OF_INTEGERS = ("q4_0_gguf", "q8_0_gguf", "int4_g32", "int8_row", "int8_g128", "mxfp4")
+INTEGER_INPUTS = ("q8_0_gguf", "int8_row")
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread costs more than it gains
 PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
 MOST_INPUTS, MOST_WITHOUT_LOOKUP = 12, 8  # of products in registers; the second for 4-bit codes without AVX-512
 MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in turns
+MOST_DIRECT = 4  # inputs of integer products that are multiplied by codes as they lie; more by codes in another order
+MOST_IN_QUADS = 512  # inputs that are rounded at a time
 MOST_KEPT = 2**21  # bytes of scratch memory that a thread's calls leave for the next
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 
@@ -118,6 +126,136 @@ class FusedOnCpu:
         return "decodes weights in registers or in a buffer, sums in float32 and keeps no copy"
 
 
+class RoundedFirst:
+    """A fused kernel for inputs that have a format: they are rounded, then multiplied by the kernel for any input."""
+
+    def __init__(self, plain: Any, fmt: str) -> None:
+        self.plain, self.format, self.name = plain, fmt, f"{plain.name} after inputs are rounded to {fmt}"
+
+    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
+        reason: str | None = self.plain.why_not(weight, dtype)
+        return reason
+
+    def prepare(self, weight: Encoded) -> tuple[Tensor, ...]:
+        prepared: tuple[Tensor, ...] = self.plain.prepare(weight)
+        return prepared
+
+    def join(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
+        joined: tuple[Tensor, ...] | None = self.plain.join(parts)
+        return joined
+
+    def launches(self, weight: Encoded, rows: int) -> Sequence[Mapping[str, int]]:
+        launches: Sequence[Mapping[str, int]] = self.plain.launches(weight, rows)
+        return launches
+
+    def run(
+        self,
+        x_MK: Tensor,
+        weight: Encoded,
+        prepared: tuple[Tensor, ...],
+        bias: Tensor | None,
+        launch: Mapping[str, int] | None,
+    ) -> Tensor:
+        wide = torch.float32 if x_MK.device.type == "cpu" else x_MK.dtype
+        y: Tensor = self.plain.run(round_input(x_MK, self.format, wide), weight, prepared, bias, launch)
+        return y.to(x_MK.dtype)
+
+    def bind(
+        self,
+        x_MK: Tensor,
+        weight: Encoded,
+        prepared: tuple[Tensor, ...],
+        bias: Tensor | None,
+        launch: Mapping[str, int] | None,
+    ) -> Call | None:
+        return None
+
+    def note(self, weight: Encoded) -> str:
+        return f"{self.plain.note(weight)}, of inputs that are rounded to {self.format} before"
+
+
+class IntegersOnCpu(RoundedFirst):
+    """Products of whole numbers, where there are such; else inputs are rounded first."""
+
+    def __init__(self, fmt: str) -> None:
+        super().__init__(FusedOnCpu(), fmt)
+        self.name = "the CPU's integer kernel"
+
+    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
+        if dtype in INPUTS and self.why_no_integers(weight) is None:
+            return None
+        return super().why_not(weight, dtype)
+
+    def why_no_integers(self, weight: Encoded) -> str | None:
+        """Why the product is not one of whole numbers; None if it is."""
+        if self.format not in INTEGER_INPUTS:
+            return f"inputs in {self.format} are no whole numbers"
+        if weight.fmt.name not in OF_INTEGERS:
+            return f"{weight.fmt.name} has no integer kernel; {', '.join(OF_INTEGERS)} have"
+        reason = _why_not_here()
+        if reason is not None:
+            return reason
+        from bitplan.base.loops.cpu_features import features
+        from bitplan.packed.products.cpu_integers import BYTE_STEP
+        from bitplan.packed.products.cpu_rows import STEP
+
+        padded, shortest = weight.fmt.padded_cols(weight.shape[1]), STEP if weight.fmt.name in NIBBLES else BYTE_STEP
+        if not weight.shape[0] or padded < shortest or padded % 32:
+            return f"integer products need rows of whole blocks of 32, and at least {shortest}, got {weight.shape}"
+        if "avx512f" in features() and "avx512bw" not in features():
+            return "integer products need AVX-512BW on CPUs that have AVX-512"
+        return None
+
+    def prepare(self, weight: Encoded) -> tuple[Tensor, ...]:
+        if self.why_no_integers(weight) is not None:
+            return super().prepare(weight)
+        # Codes of E2M1 are doubled, to be whole numbers.
+        return (torch.tensor([0.5 if weight.fmt.name == "mxfp4" else 1.0]),)
+
+    def run(
+        self,
+        x_MK: Tensor,
+        weight: Encoded,
+        prepared: tuple[Tensor, ...],
+        bias: Tensor | None,
+        launch: Mapping[str, int] | None,
+    ) -> Tensor:
+        if self.why_no_integers(weight) is not None:
+            return super().run(x_MK, weight, prepared, bias, launch)
+        inputs, wide = x_MK.shape[0], None if bias is None else bias.detach().float().contiguous()
+        if not inputs:
+            return x_MK.new_empty((0, weight.shape[0]))
+        return self._call(inputs, weight, prepared[0], wide)(x_MK, (inputs, weight.shape[0]))
+
+    def bind(
+        self,
+        x_MK: Tensor,
+        weight: Encoded,
+        prepared: tuple[Tensor, ...],
+        bias: Tensor | None,
+        launch: Mapping[str, int] | None,
+    ) -> Call | None:
+        is_odd = bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous())
+        if is_odd or not x_MK.shape[0] or self.why_no_integers(weight) is not None:
+            return None
+        return self._call(x_MK.shape[0], weight, prepared[0], None if bias is None else bias.detach())
+
+    def _call(self, inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | None) -> Call:
+        from bitplan.packed.products.cpu_rows import LANES
+
+        is_direct = inputs <= MOST_DIRECT or weight.shape[0] < LANES
+        product = (_few_integers if is_direct else _many_integers)(inputs, weight, factor, bias, self.format)
+        return _float32_call(product)
+
+    def note(self, weight: Encoded) -> str:
+        reason = self.why_no_integers(weight)
+        if reason is not None:
+            return f"{super().note(weight)}: {reason}"
+        return (
+            f"rounds inputs to {self.format}, sums whole numbers in blocks of 32, these in float32, and keeps no copy"
+        )
+
+
 def why_not_ours(weight: Encoded) -> str | None:
     """Why our kernel cannot run this product; None if it can."""
     if weight.fmt.name not in FORMATS:
@@ -154,15 +292,25 @@ def _call_for(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | No
         product, rest = _in_panels(inputs, weight, constants, bias), 0
     whole = 0 if inputs <= most else inputs - rest
     rest_of_x, rest_of_y = 4 * weight.shape[1] * whole, 4 * weight.shape[0] * whole
-    has_rest, empty, float32 = 0 < whole < inputs, torch.empty, torch.float32
+    if not 0 < whole < inputs:
+        return _float32_call(product)
+
+    def both(x: int, y: int) -> None:
+        product(x, y)
+        product_of_rest(x + rest_of_x, y + rest_of_y)
+
+    return _float32_call(both)
+
+
+def _float32_call(product: Into) -> Call:
+    """The product of inputs of any type: computed in float32, the result in their type."""
+    empty, float32 = torch.empty, torch.float32
 
     def call(x: Tensor, shape: Sequence[int]) -> Tensor:
         dtype = x.dtype
         wide = x if dtype is float32 and x.is_contiguous() else x.detach().to(float32).contiguous()
         y = empty(shape, dtype=float32)
         product(wide.data_ptr(), y.data_ptr())
-        if has_rest:
-            product_of_rest(wide.data_ptr() + rest_of_x, y.data_ptr() + rest_of_y)
         return y if dtype is float32 else y.to(dtype)
 
     return call
@@ -208,8 +356,6 @@ def _constants(weight: Encoded) -> Tensor:
 
 def _in_registers(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Into:
     """The job is complete except for the addresses of x, the result and the scratch memory."""
-    from bitplan.base.loops.jit import thread_count
-    from bitplan.base.loops.openmp_threads import run
     from bitplan.packed.products import cpu_rows
     from bitplan.packed.products.cpu_rows import products_of
 
@@ -218,13 +364,21 @@ def _in_registers(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor 
     units = -(-weight.fmt.padded_cols(width) // unit)
     tiled = inputs if inputs == 1 else 4 * -(-inputs // 4)
     stride = 4 * unit * (1 + units * tiled) + 64  # threads share no cache line
-    template, holds = _job(weight, constants, inputs=inputs, scratch_stride=stride)
-    template[cpu_rows.BIAS] = 0 if bias is None else bias.data_ptr()
+    template, holds = _job(weight, constants, bias, inputs=inputs, scratch_stride=stride)
+    return _on_threads(products_of(weight.fmt.name), template, stride, rows * width * inputs, (holds, bias))
+
+
+def _on_threads(function: Any, template: array[int], stride: int, work: int, holds: Any) -> Into:
+    """The job of this template on threads that take pieces of rows, each with `stride` bytes of scratch memory."""
+    from bitplan.base.loops.jit import thread_count
+    from bitplan.base.loops.openmp_threads import run
+    from bitplan.packed.products import cpu_rows
+
     x_at, y_at, scratch_at, piece_at = cpu_rows.X, cpu_rows.Y, cpu_rows.SCRATCH, cpu_rows.PIECE
-    function, is_small = products_of(weight.fmt.name), rows * width * inputs < LEAST_FOR_THREADS
+    rows, is_small = template[cpu_rows.ROWS], work < LEAST_FOR_THREADS
     pieces = [0, _piece(rows, 1)]  # by the number of threads
 
-    def product(x: int, y: int, _holds: Any = (holds, bias)) -> None:
+    def product(x: int, y: int, _holds: Any = holds) -> None:
         threads = 1 if is_small else thread_count()
         while threads >= len(pieces):
             pieces.append(_piece(rows, len(pieces)))
@@ -260,7 +414,7 @@ def _new_job(size: int) -> _Job:
     return fields, fields.buffer_info()[0], address + -address % 64, size, scratch
 
 
-def _job(weight: Encoded, constants: Tensor, **fields: int) -> tuple[array[int], Any]:
+def _job(weight: Encoded, constants: Tensor, bias: Tensor | None, **fields: int) -> tuple[array[int], Any]:
     """A job for all rows of the weight, and the objects that must live as long, since a job holds only addresses."""
     from bitplan.packed.products.cpu_rows import JOB
 
@@ -275,7 +429,8 @@ def _job(weight: Encoded, constants: Tensor, **fields: int) -> tuple[array[int],
         "scales_stride": scales.nbytes // rows,
         "rows": rows,
         "table": constants.data_ptr(),
-        "factor": constants.data_ptr() + 64,
+        "factor": constants[-1:].data_ptr(),
+        "bias": 0 if bias is None else bias.data_ptr(),
     }
     return array("q", [fields.get(name, 0) for name in JOB]), (data, scales, constants)
 
@@ -302,8 +457,7 @@ def _in_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | N
         count = -(-count // unit) * unit
     order = "bytes" if name in BYTES else "halves" if name == "q4_0_gguf" else "pairs"
     arrange, multiply, decoder = panels.panels_of(order), panels.panel_products(), decoder_of(name)
-    shared = {"count": count, "unit": unit, "decoder": decoder.address, "bias": 0 if bias is None else bias.data_ptr()}
-    template, holds = _job(weight, constants, **shared)
+    template, holds = _job(weight, constants, bias, count=count, unit=unit, decoder=decoder.address)
     for_arranging, for_panels = panels.arranging_bytes(count), 4 * panels.numbers_in_panels(most, count)
     for_panels = -(-for_panels // 64) * 64
 
@@ -326,6 +480,50 @@ def _in_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | N
                 values[fields.X], values[fields.Y], values[fields.INPUTS] = source, result, count
                 values[fields.PIECE], values[fields.SCRATCH] = piece, arranged + for_panels
                 values[fields.SCRATCH_STRIDE] = stride
+                run(function, address, threads)
+            x, y = x + 4 * width * count, y + 4 * rows * count
+        _give_back(job)
+
+    return product
+
+
+# ---- integers --------------------------------------------------------------------------------------------------------
+
+
+def _few_integers(inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | None, fmt: str) -> Into:
+    from bitplan.packed.products import cpu_integers
+
+    padded = weight.fmt.padded_cols(weight.shape[1])
+    stride = cpu_integers.rows_bytes(padded, inputs, nibbles=weight.fmt.name in NIBBLES)
+    by_token = int(fmt == "int8_row")
+    template, holds = _job(weight, factor, bias, inputs=inputs, scratch_stride=stride, by_token=by_token)
+    function = cpu_integers.few_inputs(weight.fmt.name)
+    return _on_threads(function, template, stride, weight.shape[0] * padded * inputs // 4, (holds, bias))
+
+
+def _many_integers(inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | None, fmt: str) -> Into:
+    """Inputs are rounded into quads, then multiplied, both by all threads."""
+    from bitplan.base.loops.jit import thread_count
+    from bitplan.base.loops.openmp_threads import run
+    from bitplan.packed.products import cpu_integers
+    from bitplan.packed.products import cpu_rows as fields
+
+    (rows, width), padded = weight.shape, weight.fmt.padded_cols(weight.shape[1])
+    stride, by_token = -(-cpu_integers.opened_bytes(padded) // 64) * 64, int(fmt == "int8_row")
+    template, holds = _job(weight, factor, bias, count=padded, scratch_stride=stride, by_token=by_token)
+    in_quads = -(-cpu_integers.quads_bytes(min(inputs, MOST_IN_QUADS), padded) // 64) * 64
+    rounding, multiplying = cpu_integers.many_inputs(weight.fmt.name)
+
+    def product(x: int, y: int, _holds: Any = (holds, bias)) -> None:
+        threads = thread_count()
+        job = _taken_job(in_quads + threads * stride)
+        values, address, quads, _, _ = job
+        for first in range(0, inputs, MOST_IN_QUADS):
+            count = min(MOST_IN_QUADS, inputs - first)
+            for function, source, result in ((rounding, x, quads), (multiplying, quads, y)):
+                values[:] = template
+                values[fields.X], values[fields.Y], values[fields.INPUTS] = source, result, count
+                values[fields.SCRATCH] = quads + in_quads
                 run(function, address, threads)
             x, y = x + 4 * width * count, y + 4 * rows * count
         _give_back(job)

@@ -101,9 +101,10 @@ JOB = (
     "y_stride",  # bytes from a decoded row to the next
     "decoder",  # address of the C function that decodes
     "unit",  # numbers in a unit
+    "by_token",  # of integer products: whether a whole row of x has one scale
 )
 X, INPUTS, WIDTH, CODES, CODES_STRIDE, SCALES, SCALES_STRIDE, Y, ROWS, BIAS, SCRATCH, SCRATCH_STRIDE = range(12)
-TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT, Y_STRIDE, DECODER, UNIT = range(12, len(JOB))
+TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT, Y_STRIDE, DECODER, UNIT, BY_TOKEN = range(12, len(JOB))
 
 
 @inlined
@@ -290,7 +291,7 @@ def nibble_products(job, opened, low, high, scales, per_scale, halves):
             for n in range(first, stop, 4):
                 codes, at = _four_rows(job, CODES, n), _four_rows(job, SCALES, n)
                 sums = _nibbles_4x1(opened, low, high, scales, table, codes, at, x, row_bytes, per_scale)
-                _write_4x1(job, n, sums)
+                write_4x1(job, n, 0, sums)
         else:
             for n in range(first, stop, 2):
                 codes2, at2 = _two_rows(job, CODES, n), _two_rows(job, SCALES, n)
@@ -385,7 +386,7 @@ def byte_products(job, number, scale, block):
         if inputs == 1:
             for n in range(first, stop, 4):
                 codes, at = _four_rows(job, CODES, n), _four_rows(job, SCALES, n)
-                _write_4x1(job, n, _bytes_4x1(number, scale, codes, at, x, padded, block))
+                write_4x1(job, n, 0, _bytes_4x1(number, scale, codes, at, x, padded, block))
         else:
             for n in range(first, stop, 2):
                 codes2, at2 = _two_rows(job, CODES, n), _two_rows(job, SCALES, n)
@@ -468,11 +469,11 @@ def _write(job, n, m, total):
 
 
 @inlined
-def _write_4x1(job, n, sums):
-    _write(job, n, 0, sum_of_lanes(sums[0]))
-    _write(job, n + 1, 0, sum_of_lanes(sums[1]))
-    _write(job, n + 2, 0, sum_of_lanes(sums[2]))
-    _write(job, n + 3, 0, sum_of_lanes(sums[3]))
+def write_4x1(job, n, m, sums):
+    _write(job, n, m, sum_of_lanes(sums[0]))
+    _write(job, n + 1, m, sum_of_lanes(sums[1]))
+    _write(job, n + 2, m, sum_of_lanes(sums[2]))
+    _write(job, n + 3, m, sum_of_lanes(sums[3]))
 
 
 @inlined
@@ -803,17 +804,17 @@ high = _high_by_table if LOOKS_UP else _high_by_integer
 
 
 @inlined
-def _bfloat16(address, block):
+def bfloat16_scales(address, block):
     return repeat_each(view(widen(load_from(address + 2 * block, U16, QUARTER_LANES), U32) << 16, F32), 4)
 
 
 @inlined
-def _float16(address, block):
+def float16_scales(address, block):
     return repeat_each(float_of_half(load_from(address + 2 * block, U16, QUARTER_LANES)), 4)
 
 
 @inlined
-def _e8m0(address, block):
+def e8m0_scales(address, block):
     """2^(e - 127): e is a float32's exponent, except for 2^-127, which is subnormal, and byte 255, which is NaN."""
     e = widen(load_from(address + block, U8, QUARTER_LANES), U32)
     return repeat_each(view(maximum(e << 23, 0x400000) | (greater(e, 254) & 0x400000), F32), 4)
@@ -859,27 +860,27 @@ def _e4m3_codes(address):
 
 
 def _int4_g32(job):
-    nibble_products(job, integers_opened, low, high, _bfloat16, 16, False)
+    nibble_products(job, integers_opened, low, high, bfloat16_scales, 16, False)
 
 
 def _int4_g32_decoded(job):
-    decoded_nibbles(job, integers_opened, low, high, _bfloat16, 16)
+    decoded_nibbles(job, integers_opened, low, high, bfloat16_scales, 16)
 
 
 def _q4_0_gguf(job):
-    nibble_products(job, integers_opened, low, high, _float16, 16, True)
+    nibble_products(job, integers_opened, low, high, float16_scales, 16, True)
 
 
 def _q4_0_gguf_decoded(job):
-    decoded_nibbles(job, integers_opened, low, high, _float16, 16)
+    decoded_nibbles(job, integers_opened, low, high, float16_scales, 16)
 
 
 def _mxfp4(job):
-    nibble_products(job, e2m1_opened, low, high, _e8m0, 16, False)
+    nibble_products(job, e2m1_opened, low, high, e8m0_scales, 16, False)
 
 
 def _mxfp4_decoded(job):
-    decoded_nibbles(job, e2m1_opened, low, high, _e8m0, 16)
+    decoded_nibbles(job, e2m1_opened, low, high, e8m0_scales, 16)
 
 
 def _nvfp4(job):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import Encoded
-from bitplan.packed.products.cpu_fused import FusedOnCpu
+from bitplan.packed.products.cpu_fused import FusedOnCpu, IntegersOnCpu, RoundedFirst
 
 Launch = Mapping[str, int]
 Prepared = tuple[Tensor, ...]  # at most three tensors that a kernel made from a weight
@@ -169,23 +169,24 @@ def _bound_call_into(x_MK: Tensor, outputs: int, launch: Callable[..., None], sp
     return run
 
 
-_by_device: dict[str, FusedMatmul | None] = {}
+_kernels: dict[tuple[str, str | None], FusedMatmul | None] = {}
 
 
-def fused_for(device_type: str) -> FusedMatmul | None:
-    """The fused product of a kind of device; None where there is none."""
-    if device_type not in _by_device:
-        _by_device[device_type] = _find(device_type)
-    return _by_device[device_type]
+def fused_for(device_type: str, input: str | None = None) -> FusedMatmul | None:
+    """The fused product of a kind of device, for inputs that are rounded to a format or None; None: there is none."""
+    key = device_type, input
+    if key not in _kernels:
+        _kernels[key] = _find(device_type, input)
+    return _kernels[key]
 
 
-def _find(device_type: str) -> FusedMatmul | None:
+def _find(device_type: str, input: str | None) -> FusedMatmul | None:
     if device_type == "cpu":
-        return FusedOnCpu()
+        return FusedOnCpu() if input is None else IntegersOnCpu(input)
     if device_type != "cuda":
         return None
     try:
-        return TritonOnCuda()
+        return TritonOnCuda() if input is None else RoundedFirst(TritonOnCuda(), input)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "triton":
             raise

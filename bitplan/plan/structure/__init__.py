@@ -6,8 +6,10 @@ Which module does which step:
     families        the one table of names, for files without code
     describe        from a module to its view; `bitplan.describe` takes paths, too (store.describe_files)
     example_inputs  what a forward is called with, where the user gives nothing
-    recorder        one run: every torch function with what goes in and out; `untouched` keeps the model as it was
+    recorder        one run: every torch function with what goes in and out; `untouched` keeps the model as it was and
+                    says what others put on it
     graph           walks through a recording
     recognise       the parts: `products`, `norms`, then MLPs, attention, residuals; `activations` names functions
     blocks          blocks that repeat
+    joined_calls    layers that read one tensor as one product, whose parts are given to them call by call
 """

@@ -12,6 +12,7 @@ from bitplan.plan.structure.model_view import (
     TRACED,
     UNKNOWN,
     UNUSED,
+    AttentionUse,
     ExpertsUse,
     LinearUse,
     ModelView,
@@ -322,7 +323,7 @@ def _view(model: nn.Module, recording: Recording) -> ModelView:
         gated=tuple(parts.gated),
         plain=tuple(parts.plain),
         stacks=find_stacks(recording, parts),
-        joined=_joined(linears),
+        joined=_joined(linears, tuple(parts.attentions)),
         changed=changes_of(model),
         unknown=recording.unknown,
         notes=tuple(recording.notes),
@@ -363,12 +364,21 @@ def _fed_by(graph: Any, parts: Recogniser) -> dict[int, tuple[int, ...]]:
     }
 
 
-def _joined(linears: tuple[LinearUse, ...]) -> tuple[tuple[str, ...], ...]:
-    """Queries, keys and values of one input, and gate and up of one: what engines compute as one layer."""
-    groups: dict[tuple[int, bool], dict[str, None]] = {}
+def _joined(linears: tuple[LinearUse, ...], attentions: tuple[AttentionUse, ...]) -> tuple[tuple[str, ...], ...]:
+    """Queries, keys and values of one attention and input, and gate and up of one: what engines compute as one layer.
+
+    Attentions are told apart because all layers of a decoder may read the one output of an encoder.
+    """
+    readers = {
+        weight: number
+        for number, attention in enumerate(attentions)
+        for weight in (*attention.queries, *attention.keys, *attention.values)
+    }
+    groups: dict[tuple[int, int | None], dict[str, None]] = {}
     for linear in linears:
         if linear.role in ("query", "key", "value", "gate", "up") and linear.weight and not linear.experts:
-            groups.setdefault((linear.source, linear.role in ("gate", "up")), {})[linear.weight] = None
+            attention = None if linear.role in ("gate", "up") else readers.get(linear.weight, -1)
+            groups.setdefault((linear.source, attention), {})[linear.weight] = None
     return tuple(tuple(weights) for weights in groups.values() if len(weights) > 1)
 
 

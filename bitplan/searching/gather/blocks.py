@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from bitplan.files.models.morph import ParameterPlace, places_of
 from bitplan.packed.language.causal_lm import logits_of
 
+BATCH = 2048  # tokens in one call of a block
 SMALL_EXPERT = 2**18  # numbers of an expert's matrix
+LOGITS_AT_ONCE = 2**25  # of a window; a vocabulary of 262,144 would else take 0.5 GB for each copy of them
 # The numbers of a parameter, by its name in the model; None where it stays as it is.
 Replaced = Callable[[str], Tensor | None]
 
@@ -59,8 +61,15 @@ class TokenStates:
     hidden: Tensor | None
     calls: Sequence[BlockCall] = ()
 
-
-# Called with a block's number and what it gets.
+    def pieces(self, tokens: int) -> Iterator[TokenStates]:
+        """The same tokens, so many of each window at a time; the whole where the model runs as one."""
+        length = self.ids.shape[1]
+        if self.hidden is None or length <= tokens:
+            yield self
+            return
+        for first in range(0, length, tokens):
+            some = slice(first, first + tokens)
+            yield TokenStates(self.ids[:, some], self.hidden[:, some])
 
 
 class _EnteredError(Exception):
@@ -87,6 +96,7 @@ class BlockRunner:
             at = next((index for index, head in enumerate(heads) if place.name.startswith(head)), None)
             (self._outside if at is None else self._in_block[at]).append(place)
         self._gives_tuples = False
+        self.vocabulary = 1  # logits of a token, where they can be made a few tokens at a time
         stacks = [place.parameter for own in self._in_block for place in own if place.parameter.dim() == 3]
         self._small_experts = bool(stacks) and max(stack[0].numel() for stack in stacks) <= SMALL_EXPERT
         self._move_buffers()
@@ -100,10 +110,14 @@ class BlockRunner:
                 first = self.enter(ids, calls=1)
                 with self.block_weights(0):
                     self._gives_tuples = isinstance(self._call(0, first), tuple)
-                self.enter(ids, strict=True)
+                self.vocabulary = self.leave(self.enter(ids, strict=True)).shape[-1]
         except _OutOfOrderError:
             self._outside += [place for places in self._in_block for place in places]
             self.blocks, self._in_block = [], []
+
+    def parameters_outside(self) -> list[nn.Parameter]:
+        """What lies outside of blocks, each once."""
+        return list({id(place.parameter): place.parameter for place in self._outside}.values())
 
     def is_in_block(self, name: str) -> bool:
         """Whether a parameter, by the model's name, is of a block."""

@@ -37,13 +37,13 @@ from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, how
 from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.goal import EvidenceFileError, SearchError
 from bitplan.searching.groups import group_tensors, place_of
+from bitplan.searching.memory import MemoryUse, within_memory
 from bitplan.searching.phases import Stage, in_shares, no_stage
 from bitplan.searching.rivals import nearest_uniform
 
 EVIDENCE = "evidence.json"
 
 USUAL_BITS = 4.5
-LIBRARIES_BYTES, ROUNDING_COPIES = 600 * 10**6, 12  # measured: of SmolLM2-135M 3.6 GB are expected, and were taken
 LOOKED_UP = 64  # columns of an embedding's rounding, which compares no columns with each other
 
 
@@ -112,6 +112,7 @@ def collect_evidence(
     near_bits: float | None = None,
     rows: int | None = None,
     workers: int = 0,
+    memory: MemoryUse | None = None,
     stage: Stage = no_stage,
 ) -> tuple[SearchEvidence, PlanMeter]:
     """Everything that a plan is solved from; and the meter on the windows for checks, for corrections.
@@ -121,19 +122,22 @@ def collect_evidence(
     near_bits   the size that is wanted: groups are measured in the best format of about this size
     rows        also time every format at so many rows
     workers     processes that round weights; none unless given
+    memory      what is kept in memory; unless given, as much as is free
     """
     kept = EvidenceFolder(folder)
     fingerprint = fingerprint_of_search(subject, windows, checks)
     before = kept.evidence()
     if before is not None:
         require_same(before, fingerprint, str(folder))
-    rounded = RoundedWeights(subject, kept.statistics(fingerprint), workers)
+    memory = memory or within_memory(subject, windows, checks, None)
+    known = kept.statistics(fingerprint)
+    rounded = RoundedWeights(subject, known, workers, memory.threads, memory.rounded_at_once)
     if rounded.statistics.windows < len(windows):
         with rounded.compiling(formats):
             rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
     evidence = _begin(subject, fingerprint, before, windows, checks)
     evidence.text |= count_experts(subject, rounded.statistics)
-    meter = PlanMeter(rounded, checks, unscored=unscored)
+    meter = PlanMeter(rounded, checks, unscored=unscored, kept_bytes=memory.kept_logits // 2)
     wanted = groups_with_formats(subject, formats)
     _predict(rounded, evidence, wanted, kept, stage)
     parts = _unchecked_parts(evidence, wanted)
@@ -321,16 +325,6 @@ def evidence_bytes(subject: SearchSubject, windows: Sequence[Tensor]) -> tuple[i
     width = next((each.embedding_dim for each in subject.model.modules() if isinstance(each, nn.Embedding)), 0)
     tokens = min(GRADIENT_TOKENS, sum(map(len, windows)))
     return kept, kept + 4 * tokens * width * len(subject.runner.blocks)
-
-
-def needed_memory(subject: SearchSubject, kept: int) -> int:
-    """About how many bytes of memory a search takes: Python's libraries, the model where it is not read from its folder
-    piece by piece, and the largest weight while it is rounded; statistics of `kept` bytes are read from disk, and the
-    system keeps what it has room for.
-    """
-    model = sum(each.nbytes for each in subject.model.parameters() if each.device.type != "meta")
-    largest = max(math.prod(site.shape) for site in subject.sites.values())
-    return LIBRARIES_BYTES + 2 * model + kept + ROUNDING_COPIES * 4 * largest
 
 
 def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:

@@ -17,6 +17,7 @@ import itertools
 import math
 import multiprocessing
 import shutil
+import sys
 import tempfile
 import threading
 import weakref
@@ -26,7 +27,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ from bitplan.plan.names import natural_order
 from bitplan.rounding.error_compensation import InputHessian
 from bitplan.rounding.layout import layout_of
 from bitplan.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads
-from bitplan.rounding.weights import round_weight
+from bitplan.rounding.weights import RoundingOptions, round_weight
 from bitplan.searching.gather.blocks import torch_threads
 from bitplan.searching.gather.searched_model import SearchSubject, WeightSite
 from bitplan.searching.gather.statistics import (
@@ -57,6 +58,7 @@ from bitplan.searching.groups import group_name, place_of
 
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
+ROUNDED_AT_ONCE = 2**25  # numbers of a weight: some twelve copies of them are in memory
 AHEAD = 2  # jobs that wait for a process: their arrays are in memory
 
 
@@ -70,6 +72,7 @@ class RoundingJob:
     hessian: Array | None
     moments: Mapping[str, Array]  # of those that have some
     outputs: Mapping[str, Array]
+    at_once: int = ROUNDED_AT_ONCE  # numbers of a weight
 
     def run(self) -> list[tuple[str, str, dict[str, StoredTensor]]]:
         """Names, formats, and where the encoded parts lie."""
@@ -78,15 +81,16 @@ class RoundingJob:
         writer, done = ScratchWriter(), []
         for name, fmt, path in self.wanted:
             with parts_of(self.together[name]):
-                made = round_weight(
+                encoded = round_by_rows(
                     torch.from_numpy(self.weights[name]),
                     fmt,
+                    self.at_once,
                     moments=_tensor(self.moments.get(name)),
                     hessian=inputs,
                     outputs=_tensor(self.outputs.get(name)),
                     name=name,
                 )
-            done.append((name, fmt, writer.write(path, made.parts)))
+            done.append((name, fmt, writer.write(path, encoded.parts)))
         return done
 
 
@@ -177,16 +181,47 @@ class _Recent(threading.local):
         self.hessian: tuple[str, InputHessian] | None = None
 
 
+def pieces_of(weight: Tensor, at_once: int, height: int = 1) -> list[Tensor]:
+    """Rows of a weight with about `at_once` numbers each, a multiple of `height`."""
+    rows = max(1, at_once // max(1, weight.shape[1] * height)) * height
+    return list(weight.split(rows))
+
+
+def round_by_rows(
+    weight: Tensor, fmt: str, at_once: int = ROUNDED_AT_ONCE, **options: Unpack[RoundingOptions]
+) -> Encoded:
+    """`round_weight`, of a large weight some rows at a time: rows without `outputs` are rounded apart, to the same
+    bits. Scales that share a base have that of the whole.
+    """
+    known = get_format(fmt)
+    pieces = [weight] if options.get("outputs") is not None else pieces_of(weight, at_once, _height(weight.shape, fmt))
+    if len(pieces) < 2:
+        return round_weight(weight, fmt, **options)
+    if known.scales is not None and known.scales.needs_base:
+        bases = [encode(piece, fmt).base for piece in pieces]
+        options["base"] = max(float(base) for base in bases if base is not None)
+    encoded = [round_weight(piece, fmt, **options).parts for piece in pieces]
+    shapes = known.part_shapes(tuple(weight.shape))
+    parts = {
+        name: encoded[0][name] if name == "base" else torch.cat([each[name] for each in encoded]).reshape(shape)
+        for name, (_, shape) in shapes.items()
+    }
+    return Encoded(known, tuple(weight.shape), **parts)
+
+
 @dataclass
 class RoundedWeights:
     """Weights in formats, each rounded once; they lie in files of a scratch folder, which goes with this object.
 
     workers   processes for `round_all`; without them it rounds where the model is, on a CPU on several threads
+    threads   as many as that at most, each with up to `at_once` numbers of a weight at a time
     """
 
     subject: SearchSubject
     statistics: InputStatistics
     workers: int = 0
+    threads: int = sys.maxsize
+    at_once: int = ROUNDED_AT_ONCE
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bitplan-search-")))
     _files: dict[tuple[str, str], dict[str, StoredTensor]] = field(default_factory=dict, repr=False)
     _recent: _Recent = field(default_factory=_Recent, repr=False)
@@ -249,7 +284,7 @@ class RoundedWeights:
         return (
             1
             if self.subject.device.type != "cpu"
-            else max(1, min(torch.get_num_threads(), INPUTS_AT_ONCE // widest**2))
+            else max(1, min(torch.get_num_threads(), self.threads, INPUTS_AT_ONCE // widest**2))
         )
 
     @contextmanager
@@ -316,6 +351,7 @@ class RoundedWeights:
             None if hessian is None else as_array(hessian),
             {name: as_array(found) for name in names if (found := statistics.moments(name)) is not None},
             {name: as_array(found) for name in names if (found := statistics.outputs(name)) is not None},
+            self.at_once,
         )
 
     def _round_job(self, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -374,7 +410,7 @@ class RoundedWeights:
         site = self.subject.sites[name]
         weight = self._weight(site.name)
         if get_format(fmt).is_cast:
-            return float(damage_of_rows(site, _change(weight, fmt, name), self.statistics).sum())
+            return float(self._damage_in(site, weight, fmt).sum())
         quick, rows = self._quick_damage(site, weight), _sampled_rows(weight)
         sampled, before = self._plain_damage(site, fmt), float(quick[rows].sum())
         whole = float(quick.sum()) * sampled / before if before > 0 else sampled * len(weight) / len(rows)
@@ -414,8 +450,17 @@ class RoundedWeights:
         """The damage of each row in a format that is encoded in no time."""
         if site.name not in self._quick:
             fmt = formats_that_hold(site.shape, QUICK_FORMATS)[0]
-            self._quick[site.name] = damage_of_rows(site, _change(weight, fmt, site.name), self.statistics)
+            self._quick[site.name] = self._damage_in(site, weight, fmt)
         return self._quick[site.name]
+
+    def _damage_in(self, site: WeightSite, weight: Tensor, fmt: str) -> Tensor:
+        """The damage of each row in a format, to nearest."""
+        found, first = [], 0
+        for piece in pieces_of(weight, self.at_once):
+            rows = torch.arange(first, first + len(piece), device=weight.device)
+            found.append(damage_of_rows(site, _change(piece, fmt, site.name), self.statistics, rows))
+            first += len(piece)
+        return torch.cat(found)
 
     def _round(
         self, site: WeightSite, fmt: str, rows: Tensor | None = None, inputs: InputHessian | None = None
@@ -427,9 +472,10 @@ class RoundedWeights:
             moments, hessian = self.statistics.moments(site.name), inputs or self._input_hessian(site.name)
             outputs = self.statistics.outputs(site.name) if rows is None else None
         with parts_of(self.subject.numbers_with(site.name)):
-            return round_weight(
+            return round_by_rows(
                 weight if rows is None else weight[rows],
                 fmt,
+                self.at_once,
                 moments=moments,
                 hessian=hessian,
                 outputs=outputs,
@@ -462,6 +508,11 @@ def _pool_of(workers: int) -> Iterator[ThreadPoolExecutor]:
 def by_width(shape: tuple[int, ...], formats: Iterable[str]) -> list[str]:
     """Formats whose blocks have one width together: they are rounded with one factor of the inputs."""
     return sorted(formats, key=lambda fmt: _width(shape, fmt))
+
+
+def _height(shape: Sequence[int], fmt: str) -> int:
+    """Rows that share a scale."""
+    return 1 if get_format(fmt).is_cast else layout_of(get_format(fmt), tuple(shape)).height
 
 
 def _width(shape: tuple[int, ...], fmt: str) -> int:

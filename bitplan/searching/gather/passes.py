@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bitplan.files.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 from bitplan.plan.names import listed
-from bitplan.searching.gather.blocks import TokenStates, equal_lengths
+from bitplan.searching.gather.blocks import BATCH, LOGITS_AT_ONCE, TokenStates, equal_lengths
 from bitplan.searching.gather.expert_products import (
     ExpertSlice,
     RoutedTokens,
@@ -45,7 +45,6 @@ from bitplan.searching.goal import SearchError
 AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
 GRADIENT_TOKENS = 16384  # gradients are of the first so many
 MOST_OUTPUTS = GRADIENT_TOKENS // TOKENS_PER_OUTPUT  # of a layer whose outputs' gradients are taken together
-BATCH = 2048  # tokens in one call of a block
 BACK = 2  # what a block's pass back takes, in passes forward
 SEED = 0
 MOST_STRIPS, FEWEST_COLUMNS = 6, 192  # of a symmetric product, which strip by strip is little more than half the work
@@ -141,17 +140,19 @@ class _Passes:
         whole = not self._runner.blocks
         for each in states:
             gradients = []
-            for row in range(len(each.ids)):  # window by window: logits of a large vocabulary are large
+            for row in range(len(each.ids)):  # a window or less at a time: logits of a large vocabulary are large
                 hidden, watched = None, at - self._first < self._watched
                 if each.hidden is not None:
                     hidden = each.hidden[row : row + 1].detach().requires_grad_(watched)
                 window = TokenStates(each.ids[row : row + 1], hidden)
                 hooks = {"inputs": True, "gradients": watched, "counts": whole, "lookups": whole and watched}
+                draws = torch.Generator(self._runner.device).manual_seed(SEED + at)
                 with self._runner.outside(), torch.set_grad_enabled(watched), self._hooks(None, **hooks):
-                    logits = self._runner.leave(window)
-                    self._require_finite(logits, at)
-                    if watched:
-                        torch.autograd.backward(logits, self._gradient(logits, at))
+                    for piece in window.pieces(max(1, LOGITS_AT_ONCE // self._runner.vocabulary)):
+                        logits = self._runner.leave(piece)
+                        self._require_finite(logits, at)
+                        if watched:
+                            torch.autograd.backward(logits, self._gradient(logits, draws))
                 at += 1
                 if hidden is not None and hidden.grad is not None:
                     gradients.append(hidden.grad)
@@ -196,10 +197,10 @@ class _Passes:
             yield each.read().to(self._runner.device)
         stored[0].path.unlink()
 
-    def _gradient(self, logits: Tensor, window: int) -> Tensor:
+    def _gradient(self, logits: Tensor, draws: torch.Generator) -> Tensor:
         """Of the loss for tokens drawn from the model itself, by the logits: probabilities, less one for the token."""
         gradient = torch.softmax(logits.detach()[0].float(), -1)
-        drawn = draw_tokens(gradient, torch.Generator(logits.device).manual_seed(SEED + window))
+        drawn = draw_tokens(gradient, draws)
         gradient.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=gradient.dtype))
         return gradient[None].to(logits.dtype)
 

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bitplan.packed.language.perplexity import (
-    CachedLogits,
     Estimate,
+    LateLogits,
+    LogitsOf,
     Quality,
     clustered_mean,
     measure_perplexity,
     round_activations,
 )
-from bitplan.packed.machine import free_memory
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.blocks import BlockRunner, Replaced, TokenStates, equal_lengths
+from bitplan.searching.gather.blocks import BATCH, BlockRunner, Replaced, TokenStates, equal_lengths
 from bitplan.searching.gather.damage import RoundedWeights
 from bitplan.searching.phases import Stage
 from bitplan.searching.rivals import Kind, RivalPlan
 
-CACHED_LOGITS_BYTES = 2**29  # or what is free, if that is less: they are made of last states, which are kept
-BATCH = 2048  # tokens in one call of a block
+KEPT_LOGITS_BYTES = 2**29  # of the model itself, where the search's memory allows: they are made of last states
 COUNTED = 1000  # weights in one step of progress
 OnWindows = Callable[[int], None]
 
@@ -79,18 +79,17 @@ def summary_of(quality: Quality) -> dict[str, Any]:
 class PlanMeter:
     """A reference, windows of text, and weights in formats: the distance of any plan."""
 
-    def __init__(self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1) -> None:
-        self.rounded, self.windows = rounded, windows
+    def __init__(
+        self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1, kept_bytes: int = 0
+    ) -> None:
+        self.rounded, self.windows, self._kept_bytes = rounded, windows, kept_bytes
         self._unscored = max(1, unscored)
         self._runner = rounded.subject.runner
-        on_cpu = self._runner.device.type == "cpu"  # a GPU computes logits in less time than it takes to store them
-        self._itself = _ModelItself(self._runner, windows)
-        self._cached = CachedLogits(self._itself, min(CACHED_LOGITS_BYTES, free_memory() // 8) if on_cpu else 0)
 
     def reference(self, on_windows: OnWindows | None = None) -> Quality:
         """The model itself; its logits are remembered."""
         return measure_perplexity(
-            self._cached,
+            self._itself,
             self.windows,
             batch=1,
             unscored=self._unscored,
@@ -103,16 +102,15 @@ class PlanMeter:
         model = self._runner.model
         heads = [model.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []  # type: ignore[operator]
         head = [each for each in heads if each is not None]
-        self._itself.run()  # before the model is changed
-        with _rounded_activations(model, head):
-            logits = self._logits_of(None)
+        _ = self._itself  # before the model is changed
 
-        def rounded(ids: Tensor) -> Tensor:  # and the reference in between, as it is
-            with _rounded_activations(model, head):
-                return logits(ids)
+        def rounded() -> AbstractContextManager[None]:  # and the reference in between, as it is
+            return _rounded_activations(model, head)
 
+        with rounded():
+            logits = self._logits_of(None, rounded)
         with self._runner.outside():
-            return self._compare("noise floor", rounded, on_windows)
+            return self._compare("noise floor", logits, on_windows)
 
     def prepare(self, evidence: SearchEvidence, choices: Sequence[Mapping[str, str]], stage: Stage) -> None:
         """Round what these choices need and is not rounded yet, weight by weight; the files go with `rounded`."""
@@ -163,39 +161,91 @@ class PlanMeter:
             quality,
         )
 
-    def _compare(self, label: str, logits: Callable[[Tensor], Tensor], on_windows: OnWindows | None) -> Quality:
+    def _compare(self, label: str, logits: LogitsOf, on_windows: OnWindows | None) -> Quality:
         return measure_perplexity(
             logits,
             self.windows,
-            reference=self._cached,
+            reference=self._itself,
             batch=1,
             unscored=self._unscored,
             name=label,
             on_windows=on_windows,
         )
 
-    def _logits_of(self, replaced: Replaced | None) -> Callable[[Tensor], Tensor]:
+    def _logits_of(
+        self,
+        replaced: Replaced | None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        room: int = 0,
+    ) -> WindowLogits:
         """The blocks are run now, for all windows; norm and head when a window is asked for."""
-        return _leaving(self._runner, self._runner.through_blocks(_batches_of(self.windows), replaced))
+        last = self._runner.through_blocks(_batches_of(self.windows), replaced)
+        return WindowLogits(self._runner, last, around, room)
+
+    @cached_property
+    def _itself(self) -> WindowLogits:
+        """The logits of the model as it is."""
+        return self._logits_of(None, self._runner.outside, self._kept_bytes)
 
 
-class _ModelItself:
-    """The logits of the model as it is."""
+class WindowLogits:
+    """Logits of windows that are after the last block, made a few tokens at a time when they are asked for.
 
-    def __init__(self, runner: BlockRunner, windows: Sequence[Tensor]) -> None:
-        self._runner, self._windows = runner, windows
-        self._logits: Callable[[Tensor], Tensor] | None = None
+    around   a context in which they are made: the weights that are in place, what changes activations
+    room     bytes of them that are kept: a reference is asked for again with every plan
+    """
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        logits = self.run()
-        with self._runner.outside():
-            return torch.cat([logits(window[None]) for window in ids])
+    def __init__(
+        self,
+        runner: BlockRunner,
+        last: Sequence[TokenStates],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        room: int = 0,
+    ) -> None:
+        self._runner, self._around, self._room = runner, around, room
+        self._states = {
+            _key(ids): TokenStates(ids[None], None if each.hidden is None else each.hidden[row : row + 1])
+            for each in last
+            for row, ids in enumerate(each.ids)
+        }
+        self._kept: dict[tuple[bytes, int], Tensor] = {}
 
-    def run(self) -> Callable[[Tensor], Tensor]:
-        """Through all blocks, once."""
-        if self._logits is None:
-            self._logits = _leaving(self._runner, self._runner.through_blocks(_batches_of(self._windows)))
-        return self._logits
+    def __call__(self, ids: Tensor) -> Tensor | LateLogits:
+        """Of one window, [1, length]; all at once where the model runs as a whole."""
+        key = _key(ids[0])
+        states = self._states[key]
+        if states.hidden is None:
+            return self.kept((key, 0), lambda: self._leave(states))
+        return _PiecesOfLogits(states.hidden, ids, self._runner.vocabulary, self._head, key, self)
+
+    def _head(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        return self._leave(TokenStates(ids.to(hidden.device), hidden))
+
+    def _leave(self, states: TokenStates) -> Tensor:
+        with self._around():
+            return self._runner.leave(states)
+
+    def kept(self, key: tuple[bytes, int], make: Callable[[], Tensor]) -> Tensor:
+        """What is kept under a key, or what `make` gives, which is kept where there is room."""
+        logits = self._kept.get(key)
+        if logits is None:
+            logits = make()
+            if logits.nbytes <= self._room:
+                self._room -= logits.nbytes
+                self._kept[key] = logits
+        return logits
+
+
+@dataclass(frozen=True)
+class _PiecesOfLogits(LateLogits):
+    """A window's logits; its pieces are those that are kept, where they are."""
+
+    window: bytes
+    windows: WindowLogits
+
+    def of_window(self, window: int, tokens: slice) -> Tensor:
+        make = partial(super().of_window, window, tokens)
+        return self.windows.kept((self.window, tokens.start), make)
 
 
 @contextmanager
@@ -210,16 +260,6 @@ def _rounded_activations(model: nn.Module, keep: Sequence[nn.Module]) -> Iterato
 
 def _batches_of(windows: Sequence[Tensor]) -> list[Tensor]:
     return equal_lengths(windows, max(1, BATCH // len(windows[0])))
-
-
-def _leaving(runner: BlockRunner, last: Sequence[TokenStates]) -> Callable[[Tensor], Tensor]:
-    """Norm and head for one window, [1, length], of those that are after the last block."""
-    states: dict[bytes, TokenStates] = {}
-    for each in last:
-        for row, ids in enumerate(each.ids):
-            hidden = None if each.hidden is None else each.hidden[row : row + 1]
-            states[_key(ids)] = TokenStates(ids[None], hidden)
-    return lambda ids: runner.leave(states[_key(ids[0])])
 
 
 def _key(window: Tensor) -> bytes:

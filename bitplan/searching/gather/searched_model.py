@@ -316,7 +316,7 @@ def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, Stored], dict[str,
     tensors, names = {}, {}
     with open_tensors(path) as file:
         for name, spec in file.specs.items():
-            tensors[name] = Stored(spec.shape, spec.format if spec.encoded else spec.dtype_name, spec.encoded)
+            tensors[name] = Stored(spec.shape, spec.held, spec.encoded)
             ours = [name, *(aliases.to_ours(name) for aliases in families)]
             found = next((each for each in ours if each in known), None)
             if found is not None:

@@ -376,6 +376,6 @@ def how_to_begin_again(folder: Path) -> str:
 def _places_in(path: Path) -> dict[str, StoredTensor]:
     with closing(SafetensorsFile(path)) as file:
         return {
-            name: StoredTensor(path, entry.start, tuple(entry.shape), entry.dtype)
+            name: StoredTensor(path, entry.start, tuple(entry.shape), entry.torch_dtype)
             for name, entry in file.tensors.items()
         }

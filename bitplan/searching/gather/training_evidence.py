@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.base.documents import OBJECT, Reader, load_document
-from bitplan.fp8.policy.policy import Question, decide, load_policy
-from bitplan.fp8.policy.token_ranges import BandPolicy
+from bitplan.fp8.policy.policy import Question, decide
+from bitplan.fp8.policy.rules import Policy, load_policy
 from bitplan.fp8.policy.vocabulary import MODULE
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.searched_model import SearchSubject
@@ -102,7 +102,7 @@ def _squared_gradient(statistics: InputStatistics, name: str) -> float:
 def read_speeds(path: str | Path, subject: SearchSubject, rows: int) -> dict[str, float]:
     """How many times BF16's speed each group has in FP8, one where it runs in BF16; another model's is refused."""
     policy = load_policy(path)
-    if not isinstance(policy, BandPolicy):
+    if policy.version == 1:
         raise EvidenceFileError(f"{path}: a policy of version 1 knows no shapes; make one of version 2 of the report")
     shapes = _product_shapes(subject)
     asked = {shape for each in shapes.values() for shape in each}
@@ -125,7 +125,7 @@ def time_by_policy(evidence: SearchEvidence, subject: SearchSubject, speeds: Map
                 group.formats[fmt] = replace(cost, us={**cost.us, rows: reference / speed})
 
 
-def _speedup(policy: BandPolicy, shape: tuple[int, int], rows: int) -> float:
+def _speedup(policy: Policy, shape: tuple[int, int], rows: int) -> float:
     """Of the whole layer in FP8 where it was measured to win, else one: it runs in BF16."""
     found = [1.0]
     for rule in policy.rules:

@@ -1,7 +1,8 @@
-"""Callbacks of selective precision for Hugging Face's Trainer, Lightning and TensorBoard.
+"""Callbacks for Hugging Face's Trainer (and TRL's, which are made of it), Lightning and TensorBoard.
 
-    Trainer(model, args, callbacks=[trainer_callback(policy)])
-    lightning.Trainer(callbacks=[lightning_callback(policy)])
+    Trainer(model, args, callbacks=[streaming_callback(model, "model.layers.*", train="weights")])
+    Trainer(model, args, callbacks=[trainer_callback(policy)])        with selective precision
+    lightning.Trainer(callbacks=[lightning_callback(policy)])         or lightning_callback(stream)
     trainer_callback(policy, scalars=TensorBoardScalars("runs/one"))
 
 Stream the model and make the policy first, then the trainer: streamed blocks stay where they are when a trainer moves
@@ -21,10 +22,11 @@ None of the libraries is imported until it is asked for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from bitplan.base.optional import require
@@ -33,9 +35,10 @@ from bitplan.plan.names import listed
 from bitplan.streaming.selective.config import SelectiveError
 from bitplan.streaming.selective.run_calibration import Forward
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.streaming.stream_blocks import BlockStream
+from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
+from bitplan.streaming.training.processes import hide_from_ddp
 
 log = logging.getLogger("bitplan")
 STATE_FILE = "selective_precision.json"
@@ -67,163 +70,221 @@ class TensorBoardScalars:
         self.writer.close()
 
 
+class _TrainerSteps:
+    """A trainer's steps on a stream, with a policy of selective precision or without one."""
+
+    def __init__(self, subject: SelectivePrecisionPolicy | BlockStream, scalars: TensorBoardScalars | None) -> None:
+        self.policy = None if isinstance(subject, BlockStream) else subject
+        self.stream = subject if isinstance(subject, BlockStream) else subject.stream
+        self.trains, self.adamw = self.stream.training is not None, _FollowedOptimizer(self.stream)
+        self._scalars = scalars
+
+    def begin(self, step: int) -> None:
+        (self.policy or self.stream).begin_step(step)
+
+    def before_optimizer(
+        self, step: int, optimizer: Any, scaler: Any, max_norm: float, parameters: Iterable[Tensor]
+    ) -> None:
+        """Unscale and clip the gradients, take the optimizer's settings over, and let the policy decide."""
+        if self.trains and scaler is not None:  # before clipping; a step that overflows is skipped
+            self.stream.unscale_gradients(scaler, unwrapped(optimizer))
+        if self.trains and max_norm:
+            self.stream.clip_gradients(max_norm, parameters)
+        self.adamw.follow(optimizer)
+        if self.policy is not None:
+            self.policy.collect_block_grad_stats()
+            self.policy.compute_hints(step)
+
+    def end(self, step: int) -> dict[str, float]:
+        """End the step; returns the policy's scalars."""
+        (self.policy or self.stream).end_step()
+        if self.policy is None:
+            return {}
+        if self._scalars is not None:
+            self._scalars.write(self.policy, step)
+        return self.policy.scalars()
+
+    def synchronize(self) -> None:
+        """Before the trainer saves or ends: the model's Parameters become the trained weights."""
+        if self.trains:
+            self.stream.synchronize()
+
+    def calibrate(self, loader: Any, batch_size: int | None = None, forward: Forward | None = None) -> None:
+        if self.policy is not None and self.policy.lacks_calibration:
+            self.policy.calibrate(_unshuffled(loader, batch_size), forward=forward, progress=False)
+
+    def restore(
+        self, load_policy: Callable[[SelectivePrecisionPolicy], None], load_weights: Callable[[], None]
+    ) -> None:
+        """Load both or neither: a policy must not decide from a training that the stream's weights have not had."""
+        policy, before = self.policy, None
+        if policy is not None:
+            before = policy.state_dict() if self.trains else None
+            load_policy(policy)
+        if self.trains:
+            with on_failure(lambda: policy and before and policy.load_state_dict(before)):
+                load_weights()
+
+
+def streaming_callback(
+    model: nn.Module, blocks: str = "model.layers.*", *, resume_from: str | Path | None = None, **options: Any
+) -> Any:
+    """A callback for transformers.Trainer, and TRL's trainers, that streams the model's blocks: `stream_blocks` in one
+    line, called before the trainer moves the model. Options are those of `stream_blocks`.
+
+    The stream is `callback.stream`; it stays open after training, for evaluation: close it when you are done.
+    """
+    return trainer_callback(stream_blocks(model, blocks, **options), resume_from=resume_from)
+
+
 def trainer_callback(
-    policy: SelectivePrecisionPolicy,
+    subject: SelectivePrecisionPolicy | BlockStream,
     *,
     scalars: TensorBoardScalars | None = None,
     resume_from: str | Path | None = None,
 ) -> Any:
-    """A callback for transformers.Trainer.
+    """A callback for transformers.Trainer, of a policy of selective precision or of a stream alone.
 
     The state is saved into each checkpoint. A resumed run reads it from `output_dir/checkpoint-STEP`, or from
     `resume_from` where the checkpoint lies elsewhere.
     """
     base = require("transformers", purpose="a Trainer callback", extra=EXTRA).TrainerCallback
-    stream = policy.stream
-    trains, adamw = stream.training is not None, _FollowedOptimizer(stream)
+    steps = _TrainerSteps(subject, scalars)
 
-    class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
+    class StreamingCallback(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
+            self.stream = steps.stream
             self._max_norm = 0.0  # of the open step
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if not state.global_step and policy.lacks_calibration:
-                policy.calibrate(_unshuffled(kwargs["train_dataloader"], args.train_batch_size), progress=False)
+            if not state.global_step and steps.policy is not None and steps.policy.lacks_calibration:
+                steps.calibrate(kwargs["train_dataloader"], args.train_batch_size)
             if state.global_step:
                 folder = Path(resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
-                weights = (lambda: stream.load(folder / WEIGHTS_FILE)) if trains else None
-                _restore(policy, lambda: policy.load(folder / STATE_FILE), weights)
+                steps.restore(
+                    lambda policy: policy.load(folder / STATE_FILE), lambda: steps.stream.load(folder / WEIGHTS_FILE)
+                )
             if kwargs.get("optimizer") is not None:  # an optimizer that cannot be followed is refused before a step
-                adamw.follow(kwargs["optimizer"])
+                steps.adamw.follow(kwargs["optimizer"])
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            policy.begin_step(state.global_step)
-            if trains and args.max_grad_norm:
+            steps.begin(state.global_step)
+            if steps.trains and args.max_grad_norm:
                 # The trainer would clip by the norm of the gradients on the device alone: we clip instead, for this
                 # step.
                 self._max_norm, args.max_grad_norm = args.max_grad_norm, 0.0
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            _unscale(stream, kwargs["optimizer"], getattr(kwargs["optimizer"], "scaler", None))
-            if self._max_norm:
-                stream.clip_gradients(self._max_norm, kwargs["model"].parameters())
-                self._max_norm, args.max_grad_norm = 0.0, self._max_norm
-            adamw.follow(kwargs["optimizer"])
-            policy.collect_block_grad_stats()
-            policy.compute_hints(state.global_step)
+            optimizer, max_norm = kwargs["optimizer"], self._max_norm
+            scaler = getattr(optimizer, "scaler", None)
+            steps.before_optimizer(state.global_step, optimizer, scaler, max_norm, kwargs["model"].parameters())
+            if max_norm:
+                self._max_norm, args.max_grad_norm = 0.0, max_norm
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            policy.end_step()
-            if scalars is not None:
-                scalars.write(policy, state.global_step)
-            self._make_current(control)
+            steps.end(state.global_step)
+            self.on_epoch_end(args, state, control)
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self._make_current(control)
+            if control.should_save:
+                steps.synchronize()
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            policy.save(folder / STATE_FILE)
-            if trains:
-                stream.save(folder / WEIGHTS_FILE)
+            if steps.policy is not None and args.should_save:  # of several processes one writes
+                steps.policy.save(folder / STATE_FILE)
+            if steps.trains and args.should_save:
+                steps.stream.save(folder / WEIGHTS_FILE)
+            elif steps.trains:
+                steps.stream.state_dict()  # the others give their moments, if these are divided
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if trains:
-                stream.synchronize()
+            steps.synchronize()
 
-        def _make_current(self, control: Any) -> None:
-            """Before the trainer saves the model, copy the masters into its Parameters."""
-            if trains and control.should_save:
-                stream.synchronize()
-
-    return SelectivePrecisionCallback()
+    return StreamingCallback()
 
 
 def lightning_callback(
-    policy: SelectivePrecisionPolicy,
+    subject: SelectivePrecisionPolicy | BlockStream,
     *,
     scalars: TensorBoardScalars | None = None,
     calibration_forward: Forward | None = None,
 ) -> Any:
-    """A callback for Lightning's Trainer; scalars also go to the logger that the trainer has.
+    """A callback for Lightning's Trainer, of a policy or of a stream alone; scalars also go to the trainer's logger.
 
     calibration_forward   (module, batch) -> anything: how to run a batch of the training data for calibration, which a
                           LightningModule does not define. Without it nothing is calibrated, and the log says so.
     """
     base = require("lightning.pytorch", purpose="a Lightning callback", extra=EXTRA).Callback
-    stream = policy.stream
-    trains, adamw = stream.training is not None, _FollowedOptimizer(stream)
+    steps = _TrainerSteps(subject, scalars)
+    stream = steps.stream
 
-    class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
+    class StreamingCallback(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
+            self.stream = stream
             self._opened: int | None = None
 
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            for path, module in pl_module.named_modules():
+                if module is stream.model and path:  # DistributedDataParallel wraps the LightningModule
+                    hide_from_ddp(pl_module, [f"{path}.{name}" for name in stream.formats])
+
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            if calibration_forward is not None and not trainer.global_step and policy.lacks_calibration:
-                batches = _unshuffled(trainer.train_dataloader)
-                policy.calibrate(batches, forward=calibration_forward, progress=False)
+            if calibration_forward is not None and not trainer.global_step:
+                steps.calibrate(trainer.train_dataloader, forward=calibration_forward)
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if self._opened is None:  # not while gradients are accumulated
                 self._opened = trainer.global_step
-                policy.begin_step(self._opened)
+                steps.begin(self._opened)
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             assert self._opened is not None
-            _unscale(stream, optimizer, getattr(trainer.precision_plugin, "scaler", None))
-            if trains and trainer.gradient_clip_val:
-                if str(trainer.gradient_clip_algorithm or "norm") not in ("norm", "GradClipAlgorithmType.NORM"):
-                    raise SelectiveError(
-                        f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}: the streamed weights' gradients "
-                        "are clipped by their norm; use 'norm', or gradient_clip_val=None"
-                    )
-                # Before the trainer clips: it then finds the norm within the limit.
-                parameters = (one for group in optimizer.param_groups for one in group["params"])
-                stream.clip_gradients(float(trainer.gradient_clip_val), parameters)
-            adamw.follow(optimizer)
-            policy.collect_block_grad_stats()
-            policy.compute_hints(self._opened)
+            max_norm, how = float(trainer.gradient_clip_val or 0.0), str(trainer.gradient_clip_algorithm or "norm")
+            if steps.trains and max_norm and how not in ("norm", "GradClipAlgorithmType.NORM"):
+                raise SelectiveError(
+                    f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}: the streamed weights' gradients "
+                    "are clipped by their norm; use 'norm', or gradient_clip_val=None"
+                )
+            # Before the trainer clips: it then finds the norm within the limit.
+            parameters = (one for group in optimizer.param_groups for one in group["params"])
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            steps.before_optimizer(self._opened, optimizer, scaler, max_norm, parameters)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == self._opened:
-                return
-            self._opened = None
-            policy.end_step()
-            pl_module.log_dict(policy.scalars())
-            if scalars is not None:
-                scalars.write(policy, trainer.global_step)
+            if trainer.global_step != self._opened:
+                self._opened = None
+                pl_module.log_dict(steps.end(trainer.global_step))
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            if trains:
-                stream.synchronize()
+            steps.synchronize()
 
         def state_dict(self) -> dict[str, Any]:
             # The stream's state_dict updates the model's Parameters, which the checkpoint holds by reference.
-            return {**policy.state_dict(), **({WEIGHTS_KEY: stream.state_dict()} if trains else {})}
+            decided = {} if steps.policy is None else steps.policy.state_dict()
+            return {**decided, **({WEIGHTS_KEY: stream.state_dict()} if steps.trains else {})}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             state = dict(state_dict)
             weights = state.pop(WEIGHTS_KEY, None)
-            if trains and weights is None:
+            if steps.trains and weights is None:
                 raise SelectiveError(
                     "the Lightning checkpoint has no streamed weights, and this stream trains them (train='weights'); "
                     "resume from a checkpoint of such a run"
                 )
-            if not trains and weights is not None:
+            if not steps.trains and weights is not None:
                 raise SelectiveError(
                     f"the Lightning checkpoint has streamed weights, and with train={stream.train!r} none are trained"
                 )
-            _restore(
-                policy,
-                lambda: policy.load_state_dict(state, where="the Lightning checkpoint's selective precision state"),
-                (lambda: stream.load_state_dict(weights, where="the Lightning checkpoint's streamed weights"))
-                if trains
-                else None,
+            where = "the Lightning checkpoint's"
+            steps.restore(
+                lambda policy: policy.load_state_dict(state, where=f"{where} selective precision state"),
+                lambda: stream.load_state_dict(weights, where=f"{where} streamed weights"),
             )
 
-    return SelectivePrecisionCallback()
+    return StreamingCallback()
 
 
 def _unshuffled(loader: Any, batch_size: int | None = None) -> Any:
@@ -233,12 +294,6 @@ def _unshuffled(loader: Any, batch_size: int | None = None) -> Any:
 
     size = loader.batch_size or batch_size or 1
     return DataLoader(loader.dataset, batch_size=size, collate_fn=loader.collate_fn, generator=Generator())
-
-
-def _unscale(stream: BlockStream, optimizer: Any, scaler: Any) -> None:
-    """Before clipping: a trainer in fp16 scales the loss, and skips a step whose gradients overflow."""
-    if stream.training is not None and scaler is not None:
-        stream.unscale_gradients(scaler, unwrapped(optimizer))
 
 
 class _FollowedOptimizer:
@@ -321,16 +376,3 @@ def _settings_of(group: dict[str, Any]) -> AdamWSettings:
                 f"the trainer's AdamW has {name}=True, which the host's AdamW does not know; leave it out"
             )
     return AdamWSettings(group["lr"], group["betas"], group["eps"], group["weight_decay"])
-
-
-def _restore(
-    policy: SelectivePrecisionPolicy, load_policy: Callable[[], None], load_weights: Callable[[], None] | None
-) -> None:
-    """Load both or neither: a policy must not decide from a training that the stream's weights have not had."""
-    if load_weights is None:
-        load_policy()
-        return
-    before = policy.state_dict()
-    load_policy()
-    with on_failure(lambda: policy.load_state_dict(before)):
-        load_weights()

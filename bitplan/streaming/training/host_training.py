@@ -56,7 +56,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ from bitplan.streaming.find_blocks import StreamedBlock
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
 from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, pieces, step_by_torch
+from bitplan.streaming.training.processes import ROLL_CALL_S, Processes
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
@@ -158,14 +159,21 @@ class BlockAdamW:
 
     def __init__(self, masters: Mapping[str, Tensor]) -> None:
         self.masters = dict(masters)
+        self.slice_of: Callable[[Tensor], Tensor] = lambda tensor: tensor  # that is stepped here, of each master
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.steps = dict.fromkeys(masters, 0)
         prepare_adamw(masters.values())
 
+    def divide(self, processes: Processes) -> None:
+        """From now on step only this process's slice of every master, and keep the moments of that alone."""
+        self.slice_of = processes.own_slice
+        for name, (first, second) in self.moments.items():
+            self.moments[name] = self.slice_of(first).clone(), self.slice_of(second).clone()
+
     def make_moments(self, name: str) -> None:
         """As AdamW does in its first step."""
         if name not in self.moments:
-            master = self.masters[name]
+            master = self.slice_of(self.masters[name])
             self.moments[name] = torch.zeros_like(master), torch.zeros_like(master)
 
     def step(
@@ -181,10 +189,12 @@ class BlockAdamW:
         """
         for name, gradient in gradients.items():
             self.make_moments(name)
-            tensors = AdamWTensors(self.masters[name], gradient, *self.moments[name], (sent or {}).get(name))
+            master, gradient = self.slice_of(self.masters[name]), self.slice_of(gradient)
+            tensors = AdamWTensors(master, gradient, *self.moments[name], (sent or {}).get(name))
             of = settings[name]
             rates = AdamWRates(of.lr, of.betas, of.eps, of.weight_decay, self.steps[name] + 1, factor)
-            step_adamw(tensors, rates, scratch)
+            if master.numel():
+                step_adamw(tensors, rates, scratch)
             self.steps[name] += 1
 
 
@@ -236,6 +246,10 @@ class GradientPlaces:
         place = self._places[key]
         return place if arrived.data_ptr() == place.data_ptr() else place.copy_(arrived)
 
+    def zeros(self, key: Key) -> Tensor:
+        """A gradient of a weight that has none in this process and has one in another."""
+        return self._places[key].zero_()
+
     def wide(self, key: Key, gradient: Tensor) -> Tensor:
         """A gradient in float32: itself if it has this type, else a copy in memory of its own."""
         if gradient.dtype == torch.float32:
@@ -276,6 +290,7 @@ class StepGradients:
     failure: Exception | None = None
     unfinished: set[int] = field(default_factory=set)  # backwards that have begun and not ended
     overflowed: bool | None = None  # None until `unscale_gradients` has looked
+    is_averaged: bool = False  # over all processes
 
     def note_backward(self) -> None:
         """Within a backward: note that it has begun. Autograd calls back at its end, unless something in it failed."""
@@ -290,6 +305,19 @@ class StepGradients:
                 f"step {self.step}: a backward failed, so that only some weights have their gradients, and the step "
                 "cannot be applied; begin_step drops it"
             )
+
+    def kind(self, key: Key) -> int:
+        """0 where a weight has no gradient yet, 1 where it has one in its own type, 2 where it is in float32."""
+        block, name = key
+        gradient = self.sums.get(key)
+        return 0 if gradient is None else 1 if gradient.dtype == self.places.specs[block][name].dtype else 2
+
+    def make_alike(self, kinds: Mapping[Key, int]) -> None:
+        """Give weights the kinds of gradients that they have in other processes; those without one get zeros."""
+        for key, kind in kinds.items():
+            if kind:
+                gradient = self.sums[key] if key in self.sums else self.places.zeros(key)
+                self.sums[key] = gradient if kind == 1 else self.places.wide(key, gradient)
 
     def apply_factor(self) -> None:
         """Multiply the gradients themselves, for clipping that was done before."""
@@ -334,6 +362,7 @@ def _norm_of(norms: Sequence[Tensor]) -> Tensor:
 # ---- host training ---------------------------------------------------------------------------------------------------
 
 
+Result = TypeVar("Result")
 GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a llama block has nine
 
 
@@ -376,9 +405,14 @@ class HostTraining:
         max_norm: float | None = None,
         *,
         pinned: bool = True,
+        shards: bool = False,
     ) -> None:
-        """pinned: gradients arrive in pinned memory, as much as the trained weights take."""
-        self._device, self._timeout_s = device, timeout_s
+        """pinned: gradients arrive in pinned memory, as much as the trained weights take.
+
+        shards: where several processes train, each steps and keeps the moments of its part of every weight.
+        """
+        self._device, self._timeout_s, self._shards = device, timeout_s, shards
+        self.processes: Processes | None = None
         self.settings, self.max_norm = settings, max_norm
         self.lr = settings.lr
         self.own_settings: Mapping[Key, AdamWSettings] = {}  # of weights that do not have `settings` and `lr`
@@ -427,6 +461,23 @@ class HostTraining:
     @lr.setter
     def lr(self, lr: float) -> None:
         self._lr = setting("lr", lr)
+
+    def join(self, processes: Processes, frozen: Mapping[str, Tensor]) -> None:
+        """Train with other processes, which have the same weights, from now on; nothing may be under way."""
+        processes.require_same({**{name: one.master for name, one in self.trained().items()}, **frozen})
+        self.processes = processes
+        if self._shards:
+            for optimizer in self._optimizers.values():
+                optimizer.divide(processes)
+
+    @property
+    def _update_s(self) -> float:
+        """How long an update may take: one that waits for other processes says itself which of them is late."""
+        return self._timeout_s if self.processes is None else 2 * self._timeout_s + 2 * ROLL_CALL_S
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._shards and self.processes is not None
 
     def _settings_now(self) -> dict[Key, AdamWSettings]:
         common = replace(self.settings, lr=self.lr)
@@ -510,8 +561,11 @@ class HostTraining:
         """Wait for the gradients of the step, and scale them, with those of `also`, to a common norm of `max_norm`."""
         if self.gradients.overflowed:
             return math.inf  # the step is skipped
-        self._await_gradients(self.gradients, self._finite.send(self.gradients.step))
-        return self._scale(self.gradients, max_norm, also)
+        gradients, flags = self.gradients, self._finite.send(self.gradients.step)
+        self._in_turn(
+            lambda: self._settle_gradients(gradients, "clip_gradients", lambda: self._await_gradients(gradients, flags))
+        )
+        return self._scale(gradients, max_norm, also)
 
     def unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None) -> bool:
         """Wait for the gradients of the step, and divide them by the scaler's scale; whether any overflowed."""
@@ -520,20 +574,74 @@ class HostTraining:
             raise StreamError(f"unscale_gradients: step {gradients.step} has been unscaled; once a step is right")
         if not scaler.is_enabled():
             return False
-        self._await_arrival(gradients)
-        is_finite = not self._finite.not_finite(self._finite.send(gradients.step))
+        flags = self._finite.send(gradients.step)
+        is_finite = self._in_turn(
+            lambda: self._settle_gradients(
+                gradients, "unscale_gradients", lambda: self._look_at_scaled(gradients, flags)
+            )
+        )
         gradients.overflowed = share_overflow(scaler, optimizer, self, is_finite=is_finite)
         gradients.apply_factor()
         gradients.factor = 1.0 / scaler.get_scale()
         return gradients.overflowed
 
-    def _await_gradients(self, gradients: StepGradients, flags: SentFlags) -> None:
+    def _look_at_scaled(self, gradients: StepGradients, flags: SentFlags) -> bool:
+        """Wait for gradients of a scaled loss; whether they are finite."""
+        self._await_arrival(gradients)
+        return not self._finite.not_finite(flags)
+
+    def _settle_gradients(self, gradients: StepGradients, call: str, check: Callable[[], bool]) -> bool:
+        """Make the gradients the mean over all processes, once `check` has passed in each; False where one says so."""
+        if self.processes is None:
+            return check()
+        failure, is_finite = None, False
+        try:
+            is_finite = check()
+        except Exception as error:
+            failure = error
+        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
+        kinds = [gradients.kind(key) for key in keys]
+        rows = self.processes.agree(call, gradients.step, failure, [int(is_finite), *kinds])
+        if not all(row[0] for row in rows):
+            return False
+        if not gradients.is_averaged:
+            gradients.apply_factor()
+            kinds = [max(row[at] for row in rows) for at in range(1, len(keys) + 1)]
+            gradients.make_alike(dict(zip(keys, kinds, strict=True)))
+            self.processes.average([gradients.sums[key] for key, kind in zip(keys, kinds, strict=True) if kind])
+            gradients.is_averaged = True
+        return True
+
+    def _in_turn(self, call: Callable[[], Result]) -> Result:
+        """Run a call that talks to other processes: on the optimizer's thread, so that all have it in one order."""
+        if self.processes is None:
+            return call()
+        results: list[Result] = []
+        errors: list[Exception] = []
+        done = Latch()
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except Exception as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        self._updates.submit(run, "talking to other processes")
+        wait_for(done, self._updates, self._update_s, "talking to other processes")
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _await_gradients(self, gradients: StepGradients, flags: SentFlags) -> bool:
         self._await_arrival(gradients)
         if bad := self._finite.not_finite(flags):
             raise BlockNonFiniteError(
                 f"{bad[0]}, step {gradients.step}: gradient holds NaN or infinity; the masters are as they were before "
                 "the step"
             )
+        return True
 
     def _await_arrival(self, gradients: StepGradients) -> None:
         gradients.require_backward_ended()
@@ -569,19 +677,21 @@ class HostTraining:
 
     def _apply(self, update: _Update, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
         gradients = update.gradients
-        what = f"step {gradients.step}: update"
+        what, earlier = f"step {gradients.step}: update", self.failure
         try:
-            if self.failure is not None:
-                self.failure = _also_lost(self.failure, gradients.step)
-            elif not gradients.overflowed:
+            if not gradients.overflowed:
                 self._require_whole(update, check_step)
+            elif earlier is not None:
+                raise earlier
+            if not gradients.overflowed:
                 self._make_moments(gradients)
                 update.checked.set()
                 for block in self._masters:
                     self._step_block(update, block)
                     self._encode(update, block, encode_block)
         except Exception as error:
-            self.failure = self.failure or _named(error, f"step {gradients.step}")
+            lost = None if earlier is None else _also_lost(earlier, gradients.step)
+            self.failure = lost or self.failure or _named(error, f"step {gradients.step}")
         except BaseException as error:
             self.failure = self.failure or TransferError(f"{what}: the thread was stopped ({error!r})")
             raise
@@ -596,9 +706,14 @@ class HostTraining:
             update.wake_waiters()
 
     def _require_whole(self, update: _Update, check_step: Callable[[], None]) -> None:
-        self._gradients.drain(self._timeout_s)
-        check_step()  # first: a fault in forward spoils every later gradient
-        self._await_gradients(update.gradients, update.flags)
+        def check() -> bool:
+            if self.failure is not None:  # of an earlier step
+                raise self.failure
+            self._gradients.drain(self._timeout_s)
+            check_step()  # first: a fault in forward spoils every later gradient
+            return self._await_gradients(update.gradients, update.flags)
+
+        self._settle_gradients(update.gradients, "end_step", check)
         if self.max_norm is not None:
             self._scale(update.gradients, self.max_norm)
 
@@ -608,11 +723,13 @@ class HostTraining:
             self._optimizers[block].make_moments(name)
 
     def _step_block(self, update: _Update, block: str) -> None:
-        sums, sent = update.gradients.sums, self.places_to_send(block)
+        sums, sent = update.gradients.sums, {} if self.is_sharded else self.places_to_send(block)
         own = {name: sums[block, name] for name in self._masters[block] if (block, name) in sums}
         update.begun += 1
         settings = {name: update.settings[block, name] for name in own}
         self._optimizers[block].step(own, settings, self._scratch, sent, update.gradients.factor)
+        if self.processes is not None and self._shards:
+            self.processes.gather([self._masters[block][name] for name in own])
         self.sent = own.keys() & sent.keys()
         for store in self.stores[block].values():
             store.invalidate()
@@ -632,19 +749,19 @@ class HostTraining:
         if self._update is not None:
             what = f"step {self._update.gradients.step}: its gradients"
             with suppress(TransferError):  # the thread has died, which find_failure reports
-                wait_for(self._update.checked, self._updates, self._timeout_s, what)
+                wait_for(self._update.checked, self._updates, self._update_s, what)
 
     def wait_fresh(self, block: str) -> None:
         """Wait, on the transfer thread, until a block's bytes are made from its present masters."""
         fresh = None if self._update is None else self._update.fresh.get(block)
         if fresh is not None:
-            wait_for(fresh, self._updates, self._timeout_s, f"{block}: its update")
+            wait_for(fresh, self._updates, self._update_s, f"{block}: its update")
 
     def finish(self) -> None:
         """Wait for all gradients and updates."""
         if not self._gradients.drain(self._timeout_s):
             self._replace_gradient_thread()
-        if not self._updates.drain(self._timeout_s):
+        if not self._updates.drain(self._update_s):
             self.failure = self.failure or TransferError("the optimizer thread has died, or took too long")
             if not self._updates.is_alive:
                 self._updates = Worker("optimizer")  # so that its death is reported once
@@ -707,6 +824,24 @@ class HostTraining:
             for name, master in masters.items()
         }
 
+    def whole(self) -> dict[str, Trained]:
+        """`trained`, with the moments that other processes keep; with sharded ones all processes must call it."""
+        trained = self.trained()
+        return self._in_turn(lambda: self._with_all_moments(trained)) if self.is_sharded else trained
+
+    def _with_all_moments(self, trained: Mapping[str, Trained]) -> dict[str, Trained]:
+        assert self.processes is not None
+        whole = {}
+        for name, one in trained.items():
+            moments = None
+            if one.moments is not None:
+                moments = torch.empty_like(one.master), torch.empty_like(one.master)
+                for full, own in zip(moments, one.moments, strict=True):
+                    self.processes.own_slice(full).copy_(own)
+                self.processes.gather(moments)
+            whole[name] = one._replace(moments=moments)
+        return whole
+
     def restore(self, trained: Mapping[str, Trained], lr: float, *, copies: bool) -> None:
         """Restore a saved state; nothing may be under way. copies: False if only this call holds the moments."""
         self._open = self._update = self.failure = None
@@ -721,10 +856,13 @@ class HostTraining:
                 optimizer.steps[name] = saved.steps
                 if saved.moments is not None:
                     first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)
-                    optimizer.moments[name] = first, second
+                    optimizer.moments[name] = optimizer.slice_of(first), optimizer.slice_of(second)
         self.torn = None
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Give memory back and end the threads; other processes are told of an error that ends this one's training."""
+        if self.processes is not None:
+            self.processes.leave(error)
         for worker in (self._gradients, self._updates):
             worker.stop(self._timeout_s)
         self._places.close()

@@ -61,7 +61,7 @@ class TrainingState:
 def training_document(training: HostTraining, formats: Mapping[str, str]) -> dict[str, Any]:
     """The document; its tensors are the ones in use, not copies."""
     steps, tensors = {}, {}
-    for name, one in training.trained().items():
+    for name, one in training.whole().items():
         steps[name] = one.steps
         tensors[f"{name}.{MASTER}"] = one.master
         if one.moments is not None:

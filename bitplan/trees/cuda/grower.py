@@ -24,8 +24,9 @@ from bitplan.trees.cuda.binning import CudaBins, copy_bins
 from bitplan.trees.cuda.limits import check_memory, table_bytes
 from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, CudaGradients, collect_rows
 from bitplan.trees.distributed.shards import ALONE, Shards
-from bitplan.trees.gradients import Array, GradientPrecision, Gradients
+from bitplan.trees.gradients import Array, Gradients
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower
+from bitplan.trees.histogram import enter
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import split
 from bitplan.trees.thread_workspace import Growth
@@ -173,20 +174,7 @@ class CudaTreeGrower(TreeGrower):
         if isinstance(gradients, CudaGradients):
             gradients.enter(self._sides, rows)
             return
-        grads, hess = (torch.from_numpy(codes).to(self._device) for codes in (gradients.grads, gradients.hessians))
-        is_all = isinstance(rows, range)
-        numbers = grads if is_all else torch.from_numpy(np.asarray(rows, np.int32)).to(self._device)
-        kernels.enter_rows[(triton.cdiv(max(len(rows), 1), BLOCK),)](
-            self._sides,
-            grads,
-            hess,
-            numbers,
-            len(rows),
-            NIBBLES=gradients.precision is GradientPrecision.I8,
-            ALL=is_all,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+        self._sides[: len(rows)] = torch.from_numpy(enter(gradients, rows).view(np.int64)).to(self._device)
 
     # ---- waves -------------------------------------------------------------------------------------------------------
 

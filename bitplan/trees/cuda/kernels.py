@@ -87,26 +87,6 @@ def byte_of(place, row, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def enter_rows(
-    entries_ptr, grads_ptr, hess_ptr, rows_ptr, count, NIBBLES: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Entries as on the CPU: bits 48..63 the gradient, signed, 32..47 the hessian, 0..31 the row."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    row = at if ALL else tl.load(rows_ptr + at, mask=inside, other=0).to(tl.int64)
-    if NIBBLES:
-        shift = ((row & 1) << 2).to(tl.int32)
-        grad = tl.load(grads_ptr + (row >> 1), mask=inside, other=0).to(tl.int32)
-        grad = (((grad >> shift) & 15) ^ 8) - 8
-        hess = (tl.load(hess_ptr + (row >> 1), mask=inside, other=0).to(tl.int32) >> shift) & 15
-    else:
-        grad = tl.load(grads_ptr + row, mask=inside, other=0).to(tl.int32)
-        hess = tl.load(hess_ptr + row, mask=inside, other=0).to(tl.int32)
-    entry = (grad.to(tl.int64) << 48) + (hess.to(tl.int64) << 32) + row
-    tl.store(entries_ptr + at, entry, mask=inside)
-
-
-@triton.jit
 def _node_of(table_ptr, item, column: tl.constexpr, K: tl.constexpr):
     """The table's row of the node that a block or segment belongs to, and the node's first one."""
     firsts = tl.load(table_ptr + tl.arange(0, K) * _COLUMNS + column)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bitplan.trees.cuda.kernels import BINS, byte_of
-from bitplan.trees.gradients import Array, GradientPrecision
+from bitplan.trees.gradients import Array
 
 DOUBTFUL = 2**16  # rows that are listed; more, and the host computes all of them
 PARTS_COLUMNS = 5  # of a table of ranges of rows: start, stop, the first block, the side of the entries, the leaf
@@ -148,8 +148,6 @@ def enter_floats(
     numbers_ptr,
     key_ptr,
     count,
-    MOST_GRAD: tl.constexpr,
-    MOST_HESS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -170,8 +168,7 @@ def enter_floats(
     else:
         grad, hess = grad + 0.5, hess + 0.5
     grad, hess = tl.floor(grad).to(tl.int64), tl.floor(hess).to(tl.int64)
-    grad = tl.minimum(tl.maximum(grad, -MOST_GRAD), MOST_GRAD)
-    hess = tl.minimum(tl.maximum(hess, 0), MOST_HESS)
+    grad, hess = tl.minimum(tl.maximum(grad, -32767), 32767), tl.minimum(hess, 65535)
     tl.store(entries_ptr + at, (grad << 48) + (hess << 32) + row, mask=inside)
 
 
@@ -267,7 +264,6 @@ def walk_rows(
 
 
 BLOCK = 1024
-ENDS = {GradientPrecision.I16: (127, 255), GradientPrecision.I8: (7, 15)}  # the largest codes
 
 
 @dataclass(frozen=True)
@@ -276,22 +272,14 @@ class CudaGradients:
 
     grads: Tensor
     hessians: Tensor
-    ends: tuple[int, int]
-    tops: tuple[float, float]
+    grad_scale: float
+    hess_scale: float
     key: int | None
-
-    @property
-    def grad_scale(self) -> float:
-        return self.tops[0] / self.ends[0]
-
-    @property
-    def hess_scale(self) -> float:
-        return self.tops[1] / self.ends[1]
 
     def enter(self, entries: Tensor, rows: Array | range) -> None:
         """Write the entries of some rows."""
         device = entries.device
-        inverse = [end / top if top else 0.0 for end, top in zip(self.ends, self.tops, strict=True)]
+        inverse = [1.0 / scale if scale else 0.0 for scale in (self.grad_scale, self.hess_scale)]
         key = np.array([self.key or 0], np.uint64).view(np.int64)
         is_all = isinstance(rows, range)
         numbers = self.grads if is_all else torch.from_numpy(np.asarray(rows, np.int32)).to(device)
@@ -303,8 +291,6 @@ class CudaGradients:
             torch.tensor(inverse, dtype=torch.float64).to(device),
             torch.from_numpy(key).to(device),
             len(rows),
-            MOST_GRAD=self.ends[0],
-            MOST_HESS=self.ends[1],
             STOCHASTIC=self.key is not None,
             ALL=is_all,
             BLOCK=BLOCK,

@@ -10,8 +10,8 @@ from torch import Tensor
 from bitplan.trees.cuda import score_kernels as kernels
 from bitplan.trees.cuda.grower import CudaTreeGrower
 from bitplan.trees.cuda.limits import check_memory
-from bitplan.trees.cuda.score_kernels import BLOCK, ENDS, CudaGradients
-from bitplan.trees.gradients import Array, GradientPrecision, largest, units
+from bitplan.trees.cuda.score_kernels import BLOCK, CudaGradients
+from bitplan.trees.gradients import FAR_SUMS, QUANTIZED, Array, GradientPrecision, far_scale, few_of, largest, units
 from bitplan.trees.grow import Grown, GrowthRules, newton_steps
 from bitplan.trees.objectives import Binary, Multiclass, Objective, SquaredError
 from bitplan.trees.tree import Tree
@@ -24,6 +24,20 @@ _KNOWN = (SquaredError, Binary, Multiclass)
 def has_gradients(objective: Objective) -> bool:
     """Whether the GPU computes them."""
     return type(objective) in _KNOWN
+
+
+class _Magnitudes:
+    """Sizes of numbers on the GPU."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._sizes = numbers.abs()
+
+    def count(self, bound: float) -> int:
+        return int((self._sizes > np.float32(bound).item()).sum())
+
+    def beyond(self, bound: float) -> Array:
+        beyond: Array = self._sizes[self._sizes > np.float32(bound).item()].cpu().numpy()
+        return beyond
 
 
 class CudaScores:
@@ -41,7 +55,7 @@ class CudaScores:
         rules: GrowthRules,
     ) -> None:
         self._objective, self._y, self._weights, self._grower = objective, y, weights, grower
-        self._ends, self._renews, self._rules = ENDS[precision], renew_leaves, rules
+        self._ends, self._renews, self._rules = QUANTIZED[precision].ends, renew_leaves, rules
         device = self._device = grower.device
         count, outputs = scores.shape
         check_memory(device, count, grower.features, count * (16 * outputs + (8 if len(weights) else 0) + 8))
@@ -105,8 +119,12 @@ class CudaScores:
         self._hess[:, rows] = torch.from_numpy(hess).to(self._device)
 
     def prepare(self, output: int, key: int | None) -> CudaGradients:
-        top_grad, top_hess = self._tops[output].tolist()
-        return CudaGradients(self._grads[output], self._hess[output], self._ends, (top_grad, top_hess), key)
+        parts, few = (self._grads[output], self._hess[output]), few_of(len(self._y))
+        scales = [
+            far_scale(_Magnitudes(part), top, end, far, few)
+            for part, top, end, far in zip(parts, self._tops[output].tolist(), self._ends, FAR_SUMS, strict=True)
+        ]
+        return CudaGradients(*parts, scales[0], scales[1], key)
 
     def leaf_values(self, grown: Grown, output: int) -> Array:
         """Newton steps, of full-precision gradients where leaves are to be renewed."""

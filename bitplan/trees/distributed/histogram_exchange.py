@@ -13,7 +13,8 @@ The narrowest form that holds all three is sent:
 
 F32 is summed in fixed point: an int64 for the gradient, and hessian (31 + r bits) and row count (r) share a second one
 up to 65 535 rows; above, three int64. Only the bins that a tree's features have are sent, with the one for missing
-values: a feature of 3 bins is 4 cells. Row counts decide the form, and they are the same everywhere.
+values: a feature of 3 bins is 4 cells. In a round with far rows (`gradients`) R has as many rows more as have the same
+sum. Row counts decide the form, and they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bitplan.trees.distributed.shards import Shards
-from bitplan.trees.gradients import Array, GradientPrecision
+from bitplan.trees.gradients import FAR_SUMS, QUANTIZED, Array, GradientPrecision, Gradients
 from bitplan.trees.histogram import WIDE, Histogram, HistogramBuilder
 from bitplan.trees.loops import histogram as kernels
 from bitplan.trees.loops.histogram import BINS
@@ -61,6 +62,14 @@ def wire_form(precision: GradientPrecision, rows: int) -> WireForm:
     return WireForm(np.int32 if sum_bits <= 31 else np.int64, 3)
 
 
+def far_rows(gradients: Gradients) -> int:
+    """How many rows at the ends of their codes add as much as far rows may."""
+    if not gradients.far:
+        return 0
+    ends = QUANTIZED[gradients.precision].ends
+    return max(-(-far // end) for far, end in zip(FAR_SUMS, ends, strict=True))
+
+
 def pack(fields: Array, form: WireForm) -> Array:
     """(cells, 3) int64 sums to (cells, integers)."""
     if not form.shifts:
@@ -86,10 +95,11 @@ class HistogramSum:
     """Histograms of one tree, summed over all processes."""
 
     def __init__(
-        self, shards: Shards, precision: GradientPrecision, builder: HistogramBuilder, features: Array, counts: Array
+        self, shards: Shards, gradients: Gradients, builder: HistogramBuilder, features: Array, counts: Array
     ) -> None:
         """`counts`: the bins of each feature."""
-        self._shards, self._precision, self._builder = shards, precision, builder
+        self._shards, self._precision, self._builder = shards, gradients.precision, builder
+        self._more = far_rows(gradients)
         used = [
             np.append(feature * BINS + np.arange(counts[feature]), feature * BINS + BINS - 1) for feature in features
         ]
@@ -99,7 +109,7 @@ class HistogramSum:
         """Each summed over all processes; `rows` are those that each node has in all."""
         if self._shards.count == 1:
             return list(histograms)
-        forms = [wire_form(self._precision, count) for count in rows]
+        forms = [wire_form(self._precision, count + self._more) for count in rows]
         words = [pack(self._fields(one), form) for one, form in zip(histograms, forms, strict=True)]
         for dtype in (np.int32, np.int64):  # what has one type goes in one step
             places = [place for place, form in enumerate(forms) if form.dtype is dtype]

@@ -1,7 +1,4 @@
-"""Compiled loops that compute gradients, and that quantize them.
-
-Stochastic rounding draws from a counter-based generator: the number for a row is a hash of random_state, the round and
-the row, so that equal settings give equal codes in whatever order and on however many threads rows are rounded.
+"""Compiled loops that compute gradients, look for the largest, and sum those of leaves.
 
 LambdaRank's gradients, query by query, as LightGBM computes them.
 """
@@ -12,7 +9,9 @@ import math
 
 import numpy as np
 
-from bitplan.trees.loops.compiling import compiled, inlined
+from bitplan.base.loops.atomics import fetch_add
+from bitplan.base.loops.vectors import prefetch
+from bitplan.trees.loops.compiling import compiled
 
 # ---- ranking ---------------------------------------------------------------------------------------------------------
 
@@ -59,28 +58,7 @@ def lambdarank(scores, gains, weights, starts, first, last, order, discounts, pe
 
 
 U = np.uint64
-I = np.int64  # noqa: E741  numba compiles a part once more for every literal it is given
-
-
-@inlined
-def _offsets(key, row, stochastic):  # type: ignore[no-untyped-def]
-    """What to add before rounding down: two numbers in [0, 1), or two halves.
-
-    The numbers are splitmix64's: every bit of the counter changes half the bits of the word.
-    """
-    if not stochastic:
-        return 0.5, 0.5
-    word = key + U(row) * U(0x9E3779B97F4A7C15)
-    word = (word ^ (word >> U(30))) * U(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> U(27))) * U(0x94D049BB133111EB)
-    word = word ^ (word >> U(31))
-    return np.float64(word >> U(32)) * 2.0**-32, np.float64(word & U(0xFFFFFFFF)) * 2.0**-32
-
-
-@inlined
-def _within(code, least, most):  # type: ignore[no-untyped-def]
-    """For integers: numba's min and max of floats look for NaN."""
-    return np.int64(least if code < least else most if code > most else code)
+AHEAD = 16  # rows
 
 
 @compiled
@@ -98,42 +76,36 @@ def find_largest(grads, hess, first, piece, found):  # type: ignore[no-untyped-d
 
 
 @compiled
-def quantize_i16(grads, hess, first, per_grad, per_hess, key, stochastic, grad_codes, hess_codes):  # type: ignore[no-untyped-def]
-    """int8 gradients within -127..127, uint8 hessians within 0..255; `first` is the number of the first row."""
+def count_beyond(grads, hess, first, piece, grad_limit, hess_limit, counts):  # type: ignore[no-untyped-def]
+    """Into the piece's row of `counts` how many |gradients| and hessians are beyond limits; all are bits of float32."""
+    many, heavy = np.int64(0), np.int64(0)
     for i in range(grads.size):
-        for_grad, for_hess = _offsets(key, first + i, stochastic)
-        grad = np.int64(math.floor(np.float64(grads[i]) * per_grad + for_grad))
-        weight = np.int64(math.floor(np.float64(hess[i]) * per_hess + for_hess))
-        grad_codes[i] = _within(grad, I(-127), I(127))
-        hess_codes[i] = _within(weight, I(0), I(255))
+        many += np.int64((grads[i] & np.int32(0x7FFFFFFF)) > grad_limit)
+        heavy += np.int64((hess[i] & np.int32(0x7FFFFFFF)) > hess_limit)
+    at = first // piece
+    counts[at, 0], counts[at, 1] = many, heavy
 
 
 @compiled
-def quantize_i8(grads, hess, first, per_grad, per_hess, key, stochastic, grad_codes, hess_codes):  # type: ignore[no-untyped-def]
-    """Gradients within -7..7, hessians within 0..15; two rows share a byte, the even one has its low half."""
-    for i in range(grads.size):
-        for_grad, for_hess = _offsets(key, first + i, stochastic)
-        grad = np.int64(math.floor(np.float64(grads[i]) * per_grad + for_grad))
-        weight = np.int64(math.floor(np.float64(hess[i]) * per_hess + for_hess))
-        grad, weight = _within(grad, I(-7), I(7)) & 15, _within(weight, I(0), I(15))
-        if i & 1:
-            grad_codes[i >> 1] |= grad << 4
-            hess_codes[i >> 1] |= weight << 4
-        else:
-            grad_codes[i >> 1] = grad
-            hess_codes[i >> 1] = weight
-
-
-@compiled
-def sum_rows(rows, grads, hess, grad_unit, hess_unit):  # type: ignore[no-untyped-def]
-    """Sums of float32 gradients and hessians over rows, as multiples of the units: no order of rows matters."""
-    per_grad, per_hess = 1.0 / grad_unit, 1.0 / hess_unit
-    grad, weight = np.int64(0), np.int64(0)
-    for i in range(rows.size):
-        row = U(rows[U(i)])
-        grad += np.int64(np.rint(np.float64(grads[row]) * per_grad))
-        weight += np.int64(np.rint(np.float64(hess[row]) * per_hess))
-    return grad, weight
+def sum_leaves(rows, first, last, ends, grads, hess, per_grad, per_hess, sums):  # type: ignore[no-untyped-def]
+    """Add float32 gradients and hessians of rows first..last to the sums (gradient, hessian) of their leaves, as
+    multiples of units: no order of rows matters. Leaf after leaf ends at one of `ends`."""
+    leaf = 0
+    while ends[leaf] <= first:
+        leaf += 1
+    while first < last:
+        end = min(ends[leaf], last)
+        grad, weight = np.int64(0), np.int64(0)
+        for i in range(first, end):
+            ahead = rows[U(i + AHEAD if i + AHEAD < last else i)]
+            prefetch(grads, np.int64(ahead))
+            prefetch(hess, np.int64(ahead))
+            row = U(rows[U(i)])
+            grad += np.int64(np.rint(np.float64(grads[row]) * per_grad))
+            weight += np.int64(np.rint(np.float64(hess[row]) * per_hess))
+        fetch_add(sums, 2 * leaf, grad)
+        fetch_add(sums, 2 * leaf + 1, weight)
+        first, leaf = end, leaf + 1
 
 
 @compiled

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.base.loops.atomics import LINE, fetch_add, join, lock, meet, read, unlock, wait_for_change
+from bitplan.base.loops.atomics import LINE, cycles, fetch_add, join, lock, meet, read, unlock, wait_for_change
 from bitplan.base.loops.jit import call_at, run_at
 from bitplan.base.loops.vectors import prefetch
 from bitplan.trees.loops.compiling import called, compiled, inlined
@@ -48,6 +48,24 @@ WIDE = 3  # words
 COPY_SHARE = 64  # of nodes with fewer rows than one in so many, a column has a cache line for each, as its panel has
 BLOCK = 2048  # rows of a histogram that a thread takes at once
 U = np.uint64
+# Places in a thread's row of `ticks`: cycles of the processor's clock spent in each phase, and its last reading.
+PARTITION, SUM, JUDGING, WAITING, QUEUE, LAST = range(6)
+
+
+@inlined
+def _spend(ticks, me, phase):  # type: ignore[no-untyped-def]
+    """What has passed since the last reading was this phase."""
+    now = cycles()
+    ticks[me, phase] += now - ticks[me, LAST]
+    ticks[me, LAST] = now
+
+
+@inlined
+def _meet(me, team, sync, ticks, phase):  # type: ignore[no-untyped-def]
+    """Wait for the others, at the end of a phase."""
+    _spend(ticks, me, phase)
+    meet(sync, MEETING, team)
+    _spend(ticks, me, WAITING)
 
 
 @inlined
@@ -80,32 +98,32 @@ def _part_apart(entries, start, stop, bins, row_bytes, goes_left, node, spare): 
 
 
 @called
-def _copy_column(me, team, sync, work, data, feature):  # type: ignore[no-untyped-def]
+def _copy_column(me, team, sync, ticks, work, data, feature):  # type: ignore[no-untyped-def]
     """All threads copy a column out of its panel."""
     columns, is_there = work[2], work[3]
     bins, row_bytes = bins_of(work, data, feature)
     count = columns.shape[1]
     for row in range(count * me // team, count * (me + 1) // team):
         columns[U(feature), U(row)] = bins[U(row) * U(row_bytes)]
-    meet(sync, MEETING, team)
+    _meet(me, team, sync, ticks, PARTITION)
     if me == 0:
         is_there[feature] = 1
-    meet(sync, MEETING, team)
+    _meet(me, team, sync, ticks, PARTITION)
 
 
 @called
-def _partition(me, team, sync, work, data, goes_left, nodes, node):  # type: ignore[no-untyped-def]
+def _partition(me, team, sync, ticks, work, data, goes_left, nodes, node):  # type: ignore[no-untyped-def]
     """Rows that go left first, in their order; returns how many."""
     entries, spare, columns, is_there = work[0], work[1], work[2], work[3]
     start, stop, feature = nodes[node, START], nodes[node, STOP], nodes[node, FEATURE]
     if not is_there[feature] and (stop - start) * COPY_SHARE > columns.shape[1]:
-        _copy_column(me, team, sync, work, data, feature)
+        _copy_column(me, team, sync, ticks, work, data, feature)
     share = (stop - start + team - 1) // team
     first = min(start + me * share, stop)
     last = min(first + share, stop)
     bins, row_bytes = bins_of(work, data, feature)
     sync[LEFTS + me * LINE] = _part_apart(entries, first, last, bins, row_bytes, goes_left, node, spare)
-    meet(sync, MEETING, team)
+    _meet(me, team, sync, ticks, PARTITION)
     here, before, total = sync[LEFTS + me * LINE], np.int64(0), np.int64(0)
     for other in range(team):
         before += sync[LEFTS + other * LINE] if other < me else 0
@@ -116,7 +134,7 @@ def _partition(me, team, sync, work, data, goes_left, nodes, node):  # type: ign
     to = start + total + (first - start - before)
     for i in range(last - first - here):
         entries[U(to + i)] = spare[U(last - 1 - i)]
-    meet(sync, MEETING, team)
+    _meet(me, team, sync, ticks, PARTITION)
     return total
 
 
@@ -230,7 +248,7 @@ def _free_hopeless(nodes, ready, counts, free, sizes):  # type: ignore[no-untype
 def _judge_part(me, team, cells, words, rest, rest_words, small, large, tables, own, features, options, kernels):  # type: ignore[no-untyped-def]
     """The best splits of two nodes by this thread's part of the features, into its own rows of the tables."""
     nodes, reals = tables[0], tables[1]
-    own_nodes, own_reals, own_left, space, by_bin = own
+    own_nodes, own_reals, own_left, space, by_bin, _ = own
     numeric, categories, every = features
     bins, scales, rules, is_category, monotone, judging, packs = options
     for side in range(2):
@@ -279,7 +297,7 @@ def _merge_parts(team, node, side, tables, own):  # type: ignore[no-untyped-def]
 
 
 @called
-def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, options, space, by_bin, pairs):  # type: ignore[no-untyped-def]
+def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, options, space, by_bin, pairs, ticks, me):  # type: ignore[no-untyped-def]
     """Expand a node whose cells are narrow; returns which of its two slots are free now: 1 the new one, 2 its own."""
     entries, spare, columns, is_there = work[0], work[1], work[2], work[3]
     nodes, reals, goes_left = tables
@@ -292,6 +310,7 @@ def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, opti
         left_size = part_by_panel(entries, where[0], where[1], source, row_bytes, goes_left, node, spare)
     more = nodes, reals, node, left_size, monotone, scales, rules
     small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *more))
+    _spend(ticks, me, PARTITION)
     if small < 0:
         return 3
     words, parent, large = sizes[NARROW], nodes[node, SLOT], 2 * nodes[node, CHILD] + 1 - small
@@ -300,6 +319,7 @@ def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, opti
     cells[:] = 0
     first, last = nodes[small, START], nodes[small, STOP]
     _add_part(entries, first, last, data, kernels, scales, pairs, cells, words)
+    _spend(ticks, me, SUM)
     subtract, splits, left_over = True, np.int64(0), every
     if packs:
         packed = numeric, bins, scales, rules, space
@@ -310,6 +330,7 @@ def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, opti
         general = left_over, bins, scales, rules, is_category, monotone, judging, space, by_bin
         splits = call_at(kernels[JUDGE], (cells, words, rest, words, subtract, *at, *general))
     nodes[small, SLOT], nodes[large, SLOT] = slot, parent
+    _spend(ticks, me, JUDGING)
     return 3 ^ splits
 
 
@@ -335,6 +356,8 @@ def grow_tree(  # type: ignore[no-untyped-def]
     me, team = join(sync, CAME, TEAM, sizes[MOST_THREADS], sizes[PATIENCE])
     if me < 0:
         return
+    ticks = own[5]
+    ticks[me, LAST] = cycles()
     nodes, reals, goes_left = tables
     leaves, splits, counts, ready, top = order
     entries, spare, columns = work[0], work[1], work[2]
@@ -349,7 +372,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
             if me == 0:
                 sync[SMALL_SLOT] = _slot_for(counts, free, nodes[0, STOP], sizes)
         else:
-            left_size = _partition(me, team, sync, work, data, goes_left, nodes, chosen)
+            left_size = _partition(me, team, sync, ticks, work, data, goes_left, nodes, chosen)
             if me == 0:
                 more = nodes, reals, chosen, left_size, monotone, scales, rules
                 small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *more))
@@ -361,7 +384,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
                     sync[LARGE_SLOT] = nodes[chosen, SLOT]
                     if is_wide and nodes[large, ROWS] <= sizes[NARROW_ROWS]:
                         sync[LARGE_SLOT] = _slot_for(counts, free, nodes[large, ROWS], sizes)
-        meet(sync, MEETING, team)
+        _meet(me, team, sync, ticks, QUEUE)
         if not is_root:
             small = sync[SMALL]
             large = 2 * nodes[chosen, CHILD] + 1 - small
@@ -370,7 +393,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
             spaces = pairs[me], narrow_parts[me], wide_parts[me]
             count = last - first
             workers, part_words = _sum_part(me, team, sync, first, count, sizes, entries, data, kernels, scales, spaces)
-            meet(sync, MEETING, team)
+            _meet(me, team, sync, ticks, SUM)
             cells, words = _cells(pool, sync[SMALL_SLOT], sizes)
             rest, rest_words, parent, parent_words = pool[0:0], words, cells, words
             if large >= 0:
@@ -378,7 +401,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
                 parent, parent_words = _cells(pool, nodes[chosen, SLOT], sizes)
             all_parts = wide_parts if part_words == WIDE else narrow_parts
             _add_up(me, team, all_parts, part_words, workers, cells, words, parent, parent_words, rest, rest_words)
-            meet(sync, MEETING, team)
+            _meet(me, team, sync, ticks, SUM)
             if is_root:  # its sums are those of any feature
                 if me == 0:
                     first = features[2][0] * BINS
@@ -387,9 +410,9 @@ def grow_tree(  # type: ignore[no-untyped-def]
                         nodes[0, GRAD] += grad
                         nodes[0, GRAD + 1] += weight
                         nodes[0, ROWS] += rows
-                meet(sync, MEETING, team)
+                _meet(me, team, sync, ticks, SUM)
             _judge_part(me, team, cells, words, rest, rest_words, small, large, tables, own, features, options, kernels)
-            meet(sync, MEETING, team)
+            _meet(me, team, sync, ticks, JUDGING)
         if me == 0:
             if not is_root and (small < 0 or sync[LARGE_SLOT] != nodes[chosen, SLOT]):
                 _free(counts, free, nodes[chosen, SLOT], sizes)
@@ -402,7 +425,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
             if is_root:
                 counts[QUEUED] = counts[READY] = np.int64(reals[0, GAIN] > 0.0)
                 ready[0, SIZE] = nodes[0, STOP]
-        meet(sync, MEETING, team)
+        _meet(me, team, sync, ticks, QUEUE)
         # A leaf for each thread, until the next one is for all. The first has just expanded one, with the others.
         node, slot, unused = np.int64(-1), np.int64(-1), np.int64(0)
         if me == 0 and not is_root:
@@ -424,20 +447,23 @@ def grow_tree(  # type: ignore[no-untyped-def]
             seen = read(sync, CHANGES)
             unlock(sync, LOCK)
             if node == WAIT:
+                _spend(ticks, me, QUEUE)
                 wait_for_change(sync, CHANGES, seen)
+                _spend(ticks, me, WAITING)
                 continue
             if node < 0:
                 break
+            _spend(ticks, me, QUEUE)
             unused = _expand(
                 node, slot, work, data, kernels, tables, sizes, pool, features, options, own[3][me], own[4][me],
-                parts[2][me],
+                parts[2][me], ticks, me,
             )  # fmt: skip
-        meet(sync, MEETING, team)
+        _meet(me, team, sync, ticks, QUEUE)
         if me == 0:
             queue = nodes, reals, leaves, splits, counts, ready, top, best_first
             sync[CHOSEN] = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], True, team, np.int64(-1)))
             _free_hopeless(nodes, ready, counts, free, sizes)
-        meet(sync, MEETING, team)
+        _meet(me, team, sync, ticks, QUEUE)
         chosen = sync[CHOSEN]
         if chosen < 0:
             return

@@ -12,6 +12,9 @@ At 8 bits 65535 rows fill 127 * 65535 < 2^23, 255 * 65535 < 2^24 and 2^16 exactl
 to `NARROW_ROWS` rows, larger ones are summed in blocks that are *widened* into three int64 (gradient, hessian, rows).
 That the exact row count comes for free is why the gradient has the upper 24 bits and not the upper 32.
 
+Stochastic rounding draws from a counter-based generator: the number for a row is a hash of random_state, the round and
+the row, so that equal settings give equal codes in whatever order and on however many threads rows are rounded.
+
 A node's rows are *entries*: the number of the row in the lower 32 bits, its gradients above, so that the partition,
 which moves entries, carries the gradients along, and a histogram reads them in order. Bins lie in panels of up to 32
 features, 8, 16 or 32 bytes a row and never across two cache lines: all that a histogram fetches from afar is one line a
@@ -21,6 +24,7 @@ is unrolled; numba's cache tells them apart by the numbers they close over. What
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -46,30 +50,39 @@ def words_a_row(width: int) -> int:
 # ---- entries ---------------------------------------------------------------------------------------------------------
 
 
-@compiled
-def enter_i16(rows, first, grads, hess, entries):  # type: ignore[no-untyped-def]
-    """Bits 48..63 the gradient, signed, 32..47 the hessian, 0..31 the row: int8 gradients, uint8 hessians.
+@inlined
+def _offsets(key, row, stochastic):  # type: ignore[no-untyped-def]
+    """What to add before rounding down: two numbers in [0, 1), or two halves.
 
-    No `rows`: those from `first` on.
+    The numbers are splitmix64's: every bit of the counter changes half the bits of the word.
+    """
+    if not stochastic:
+        return 0.5, 0.5
+    word = key + U(row) * U(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> U(30))) * U(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> U(27))) * U(0x94D049BB133111EB)
+    word = word ^ (word >> U(31))
+    return np.float64(word >> U(32)) * 2.0**-32, np.float64(word & U(0xFFFFFFFF)) * 2.0**-32
+
+
+@compiled
+def enter_codes(rows, first, grads, hess, numbered, per_grad, per_hess, key, stochastic, entries):  # type: ignore[no-untyped-def]
+    """Bits 48..63 the gradient's code, signed, 32..47 the hessian's, 0..31 the row.
+
+    No `rows`: those from `first` on. The number of row 0 among those of all processes is `numbered`.
     """
     for i in range(entries.size):
         row = U(rows[U(i)]) if rows.size else U(first + i)
-        entries[U(i)] = U((np.int64(grads[row]) << 48) + (np.int64(hess[row]) << 32)) | row
-
-
-@compiled
-def enter_i8(rows, first, grads, hess, entries):  # type: ignore[no-untyped-def]
-    """The same for 4 + 4 bits: two rows share a byte of `grads` and one of `hess`, the even row in the low half."""
-    for i in range(entries.size):
-        row = U(rows[U(i)]) if rows.size else U(first + i)
-        shift = np.int64((row & U(1)) << U(2))
-        grad = ((np.int64(grads[row >> U(1)]) >> shift & 15) ^ 8) - 8
-        weight = np.int64(hess[row >> U(1)]) >> shift & 15
+        for_grad, for_hess = _offsets(key, U(numbered) + row, stochastic)
+        grad = np.int64(math.floor(np.float64(grads[row]) * per_grad + for_grad))
+        weight = np.int64(math.floor(np.float64(hess[row]) * per_hess + for_hess))
+        grad = np.int64(-32767 if grad < -32767 else 32767 if grad > 32767 else grad)  # scales are such that none is
+        weight = np.int64(65535 if weight > 65535 else weight)
         entries[U(i)] = U((grad << 48) + (weight << 32)) | row
 
 
 @compiled
-def enter_f32(rows, first, grads, _hess, entries):  # type: ignore[no-untyped-def]
+def enter_f32(rows, first, grads, entries):  # type: ignore[no-untyped-def]
     """The upper half is the gradient, as it is: `grads` are the bits of float32, read as uint32."""
     for i in range(entries.size):
         row = U(rows[U(i)]) if rows.size else U(first + i)

@@ -27,10 +27,10 @@ def test_the_packages_loops_are_made_of_its_sources() -> None:
 
 def test_a_prepared_loop_runs_and_other_functions_have_none() -> None:
     rows = np.array([2, 0], np.uint32)
-    grads, hess, entries = np.array([1, 2, -3], np.int8), np.array([4, 5, 6], np.uint8), np.zeros(2, np.uint64)
-    given = rows, 0, grads, hess, entries
+    grads, hess, entries = np.array([1, 2, -3], np.float32), np.array([4, 5, 6], np.float32), np.zeros(2, np.uint64)
+    given = rows, 0, grads, hess, 0, 1.0, 1.0, np.uint64(0), False, entries
     kinds: Any = tuple(map(numba.typeof, given))
-    loop = histogram.enter_i16.py_func
+    loop = histogram.enter_codes.py_func
     made = prepared_code.rebuilt(loop, kinds, cpu_target.target_context)
     if not (sys.platform == "linux" and platform.machine() == "x86_64" and numba.__version__.startswith("0.68.")):
         assert made is None

@@ -13,8 +13,8 @@ import typer
 import bitplan.cli.app
 from bitplan.cli import run
 from bitplan.cli.verbs import fp8 as bench_verbs
-from bitplan.fp8.policy.policy import load_policy
 from bitplan.fp8.policy.report import Report
+from bitplan.fp8.policy.rules import load_policy
 from tests.processes import Program
 
 LLAMA = {

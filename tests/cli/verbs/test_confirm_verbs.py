@@ -105,7 +105,7 @@ def test_memory_that_ran_out_is_a_row(capsys, monkeypatch):
     def example(*_):
         raise MemoryError
 
-    monkeypatch.setattr("bitplan.fp8.bench.confirm.SmallModel.example", example)
+    monkeypatch.setattr("bitplan.fp8.bench.confirm_policy.SmallModel.example", example)
     assert confirm(tokens="64") == 1
     out = capsys.readouterr().out
     assert "unmeasured" in out

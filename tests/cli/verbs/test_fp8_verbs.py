@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bitplan.cli import run
-from bitplan.fp8.policy.policy import load_policy
 from bitplan.fp8.policy.report import Row
+from bitplan.fp8.policy.rules import load_policy
 from tests.fp8.policy.fp8_samples import H200, VERSION_1, experts, pair, report, series
 
 

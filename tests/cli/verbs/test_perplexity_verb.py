@@ -21,7 +21,7 @@ from bitplan.base.errors import FileFormatError
 from bitplan.cli import run
 from bitplan.files.gpt_oss import make_checkpoint
 from bitplan.files.models.morph import morph_model
-from bitplan.files.models.save_load import save_model
+from bitplan.files.models.save_load import write_model
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.plan import shipped_manifest
@@ -211,7 +211,7 @@ def test_packed_shards_and_files_of_save_model(capsys):
     quantize_file("shards", "packed_shards", "int8_row")
     with_config("packed_shards")
     morph_model(model, "int8_row")
-    save_model(model, "saved.safetensors")
+    write_model(model, "saved.safetensors")
     rows = [
         measured(*command, "--no-floor", capsys=capsys)["reference_row"]
         for command in (("packed_shards",), ("saved.safetensors", "--config", "llama"))

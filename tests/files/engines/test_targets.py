@@ -7,6 +7,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
+import transformers
 
 from bitplan import open_tensors, quantize_file
 from bitplan.base.errors import StoreError
@@ -15,7 +16,7 @@ from bitplan.files.engines.targets import export_model
 from bitplan.files.input_statistics import write_evidence
 from bitplan.formats.codec import decode, encode
 from bitplan.rounding.weights import round_weight
-from tests.files.engines.tiny_models import save_tiny
+from tests.files.engines.tiny_models import save_tiny, save_tokenizer
 
 UP = "model.layers.0.mlp.up_proj.weight"
 FOLDERS = {"compressed-tensors": "int4_g32", "mlx": "int4_g64", "torchao": "int8_row", "hf": "bfloat16"}
@@ -91,3 +92,15 @@ def test_a_packed_embedding_that_the_target_unpacks_gets_the_type_of_the_model(t
     export_model(tmp_path / "packed", tmp_path / "out", target, {})
     held = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert held["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "torchao", "mlx"])
+def test_what_is_packed_is_what_the_model_was_seen_to_multiply_by(tmp_path, to):
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 96}
+    config = transformers.GPT2Config(**sizes, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    save_tokenizer(tmp_path / "gpt2")
+    report = export_model(tmp_path / "gpt2", tmp_path / "out", to, "int8_g64")
+    packed = {row.source for row in report.rows if row.format == "int8_g64"}
+    table = {"transformer.wte.weight"} if to == "mlx" else set()
+    assert packed == {"lm_head.weight"} | table, "weights of Conv1D lie transposed, and positions are added"

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+import bitplan
 from bitplan.base.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.files.gguf_tensors import GGUF_TYPES
 from bitplan.files.models.morph import formats_of, morph_model, stores_of
-from bitplan.files.models.save_load import load_model, save_model
+from bitplan.files.models.save_load import load_model, write_model
 from bitplan.formats import DTYPE_NAMES
 from tests.crosses import few
 from tests.formats.samples import SMALL_BLOCKS
@@ -33,9 +34,9 @@ def round_trip(layer, fmt, folder, suffix):
     model = nn.Sequential(LAYERS[layer](), nn.LayerNorm(8))
     morph_model(model, fmt)
     first, second = folder / f"first{suffix}", folder / f"second{suffix}"
-    save_model(model, first)
+    write_model(model, first)
     loaded = load_model(first, nn.Sequential(LAYERS[layer](), nn.LayerNorm(8)))
-    save_model(loaded, second)
+    write_model(loaded, second)
     return model, loaded, first, second
 
 
@@ -78,9 +79,9 @@ class Tied(nn.Module):
 def test_a_tied_weight_in_two_formats_keeps_both(tmp_path):
     model = Tied()
     morph_model(model, {"tokens.*": "int8_row", "head.*": "mxfp4"})
-    save_model(model, tmp_path / "a.safetensors")
+    write_model(model, tmp_path / "a.safetensors")
     loaded = load_model(tmp_path / "a.safetensors", Tied())
-    save_model(loaded, tmp_path / "b.safetensors")
+    write_model(loaded, tmp_path / "b.safetensors")
     assert {name: fmt.name for name, fmt in formats_of(loaded).items()} == {
         "tokens.weight": "int8_row",
         "head.weight": "mxfp4",
@@ -92,11 +93,11 @@ def test_a_tied_weight_in_two_formats_keeps_both(tmp_path):
 def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
     model = Tied()
     morph_model(model, "mxfp4")
-    save_model(model, tmp_path / "a.safetensors")
+    write_model(model, tmp_path / "a.safetensors")
     loaded = load_model(tmp_path / "a.safetensors", Tied())
     assert loaded.head.weight is loaded.tokens.weight
     assert stores_of(loaded)["head.weight"] is stores_of(loaded)["tokens.weight"]
-    save_model(loaded, tmp_path / "b.safetensors")
+    write_model(loaded, tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert (tmp_path / "a.safetensors").stat().st_size < 32 * 64
 
@@ -104,7 +105,7 @@ def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
 def test_buffers_travel_with_the_model(tmp_path):
     model = nn.Sequential(nn.Conv1d(32, 4, 1), nn.BatchNorm1d(4))
     model(torch.randn(3, 32, 5))
-    save_model(model, tmp_path / "a.safetensors")
+    write_model(model, tmp_path / "a.safetensors")
     loaded = load_model(tmp_path / "a.safetensors", nn.Sequential(nn.Conv1d(32, 4, 1), nn.BatchNorm1d(4)))
     assert loaded[1].num_batches_tracked == 1
     assert torch.equal(loaded[1].running_mean, model[1].running_mean)
@@ -120,7 +121,7 @@ def test_buffers_travel_with_the_model(tmp_path):
     ],
 )
 def test_a_file_for_another_model_changes_nothing(other, message, tmp_path):
-    save_model(nn.Sequential(nn.Linear(128, 6)), tmp_path / "a.safetensors")
+    write_model(nn.Sequential(nn.Linear(128, 6)), tmp_path / "a.safetensors")
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     with pytest.raises(FileFormatError, match=message):
         load_model(tmp_path / "a.safetensors", other)
@@ -130,10 +131,10 @@ def test_a_file_for_another_model_changes_nothing(other, message, tmp_path):
 def test_a_stale_version_is_never_saved(tmp_path):
     model = nn.Linear(128, 6)
     morph_model(model, "int8_row")
-    save_model(model, tmp_path / "a.safetensors")
+    write_model(model, tmp_path / "a.safetensors")
     with torch.no_grad():
         model.weight.mul_(2)
-    save_model(model, tmp_path / "b.safetensors")
+    write_model(model, tmp_path / "b.safetensors")
     loaded = load_model(tmp_path / "b.safetensors", nn.Linear(128, 6))
     assert torch.allclose(loaded.weight, model.weight, atol=0.01)
     assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "b.safetensors").read_bytes()
@@ -142,12 +143,12 @@ def test_a_stale_version_is_never_saved(tmp_path):
 def test_a_padded_format_keeps_its_padding_in_the_file(tmp_path):
     model = nn.Linear(33, 3)
     morph_model(model, "mxfp4", pad="zero")
-    save_model(model, tmp_path / "a.safetensors")
+    write_model(model, tmp_path / "a.safetensors")
     loaded = load_model(tmp_path / "a.safetensors", nn.Linear(33, 3))
-    save_model(loaded, tmp_path / "b.safetensors")
+    write_model(loaded, tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     with pytest.raises(StoreError, match=r"GGUF|row"):
-        save_model(loaded, tmp_path / "a.gguf")
+        write_model(loaded, tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -155,19 +156,30 @@ def test_a_padded_format_keeps_its_padding_in_the_file(tmp_path):
 def test_models_of_other_float_types_load_and_save_to_the_same_bytes(dtype, fmt, tmp_path):
     model = nn.Linear(64, 64).to(dtype)
     morph_model(model, fmt)
-    save_model(model, tmp_path / "a.safetensors")
+    write_model(model, tmp_path / "a.safetensors")
     loaded = load_model(tmp_path / "a.safetensors", nn.Linear(64, 64).to(dtype))
-    save_model(loaded, tmp_path / "b.safetensors")
+    write_model(loaded, tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert loaded.weight.dtype == dtype
     x = torch.randn(3, 64).to(dtype)
     assert torch.equal(loaded.eval()(x), model.eval()(x))
 
 
-def test_swapped_arguments_are_named(tmp_path):
-    with pytest.raises(
-        ArgumentError, match=r"load_model\(path, model\): model must be a torch.nn.Module .* got model: str"
-    ):
-        load_model(nn.Linear(2, 2), "a.safetensors")
-    with pytest.raises(ArgumentError, match=r"save_model\(model, path\): .* got model: .*Path and path: Linear"):
-        save_model(tmp_path, nn.Linear(2, 2))
+def test_the_one_way_to_load_and_to_save_does_what_the_old_names_do(tmp_path):
+    model = nn.Linear(64, 64)
+    morph_model(model, "int8_row")
+    bitplan.save_packed(model, tmp_path / "new.safetensors")
+    with pytest.warns(FutureWarning, match=r"bitplan.save_model is bitplan.save_packed\(model, path\) now"):
+        bitplan.save_model(model, tmp_path / "old.safetensors")
+    assert (tmp_path / "new.safetensors").read_bytes() == (tmp_path / "old.safetensors").read_bytes()
+    loaded, report = bitplan.load_packed(tmp_path / "new.safetensors", model=nn.Linear(64, 64), masters=True)
+    with pytest.warns(FutureWarning, match=r"bitplan.store.load_model is bitplan.load_packed\(path, model=model, mast"):
+        from bitplan.store import load_model as old
+    before = old(tmp_path / "old.safetensors", nn.Linear(64, 64))
+    assert torch.equal(loaded.weight, before.weight)
+    assert loaded.weight.requires_grad
+    x = torch.randn(3, 64)
+    assert torch.equal(loaded.eval()(x), model.eval()(x))
+    assert (report.packed_tensors, report.plain_tensors) == (1, 1)
+    with pytest.raises(ArgumentError, match="masters=True fills the Parameters of your own model"):
+        bitplan.load_packed(tmp_path / "new.safetensors", masters=True)

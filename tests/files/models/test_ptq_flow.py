@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from bitplan.files.compare import compare_models
 from bitplan.files.models.morph import morph_model, observe_model
-from bitplan.files.models.save_load import load_model, save_model
+from bitplan.files.models.save_load import load_model, write_model
 from bitplan.files.models.weight_store import ActivationObserver
 from tests.crosses import few
 
@@ -73,7 +73,7 @@ def trained() -> tuple[Tagger, float]:
 def save(model: nn.Module) -> bytes:
     """The file, as bytes that can be compared."""
     with tempfile.TemporaryDirectory() as folder:
-        save_model(model, Path(folder) / "model.safetensors")
+        write_model(model, Path(folder) / "model.safetensors")
         return (Path(folder) / "model.safetensors").read_bytes()
 
 

@@ -849,7 +849,6 @@ def test_a_store_follows_another_parameter():
     store = WeightStore(layer.weight)
     store.morph("int8_row")
     layer.load_state_dict({"weight": torch.ones(4, 8)}, assign=True)
-    store.follow(layer.weight)
     assert store.active("int8_row") is None
     assert store.follows(layer.weight)
     assert torch.equal(store.simulate("int8_row"), torch.ones(4, 8))
@@ -858,3 +857,13 @@ def test_a_store_follows_another_parameter():
     assert torch.equal(store.simulate("int8_row"), torch.zeros(4, 8))
     with pytest.raises(StoreError, match=r"a store of shape \(4, 8\) cannot follow \(8, 4\)"):
         store.follow(torch.ones(8, 4))
+    twin = copy.deepcopy((layer, store))
+    twin[0].weight = nn.Parameter(torch.full((4, 8), 2.0))
+    assert torch.equal(twin[1].simulate("int8_row"), torch.full((4, 8), 2.0))
+    assert store.follows(layer.weight)
+    layer.weight = nn.Parameter(torch.ones(2, 2))
+    for use in (lambda: store.morph("int8"), lambda: store.master, lambda: store.versions):
+        with pytest.raises(StoreError, match=r"its Parameter was replaced in the module: .*\(2, 2\); make a store"):
+            use()
+    store.follow(torch.ones(4, 8))
+    assert torch.equal(store.master, torch.ones(4, 8))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bitplan.base.errors import MissingLibraryError
-from bitplan.fp8.bench.confirm import count_blocks, plan_small_model
+from bitplan.fp8.bench.confirm_policy import count_blocks, plan_small_model
 from bitplan.fp8.find_linears import find_sites
 from bitplan.fp8.policy.layers import Parallel, local_layers
 from bitplan.fp8.policy.model_parts import model_parts
@@ -131,8 +131,8 @@ def test_it_runs_without_a_network(tmp_path, monkeypatch):
         (LLAMA | {"max_position_embeddings": 0}, 1, "max_position_embeddings must be an integer from 1, got 0"),
         (LLAMA | {"vocab_size": -3}, 1, "vocab_size must be an integer from 1, got -3"),
         (LLAMA, 4, "num_key_value_heads is 2, which tp 4 does not divide"),
-        (FAMILIES["mixtral"][0], 2, "--tp 2 takes dense models"),
-        (FAMILIES["no dense"][0], 2, "--tp 2 takes dense models"),
+        (FAMILIES["mixtral"][0], 2, "tp 2 takes dense models"),
+        (FAMILIES["no dense"][0], 2, "tp 2 takes dense models"),
     ],
 )
 def test_refused_in_one_line(document, tp, message, tmp_path):

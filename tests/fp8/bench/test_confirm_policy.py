@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
-from bitplan.fp8.bench.confirm import SmallModel, plan_small_model
-from bitplan.fp8.bench.confirm_policy import BlockTiming, confirm_policy, require_device
+from bitplan.fp8.bench.confirm_policy import BlockTiming, SmallModel, confirm_policy, plan_small_model, require_device
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8UnavailableError
 from bitplan.fp8.policy.merge import to_thresholds
-from bitplan.fp8.policy.token_ranges import BandPolicy
+from bitplan.fp8.policy.rules import Policy
 from bitplan.fp8.policy.vocabulary import FingerprintError, Fp8Error
 from tests.fp8.bench.test_confirm_model import FAMILIES, LLAMA, save
 from tests.fp8.policy.fp8_samples import H200
@@ -181,7 +180,7 @@ def test_gpu_confirm_gives_intervals_and_leaves_no_memory(tmp_path):
     if fp8_obstacle(device) is not None:
         pytest.skip("this GPU has no FP8")
     results = policy_of(**ALL)
-    policy = BandPolicy(results.rules, fingerprint_of(device), results.speedup_threshold, results.confidence)
+    policy = Policy(results.rules, fingerprint_of(device), results.speedup_threshold, results.confidence)
     small = plan_small_model(save(tmp_path, LLAMA))
     before = torch.cuda.memory_allocated(device)
     for trial in (BlockTiming(), BlockTiming("graph"), BlockTiming("graph", compiled=True)):

@@ -16,7 +16,7 @@ from bitplan.base.loops import launch as launches
 from bitplan.fp8.kernels import bound_norm, guessed_cast
 from bitplan.fp8.kernels.activation import width_of
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.fp8.layers import bound_mlp, bound_operators, joined_mlp, linear_function, scale_guesses, weight_casts
+from bitplan.fp8.layers import bound_operators, joined_mlp, linear_function, scale_guesses, weight_casts
 from bitplan.fp8.layers.products import Fp8Settings
 
 TOKENS, WIDTH, FEATURES = 48, 64, 128
@@ -138,10 +138,9 @@ class PretendedGpu:
             (bound_operators, "_current_device", lambda: -1),
             (bound_operators, "_is_capturing", lambda: False),
             (bound_operators, "current_stream", lambda _: 7),
-            (bound_mlp, "current_stream", lambda _: 7),
         ):
             monkeypatch.setattr(owner, name, value, raising=False)
-        for module in (bound_mlp, bound_operators, guessed_cast, bound_norm):
+        for module in (bound_operators, guessed_cast, bound_norm):
             monkeypatch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
 
     def _record(self, name: str, grid: tuple[int, ...], addresses: tuple[int, ...], tail: tuple[Any, ...]) -> None:

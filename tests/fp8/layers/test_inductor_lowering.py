@@ -60,7 +60,7 @@ def test_generated_code_calls_the_functions(recipe: str) -> None:
     made, code = run_and_get_code(gradients, compiled, x)
     text = "\n".join(code)
     for name in ("linear_forward", "linear_backward", "norm_linear_forward", "norm_linear_backward"):
-        assert f"fp8_functions['fp8_{name}'](" in text
+        assert f"bitplan_functions['fp8_{name}'](" in text
     assert "torch.ops.bitplan" not in "\n".join(line for line in text.splitlines() if not line.strip().startswith("#"))
     for one, other in zip(gradients(model, x), made, strict=True):
         assert torch.equal(one, other)
@@ -81,7 +81,7 @@ def test_a_transposed_input_is_kept_as_the_compiler_was_told() -> None:
 
 def test_every_operator_has_a_function_and_is_bound() -> None:
     pytest.importorskip("triton")
-    from bitplan.fp8.layers.binders import BINDERS
+    from bitplan.fp8.layers.bound_operators import BINDERS
 
     assert set(linear_function.FUNCTIONS) == set(BINDERS)
 

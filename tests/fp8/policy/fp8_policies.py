@@ -6,7 +6,8 @@ import random
 
 from hypothesis import strategies as st
 
-from bitplan.fp8.policy.token_ranges import BandPolicy, BandRule, Point, answer_of
+from bitplan.fp8.policy.rules import Point, Policy, Rule
+from bitplan.fp8.policy.speedup_interval import answer_of
 from tests.fp8.policy.fp8_samples import H200
 
 COUNTS = (16, 32, 64, 128, 256)
@@ -24,8 +25,8 @@ def random_policy(seed):
             for gemm in ("module", "fprop", "dgrad", "wgrad"):
                 points = _points(draw, threshold)
                 if points and draw.random() < 0.8:
-                    rules.append(BandRule("llm", "row", shape, recipe, gemm, points, name, 1))
-    return BandPolicy(rules, H200, threshold, 0.95)
+                    rules.append(Rule("llm", "row", shape, recipe, gemm, points, name, 1))
+    return Policy(rules, H200, threshold, 0.95)
 
 
 def _points(draw, threshold):

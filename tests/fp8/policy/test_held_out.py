@@ -16,7 +16,7 @@ from bitplan.fp8.policy.choice import choose_products
 from bitplan.fp8.policy.merge import merge_reports
 from bitplan.fp8.policy.policy import Question
 from bitplan.fp8.policy.report import Report
-from bitplan.fp8.policy.token_ranges import BandPolicy
+from bitplan.fp8.policy.rules import Policy
 from bitplan.fp8.policy.vocabulary import PRODUCTS
 from tests.fp8.policy.fp8_costs import GPUS, MEASURED, OTHERS, Gpu, measure
 
@@ -118,7 +118,7 @@ def test_counts_left_out_of_what_an_h200_measured(timing, misses):
     wrong = []
     for unknown in (1024, 2048, 4096, 8192):
         known = [replace(rule, points=tuple(p for p in rule.points if p.tokens != unknown)) for rule in rules]
-        policy = BandPolicy(known, whole.fingerprint, whole.speedup_threshold, whole.confidence)
+        policy = Policy(known, whole.fingerprint, whole.speedup_threshold, whole.confidence)
         for rule in rules:
             (truth,) = (point for point in rule.points if point.tokens == unknown)
             asked = Question(rule.kind, unknown, name=rule.name, shape=rule.shape, recipe=rule.recipe)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitplan.fp8.policy.merge import extend_policy, merge_reports, summary, to_thresholds
-from bitplan.fp8.policy.policy import read_policy, should_use_fp8
+from bitplan.fp8.policy.policy import should_use_fp8
 from bitplan.fp8.policy.report import Row
-from bitplan.fp8.policy.token_ranges import speedup_interval
+from bitplan.fp8.policy.rules import read_policy
+from bitplan.fp8.policy.speedup_interval import speedup_interval
 from bitplan.fp8.policy.vocabulary import FingerprintError, Fp8Error, MergeError
 from tests.fp8.policy.fp8_samples import H200, experts, pair, report, series
 

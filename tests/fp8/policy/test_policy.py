@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.fp8.policy.policy import Question, alike_rules, load_policy, matching_rules, read_policy, should_use_fp8
-from bitplan.fp8.policy.thresholds import ThresholdPolicy
-from bitplan.fp8.policy.token_ranges import BandPolicy, BandRule, Point, bands_of
+from bitplan.fp8.policy.policy import Question, alike_rules, matching_rules, should_use_fp8
+from bitplan.fp8.policy.rules import Point, Policy, Rule, bands_of, load_policy, read_policy
 from bitplan.fp8.policy.vocabulary import (
     ANSWERS,
-    KIND_OF_CLASS,
     KINDS,
     FingerprintError,
     Fp8Error,
@@ -44,11 +42,11 @@ def rule(answers, **change):
     points = tuple(point(tokens, answer) for tokens, answer in answers.items())
     given = {"part": "llm", "kind": "row", "shape": (4096, 14336), "recipe": "blockwise", "gemm": "module"}
     dense = {"name": "fc2", "tp": 1} if change.get("kind", "row") not in KINDS[4:] else {}
-    return BandRule(points=points, **(given | dense | change))
+    return Rule(points=points, **(given | dense | change))
 
 
 def policy(*rules):
-    return BandPolicy(rules, H200, 1.0, 0.95)
+    return Policy(rules, H200, 1.0, 0.95)
 
 
 NON_MONOTONE = {
@@ -80,7 +78,7 @@ def test_version_1_file_round_trip(tmp_path):
 
 
 def test_an_empty_policy():
-    text = ThresholdPolicy([], 1).to_json()
+    text = Policy([], None, 1).to_json()
     assert json.loads(text) == {"version": 1, "speedup_threshold": 1, "rules": {}}
 
 
@@ -164,9 +162,7 @@ def test_each_answer_has_its_reason(question, reason):
     assert reason in should_use_fp8(THRESHOLDS, given.pop("kind"), given.pop("num_tokens"), **given).reason
 
 
-def test_modules_and_kinds():
-    assert KIND_OF_CLASS["TELayerNormColumnParallelLinear"] == "layernorm_column"
-    assert set(KIND_OF_CLASS.values()) == set(KINDS)
+def test_kinds_of_experts():
     assert [promote(kind, True) for kind in KINDS] == [
         "column_grouped", "column_grouped", "row_grouped", "duplicated", "column_grouped", "row_grouped",
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.files import quantize_files as quantize
 from bitplan.files.packed_folder import FolderContents, cut_shards, packed_config, write_packed_folder
 from bitplan.files.tensor_file import Promise
-from bitplan.packed import read_tensors as read_packed
+from bitplan.packed.checkpoints.load import _check_room
 from bitplan.packed.layer_replacement import StackedExperts
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.quant_embedding import QuantEmbedding
@@ -97,7 +97,7 @@ def test_logits_are_those_of_the_decoded_model_and_saving_gives_the_same_bytes(n
     source = save(MODELS[name](), tmp_path / "source")
     quantize.quantize_file(source, tmp_path / "packed", "mxfp4", shard_bytes=50_000)
     model, report = bitplan.load_packed(tmp_path / "packed")
-    decoded = bitplan.files.load_model(tmp_path / "packed", MODELS[name]())
+    decoded = bitplan.load_packed(tmp_path / "packed", model=MODELS[name](), masters=True).model
     torch.testing.assert_close(logits(model), logits(decoded))
     held = sum(path.stat().st_size for path in tmp_path.glob("packed/*.safetensors"))
     assert report.packed_bytes < report.device_bytes < held
@@ -461,7 +461,7 @@ def test_a_strategy_without_a_kernel_and_a_gpu_without_room_are_refused(packed, 
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     with pytest.raises(StoreError, match="packed: takes 123456 bytes, and cuda:0 has 1000 free; nothing was read"):
-        read_packed.check_room("packed", 123456, torch.device("cuda", 0))
+        _check_room("packed", 123456, torch.device("cuda", 0))
 
 
 def test_force_replaces_a_models_folder(packed, tmp_path):
@@ -510,7 +510,7 @@ def test_codes_in_the_shape_of_their_weight_which_earlier_versions_wrote_are_rea
 def test_a_packed_model_becomes_plain_again(make, tmp_path):
     torch.manual_seed(0)
     quantize.quantize_file(save(make(), tmp_path / "source"), tmp_path / "packed", "int8_row")
-    decoded = logits(bitplan.files.load_model(tmp_path / "packed", make()))
+    decoded = logits(bitplan.load_packed(tmp_path / "packed", model=make(), masters=True).model)
     model = bitplan.load_packed(tmp_path / "packed").model
     with pytest.raises(StoreError, match=r"is packed, not morphed; bitplan.dequantize\(model\) makes it plain"):
         bitplan.files.unmorph_model(model)

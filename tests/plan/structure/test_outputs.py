@@ -5,6 +5,8 @@ Bounds are relative differences of outputs (norm of the difference by norm of th
     packed    int8 rows, joined where the view joins them        0.03
     streamed  in the parameters' own type                        none: equal to the bit
     streamed  in int8 rows                                       0.03
+    trained   streamed weights, or vectors on the device as adapters are, in the parameters' own type: gradients and
+              AdamW's numbers after a step are equal to the bit to those of the plain model and torch's AdamW
     FP8       tensorwise, emulated, every layer that fits        0.15
 
 Models that a way cannot take are refused by name.
@@ -29,6 +31,7 @@ from bitplan.base.errors import BitplanError
 from bitplan.fp8.apply import apply_fp8
 from bitplan.packed import fuse_projections
 from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.plan.structure import handwritten_models as models
 from tests.plan.structure.test_families import SIZES
@@ -139,6 +142,53 @@ def difference(ours: Any, theirs: Any) -> float:
     return float((first(ours) - first(theirs)).norm() / first(theirs).norm())
 
 
+def trained_streamed(model: nn.Module, pattern: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """One step of training, streamed, beside the plain model: of the weights of blocks, then of their vectors alone."""
+    options: Any = {"slots": 3, "device": SimulatedDevice(), "timeout_s": 60.0}
+
+    def backward(twin: nn.Module) -> dict[str, Tensor]:
+        output = twin(*args, **kwargs)
+        (output if isinstance(output, Tensor) else output[0]).float().square().mean().backward()
+        return {name: one.grad for name, one in twin.named_parameters() if one.grad is not None}
+
+    plain, streamed = copy.deepcopy(model), copy.deepcopy(model)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    expected = backward(plain)
+    adamw.step()
+    with stream_blocks(streamed, pattern, train="weights", optimizer=AdamWSettings(lr=1e-3), **options) as stream:
+        stream.begin_step(0)
+        outside = backward(streamed)
+        stream.end_step()
+        tensors = stream.state_dict()["tensors"]
+        assert outside.keys() == expected.keys() - stream.formats.keys()
+        stepped = {name.removesuffix(".exp_avg") for name in tensors if name.endswith(".exp_avg")}
+        assert stepped == expected.keys() & stream.formats.keys() != set()
+        for name, parameter in plain.named_parameters():
+            if name in outside:
+                assert torch.equal(outside[name], expected[name]), name
+            elif name in expected:
+                state = adamw.state[parameter]
+                for part, numbers in (
+                    ("master", parameter),
+                    ("exp_avg", state["exp_avg"]),
+                    ("exp_avg_sq", state["exp_avg_sq"]),
+                ):
+                    assert torch.equal(tensors[f"{name}.{part}"], numbers), f"{name}.{part}"
+
+    plain, streamed = copy.deepcopy(model), copy.deepcopy(model)
+    for twin in (plain, streamed):
+        for parameter in twin.parameters():
+            parameter.requires_grad_(parameter.dim() < 2)
+    expected = backward(plain)
+    with stream_blocks(streamed, pattern, train="adapters", **options) as stream:
+        stream.begin_step(0)
+        gradients = backward(streamed)
+        stream.end_step()
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(gradients[name], gradient), name
+
+
 LONG = ("leaky", "experts", "gemma2", "patched class")
 REFUSED = {"packed": {"gpt2": "the weight of a Conv1D, and cannot be int8_row; plan a float format for it"}}
 # Layers in FP8: of experts that are a Linear each none; of Gemma 2 none, whose blocks differ by more than the bound; of
@@ -188,6 +238,7 @@ def test_outputs_stay_what_they_were(name: str) -> None:
         options: Any = {"slots": 3, "train": "nothing", "formats": formats, "timeout_s": 60.0}
         with stream_blocks(streamed, pattern, device=SimulatedDevice(), **options), torch.no_grad():
             assert difference(streamed(*args, **kwargs), expected) <= bound
+    trained_streamed(model, pattern, args, kwargs)
 
     fp8 = copy.deepcopy(model)
     applied = apply_fp8(fp8, None, tokens=16, recipe="tensorwise", emulate=True, example=args or kwargs)

@@ -20,6 +20,7 @@ from bitplan.streaming.selective.trainer_callbacks import (
     WEIGHTS_FILE,
     TensorBoardScalars,
     lightning_callback,
+    streaming_callback,
     trainer_callback,
 )
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
@@ -185,11 +186,29 @@ def maybe_streamed(model, blocks, is_streamed, make_callback):
     if not is_streamed:
         yield []
         return
-    with (
-        streaming(model, blocks=blocks, train="weights", optimizer=ADAMW) as stream,
-        SelectivePrecisionPolicy(stream, OFF) as policy,
-    ):
-        yield [make_callback(policy)]
+    with streaming(model, blocks=blocks, train="weights", optimizer=ADAMW) as stream:
+        yield [make_callback(stream)]
+
+
+def test_one_line_streams_a_model_in_a_trainer_and_resumes(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    options = {"train": "weights", "device": "cpu", "slots": 3}
+    states, weights = [], []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = Task("weights", seed=7 if resume else 0)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True
+        )
+        callback = streaming_callback(model, "stack.layers.*", **options)
+        with callback.stream:
+            trainer = transformers.Trainer(model, arguments, train_dataset=rows(), callbacks=[callback])
+            trainer.train(resume_from_checkpoint=resume)
+            states.append(copy.deepcopy(callback.stream.state_dict()["tensors"]))
+        weights.append(dict(model.named_parameters()))
+    assert_equal(*states)
+    assert_equal(*weights)
+    assert (tmp_path / "checkpoint-4" / WEIGHTS_FILE).exists()
+    assert not (tmp_path / "checkpoint-4" / STATE_FILE).exists()  # there is no policy
 
 
 def train_to_the_best(folder, *, is_streamed):

@@ -142,6 +142,7 @@ def test_dynamic_moves_blocks_after_warm_up_and_at_intervals():
         assert seen[3] == seen[5] == set()
         assert policy.precisions["layers.0"] == "bf16"
         assert "int8" in policy.precisions.values()
+        policy.stream.synchronize()
         assert policy.stream.stats.last.bytes_h2d_by_format["int8_row"] > 0
 
 

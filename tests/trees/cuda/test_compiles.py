@@ -53,8 +53,6 @@ if sys.argv[1] == "all":
     build(kernels.pick_features, 1, K=32, WIDE=32)
     build(kernels.judge_features, 2, K=32, HAS_L1=True)
     build(kernels.lay_out, 4, WIDTH=14, BLOCK=1024)
-    for nibbles in (False, True):
-        build(kernels.enter_rows, 4, NIBBLES=nibbles, ALL=nibbles, BLOCK=1024)
     parts = dict(PARTS=512, BLOCK=1024)
     for kernel in (score_kernels.collect_rows, score_kernels.sum_leaves, score_kernels.add_values):
         build(kernel, 8, **parts)
@@ -62,7 +60,7 @@ if sys.argv[1] == "all":
     build(score_kernels.squared_error, 4, **shape)
     assert "fma.rn.f64" in build(score_kernels.binary, 4, **shape), "of exp"
     build(score_kernels.softmax, 4, CLASSES=3, **shape)
-    rounding = dict(MOST_GRAD=127, MOST_HESS=255, STOCHASTIC=True, ALL=True, BLOCK=1024)
+    rounding = dict(STOCHASTIC=True, ALL=True, BLOCK=1024)
     assert "fma.rn.f64" not in build(score_kernels.enter_floats, 4, **rounding)
     build(score_kernels.walk_rows, 4, WIDTH=14, BLOCK=1024)
     build(score_kernels.find_largest, 4, BLOCK=1024)

@@ -87,7 +87,7 @@ def test_sum_is_the_histogram_of_all_rows(precision, rows):
     builder = HistogramBuilder(data, gradients, features)
     here = builder.enter(np.arange(rows, dtype=np.uint32))
     shards = OtherProcessIsTheSame()
-    summing = HistogramSum(shards, precision, builder, features, bins.counts)
+    summing = HistogramSum(shards, gradients, builder, features, bins.counts)
     few, summed = summing([builder.build(here[:5]), builder.build(here)], [10, 2 * rows])
     np.testing.assert_array_equal(few.sums(0), builder.build(np.concatenate([here[:5], here[:5]])).sums(0))
     twice = builder.build(np.concatenate([here, here]))

@@ -1,4 +1,4 @@
-"""Policy version 2: the measured token counts, their answers, and the bands in which FP8 is used.
+"""A policy: rules of measured token counts, and its document, of version 2 or of LoongForge's version 1.
 
     {"document": "bitplan-fp8-policy", "version": 2, "speedup_threshold": 1.0, "confidence": 0.95,
      "fingerprint": {"gpu": "...", "driver": "...", "torch": "...", "triton": "...", "bitplan": "...", "commit": "..."},
@@ -16,38 +16,44 @@ FP8 used. Bands follow from the points and are written for people; a file in whi
 is a file whose answers do not follow from its intervals. An expert's rule has `etp` and `num_gemms` instead of `tp`,
 and no name.
 
-Judges whether FP8 is faster: win, lose or undecided, by an interval for the speedup, from raw times.
+Version 1 is exactly LoongForge's: FP8 from a number of tokens on, dense kinds nested by name, grouped ones flat.
 
-A time on a GPU is the work plus noise that only ever adds, so means mislead and single samples mislead more. There are
-two ways to an interval; neither assumes a distribution of the noise, draws random numbers, or reads a clock:
+    {"version": 1, "speedup_threshold": 1.0, "rules": {
+       "layernorm_column": {"qkv": [{"tp": 1, "min_tokens": 16384, "measured_speedup": 1.03}]},
+       "column_grouped": [{"etp": 1, "num_gemms": 64, "min_tokens": 424, "measured_speedup": 1.02}]}}
 
-    pairs      BF16 and FP8 were timed in turns, so that a GPU that gets warmer slows both. Each turn gives one ratio
-               BF16 / FP8. Sorted, the true median ratio lies between the k-th from below and the k-th from above unless
-               chance put fewer than k ratios on one side of it, and coin flips say how likely that is (the sign test).
-    crossed    too few turns for that (five, LoongForge's default), or not taken in turns: every BF16 time is
-               divided by every FP8 time, and of the sorted ratios as many are cut off at both ends as a rank test (Mann
-               and Whitney's) at the same confidence allows. Drift of the GPU stays in, and widens the interval.
-
-The reported speedup is the median of the same ratios. At 95% "pairs" needs 6 turns, "crossed" 4 times of each.
-The whole interval at or above the threshold: win. All of it below: lose. Otherwise: undecided, which means BF16.
+It does not say, and a reader must not guess, on which GPU, by which recipe and at what shape it was measured, whether a
+missing rule was measured and lost or never measured, and which count was the largest: a rule holds for every count
+above `min_tokens`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from bitplan.base.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, document_key, is_number, one_of, show
+from bitplan.base.documents import (
+    LIST,
+    NAME,
+    OBJECT,
+    SIZE,
+    TEXT,
+    Kind,
+    Reader,
+    document_key,
+    is_number,
+    load_document,
+    one_of,
+    show,
+)
 from bitplan.base.records import atomic_file
 from bitplan.fp8.policy.report import Fingerprint, check_size_keys, read_fingerprint
-from bitplan.fp8.policy.thresholds import SPEEDUP, check_kind
+from bitplan.fp8.policy.speedup_interval import answer_of
 from bitplan.fp8.policy.vocabulary import (
     ANSWERS,
     COUNT,
@@ -55,114 +61,20 @@ from bitplan.fp8.policy.vocabulary import (
     GROUPED_KINDS,
     KINDS,
     LOCAL_SHAPE,
-    LOSE,
+    MODULE,
     PARTS,
-    UNDECIDED,
+    SPEEDUP,
     WIN,
     FingerprintError,
-    Fp8Error,
     PolicyError,
+    PolicyVersionError,
+    check_kind,
     name_rank,
 )
 from bitplan.fp8.recipes import RECIPES
 
-# ---- speedup interval ------------------------------------------------------------------------------------------------
-
-
-DEFAULT_CONFIDENCE = 0.95
-_EXACT_UP_TO = 40  # samples of both together: above this the normal approximation of the rank test is exact enough
-
-
-@dataclass(frozen=True)
-class Interval:
-    """How many times faster FP8 is: the median, and the interval for the given confidence."""
-
-    speedup: float
-    low: float
-    high: float
-    method: str
-
-    def answer(self, threshold: float) -> str:
-        return answer_of(self.low, self.high, threshold)
-
-
-def answer_of(low: float, high: float, threshold: float) -> str:
-    """Win, lose or undecided. The threshold is the least speedup that counts, so an interval that begins on it wins."""
-    if low >= threshold:
-        return WIN
-    return LOSE if high < threshold else UNDECIDED
-
-
-def speedup_interval(
-    bf16_ms: Sequence[float], fp8_ms: Sequence[float], *, in_turns: bool, confidence: float = DEFAULT_CONFIDENCE
-) -> Interval | None:
-    """The interval of BF16 time over FP8 time; None where there are too few samples for this confidence."""
-    for times in (bf16_ms, fp8_ms):
-        if not times or not all(0 < time < math.inf for time in times):
-            raise Fp8Error(f"times must be numbers above 0, got {list(times)[:5]}")
-    check_confidence(confidence)
-    if in_turns and len(bf16_ms) == len(fp8_ms):
-        cut = sign_test_cut(len(bf16_ms), confidence)
-        if cut is not None:
-            ratios = sorted(slow / fast for slow, fast in zip(bf16_ms, fp8_ms, strict=True))
-            return Interval(statistics.median(ratios), ratios[cut], ratios[-1 - cut], "pairs")
-    cut = rank_test_cut(len(bf16_ms), len(fp8_ms), confidence)
-    if cut is None:
-        return None
-    ratios = sorted(slow / fast for slow in bf16_ms for fast in fp8_ms)
-    return Interval(statistics.median(ratios), ratios[cut], ratios[-1 - cut], "crossed")
-
-
-def check_confidence(confidence: float) -> None:
-    if not 0.5 <= confidence < 1:
-        raise Fp8Error(f"the confidence must be from 0.5 up to, and not with, 1, got {confidence!r}")
-
-
-def sign_test_cut(pairs: int, confidence: float) -> int | None:
-    """How many ratios are cut off at each end so that 1 - 2 P(Binomial(pairs, 1/2) <= cut) is still the coverage."""
-    below, cut = 0, None
-    for index in range(pairs // 2):
-        below += math.comb(pairs, index)
-        if 2 * below > (1 - confidence) * 2**pairs:
-            break
-        cut = index
-    return cut
-
-
-def rank_test_cut(first: int, second: int, confidence: float) -> int | None:
-    """How many of the first x second ratios are cut off at each end: P(U <= cut) is at most (1 - confidence) / 2."""
-    tail = (1 - confidence) / 2
-    if first + second > _EXACT_UP_TO:
-        spread = math.sqrt(first * second * (first + second + 1) / 12)
-        cut = math.floor(first * second / 2 - 0.5 - statistics.NormalDist().inv_cdf(1 - tail) * spread)
-        return cut if cut >= 0 else None
-    counts = _rank_counts(first, second)
-    below, largest = 0, None
-    for index in range(first * second // 2):
-        below += counts[index]
-        if below > tail * math.comb(first + second, first):
-            break
-        largest = index
-    return largest
-
-
-@lru_cache(maxsize=256)
-def _rank_counts(first: int, second: int) -> tuple[int, ...]:
-    """How many orders of first + second samples give the rank statistic U = 0, 1, 2, ...: a Gaussian binomial."""
-    counts = [1] + [0] * (first * second)
-    for size in range(1, first + 1):
-        for index in range(first * second, second + size - 1, -1):  # times 1 - q^(second + size)
-            counts[index] -= counts[index - second - size]
-        for index in range(size, first * second + 1):  # divided by 1 - q^size
-            counts[index] += counts[index - size]
-    return tuple(counts)
-
-
-# ---- token ranges ----------------------------------------------------------------------------------------------------
-
-
 DOCUMENT = "bitplan-fp8-policy"
-VERSION = 2
+VERSIONS = (1, 2)
 
 _CONFIDENCE = Kind("a number from 0.5 up to, and not with, 1", lambda value: is_number(value) and 0.5 <= value < 1)
 _RULE_KEYS = {
@@ -178,6 +90,8 @@ _RULE_KEYS = {
     "points": LIST,
     "bands": LIST,
 }
+_DENSE_KEYS = {"tp": COUNT, "min_tokens": SIZE, "measured_speedup": SPEEDUP}  # of version 1
+_GROUPED_KEYS = {"etp": COUNT, "num_gemms": COUNT, "min_tokens": SIZE, "measured_speedup": SPEEDUP}
 _RULE_ALWAYS = ("part", "kind", "shape", "recipe", "gemm", "points", "bands")
 
 
@@ -206,8 +120,11 @@ class Point:
 
 
 @dataclass(frozen=True)
-class BandRule:
-    """All measurements of one layer shape and product by one recipe."""
+class Rule:
+    """All measurements of one layer shape and product by one recipe.
+
+    A rule of version 1 has no shape, recipe and part, and one point: FP8 from its tokens on (`from_tokens`).
+    """
 
     part: str
     kind: str
@@ -219,6 +136,19 @@ class BandRule:
     tp: int | None = None
     etp: int | None = None
     num_gemms: int | None = None
+
+    @classmethod
+    def from_tokens(cls, kind: str, min_tokens: int, measured_speedup: float, **size: Any) -> Self:
+        """A rule of version 1; `size`: name and tp of dense kinds, etp and num_gemms of grouped ones."""
+        return cls("", kind, (0, 0), "", MODULE, (Point(min_tokens, WIN, measured_speedup),), **size)
+
+    @property
+    def min_tokens(self) -> int:
+        return self.points[0].tokens
+
+    @property
+    def measured_speedup(self) -> float:
+        return self.points[0].speedup or 0.0
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -232,16 +162,21 @@ class BandRule:
     @property
     def where(self) -> str:
         size = f"etp {self.etp}, num_gemms {self.num_gemms}" if self.kind in GROUPED_KINDS else f"tp {self.tp}"
+        if not self.recipe:
+            return ", ".join(filter(None, (self.kind, self.name, size)))
         named = f"{self.kind} {self.name or ''}".strip()
         return f"{self.part} {named} {self.shape[0]}x{self.shape[1]}, {size}, {self.recipe}, {self.gemm}"
 
     @property
     def _order(self) -> tuple[Any, ...]:
         size = (self.tp or 0, self.etp or 0, self.num_gemms or 0)
-        layer = (PARTS.index(self.part), KINDS.index(self.kind), name_rank(self.name or ""), *size, self.shape)
-        return (*layer, list(RECIPES).index(self.recipe), GEMMS.index(self.gemm))
+        layer = (("", *PARTS).index(self.part), KINDS.index(self.kind), name_rank(self.name or ""), *size, self.shape)
+        return (*layer, ["", *RECIPES].index(self.recipe), GEMMS.index(self.gemm))
 
     def to_document(self) -> dict[str, Any]:
+        if not self.recipe:
+            keys = _GROUPED_KEYS if self.kind in GROUPED_KINDS else _DENSE_KEYS
+            return {key: getattr(self, key) for key in keys}
         document = {name: getattr(self, name) for name in _RULE_KEYS if getattr(self, name) is not None}
         document["shape"] = list(self.shape)
         document["points"] = [point.to_document() for point in self.points]
@@ -249,17 +184,18 @@ class BandRule:
         return document
 
 
-class BandPolicy:
-    """A version 2 policy. Rules and points are kept in one order, so equal policies have equal bytes."""
+class Policy:
+    """Rules and points are kept in one order, so equal policies have equal bytes.
 
-    version = VERSION
+    Version 1 has no fingerprint and no confidence.
+    """
 
     def __init__(
         self,
-        rules: Iterable[BandRule],
-        fingerprint: Fingerprint,
+        rules: Iterable[Rule],
+        fingerprint: Fingerprint | None,
         speedup_threshold: float,
-        confidence: float,
+        confidence: float | None = None,
         *,
         where: str = "policy",
     ) -> None:
@@ -275,12 +211,24 @@ class BandPolicy:
             seen.add(rule.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BandPolicy) and self.to_document() == other.to_document()
+        return isinstance(other, Policy) and self.to_document() == other.to_document()
 
     __hash__ = None  # type: ignore[assignment]
 
+    @property
+    def version(self) -> int:
+        return 1 if self.fingerprint is None else 2
+
+    def find(self, kind: str, *, name: str | None, tp: int, etp: int, num_gemms: int | None) -> Rule | None:
+        """The rule of version 1, by (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
+        asked = (kind, None, None, etp, num_gemms) if kind in GROUPED_KINDS else (kind, name, tp, None, None)
+        own = ((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms) for rule in self.rules)
+        return next((rule for rule, key in zip(self.rules, own, strict=True) if key == asked), None)
+
     def require_same_gpu(self, current: Fingerprint) -> list[str]:
         """Refuse a policy of another GPU; returns other differences in words, for a warning."""
+        if self.fingerprint is None:
+            return ["version 1 does not say on which GPU it was measured"]
         differences = self.fingerprint.differences(current)
         if "gpu" in differences:
             theirs, mine = differences["gpu"]
@@ -291,44 +239,59 @@ class BandPolicy:
         return [f"{name}: measured with {theirs!r}, now {mine!r}" for name, (theirs, mine) in differences.items()]
 
     def to_document(self) -> dict[str, Any]:
-        return {
-            "document": DOCUMENT,
-            "version": VERSION,
-            "speedup_threshold": self.speedup_threshold,
-            "confidence": self.confidence,
-            "fingerprint": asdict(self.fingerprint),
-            "rules": [rule.to_document() for rule in self.rules],
-        }
+        if self.fingerprint is not None:
+            return {
+                "document": DOCUMENT,
+                "version": 2,
+                "speedup_threshold": self.speedup_threshold,
+                "confidence": self.confidence,
+                "fingerprint": asdict(self.fingerprint),
+                "rules": [rule.to_document() for rule in self.rules],
+            }
+        rules: dict[str, Any] = {}
+        for rule in self.rules:
+            if rule.kind in GROUPED_KINDS:
+                rules.setdefault(rule.kind, []).append(rule.to_document())
+            else:
+                rules.setdefault(rule.kind, {}).setdefault(rule.name, []).append(rule.to_document())
+        return {"version": 1, "speedup_threshold": self.speedup_threshold, "rules": rules}
 
     def to_json(self) -> str:
-        """The document, indented, with one point per line. Equal policies give equal text."""
+        """The document, indented; version 2 with one point a line, version 1 as LoongForge prints it."""
         head = self.to_document()
         rules = head.pop("rules")
         text = json.dumps(head, indent=2, ensure_ascii=False, allow_nan=False)[:-2]
-        inner = ",".join(map(_rule_text, rules)) + ("\n  " if rules else "")
-        return f'{text},\n  "rules": [{inner}]\n}}\n'
+        return f'{text},\n  "rules": {_kinds_text(rules) if self.version == 1 else _rules_text(rules)}\n}}\n'
 
     def save(self, path: str | Path) -> None:
         """Write the document, whole or not at all."""
         with atomic_file(path) as file:
             file.write(self.to_json().encode())
 
-    @classmethod
-    def from_document(cls, document: Any, *, where: str = "policy") -> BandPolicy:
-        reader = Reader(where, PolicyError)
-        known = {
-            "document": one_of(DOCUMENT),
-            "version": SIZE,
-            "speedup_threshold": SPEEDUP,
-            "confidence": _CONFIDENCE,
-            "fingerprint": OBJECT,
-            "rules": LIST,
-        }
-        values = reader.keys("", document, known, tuple(known))
-        threshold = values["speedup_threshold"]
-        rules = [_read_rule(reader, f"rules[{index}]", rule, threshold) for index, rule in enumerate(values["rules"])]
-        fingerprint = read_fingerprint(reader, values["fingerprint"])
-        return cls(rules, fingerprint, threshold, values["confidence"], where=where)
+
+def load_policy(path: str | Path) -> Policy:
+    """A policy of version 1 or 2 from its file."""
+    return read_policy(load_document(path, PolicyError), where=str(path))
+
+
+def read_policy(document: Any, *, where: str = "policy") -> Policy:
+    """A policy of version 1 or 2; the version is checked first: the keys of another version cannot be checked."""
+    if type(document) is not dict:
+        raise PolicyError(f"{where}: a policy must be an object, got {show(document)}")
+    version = document.get("version")
+    if type(version) is not int or version not in VERSIONS:
+        got = show(version) if "version" in document else "none"
+        raise PolicyVersionError(f"{where}: version must be 1 (LoongForge's) or 2 ({DOCUMENT!r}), got {got}")
+    reader = Reader(where, PolicyError)
+    known = {"version": SIZE, "speedup_threshold": SPEEDUP, "rules": OBJECT if version == 1 else LIST}
+    if version == 2:
+        known |= {"document": one_of(DOCUMENT), "confidence": _CONFIDENCE, "fingerprint": OBJECT}
+    values = reader.keys("", document, known, tuple(known))
+    threshold = values["speedup_threshold"]
+    if version == 1:
+        return Policy(_read_thresholds(reader, values["rules"]), None, threshold, where=where)
+    rules = [_read_rule(reader, f"rules[{index}]", rule, threshold) for index, rule in enumerate(values["rules"])]
+    return Policy(rules, read_fingerprint(reader, values["fingerprint"]), threshold, values["confidence"], where=where)
 
 
 def bands_of(points: Sequence[Point]) -> tuple[tuple[int, int], ...]:
@@ -343,14 +306,58 @@ def bands_of(points: Sequence[Point]) -> tuple[tuple[int, int], ...]:
     return tuple(bands)
 
 
-def _rule_text(rule: dict[str, Any]) -> str:
+def _rules_text(rules: Sequence[Mapping[str, Any]]) -> str:
+    return f"[{','.join(map(_rule_text, rules))}" + ("\n  ]" if rules else "]")
+
+
+def _rule_text(rule: Mapping[str, Any]) -> str:
     points = ",".join(f"\n        {json.dumps(point, ensure_ascii=False, allow_nan=False)}" for point in rule["points"])
     keys = [f'"{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in rule.items() if name != "points"]
     lines = [*keys[:-1], f'"points": [{points}\n      ]', keys[-1]]
     return "\n    {\n" + ",\n".join(f"      {line}" for line in lines) + "\n    }"
 
 
-def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> BandRule:
+def _kinds_text(kinds: Mapping[str, Any]) -> str:
+    """A line for each rule of a grouped kind, and for the rules of each name."""
+    texts = []
+    for kind, rules in kinds.items():
+        if kind in GROUPED_KINDS:
+            inner = ",\n".join(f"      {json.dumps(rule)}" for rule in rules)
+            texts.append(f'    "{kind}": [\n{inner}\n    ]')
+        else:
+            named = (
+                f"{json.dumps(name, ensure_ascii=False)}: {json.dumps(of_name)}" for name, of_name in rules.items()
+            )
+            texts.append(f'    "{kind}": {{\n' + ",\n".join(f"      {line}" for line in named) + "\n    }")
+    return "{\n" + ",\n".join(texts) + "\n  }" if texts else "{}"
+
+
+def _read_thresholds(reader: Reader, kinds: Mapping[str, Any]) -> list[Rule]:
+    """The rules of version 1: of dense kinds by name, of grouped ones a flat list."""
+    rules = []
+    for kind, value in kinds.items():
+        check_kind(kind, f"{reader.where}: rules")
+        path, keys = f"rules.{kind}", _GROUPED_KEYS if kind in GROUPED_KINDS else _DENSE_KEYS
+        if kind in GROUPED_KINDS:
+            if type(value) is not list:
+                reader.fail(path, "a flat list of rules: a grouped kind has no names", value)
+            lists = {path: ({}, value)}
+        else:
+            if type(value) is not dict:
+                reader.fail(path, "an object of names (qkv, proj, fc1, ...) to lists of rules", value)
+            if "" in value:
+                reader.stop(f"{path}: a name must not be empty")
+            lists = {f"{path}.{name[:80]}": ({"name": name}, items) for name, items in value.items()}
+        for at, (named, items) in lists.items():
+            if type(items) is not list:
+                reader.fail(at, "a list of rules", items)
+            for index, item in enumerate(items):
+                reader.keys(f"{at}[{index}]", item, keys, tuple(keys))
+                rules.append(Rule.from_tokens(kind, **named, **item))
+    return rules
+
+
+def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> Rule:
     values = dict(reader.keys(path, value, _RULE_KEYS, _RULE_ALWAYS))
     check_kind(values["kind"], f"{reader.where}: {path}")
     grouped = values["kind"] in GROUPED_KINDS
@@ -366,7 +373,7 @@ def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> BandR
     expected = [list(band) for band in bands_of(points)]
     if bands != expected:
         reader.stop(f"{path}: bands must be {show(expected)}, which follows from the points, got {show(bands)}")
-    return BandRule(points=points, **(values | {"shape": tuple(values["shape"])}))
+    return Rule(points=points, **(values | {"shape": tuple(values["shape"])}))
 
 
 def _read_point(reader: Reader, path: str, value: Any, threshold: float) -> Point:

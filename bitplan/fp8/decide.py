@@ -1,0 +1,176 @@
+"""Decides what every layer of a model becomes: FP8 or BF16, which products, by which recipe, and why.
+
+A layer is decided once, for the tokens of its part, by a policy or, without one, by its shape. It stays in BF16 without
+a rule, by another recipe, on hardware without FP8, or if it cannot be replaced; the choice says why. A policy of
+another GPU is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bitplan.fp8.bench.report_log import fingerprint_of
+from bitplan.fp8.find_linears import Site, Sites
+from bitplan.fp8.layer_settings import AmaxEps, Fp8Recipe, fp8_obstacle
+from bitplan.fp8.policy.choice import Fp8Choice, choose_products
+from bitplan.fp8.policy.policy import Question, asked_by_shape
+from bitplan.fp8.policy.rules import Policy
+from bitplan.fp8.policy.vocabulary import DEFAULT_RECIPE, NORM_KIND, PRODUCTS, UNMEASURED, shape_obstacle
+from bitplan.fp8.recipes import expert_recipes
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """How one part of a model is decided: by a policy, or FP8 wherever the shape allows (`policy` None)."""
+
+    policy: Policy | None
+    tokens: int | None
+    recipe: str | None = None
+    fp8: str = "e4m3"
+    fp8_param: bool = False
+    tp: int = 1
+    etp: int = 1
+    extrapolate: bool = False
+    estimate: bool = True
+
+    def __post_init__(self) -> None:
+        Fp8Recipe(self.recipe or DEFAULT_RECIPE, self.fp8)  # type: ignore[arg-type]  # refuses names it does not know
+
+
+@dataclass(frozen=True)
+class LayerDecision:
+    """A layer and what it shall become; `joins` says whether it may be part of a joined MLP."""
+
+    site: Site
+    choice: Fp8Choice
+    recipe: Fp8Recipe
+    fp8_param: bool
+    joins: bool = True
+
+    def within(self, block: str) -> LayerDecision:
+        return replace(self, site=self.site.within(block))
+
+    def apart(self, why: str) -> LayerDecision:
+        """The same without the norm in front and without the activation behind."""
+        return replace(self, site=replace(self.site, norm=None, apart=why), joins=False)
+
+    def in_bf16(self, reason: str, answer: str) -> LayerDecision:
+        choice = replace(self.choice, products=(), answer=answer, reason=reason, speedup=None)
+        return replace(self, choice=choice)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What every layer shall become, in the order of the model; `runs` False where the machine has no FP8."""
+
+    layers: tuple[LayerDecision, ...]
+    notes: tuple[str, ...]
+    runs: bool
+
+
+def decide_layers(sites: Sites, plans: Mapping[str, PartPlan], device: torch.device, *, emulate: bool) -> Decided:
+    """Every layer by the plan of its part."""
+    lacking = _lacking(device, emulate)
+    notes = [] if lacking else _differences(plans.values(), device)
+    asked: dict[Question, Fp8Choice] = {}
+    layers = tuple(_decide(site, plans.get(site.part), lacking, device, asked) for site in sites.sites)
+    if lacking is None:
+        notes += [f"{fault}. Norms and projections stay apart there" for fault in sites.run.faults]
+        notes += _unmeasured(plans, layers)
+    return Decided(layers, tuple(notes), lacking is None)
+
+
+def all_in_fp8(decided: LayerDecision, is_asked_for: bool) -> LayerDecision:
+    """The same layer with all products in FP8, where it can be."""
+    site, name = decided.site, decided.recipe.name
+    can = shape_obstacle(name, site.shape) is None and (not site.is_grouped or name in expert_recipes())
+    if not is_asked_for or site.obstacle is not None or not can or decided.choice.products == PRODUCTS:
+        return decided
+    return replace(decided, choice=replace(decided.choice, products=PRODUCTS, recipe=name, speedup=None))
+
+
+def _lacking(device: torch.device, emulate: bool) -> str | None:
+    if device.type == "cpu" and not emulate:
+        return "no FP8 hardware: the model is on the CPU; move it to the GPU first"
+    obstacle = fp8_obstacle(device)
+    return None if obstacle is None else f"no FP8 hardware: {obstacle}"
+
+
+def _differences(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
+    """Refuse a policy of another GPU; list other differences from the machine that it was measured on."""
+    notes: dict[str, None] = {}
+    for policy in (plan.policy for plan in plans if plan.policy is not None):
+        if device.type == "cpu" and policy.fingerprint is not None:
+            notes[f"emulated on the CPU; the policy is of {policy.fingerprint.gpu}"] = None
+        else:
+            differences = policy.require_same_gpu(fingerprint_of(device))
+            notes |= dict.fromkeys(f"{policy.where}: {difference}" for difference in differences)
+    return list(notes)
+
+
+def _decide(
+    site: Site, plan: PartPlan | None, lacking: str | None, device: torch.device, asked: dict[Question, Fp8Choice]
+) -> LayerDecision:
+    if plan is None:
+        return LayerDecision(site, _bf16(f"FP8 was not asked for in the part {site.part}"), Fp8Recipe(), False)
+    choice, site = _choose(site, plan, asked)
+    name = choice.recipe or plan.recipe or DEFAULT_RECIPE
+    obstacle = lacking or site.obstacle or (fp8_obstacle(device, (name,)) if choice else None)
+    if obstacle is not None:
+        choice = replace(choice, products=(), answer=UNMEASURED, reason=obstacle, speedup=None)
+    recipe = Fp8Recipe(name, plan.fp8, AmaxEps.from_environment(os.environ))  # type: ignore[arg-type]
+    return LayerDecision(site, choice, recipe, plan.fp8_param)
+
+
+def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> tuple[Fp8Choice, Site]:
+    """The policy's choice for one layer, and the layer as the policy knows it.
+
+    Blocks are alike, so `asked` keeps the answer to each question.
+    """
+    if plan.policy is None:
+        name = plan.recipe or DEFAULT_RECIPE
+        obstacle = shape_obstacle(name, site.shape)
+        if site.is_grouped and name not in expert_recipes():
+            obstacle = f"experts have the recipes {', '.join(expert_recipes())}, not {name}"
+        if obstacle is not None:
+            return _bf16(obstacle), site
+        reason = "FP8 everywhere was asked for, without a policy"
+        return Fp8Choice(PRODUCTS, name, UNMEASURED, reason, plan.tokens), site
+    how: dict[str, Any] = {"tp": plan.tp, "etp": plan.etp, "recipe": plan.recipe, "extrapolate": plan.extrapolate}
+    question = asked_by_shape(plan.policy, site.question(plan.tokens, **how))
+    if question not in asked:
+        asked[question] = choose_products(plan.policy, question, estimate=plan.estimate)
+    choice, known = asked[question], replace(site, kind=question.kind, name=question.name or site.name)
+    if choice and question.kind == NORM_KIND and site.norm is None:
+        choice = replace(choice, reason=f"{choice.reason}; measured with its norm fused, which here stays apart")
+    return choice, known
+
+
+def _unmeasured(plans: Mapping[str, PartPlan], decided: Sequence[LayerDecision]) -> list[str]:
+    """The shapes that a policy has never measured, with the command that measures them."""
+    notes: dict[str, None] = {}
+    for part, plan in plans.items():
+        if plan.policy is None or plan.policy.version == 1:
+            continue
+        known = {rule.shape for rule in plan.policy.rules if rule.part == part}
+        sites = [each.site for each in decided if each.site.part == part and not each.site.is_grouped]
+        shapes = dict.fromkeys(
+            f"{site.shape[0]}x{site.shape[1]}{':norm' if site.norm else ''}"
+            for site in sites
+            if site.shape not in known and site.obstacle is None
+        )
+        if shapes:
+            recipe = plan.recipe or next((rule.recipe for rule in plan.policy.rules), DEFAULT_RECIPE)
+            more = f"bitplan fp8 bench --shapes {','.join(shapes)} --part {part} --recipe {recipe} --report more.jsonl"
+            into = f"bitplan fp8 merge more.jsonl --into {plan.policy.where} --output {plan.policy.where} --force"
+            notes[f"never measured: {', '.join(shapes)}; measure them: {more} && {into}"] = None
+    return list(notes)
+
+
+def _bf16(reason: str) -> Fp8Choice:
+    return Fp8Choice((), None, UNMEASURED, reason, None)

@@ -1,0 +1,278 @@
+"""Processes: several processes train the streamed weights of one model, each with batches of its own, as under DDP.
+
+Gradients stay on their process until the step's last backward. Then, on the optimizer's thread, in every process:
+
+    agree      each says which step it is in, what failed, and which weights have gradients; if any failed, all drop the
+               step, with an error that names the process
+    average    gradients are cut into as many slices as there are processes. Each process gets its slice of all others,
+               adds them in float32 in the order of ranks, divides by the number of processes, and gives the result, in
+               the type of the gradient, to all
+
+So all processes have the same bits, whatever sends them (gloo on the host; NCCL through the GPU where the default group
+has it), and these are the bits of one process that accumulates the same batches in float32, where the number of
+processes is a power of two. A weight without a gradient in one process counts as 0 there, as under DDP.
+
+With `shard_optimizer` each process steps its slice of every master, keeps the moments of that slice alone, and gives
+the new numbers to all.
+
+A process that ends closes its connections, which ends what the others wait in; they look into the store of the default
+group for its last words, and name it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from bitplan.base.text import visible
+from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
+
+SLICE_ALIGNMENT = 64  # numbers: AdamW's vectors are whole in every slice, so that slices have the bits of the whole
+BUNDLE_BYTES = 2**26  # of gradients that are sent together
+ROLL_CALL_S = 5.0  # how long the others have to say that they are there
+SHOWN_CHARACTERS = 2000  # of another process's message
+DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"  # of a module: names that DistributedDataParallel leaves alone
+
+
+def several_processes() -> bool:
+    """Whether a default process group of more than one process is up."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def hide_from_ddp(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+    """Make DistributedDataParallel leave these parameters alone, if it wraps the model later; returns the undoing."""
+    before = getattr(model, DDP_IGNORES, None)
+    setattr(model, DDP_IGNORES, [*(before or ()), *names])
+
+    def undo() -> None:
+        if before is None:
+            model.__dict__.pop(DDP_IGNORES, None)
+        else:
+            setattr(model, DDP_IGNORES, before)
+
+    return undo
+
+
+class ProcessLostError(TransferError):
+    """Another process has ended, or does not answer."""
+
+
+class Processes:
+    """The processes of the default group; every one of them makes this object, and the same calls in the same order."""
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
+        self._store = _get_default_store()
+        self._place = f"bitplan.streaming/{self._store.add(f'bitplan.streaming/streams of {self.rank}', 1)}"
+        uses_gpu = device.type == "cuda" and "nccl" in distributed.get_backend_config()
+        self._device = device if uses_gpu else torch.device("cpu")  # that gradients pass through
+        self._words: distributed.ProcessGroup | None = None
+        self._numbers: distributed.ProcessGroup | None = None
+        self._where = "opening a stream"
+        self._meet(lambda: self._join(timedelta(seconds=timeout_s)))
+
+    def _join(self, limit: timedelta) -> None:
+        self._words = distributed.new_group(backend="gloo", timeout=limit)
+        self._numbers = self._words
+        if self._device.type == "cuda":
+            self._numbers = distributed.new_group(backend="nccl", timeout=limit)
+
+    # ---- agreement ---------------------------------------------------------------------------------------------------
+
+    def agree(self, call: str, step: int, failure: Exception | None, notes: Sequence[int]) -> list[list[int]]:
+        """The notes of all processes, by rank; raises in every one where one has failed or is elsewhere."""
+        if failure is not None:
+            words = visible(f"{type(failure).__name__}: {failure}", SHOWN_CHARACTERS)
+            self._store.set(self._key(f"failed in {call} {step}"), words)
+        line = torch.tensor([zlib.crc32(call.encode()), step, _kind(failure), *notes])
+        lines = [torch.empty_like(line) for _ in range(self.count)]
+        self._where = what = f"step {step}: {call}"
+        self._meet(lambda: distributed.all_gather(lines, line, group=self._words))
+        rows = [row.tolist() for row in lines]
+        for rank, row in enumerate(rows):
+            if row[:2] != rows[self.rank][:2]:
+                elsewhere = f"step {row[1]}" if row[0] == rows[self.rank][0] else "another call"
+                raise StreamError(
+                    f"{what}: rank {rank} is in {elsewhere}: "
+                    "all processes begin, clip and end the same steps; end them all, and start again from a checkpoint"
+                )
+        failed = [rank for rank, row in enumerate(rows) if row[2]]
+        if failure is not None:
+            raise failure
+        if failed:
+            words = self._store.get(self._key(f"failed in {call} {step}", failed[0])).decode(errors="replace")
+            kind = BlockNonFiniteError if rows[failed[0]][2] == _NOT_FINITE else TransferError
+            raise kind(f"{what}: rank {failed[0]} failed, and no process applies the step: {words}")
+        return [row[3:] for row in rows]
+
+    def require_same(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse weights that differ between processes; compares sums of their bits."""
+        sums = torch.tensor([_sum_of_bits(tensor) for tensor in tensors.values()])
+        gathered = [torch.empty_like(sums) for _ in range(self.count)]
+        self._where = "comparing weights"
+        self._meet(lambda: distributed.all_gather(gathered, sums, group=self._words))
+        for rank, other in enumerate(gathered):
+            for name, mine, theirs in zip(tensors, gathered[0].tolist(), other.tolist(), strict=True):
+                if mine != theirs:
+                    raise StreamError(
+                        f"{name} is another tensor in rank {rank} than in rank 0: all processes train one model; load "
+                        "the same checkpoint in each, or call torch.manual_seed with one seed before you make the model"
+                    )
+
+    # ---- numbers -----------------------------------------------------------------------------------------------------
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Make each tensor (contiguous, alike in all processes) the mean over processes, in place."""
+        for bundle in _bundles(tensors):
+            sent = self._rows(bundle)
+            received = torch.empty_like(sent)
+            self._meet(
+                lambda sent=sent, received=received: distributed.all_to_all_single(
+                    _bytes(received), _bytes(sent), group=self._numbers
+                ),
+            )
+            total = received[0].float()
+            for row in received[1:]:
+                total += row
+            self._share_out(bundle, (total / self.count).to(sent.dtype))
+
+    def gather(self, tensors: Sequence[Tensor]) -> None:
+        """Fill each tensor (contiguous), of which every process has made its own slice, from all processes."""
+        for bundle in _bundles(tensors):
+            self._share_out(bundle, self._rows(bundle)[self.rank].clone())
+
+    def own_slice(self, tensor: Tensor) -> Tensor:
+        """The numbers of a contiguous tensor that this process steps, as a flat view."""
+        size = self._slice_size(tensor)
+        return tensor.view(-1)[self.rank * size : (self.rank + 1) * size]
+
+    def _slice_size(self, tensor: Tensor) -> int:
+        return -(-tensor.numel() // (self.count * SLICE_ALIGNMENT)) * SLICE_ALIGNMENT
+
+    def _rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One row a process, with its slices of all tensors; the last slices of a tensor may be filled up with 0."""
+        width = sum(map(self._slice_size, tensors))
+        rows = torch.zeros(self.count, width, dtype=tensors[0].dtype, device=self._device)
+        for part, place in self._slices(tensors, rows):
+            place.copy_(part)
+        return rows
+
+    def _share_out(self, tensors: Sequence[Tensor], row: Tensor) -> None:
+        rows = torch.empty(self.count, len(row), dtype=row.dtype, device=self._device)
+        into = list(rows.view(torch.uint8).unbind())
+        self._meet(lambda: distributed.all_gather(into, _bytes(row), group=self._numbers))
+        for part, place in self._slices(tensors, rows):
+            part.copy_(place)
+
+    def _slices(self, tensors: Sequence[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        start = 0
+        for tensor in tensors:
+            size, flat = self._slice_size(tensor), tensor.view(-1)
+            for rank in range(self.count):
+                part = flat[rank * size : (rank + 1) * size]
+                yield part, rows[rank, start : start + len(part)]
+            start += size
+
+    # ---- processes that end ------------------------------------------------------------------------------------------
+
+    def leave(self, error: BaseException | None) -> None:
+        """Close the connections; an error is left for the others to read."""
+        groups, self._words, self._numbers = {self._words, self._numbers}, None, None
+        if error is not None and not isinstance(error, ProcessLostError):
+            words = visible(f"{type(error).__name__}: {error}", SHOWN_CHARACTERS)
+            self._try_store(lambda: self._store.set(self._key("ended"), words))
+        if distributed.is_initialized():
+            for group in groups - {None}:
+                distributed.destroy_process_group(group)
+
+    def _meet(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RuntimeError as error:  # what gloo and the store raise when a connection ends or time is up
+            traceback.clear_frames(error.__traceback__)  # they hold the group, and what is held stays connected
+            explained = self._explain(error)
+            raise ProcessLostError(f"{self._where}: rank {self.rank} of {self.count}: {explained}") from None
+
+    def _explain(self, error: RuntimeError) -> str:
+        cause = re.sub(r"^\[\S+\] |\. This is typically.*", "", (str(error).strip().splitlines() or ["?"])[0])
+        ended, silent, is_store_there = self._call_roll()
+        shown = visible(cause, SHOWN_CHARACTERS)
+        if not is_store_there:
+            return f"the store of the process group is gone: what hosts it ended, rank 0 or torchrun ({shown})"
+        if ended:
+            return "; ".join(f"rank {rank} ended with {words}" for rank, words in sorted(ended.items()))
+        if silent:
+            return f"no answer from {', '.join(f'rank {one}' for one in silent)}: it ended, or hangs ({shown})"
+        return f"a connection broke, or took longer than timeout_s: every process answers ({shown})"
+
+    def _call_roll(self) -> tuple[dict[int, str], list[int], bool]:
+        """Last words of processes that ended, processes that give no answer, and whether the store is there to ask."""
+        ended: dict[int, str] = {}
+        silent = [rank for rank in range(self.count) if rank != self.rank]
+        is_there = self._try_store(lambda: self._store.set(self._key("here"), "yes"))
+        until = time.monotonic() + ROLL_CALL_S
+        while is_there and silent and not ended and time.monotonic() < until:
+            is_there = self._try_store(lambda: self._hear(ended, silent))
+            time.sleep(0.05)
+        return ended, silent, is_there
+
+    def _hear(self, ended: dict[int, str], silent: list[int]) -> None:
+        for rank in list(silent):
+            if self._store.check([self._key("ended", rank)]):
+                words = self._store.get(self._key("ended", rank)).decode(errors="replace")
+                ended[rank] = visible(words, SHOWN_CHARACTERS)
+            if rank in ended or self._store.check([self._key("here", rank)]):
+                silent.remove(rank)
+
+    def _key(self, what: str, rank: int | None = None) -> str:
+        return f"{self._place}/{what}/{self.rank if rank is None else rank}"
+
+    def _try_store(self, ask: Callable[[], Any]) -> bool:
+        """False: the store cannot be reached, which is an answer here and not an error."""
+        try:
+            ask()
+        except RuntimeError:
+            return False
+        return True
+
+
+_FAILED, _NOT_FINITE = 1, 2
+
+
+def _kind(failure: Exception | None) -> int:
+    if failure is None:
+        return 0
+    return _NOT_FINITE if isinstance(failure, BlockNonFiniteError) else _FAILED
+
+
+def _bundles(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type, some at a time, in their order."""
+    for dtype in dict.fromkeys(one.dtype for one in tensors):
+        bundle: list[Tensor] = []
+        for tensor in (one for one in tensors if one.dtype == dtype):
+            if bundle and sum(one.nbytes for one in bundle) + tensor.nbytes > BUNDLE_BYTES:
+                yield bundle
+                bundle = []
+            bundle.append(tensor)
+        yield bundle
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat  # int64 begins at a multiple of its size
+    whole = len(flat) // 8 * 8
+    return int(flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64))

@@ -1,0 +1,34 @@
+"""Weights that are rounded some rows at a time have the bits that they have as a whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bitplan.formats.dispatch import encode
+from bitplan.rounding import round_weight
+from bitplan.searching.gather import damage
+
+
+@pytest.mark.parametrize("fmt", ["q4_k_gguf", "iq4_nl_gguf", "nvfp4", "mxfp4", "int4_g32", "int8_row", "fp8_e4m3_b128"])
+def test_rows_rounded_apart_are_those_of_the_whole(fmt):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(320, 256, generator=generator)
+    inputs = torch.randn(600, 256, generator=generator)
+    statistics = ({"hessian": inputs.T @ inputs}, {"moments": inputs.square().mean(0)})
+    whole = [round_weight(weight, fmt, **each).parts for each in statistics]
+    at_once = 128 * 256
+    assert [len(piece) for piece in damage.pieces_of(weight, at_once, damage._height(weight.shape, fmt))] == [
+        128,
+        128,
+        64,
+    ]
+    for before, each in zip(whole, statistics, strict=True):
+        apart = damage.round_by_rows(weight, fmt, at_once, **each).parts
+        assert before.keys() == apart.keys()
+        assert all(torch.equal(before[part], apart[part]) for part in before)
+
+
+def test_plain_casts_are_made_in_pieces_too():
+    weight = torch.randn(5, 64)
+    assert torch.equal(damage.round_by_rows(weight, "bfloat16", 64).data, encode(weight, "bfloat16").data)

@@ -1,0 +1,202 @@
+"""Real processes over gloo train streamed weights: equal to the bit, and to one process with all batches."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bitplan.streaming.errors import StreamError
+from bitplan.streaming.selective.trainer_callbacks import WEIGHTS_FILE
+from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.training.processes import SLICE_ALIGNMENT, hide_from_ddp
+from tests.streaming.stream_samples import assert_equal, make_stack, streaming
+from tests.streaming.training.process_jobs import in_processes, train_alone, train_unevenly
+
+JOBS = {
+    "train": ("train", {}),
+    "sharded": ("train", {"shard_optimizer": True, "clip_grad_norm": 0.1, "formats": "int8_row"}),
+    "bfloat16": ("train", {"dtype": torch.bfloat16}),
+    "ddp": ("train_with_ddp", {"max_norm": 0.05}),
+    "uneven": ("train_unevenly", {}),
+    "nan": ("meet_nan", {}),
+    "overflow": ("overflow", {}),
+    "resume": ("resume", {}),
+    "differ": ("differ", {}),
+    "disagree": ("disagree", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes returned, by job and rank."""
+    results = in_processes(2, list(JOBS.values()), tmp_path_factory.mktemp("two"))
+    return dict(zip(JOBS, results, strict=True))
+
+
+def of_all(results):
+    """The tensors that every process has, which are the same bits."""
+    errors = [one.get("message") for one in results if "tensors" not in one]
+    assert not errors, errors
+    for other in results[1:]:
+        assert_equal(other["tensors"], results[0]["tensors"])
+    return results[0]["tensors"]
+
+
+def test_two_processes_train_as_one_that_accumulates_to_the_bit(two):
+    alone = train_alone(2)
+    assert_equal(of_all(two["train"]), alone["tensors"])
+    for step, loss in enumerate(alone["losses"]):
+        assert sum(one["losses"][step] for one in two["train"]) / 2 == pytest.approx(loss, rel=1e-6)
+
+
+def test_two_processes_train_as_one_with_the_joined_batch(two):
+    """Whose sums have another order: tiny gradients round another way, and AdamW makes their steps large."""
+    joined = train_alone(2, joined=True)
+    assert difference(of_all(two["train"]), joined["tensors"]) < 1e-3
+    for step, loss in enumerate(joined["losses"]):
+        assert sum(one["losses"][step] for one in two["train"]) / 2 == pytest.approx(loss, rel=1e-4)
+
+
+def difference(result, expected):
+    """The largest relative difference of any tensor."""
+    assert result.keys() == expected.keys()
+    return max(float((one - expected[name]).norm() / expected[name].norm()) for name, one in result.items())
+
+
+def test_sharded_moments_are_half_in_each_process_and_change_no_bit(two):
+    assert_equal(of_all(two["sharded"]), train_alone(2, clip_grad_norm=0.1, formats="int8_row")["tensors"])
+    whole, first, second = (one["moments"] for one in (two["train"][0], *two["sharded"]))
+    assert first + second == whole
+    assert abs(first - second) <= 10 * 2 * 2 * SLICE_ALIGNMENT  # of ten weights the first slice may be longer
+
+
+def test_bfloat16_gradients_are_added_in_float32_and_rounded_once(two):
+    assert 0 < difference(of_all(two["bfloat16"]), train_alone(2, dtype=torch.bfloat16)["tensors"]) < 0.05
+
+
+def test_ddp_around_a_stream_averages_the_rest_and_all_have_one_norm(two):
+    tensors = of_all(two["ddp"])
+    assert two["ddp"][0]["norms"] == two["ddp"][1]["norms"]
+    assert min(two["ddp"][0]["norms"]) > 0.05  # they were clipped
+    assert {"first.weight", "head.bias", "layers.1.up.weight"} <= tensors.keys()
+
+
+def test_uneven_batches_are_means_of_processes(two):
+    assert difference(of_all(two["uneven"]), train_unevenly(None, 1)["tensors"]) < 1e-3
+
+
+def test_a_gradient_that_is_not_finite_stops_the_step_in_all(two):
+    of_all(two["nan"])
+    (first,), (second,) = (one["errors"] for one in two["nan"])
+    assert re.match(
+        r"BlockNonFiniteError: step 1: end_step: rank 1 failed, and no process applies the step: .*layers\.", first
+    )
+    assert re.match(r"BlockNonFiniteError: layers\..*, step 1: gradient holds NaN", second)
+
+
+def test_a_step_that_overflows_in_one_process_is_skipped_in_all(two):
+    of_all(two["overflow"])
+    assert [one["skipped"] for one in two["overflow"]] == [[False, True, False]] * 2
+    assert {one["scale"] for one in two["overflow"]} == {1.0}
+
+
+def test_sharded_moments_are_saved_whole(two):
+    expected = of_all(two["train"])
+    for one in two["resume"]:
+        assert_equal(one["sharded"], expected)
+        assert_equal(one["whole"], expected)
+
+
+def test_processes_with_other_weights_are_refused(two):
+    for one in two["differ"]:
+        assert one["error"] == "StreamError"
+        assert one["message"].startswith("layers.1.norm.bias is another tensor in rank 1 than in rank 0")
+
+
+def test_processes_in_other_steps_are_refused(two):
+    first, second = two["disagree"]
+    assert "step 0: end_step: rank 1 is in step 1: all processes begin, clip and end the same steps" in first["message"]
+    assert "step 1: end_step: rank 0 is in step 0" in second["message"]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raises", r"rank 1 ended with ValueError: no such\\nfile"),
+        ("killed", "no answer from rank 1: it ended, or hangs"),
+    ],
+)
+def test_a_process_that_ends_is_named_by_the_others(how, says, tmp_path):
+    ((first, second),) = in_processes(2, [("lose", {"how": how})], tmp_path)
+    assert (second and second["error"]) == (None if how == "killed" else "ValueError")
+    assert first["error"] == "ProcessLostError"
+    assert re.search(rf"step 1: end_step: rank 0 of 2: {says}", first["message"]), first["message"]
+    assert first["seconds"] < 20
+
+
+@pytest.mark.long
+def test_trainers_of_two_processes_train_one_model(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("lightning")
+    jobs = [("train_with_hugging_face", {"folder": str(tmp_path)}), ("fit_with_lightning", {})]
+    for results in in_processes(2, jobs, tmp_path):
+        tensors = of_all(results)
+        assert {"layers.1.up.weight.exp_avg"} <= {name.removeprefix("stack.") for name in tensors}
+    saved = load_file(tmp_path / "checkpoint-2" / WEIGHTS_FILE)
+    assert saved["stack.layers.1.up.weight.exp_avg"].shape == (256, 128)  # whole, of divided moments
+
+
+@pytest.mark.long
+def test_four_processes(tmp_path):
+    train, sharded, ddp = in_processes(4, [JOBS[job] for job in ("train", "sharded", "ddp")], tmp_path)
+    assert_equal(of_all(train), train_alone(4)["tensors"])
+    assert_equal(of_all(sharded), train_alone(4, clip_grad_norm=0.1, formats="int8_row")["tensors"])
+    of_all(ddp)
+
+
+@pytest.fixture
+def a_group():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def test_models_that_are_wrapped_or_divided_are_refused(a_group):
+    def refused(model, says, blocks="layers.*"):
+        with pytest.raises(StreamError, match=says):
+            stream_blocks(model, blocks, device="cpu", train="weights")
+
+    wrapped = DistributedDataParallel(make_stack(adapters=False, count=2), process_group=None)
+    refused(wrapped, "wrapped in DistributedDataParallel already.*its .module", "module.layers.*")
+    sharded = make_stack(adapters=False, count=2)
+    fully_shard(sharded.layers[1], mesh=a_group)
+    refused(sharded, r"layers\.1 is sharded by FSDP.*shard_optimizer=True")
+    divided = make_stack(adapters=False, count=2)
+    divided.layers[0].up.weight = nn.Parameter(distribute_tensor(divided.layers[0].up.weight.data, a_group))
+    refused(divided, r"layers\.0\.up\.weight is divided over .*DTensor, tensor parallel")
+
+
+def test_ddp_leaves_streamed_parameters_alone_until_the_stream_is_closed():
+    model = make_stack(adapters=False, count=2)
+    model._ddp_params_and_buffers_to_ignore = ["head.bias"]
+    with streaming(model, train="nothing") as stream:
+        assert model._ddp_params_and_buffers_to_ignore == ["head.bias", *stream.formats]
+    assert model._ddp_params_and_buffers_to_ignore == ["head.bias"]
+    other = nn.Linear(2, 2)
+    hide_from_ddp(other, ["weight"])()
+    assert not hasattr(other, "_ddp_params_and_buffers_to_ignore")
+
+
+def test_sharding_needs_weights():
+    with pytest.raises(
+        StreamError, match=r"shard_optimizer=True divides AdamW of streamed weights, but train='adapters'"
+    ):
+        stream_blocks(make_stack(adapters=True), "layers.*", device="cpu", shard_optimizer=True)

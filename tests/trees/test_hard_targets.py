@@ -1,0 +1,58 @@
+"""Targets that are hard to quantize: a model of codes is as good as one of float32 on rows held out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bitplan.trees import BoostedTreesRegressor, recommend_gradient_precision
+
+ROWS = 3000
+SETTINGS = {"n_estimators": 40, "n_jobs": 1}
+
+
+def hard_table(seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((2 * ROWS, 5))
+    return rng, x, 0.8 * x[:, 0] + 0.6 * x[:, 1] * x[:, 2]
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("i16", 1.1), ("i8", 1.7)])
+def test_one_target_far_from_all_others(precision, bound):
+    errors = {}
+    rng, x, signal = hard_table()
+    y = signal + 0.5 * rng.standard_normal(len(x))
+    y[7] = 1e4
+    for kind in ("f32", precision):
+        model = BoostedTreesRegressor(gradient_precision=kind, **SETTINGS).fit(x[:ROWS], y[:ROWS])
+        errors[kind] = np.median(np.abs(model.predict(x[ROWS:]) - signal[ROWS:]))
+    assert errors[precision] < bound * errors["f32"]
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_leaves_of_few_codes(stochastic):
+    """Gamma's hessians are the targets' size: leaves of small ones had a few codes, or none."""
+    rng, x, signal = hard_table(3)
+    y = rng.gamma(1.0, np.exp(signal))
+    losses = {}
+    for kind in ("f32", "i16"):
+        settings = SETTINGS | {"objective": "gamma", "gradient_precision": kind, "stochastic_rounding": stochastic}
+        predicted = BoostedTreesRegressor(**settings).fit(x[:ROWS], y[:ROWS]).predict(x[ROWS:])
+        losses[kind] = np.mean(np.log(predicted) + y[ROWS:] / predicted)
+    assert losses["i16"] < losses["f32"] + 0.05
+
+
+def test_leaves_that_are_sums_of_few_codes_are_named():
+    _, x, signal = hard_table()
+    settings = {"gradient_precision": "i16", "renew_leaves": False, "n_estimators": 1, "objective": "gamma"}
+    with pytest.warns(UserWarning, match=r"renew_leaves=False: \d+ of \d+ leaves.*gradient_precision='i16'"):
+        BoostedTreesRegressor(**settings).fit(x, np.exp(6 * signal))
+    BoostedTreesRegressor(**settings | {"renew_leaves": None}).fit(x, np.exp(6 * signal))
+
+
+def test_advice_is_by_the_loss_of_the_objective():
+    rng, x, signal = hard_table()
+    counts = rng.poisson(np.exp(signal[:400]))
+    advice = recommend_gradient_precision(x[:400], counts, trees=2, n_jobs=1, objective="poisson")
+    predicted = np.exp(np.log(counts.mean()))
+    assert all(abs(one.loss - (predicted - counts.mean() * np.log(predicted))) < 0.5 for one in advice.seen)
