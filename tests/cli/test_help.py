@@ -80,7 +80,7 @@ def test_an_old_verb_works_with_a_warning_and_is_not_in_the_help(old, capsys):
 
 
 def test_the_warning_names_the_new_verb(capsys):
-    assert run(["inspect"]) == 0
+    assert run(["formats"]) == 0
     shown = capsys.readouterr()
     assert "mxfp4" in shown.out
     assert shown.err == "bitplan: warning: `formats` is `bitplan inspect` now; the next version has no `formats`\n"

@@ -126,12 +126,12 @@ def test_the_verbs_read_them_all(folder, tmp_path, capsys):
     assert all(row["name"].endswith("@1024") and row["from"] == "bfloat16" for row in rows)
     assert run(["diff", f"{folder}/precision.jsonl@10", f"{folder}/precision.jsonl@20"]) == 0
     assert "bfloat16" in capsys.readouterr().out
-    assert run(["fp8", "explain", f"{folder}/policy.json@4096", "*.module@4096"]) == 0
+    assert run(["explain", f"{folder}/policy.json@4096", "*.module@4096"]) == 0
     assert "tokens: 4096" in capsys.readouterr().out
-    assert run(["fp8", "explain", f"{folder}/trees.json", "gradients", "--json"]) == 0
+    assert run(["explain", f"{folder}/trees.json", "gradients", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gradients"]["kind"] == "gradient"
     for name in ("policy.json", "state.json", "trees.json", "precision.jsonl", "plan.json"):
         assert run(["plan", f"{folder}/{name}"]) == 0
     capsys.readouterr()
-    assert run(["fp8", "explain", f"{folder}/plan.json", "nothing"]) == 2
+    assert run(["explain", f"{folder}/plan.json", "nothing"]) == 2
     assert "nothing" in capsys.readouterr().err
