@@ -208,7 +208,7 @@ def apply_plan(
     strategy, cache   of the packed layers that are made
     match             "all": plan and model must name the same tensors; "common": tensors of one only are skipped
     unsupported       "skip": a tensor whose layer cannot hold the plan's format stays as it is, listed as skipped
-    inputs            the format that packed layers round their inputs to (`bitplan.round_inputs`); None: they are kept
+    inputs            the format that packed layers round their inputs to (`round_inputs`); None: they are kept
     scale_rule, pad   as `bitplan.encode` takes them; pad="zero" fills rows that are not whole blocks,
                       as a plan whose padding is "zero" does
     """

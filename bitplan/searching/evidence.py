@@ -3,8 +3,8 @@
 Damage is predicted from the really quantized weight (damage.py). In one format, `checked`, the distance was also
 measured, with the same projection of all layers quantized; the ratio is the group's `factor`, by which its predictions
 are multiplied. Whole plans that were measured correct this: by the `factor` of a format, and by `together`, what many
-changes do together over the sum of what each does alone (`Corrections` of solver.py). `weight` is how much a group's nats count
-when formats are chosen, by the gradients of a training run.
+changes do together over the sum of what each does alone (`Corrections` of solver.py). `weight` is how much a group's
+nats count when formats are chosen, by the gradients of a training run.
 
 The document, version 1. It needs no torch and no model to solve again for another goal:
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from bitplan.streaming.selective.trainer_callbacks import (
         TensorBoardScalars as TensorBoardScalars,
         lightning_callback as lightning_callback,
-        streaming_callback as streaming_callback,
         trainer_callback as trainer_callback,
     )
     from bitplan.streaming.training.adamw_settings import AdamWSettings as AdamWSettings
