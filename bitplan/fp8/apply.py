@@ -41,7 +41,7 @@ from torch import nn
 
 from bitplan.base.errors import did_you_mean
 from bitplan.base.paired_timing import Stopwatch
-from bitplan.fp8.bench.confirm import Example, Trial, confirm_blocks
+from bitplan.fp8.bench.confirm import ConfirmSettings, Example, confirm_blocks
 from bitplan.fp8.build import has_fp8, put_decided
 from bitplan.fp8.decide import LayerDecision, PartPlan, decide_layers
 from bitplan.fp8.find_linears import Sites, find_sites
@@ -96,7 +96,7 @@ def apply_fp8(
     for name, patterns in (("include", include), ("exclude", exclude)):
         if isinstance(patterns, str):
             raise Fp8Error(f"{name} takes a list of patterns, got {patterns!r}; write {name}=[{patterns!r}]")
-    trial = Trial(confirm_compiled, confirm_timing, example, stopwatch)
+    trial = ConfirmSettings(confirm_compiled, confirm_timing, example, stopwatch)
     return _apply(model, plans, trial, confirm=confirm, emulate=emulate, include=include, exclude=exclude)
 
 
@@ -123,7 +123,7 @@ def apply_fp8_config(
             by_length = described.tokens if part == "llm" or len(described.options) == 1 else None
             count = options.fp8_dynamic_num_tokens or _tokens_of(tokens, part) or by_length
             plans[part] = _plan_of(options, path, count, sizes.tp, sizes.etp)
-    trial = Trial(confirm_compiled, confirm_timing, example, stopwatch)
+    trial = ConfirmSettings(confirm_compiled, confirm_timing, example, stopwatch)
     return _apply(model, plans, trial, confirm=confirm, emulate=emulate)
 
 
@@ -158,7 +158,7 @@ def _tokens_of(tokens: Tokens | None, part: str) -> int | None:
 def _apply(
     model: nn.Module,
     plans: Mapping[str, PartPlan],
-    trial: Trial,
+    trial: ConfirmSettings,
     *,
     confirm: bool,
     emulate: bool,

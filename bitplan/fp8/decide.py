@@ -65,7 +65,7 @@ class LayerDecision:
 
 
 @dataclass(frozen=True)
-class Decided:
+class DecidedLayers:
     """What every layer shall become, in the order of the model; `runs` False where the machine has no FP8."""
 
     layers: tuple[LayerDecision, ...]
@@ -73,7 +73,7 @@ class Decided:
     runs: bool
 
 
-def decide_layers(sites: Sites, plans: Mapping[str, PartPlan], device: torch.device, *, emulate: bool) -> Decided:
+def decide_layers(sites: Sites, plans: Mapping[str, PartPlan], device: torch.device, *, emulate: bool) -> DecidedLayers:
     """Every layer by the plan of its part."""
     lacking = _lacking(device, emulate)
     notes = [] if lacking else _differences(plans.values(), device)
@@ -82,7 +82,7 @@ def decide_layers(sites: Sites, plans: Mapping[str, PartPlan], device: torch.dev
     if lacking is None:
         notes += [f"{fault}. Norms and projections stay apart there" for fault in sites.run.faults]
         notes += _unmeasured(plans, layers)
-    return Decided(layers, tuple(notes), lacking is None)
+    return DecidedLayers(layers, tuple(notes), lacking is None)
 
 
 def all_in_fp8(decided: LayerDecision, is_asked_for: bool) -> LayerDecision:

@@ -61,9 +61,9 @@ def test_what_needs_none_of_them_runs_without_them(tmp_path) -> None:
     """The core: formats, files, packed models, plans and the shell need what the package asks for, and no more."""
     hidden = ("sklearn", "transformers", "accelerate", "lightning", "tensorboard", "lightgbm", "pandas", "safetensors")
     use = (
-        "import torch, bitplan; from bitplan.cli import run;"
+        "import torch, bitplan; from bitplan.cli import run; from bitplan.files.models.save_load import write_model;"
         "model = torch.nn.Sequential(torch.nn.Linear(64, 64));"
-        "bitplan.save_packed(model, 'a.safetensors');"
+        "write_model(model, 'a.safetensors');"
         "assert run(['quantize', 'a.safetensors', 'b.safetensors', '--format', 'int4_g32']) == 0;"
         "assert run(['compare', 'a.safetensors', 'b.safetensors', '--json']) == 0;"
         "bitplan.decode(bitplan.encode(torch.zeros(512, 512), 'mxfp4'))"

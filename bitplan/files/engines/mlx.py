@@ -37,7 +37,7 @@ TARGET = "mlx"
 
 
 @dataclass(frozen=True)
-class Quantization:
+class MlxQuantization:
     """What MLX calls a format of ours, and the type of its scales."""
 
     bits: int
@@ -51,14 +51,14 @@ class Quantization:
 
 
 QUANTIZATIONS = {
-    **{f"int4_g{size}": Quantization(4, size, "affine", torch.bfloat16) for size in (32, 64, 128)},
-    "int8_g64": Quantization(8, 64, "affine", torch.bfloat16),
-    "int8_g128": Quantization(8, 128, "affine", torch.float32),
-    "q4_1_gguf": Quantization(4, 32, "affine", torch.float16),
-    "q4_0_gguf": Quantization(4, 32, "affine", torch.float16),
-    "q8_0_gguf": Quantization(8, 32, "affine", torch.float16),
-    "mxfp4": Quantization(4, 32, "mxfp4", torch.uint8),
-    "mxfp8_e4m3": Quantization(8, 32, "mxfp8", torch.uint8),
+    **{f"int4_g{size}": MlxQuantization(4, size, "affine", torch.bfloat16) for size in (32, 64, 128)},
+    "int8_g64": MlxQuantization(8, 64, "affine", torch.bfloat16),
+    "int8_g128": MlxQuantization(8, 128, "affine", torch.float32),
+    "q4_1_gguf": MlxQuantization(4, 32, "affine", torch.float16),
+    "q4_0_gguf": MlxQuantization(4, 32, "affine", torch.float16),
+    "q8_0_gguf": MlxQuantization(8, 32, "affine", torch.float16),
+    "mxfp4": MlxQuantization(4, 32, "mxfp4", torch.uint8),
+    "mxfp8_e4m3": MlxQuantization(8, 32, "mxfp8", torch.uint8),
 }
 SUBSTITUTES = Substitutes(
     "int8_g64",

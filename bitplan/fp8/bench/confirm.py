@@ -52,7 +52,7 @@ Example = Tensor | Mapping[str, Any] | tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Trial:
+class ConfirmSettings:
     """How blocks are confirmed; a setting that cannot work is refused before anything is timed."""
 
     compiled: bool | str = False
@@ -82,7 +82,7 @@ def confirm_blocks(
     sites: Sites,
     layers: Sequence[LayerDecision],
     plans: Mapping[str, PartPlan],
-    trial: Trial,
+    trial: ConfirmSettings,
 ) -> tuple[tuple[LayerDecision, ...], tuple[Confirmed, ...]]:
     """Time the first block of each make; all blocks of that make get what is shown to be fastest, or stay BF16."""
     blocks: dict[str, list[tuple[LayerDecision, LayerDecision]]] = {}
@@ -107,7 +107,7 @@ def _confirm_make(
     path: str,
     members: Sequence[tuple[LayerDecision, LayerDecision]],
     plans: Mapping[str, PartPlan],
-    trial: Trial,
+    trial: ConfirmSettings,
 ) -> Confirmed:
     plan = next(plans[layer.site.part] for layer, everything in members if everything.choice)
     if trial.example is not None:

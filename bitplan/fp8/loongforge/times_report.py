@@ -17,7 +17,7 @@ from typing import Any
 
 from bitplan.base.documents import NAME, Kind, Reader, one_of
 from bitplan.base.records import read_json
-from bitplan.fp8.policy.rules import Policy, Rule
+from bitplan.fp8.policy.rules import LayerRule, Policy
 from bitplan.fp8.policy.vocabulary import COUNT, GROUPED_KINDS, KIND, PRECISIONS, TIME_MS, BenchReportError, MergeError
 
 _KEYS: dict[str, Kind] = {
@@ -89,7 +89,7 @@ def merge_lists(paths: Sequence[Path], speedup_threshold: float) -> tuple[Policy
     return thresholds_of([row for rows in loaded.values() for row in rows or ()], speedup_threshold)
 
 
-def _threshold(rule: tuple[Any, ...], counts: Mapping[int, float], least: float) -> Rule | None:
+def _threshold(rule: tuple[Any, ...], counts: Mapping[int, float], least: float) -> LayerRule | None:
     first = None
     for tokens in sorted(counts, reverse=True):
         if counts[tokens] <= least:
@@ -98,7 +98,7 @@ def _threshold(rule: tuple[Any, ...], counts: Mapping[int, float], least: float)
     if first is None:
         return None
     kind, name, tp, etp, num_gemms = rule
-    return Rule.from_tokens(kind, first, round(counts[first], 4), name=name, tp=tp, etp=etp, num_gemms=num_gemms)
+    return LayerRule.from_tokens(kind, first, round(counts[first], 4), name=name, tp=tp, etp=etp, num_gemms=num_gemms)
 
 
 def _row(reader: Reader, path: str, item: Any) -> ListRow:

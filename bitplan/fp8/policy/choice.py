@@ -53,7 +53,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from bitplan.fp8.policy.policy import Fp8Decision, Question, alike_rules, asked_by_shape, decide, matching_rules
-from bitplan.fp8.policy.rules import Point, Policy, Rule
+from bitplan.fp8.policy.rules import LayerRule, Point, Policy
 from bitplan.fp8.policy.vocabulary import (
     DEFAULT_RECIPE,
     GEMMS,
@@ -112,7 +112,7 @@ def estimate_speedup(policy: Policy, question: Question) -> SpeedupEstimate | No
     return SpeedupEstimate(best.speedup, best.low, reason)
 
 
-def _equal_counts(rule: Rule, question: Question) -> tuple[float, float]:
+def _equal_counts(rule: LayerRule, question: Question) -> tuple[float, float]:
     """The two counts at which a rule's shape has the intensity, or the work, of the layer asked about, sorted.
 
     Experts share the tokens, so each has the intensity of its share.
@@ -127,7 +127,7 @@ def _equal_counts(rule: Rule, question: Question) -> tuple[float, float]:
     return min(by_intensity, by_work), max(by_intensity, by_work)
 
 
-def _easier_loss(policy: Policy, near: Iterable[tuple[Rule, tuple[float, float]]]) -> SpeedupEstimate | None:
+def _easier_loss(policy: Policy, near: Iterable[tuple[LayerRule, tuple[float, float]]]) -> SpeedupEstimate | None:
     """The worst speedup of layers with at least as much work and intensity, if it is below the threshold."""
     estimates = [
         _at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens
@@ -139,7 +139,7 @@ def _easier_loss(policy: Policy, near: Iterable[tuple[Rule, tuple[float, float]]
 # ---- one measured shape at any count ---------------------------------------------------------------------------------
 
 
-def _at(rule: Rule, tokens: float) -> SpeedupEstimate | None:
+def _at(rule: LayerRule, tokens: float) -> SpeedupEstimate | None:
     """The least speedup of a rule's own shape at a count; None beside a count that was tried and failed."""
     points = rule.points
     index = bisect_left([point.tokens for point in points], tokens)
@@ -323,7 +323,7 @@ def _recipes(policy: Policy, question: Question, estimate: bool) -> Sequence[str
     return [recipe for recipe in RECIPES if recipe in recipes] or (None,)
 
 
-def _rules_of(policy: Policy, question: Question) -> list[Rule]:
+def _rules_of(policy: Policy, question: Question) -> list[LayerRule]:
     """The rules of a layer, of the whole module and of each product."""
     return [rule for gemm in GEMMS for rule in matching_rules(policy, replace(question, gemm=gemm))]
 
@@ -465,7 +465,7 @@ def _bounded(policy: Policy, question: Question, choice: Fp8Choice, estimate: bo
     return replace(choice, holds_from=low, holds_to=None if high == _ANY_COUNT else high)
 
 
-def _turning_counts(own: Iterable[Rule], near: Iterable[Rule]) -> set[int]:
+def _turning_counts(own: Iterable[LayerRule], near: Iterable[LayerRule]) -> set[int]:
     """Counts so close that between two of them a choice changes at most once.
 
     A choice changes at measured counts, at the end of estimates, and between these where an estimate crosses the

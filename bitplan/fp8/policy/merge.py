@@ -18,7 +18,7 @@ from typing import Any
 
 from bitplan.base.documents import show
 from bitplan.fp8.policy.report import MAX_SAMPLES, OK, OOM, TIMINGS, Report, Row, describe_row
-from bitplan.fp8.policy.rules import Point, Policy, Rule
+from bitplan.fp8.policy.rules import LayerRule, Point, Policy
 from bitplan.fp8.policy.speedup_interval import DEFAULT_CONFIDENCE, answer_of, check_confidence, speedup_interval
 from bitplan.fp8.policy.vocabulary import (
     DEFAULT_THRESHOLD,
@@ -130,7 +130,7 @@ def to_thresholds(policy: Policy, *, part: str | None = None) -> Policy:
     recipes = sorted({rule.recipe for rule in rules})
     if len(recipes) > 1:
         raise MergeError(f"version 1 has no recipes and the policy has {' and '.join(recipes)}; merge one recipe only")
-    by_key: dict[tuple[Any, ...], list[Rule | None]] = {}
+    by_key: dict[tuple[Any, ...], list[LayerRule | None]] = {}
     for rule in rules:
         by_key.setdefault((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms), []).append(_threshold(rule))
     chosen = []
@@ -141,13 +141,13 @@ def to_thresholds(policy: Policy, *, part: str | None = None) -> Policy:
     return Policy(chosen, None, policy.speedup_threshold)
 
 
-def _threshold(rule: Rule) -> Rule | None:
+def _threshold(rule: LayerRule) -> LayerRule | None:
     if rule.points[-1].answer != WIN:
         return None
     first = next(point for point in rule.points if point.tokens == rule.bands[-1][0])
     assert first.speedup is not None  # a win has an interval
     size = {"name": rule.name, "tp": rule.tp, "etp": rule.etp, "num_gemms": rule.num_gemms}
-    return Rule.from_tokens(rule.kind, first.tokens, round(first.speedup, 4), **size)
+    return LayerRule.from_tokens(rule.kind, first.tokens, round(first.speedup, 4), **size)
 
 
 # ---- checks of reports, and their rows -------------------------------------------------------------------------------
@@ -210,10 +210,10 @@ def _pooled(rows: list[Row], findings: list[str]) -> Row:
 
 def _rule(
     key: tuple[Any, ...], counts: dict[int, list[Row]], threshold: float, confidence: float, findings: list[str]
-) -> Rule:
+) -> LayerRule:
     recipe, part, kind, name, shape, tp, etp, num_gemms, gemm = key
     points = [_point(counts[tokens], threshold, confidence, recipe, findings) for tokens in sorted(counts)]
-    return Rule(part, kind, shape, recipe, gemm, tuple(points), name, tp, etp, num_gemms)
+    return LayerRule(part, kind, shape, recipe, gemm, tuple(points), name, tp, etp, num_gemms)
 
 
 def _point(rows: list[Row], threshold: float, confidence: float, recipe: str, findings: list[str]) -> Point:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bitplan.base.documents import show
-from bitplan.fp8.policy.rules import Point, Policy, Rule
+from bitplan.fp8.policy.rules import LayerRule, Point, Policy
 from bitplan.fp8.policy.vocabulary import (
     COUNT,
     DENSE_KINDS,
@@ -134,7 +134,7 @@ def decide(policy: Policy, question: Question) -> Fp8Decision:
     return (_by_threshold if policy.version == 1 else _by_bands)(policy, question)
 
 
-def matching_rules(policy: Policy, question: Question) -> list[Rule]:
+def matching_rules(policy: Policy, question: Question) -> list[LayerRule]:
     """The version 2 rules that decide a question."""
     name = None if question.looked_up_kind in GROUPED_KINDS else question.name
     return [
@@ -172,7 +172,7 @@ def asked_by_shape(policy: Policy, question: Question) -> Question:
     return replace(question, kind=kind, name=None)
 
 
-def alike_rules(policy: Policy, question: Question) -> list[Rule]:
+def alike_rules(policy: Policy, question: Question) -> list[LayerRule]:
     """The version 2 rules of the kind, parallel size, recipe and product asked about, of any name and shape."""
     kind = question.looked_up_kind
     size = (None, question.etp, question.num_gemms) if kind in GROUPED_KINDS else (question.tp, None, None)
@@ -269,7 +269,7 @@ def _of_all_shapes(shapes: list[Fp8Decision]) -> Fp8Decision:
     return replace(chosen, reason=f"no shape was given, {len(shapes)} were measured and {why}: {chosen.reason}")
 
 
-def _at(rule: Rule, question: Question) -> Fp8Decision:
+def _at(rule: LayerRule, question: Question) -> Fp8Decision:
     """The answer of one rule at this token count."""
     tokens = question.tokens or 0
     at = bisect_left([point.tokens for point in rule.points], tokens)
@@ -288,7 +288,7 @@ def _at(rule: Rule, question: Question) -> Fp8Decision:
     return _decision_of(rule, question, False, UNMEASURED, f"{reason}; only between two wins is FP8 assumed", None)
 
 
-def _outside(rule: Rule, question: Question, nearest: Point | None) -> Fp8Decision:
+def _outside(rule: LayerRule, question: Question, nearest: Point | None) -> Fp8Decision:
     assert nearest is not None  # a rule has a point
     beyond = nearest is rule.points[-1] and (question.tokens or 0) > nearest.tokens
     side = "above the largest" if beyond else "below the smallest"
@@ -299,7 +299,7 @@ def _outside(rule: Rule, question: Question, nearest: Point | None) -> Fp8Decisi
 
 
 def _decision_of(
-    rule: Rule, question: Question, use_fp8: bool, answer: str, reason: str, speedup: float | None
+    rule: LayerRule, question: Question, use_fp8: bool, answer: str, reason: str, speedup: float | None
 ) -> Fp8Decision:
     return Fp8Decision(use_fp8, answer, reason, rule.kind, question.tokens, rule.gemm, rule.recipe, speedup)
 

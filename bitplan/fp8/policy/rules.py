@@ -120,7 +120,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Rule:
+class LayerRule:
     """All measurements of one layer shape and product by one recipe.
 
     A rule of version 1 has no shape, recipe and part, and one point: FP8 from its tokens on (`from_tokens`).
@@ -192,7 +192,7 @@ class Policy:
 
     def __init__(
         self,
-        rules: Iterable[Rule],
+        rules: Iterable[LayerRule],
         fingerprint: Fingerprint | None,
         speedup_threshold: float,
         confidence: float | None = None,
@@ -224,7 +224,7 @@ class Policy:
         """The GPU that it was measured on; "unknown" by version 1, which does not say."""
         return "unknown" if self.fingerprint is None else self.fingerprint.gpu
 
-    def find(self, kind: str, *, name: str | None, tp: int, etp: int, num_gemms: int | None) -> Rule | None:
+    def find(self, kind: str, *, name: str | None, tp: int, etp: int, num_gemms: int | None) -> LayerRule | None:
         """The rule of version 1, by (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
         asked = (kind, None, None, etp, num_gemms) if kind in GROUPED_KINDS else (kind, name, tp, None, None)
         own = ((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms) for rule in self.rules)
@@ -337,7 +337,7 @@ def _kinds_text(kinds: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(texts) + "\n  }" if texts else "{}"
 
 
-def _read_thresholds(reader: Reader, kinds: Mapping[str, Any]) -> list[Rule]:
+def _read_thresholds(reader: Reader, kinds: Mapping[str, Any]) -> list[LayerRule]:
     """The rules of version 1: of dense kinds by name, of grouped ones a flat list."""
     rules = []
     for kind, value in kinds.items():
@@ -358,11 +358,11 @@ def _read_thresholds(reader: Reader, kinds: Mapping[str, Any]) -> list[Rule]:
                 reader.fail(at, "a list of rules", items)
             for index, item in enumerate(items):
                 reader.keys(f"{at}[{index}]", item, keys, tuple(keys))
-                rules.append(Rule.from_tokens(kind, **named, **item))
+                rules.append(LayerRule.from_tokens(kind, **named, **item))
     return rules
 
 
-def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> Rule:
+def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> LayerRule:
     values = dict(reader.keys(path, value, _RULE_KEYS, _RULE_ALWAYS))
     check_kind(values["kind"], f"{reader.where}: {path}")
     grouped = values["kind"] in GROUPED_KINDS
@@ -378,7 +378,7 @@ def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> Rule:
     expected = [list(band) for band in bands_of(points)]
     if bands != expected:
         reader.stop(f"{path}: bands must be {show(expected)}, which follows from the points, got {show(bands)}")
-    return Rule(points=points, **(values | {"shape": tuple(values["shape"])}))
+    return LayerRule(points=points, **(values | {"shape": tuple(values["shape"])}))
 
 
 def _read_point(reader: Reader, path: str, value: Any, threshold: float) -> Point:

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
-from bitplan.fp8.policy.rules import Point, Policy, Rule
+from bitplan.fp8.policy.rules import LayerRule, Point, Policy
 from bitplan.fp8.policy.speedup_interval import answer_of
 from tests.fp8.policy.fp8_samples import H200
 
@@ -25,7 +25,7 @@ def random_policy(seed):
             for gemm in ("module", "fprop", "dgrad", "wgrad"):
                 points = _points(draw, threshold)
                 if points and draw.random() < 0.8:
-                    rules.append(Rule("llm", "row", shape, recipe, gemm, points, name, 1))
+                    rules.append(LayerRule("llm", "row", shape, recipe, gemm, points, name, 1))
     return Policy(rules, H200, threshold, 0.95)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitplan.fp8.policy.policy import Question, alike_rules, matching_rules, should_use_fp8
-from bitplan.fp8.policy.rules import Point, Policy, Rule, bands_of, load_policy, read_policy
+from bitplan.fp8.policy.rules import LayerRule, Point, Policy, bands_of, load_policy, read_policy
 from bitplan.fp8.policy.vocabulary import (
     ANSWERS,
     KINDS,
@@ -42,7 +42,7 @@ def rule(answers, **change):
     points = tuple(point(tokens, answer) for tokens, answer in answers.items())
     given = {"part": "llm", "kind": "row", "shape": (4096, 14336), "recipe": "blockwise", "gemm": "module"}
     dense = {"name": "fc2", "tp": 1} if change.get("kind", "row") not in KINDS[4:] else {}
-    return Rule(points=points, **(given | dense | change))
+    return LayerRule(points=points, **(given | dense | change))
 
 
 def policy(*rules):
