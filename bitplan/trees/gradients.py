@@ -109,13 +109,6 @@ class GradientsI16(Gradients):
         is_far = any(scale < top / end for scale, top, end in zip(scales, tops, cls.ends, strict=True))
         return cls(grads, hess, scales[0], scales[1], tops, key, span.first, is_far)
 
-    def codes(self, rows: Array | range | None = None) -> tuple[Array, Array]:
-        """int64 gradients and hessians of some rows, or of all: what they add to sums."""
-        from bitplan.trees.histogram import enter  # which imports this module
-
-        entries = enter(self, range(len(self.grads)) if rows is None else rows).view(np.int64)
-        return entries >> 48, entries >> 32 & 0xFFFF
-
 
 class GradientsI8(GradientsI16):
     """Codes of 4 + 4 bits."""

@@ -59,6 +59,12 @@ def enter(gradients: Gradients, rows: Array | range, space: Array | None = None)
     return entries
 
 
+def codes_of(gradients: Gradients, rows: Array | range | None = None) -> tuple[Array, Array]:
+    """int64 codes of quantized gradients and hessians of some rows, or of all: what they add to sums."""
+    entries = enter(gradients, range(len(gradients.grads)) if rows is None else rows).view(np.int64)
+    return entries >> 48, entries >> 32 & 0xFFFF
+
+
 class HistogramBuilder:
     """Histograms of one round's gradients, for the panels that hold `features`."""
 

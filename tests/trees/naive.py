@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bitplan.trees.gradients import GradientPrecision
+from bitplan.trees.histogram import codes_of
 
 
 def integer_gradients(gradients):
@@ -19,7 +20,7 @@ def integer_gradients(gradients):
         grads = np.rint(gradients.grads.astype(np.float64) / gradients.grad_scale)
         hess = np.rint(gradients.hessians.astype(np.float64) / gradients.hess_scale)
         return grads.astype(np.int64), hess.astype(np.int64)
-    return gradients.codes()
+    return codes_of(gradients)
 
 
 def decoded_gradients(gradients):

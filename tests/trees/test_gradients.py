@@ -15,6 +15,7 @@ from bitplan.trees.gradients import (
     TreesError,
     prepare,
 )
+from bitplan.trees.histogram import codes_of
 from tests.trees.naive import decoded_gradients
 
 F32_MAX = float(np.finfo(np.float32).max)
@@ -48,8 +49,8 @@ def test_nearest_is_within_half_a_step(kind):
 def test_scales_are_the_largest_number_over_the_largest_code():
     held = GradientsI16.quantize(floats(-2, 1), floats(0.5, 3))
     assert (held.grad_scale, held.hess_scale) == (2 / 127, 3 / 255)
-    assert [codes.tolist() for codes in held.codes()] == [[-127, 64], [43, 255]]
-    assert [codes.tolist() for codes in held.codes(np.array([1], np.uint32))] == [[64], [255]]
+    assert [codes.tolist() for codes in codes_of(held)] == [[-127, 64], [43, 255]]
+    assert [codes.tolist() for codes in codes_of(held, np.array([1], np.uint32))] == [[64], [255]]
 
 
 @pytest.mark.parametrize("kind", [GradientsI16, GradientsI8])
@@ -62,7 +63,7 @@ def test_few_rows_do_not_decide_a_scale(kind, many):
     held = kind.quantize(grads, hess)
     assert held.far
     assert not without.far
-    grad_codes, hess_codes = held.codes()
+    grad_codes, hess_codes = codes_of(held)
     for part, codes, scale in ((grads, grad_codes, held.grad_scale), (hess, hess_codes, held.hess_scale)):
         assert np.abs(codes * scale - part).max() <= 0.5001 * scale
     assert np.maximum(np.abs(grad_codes) - kind.ends[0], 0).sum() <= FAR_SUMS[0]
@@ -127,9 +128,9 @@ def test_codes_depend_on_key_and_row_alone(kind):
     result = []
     for threads in (1, 3):
         with use_threads(threads):
-            result.append(kind.quantize(grads, hess, key=3).codes())
+            result.append(codes_of(kind.quantize(grads, hess, key=3)))
     np.testing.assert_array_equal(result[0], result[1])
-    other = kind.quantize(grads, hess, key=4).codes()
+    other = codes_of(kind.quantize(grads, hess, key=4))
     assert (other[0] != result[0][0]).mean() > 0.1
 
 

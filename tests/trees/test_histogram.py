@@ -8,7 +8,7 @@ import pytest
 from bitplan.trees import histogram
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import GradientPrecision, GradientsF32, GradientsI8, GradientsI16, prepare
-from bitplan.trees.histogram import Histogram, HistogramBuilder
+from bitplan.trees.histogram import Histogram, HistogramBuilder, codes_of
 from bitplan.trees.loops import histogram as kernels
 from tests.trees.naive import integer_gradients, naive_histogram
 from tests.trees.samples import binned, table
@@ -61,7 +61,7 @@ def test_integer_gradients_give_the_same_sums_in_every_precision():
     np.testing.assert_array_equal(result[0], result[2])
     quantized = GradientsI8.quantize(*floats)
     np.testing.assert_allclose(quantized.grad_scale, scale)
-    np.testing.assert_array_equal(quantized.codes()[0], grads)
+    np.testing.assert_array_equal(codes_of(quantized)[0], grads)
 
 
 @pytest.mark.parametrize("precision", GradientPrecision)
