@@ -55,11 +55,9 @@ def search_section(records: Sequence[Record]) -> Section:
 
 
 def _charts(found: RecordFields) -> list[Markup]:
-    """Of two measured plans a table says what a picture would."""
-    pictures = (
-        [_front_card(found), _agreement_card(found)] if len(list(found.each("measured"))) >= FEWEST_POINTS else []
-    )
-    return [_heat_card(found), *pictures]
+    """Predicted against measured only of three plans and more: of two, the table says it."""
+    drawn = [_heat_card(found), _front_card(found)]
+    return drawn + ([_agreement_card(found)] if len(list(found.each("measured"))) >= FEWEST_POINTS else [])
 
 
 # ---- the four answers ------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from bitplan.files.gguf import GGUFValue
 from bitplan.plan.structure.families import GGUF_FAMILIES, Family
 
 _MOST_LAYERS = 10_000
+_MOST_TOKENS = 2**24  # a list of them is made, with names for those that no tokenizer has
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # and what both sides take where a config has none
 _GEMMA_PATTERN = 6  # llama.cpp's own where a file says nothing
 
@@ -116,7 +117,10 @@ class ModelConfig:
 
     @property
     def vocabulary(self) -> int:
-        return self.number("vocab_size")
+        count = self.number("vocab_size")
+        if count > _MOST_TOKENS:
+            raise StoreError(f"{self.path}: vocab_size is {count}, and no model has more than {_MOST_TOKENS} tokens")
+        return count
 
     @property
     def rope(self) -> Mapping[str, Any]:

@@ -283,6 +283,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ({"model_type": "falcon"}, 'model_type "falcon" is none that is exported'),
         ({"num_hidden_layers": 3}, "no tensor becomes 'blk.2.attn_norm.weight'"),
         ({"num_hidden_layers": 1}, "has no tensor for 'model.layers.1."),
+        ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, and no model has more than"),
         ({"hidden_size": None}, "no hidden_size, which llama.cpp needs"),
         ({"vocab_size": 20}, "a token of number 32, the model 20 tokens"),
         ({"hidden_act": "gelu"}, "activation \"gelu\"; llama.cpp's llama computes 'silu'"),
