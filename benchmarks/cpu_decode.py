@@ -3,13 +3,16 @@
     python benchmarks/cpu_decode.py [--model MODEL.gguf | --random-model] [--llama-bench PROGRAM --gguf q4_0=FILE ...]
 
 products   QuantLinear under `auto` against F.linear in float32, in turns; the floor is the packed bytes over the speed
-           of a copy (which reads and writes: half of what it moves counts)
+           of a copy (which reads and writes: half of what it moves counts). "+int8": inputs are rounded to 8-bit blocks
 model      a language model that transformers reads from a GGUF file, or one of SmolLM2's shape with random weights:
            in float32, and packed by `quantize_file` (embedding and head too) and read by `load_packed`. One token at a
            time after a short prompt, in turns. "free" is the same model with linear layers that do nothing: no packed
-           layer can make a token faster than that. Resident memory beyond the libraries is that of a process that has
-           one model alone and has made some tokens
-llama.cpp  `llama-bench` on files of the same model in its own formats, after the others
+           layer can make a token faster than that. "steps" are tokens as `bitplan generate` makes them, without the
+           model's own modules; "prompt" is one of 128 tokens. Resident memory beyond the libraries is that of a process
+           that has one model alone and has made some tokens
+llama.cpp  `llama-bench` on files of the same model in its own formats, after the others; or xllamacpp, a build of it
+           for Python, from --llama-site, in processes of its own, in turns with ours: seconds of the processor a token,
+           so that other work on the machine counts for neither
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from torch.nn import functional
 
 import bitplan
 from bitplan.formats.dispatch import encode
+from bitplan.packed.language.token_steps import Decoding
 from bitplan.packed.machine import cpu_model
+from bitplan.packed.products.cpu_fused import OF_INTEGERS
 from bitplan.packed.quant_linear import QuantLinear
 
 SHAPES = ((4096, 4096), (11008, 4096))
@@ -42,7 +47,8 @@ FORMATS = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row", "q4_0_gguf", "i
 BATCHES = (1, 4, 16, 32, 64, 128)
 MODEL_FORMATS = ("int8_row", "q8_0_gguf", "int4_g32", "q4_0_gguf", "mxfp4")
 MEMORY_FORMATS = ("float32", "int8_row", "int4_g32")
-FREE = "free"
+FREE, INT8 = "free", "+int8"
+PROMPT_TOKENS = 128
 PROMPT = (1, 504, 3575, 282, 4649, 314)
 TOKENS = 16
 SMOLLM2: dict[str, Any] = {
@@ -73,7 +79,9 @@ def product_rows(
     shape: tuple[int, int], batches: list[int], formats: list[str], repeats: int, speed: float
 ) -> list[Row]:
     weight = torch.randn(*shape) / shape[1] ** 0.5
-    layers = {name: QuantLinear(encode(weight, name)) for name in formats}
+    encoded = {name: encode(weight, name) for name in formats}
+    layers = {name: QuantLinear(numbers) for name, numbers in encoded.items()}
+    layers |= {name + INT8: QuantLinear(encoded[name], inputs="int8") for name in formats if name in OF_INTEGERS}
     rows = []
     for batch in batches:
         x = torch.randn(batch, shape[1])
@@ -90,7 +98,7 @@ def product_rows(
             row["floor_ms"] = layers[name].weight.nbytes / speed / 1e6
             rows.append(row)
             print(
-                f"{shape} {batch:4} {name:13} {row['median_ms']:8.2f} ms  float32 {row['float32_ms']:8.2f}  "
+                f"{shape} {batch:4} {name:14} {row['median_ms']:8.2f} ms  float32 {row['float32_ms']:8.2f}  "
                 f"x{row['speedup']:.2f} (minima x{row['speedup_of_minima']:.2f})",
                 flush=True,
             )
@@ -137,9 +145,10 @@ def load(folder: Path, fmt: str) -> nn.Module:
             if fmt == FREE and isinstance(layer, nn.Linear):
                 model.set_submodule(path, FreeLinear(layer.out_features))
         return model
-    if not (folder / fmt).exists():
-        bitplan.quantize_file(folder / "float32", folder / fmt, fmt, pad="zero")
-    return bitplan.load_packed(folder / fmt)[0].eval()
+    name, rounded, _ = fmt.partition(INT8)
+    if not (folder / name).exists():
+        bitplan.quantize_file(folder / "float32", folder / name, name, pad="zero")
+    return bitplan.load_packed(folder / name, inputs="int8" if rounded else "keep")[0].eval()
 
 
 @torch.inference_mode()
@@ -155,17 +164,45 @@ def token_times(model: Any, count: int) -> list[float]:
     return times
 
 
+@torch.inference_mode()
+def step_times(model: Any, count: int, clock: Any = time.perf_counter) -> list[float]:
+    """Milliseconds of each token as `bitplan generate` makes them; the first two are the model's own forward."""
+    decoding = Decoding(model)
+    logits, times = decoding(torch.tensor([PROMPT])), []
+    for _ in range(count):
+        token, started = logits.argmax(-1, keepdim=True), clock()
+        logits = decoding(token)
+        times.append((clock() - started) * 1e3)
+    return times
+
+
+@torch.inference_mode()
+def prompt_time(model: Any) -> float:
+    """Milliseconds of a prompt."""
+    ids = torch.arange(PROMPT_TOKENS).unsqueeze(0) + 100
+    started = time.perf_counter()
+    model(ids, use_cache=True, logits_to_keep=1)
+    return (time.perf_counter() - started) * 1e3
+
+
 def model_rows(folder: Path, formats: list[str], repeats: int) -> list[Row]:
-    models = {name: load(folder, name) for name in ("float32", FREE, *formats)}
+    wanted = [name + more for name in formats for more in (("", INT8) if name in OF_INTEGERS else ("",))]
+    models = {name: load(folder, name) for name in ("float32", FREE, *wanted)}
     first = {}
     for name, model in models.items():
         started = time.perf_counter()
         token_times(model, 1)
         first[name] = time.perf_counter() - started
     samples: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(repeats):
+    steps: dict[str, list[float]] = {name: [] for name in models}
+    prompts: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(repeats + 1):
         for name, model in models.items():
-            samples[name] += token_times(model, TOKENS)[2:]
+            prompt = prompt_time(model)
+            if turn:
+                prompts[name].append(prompt)
+                samples[name] += token_times(model, TOKENS)[2:]
+                steps[name] += step_times(model, TOKENS)[3:]
     base = harness.summary(samples["float32"])
     rows = []
     for name, times in samples.items():
@@ -173,12 +210,18 @@ def model_rows(folder: Path, formats: list[str], repeats: int) -> list[Row]:
         row["tokens_per_s"], row["best_tokens_per_s"] = 1e3 / row["median_ms"], 1e3 / row["min_ms"]
         row["speedup"] = base["median_ms"] / row["median_ms"]
         row["speedup_of_minima"] = base["min_ms"] / row["min_ms"]
+        row["steps_tokens_per_s"] = 1e3 / statistics.median(steps[name])
+        row["best_steps_tokens_per_s"] = 1e3 / min(steps[name])
+        row["prompt_tokens_per_s"] = 1e3 * PROMPT_TOKENS / statistics.median(prompts[name])
+        row["prompt_speedup"] = statistics.median(prompts["float32"]) / statistics.median(prompts[name])
         held = {part.data_ptr(): part.nbytes for part in (*models[name].parameters(), *models[name].buffers())}
         row["weights_mb"] = sum(held.values()) / 1e6
         rows.append(row)
         print(
-            f"{name:13} {row['tokens_per_s']:6.1f} tokens/s (best {row['best_tokens_per_s']:.1f})  "
-            f"x{row['speedup']:.2f} (minima x{row['speedup_of_minima']:.2f})  {row['weights_mb']:.0f} MB",
+            f"{name:14} {row['tokens_per_s']:6.1f} tokens/s (best {row['best_tokens_per_s']:.1f})  "
+            f"x{row['speedup']:.2f} (minima x{row['speedup_of_minima']:.2f})  steps {row['steps_tokens_per_s']:.1f} "
+            f"(best {row['best_steps_tokens_per_s']:.1f})  prompt {row['prompt_tokens_per_s']:.0f} tokens/s "
+            f"x{row['prompt_speedup']:.2f}  {row['weights_mb']:.0f} MB",
             flush=True,
         )
     return rows
@@ -230,11 +273,70 @@ def llama_rows(program: str, files: list[str], threads: int) -> list[Row]:
     return rows
 
 
+def site_turn(given: str, threads: int) -> None:
+    """In a process of its own: seconds of the processor for a prompt and for tokens, of one engine and file."""
+    engine, path, site = given.split(",")
+    text = "The capital of France is Paris. " * 18
+    if engine == "llama.cpp":
+        sys.path.insert(0, site)
+        import xllamacpp  # type: ignore[import-not-found]
+
+        params = xllamacpp.CommonParams()
+        params.model.path, params.n_ctx, params.n_parallel = path, 512, 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        server = xllamacpp.Server(params)
+
+        def run(count: int) -> float:
+            asked = {"prompt": text, "max_tokens": count, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+            started = time.process_time()
+            server.handle_completions(asked)
+            return time.process_time() - started
+
+    else:
+        from bitplan.packed.language.generation import generate_text, load_for_running
+
+        lm = load_for_running(path, inputs="auto")
+        model: Any = lm.model
+        model.generation_config.eos_token_id = [-1]
+
+        def run(count: int) -> float:
+            started = time.process_time()
+            done = generate_text(lm, text, most_tokens=count)
+            assert done.tokens == count, done
+            return time.process_time() - started
+
+    run(4)
+    few, many = [min(run(count) for _ in range(3)) for count in (4, 52)]
+    token = (many - few) / 48
+    print(json.dumps({"engine": engine, "token_ms": 1e3 * token, "prompt_ms": 1e3 * (few - 4 * token)}))
+
+
+def site_rows(site: str, files: list[str], threads: int) -> list[Row]:
+    rows = []
+    for each in files:
+        name, _, path = each.partition("=")
+        turns: dict[str, list[Row]] = {"llama.cpp": [], "bitplan": []}
+        for _ in range(2):
+            for engine, done in turns.items():
+                command = [sys.executable, __file__, "--site-turn", f"{engine},{path},{site}"]
+                command += ["--threads", str(threads)]
+                made = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
+                done.append(json.loads(made.stdout.splitlines()[-1]))
+        row: Row = {"format": name}
+        for key in ("token_ms", "prompt_ms"):
+            theirs, ours = (min(turn[key] for turn in turns[engine]) for engine in turns)
+            row |= {f"llama_cpp_{key}": theirs, f"bitplan_{key}": ours, f"of_llama_cpp_{key}": theirs / ours}
+        rows.append(row)
+        print("processor's time", row, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a GGUF file that transformers reads")
     parser.add_argument("--random-model", action="store_true", help="SmolLM2's shape with random weights, and no file")
     parser.add_argument("--llama-bench", help="llama.cpp's program")
+    parser.add_argument("--llama-site", help="a folder that holds the package xllamacpp")
     parser.add_argument("--gguf", nargs="*", default=[], help="NAME=FILE for it")
     parser.add_argument("--parts", default="products,model,memory", help="what to measure")
     parser.add_argument("--threads", type=int, default=2)
@@ -244,11 +346,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    parser.add_argument("--site-turn", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.memory_of:
         print_memory(options.model, options.memory_of)
+        return
+    if options.site_turn:
+        site_turn(options.site_turn, options.threads)
         return
     speed = copy_gb_per_s(3 if options.tiny else 10)
     print(f"copy: {speed:.1f} GB/s read", flush=True)
@@ -279,6 +385,8 @@ def main() -> None:
                 document["memory"] = memory_rows(folder, options.threads)
     if options.llama_bench:
         document["llama_cpp"] = llama_rows(options.llama_bench, options.gguf, options.threads)
+    if options.llama_site:
+        document["llama_cpp_processor_time"] = site_rows(options.llama_site, options.gguf, options.threads)
     document["load_average_at_end"] = os.getloadavg()
     cpu = cpu_model().lower()
     name = "".join(letter if letter.isalnum() else " " for letter in cpu).replace(" r ", " ").split()

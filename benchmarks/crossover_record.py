@@ -2,7 +2,7 @@
 
     python benchmarks/crossover_record.py --output crossover_nvidia_h200.json [--seconds 85]
 
-To be run when a file of `crossover_files.GPU_SOURCES` has changed, with nothing else on the GPU. Processes compile the
+To be run when a file of `crossover.GPU_SOURCES` has changed, with nothing else on the GPU. Processes compile the
 launches side by side, then one process measures weight by weight, the most used first, and writes the file after each.
 What an output of the same kernels has already is not measured again. A weight that fails, or for which no time is left,
 is named and left out: it is measured at its first use instead.
@@ -24,7 +24,7 @@ import torch
 from bitplan.base.records import write_json
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import encode
-from bitplan.packed import crossover_files
+from bitplan.packed import crossover
 from bitplan.packed.crossover import MOST_FUSED_ROWS, Crossover, measure_crossover
 from bitplan.packed.products.fused import FusedMatmul, fused_for
 
@@ -102,10 +102,10 @@ def main() -> None:
     args = parser.parse_args()
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    fingerprint = crossover_files.gpu_fingerprint(torch.cuda.get_device_name(0))
+    fingerprint = crossover.gpu_fingerprint(torch.cuda.get_device_name(0))
     made: dict[Any, Crossover] = {}
     if args.output.exists():
-        made |= crossover_files.from_document(json.loads(args.output.read_text()), fingerprint, where=str(args.output))
+        made |= crossover.from_document(json.loads(args.output.read_text()), fingerprint, where=str(args.output))
     work = [job for job in jobs() if job[:3] not in made]
     count = max(1, len(os.sched_getaffinity(0)) - 1)
     until = began + args.compile_seconds
@@ -127,7 +127,7 @@ def main() -> None:
             print(f"FAILED {job}: {type(error).__name__}: {str(error)[-300:]}", flush=True)
             continue
         made[record.key] = record
-        write_json(args.output, crossover_files.to_document(made, fingerprint))
+        write_json(args.output, crossover.to_document(made, fingerprint))
         print("\n".join(lines_of(record)), flush=True)
     print(f"{len(made)} of {len(jobs())} weights in {time.monotonic() - began:.1f} s", flush=True)
 

@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from bitplan import decode, encode
 from bitplan.formats import Encoded
-from bitplan.packed.crossover_files import crossovers_of
+from bitplan.packed.crossover import crossovers_of
 from bitplan.packed.products import fused_few_rows as triton_matmul
 from bitplan.packed.products.expert_routing import route
 from bitplan.packed.products.fused import fused_for

@@ -454,49 +454,44 @@ def trees_table() -> str:
     return "\n".join(lines)
 
 
-def trees_threads_table() -> str:
-    """Training by threads: ours in i16 beside the fastest other."""
-    head = "| table, trees | threads | i16, s | fastest other, s | | of its time |"
-    return _by_threads("trees_threads_xeon_h200_host", head)
-
-
-def trees_other_tables_table() -> str:
-    """The same of other tables, by a later version."""
-    head = "| later version: table, trees | threads | i16, s | fastest other, s | | of its time |"
-    return _by_threads("trees_tables_xeon_h200_host", head)
-
-
-def _by_threads(name: str, head: str) -> str:
-    document = _read(name)
-    lines = [head, "|---|---|---|---|---|---|"]
-    tables = list(dict.fromkeys(map(_trees_table, document["ratios"])))
-    for ratio in sorted(document["ratios"], key=lambda each: (tables.index(_trees_table(each)), each["threads"])):
-        key = {name: each for name, each in ratio.items() if name not in ("best_other", "ratio")}
-        times = {run["contender"]: run["train_s"] for run in document["runs"] if key.items() <= run.items()}
-        best = ratio["best_other"]
-        cells = [_trees_table(ratio), str(ratio["threads"]), f"{times['bitplan_i16']:.2f}", f"{times[best]:.2f}"]
-        lines.append("| " + " | ".join([*cells, _trainer(best), f"{ratio['ratio']:.2f}"]) + " |")
+def trees_fits_table() -> str:
+    """Whole fits on a host with 16 cores: ours beside the fastest other."""
+    document = _read("trees_fits_xeon_h200_host")
+    times = {
+        (run["table"], run["trees"], run["threads"], run["contender"]): run
+        for run in document["runs"]
+        if "seconds" in run
+    }
+    lines = [
+        "| table, trees | threads | i16, s | f32, s | fastest other, s | | i16, of its time | f32 "
+        "| binning of i16, of the other |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for ratio in document["ratios"]:
+        cell = ratio["table"], ratio["trees"], ratio["threads"]
+        i16, f32, other = (times.get((*cell, name)) for name in ("bitplan_i16", "bitplan_f32", ratio["best_other"]))
+        cells = [_trees_table(ratio), str(ratio["threads"])]
+        cells += [f"{run['seconds']:.2f}" if run else "" for run in (i16, f32, other)]
+        cells += [_trainer(ratio["best_other"])]
+        cells += [f"{ratio[name]:.2f}" if name in ratio else "" for name in ("i16", "f32")]
+        cells += [", ".join(f"{run['binning_share']:.0%}" for run in (i16, other) if run)]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def trees_predict_table() -> str:
-    """Prediction at 16 threads: ours beside the fastest other, for each number of rows."""
-    runs = [
-        run for run in _read("trees_threads_xeon_h200_host")["runs"] if "predict_1_ms" in run and not run.get("seed")
-    ]
-    lines = [
-        "| table, trees | rows predicted | i16's model, ms | fastest other, ms | | of its time |",
-        "|---|---|---|---|---|---|",
-    ]
-    for table in dict.fromkeys(_trees_table(run) for run in runs):
-        here = sorted((run for run in runs if _trees_table(run) == table), key=lambda run: int(run["threads"]))
-        mine = {run["contender"]: run for run in here}  # the most threads of each
-        others = [run for name, run in mine.items() if not name.startswith("bitplan")]
-        for rows in (1, 1000, 100_000):
-            key = f"predict_{rows}_ms"
-            ours, best = mine["bitplan_i16"][key], min(others, key=lambda run: float(run[key]))
-            cells = [table, f"{rows:,}", f"{ours:.3g}", f"{best[key]:.3g}", _trainer(best["contender"])]
-            lines.append("| " + " | ".join([*cells, f"{ours / best[key]:.2f}"]) + " |")
+def trees_precision_table() -> str:
+    """Held-out losses of quantized gradients beside float32, for targets that are hard to quantize."""
+    variants = {
+        "f32_other": "f32, 254 bins",
+        "i16": "i16",
+        "i16_nearest": "i16, to nearest",
+        "i8": "i8",
+        "i16_not_renewed": "i16, leaves not renewed",
+    }
+    lines = ["| target | " + " | ".join(variants.values()) + " |", "|---|" + "---|" * len(variants)]
+    for row in _read("trees_precision")["targets"]:
+        cells = [row["target"], *(f"{row['more_than_f32'][name]:+.1%}" for name in variants)]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -773,9 +768,8 @@ PLACES = {  # page: its tables
     ),
     "docs/trees.md": (
         trees_table,
-        trees_threads_table,
-        trees_other_tables_table,
-        trees_predict_table,
+        trees_precision_table,
+        trees_fits_table,
         trees_100k_table,
         trees_gpu_table,
     ),

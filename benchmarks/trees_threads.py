@@ -339,7 +339,11 @@ class Turns:
     def __init__(self, contenders: list[str], repeats: int, seconds: float, until: float, ends: ExitStack) -> None:
         self._names, self._repeats, self._seconds, self._until = contenders, repeats, seconds, until
         self._running: dict[str, Contender] = {}
-        ends.callback(lambda: [contender.end() for contender in self._running.values()])
+        ends.callback(self._end)
+
+    def _end(self) -> None:
+        for contender in self._running.values():
+            contender.end()
 
     def fit(self, name: str, folder: str, trees: int, threads: int) -> list[dict[str, Any]]:
         """A row for each contender that had time to begin."""
@@ -395,14 +399,15 @@ def run_all(
         ExitStack() as ends,
     ):
         turns = Turns(contenders, given.repeats, given.seconds, until, ends)
-        for name in given.tables.split(","):
+        for named in given.tables.split(","):
+            name, _, counts = named.partition("@")
             if time.monotonic() < until:
                 x, y = made_table(TABLES[name])
                 np.save(Path(folder) / "x.npy", x)
                 np.save(Path(folder) / "y.npy", y)
                 del x, y
             for trees in map(int, given.trees.split(",")):
-                for threads in map(int, given.threads.split(",")):
+                for threads in map(int, counts.split("+") if counts else given.threads.split(",")):
                     if threads > cores:
                         continue
                     rows = turns.fit(name, folder, trees, threads)
@@ -481,7 +486,7 @@ def _profile_fit(fit: Fit, x: Any, y: Array, trees: int) -> dict[str, Any]:
         plain(self, *given)
         spaces.append(self)
 
-    thread_workspace.TeamSpace.__init__ = kept  # type: ignore[method-assign]
+    thread_workspace.TeamSpace.__init__ = kept  # type: ignore[method-assign,assignment]
     try:
         with (
             timed_calls(TreeGrower, "grow") as growing,
@@ -507,7 +512,9 @@ def _profile_fit(fit: Fit, x: Any, y: Array, trees: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}")
+    parser.add_argument(
+        "--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}; 2k10@1+2: by so many threads"
+    )
     parser.add_argument("--threads", default="1,2,8,16")
     parser.add_argument("--trees", default="100")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))

@@ -19,7 +19,7 @@ from bitplan.fp8.policy import report as fp8_report
 from bitplan.fp8.policy import rules as fp8_rules
 from bitplan.fp8.policy.report import Report
 from bitplan.fp8.policy.rules import load_policy
-from bitplan.packed import crossover_files
+from bitplan.packed import crossover
 from bitplan.packed.machine import examine_machine
 from bitplan.plan import Manifest, Plan, expand_raw_map, manifest_schema, plan
 from bitplan.report.page import build_sections
@@ -170,7 +170,7 @@ def test_fp8_policy(example):
 
 def test_crossover(example):
     document = read_json(example("crossover"))
-    assert crossover_files.from_document(document, document["fingerprint"], where="page")
+    assert crossover.from_document(document, document["fingerprint"], where="page")
 
 
 def test_trees_model(example):
@@ -201,7 +201,7 @@ def keys_written(name, tmp_path):
         "stream-telemetry": [field.name for field in fields(StreamStepStats)],
         "fp8-report": [*fp8_report._HEAD_KEYS, *keys_of(fp8_report.Row), *fp8_report.FINGERPRINT_KEYS],
         "fp8-policy": [*fp8_rules._RULE_KEYS, *keys_of(fp8_rules.Point)],
-        "crossover": [*crossover_files._WEIGHT_KEYS, *crossover_files._TIMING_KEYS, *crossover_files._WAYS],
+        "crossover": [*crossover._WEIGHT_KEYS, *crossover._TIMING_KEYS, *crossover._WAYS],
         "machine": examine_machine(measure=False),
     }
     return known[name]

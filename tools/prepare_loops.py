@@ -32,7 +32,6 @@ from bitplan.trees import (
     BoostedTreesRegressor,
     grow,
     histogram,
-    thread_workspace,
 )
 
 FIRST_NUMBER = 1_000_000  # numba numbers functions from 1 on; names of ours must not be those of others
@@ -46,12 +45,16 @@ def run_all() -> None:
     y = x[:, 0] + x[:, 1] * x[:, 2] + 0.1 * rng.standard_normal(600)
     coded = np.where(np.arange(32) == 1, rng.integers(0, 9, (600, 32)), x)
     small: dict[str, Any] = {"n_estimators": 2, "max_leaves": 6, "min_child_samples": 2, "n_jobs": 2}
-    whole, team = histogram.NARROW_ROWS, thread_workspace.TEAM_ROWS
+    whole, by_team, with_others = (
+        histogram.NARROW_ROWS,
+        grow.TreeGrower._grow_by_team,
+        grow.TreeGrower._grow_with_others,
+    )
     grow.THREADS_FROM_ROWS = 100
-    for precision, by_team in itertools.product(("i16", "f32", "i8"), (True, False)):
-        thread_workspace.TEAM_ROWS = 1 if by_team else team
+    for precision, way in itertools.product(("i16", "f32", "i8"), (by_team, with_others)):
+        grow.TreeGrower._grow_by_team = way  # type: ignore[method-assign]
         of = small | {"gradient_precision": precision}
-        for width in range(4, 33, 4) if by_team and precision != "i8" else (8,):
+        for width in range(4, 33, 4) if way is by_team and precision != "i8" else (8,):
             model = BoostedTreesClassifier(**of).fit(x[:, :width], y > 0)
         model.predict_proba(x[:, :width])
         histogram.NARROW_ROWS = 200  # larger nodes have cells of another form
@@ -59,7 +62,7 @@ def run_all() -> None:
         histogram.NARROW_ROWS = whole
         BoostedTreesRegressor(**of, categorical_features=[1]).fit(coded[:, :8], y).predict(coded[:, :8])
         BoostedTreesRegressor(**of, monotone_constraints=[1] * 8, l1=0.1).fit(x[:, :8], y)
-    thread_workspace.TEAM_ROWS = team
+    grow.TreeGrower._grow_by_team = by_team  # type: ignore[method-assign]
     BoostedTreesRegressor(**small).fit(x[:, :8].astype(np.float32), y)
     for objective in ("absolute_error", "quantile", "huber", "poisson", "gamma", "tweedie"):
         BoostedTreesRegressor(**small, objective=objective).fit(x[:, :8], np.exp(y))

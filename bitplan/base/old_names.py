@@ -43,9 +43,7 @@ _MOVED = {
             "SimulatedDevice StreamDevice StreamError StreamStateError TelemetryError TensorBoardScalars "
             "TransferError lightning_callback trainer_callback"
         ),
-        "bitplan.packed": (
-            "ApplyError LayerError QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections read_packed"
-        ),
+        "bitplan.packed": ("ApplyError LayerError QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections"),
         "bitplan.fp8": "Fp8LayerError Fp8UnavailableError apply_fp8_config gather_weights_in_fp8",
         "bitplan": "apply_fp8 apply_plan load_packed save_packed warm_up",
     },

@@ -17,7 +17,14 @@ from bitplan.formats.dispatch import decode, encode
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.packed.language.causal_lm import CausalLM, late_logits_of
-from bitplan.packed.language.perplexity import CachedLogits, Quality, measure_perplexity, round_activations, shared_twin
+from bitplan.packed.language.perplexity import (
+    CachedLogits,
+    Quality,
+    measure_perplexity,
+    round_activations,
+    round_linear_inputs,
+    shared_twin,
+)
 from bitplan.packed.machine import free_memory
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.format_choices import Wanted
@@ -83,10 +90,19 @@ class QualityRun:
         *,
         scale_rule: ScaleRule | None = None,
         pad: Literal["zero"] | None = None,
+        inputs: str | None = None,
         on_windows: OnWindows | None = None,
     ) -> QualityRow:
-        """A model in these formats (None: unchanged); the candidate itself is not modified."""
+        """A model in these formats (None: unchanged); the candidate itself is not modified.
+
+        inputs   the format that linear layers round their inputs to, but those whose weights the plan leaves as floats
+        """
         twin = morphed_twin(candidate, formats, scale_rule=scale_rule, pad=pad)
+        if inputs is not None:
+            planned = formats.items() if isinstance(formats, Plan) else ()
+            plain = {name for name, choice in planned if get_format(choice.format).is_cast}
+            round_linear_inputs(twin, inputs, keep=plain)
+            label = f"{label}, inputs {inputs}"
         stored = {**(candidate.stored or {}), **_packed_bytes(candidate.model, formats)}
         bits = stored_bits(candidate) if formats is None else bits_per_weight(twin, stored)
         return self._against(label, twin, bits, on_windows)

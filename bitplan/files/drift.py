@@ -231,7 +231,7 @@ class _Master:
     def read(self, start: int, stop: int) -> Tensor:
         if self._by_rows:
             assert isinstance(self._file, NativeTensors)
-            return self._turned(self._file._checkpoint.read_rows(self._name, start, stop))
+            return self._turned(self._file.checkpoint.read_rows(self._name, start, stop))
         if self._whole is None:
             self._whole = self._turned(self._file.read_float(self._name)).reshape(self._steps, -1)
         return self._whole[start:stop]

@@ -7,7 +7,7 @@
 | bitplan_plan.json | the plan: the format of every tensor, and why |
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
-`quantization_config` is {"quant_method": "bitplan", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
+`quantization_config` is {"quant_method": "bitplan; ...", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
 "load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}.
 """
 
@@ -48,7 +48,9 @@ GENERATION = "generation_config.json"
 WHOLE, INDEX = "model.safetensors", f"model{INDEX_SUFFIX}"
 REPLACED = "replaced"  # a folder for files of a model that another one replaced
 PLAN = "bitplan_plan.json"
-QUANT_METHOD = "bitplan"
+# A library that does not know the method prints it: so it says what to do. Earlier versions wrote the name alone.
+QUANT_METHOD = "bitplan; import bitplan.transformers before from_pretrained"
+QUANT_METHODS = (QUANT_METHOD, "bitplan")
 VERSION = 1
 QUANTIZATION_KEYS = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
 SHARD_BYTES = 5 * 10**9
@@ -122,7 +124,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def is_packed_config(config: Mapping[str, Any]) -> bool:
     said = config.get("quantization_config")
-    return isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
+    return isinstance(said, dict) and said.get("quant_method") in QUANT_METHODS
 
 
 def folder_inputs(config: Mapping[str, Any] | None) -> str | None:
@@ -152,7 +154,7 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
     version = said.get("version")
     if type(version) is int and version > VERSION:
         raise FileFormatError(
-            f"{where}: version {version} of quant_method {QUANT_METHOD!r}, and this bitplan reads up to {VERSION}; "
+            f"{where}: version {version} of quant_method 'bitplan', and this bitplan reads up to {VERSION}; "
             "install a newer bitplan"
         )
     reader.keys("", said, _KEYS, tuple(_KEYS))

@@ -128,7 +128,7 @@ def base_fault(file: TensorFile, name: str) -> str | None:
 
 
 def _read_base(file: NativeTensors, name: str | None) -> Tensor | None:
-    return None if name is None else file._checkpoint.read(name).float().reshape(())
+    return None if name is None else file.checkpoint.read(name).float().reshape(())
 
 
 def _two_tensors(
@@ -141,7 +141,7 @@ def _two_tensors(
 ) -> PackedTensor:
     """Blocks lie along rows, so that some rows are a slice of the first axis of both tensors."""
     assert fmt.scales is not None
-    checkpoint, scale_dtype, one_row = file._checkpoint, fmt.scales.dtype, len(grid) == 1
+    checkpoint, scale_dtype, one_row = file.checkpoint, fmt.scales.dtype, len(grid) == 1
     steps, across = 1 if one_row else grid[0], grid[-1]
     rows = math.prod(grid[:-1])
     cols = math.prod(shape) // rows if rows else 0
@@ -187,7 +187,7 @@ def _opaque(file: GGUFTensors | NativeTensors, name: str, fmt: Format, shape: tu
         if isinstance(file, GGUFTensors):
             raw = file.file.read_raw_rows(name, start, stop)
         else:
-            raw = file._checkpoint.read_rows(part_name(name, "data"), start, stop)
+            raw = file.checkpoint.read_rows(part_name(name, "data"), start, stop)
         data = raw.reshape(-1, fmt.data_cols(cols))
         return Encoded(fmt, (data.shape[0], cols), data)
 
@@ -209,7 +209,7 @@ def plain_pieces(file: TensorFile, name: str) -> Iterator[tuple[int, Tensor]]:
     if spec.shape and not spec.encoded and isinstance(file, NativeTensors):
         row_numbers = torch.Size(spec.shape[1:]).numel()
         for start, stop in spans(spec.shape[0], spec.nbytes):
-            yield start * row_numbers, file._checkpoint.read_rows(spec.name, start, stop)
+            yield start * row_numbers, file.checkpoint.read_rows(spec.name, start, stop)
     elif spec.shape and isinstance(file, GGUFTensors) and not spec.format.startswith("gguf:"):
         dtype = get_format(spec.format).storage if spec.encoded else spec.torch_dtype
         for start, stop in spans(math.prod(spec.shape[:-1]), spec.nbytes):

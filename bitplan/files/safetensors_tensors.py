@@ -41,11 +41,11 @@ class NativeTensors(TensorFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._checkpoint: Checkpoint = open_checkpoint(path)
+        self.checkpoint: Checkpoint = open_checkpoint(path)
         with on_failure(self.close):
             self.formats: dict[str, tuple[Format, tuple[int, ...]]] = {}
             self.tied = {}
-            for file in self._checkpoint.files:
+            for file in self.checkpoint.files:
                 formats, tied = read_metadata(file)
                 self.formats.update(formats)
                 self.tied.update(tied)
@@ -56,14 +56,14 @@ class NativeTensors(TensorFile):
 
     @property
     def files(self) -> list[Path]:
-        return self._checkpoint.sources
+        return self.checkpoint.sources
 
     @property
     def shards(self) -> list[Path]:
-        return self._checkpoint.shards
+        return self.checkpoint.shards
 
     def shard_of(self, name: str) -> Path:
-        return self._checkpoint.weight_map[name]
+        return self.checkpoint.weight_map[name]
 
     def shard_name(self, shard: Path) -> Path:
         """A shard's path in the index; folders may have shards of the same name."""
@@ -71,32 +71,32 @@ class NativeTensors(TensorFile):
 
     def metadata_of(self, shard: Path) -> dict[str, str]:
         """A shard's own metadata, without bitplan's key."""
-        said = self._checkpoint.file_at(shard).metadata
+        said = self.checkpoint.file_at(shard).metadata
         return {key: value for key, value in said.items() if key != METADATA_KEY}
 
     def read(self, name: str) -> Tensor | Encoded:
         name = self.spec(name).name
         if name not in self.formats:
-            return self._checkpoint.read(name)
+            return self.checkpoint.read(name)
         from bitplan.formats import Encoded
 
         fmt, shape = self.formats[name]
-        parts = {part: self._checkpoint.read(part_name(name, part)) for part in fmt.part_layouts(shape)}
+        parts = {part: self.checkpoint.read(part_name(name, part)) for part in fmt.part_layouts(shape)}
         return Encoded(fmt, shape, **parts)
 
     @property
     def has_checksums(self) -> bool:
-        return all(file.checksums.keys() == file.tensors.keys() for file in self._checkpoint.files)
+        return all(file.checksums.keys() == file.tensors.keys() for file in self.checkpoint.files)
 
     def damaged_parts(self, name: str) -> list[str]:
         parts = self.formats[name][0].part_layouts(self.formats[name][1]) if name in self.formats else ("data",)
-        return [part for part in parts if self._checkpoint.is_damaged(part_name(name, part))]
+        return [part for part in parts if self.checkpoint.is_damaged(part_name(name, part))]
 
     def close(self) -> None:
-        self._checkpoint.close()
+        self.checkpoint.close()
 
     def _list(self) -> dict[str, TensorSpec]:
-        entries = self._checkpoint.tensors
+        entries = self.checkpoint.tensors
         hidden: set[str] = set()
         for name, (fmt, shape) in self.formats.items():
             for part, (dtype, part_shape) in fmt.part_layouts(shape).items():
@@ -104,7 +104,7 @@ class NativeTensors(TensorFile):
                 if entry is None:
                     raise FileFormatError(f"{self.path}: {name!r} is {fmt.name}, but its part {part!r} is missing")
                 if entry.shape == _shape_in_file(fmt, shape, part, part_shape):  # earlier files have the part's own
-                    entry = self._checkpoint.reshape(entry.name, part_shape)
+                    entry = self.checkpoint.reshape(entry.name, part_shape)
                 if entry.dtype != dtype or entry.shape != part_shape:
                     raise FileFormatError(
                         f"{self.path}: {name!r} is {fmt.name} of shape {shape}, so {entry.name!r} must be "
@@ -129,7 +129,7 @@ class NativeTensors(TensorFile):
 
     def _check_ties(self) -> None:
         for alias, name in self.tied.items():
-            if alias in self._checkpoint.tensors or name not in self._checkpoint.tensors:
+            if alias in self.checkpoint.tensors or name not in self.checkpoint.tensors:
                 raise FileFormatError(f"{self.path}: ties {alias!r} to {name!r}, but the tensors do not bear it out")
 
 

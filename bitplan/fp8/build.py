@@ -1,20 +1,17 @@
-"""Builds the FP8 layer of one site beside the model: weights fused, norm taken over, names unchanged.
+"""Builds FP8 layers beside a model and puts them into it: weights joined, norms taken over, names unchanged.
 
-One linear becomes an Fp8Linear over the same parameters. Several become one layer of fused weights inside the first of
+One linear becomes an Fp8Linear over the same parameters. Several become one layer of joined weights inside the first of
 them (`fused_projections`). Where a norm was seen to feed nothing else (`recorded_wiring`), the layer is an
 Fp8NormLinear, which normalises in its cast, and the module in the norm's place passes its input on. An MLP that was
 seen to be one, and nothing else, is joined: its activation happens in the casts (`layers.joined_mlp`). The experts of a
-block become two grouped products, each by its own choice (`experts`).
+block become two grouped products, each by its own choice.
 
-Puts FP8 layers into a model, and the model's own modules back if something fails half-way.
+If something fails half-way the model gets its own modules back (`Replacements`). Weights of joined projections (q, k
+and v) are copied into one tensor, and the old ones are not kept: a model would need the memory twice. They are made
+again from the rows of the joined weight, bit for bit; modules and parameters that others still hold, such as an
+optimizer, are put back themselves.
 
-Weights of joined projections (q, k and v) are copied into one tensor, and the old ones are not kept: a model would need
-the memory twice. They are made again from the rows of the joined weight, bit for bit; modules and parameters that
-others still hold, such as an optimizer, are put back themselves.
-
-Warns once when a model is given token counts that its FP8 plan was not made for.
-
-A plan is made for one token count and holds for the band around it. The watch sits on the first FP8 layer of a part and
+A choice is made for one token count and holds for the band around it. A `TokenWatch` on the first FP8 layer of a part
 compares the rows of its input, which the host knows, with that band: no value of a tensor is read and the GPU is not
 waited for. It warns once, through the log, and then removes itself.
 """
@@ -22,8 +19,7 @@ waited for. It warns once, through the log, and then removes itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -31,22 +27,68 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.fp8.decide import LayerDecision
-from bitplan.fp8.find_linears import Site
 from bitplan.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, join_rows, keep_names
-from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
+from bitplan.fp8.layer_settings import GemmChoice
 from bitplan.fp8.layers.grouped_linear import Fp8Experts
 from bitplan.fp8.layers.joined_mlp import JoinedMlp, joining_obstacle
 from bitplan.fp8.layers.linear import Fp8Linear, cast_weights_together
 from bitplan.fp8.layers.norm_linear import Fp8NormLinear
-from bitplan.fp8.policy.choice import Fp8Choice
 from bitplan.fp8.policy.vocabulary import PRODUCTS
 from bitplan.fp8.recipes import BF16
 from bitplan.fp8.recorded_wiring import MlpWiring, holder_of
 
+log = logging.getLogger("bitplan")
+FP8_PARAM_NOTE = (
+    "fp8_param: weights are stored in FP8 and learn in float32 (weight_master of each layer), "
+    "which is what state dicts hold, under the model's own names"
+)
+
+
+def has_fp8(model: nn.Module) -> bool:
+    return any(isinstance(module, Fp8Linear | Fp8Experts) for module in model.modules())
+
+
+def put_decided(
+    model: nn.Module, decided: Sequence[LayerDecision], mlps: Sequence[MlpWiring], *, watch: bool = True
+) -> list[str]:
+    """Make the FP8 layers one after the other, and put each into the model when it is made; on an error, none.
+
+    Returns notes.
+    """
+    replaced = Replacements(model)
+    try:
+        by_modules: dict[tuple[str, ...], list[LayerDecision]] = {}
+        for layer in decided:
+            by_modules.setdefault(layer.site.modules, []).append(layer)
+        built = [layers for layers in by_modules.values() if any(layer.choice for layer in layers)]
+        for layers in built:
+            build_layer(model, layers, replaced)
+        may_join = {path for layer in decided if layer.choice and layer.joins for path in layer.site.modules}
+        joined = _join_mlps(model, mlps, may_join, replaced)
+        cast_weights_together(model)
+        if watch:
+            _watch(model, [layers[0] for layers in built if not layers[0].site.is_grouped], joined)
+    except BaseException as error:
+        replaced.restore(error)
+        raise
+    return [FP8_PARAM_NOTE] if any(layers[0].fp8_param for layers in built) else []
+
+
 # ---- token watch -----------------------------------------------------------------------------------------------------
 
 
-log = logging.getLogger("bitplan")
+def _watch(model: nn.Module, layers: Sequence[LayerDecision], joined: Mapping[str, str]) -> None:
+    """One watch for all dense FP8 layers of a part, which see the same tokens, on the first of them."""
+    by_part: dict[str, list[LayerDecision]] = {}
+    for layer in layers:
+        by_part.setdefault(layer.site.part, []).append(layer)
+    for members in by_part.values():
+        lows = [layer.choice.holds_from for layer in members if layer.choice.holds_from is not None]
+        highs = [layer.choice.holds_to for layer in members if layer.choice.holds_to is not None]
+        first, planned = members[0].site.modules[0], members[0].choice.tokens
+        if lows and planned is not None:
+            path = joined.get(first, first)
+            TokenWatch(path, max(lows), min(highs) if highs else None, planned).attach(model.get_submodule(path))
 
 
 class TokenWatch:
@@ -88,73 +130,76 @@ class TokenWatch:
         return self.__dict__ | {"_handle": None}  # a copy cannot remove the original's hook
 
 
-# ---- build -----------------------------------------------------------------------------------------------------------
+# ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-FP8_PARAM_NOTE = (
-    "fp8_param: weights are stored in FP8 and learn in float32 (weight_master of each layer), "
-    "which is what state dicts hold, under the model's own names"
-)
+def build_layer(model: nn.Module, layers: Sequence[LayerDecision], replaced: Replacements) -> None:
+    """Put the layer of one decision into the model; the two products of an experts module are built together."""
+    layer = next(layer for layer in layers if layer.choice)
+    if not layer.site.is_grouped:
+        _build_dense(model, layer, replaced)
+        return
+    path = layer.site.modules[0]
+    experts = model.get_submodule(path)
+    gemms = {product.site.name: _gemms(product) for product in layers}
+    replaced.put(path, Fp8Experts(experts, layer.recipe, gemms["fc1"], gemms["fc2"]).train(experts.training))
+    replaced.keep_names_in(path)
 
 
-@dataclass
-class Built:
-    """Modules by path, the first of them, and the path of the module that keeps the names of state dicts."""
-
-    first: str
-    modules: dict[str, nn.Module]
-    keeper: str | None = None
+def _gemms(layer: LayerDecision) -> GemmChoice:
+    name = layer.choice.recipe or layer.recipe.name
+    return GemmChoice(*(name if product in layer.choice.products else BF16 for product in PRODUCTS))
 
 
-def build_site(
-    model: nn.Module, choices: Mapping[Site, Fp8Choice], recipe: Fp8Recipe, *, fp8_param: bool = False
-) -> Built:
-    """The layer of one site; the two sites of an experts module are built together."""
-    site, choice = next(iter(choices.items()))
-    if site.is_grouped:
-        return _build_experts(model, choices, recipe)
-    gemms = gemms_of(choice, recipe)
-    modules = [model.get_submodule(path) for path in site.modules]
+def _build_dense(model: nn.Module, decided: LayerDecision, replaced: Replacements) -> None:
+    site, paths = decided.site, decided.site.modules
+    how: dict[str, Any] = {"recipe": decided.recipe, "gemms": _gemms(decided)}
+    modules = [model.get_submodule(path) for path in paths]
     linears = [_turned(module) for module in modules]
     joins_biases = _can_join_biases(linears)
     fused = _join(linears, joins_biases)
-    if site.norm is None or fp8_param:
-        layer: Fp8Linear = Fp8Linear.from_linear(fused, recipe=recipe, gemms=gemms, fp8_param=fp8_param)
+    norm = None if decided.fp8_param else site.norm
+    if norm is None:
+        layer = Fp8Linear.from_linear(fused, fp8_param=decided.fp8_param, **how)
     else:
-        norm, kind, eps = model.get_submodule(site.norm.path), site.norm.kind, site.norm.eps
-        layer = Fp8NormLinear.from_modules(norm, fused, recipe=recipe, gemms=gemms, kind=kind, eps=eps)
-    if fused is not modules[0] and len(modules) == 1:
-        layer.turn_in_checkpoints()
-    biases = [None if joins_biases else linear.bias for linear in linears]
-    return _place(site, linears, layer, None if site.norm is None or fp8_param else site.norm.path, biases)
+        layer = Fp8NormLinear.from_modules(model.get_submodule(norm.path), fused, kind=norm.kind, eps=norm.eps, **how)
+    if len(paths) == 1:
+        if fused is not modules[0]:
+            layer.turn_in_checkpoints()
+        replaced.put(paths[0], layer)
+    else:
+        biases = [None if joins_biases else linear.bias for linear in linears]
+        head = FusedProjections(layer, [linear.out_features for linear in linears], biases[0]).train(layer.training)
+        replaced.put(paths[0], head)
+        for index in range(1, len(paths)):
+            replaced.put(paths[index], FusedPart(head, index, biases[index]).train(layer.training))
+    if norm is not None:
+        replaced.put(norm.path, NormTakenOver(layer.get_submodule("norm")))
+    if len(paths) > 1 or norm is not None:
+        replaced.keep_names_in(holder_of([*paths, *([norm.path] if norm is not None else [])]))
 
 
-def has_fp8(model: nn.Module) -> bool:
-    return any(isinstance(module, Fp8Linear | Fp8Experts) for module in model.modules())
-
-
-def gemms_of(choice: Fp8Choice, recipe: Fp8Recipe) -> GemmChoice:
-    name = choice.recipe or recipe.name
-    return GemmChoice(*(name if product in choice.products else BF16 for product in PRODUCTS))
-
-
-def build_mlps(model: nn.Module, mlps: Sequence[MlpWiring]) -> Iterator[tuple[MlpWiring, JoinedMlp]]:
-    """A `JoinedMlp` for each MLP whose layers became FP8 so that it can run."""
+def _join_mlps(
+    model: nn.Module, mlps: Sequence[MlpWiring], may_join: set[str], replaced: Replacements
+) -> dict[str, str]:
+    """Put a `JoinedMlp` in the place of each MLP whose layers became FP8 so that it can run; its path by theirs."""
+    joined: dict[str, str] = {}
     for wiring in mlps:
+        if not {*wiring.first, wiring.down} <= may_join:
+            continue
         first, down = (model.get_submodule(path) for path in (wiring.first[0], wiring.down))
         others = [model.get_submodule(path) for path in wiring.first[1:]]
         is_whole = all(isinstance(other, FusedPart) and other._head[0] is first for other in others)
         count = len(first.shared.sizes) if isinstance(first, FusedProjections) else 1
-        is_whole = is_whole and not any(getattr(module, "has_bias", False) for module in (first, *others))
+        has_own_bias = any(getattr(module, "has_bias", False) for module in (first, *others))
         layer = first.fused if isinstance(first, FusedProjections) else first
-        if is_whole and count == len(wiring.first) and joining_obstacle(layer, down) is None:
+        if is_whole and count == len(wiring.first) and not has_own_bias and joining_obstacle(layer, down) is None:
             cut = len(wiring.path) + 1
             mlp = model.get_submodule(wiring.path)
-            joined = JoinedMlp(mlp, wiring.first[0][cut:], wiring.down[cut:], wiring.function, wiring.tail)
-            yield wiring, joined
-
-
-# ---- dense -----------------------------------------------------------------------------------------------------------
+            first_path, down_path = wiring.first[0][cut:], wiring.down[cut:]
+            replaced.put(wiring.path, JoinedMlp(mlp, first_path, down_path, wiring.function, wiring.tail))
+            joined |= dict.fromkeys((*wiring.first, wiring.down), wiring.path)
+    return joined
 
 
 def _turned(module: nn.Module) -> nn.Linear:
@@ -192,97 +237,7 @@ def _join(linears: Sequence[nn.Linear], joins_biases: bool) -> nn.Linear:
     return fused.train(first.training)
 
 
-def _place(
-    site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str | None, biases: Sequence[nn.Parameter | None]
-) -> Built:
-    """The layer where the linears were, and the names that its tensors keep; `biases` stay with single projections."""
-    single = len(linears) == 1
-    head_path = site.modules[0]
-    modules: dict[str, nn.Module] = {head_path: layer}
-    if not single:
-        sizes = [linear.out_features for linear in linears]
-        head = FusedProjections(layer, sizes, biases[0]).train(layer.training)
-        modules = {head_path: head}
-        for index, path in list(enumerate(site.modules))[1:]:
-            modules[path] = FusedPart(head, index, biases[index]).train(layer.training)
-    if norm is not None:
-        modules[norm] = NormTakenOver(layer.get_submodule("norm"))
-    keeper = holder_of([*site.modules, *([norm] if norm else [])])
-    return Built(head_path, modules, None if single and norm is None else keeper)
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
-
-
-def _build_experts(model: nn.Module, choices: Mapping[Site, Fp8Choice], recipe: Fp8Recipe) -> Built:
-    path = next(iter(choices)).modules[0]
-    experts = model.get_submodule(path)
-    gemms = {site.name: gemms_of(choice, recipe) for site, choice in choices.items()}
-    layer = Fp8Experts(experts, recipe, gemms["fc1"], gemms["fc2"]).train(experts.training)
-    return Built(path, {path: layer}, path)
-
-
 # ---- replacements ----------------------------------------------------------------------------------------------------
-
-
-def put_decided(
-    model: nn.Module, decided: Sequence[LayerDecision], mlps: Sequence[MlpWiring], *, watch: bool = True
-) -> list[str]:
-    """Make the FP8 layers one after the other, and put each into the model when it is made; on an error, none.
-
-    Returns notes.
-    """
-    replaced = Replacements(model)
-    try:
-        return _put_all(model, decided, mlps, replaced, watch=watch)
-    except BaseException as error:
-        replaced.restore(error)
-        raise
-
-
-def _put_all(
-    model: nn.Module,
-    decided: Sequence[LayerDecision],
-    mlps: Sequence[MlpWiring],
-    replaced: Replacements,
-    *,
-    watch: bool,
-) -> list[str]:
-    notes: dict[str, None] = {}
-    watched: dict[str, tuple[str, list[Fp8Choice]]] = {}
-    joins = {path for each in decided if each.choice and each.joins for path in each.site.modules}
-    for each in decided:
-        if not each.choice:
-            continue
-        partners = [other for other in decided if other.site.modules == each.site.modules]
-        if each is not next(other for other in partners if other.choice):
-            continue  # the two products of one set of experts are built together
-        choices = {other.site: other.choice for other in partners}
-        built = build_site(model, choices, each.recipe, fp8_param=each.fp8_param)
-        replaced.put_built(built)
-        if each.fp8_param:
-            notes[FP8_PARAM_NOTE] = None
-        if not each.site.is_grouped:
-            watched.setdefault(each.site.part, (built.first, []))[1].append(each.choice)
-    joined: dict[str, str] = {}
-    wanted = [wiring for wiring in mlps if {*wiring.first, wiring.down} <= joins]
-    for wiring, mlp in build_mlps(model, wanted):
-        replaced.put(wiring.path, mlp)
-        joined |= dict.fromkeys((*wiring.first, wiring.down), wiring.path)
-    cast_weights_together(model)
-    if watch:
-        for first, choices_of_part in watched.values():
-            _watch(model, joined.get(first, first), choices_of_part)
-    return list(notes)
-
-
-def _watch(model: nn.Module, path: str, choices: Sequence[Fp8Choice]) -> None:
-    """One watch for all dense FP8 layers of a part: they see the same tokens."""
-    lows = [each.holds_from for each in choices if each.holds_from is not None]
-    highs = [each.holds_to for each in choices if each.holds_to is not None]
-    planned = choices[0].tokens
-    if lows and planned is not None:
-        TokenWatch(path, max(lows), min(highs) if highs else None, planned).attach(model.get_submodule(path))
 
 
 class Replacements:
@@ -301,13 +256,11 @@ class Replacements:
         self._undo.append(lambda: self._model.set_submodule(path, make_old()))
         self._model.set_submodule(path, module)
 
-    def put_built(self, built: Built) -> None:
-        """Put a layer into the model, with the names that state dicts keep."""
-        for path, module in built.modules.items():
-            self.put(path, module)
-        if built.keeper is not None and built.keeper not in self._keepers:
-            self._keepers.add(built.keeper)
-            for handle in keep_names(self._model.get_submodule(built.keeper)):
+    def keep_names_in(self, path: str) -> None:
+        """Let the module at this path read and write state dicts under the names that its layers had."""
+        if path not in self._keepers:
+            self._keepers.add(path)
+            for handle in keep_names(self._model.get_submodule(path)):
                 self._undo.append(handle.remove)
 
     def restore(self, error: BaseException) -> None:
@@ -346,12 +299,8 @@ def _maker_from_rows(old: nn.Linear, layer: Fp8Linear, rows: slice) -> Callable[
             kept_parameter = parameter()
             if kept_parameter is None:
                 numbers = layer.plain_weight() if name == "weight" else layer.get_parameter(name)
-                kept_parameter = nn.Parameter(_rows(numbers, rows).to(dtype), requires_grad=trained)
+                kept_parameter = nn.Parameter(numbers.detach()[rows].clone().to(dtype), requires_grad=trained)
             module._parameters[name] = kept_parameter
         return module
 
     return make
-
-
-def _rows(numbers: Tensor, rows: slice) -> Tensor:
-    return numbers.detach()[rows].clone()

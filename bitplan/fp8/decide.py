@@ -106,7 +106,7 @@ def _differences(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
     notes: dict[str, None] = {}
     for policy in (plan.policy for plan in plans if plan.policy is not None):
         if device.type == "cpu" and policy.fingerprint is not None:
-            notes[f"emulated on the CPU; the policy is of {policy.fingerprint.gpu}"] = None
+            notes[f"emulated on the CPU; the policy is of {policy.gpu}"] = None
         else:
             differences = policy.require_same_gpu(fingerprint_of(device))
             notes |= dict.fromkeys(f"{policy.where}: {difference}" for difference in differences)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,18 +87,15 @@ class Sites:
 
     sites: tuple[Site, ...]
     left: tuple[str, ...]
-    mlps: tuple[MlpWiring, ...] = ()
-    mlps_apart: tuple[MlpApart, ...] = ()
-    run: RecordedRun = field(default_factory=RecordedRun)
+    mlps: tuple[MlpWiring, ...]
+    mlps_apart: tuple[MlpApart, ...]
+    run: RecordedRun
 
     def block_of(self, path: str) -> str:
         """The block that a layer is in, as it was seen; by the first number in its path where it was not."""
-        for prefix, (view, _, _) in self.run.views.items():
-            if not prefix or path.startswith(f"{prefix}."):
-                block = view.block_of(path[len(prefix) + 1 :] if prefix else path)
-                if block or prefix:
-                    return f"{prefix}.{block}".strip(".")
-        return block_of(path)
+        block = self.run.view.block_of(path)
+        parts = (part for part in self.run.parts if part and path.startswith(f"{part}."))
+        return block or next(parts, "") or block_of(path)
 
 
 def find_sites(
@@ -127,13 +124,8 @@ class _Finder:
             if (own := getattr(module, "config", None)) is not None and (id(own) in of_vision or type(own) in of_vision)
         ]
         self.run = run_without_numbers(model, example)
-        self.wirings = {
-            f"{prefix}." if prefix else "": Wiring(model.get_submodule(prefix), view)
-            for prefix, (view, _, _) in self.run.views.items()
-        }
-        self.reads_images = {
-            prefix + path for prefix, wiring in self.wirings.items() for path in _reads_images(wiring.view)
-        }
+        self.wiring = Wiring(model, self.run.view)
+        self.reads_images = _reads_images(self.run.view)
 
     def sites(self) -> Sites:
         paths = [path for path, module in self.model.named_modules() if is_linear(module)]
@@ -144,11 +136,9 @@ class _Finder:
         left |= {path: use.fault for path, use in stacks.items() if not use.weights and self._holds_experts(path)}
         groups: dict[str, tuple[str, ...]] = {}
         linears = set(paths)
-        for prefix, wiring in self.wirings.items():
-            for group in wiring.joined():
-                members = tuple(prefix + path for path in group)
-                if not set(members) & set(left) and self._can_join(members):
-                    groups |= dict.fromkeys(members, members)
+        for members in self.wiring.joined():
+            if not set(members) & set(left) and self._can_join(members):
+                groups |= dict.fromkeys(members, members)
         sites: list[Site] = []
         for path in self.modules:
             members = groups.get(path, (path,))
@@ -156,14 +146,8 @@ class _Finder:
                 sites += self._experts(path, self.modules[path], stacks[path])
             elif path in linears and path not in left and path == members[0]:
                 sites.append(self._dense(members))
-        mlps = [mlp.under(prefix) for prefix, wiring in self.wirings.items() for mlp in wiring.mlps]
-        apart = [
-            MlpApart(tuple(prefix + path for path in mlp.first), prefix + mlp.down, mlp.why)
-            for prefix, wiring in self.wirings.items()
-            for mlp in wiring.mlps_apart
-        ]
         shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())
-        return Sites(tuple(sites), shown, tuple(mlps), tuple(apart), self.run)
+        return Sites(tuple(sites), shown, tuple(self.wiring.mlps), tuple(self.wiring.mlps_apart), self.run)
 
     def _check_patterns(self, paths: list[str]) -> None:
         for what, patterns in (("include", self.include), ("exclude", self.exclude)):
@@ -186,8 +170,8 @@ class _Finder:
                 return "an adapter"
         if self.asks:
             return None
-        role, seen = self._role(path), self._wiring(path)
-        if role == "head" and seen is not None and (seen[0] or seen[1].view.block_of(path)):
+        role = self.wiring.role(path)
+        if role == "head" and ("" not in self.run.parts or self.run.view.block_of(path)):
             return None  # the last layer of a part or of a block, behind which a head may come
         output = getattr(self.model, "get_output_embeddings", None)
         if not role and callable(output) and output() is self.modules[path]:
@@ -202,26 +186,13 @@ class _Finder:
 
     def _holds_experts(self, path: str) -> bool:
         """Whether a module was seen to hold stacks of matrices, and FP8 is wanted there."""
-        seen = self._wiring(path)
-        parts = () if seen is None else seen[1].view.parts.get(path[len(seen[0]) :], ())
+        parts = self.run.view.parts.get(path, ())
         return self._is_wanted(path) and any(isinstance(part, LinearUse) and part.experts for part in parts)
 
-    def _wiring(self, path: str) -> tuple[str, Wiring] | None:
-        return next(((prefix, wiring) for prefix, wiring in self.wirings.items() if path.startswith(prefix)), None)
-
-    def _role(self, path: str) -> str:
-        seen = self._wiring(path)
-        return "" if seen is None else seen[1].role(path[len(seen[0]) :])
-
     def _norm_before(self, paths: tuple[str, ...]) -> NormBefore | None:
-        seen = self._wiring(paths[0])
-        if seen is None:
-            return None
-        prefix, wiring = seen
-        norm = wiring.norm_before([path[len(prefix) :] for path in paths])
+        norm = self.wiring.norm_before(paths)
         if norm is None:
             return None
-        norm = replace(norm, path=prefix + norm.path)
         parameters = self.modules[norm.path]._parameters.values()
         if norm.why is None and any(self.uses[id(each)] > 1 for each in parameters if each is not None):
             norm = replace(norm, why=f"{norm.path} is shared with another module")
@@ -230,7 +201,7 @@ class _Finder:
     def _dense(self, paths: tuple[str, ...]) -> Site:
         linears = [self.modules[path] for path in paths]
         shape = (sum(features_of(each)[0] for each in linears), features_of(linears[0])[1])
-        name = name_of_role(self._role(paths[0]), len(paths))
+        name = name_of_role(self.wiring.role(paths[0]), len(paths))
         norm = self._norm_before(paths)
         kind = "column" if name in ("qkv", "fc1") else "row"
         if norm is not None and norm.why is None:
@@ -279,9 +250,7 @@ class _Finder:
                 return f"{path} has hooks, which would be lost"
             if self.uses[id(linear.weight)] > 1:
                 return f"the weight of {path} is shared with another module"
-            seen = self._wiring(path)
-            uses = seen[1].view.uses(f"{path[len(seen[0]) :]}.weight") if seen is not None else ()
-            if any(use.module != use.path for use in uses):
+            if any(use.module != use.path for use in self.run.view.uses(f"{path}.weight")):
                 return f"the weight of {path} is read by another module than its own"
         return None
 

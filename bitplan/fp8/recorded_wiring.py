@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from bitplan.fp8.kernels.activation import ACTIVATIONS, GATED
 from bitplan.plan.structure.describe import describe
 from bitplan.plan.structure.example_inputs import examples_for
 from bitplan.plan.structure.joined_calls import plain_use, readers_of_one_tensor
-from bitplan.plan.structure.model_view import GatedMlpUse, LinearUse, ModelView, ModuleUse, NormUse, PlainMlpUse
+from bitplan.plan.structure.model_view import TRACED, GatedMlpUse, LinearUse, ModelView, ModuleUse, NormUse, PlainMlpUse
 from bitplan.plan.structure.untouched import has_foreign_forward
 
 _KINDS = {"rms_norm": "rms", "layer_norm": "layer"}
@@ -56,9 +56,10 @@ class MlpWiring:
     function: str
     tail: tuple[str, ...] = ()
 
-    def under(self, prefix: str, cut: int = 0) -> MlpWiring:
-        """The same by paths that begin with a prefix, in the place of so many letters."""
-        path, down, *first = (prefix + path[cut:] for path in (self.path, self.down, *self.first))
+    def within(self, block: str) -> MlpWiring:
+        """The same by paths inside a block."""
+        cut = len(block) + 1 if block else 0
+        path, down, *first = (path[cut:] for path in (self.path, self.down, *self.first))
         return MlpWiring(path, tuple(first), down, self.function, self.tail)
 
 
@@ -71,36 +72,78 @@ class MlpApart:
     why: str
 
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class RecordedRun:
-    """A view of a model, or of each part of a model that has no forward, and what it was called with; or why not."""
+    """A view of a model, and what was run for it.
 
-    views: Mapping[str, tuple[ModelView, tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    root    the model itself, or what calls the parts of one that has no forward
+    given   what it was called with
+    parts   paths of what was seen: "" for the model, or those of its parts
+    faults  why it, or a part, was not seen
+    """
+
+    view: ModelView
+    root: nn.Module
+    given: Inputs = ((), {})
+    parts: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
 
+class _PartsInTurn(nn.Module):
+    """Calls the parts of a model that has no forward of its own (a ModuleList), each with inputs of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._modules = model._modules
+
+    def forward(self, given: Mapping[str, Inputs]) -> None:
+        for path, (args, kwargs) in given.items():
+            self.get_submodule(path)(*args, **kwargs)
+
+
 def run_without_numbers(model: nn.Module, example: Any = None) -> RecordedRun:
-    """See what a model computes in training; a container without a forward is seen by its children."""
+    """See what a model computes in training; one without a forward is seen by its parts."""
+    given: dict[str, Inputs] = {}
+    faults = []
     with _training(model):
-        return _run(model, example, "")
+        for path, part in _with_forwards(model, ""):
+            seen = _see(part, example)
+            if isinstance(seen, str):
+                faults.append(seen)
+            elif not path:
+                return RecordedRun(seen[0], model, seen[1], ("",))
+            else:
+                given[path] = seen[1]
+        root, inputs = _PartsInTurn(model), {"given": given}
+        view = describe(root, inputs) if given else ModelView(TRACED, ())
+    return RecordedRun(view, root, ((), inputs), tuple(given), tuple(faults))
 
 
-def _run(model: nn.Module, example: Any, path: str) -> RecordedRun:
-    if type(model).forward is nn.Module.forward:  # a ModuleList: whoever calls its children calls their forwards
-        runs = [_run(child, example, f"{path}.{name}".lstrip(".")) for name, child in model.named_children()]
-        views = {prefix: seen for run in runs for prefix, seen in run.views.items()}
-        return RecordedRun(views, tuple(fault for run in runs for fault in run.faults))
-    given = [_arguments(example)] if example is not None else examples_for(model)
+def _with_forwards(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """A model, or the modules inside that whoever has the model calls."""
+    if type(model).forward is not nn.Module.forward:
+        yield path, model
+        return
+    for name, child in model.named_children():
+        yield from _with_forwards(child, f"{path}.{name}".lstrip("."))
+
+
+def _see(model: nn.Module, example: Any) -> tuple[ModelView, Inputs] | str:
+    """What a module computes, and on what it was run; or why it cannot be seen."""
     fault = ""
-    for args, kwargs in given:
+    for args, kwargs in [arguments_of(example)] if example is not None else examples_for(model):
         try:
-            return RecordedRun({path: (describe(model, kwargs or args), args, kwargs)})
+            return describe(model, kwargs or args), (args, kwargs)
         except PlanError as error:
             fault = fault or str(error)
-    return RecordedRun(faults=(fault or f"{type(model).__name__}: no input was found that its forward takes",))
+    return fault or f"{type(model).__name__}: no input was found that its forward takes"
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(example: Any) -> Inputs:
+    """An example as a forward is called with it: a tensor, a tuple of arguments, or a mapping of keywords."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
@@ -127,7 +170,8 @@ class Wiring:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.mlps: list[MlpWiring] = []
         self.mlps_apart: list[MlpApart] = []
-        for use in (*view.gated, *view.plain):
+        uses: list[GatedMlpUse | PlainMlpUse] = [*view.gated, *view.plain]
+        for use in uses:
             if any(linear.experts for linear in (use.up, use.down)):
                 continue
             wiring = self._mlp(use)

@@ -25,13 +25,12 @@ from bitplan.fp8.build import put_decided
 from bitplan.fp8.decide import LayerDecision
 from bitplan.fp8.find_linears import Sites
 from bitplan.fp8.policy.vocabulary import UNMEASURED, Fp8Error
-from bitplan.fp8.recorded_wiring import MlpWiring, random_like
+from bitplan.fp8.recorded_wiring import Inputs, MlpWiring, random_like
 from bitplan.fp8.summary import Compared
 from bitplan.plan.structure.untouched import calls_through, own_forward, restored, same_random_numbers
 
 BOUND = 0.2
 _SEED = 0
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _NotCopiedError(Fp8Error):
@@ -50,11 +49,8 @@ def built_block(plain: nn.Module, path: str, members: Sequence[LayerDecision], m
         block = copy.deepcopy(plain)
     except (RuntimeError, TypeError, ValueError) as error:
         raise _NotCopiedError(f"{_shown(path)} cannot be copied: {short(str(error), 200)}") from error
-    cut = f"{path}." if path else ""
-    inside = [wiring for wiring in mlps if wiring.path.startswith(cut)]
-    put_decided(
-        block, [each.within(path) for each in members], [one.under("", len(cut)) for one in inside], watch=False
-    )
+    inside = [wiring.within(path) for wiring in mlps if not path or wiring.path.startswith(f"{path}.")]
+    put_decided(block, [each.within(path) for each in members], inside, watch=False)
     return block
 
 
@@ -143,30 +139,27 @@ def _inputs_of(model: nn.Module, sites: Sites, wanted: set[str]) -> tuple[dict[s
     inputs: dict[str, Inputs] = {}
     if any(parameter.is_meta for parameter in model.parameters()):
         return inputs, "the model has no numbers, being on the meta device"
-    faults = list(sites.run.faults)
-    for prefix, (_, args, kwargs) in sites.run.views.items():
-        root = model.get_submodule(prefix)
-        paths = {path for path in wanted if path == prefix or not prefix or path.startswith(f"{prefix}.")}
-        try:
-            with _quiet(root):
-                inputs |= _record(model, root, paths, _example(root, args, kwargs))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a forward raises
-            faults.append(f"its forward raised {type(error).__name__}: {short(' '.join(str(error).split()), 200)}")
+    faults, root = list(sites.run.faults), sites.run.root
+    try:
+        with _quiet(root):
+            record_inputs(model, root, wanted, _example(model, *sites.run.given), inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a forward raises
+        faults.append(f"its forward raised {type(error).__name__}: {short(' '.join(str(error).split()), 200)}")
     return inputs, "; ".join(faults) or "the run did not reach it"
 
 
-def _example(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
+def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     made = random_like((args, kwargs), torch.Generator().manual_seed(_SEED))
     given: Inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
     return given
 
 
-def _record(model: nn.Module, root: nn.Module, paths: set[str], given: Inputs) -> dict[str, Inputs]:
+def record_inputs(model: nn.Module, root: nn.Module, paths: set[str], given: Inputs, inputs: dict[str, Inputs]) -> None:
+    """Run a model and put what it gives to these modules into `inputs`."""
     by_module = {id(model.get_submodule(path)): path for path in paths}
-    inputs: dict[str, Inputs] = {}
 
     def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = by_module.get(id(module))
@@ -178,7 +171,6 @@ def _record(model: nn.Module, root: nn.Module, paths: set[str], given: Inputs) -
 
     with contextlib.suppress(_AllSeenError), calls_through(call):
         root(*given[0], **given[1])
-    return inputs
 
 
 def _call(block: nn.Module, inputs: Inputs) -> list[Tensor]:

@@ -6,12 +6,11 @@ How a Plan becomes packed layers, step by step:
     layer_replacement     which layer can be packed, and the packed layer that takes its place
     quant_linear, quant_embedding, quant_experts    the packed layers
     product_strategy      how a layer's product runs: fused, decoded, from the tile cache; `crossover` measures it
-    products              the products themselves, kernels with their launchers
-    linear_operator                     the same products as torch.compile and torch.export see them
+    linear_operator       the product itself, and the operator that torch.compile and torch.export see
+    products              its kernels with their launchers
     fused_projections, warm_up    faster calls of a model that is packed already
 
-A packed checkpoint becomes a model: `checkpoints.load`; `read_tensors` gives tensors only. `language` runs language
-models and measures their quality.
+A packed checkpoint becomes a model: `checkpoints.load`. `language` runs language models and measures their quality.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from bitplan.packed.apply_plan import ApplyError as ApplyError
     from bitplan.packed.machine import examine_machine as examine_machine
     from bitplan.packed.product_strategy import LayerError as LayerError
-    from bitplan.packed.read_tensors import read_packed as read_packed
     from bitplan.packed.quant_embedding import QuantEmbedding as QuantEmbedding
     from bitplan.packed.quant_experts import QuantExperts as QuantExperts
     from bitplan.packed.quant_linear import QuantLinear as QuantLinear

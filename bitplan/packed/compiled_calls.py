@@ -29,9 +29,8 @@ from torch import Tensor
 
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import decode
-from bitplan.packed.launch_choices import way_at
 from bitplan.packed.linear_operator import Matrix, multiply, packed_input_gradient, packed_linear
-from bitplan.packed.product_strategy import is_capturing
+from bitplan.packed.product_strategy import is_capturing, way_at
 from bitplan.packed.products.fused import BoundInto, TritonOnCuda, fused_for
 
 Key = tuple[Any, ...]

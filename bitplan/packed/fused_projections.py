@@ -25,6 +25,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -39,7 +40,9 @@ from bitplan.packed.products.fused import FusedMatmul, Prepared, fused_for
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.plan.structure.describe import describe
 from bitplan.plan.structure.joined_calls import SharedProduct, readers_of_one_tensor
+from bitplan.plan.structure.model_view import ModelView
 
+_views: WeakKeyDictionary[nn.Module, ModelView] = WeakKeyDictionary()
 MOST_UNCLAIMED = 4  # products of which not all layers fetched their part, before each layer runs by itself
 
 
@@ -49,7 +52,8 @@ def fuse_projections(model: nn.Module, example: Any = None) -> list[str]:
     example   what the model's forward is called with, for `bitplan.describe`, where none can be made from its config
     """
     joined = []
-    for readers in readers_of_one_tensor(describe(model, example)):
+    view = _views[model] = describe(model, example)
+    for readers in readers_of_one_tensor(view):
         alike: dict[Any, list[tuple[str, QuantLinear]]] = {}
         for linear in readers:
             layer = model.get_submodule(linear.path)
@@ -61,6 +65,13 @@ def fuse_projections(model: nn.Module, example: Any = None) -> list[str]:
             if len(layers) > 1 and why_not_joined(layers) is None:
                 joined.append(JointProjection(layers, _joint_name([path for path, _ in members])).name)
     return joined
+
+
+def view_of(model: nn.Module) -> ModelView:
+    """What the model computes: as it was seen when its layers were joined, or seen now."""
+    if model not in _views:
+        _views[model] = describe(model)
+    return _views[model]
 
 
 def fuse_what_is_seen(model: nn.Module) -> list[str]:

@@ -25,7 +25,7 @@ from bitplan.base.inductor_calls import call_into, call_returned, for_cpp
 from bitplan.formats import get_format
 from bitplan.formats.dispatch import has_decoder
 from bitplan.packed.compiled_calls import TENSORS, Key
-from bitplan.packed.launch_choices import ProductWay, way_at
+from bitplan.packed.product_strategy import ProductWay, way_at
 from bitplan.packed.products.expert_routing import WIDEST_TILE
 
 _IMPORT = "from bitplan.packed.compiled_calls import CALLS as bitplan_calls"

@@ -4,7 +4,7 @@
 
 The weight comes as plain tensors: its parts; the tensors that `FusedMatmul.prepare` makes for the fused kernel
 (`arranged`, `factor`, `counters`); and, if the weight is kept expanded, its numbers (`expanded`). Format, outputs and
-`ways` (`launch_choices`) are constants. `weight` and `cache` name a PackedWeight and a TileCache of this process, for
+`ways` (`product_strategy`) are constants. `weight` and `cache` name a PackedWeight and a TileCache of this process, for
 tiles; both are 0 in a graph, whose tiles are pinned and come as `expanded`.
 
 torch's compiler calls both past the dispatcher (`inductor_lowering`).
@@ -21,15 +21,14 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitplan.base.compiled_code import register_lowerings
 from bitplan.base.weight_changes import writes_of
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.input_formats import round_input
-from bitplan.packed.launch_choices import ProductWay, way_at
 from bitplan.packed.packed_weight import PackedWeight
-from bitplan.packed.product_strategy import LayerError, compute_dtype, is_capturing
+from bitplan.packed.product_strategy import LayerError, ProductWay, compute_dtype, is_capturing, way_at
 from bitplan.packed.products.cpu_matmul import piece_rows
 from bitplan.packed.products.decode_row_slices import (
     Piece,
@@ -51,6 +50,45 @@ _MOST_BOUND = 16384
 _bound: dict[tuple[Any, ...], Bound] = {}
 _weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
 _caches: WeakValueDictionary[int, TileCache] = WeakValueDictionary()
+
+
+PREPARED = ("arranged", "factor", "counters")
+
+
+class GraphWeight(nn.Module):
+    """Tensors made from a packed weight that a compiled graph reads, as buffers: a CUDA graph then need not copy them.
+
+    `arranged`, `factor` and `counters` of the fused kernel, and `expanded`, the numbers; or None. They are made outside
+    of the graph: when it is traced, or by an earlier call. They are not saved, copied or moved: a change of the weight
+    drops them, and a graph that finds none is traced again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in (*PREPARED, "expanded"):
+            self.register_buffer(name, None, persistent=False)
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._buffers["arranged"] is not None
+
+    def hold_prepared(self, weight: PackedWeight, prepared: Prepared) -> None:
+        weight.add_listener(self)
+        self._buffers.update(zip(PREPARED, (*prepared, None, None)[:3], strict=True))
+
+    def hold_expanded(self, weight: PackedWeight, expanded: Tensor) -> None:
+        weight.add_listener(self)
+        self._buffers["expanded"] = expanded
+
+    def drop(self, token: int) -> None:
+        self._buffers.update(dict.fromkeys((*PREPARED, "expanded")))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphWeight:
+        self.drop(0)  # a cast of the model must not touch the type of scales
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GraphWeight, ()
 
 
 def remember(weight: PackedWeight, cache: TileCache) -> None:

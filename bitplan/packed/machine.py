@@ -303,8 +303,7 @@ def _cpu_paths() -> list[FastPath]:
     sample = torch.zeros(side, side)
     picked = {fmt.name: explain_encode(sample, fmt) for fmt in list_formats()}
     twins = [name for name, pick in picked.items() if pick.implementation == "numba"]
-    reason = "no format has one" if _installed("numba") else "numba is not installed"
-    numba = FastPath(NUMBA_PATH, bool(twins), ", ".join(twins) or reason)
+    numba = FastPath(NUMBA_PATH, bool(twins), ", ".join(twins) or picked["int8_row"].reason)
     fused = fused_for("cpu")
     refused = None if fused is None else fused.why_not(encode(torch.zeros(64, 128), "mxfp4"), torch.float32)
     return [numba, FastPath(PACKED_PATH, refused is None, refused or ", ".join(FUSED_ON_CPU))]

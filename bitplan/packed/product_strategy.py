@@ -17,23 +17,29 @@ vendor's product on expanded weights from 64 rows on.
 `auto` on a CPU needs no record: the fused product (`cpu_fused`) where it has the format, else a cached tile where a
 cache has room, else decode. On x86 it is exact up to float32's rounding; on Arm int4_g32 runs on torch's 4-bit kernel,
 which rounds inputs to 8-bit integers, and `strategy="decode"` does not.
+
+How a product is run is also written as text, a constant of a compiled graph, read once:
+
+    1:fused outputs=32 rows=8;64:fused;*:decode
+
+1 row: the fused kernel with this launch. Up to 64 rows: the fused kernel with its default launch. More: decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, float64, get_autocast_dtype, is_autocast_enabled
 from torch.autograd import forward_ad
 
-from bitplan.base.errors import BitplanError, did_you_mean
+from bitplan.base.errors import ArgumentError, BitplanError, did_you_mean
 from bitplan.formats import Encoded
-from bitplan.packed.crossover import Pick, bucket_of, pick
-from bitplan.packed.crossover_files import crossovers_of
+from bitplan.packed.crossover import Pick, bucket_of, crossovers_of, pick
 from bitplan.packed.packed_weight import PackedWeight
-from bitplan.packed.products.fused import FusedMatmul, fused_for
+from bitplan.packed.products.fused import FusedMatmul, Launch, fused_for
 from bitplan.packed.tile_cache import TileCache
 
 INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -211,3 +217,49 @@ def _why_not_fused(fused: FusedMatmul | None, weight: PackedWeight, dtype: torch
     if fused is None:
         return f"there is no fused kernel for {weight.device.type}"
     return fused.why_not(weight.encoded, dtype)
+
+
+# ---- as text, which is a constant of a compiled graph ----------------------------------------------------------------
+
+
+class ProductWay(NamedTuple):
+    """A strategy, the launch of its kernel where one was chosen, and the format of inputs, if they are rounded."""
+
+    strategy: str
+    launch: Launch | None = None
+    input: str | None = None
+
+
+def text_of(picks: Iterable[tuple[int | None, Pick]], input: str | None = None) -> str:
+    """Text of picks, each with the most rows it is for, in rising order; the last pick is for any more (None)."""
+    parts = []
+    for rows, picked in picks:
+        launch = f" input={input}" if input else ""
+        launch += "".join(f" {name}={value}" for name, value in (picked.launch or {}).items())
+        parts.append(f"{'*' if rows is None else rows}:{picked.strategy}{launch}")
+    return ";".join(parts)
+
+
+def way_at(text: str, rows: int) -> ProductWay:
+    """The way for this many rows."""
+    for most, way in _read(text):
+        if most is None or rows <= most:
+            return way
+    raise ArgumentError(f"ways {text!r} say nothing of {rows} rows; the last one must be for any number, '*'")
+
+
+@functools.lru_cache(4096)
+def _read(text: str) -> tuple[tuple[int | None, ProductWay], ...]:
+    return tuple(_read_one(part, text) for part in text.split(";"))
+
+
+def _read_one(part: str, text: str) -> tuple[int | None, ProductWay]:
+    try:
+        rows, _, rest = part.partition(":")
+        strategy, *pairs = rest.split()
+        values = dict(pair.split("=") for pair in pairs)
+        input = values.pop("input", None)
+        launch = {name: int(value) for name, value in values.items()}
+        return (None if rows == "*" else int(rows)), ProductWay(strategy, launch or None, input)
+    except ValueError:
+        raise ArgumentError(f"expected ROWS:STRATEGY NAME=NUMBER..., got {part!r} in the ways {text!r}") from None

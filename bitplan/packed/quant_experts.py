@@ -46,19 +46,21 @@ from bitplan.packed.expert_products import (
     looped_product,
     looped_rows,
 )
-from bitplan.packed.launch_choices import GraphWeight, ProductWay, text_of, way_at
-from bitplan.packed.linear_operator import CHANGED, find_cache, find_weight, remember, versions_of
+from bitplan.packed.linear_operator import CHANGED, GraphWeight, find_cache, find_weight, remember, versions_of
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import (
     FUSED_ROWS_UNMEASURED,
     INPUTS,
     LayerError,
+    ProductWay,
     check_cache,
     check_packed,
     check_strategy,
     check_tensor,
     compute_dtype,
     input_type,
+    text_of,
+    way_at,
 )
 from bitplan.packed.products.decode_row_slices import why_no_rows
 from bitplan.packed.tile_cache import TileCache

@@ -27,7 +27,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
@@ -35,12 +36,12 @@ from bitplan.formats import Encoded, Format
 from bitplan.formats.dispatch import bind_decode, decode, encode
 from bitplan.formats.input_formats import input_format
 from bitplan.packed.crossover import ROW_COUNTS, Pick
-from bitplan.packed.launch_choices import GraphWeight, ProductWay, text_of
-from bitplan.packed.linear_operator import Matrix, multiply, remember
+from bitplan.packed.linear_operator import GraphWeight, Matrix, multiply, remember
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import (
     INPUTS,
     LayerError,
+    ProductWay,
     check_packed,
     check_strategy,
     check_tensor,
@@ -50,6 +51,7 @@ from bitplan.packed.product_strategy import (
     is_capturing,
     is_transformed,
     refuse_transforms,
+    text_of,
 )
 from bitplan.packed.products.decode_row_slices import why_no_rows
 from bitplan.packed.products.fused import Bound, FusedMatmul, Prepared, fused_for
@@ -205,15 +207,18 @@ class QuantLinear(nn.Module):
                 return y
         if is_compiling():
             return self._in_graph(x)
-        y = self.bound_product(x)
+        bound = self._bound.get((x.shape, x.dtype))
+        y = self.bound_product(x) if bound is None else bound(x, self)
         return self._forward(x) if y is None else y
 
     def bound_product(self, x: Tensor) -> Tensor | None:
         """The product by the path that costs the host least; None where that path is not prepared for this call."""
-        calls = self._bound
-        bound = calls.get((x.shape, x.dtype))
+        calls, key = self._bound, (x.shape, x.dtype)
+        bound = calls.get(key)
         if bound is None and calls and x.shape[-1:] == (self.in_features,):
             bound = calls.get(((x.numel() // self.in_features - 1).bit_length(), x.dtype))
+            if bound is not None and len(calls) < _PICKS_KEPT:
+                calls[key] = bound  # the next input of this shape is found at once
         return None if bound is None else bound(x, self)
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -383,6 +388,15 @@ class QuantLinear(nn.Module):
             shape = (*x.shape[:-1], self.out_features)
             self._bound[key] = _bound_call(bound, shape, self, picked)
 
+    def bind_product(self, x: Tensor) -> Bound:
+        """The product for inputs of this shape [rows, inputs]: nothing is checked, so the layer must stay as it is."""
+        fused = fused_for(x.device.type, self._inputs)
+        bound = None
+        if fused is not None and self._pick(x.shape[0], x.dtype).strategy == "fused":
+            bias = None if self.bias is None else self.bias.detach()
+            bound = fused.bind(x, self.weight.encoded, self.prepared(fused), bias, None)
+        return bound or (lambda given, shape: self(given).reshape(shape))
+
     def _forget_picks(self) -> None:
         self._picks.clear()
         self._bound.clear()
@@ -454,19 +468,28 @@ def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked:
     """
     weight, bias = layer.weight, layer.bias
     changes, buffers, address = weight._changes, weight._buffers, 0 if bias is None else bias.data_ptr()
-    parts = tuple((name, part, _version(part)) for name, part in buffers.items() if part is not None)
-    device, kind, on_cpu = weight.device, weight.device.type, weight.device.type == "cpu"
+    present = tuple((name, part) for name, part in buffers.items() if part is not None)
+    # A decoder reads the bytes as they are now; what a fused kernel reads beside them was made of earlier ones.
+    is_fused = picked.strategy == "fused"
+    counted = tuple((part, part._version) for _, part in present if is_fused and not part.is_inference())
+    index, on_cpu = weight.encoded.data.get_device(), weight.device.type == "cpu"
 
     def run(x: Tensor, layer: QuantLinear) -> Tensor | None:
         if layer._modules["weight"] is not weight or weight._changes != changes:
             return None
-        for name, part, version in parts:
-            if buffers[name] is not part or (version is not None and part._version != version):
+        for name, part in present:
+            if buffers[name] is not part:
+                return None
+        for part, version in counted:
+            if part._version != version:
                 return None
         if layer._parameters["bias"] is not bias or (bias is not None and bias.data_ptr() != address):
             return None
-        is_elsewhere = not x.is_cpu if on_cpu else x.device != device  # comparing devices is slow
-        if is_elsewhere or type(x) not in _PLAIN or _modes() or is_autocast_enabled(kind) or is_transformed():
+        # Comparing devices is slow, and so is asking for one device's autocast.
+        is_elsewhere = not x.is_cpu if on_cpu else x.get_device() != index or not x.is_cuda
+        if is_elsewhere or type(x) not in _PLAIN or _modes() or _is_any_autocast():
+            return None
+        if forward_ad._current_level >= 0 or _transform() is not None:  # as `is_transformed`
             return None
         if is_grad_enabled() and (x.requires_grad or _learns(bias)):
             return None
@@ -481,10 +504,6 @@ def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked:
 _BoundCall = Callable[[Tensor, QuantLinear], Tensor | None]
 
 
-def _version(part: Tensor) -> int | None:
-    return None if part.is_inference() else part._version
-
-
 def _flat(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
@@ -496,6 +515,8 @@ def _is_plain(x: Tensor) -> bool:
 
 _PLAIN = (Tensor, nn.Parameter)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def _learns(bias: Tensor | None) -> bool:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from bitplan.packed.crossover import MOST_FUSED_ROWS, bucket_of, compile_together
-from bitplan.packed.crossover_files import crossovers_of
+from bitplan.packed.crossover import MOST_FUSED_ROWS, bucket_of, compile_together, crossovers_of
 from bitplan.packed.products.fused import Launch, fused_for
 from bitplan.packed.quant_linear import QuantLinear
 

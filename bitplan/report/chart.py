@@ -21,6 +21,7 @@ from bitplan.report.markup import Markup, join, tag
 
 WIDTH, HEIGHT, WIDE = 460, 270, 920
 CATEGORIES = 8
+FEWEST_POINTS = 3  # of a picture
 MAX_POINTS = 1200  # of a line: more than the columns of a screen
 _FAMILIES = (  # of formats
     (7, ("float32", "float16", "bfloat16", "bf16", "f32", "f16")),
@@ -193,6 +194,34 @@ def text(place: Point, text: str, anchor: str = "start", kind: str | None = None
 
 def segment(start: Point, end: Point, kind: str) -> Markup:
     return tag("line", x1=at(start[0]), y1=at(start[1]), x2=at(end[0]), y2=at(end[1]), class_=kind)
+
+
+def step_chart(
+    title: str,
+    curves: Sequence[tuple[str, str, Sequence[Point]]],
+    label: str,
+    *,
+    formatter: Format | None = None,
+    zero: bool = False,
+    whole: bool = False,
+    ends: Callable[[str, Point], str] | None = None,
+) -> Markup | None:
+    """Curves over steps, (name, classes, points); None where none has three points: two are told in words.
+
+    ends   what a marker at the end of a curve says
+    """
+    curves = [curve for curve in curves if curve[2]]
+    if max((len(points) for _, _, points in curves), default=0) < FEWEST_POINTS:
+        return None
+    heights = [y for _, _, points in curves for _, y in points]
+    x = linear_axis([x for _, _, points in curves for x, _ in points], "step", whole=True)
+    frame = Frame(x, linear_axis(heights, label, formatter=formatter, zero=zero, whole=whole), f"{title} over steps")
+    for name, kind, points in curves:
+        frame.add(line(frame, points, kind))
+        if ends is not None:
+            last = points[-1]
+            frame.add(marker((frame.px(last[0]), frame.py(last[1])), kind, ends(name, last)))
+    return card(title, frame.svg(), legend=legend([(kind, name) for name, kind, _ in curves]))
 
 
 # ---- marks -----------------------------------------------------------------------------------------------------------

@@ -62,8 +62,9 @@ def build_sections(records: Sequence[Record]) -> list[Section]:
         chosen = [record for record in records if record.kind in kinds]
         if chosen and (section := draw(chosen)) is not None:
             sections.append(section)
-    if any(section.anchor == "search" for section in sections):  # the section of a search already shows these facts
-        sections = [replace(each, facts=()) if each.anchor == "decisions" else each for each in sections]
+    if any(section.anchor == "search" for section in sections):  # which has the plan's size, KL and perplexity
+        same_plan = ("decisions", "quality")
+        sections = [replace(each, facts=(), summary=()) if each.anchor in same_plan else each for each in sections]
     return [*sections, machine_section(records)]
 
 
@@ -111,9 +112,11 @@ def _summary(sections: Sequence[Section], title: str) -> Markup:
         for fact in facts
     ]
     lines = [tag("li", line) for section in sections for line in section.summary]
+    lead = next((section.lead for section in sections if section.lead), "")
     return tag(
         "section",
         tag("h1", title),
+        tag("p", lead, class_="lead") if lead else "",
         tag("ul", *tiles, class_="facts") if tiles else "",
         tag("ul", *lines, class_="summary-lines"),
         id="summary",

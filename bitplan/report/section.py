@@ -30,6 +30,27 @@ class Section:
     body: Markup
     summary: tuple[object, ...] = ()
     facts: tuple[Fact, ...] = ()
+    lead: str = ""  # one sentence: what was decided, how much smaller or faster that is, and at what cost
+
+
+def one_by_one(
+    anchor: str,
+    title: str,
+    records: Sequence[Record],
+    draw: Callable[[Record], tuple[Markup, object, Sequence[Fact]]],
+    lead: str = "",
+) -> Section:
+    """A section with a part for each record; the key figures of several would contradict each other."""
+    parts = [draw(record) for record in records]
+    bodies = [join([heading(record.name), part[0]]) for record, part in zip(records, parts, strict=True)]
+    if len(parts) == 1:
+        return Section(anchor, title, parts[0][0], tuple(filter(None, [parts[0][1]])), tuple(parts[0][2]), lead)
+    return Section(anchor, title, join(bodies), tuple(filter(None, (part[1] for part in parts))))
+
+
+def told(record: Record, sentence: object) -> Markup:
+    """A sentence of the summary, with the file that it comes from."""
+    return join([sentence, " (", tag("code", record.name), ")"])
 
 
 def source(record: Record, more: object = "") -> Markup:
@@ -54,7 +75,7 @@ def fold(title: str, content: Markup) -> Markup:
 
 
 MAX_ROWS = 20_000  # of a table: a phone cannot show more
-SEARCH_FROM = 13  # rows
+SEARCH_FROM, FOLD_FROM = 13, 40  # rows
 
 
 @dataclass(frozen=True)
@@ -78,8 +99,8 @@ class Column:
 Row = Sequence[Cell | str]
 
 
-def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
-    """A sortable table with a caption; searchable when it is long."""
+def table(title: str, columns: Sequence[Column], rows: Sequence[Row], *, folds: bool = True) -> Markup:
+    """A sortable table with a caption; searchable when it is long, and then folded away at first."""
     head = tag("tr", *(_heading(column) for column in columns))
     body = join(
         tag("tr", *(_cell(column, cell) for column, cell in zip(columns, row, strict=True))) for row in rows[:MAX_ROWS]
@@ -91,12 +112,14 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
     region = tag("div", inner, class_="scroll rows", role="region", tabindex="0", aria_label=title)
     empty = tag("p", "No row matches.", class_="note", data_empty=True, hidden=True)
     more = tag("button", "Show all rows", type="button", class_="more", data_more=True, hidden=True)
-    return tag("div", tools, region, empty, more, note if left_out > 0 else "", class_="table", data_table=True)
+    drawn = tag("div", tools, region, empty, more, note if left_out > 0 else "", class_="table", data_table=True)
+    return fold(f"{title[:1].upper()}{title[1:]}", drawn) if folds and len(rows) >= FOLD_FROM else drawn
 
 
-def column_table(title: str, *columns: tuple[Column, Sequence[Cell | str]]) -> Markup:
+def column_table(title: str, *columns: tuple[Column, Sequence[Cell | str]], folds: bool = True) -> Markup:
     """The same from columns, each with its cells."""
-    return table(title, [column for column, _ in columns], list(zip(*(cells for _, cells in columns), strict=True)))
+    rows = list(zip(*(cells for _, cells in columns), strict=True))
+    return table(title, [column for column, _ in columns], rows, folds=folds)
 
 
 def figure(value: float | None, write: Callable[[float], str]) -> Cell:

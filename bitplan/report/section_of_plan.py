@@ -1,7 +1,4 @@
-"""Section of decisions: each tensor's format and reason, and the resulting bytes.
-
-Section of findings: what checks reported.
-"""
+"""Sections of decisions (each tensor's format and reason, and the bytes) and of findings (what checks reported)."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ from dataclasses import dataclass
 from bitplan.report.chart import bars, card, format_colours
 from bitplan.report.markup import TIMES, Markup, count, escape, join, nbytes, percent, plural, shape, significant, tag
 from bitplan.report.read_records import Record, RecordFields
-from bitplan.report.section import Cell, Column, Fact, Section, cards, heading, source, table
-
-# ---- section of findings ---------------------------------------------------------------------------------------------
-
+from bitplan.report.section import Cell, Column, Fact, Section, cards, one_by_one, source, table, told
 
 COLUMNS = (Column("Code", choose=True), Column("Where", mono=True), Column("Finding", wide=True))
 
@@ -30,19 +24,15 @@ def findings_section(records: Sequence[Record]) -> Section:
         clean = tag("p", tag("b", "No findings."), " The manifest and the checkpoint agree.")
         shown: Markup = table(f"findings of {record.name}", COLUMNS, rows) if rows else clean
         bodies.append(join([source(record), shown]))
-        summary.append(_summary_of_section_of_findings(record, Counter(item.text("code") for item in items)))
+        summary.append(_found(record, Counter(item.text("code") for item in items)))
     return Section("findings", "Findings", join(bodies), tuple(summary), (Fact(str(total), "findings of checks"),))
 
 
-def _summary_of_section_of_findings(record: Record, codes: Counter[str]) -> Markup:
+def _found(record: Record, codes: Counter[str]) -> Markup:
     if not codes:
-        return join(["The check found nothing. (", tag("code", record.name), ")"])
+        return told(record, "The check found nothing.")
     kinds = ", ".join(f"{number} {code}" for code, number in sorted(codes.items()))
-    count = plural(codes.total(), "finding")
-    return join([f"The check has {count}: {kinds}. (", tag("code", record.name), ")"])
-
-
-# ---- section of plan -------------------------------------------------------------------------------------------------
+    return told(record, f"The check has {plural(codes.total(), 'finding')}: {kinds}.")
 
 
 BF16_BYTES = 2
@@ -68,13 +58,12 @@ class Decided:
 
 
 def plan_section(records: Sequence[Record]) -> Section:
-    bodies, summary, facts = [], [], []
-    for record in records:
+    def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
         decided = read_plan(record)
-        bodies.append(_body(record, decided, titled=len(records) > 1))
-        summary.append(_summary(record, decided))
-        facts += _facts(decided) if len(records) == 1 else []
-    return Section("decisions", "Decisions", join(bodies), tuple(summary), tuple(facts))
+        summary = told(record, _sentence(decided)) if len(records) > 1 else ""
+        return _body(record, decided), summary, _facts(decided)
+
+    return one_by_one("decisions", "Decisions", records, draw, _sentence(read_plan(records[0])))
 
 
 def read_plan(record: Record) -> list[Decided]:
@@ -127,19 +116,12 @@ def _bf16_bytes(decided: Sequence[Decided]) -> int | None:
     return sum(BF16_BYTES * math.prod(item.shape or []) for item in decided)
 
 
-def _summary(record: Record, decided: Sequence[Decided]) -> Markup:
+def _sentence(decided: Sequence[Decided]) -> str:
     sizes, whole = formats_by_bytes(decided), _bf16_bytes(decided)
     total = sum(sizes.values())
     smaller = f", {significant(whole / total)} times smaller than in bfloat16" if whole and total else ""
-    where = tag("code", record.name)
-    return join(
-        [
-            f"The plan puts {plural(len(decided), 'tensor')} in {plural(len(sizes), 'format')}: ",
-            tag("b", nbytes(total)),
-            f"{smaller}. (",
-            where,
-            ")",
-        ]
+    return (
+        f"The plan puts {plural(len(decided), 'tensor')} in {plural(len(sizes), 'format')}: {nbytes(total)}{smaller}."
     )
 
 
@@ -152,7 +134,7 @@ def _facts(decided: Sequence[Decided]) -> list[Fact]:
     return facts
 
 
-def _body(record: Record, decided: Sequence[Decided], *, titled: bool) -> Markup:
+def _body(record: Record, decided: Sequence[Decided]) -> Markup:
     sizes = formats_by_bytes(decided)
     classes = format_colours(sizes)
     total = sum(sizes.values())
@@ -166,9 +148,8 @@ def _body(record: Record, decided: Sequence[Decided], *, titled: bool) -> Markup
     roles = _by_role(decided)
     if len(roles) > 1:
         drawn.append(card("Bytes by role", bars(roles, "Bytes of each role", whole=total)))
-    head = [heading(record.name)] if titled else []
     more = "Click a heading to sort; the search looks in all columns."
-    return join([*head, source(record, more), cards(drawn), _table(decided, classes)])
+    return join([source(record, more), cards(drawn), _table(decided, classes)])
 
 
 def _smaller(decided: Sequence[Decided], total: int) -> str:

@@ -12,23 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bitplan.report.chart import (
-    WIDE,
-    Frame,
-    at,
-    box,
-    card,
-    colour,
-    legend,
-    line,
-    linear_axis,
-    marker,
-    picture,
-    text,
-)
+from bitplan.report.chart import WIDE, at, box, card, colour, legend, marker, picture, step_chart, text
 from bitplan.report.markup import TO, Markup, count, join, nbytes, percent, plural, significant, tag
 from bitplan.report.read_records import Record
-from bitplan.report.section import Column, Fact, Section, cards, column_table, figure, fold, heading, source
+from bitplan.report.section import Column, Fact, Section, cards, column_table, figure, fold, one_by_one, source, told
 
 LEVELS = 10
 MAX_COLUMNS = 240
@@ -64,17 +51,14 @@ class PrecisionChange(NamedTuple):
 
 
 def precision_section(records: Sequence[Record]) -> Section:
-    bodies, summary, facts = [], [], []
-    for record in records:
+    def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
         updates = _read(record)
         changes = _changes(updates)
-        head = [heading(record.name)] if len(records) > 1 else []
-        drawn = [_counts_chart(updates), _bytes_chart(updates)]
-        bodies.append(join([*head, source(record), _heat_card(updates, changes), cards([d for d in drawn if d])]))
-        bodies.append(_changes_table(changes))
-        summary.append(_summary(record, updates, changes))
-        facts += _facts(updates, changes) if len(records) == 1 else []
-    return Section("precision", "Precision over steps", join(bodies), tuple(summary), tuple(facts))
+        drawn = [each for each in (_counts_chart(updates), _bytes_chart(updates)) if each]
+        body = join([source(record), _heat_card(updates, changes), cards(drawn), _changes_table(changes)])
+        return body, _summary(record, updates, changes), _facts(updates, changes)
+
+    return one_by_one("precision", "Precision over steps", records, draw)
 
 
 def _read(record: Record) -> list[Update]:
@@ -217,42 +201,22 @@ def _step_labels(shown: Sequence[Update], step: float, base: float) -> list[Mark
 
 
 def _counts_chart(updates: Sequence[Update]) -> Markup | None:
-    if len(updates) < 2:
-        return None
     names = [name for name in (HIGH, *STRIPS) if any(update.counts[name] for update in updates)]
-    steps = [float(update.step) for update in updates]
-    high = [float(update.counts[name]) for update in updates for name in names]
-    frame = Frame(
-        linear_axis(steps, "step", whole=True),
-        linear_axis(high, "layers", zero=True, whole=True),
-        "Layers in each precision",
-    )
-    for name in names:
-        points = [(float(update.step), float(update.counts[name])) for update in updates]
-        frame.add(line(frame, points, _kind(name)))
-    return card("Layers in each precision", frame.svg(), legend=legend([(_kind(name), name) for name in names]))
-
-
-def _kind(precision: str) -> str:
-    return STRIPS.get(precision, colour(7))
+    curves = [
+        (name, STRIPS.get(name, colour(7)), [(float(each.step), float(each.counts[name])) for each in updates])
+        for name in names
+    ]
+    return step_chart("Layers in each precision", curves, "layers", zero=True, whole=True)
 
 
 def _bytes_chart(updates: Sequence[Update]) -> Markup | None:
-    known = [(update.step, update.bytes_sent, update.bytes_not_sent) for update in updates]
-    sent = [(float(step), float(value)) for step, value, _ in known if value is not None]
-    whole = [
-        (float(step), float(value + not_sent))
-        for step, value, not_sent in known
-        if value is not None and not_sent is not None
+    known = [
+        (float(each.step), each.bytes_sent, each.bytes_not_sent) for each in updates if each.bytes_sent is not None
     ]
-    if len(sent) < 2:
-        return None
-    heights = [value for _, value in (*sent, *whole)]
-    x = linear_axis([step for step, _ in sent], "step", whole=True)
-    frame = Frame(x, linear_axis(heights, "bytes a pass", formatter=nbytes, zero=True), "Bytes sent", left=74)
-    frame.add(line(frame, whole, "plain dashed"), line(frame, sent, colour(0)))
-    names = legend([(colour(0), "sent"), ("plain dashed", "all in bfloat16")])
-    return card("Bytes sent to the device", frame.svg(), legend=names)
+    sent = [(step, float(value or 0)) for step, value, _ in known]
+    whole = [(step, float((value or 0) + rest)) for step, value, rest in known if rest is not None]
+    curves = [("sent", colour(0), sent), ("all in bfloat16", "plain dashed", whole)]
+    return step_chart("Bytes sent to the device", curves, "bytes a pass", formatter=nbytes, zero=True)
 
 
 def _changes_table(changes: Sequence[PrecisionChange]) -> Markup:
@@ -266,6 +230,7 @@ def _changes_table(changes: Sequence[PrecisionChange]) -> Markup:
         (Column("From"), [each.before for each in changes]),
         (Column("To", choose=True), [each.after for each in changes]),
         (Column("Why", wide=True), [each.reason for each in changes]),
+        folds=False,
     )
     return fold(title, drawn)
 
@@ -277,7 +242,7 @@ def _summary(record: Record, updates: Sequence[Update], changes: Sequence[Precis
         f"Selective precision ended with {low} of {plural(sum(last.counts.values()), 'layer')} in low precision "
         f"after {plural(len(changes), 'change')}"
     )
-    return join([f"{text}{_saved(last)}. (", tag("code", record.name), ")"])
+    return told(record, f"{text}{_saved(last)}.")
 
 
 def _saved(update: Update) -> str:

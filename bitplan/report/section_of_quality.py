@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bitplan.report.chart import (
+    FEWEST_POINTS,
     Axis,
     Frame,
     at,
@@ -21,17 +22,17 @@ from bitplan.report.chart import (
     colour,
     format_colours,
     legend,
-    line,
     linear_axis,
     log_axis,
     marker,
     segment,
+    step_chart,
     text,
     whisker,
 )
 from bitplan.report.markup import NONE, TO, Markup, count, join, nbytes, percent, plural, significant, tag
 from bitplan.report.read_records import Record, RecordFields, ReportError
-from bitplan.report.section import Cell, Column, Fact, Section, cards, column_table, figure, heading, source
+from bitplan.report.section import Cell, Column, Fact, Section, cards, column_table, figure, one_by_one, source, told
 
 # ---- section of errors -----------------------------------------------------------------------------------------------
 
@@ -55,17 +56,15 @@ class ErrorRow(NamedTuple):
 
 
 def errors_section(records: Sequence[Record]) -> Section:
-    bodies, summary, facts = [], [], []
-    for record in records:
-        errors = _calibration(record) if record.kind == "calibration" else _drift(record)
-        head = [heading(record.name)] if len(records) > 1 else []
+    def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
+        is_calibration = record.kind == "calibration"
+        errors = _calibration(record) if is_calibration else _drift(record)
         last = _last_step(errors)
-        drawn = [_histogram(last, record.kind), _over_steps(errors), _by_format(last)]
-        bodies.append(join([*head, source(record), _findings(record), cards([each for each in drawn if each])]))
-        bodies.append(_calibration_table(last) if record.kind == "calibration" else _drift_table(last))
-        summary.append(_summary_of_section_of_errors(record, last))
-        facts += _facts_of_section_of_errors(last) if len(records) == 1 else []
-    return Section("errors", "Errors", join(bodies), tuple(summary), tuple(facts))
+        drawn = [each for each in (_histogram(last, record.kind), _over_steps(errors), _by_format(last)) if each]
+        shown = _calibration_table(last) if is_calibration else _drift_table(last)
+        return join([source(record), _findings(record), cards(drawn), shown]), _worst(record, last), _worst_fact(last)
+
+    return one_by_one("errors", "Errors", records, draw)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -171,24 +170,12 @@ def _power(value: float) -> str:
 
 def _over_steps(errors: Sequence[ErrorRow]) -> Markup | None:
     """The worst tensors over steps."""
-    steps = sorted({error.step for error in errors})
-    if len(steps) < 2:
-        return None
     worst = list(dict.fromkeys(error.name for error in _last_step(errors)))[:WORST_LINES]
-    curves = {
-        name: [(float(e.step), e.relative) for e in errors if e.name == name and e.relative is not None]
-        for name in worst
-    }
-    values = [value for curve in curves.values() for _, value in curve]
-    if not values:
-        return None
-    x = linear_axis([float(step) for step in steps], "step", whole=True)
-    frame = Frame(x, linear_axis(values, "relative error"), "Relative error over steps, worst tensors")
-    for index, curve in enumerate(curves.values()):
-        if curve:
-            frame.add(line(frame, curve, colour(index)))
-    names = legend([(colour(index), name) for index, name in enumerate(curves)])
-    return card(f"The {len(curves)} worst over steps", frame.svg(), legend=names)
+    curves = [
+        (name, colour(at), [(float(e.step), e.relative) for e in errors if e.name == name and e.relative is not None])
+        for at, name in enumerate(worst)
+    ]
+    return step_chart(f"The {len(curves)} worst over steps", curves, "relative error")
 
 
 def _by_format(errors: Sequence[ErrorRow]) -> Markup | None:
@@ -252,21 +239,19 @@ def _error_cell(value: float | None) -> Cell:
     return Cell("not finite" if value is None else significant(value), 1e300 if value is None else value)
 
 
-def _summary_of_section_of_errors(record: Record, errors: Sequence[ErrorRow]) -> Markup:
+def _worst(record: Record, errors: Sequence[ErrorRow]) -> Markup:
     if not errors:
-        return join(["No error was recorded. (", tag("code", record.name), ")"])
-    worst = errors[0]
+        return told(record, "No error was recorded.")
     what = "output" if record.kind == "calibration" else "packed tensor"
-    size = "not finite" if worst.relative is None else significant(worst.relative)
+    size = "not finite" if errors[0].relative is None else significant(errors[0].relative)
     text = f"Of {plural(len(errors), what)} the largest relative error is {size}, "
-    return join([text, tag("code", worst.name), f" in {worst.format}. (", tag("code", record.name), ")"])
+    return told(record, join([text, tag("code", errors[0].name), f" in {errors[0].format}."]))
 
 
-def _facts_of_section_of_errors(errors: Sequence[ErrorRow]) -> list[Fact]:
-    if not errors:
-        return []
-    worst = errors[0].relative
-    return [Fact(NONE if worst is None else significant(worst), "largest relative error", errors[0].format)]
+def _worst_fact(errors: Sequence[ErrorRow]) -> list[Fact]:
+    worst = errors[0].relative if errors else None
+    shown = NONE if worst is None else significant(worst)
+    return [Fact(shown, "largest relative error", errors[0].format)] if errors else []
 
 
 # ---- section of quality ----------------------------------------------------------------------------------------------
@@ -277,17 +262,14 @@ SPAN = 1e6  # the chart of KL: values below the largest / SPAN are drawn at the 
 
 
 def quality_section(records: Sequence[Record]) -> Section:
-    bodies, summary, facts = [], [], []
-    for record in records:
+    def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
         document = record.fields()
         rows = _rows(document)
-        head = [heading(record.name)] if len(records) > 1 else []
-        drawn = [_perplexity_chart(rows), _kl_chart(rows)]
-        bodies.append(join([*head, source(record, _settings(document)), cards([each for each in drawn if each])]))
-        bodies.append(_table(record, rows))
-        summary.append(_summary(record, rows))
-        facts += _facts(rows) if len(records) == 1 else []
-    return Section("quality", "Quality", join(bodies), tuple(summary), tuple(facts))
+        drawn = [each for each in (_perplexity_chart(rows), _kl_chart(rows)) if each]
+        body = join([source(record, _settings(document)), cards(drawn), _table(record, rows)])
+        return body, _summary(record, rows), _facts(rows)
+
+    return one_by_one("quality", "Quality", records, draw)
 
 
 def _rows(document: RecordFields) -> list[RecordFields]:
@@ -333,6 +315,8 @@ def _name(row: RecordFields) -> str:
 
 def _perplexity_chart(rows: Sequence[RecordFields]) -> Markup | None:
     """Perplexity against bits per weight: the trade-off."""
+    if len(rows) < FEWEST_POINTS:
+        return None
     values = [row.number("perplexity") for row in rows]
     intervals = [_interval(row) for row in rows]
     heights = values + [edge for each in intervals if each for edge in each]
@@ -354,7 +338,7 @@ def _perplexity_chart(rows: Sequence[RecordFields]) -> Markup | None:
 def _kl_chart(rows: Sequence[RecordFields]) -> Markup | None:
     """How far each format moved the model: the distance has little noise, perplexity has much."""
     measured = [(row, mean_and_error) for row in rows if (mean_and_error := _kl(row)) and mean_and_error[0] > 0]
-    if len(measured) < 2:
+    if len(measured) < FEWEST_POINTS:
         return None
     ordered = sorted(measured, key=lambda pair: pair[1][0])
     lowest = ordered[-1][1][0] / SPAN
@@ -411,7 +395,7 @@ def _summary(record: Record, rows: Sequence[RecordFields]) -> Markup:
         small = min(others, key=lambda row: (row.number("bits_per_weight"), row.number("perplexity")))
         bits, value = significant(small.number("bits_per_weight")), _perplexity(small)
         text += f", {value} for the smallest, {_name(small)}, at {bits} bits a weight"
-    return join([f"{text}. (", tag("code", record.name), ")"])
+    return told(record, f"{text}.")
 
 
 def _plans(rows: Sequence[RecordFields]) -> list[RecordFields]:

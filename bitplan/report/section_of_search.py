@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from bitplan.report.chart import (
+    FEWEST_POINTS,
     Frame,
     box,
     card,
@@ -24,7 +25,20 @@ from bitplan.report.chart import (
 )
 from bitplan.report.markup import TIMES, Markup, count, join, nbytes, percent, plural, significant, tag
 from bitplan.report.read_records import Record, RecordFields
-from bitplan.report.section import Cell, Column, Fact, Section, cards, column_table, figure, fold, heading, source
+from bitplan.report.section import (
+    Cell,
+    Column,
+    Fact,
+    Section,
+    cards,
+    column_table,
+    figure,
+    fold,
+    heading,
+    one_by_one,
+    source,
+    told,
+)
 
 LEVELS = 10  # shades of the heat map
 MOST_PARTS = 12  # columns of the heat map
@@ -32,20 +46,20 @@ ROW, SIDE, TOP = 22, 74, 26
 
 
 def search_section(records: Sequence[Record]) -> Section:
-    bodies, summary, facts = [], [], []
-    for record in records:
+    def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
         found = record.fields()
-        head = [heading(record.name)] if len(records) > 1 else []
-        bodies.append(join([*head, source(record), _answers(found), cards(_charts(found)), _tables(found)]))
-        if len(records) == 1:  # its tiles say it
-            facts += _facts(found)
-        else:
-            summary.append(_summary(found))
-    return Section("search", "Search", join(bodies), tuple(summary), tuple(facts))
+        body = join([source(record), _answers(found), cards(_charts(found)), _tables(found)])
+        return body, told(record, _sentence(found)) if len(records) > 1 else "", _facts(found)
+
+    return one_by_one("search", "Search", records, draw, _sentence(records[0].fields()))
 
 
 def _charts(found: RecordFields) -> list[Markup]:
-    return [_heat_card(found), _front_card(found), _agreement_card(found)]
+    """Of two measured plans a table says what a picture would."""
+    pictures = (
+        [_front_card(found), _agreement_card(found)] if len(list(found.each("measured"))) >= FEWEST_POINTS else []
+    )
+    return [_heat_card(found), *pictures]
 
 
 # ---- the four answers ------------------------------------------------------------------------------------------------
@@ -65,16 +79,19 @@ def _goal(found: RecordFields) -> str:
     return ", ".join(words) or "no goal"
 
 
-def _summary(found: RecordFields) -> Markup:
-    plan, reference = found.fields("plan"), found.fields("reference")
-    return join(
-        [
-            f"For {_goal(found)} the searched plan takes ",
-            tag("b", nbytes(plan.number("bytes"))),
-            f" of {nbytes(reference.number('bytes'))} and is ",
-            tag("b", f"{significant(plan.number('kl'))} nats"),
-            f" a token from the model.{_missed(found)}",
-        ]
+def _sentence(found: RecordFields) -> str:
+    """What was decided, how much smaller the model is, and at what cost."""
+    plan, reference, floor = found.fields("plan"), found.fields("reference"), found.fields("noise_floor")
+    formats = {cell.text("format") for cell in found.each("heat")}
+    smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
+    perplexity = plan.number("perplexity", None)
+    kl, noise = significant(plan.number("kl")), significant(floor.number("kl"), 2)
+    cost = f"{kl} nats a token from the model (noise floor {noise})"
+    if perplexity is not None:
+        cost += f", perplexity {significant(perplexity, 4)} for {significant(reference.number('perplexity'), 4)}"
+    return (
+        f"For {_goal(found)} the plan mixes {plural(len(formats), 'format')}: {nbytes(plan.number('bytes'))}, "
+        f"{significant(smaller)} times smaller than the model, at {cost}.{_missed(found)}"
     )
 
 
@@ -433,6 +450,7 @@ def _groups(found: RecordFields) -> Markup:
         (Column("Bits", numeric=True), [figure(cell.number("bits"), significant) for cell in cells]),
         (Column("Nats", numeric=True), [figure(cell.number("nats"), significant) for cell in cells]),
         (Column("Bytes", numeric=True), [figure(cell.number("bytes"), nbytes) for cell in cells]),
+        folds=False,
     )
 
 

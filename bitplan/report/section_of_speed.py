@@ -56,6 +56,7 @@ from bitplan.report.section import (
     heading,
     source,
     table,
+    told,
 )
 
 # ---- section of benchmarks -------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def _list_table(title: str, rows: Sequence[dict[str, Any]]) -> Markup:
     flat = [_flatten(row) for row in rows]
     keys = list(dict.fromkeys(key for row in flat for key in row))[:MAX_COLUMNS]
     columns = [Column(key.replace("_", " "), numeric=all(is_number(row.get(key, 0)) for row in flat)) for key in keys]
-    return table(title, columns, [[_cell(row.get(key)) for key in keys] for row in flat])
+    return table(title, columns, [[_cell(row.get(key)) for key in keys] for row in flat], folds=False)
 
 
 def _flatten(row: dict[str, Any], before: str = "", depth: int = 0) -> dict[str, Any]:
@@ -255,10 +256,9 @@ def _policy(record: Record) -> tuple[Markup, Markup, list[Fact]]:
     more = f" The first {MAX_CHARTS} of {len(rules)} rules are drawn." if len(rules) > MAX_CHARTS else ""
     body = join([source(record, note + more), names, cards(drawn), _points_table(rules)])
     text = f"FP8 pays for {len(used)} of {plural(len(rules), 'layer product')} at {percent(confidence)} confidence"
-    summary = join([f"{text}. (", tag("code", record.name), ")"])
     return (
         body,
-        summary,
+        told(record, f"{text}."),
         [Fact(f"{len(used)} / {len(rules)}", "layer products faster in FP8", "in their bands of tokens")],
     )
 
@@ -350,6 +350,7 @@ def _points_table(rules: Sequence[RecordFields]) -> Markup:
             [Cell(str(point.whole("samples", NONE)), float(point.whole("samples", 0))) for point in points],
         ),
         (Column("Note", wide=True), [point.text("note", "") for point in points]),
+        folds=False,
     )
     return fold(f"All {plural(len(rows), 'measured point')}", drawn)
 
@@ -379,7 +380,7 @@ def _benchmark(record: Record) -> tuple[Markup, Markup, list[Fact]]:
     body = join([source(record, note), cards(drawn), _failures(failed)])
     text = f"The layer benchmark timed {plural(len(layers), 'layer product')} in {plural(len(rows), 'row')}"
     text += f", of which {len(failed)} failed" if failed else ""
-    return body, join([f"{text}. (", tag("code", record.name), ")"]), []
+    return body, told(record, f"{text}."), []
 
 
 def _benchmark_rows(record: Record) -> list[RecordFields]:
@@ -402,6 +403,7 @@ def _failures(rows: Sequence[RecordFields]) -> Markup:
         (Column("Tokens", numeric=True), [figure(float(row.whole("tokens")), count) for row in rows]),
         (Column("Status"), [row.text("status") for row in rows]),
         (Column("Message", wide=True), [row.text("message", "") for row in rows]),
+        folds=False,
     )
     return fold(f"{plural(len(rows), 'row')} that failed", drawn)
 
@@ -423,7 +425,7 @@ def _crossovers(record: Record) -> tuple[Markup, Markup, list[Fact]]:
     note = "Every sample is a dash; the line goes through the middle one. Expanded: a copy of the weight in bfloat16."
     body = join([source(record, note), cards(drawn)])
     text = f"Ways to multiply were timed for {plural(len(weights), 'packed weight')}"
-    return body, join([f"{text}. (", tag("code", record.name), ")"]), []
+    return body, told(record, f"{text}."), []
 
 
 def _times_card(record: Record, name: str, series: Series, across: str, note: str = "") -> Markup:

@@ -20,23 +20,21 @@ from typing import NamedTuple
 
 from bitplan.report.chart import (
     WIDE,
-    Frame,
     Point,
     bars,
     box,
     card,
     colour,
     legend,
-    line,
     linear_axis,
-    marker,
     picture,
     segment,
+    step_chart,
     text,
 )
-from bitplan.report.markup import Markup, count, join, milliseconds, nbytes, percent, plural, significant, tag
+from bitplan.report.markup import Markup, count, join, milliseconds, nbytes, percent, plural, significant
 from bitplan.report.read_records import Record, RecordFields, ReportError
-from bitplan.report.section import Fact, Section, cards, heading, source
+from bitplan.report.section import Fact, Section, cards, one_by_one, source, told
 
 # ---- section of training ---------------------------------------------------------------------------------------------
 
@@ -59,10 +57,10 @@ def training_section(records: Sequence[Record]) -> Section:
     runs = [_read(record) for record in records]
     figures = dict.fromkeys(name for run in runs for name in run.curves)
     drawn = [_chart(runs, name) for name in ("loss", *(name for name in figures if name not in LOSSES))]
-    body = join([*(source(run.record) for run in runs), cards(drawn)])
+    body = join([*(source(run.record) for run in runs), cards([each for each in drawn if each])])
     last = runs[0].curves["loss"][-1][1]
     facts = (Fact(significant(last, 4), "final loss", runs[0].name),) if len(runs) == 1 else ()
-    return Section("training", "Training", body, tuple(_summary_of_section_of_training(run) for run in runs), facts)
+    return Section("training", "Training", body, tuple(_sentence(run) for run in runs), facts)
 
 
 def _read(record: Record) -> Run:
@@ -80,37 +78,27 @@ def _read(record: Record) -> Run:
     return Run(record, head.text("run"), len(lines), curves, not_finite)
 
 
-def _chart(runs: Sequence[Run], name: str) -> Markup:
-    shown = [(run, run.curves[name]) for run in runs if name in run.curves]
-    also = [(run, run.curves["validation_loss"]) for run in runs if name == "loss" and "validation_loss" in run.curves]
-    points = [point for _, curve in (*shown, *also) for point in curve]
+def _chart(runs: Sequence[Run], name: str) -> Markup | None:
+    """A figure of all runs, with the validation loss beside the loss."""
+    curves = [(run.name, colour(index), run.curves.get(name, [])) for index, run in enumerate(runs)]
+    if name == "loss":
+        curves += [
+            (f"{run.name}, validation", f"{colour(index)} dashed", run.curves.get("validation_loss", []))
+            for index, run in enumerate(runs)
+        ]
     title = name.replace("_", " ")
-    x, y = linear_axis([x for x, _ in points], "step", whole=True), linear_axis([y for _, y in points], title)
-    frame = Frame(x, y, f"{title} over steps")
-    names = []
-    for run, curve in shown:
-        index = runs.index(run)
-        frame.add(line(frame, curve, colour(index)))
-        frame.add(_end(frame, curve, colour(index), f"{run.name}: {title} {significant(curve[-1][1], 4)}"))
-        names.append((colour(index), run.name))
-    for run, curve in also:
-        kind = f"{colour(runs.index(run))} dashed"
-        frame.add(line(frame, curve, kind))
-        frame.add(_end(frame, curve, kind, f"{run.name}: validation loss {significant(curve[-1][1], 4)}"))
-        names.append((kind, f"{run.name}, validation"))
-    return card(title.capitalize(), frame.svg(), legend=legend(names))
+
+    def end(curve: str, point: Point) -> str:
+        return f"{curve}: {title} {significant(point[1], 4)} at step {count(point[0])}"
+
+    return step_chart(title.capitalize(), curves, title, ends=end)
 
 
-def _end(frame: Frame, curve: Sequence[Point], kind: str, tip: str) -> Markup:
-    step, value = curve[-1]
-    return marker((frame.px(step), frame.py(value)), kind, f"{tip} at step {count(step)}")
-
-
-def _summary_of_section_of_training(run: Run) -> Markup:
+def _sentence(run: Run) -> Markup:
     curve = run.curves["loss"]
     bad = f" In {plural(run.not_finite, 'step')} the loss was not a number." if run.not_finite else ""
     text = f"{run.name} ran {plural(run.steps, 'step')}: loss {significant(curve[0][1])} to {significant(curve[-1][1])}"
-    return join([f"{text}.{bad} (", tag("code", run.record.name), ")"])
+    return told(run.record, f"{text}.{bad}")
 
 
 # ---- section of streaming --------------------------------------------------------------------------------------------
@@ -143,15 +131,12 @@ class LanePiece(NamedTuple):
 
 
 def stream_section(records: Sequence[Record]) -> Section:
-    bodies, summary, facts = [], [], []
-    for record in records:
+    def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
         steps = record.lines()
-        head = [heading(record.name)] if len(records) > 1 else []
         drawn = [each for each in (_times_chart(steps), _bytes_chart(steps[-1]), _memory_chart(steps)) if each]
-        bodies.append(join([*head, source(record), _timeline_card(steps), cards(drawn)]))
-        summary.append(_summary(record, steps))
-        facts += _facts(steps) if len(records) == 1 else []
-    return Section("streaming", "Streaming", join(bodies), tuple(summary), tuple(facts))
+        return join([source(record), _timeline_card(steps), cards(drawn)]), _summary(record, steps), _facts(steps)
+
+    return one_by_one("streaming", "Streaming", records, draw)
 
 
 # ---- the lanes of a step ---------------------------------------------------------------------------------------------
@@ -232,18 +217,18 @@ def _lanes(lanes: dict[str, list[LanePiece]], step_ms: float) -> Markup:
 # ---- over steps ------------------------------------------------------------------------------------------------------
 
 
-def _times_chart(steps: Sequence[RecordFields]) -> Markup | None:
-    if len(steps) < 2:
-        return None
-    series = [
-        (label, kind, [(float(step.number("step")), step.number(key)) for step in steps]) for key, label, kind in TIMES
+def _over_steps(
+    steps: Sequence[RecordFields], keys: Sequence[tuple[str, str, str]]
+) -> list[tuple[str, str, list[Point]]]:
+    """Curves of some figures: (key, name, classes) of each."""
+    return [
+        (name, kind, [(float(step.number("step")), float(step.number(key, 0))) for step in steps])
+        for key, name, kind in keys
     ]
-    heights = [value for _, _, points in series for _, value in points]
-    x = linear_axis([step.number("step") for step in steps], "step", whole=True)
-    frame = Frame(x, linear_axis(heights, "milliseconds", zero=True), "Times of each step")
-    for _, kind, points in series:
-        frame.add(line(frame, points, kind))
-    return card("Time of a step", frame.svg(), legend=legend([(kind, label) for label, kind, _ in series]))
+
+
+def _times_chart(steps: Sequence[RecordFields]) -> Markup | None:
+    return step_chart("Time of a step", _over_steps(steps, TIMES), "milliseconds", zero=True)
 
 
 def _bytes_chart(step: RecordFields) -> Markup | None:
@@ -259,21 +244,10 @@ def _bytes_chart(step: RecordFields) -> Markup | None:
 
 
 def _memory_chart(steps: Sequence[RecordFields]) -> Markup | None:
-    if len(steps) < 2 or not all("vram_peak_bytes" in step for step in steps):
+    if not all("vram_peak_bytes" in step for step in steps):
         return None
-    kinds = (("vram_peak_bytes", "device", "k0"), ("pinned_peak_bytes", "pinned on the host", "k1"))
-    series = [
-        (label, kind, [(float(step.number("step")), float(step.number(key, 0))) for step in steps])
-        for key, label, kind in kinds
-    ]
-    heights = [value for _, _, points in series for _, value in points]
-    x = linear_axis([step.number("step") for step in steps], "step", whole=True)
-    frame = Frame(
-        x, linear_axis(heights, "peak memory", formatter=nbytes, zero=True), "Peak memory of each step", left=74
-    )
-    for _, kind, points in series:
-        frame.add(line(frame, points, kind))
-    return card("Peak memory", frame.svg(), legend=legend([(kind, label) for label, kind, _ in series]))
+    keys = (("vram_peak_bytes", "device", "k0"), ("pinned_peak_bytes", "pinned on the host", "k1"))
+    return step_chart("Peak memory", _over_steps(steps, keys), "peak memory", formatter=nbytes, zero=True)
 
 
 def _summary(record: Record, steps: Sequence[RecordFields]) -> Markup:
@@ -285,7 +259,7 @@ def _summary(record: Record, steps: Sequence[RecordFields]) -> Markup:
     copied = nbytes(last.whole("bytes_h2d", None))
     took = milliseconds(last.number("step_ms"))
     text = f"{plural(len(steps), 'step')} streamed; the last took {took} and copied {copied}"
-    return join([f"{text}{speed}{hidden}. (", tag("code", record.name), ")"])
+    return told(record, f"{text}{speed}{hidden}.")
 
 
 def _facts(steps: Sequence[RecordFields]) -> list[Fact]:

@@ -176,23 +176,19 @@ def compensate(
             if compiled is not None:
                 found = compiled.round(piece, own, plain[:, block], ladder.multiples)
                 codes[:, first:last], own_errors, scales[:, block] = found
-                errors[:, first - start : last - start] = own_errors
-                if last < stop:
-                    left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
-                continue
-            if tries:
-                tried = candidates_of(piece, plain[:, block], layout, ladder)
-                cost = layout.sum_of_strips(loops.cost_of_scales(piece, own, layout.to_rows(tried), ladder.grid))
-                scales[:, block] = tried.gather(1, least_of(cost)[1]).squeeze(1)
-            steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
-            parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
-            codes[:, first:last], own_errors = loops.round_piece(piece, own, steps, none, parts, ladder.grid)
+            else:
+                if tries:
+                    tried = candidates_of(piece, plain[:, block], layout, ladder)
+                    cost = layout.sum_of_strips(loops.cost_of_scales(piece, own, layout.to_rows(tried), ladder.grid))
+                    scales[:, block] = tried.gather(1, least_of(cost)[1]).squeeze(1)
+                steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
+                parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
+                codes[:, first:last], own_errors = loops.round_piece(piece, own, steps, none, parts, ladder.grid)
             errors[:, first - start : last - start] = own_errors
-            left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
+            if last < stop:
+                left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
         left[:, stop:] -= errors @ factor[start:stop, stop:]
-    unordered = torch.empty_like(codes)
-    unordered[:, at] = codes
-    return Codes(unordered, scales)
+    return Codes(unordered(codes, at), scales)
 
 
 def _compiled_blocks(matrix: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Any:

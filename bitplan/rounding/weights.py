@@ -79,53 +79,81 @@ def round_groups(
 ) -> Tensor:
     """Round [R, filled] numbers -> [R, bytes per row]; `at` are their columns in order, `factor` is in that order."""
     scales = GroupScales.empty(matrix, fmt.layout)
-    if in_batches(matrix):
-        codes = _compensate_batches(matrix, factor, fmt.layout, grid_of_groups(fmt), blocks, at, scales)
-    elif is_compiled(matrix):
-        codes = _compensate_compiled(matrix, factor, fmt, blocks, at, scales)
-    else:
-        codes = _compensate(matrix, factor, fmt, blocks, at, scales)
+    codes = _compensate(matrix, factor, fmt, blocks, at, scales)
     _sweep(matrix, hessian, codes, scales, fmt, sweeps)
     packed = fmt.layout.pack(scales.parts(stored_codes(codes, fmt)))
     return packed.reshape(len(matrix), -1)
 
 
+# Searches what is stored for a block, and rounds it: numbers [R, n] and factor [n, n] in the order of `columns`, the
+# block, `columns` -> codes and errors [R, n].
+RoundBlock = Callable[[Tensor, Tensor, int, slice], tuple[Tensor, Tensor]]
+
+
 def _compensate(
     matrix: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, scales: GroupScales
 ) -> Tensor:
-    layout, loops, grid, search = fmt.layout, loops_for(matrix), grid_of_groups(fmt), SearchBySums(TorchSums())
-    left, codes, width = matrix[:, at].contiguous(), torch.empty_like(matrix), layout.numbers
-    for place, block in enumerate(blocks):
-        first, last = place * width, (place + 1) * width
-        inside, own = at[first:last] - block * width, factor[first:last, first:last]
-        piece, weights = torch.empty_like(left[:, first:last]), torch.empty_like(matrix[0, :width])
-        piece[:, inside] = left[:, first:last]
-        weights[inside] = own.diagonal().square().reciprocal()
-        scales.put(block, search_blocks(piece, weights, layout, search))
-        own_codes, errors = loops.round_piece(
-            left[:, first:last], own, scales.steps(block), scales.offsets(block), inside // layout.group, grid
-        )
-        codes[:, at[first:last]] = own_codes
-        left[:, last:] -= errors @ factor[first:last, last:]
-    return codes
-
-
-def _compensate_compiled(
-    matrix: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, scales: GroupScales
-) -> Tensor:
-    """As `_compensate`, by compiled loops: of small matrices calls of torch take longer than what they compute."""
-    from bitplan.rounding.round_columns_cpu import BlockRounder
-
-    width = fmt.layout.numbers
+    """Codes [R, filled], a block after the other; what a block loses goes to the columns after it."""
+    width, on_gpu = fmt.layout.numbers, in_batches(matrix)
+    make = _on_gpu if on_gpu else _compiled if is_compiled(matrix) else _by_torch
+    factor = factor.contiguous() if on_gpu else factor
+    round_block = make(factor, fmt.layout, grid_of_groups(fmt), at, scales)
     left, codes = matrix[:, at].contiguous(), torch.empty_like(matrix)
-    weights = _block_weights(unordered(factor.diagonal().square().reciprocal()[None], at)[0], width)
-    rounder = BlockRounder(fmt.layout, grid_of_groups(fmt), weights, at % width, scales)
     for place, block in enumerate(blocks):
         own = slice(place * width, (place + 1) * width)
-        codes[:, own], errors = rounder.round(left[:, own], factor[own, own], block, own)
-        if own.stop < matrix.shape[1]:
-            left[:, own.stop :] -= errors @ factor[own, own.stop :]
+        codes[:, own], errors = round_block(left[:, own], factor[own, own], block, own)
+        rest = left[:, own.stop :]
+        if on_gpu:  # one launch; its sums have another order
+            rest.addmm_(errors, factor[own, own.stop :], alpha=-1)
+        elif rest.shape[1]:
+            rest -= errors @ factor[own, own.stop :]
     return unordered(codes, at)
+
+
+def _by_torch(_factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: GroupScales) -> RoundBlock:
+    search = SearchBySums(TorchSums())
+
+    def round_block(piece: Tensor, own: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
+        inside = at[columns] - block * layout.numbers
+        numbers, weights = torch.empty_like(piece), torch.empty_like(piece[0])
+        numbers[:, inside] = piece
+        weights[inside] = own.diagonal().square().reciprocal()
+        scales.put(block, search_blocks(numbers, weights, layout, search))
+        steps, offsets, groups = scales.steps(block), scales.offsets(block), inside // layout.group
+        codes, errors = loops_for(piece).round_piece(piece, own, steps, offsets, groups, grid)
+        return codes, errors
+
+    return round_block
+
+
+def _compiled(factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: GroupScales) -> RoundBlock:
+    """By compiled loops: of small matrices calls of torch take longer than what they compute."""
+    from bitplan.rounding.round_columns_cpu import BlockRounder
+
+    return BlockRounder(layout, grid, _block_weights(factor, at, layout), at % layout.numbers, scales).round
+
+
+def _on_gpu(factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: GroupScales) -> RoundBlock:
+    """Two launches for a block; nothing waits."""
+    from bitplan.formats.gguf.triton_group_search import search_into
+    from bitplan.rounding.triton_rounding import round_piece
+
+    width = layout.numbers
+    parts = (at % width // layout.group).int()
+    places = unordered((torch.arange(len(at), device=at.device) % width).int()[None], at)[0]  # in the order of a block
+    weights = _block_weights(factor, at, layout)
+    unused = torch.empty((len(scales.d), width), dtype=torch.uint8, device=at.device)
+
+    def round_block(piece: Tensor, own: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
+        inside, groups = _columns(block, width), scales.groups(block)
+        d, dmin = scales.d[:, block : block + 1], scales.dmin[:, block : block + 1]
+        stored = d, dmin, scales.scales[:, groups], scales.mins[:, groups]
+        search_into(piece, weights[inside], layout, places[inside], *stored, unused)
+        if layout.has_groups:  # taken away where it has integers, added where it has none
+            dmin.neg_()
+        return round_piece(piece, own, scales.steps(block), scales.offsets(block), parts[columns], grid)
+
+    return round_block
 
 
 def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, fmt: GgufBlocks, sweeps: int) -> None:
@@ -152,49 +180,6 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
             gradient -= (moved + changes) @ hessian[cols]
 
 
-def _compensate_batches(
-    matrix: Tensor, factor: Tensor, layout: Layout, grid: Grid, blocks: list[int], at: Tensor, scales: GroupScales
-) -> Tensor:
-    """On GPUs: as `_compensate`, three launches for a block; nothing waits."""
-    from bitplan.formats.gguf.triton_group_search import search_into
-    from bitplan.rounding.triton_rounding import round_piece
-
-    width = layout.numbers
-    factor = factor.contiguous()
-    left, codes = matrix[:, at].contiguous(), torch.empty_like(matrix)
-    parts = (at % width // layout.group).int()
-    places = unordered((torch.arange(len(at), device=at.device) % width).int()[None], at)[0]  # in the order of a block
-    weights = _block_weights(unordered(factor.diagonal().square().reciprocal()[None], at)[0], width)
-    unused = torch.empty((len(matrix), width), dtype=torch.uint8, device=matrix.device)
-    for place, block in enumerate(blocks):
-        first, last = place * width, (place + 1) * width
-        own, groups = slice(block * width, (block + 1) * width), scales.groups(block)
-        d, dmin = scales.d[:, block : block + 1], scales.dmin[:, block : block + 1]
-        search_into(
-            left[:, first:last],
-            weights[own],
-            layout,
-            places[own],
-            d,
-            dmin,
-            scales.scales[:, groups],
-            scales.mins[:, groups],
-            unused,
-        )
-        if layout.has_groups:  # taken away where it has integers, added where it has none
-            dmin.neg_()
-        codes[:, first:last], errors = round_piece(
-            left[:, first:last],
-            factor[first:last, first:last],
-            scales.steps(block),
-            scales.offsets(block),
-            parts[first:last],
-            grid,
-        )
-        left[:, last:].addmm_(errors, factor[first:last, last:], alpha=-1)
-    return unordered(codes, at)
-
-
 def _sweep_batches(
     gradient: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, grid: Grid, *, is_last: bool
 ) -> None:
@@ -216,9 +201,9 @@ def _sweep_batches(
         gradient[:, others].addmm_(changes, hessian[first:stop, others], alpha=-1)
 
 
-def _block_weights(weights: Tensor, width: int) -> Tensor:
+def _block_weights(factor: Tensor, at: Tensor, layout: Layout) -> Tensor:
     """Weights of columns as the search of each block takes them: with a mean near 1, none too small."""
-    given = weights.double().reshape(-1, width)
+    given = unordered(factor.diagonal().square().reciprocal()[None], at)[0].double().reshape(-1, layout.numbers)
     return (given / given.mean(1, keepdim=True).clamp(min=1e-300)).clamp(1e-6, 1e6).float().reshape(-1)
 
 
@@ -333,19 +318,7 @@ def round_weight(weight: Tensor, fmt: Format | str, **options: Unpack[RoundingOp
 
 
 def round_with_report(
-    weight: Tensor,
-    fmt: Format | str,
-    *,
-    moments: Tensor | None = None,
-    hessian: Tensor | InputHessian | None = None,
-    outputs: Tensor | None = None,
-    damping: float = 0.01,
-    order: Order = "activation",
-    sweeps: int = SWEEPS,
-    pad: Literal["zero"] | None = None,
-    base: float | None = None,
-    device: torch.device | str | None = None,
-    name: str = "tensor",
+    weight: Tensor, fmt: Format | str, **options: Unpack[RoundingOptions]
 ) -> tuple[Encoded, Rounding]:
     """Hold a weight [N, K] in a format, as `encode` does, with numbers chosen for the inputs it meets.
 
@@ -362,8 +335,6 @@ def round_with_report(
     Without statistics, scales are searched by plain squared error. Where `encode` is better by the measure, rows are as
     `encode` has them. Formats with nothing to choose (casts, 16 bits and more, zero points, signs) are plain `encode`.
     """
-    options: RoundingOptions = {"moments": moments, "hessian": hessian, "outputs": outputs, "damping": damping}
-    options |= {"order": order, "sweeps": sweeps, "pad": pad, "base": base, "device": device, "name": name}
     return _round(weight, fmt, has_report=True, **options)
 
 

@@ -13,6 +13,7 @@ The document, version 1. It needs no torch and no model to solve again for anoth
      "text": {"windows": N, "context": N, "checks": N, "experts": N, "unseen_experts": N},
      "together": RATIO, "reference_bytes": N,
      "complete": true or false, where the search was stopped,
+     "proven": [{"goal": {"bits": B, ...}, "kl": NATS, "choice": {GROUP: F}}], the plan that was handed over for a goal,
      "stays": {NAME: {"format": F, "shape": [...], "role": R, "stored": DTYPE, "bytes": N, "reason": R}},
      "groups": {GROUP: {"tensors": {NAME: {"shape": [...], "role": R}}, "factor": RATIO, "checked": F,
                         "reference_us": {ROWS: T}, "weight": W,
@@ -29,6 +30,7 @@ from typing import Any
 
 from bitplan.base.documents import (
     FLAG,
+    LIST,
     NAME,
     OBJECT,
     SHAPE,
@@ -38,6 +40,7 @@ from bitplan.base.documents import (
     Reader,
     is_number,
     is_size,
+    is_text,
     load_document,
     one_of,
 )
@@ -72,7 +75,12 @@ _KEYS = {
     "complete": FLAG,
     "stays": OBJECT,
     "groups": OBJECT,
+    "proven": LIST,
 }
+_CHOICE = Kind(
+    "an object of groups to formats", lambda value: type(value) is dict and all(map(is_text, value.values()))
+)
+_PROVEN = {"goal": OBJECT, "kl": _NATS, "choice": _CHOICE}
 _STAYS = {"format": NAME, "shape": SHAPE, "role": TEXT, "stored": _DTYPE, "bytes": SIZE, "reason": NAME}
 _GROUP = {
     "tensors": OBJECT,
@@ -135,6 +143,15 @@ class TensorGroup:
         return total
 
 
+@dataclass(frozen=True)
+class ProvenPlan:
+    """The plan that a search handed over for a goal, `Goal.to_dict`, and what was measured of it on held-out text."""
+
+    goal: Mapping[str, Any]
+    kl: float
+    choice: Mapping[str, str]
+
+
 @dataclass
 class SearchEvidence:
     """All groups of a model, what stays, and what it was measured on."""
@@ -148,6 +165,15 @@ class SearchEvidence:
     reference_bytes: int
     together: float = 1.0
     complete: bool = True
+    proven: list[ProvenPlan] = field(default_factory=list)
+
+    def proven_for(self, goal: Mapping[str, Any]) -> ProvenPlan | None:
+        """The plan that was handed over for exactly this goal."""
+        return next((each for each in self.proven if each.goal == goal), None)
+
+    def add_proven(self, plan: ProvenPlan) -> None:
+        """Remember a plan, in place of an earlier one for its goal."""
+        self.proven = [*(each for each in self.proven if each.goal != plan.goal), plan]
 
     def nats(self, group: str, fmt: str) -> float:
         """The damage of a group in a format as part of a whole plan."""
@@ -196,6 +222,7 @@ class SearchEvidence:
             "together": self.together,
             "reference_bytes": self.reference_bytes,
             "complete": self.complete,
+            **({"proven": [vars(each) for each in self.proven]} if self.proven else {}),
             "stays": {name: _stays_document(self.stays[name]) for name in natural_order(self.stays)},
             "groups": {name: _group_document(self.groups[name]) for name in natural_order(self.groups)},
         }
@@ -216,7 +243,7 @@ class SearchEvidence:
         reader = Reader(where, EvidenceFileError)
         reader.require_document(document, DOCUMENT, "evidence.json of a search")
         reader.version(document, VERSION)
-        item = reader.keys("", document, _KEYS, tuple(_KEYS))
+        item = reader.keys("", document, _KEYS, tuple(key for key in _KEYS if key != "proven"))
         stays = {}
         for name, value in item["stays"].items():
             row = reader.keys(f"stays[{name[:80]!r}]", value, _STAYS, tuple(key for key in _STAYS if key != "stored"))
@@ -227,6 +254,7 @@ class SearchEvidence:
         groups = {name: _read_group(reader, name, value) for name, value in item["groups"].items()}
         if not groups and item["complete"]:
             reader.stop("it has no group of tensors; search the model again")
+        proven = [_read_proven(reader, number, value, groups) for number, value in enumerate(item.get("proven", []))]
         return cls(
             item["model"],
             item["numbers"],
@@ -237,7 +265,16 @@ class SearchEvidence:
             item["reference_bytes"],
             item["together"],
             item["complete"],
+            proven,
         )
+
+
+def _read_proven(reader: Reader, number: int, value: Any, groups: Mapping[str, TensorGroup]) -> ProvenPlan:
+    item = reader.keys(f"proven[{number}]", value, _PROVEN, tuple(_PROVEN))
+    choice = item["choice"]
+    if choice.keys() != groups.keys() or any(choice[name] not in groups[name].formats for name in groups):
+        reader.stop(f"proven[{number}]: a choice has one of its formats for every group; search the model again")
+    return ProvenPlan(item["goal"], item["kl"], choice)
 
 
 def _stays_document(tensor: StayingTensor) -> dict[str, Any]:

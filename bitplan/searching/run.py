@@ -16,28 +16,25 @@ from torch import Tensor, nn
 
 from bitplan.files.engines.gguf_source import is_folder_like
 from bitplan.files.headers import is_gguf
+from bitplan.formats import get_format
 from bitplan.packed.language.perplexity import Quality
-from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.evidence import ProvenPlan, SearchEvidence
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.gather.collect import EVIDENCE, collect_evidence, evidence_bytes, smallest_bytes
-from bitplan.searching.gather.passes import BACK, GRADIENT_TOKENS, steps_of
-from bitplan.searching.gather.plan_meter import COUNTED, MeasuredPlan, PlanMeter
+from bitplan.searching.gather.passes import GRADIENT_TOKENS, steps_of
+from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
 from bitplan.searching.gather.training_evidence import read_gradients, read_speeds, time_by_policy, weigh_by_gradients
 from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError
 from bitplan.searching.memory import MemoryUse, within_memory
-from bitplan.searching.phases import IN_ALL, SHARES, ExpectedPhase, PhaseClock, Stage, no_stage
+from bitplan.searching.phases import IN_ALL, PhaseClock, Stage, expected_phases, in_minutes, measure_steps, no_stage
 from bitplan.searching.prepare import SearchText, prepare
 from bitplan.searching.result import SearchResult
 from bitplan.searching.rivals import RivalPlan, best_uniform, may_win, rivals_of
 from bitplan.searching.runtime_formats import Target, candidates, target_of
 from bitplan.searching.solver import Corrections, Solution, front, kl_out_of_reach, size_out_of_reach, solve, within
 
-# Seconds a number, on two cores of a Xeon: in a pass forward with one token, to keep its statistics, to predict what a
-# format costs, to round.
-PASS_S, KEEP_S, PREDICT_S, ROUND_S = 8e-11, 2e-7, 9e-8, 2.5e-6
-PLANS, PARTS, CORRECTIONS, RIVALS = 2.5, 6, 3, 3  # of a usual search: those that are rounded, projections, ...
 MOST_CORRECTIONS = 3
 AGREES = 0.1  # predicted and measured within a tenth: nothing to correct
 WORTH = 0.02  # a corrected plan that promises less damage by this share is measured; of less, four windows say nothing
@@ -138,30 +135,23 @@ class Searcher:
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        self.clock = PhaseClock(self.stage, self._expected())
-        self.stage = self.clock
+        self.stage = self.clock = PhaseClock(self.stage)
 
-    def _expected(self) -> dict[str, ExpectedPhase]:
-        """What phases take on two cores of a Xeon; on other machines all take longer or shorter."""
-        numbers, text = self.subject.numbers, self.text
-        tokens, checked, proven = (sum(map(len, part)) for part in (text.statistics, text.checks, text.proof))
-        passes = tokens + BACK * min(tokens, GRADIENT_TOKENS)
-        searched = sum(math.prod(site.shape) for site in self.subject.sites.values())
-
-        def measured(turn: int, steps: int, times: int, tokens: int) -> ExpectedPhase:
-            return ExpectedPhase(turn, steps, times * tokens * numbers * PASS_S)
-
-        return {
-            "statistics": ExpectedPhase(
-                0, steps_of(self.subject, text.statistics, 0), numbers * passes * PASS_S + searched * KEEP_S
-            ),
-            "rounding": ExpectedPhase(1, SHARES, searched * len(self.formats) * PREDICT_S),
-            "rounding plans": ExpectedPhase(2, int(PLANS * searched / COUNTED), PLANS * searched * ROUND_S),
-            "checking": measured(2, PARTS, PARTS, checked),
-            "correcting": measured(2, CORRECTIONS, CORRECTIONS, checked),
-            "measuring the model": measured(3, 2 * len(text.proof), 2, proven),
-            "proving": measured(4, RIVALS * len(text.proof), RIVALS, proven),
+    def expect(self) -> float:
+        """Time a few steps of each kind; gives the seconds that the whole search will take."""
+        target, text = self.subject.target, self.text
+        rounded = next((name for name in self.formats if not get_format(name).is_cast and not target.streamed), None)
+        steps = measure_steps(self.subject, text.statistics, rounded)
+        tokens = {what: sum(map(len, windows)) for what, windows in vars(text).items() if what != "unscored"}
+        tokens |= {
+            "watched": min(tokens["statistics"], GRADIENT_TOKENS),
+            "steps": steps_of(self.subject, text.statistics, 0),
+            "windows": len(text.proof),
         }
+        shapes = [site.shape for site in self.subject.sites.values()]
+        phases = expected_phases(shapes, len(self.subject.runner.blocks), tokens, len(self.formats), steps)
+        self.clock.expected = phases
+        return sum(phase.seconds for phase in phases.values())
 
     def find(self, goal: Goal) -> SearchResult:
         """The best plan within the goal, proven; written where there is a folder."""
@@ -179,8 +169,10 @@ class Searcher:
         evidence, meter = self.collect(goal)
         solution, corrections, error = solve_and_correct(evidence, goal, meter, self.stage)
         solution, times = self._confirm_speed(evidence, goal, solution)
+        result = replace(self._prove(evidence, goal, solution, corrections, error), times=times)
+        evidence.add_proven(ProvenPlan(goal.to_dict(), max(0.0, result.winner.kl.mean), dict(result.winner.choice)))
         self._save_corrected(evidence)
-        return replace(self._prove(evidence, goal, solution, corrections, error), times=times)
+        return result
 
     def collect(self, goal: Goal) -> tuple[SearchEvidence, PlanMeter]:
         """The evidence, gathered at the first goal, and what measures on the windows for checks."""
@@ -307,7 +299,10 @@ class Searcher:
     def needs(self) -> str:
         """A sentence on the bytes that a search takes in memory and on disk; more than there is is refused."""
         memory = self.memory_use
-        words = f"a search takes about {memory.needed / 1e9:.1f} GB of memory, of {memory.limit / 1e9:.1f} GB"
+        took = in_minutes(self.expect())
+        words = (
+            f"the search takes about {took} and {memory.needed / 1e9:.1f} GB of memory, of {memory.limit / 1e9:.1f} GB"
+        )
         if self.folder is None:
             return words
         kept, scratch = evidence_bytes(self.subject, self.text.statistics)
@@ -337,7 +332,7 @@ class Searcher:
         for name, group in evidence.groups.items():
             before = known.groups[name]
             known.groups[name] = replace(group, formats={**before.formats, **group.formats})
-        known.together = evidence.together
+        known.together, known.proven = evidence.together, evidence.proven
         known.save(self.folder / EVIDENCE)
 
 

@@ -193,6 +193,12 @@ def solve(
     return found
 
 
+def plan_for(evidence: SearchEvidence, goal: Goal) -> Mapping[str, str]:
+    """The choice that a search measured to be best for this goal; for another goal, the one that is predicted best."""
+    known = evidence.proven_for(goal.to_dict())
+    return solve(evidence, goal).choice if known is None else known.choice
+
+
 def kl_out_of_reach(evidence: SearchEvidence, most: float, least: float, force: Mapping[str, str] | None = None) -> str:
     """What is said where the other limits leave no plan within a KL, but one of `least` nats."""
     alone = _Problem(evidence, None, dict(force or {})).best("bytes", {"nats": most}, GAP)

@@ -1,12 +1,11 @@
 """Models whose blocks wait on the host and cross to the device when they are needed.
 
-Which module does which step:
-
-    stream_blocks      the entry: changes a model so that its blocks are streamed; `options` checks what was asked for
-    find_blocks, block_layout                   what a block is: parameters, formats, layout in bytes
-    weight_loader      loads the block that is asked for, and prefetches what comes next
-    telemetry          what a step moved and waited for
-    transfer, training, selective    copies and slots; weights trained on the host; which block gets which precision
+stream_blocks      the entry: changes a model so that its blocks are streamed; `options` checks what was asked for
+find_blocks, block_layout    what a block is: its parameters, and their bytes in their formats
+weight_loader      loads the block that is asked for, and prefetches what comes next; `saved_tensors` for backward
+reencode_blocks    the encoded bytes on the host, made again before a step where formats or weights changed
+telemetry          what a step moved and waited for
+transfer, training, selective    copies and slots; weights trained on the host; which block gets which precision
 """
 
 from typing import TYPE_CHECKING

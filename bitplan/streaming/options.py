@@ -1,8 +1,6 @@
 """StreamOptions: what `stream_blocks` was asked for, checked as a whole before anything is allocated.
 
-Which format each parameter of each block crosses the bus in.
-
-`formats` may be
+`formats`, which each parameter of each block crosses the bus in, may be
     None            every parameter in its own type: nothing is lost
     a name          that format for every weight of two or more axes; vectors (norms, biases) keep their own type
     a mapping       keys, first match wins: a parameter's full name, a block's or module's name (its matrices, as
@@ -19,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -33,10 +31,8 @@ from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.host_memory import HostKind
 from bitplan.streaming.transfer.schedule import Slots, check_slots
 
-# ---- block formats ---------------------------------------------------------------------------------------------------
-
-
 Formats = Wanted | None
+Moments = Literal["float32", "int8"]
 # Block name -> (parameter's name within the block -> its shape and type).
 BlockSpecs = Mapping[str, Mapping[str, ParameterSpec]]
 BlockFormats = dict[str, dict[str, Format]]
@@ -73,9 +69,6 @@ def own_format(spec: ParameterSpec, name: str) -> Format:
     return get_format(text)
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StreamOptions:
     """The options of `stream_blocks`, by the same names."""
@@ -95,6 +88,7 @@ class StreamOptions:
     compile: bool | Mapping[str, Any]
     timeout_s: float
     shard_optimizer: bool
+    moments: Moments
 
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward, compiled if that was asked for."""
@@ -135,6 +129,8 @@ class StreamOptions:
             raise StreamError(
                 "train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'"
             )
+        if self.moments not in get_args(Moments):
+            raise StreamError(f"moments={self.moments!r}: there are {', '.join(map(repr, get_args(Moments)))}")
         if self.shard_optimizer and train != "weights":
             raise StreamError(f"shard_optimizer=True divides AdamW of streamed weights, but train={train!r}")
 

@@ -1,41 +1,25 @@
 """BlockUpkeep: before each step, encodes blocks again whose formats or parameters changed, on the host and in slots.
 
-Formats change by `set_formats`; parameters are trained, or changed by other code (`block_bytes` says how that is
-detected). Ctrl-C may interrupt everything here, and the next call goes on: what is left to do follows from what was
-done, and is not stored apart.
-
-With train="weights" a change must not meet an update of the same weights. So `load_state_dict` and `state_dict` wait
-for updates first, code that edits weights calls `synchronize` before, and an edit that did not wait is refused.
-
-BlockTree: notices that modules of a streamed block were replaced, or that others came, after the stream was opened.
-
-A stream holds the modules whose weights it sends. A module that takes the place of one of them computes with weights of
-its own, and the stream would go on to send those of the other. Adapters that are put around modules later are on the
-host, for `model.to(...)` moves nothing in a streamed block. Both are refused by name at the next boundary. What changes
-no streamed weight (another activation function, adapters on the device) is accepted.
-
-peft merges adapters into weights by writes that torch does not count. Its layers keep a list of what is merged: where
-that differs from the last look, or such a layer has left the block (merge_and_unload), the weights count as changed.
-
-BlockBytes: the encoded bytes on the host, and whether they still agree with the model's parameters.
-
-A block is encoded again when its formats or its parameters have changed. At every boundary each parameter is checked,
-in a few microseconds and without reading its numbers:
+Formats change by `set_formats`; parameters are trained, or changed by other code. At every boundary each parameter is
+checked (`BlockBytes`), in a few microseconds and without reading its numbers:
 
     which Parameter its module holds    module.weight = nn.Parameter(...), load_state_dict(assign=True)
     torch's count of its writes         load_state_dict, and copy_, add_, ... under torch.no_grad()
     where its numbers lie               parameter.data = other
-    adapters merged into the block      peft's merge_adapter, unmerge_adapter, merge_and_unload (`blocks.tree`)
+    adapters merged into the block      peft's merge_adapter, unmerge_adapter, merge_and_unload (`BlockTree`)
 
 Torch counts no writes through `.data` (`parameter.data.mul_(2)`) or through NumPy: `BlockStream.refresh` is for those.
-
-A block leaves the list of written blocks before its bytes are written, and enters it when they are complete: an
-interrupted write is done again.
+A module that takes the place of a streamed one, and adapters that come into a block and lie on the host, are refused by
+name (`BlockTree`): the stream would go on to send other weights. What changes no streamed weight is accepted.
 
 The parameters are the truth (with train="weights" their FP32 masters): every new format of a block is made from them,
 never from another format. Where a parameter is sent in its own type, the host's bytes are the parameter: it becomes a
-view of them, and RAM holds it once. With a GPU the encoding is done there, some rows at a time: the codes are the same
-to the bit, and it takes seconds, not the minutes of a CPU.
+view of them, and RAM holds it once. With a GPU the encoding is done there, some rows at a time, with the same codes.
+
+Ctrl-C may interrupt everything here, and the next call goes on: a block leaves the list of written blocks before its
+bytes are written, and enters it when they are complete. With train="weights" a change must not meet an update of the
+same weights: `load_state_dict` and `state_dict` wait for updates first, code that edits weights calls `synchronize`
+before, and an edit that did not wait is refused.
 """
 
 from __future__ import annotations
@@ -63,9 +47,6 @@ from bitplan.streaming.transfer.host_memory import HostBlocks
 from bitplan.streaming.transfer.schedule import Slots, check_slots
 from bitplan.streaming.weight_loader import WeightLoader
 
-# ---- block bytes -----------------------------------------------------------------------------------------------------
-
-
 REPLACED: tuple[Any, ...] = ()
 ROWS_AT_A_TIME_BYTES = 2**25
 
@@ -83,7 +64,7 @@ class BlockBytes:
     ) -> None:
         self._host, self._training, self._train, self._device = host, training, train, device
         self._specs = {block.name: block.specs for block in blocks}
-        self._seen = {block.name: _look_of_block_bytes(block) for block in blocks}
+        self._seen = {block.name: _look_at_block(block) for block in blocks}
         self._written: dict[str, Mapping[str, Format]] = {}  # blocks whose bytes are complete, and their formats
         self._unread: set[str] = set()  # blocks whose parameters always count as changed
 
@@ -95,7 +76,7 @@ class BlockBytes:
         """The parameters that have changed since they were last read."""
         if block.name in self._unread:
             return list(block.parameters)
-        now, seen = _look_of_block_bytes(block), self._seen[block.name]
+        now, seen = _look_at_block(block), self._seen[block.name]
         return [] if now == seen else [name for name, one in now.items() if one != seen[name]]
 
     def unread(self, blocks: Iterable[str] | None = None) -> None:
@@ -123,7 +104,7 @@ class BlockBytes:
 
     def note(self, block: StreamedBlock) -> None:
         """Remember the parameters as they are now, without reading them."""
-        self._seen[block.name] = _look_of_block_bytes(block)
+        self._seen[block.name] = _look_at_block(block)
         self._unread.discard(block.name)
 
     def put(self, block: StreamedBlock, layout: BlockLayout, formats: Mapping[str, Format]) -> None:
@@ -187,7 +168,7 @@ def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
     return next(iter(parameters.values()))
 
 
-def _look_of_block_bytes(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:
+def _look_at_block(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:
     count_optimizer_steps()  # torch does not count the writes of a fused optimizer
     return {name: _look_at(one) for name, one in block.parameters.items()}
 
@@ -200,9 +181,6 @@ def _look_at(one: StreamedParameter) -> tuple[Any, ...]:
             if module._parameters.get(local) is not parameter:
                 return REPLACED
     return id(parameter), *state_of(parameter)
-
-
-# ---- encoding --------------------------------------------------------------------------------------------------------
 
 
 def put_block(
@@ -264,9 +242,6 @@ def _encode_into(piece: Piece, buffer: Tensor, numbers: Tensor, device: torch.de
         encoded = encode(numbers[first : first + step].to(device), piece.fmt, name=name)
         for part_name, part in encoded.parts.items():
             views[part_name][first : first + step].copy_(part)
-
-
-# ---- block tree ------------------------------------------------------------------------------------------------------
 
 
 MERGED = "merged_adapters"  # of peft's layers: the names of adapters that are in the weight now
@@ -337,9 +312,6 @@ def refuse_unmerging(block: StreamedBlock) -> None:
             raise StreamError(
                 f"{block.name}: merged adapters are switched off (disable_adapter); call unmerge_adapter() first"
             )
-
-
-# ---- reencode blocks -------------------------------------------------------------------------------------------------
 
 
 class BlockUpkeep:

@@ -10,12 +10,10 @@
 
 Blocks wait on the host in their formats, cross the bus in these formats, and are decoded on the device. Weights and
 formats change at step boundaries only. Weights that other code changed meanwhile (`model.load_state_dict`, an edit
-under torch.no_grad()) are detected there and encoded again (`block_bytes`).
+under torch.no_grad()) are detected there and encoded again (`reencode_blocks`).
 
-BlockCalls: loads a streamed block before it computes and frees it afterwards.
-
-Only the `forward` of each block is wrapped. During the call the block's parameters are the streamed ones, and autograd
-saves places instead of weights (`streaming.saved_tensors`).
+Only the `forward` of each block is wrapped (`BlockCalls`). During the call the block's parameters are the streamed
+ones, and autograd saves places instead of weights (`saved_tensors`).
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from bitplan.base.errors import FormatError
 from bitplan.base.records import on_failure
 from bitplan.streaming.errors import StreamError, StreamStateError
 from bitplan.streaming.find_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
-from bitplan.streaming.options import BlockFormats, Formats, StreamOptions, check_norm, resolve_formats
+from bitplan.streaming.options import BlockFormats, Formats, Moments, StreamOptions, check_norm, resolve_formats
 from bitplan.streaming.reencode_blocks import BlockUpkeep, lay_out_all, refuse_unmerging
 from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_weights_by_place
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
@@ -48,8 +46,6 @@ from bitplan.streaming.transfer.host_memory import HostKind, open_host
 from bitplan.streaming.transfer.schedule import Slots
 from bitplan.streaming.transfer.transfer_limits import Pressure, RuntimeLimitHints
 from bitplan.streaming.weight_loader import WeightLoader
-
-# ---- block calls -----------------------------------------------------------------------------------------------------
 
 
 class BlockCalls:
@@ -195,9 +191,6 @@ def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-# ---- stream blocks ---------------------------------------------------------------------------------------------------
-
-
 def stream_blocks(
     model: nn.Module,
     blocks: str = "model.layers.*",
@@ -218,12 +211,13 @@ def stream_blocks(
     compile: bool | Mapping[str, Any] = False,
     timeout_s: float = WAIT_TIMEOUT_S,
     shard_optimizer: bool = False,
+    moments: Moments = "float32",
 ) -> BlockStream:
     """Stream the blocks of a model through a device; everything else of the model moves there and stays.
 
     blocks        names of the blocks; `*` stands for one part of a name
     device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and trials
-    formats       None (each parameter's own type), a format, a mapping or a Plan; see `blocks.formats`
+    formats       None (each parameter's own type), a format, a mapping or a Plan; see `options`
     slots         ring slots on the device; "auto" fills the memory that steps leave, with resident blocks first
     host          "pinned", "pageable", or "file" (in `host_folder`, or a temporary folder)
     train         "adapters": parameters of blocks that require gradients stay on the device, for your optimizer;
@@ -240,6 +234,8 @@ def stream_blocks(
     timeout_s     how long any wait, for a transfer or for another process, may take before it is an error
     shard_optimizer   with train="weights" in several processes (torchrun): each keeps the moments of its part of every
                   weight, and steps that part; see `training.processes`
+    moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8;
+                  see `training.small_moments`
     """
     options = StreamOptions(
         formats=formats,
@@ -257,6 +253,7 @@ def stream_blocks(
         compile=compile,
         timeout_s=timeout_s,
         shard_optimizer=shard_optimizer,
+        moments=moments,
     )
     return BlockStream(model, find_blocks(model, blocks, train), open_device(device), options)
 
@@ -302,8 +299,16 @@ class BlockStream:
             return None
         settings = options.optimizer or AdamWSettings()
         pinned, clip = options.host == "pinned", options.clip_grad_norm
-        shards = options.shard_optimizer
-        return HostTraining(self.blocks, settings, self.device, options.timeout_s, clip, pinned=pinned, shards=shards)
+        return HostTraining(
+            self.blocks,
+            settings,
+            self.device,
+            options.timeout_s,
+            clip,
+            pinned=pinned,
+            shards=options.shard_optimizer,
+            small_moments=options.moments == "int8",
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -395,12 +400,9 @@ class BlockStream:
         Call it after the last backward of the step, before your optimizer. Returns the norm before clipping, so it must
         wait until backward is done and all gradients are on the host.
         """
-        self._check_open()
-        if self._step is None or self.training is None:
-            state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
-            raise StreamError(f"clip_gradients: {state}; it goes with train='weights', between backward and end_step")
+        training = self._training_within_a_step("clip_gradients")
         check_norm("clip_gradients", max_norm)
-        return self.training.clip(max_norm, list(also))
+        return training.clip(max_norm, list(also))
 
     @alone
     def unscale_gradients(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None = None) -> bool:
@@ -410,13 +412,14 @@ class BlockStream:
         gradients. Where one overflowed, of streamed weights or of the optimizer's, neither is stepped, end_step
         raises nothing, and `scaler.update()` lowers the scale.
         """
+        return self._training_within_a_step("unscale_gradients").unscale(scaler, optimizer)
+
+    def _training_within_a_step(self, call: str) -> HostTraining:
         self._check_open()
         if self._step is None or self.training is None:
             state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
-            raise StreamError(
-                f"unscale_gradients: {state}; it goes with train='weights', between backward and end_step"
-            )
-        return self.training.unscale(scaler, optimizer)
+            raise StreamError(f"{call}: {state}; it goes with train='weights', between backward and end_step")
+        return self.training
 
     @alone
     def synchronize(self) -> None:
@@ -433,7 +436,7 @@ class BlockStream:
 
     @alone
     def refresh(self) -> None:
-        """Read every parameter again at the next boundary: for changes that torch does not count (`block_bytes`).
+        """Read every parameter again at the next boundary: for changes that torch does not count (`reencode_blocks`).
 
         With train="weights" call `synchronize` before you write into parameters, and this afterwards.
         """

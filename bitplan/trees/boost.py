@@ -284,6 +284,7 @@ class HostScores:
         self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
         self._span, self._shards, self._scores = span, span.shards, scores
         self._grads, self._hess = self._gradient_space(*scores.shape[::-1])
+        self._by_output = list(zip(self._grads, self._hess, strict=True))
         self._tops, self._hess_scale = (0.0, 0.0), 0.0  # of the tree that grows
         self._has_warned = False
 
@@ -292,7 +293,7 @@ class HostScores:
             self._objective.gradients(self._rows.y, self._scores, self._rows.weights, self._grads, self._hess)
 
     def prepare(self, output: int, key: int | None) -> Gradients:
-        held = prepare(self._grads[output], self._hess[output], self._settings.precision, key, self._span)
+        held = prepare(*self._by_output[output], self._settings.precision, key, self._span)
         self._tops, self._hess_scale = held.tops, held.hess_scale
         return held
 
@@ -319,7 +320,7 @@ class HostScores:
         unit: Array = np.array(units(*self._tops, self._span.total))
         order, ends = _leaves_as_they_lie(grown)
         sums = np.zeros(2 * len(ends), np.int64)
-        given = grown.rows, row_pieces.First(), row_pieces.End(), ends, self._grads[output], self._hess[output]
+        given = grown.rows, row_pieces.First(), row_pieces.End(), ends, *self._by_output[output]
         row_pieces.run(trees_gradients.sum_leaves, len(grown.rows), SUM_NS, *given, *(1.0 / unit).tolist(), sums)
         here = np.empty((len(ends), 2), np.int64)
         here[order] = sums.reshape(-1, 2)

@@ -220,4 +220,6 @@ def seed_of(random_state: Any) -> int:
         return int(np.random.SeedSequence().generate_state(1)[0])
     if isinstance(random_state, np.random.RandomState):  # scikit-learn's convention
         return int(random_state.randint(2**31))
+    if isinstance(random_state, np.random.Generator):
+        return int(random_state.integers(2**31))
     return whole_number("random_state", random_state, 0, 2**32 - 1)

@@ -16,9 +16,10 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
+from scipy.sparse import issparse  # type: ignore[import-untyped]
 from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
 
 from bitplan.base.loops.jit import use_threads
@@ -124,15 +125,42 @@ def wants_to_stop(callbacks: Sequence[Callback], state: RoundState) -> bool:
     """Every callback is called; True from any of them ends the fit after this round."""
     answers = [(each, each(state)) for each in callbacks]
     for each, answer in answers:
-        if answer is not None and not isinstance(answer, bool):
+        if answer is not None and not isinstance(answer, bool | np.bool_):
             name = getattr(each, "__name__", type(each).__name__)
             raise TreesError(f"callbacks: {name} returned {answer!r:.40}, expected True to stop, else False or None")
-    return any(answer is True for _, answer in answers)
+    return any(bool(answer) for _, answer in answers)
 
 
 # ---- estimator base --------------------------------------------------------------------------------------------------
 
 
+# Our settings, by what LightGBM, XGBoost and scikit-learn call them.
+OTHER_NAMES = {
+    other: ours
+    for ours, others in {
+        "max_leaves": "num_leaves max_leaf_nodes",
+        "n_estimators": "num_iterations max_iter num_boost_round",
+        "learning_rate": "eta",
+        "max_bins": "max_bin",
+        "l1": "reg_alpha lambda_l1",
+        "l2": "reg_lambda lambda_l2 l2_regularization",
+        "min_child_samples": "min_data_in_leaf min_samples_leaf",
+        "min_child_weight": "min_sum_hessian_in_leaf",
+        "min_split_gain": "min_gain_to_split gamma",
+        "subsample": "bagging_fraction",
+        "colsample": "feature_fraction colsample_bytree max_features",
+        "categorical_features": "categorical_feature",
+        "monotone_constraints": "monotonic_cst",
+        "interaction_constraints": "interaction_cst",
+        "early_stopping_rounds": "n_iter_no_change early_stopping_round",
+        "n_jobs": "num_threads nthread",
+        "random_state": "seed",
+        "gradient_precision ('i16')": "use_quantized_grad",
+        "tweedie_power": "tweedie_variance_power",
+        "objective": "loss",
+    }.items()
+    for other in others.split()
+}
 Fit = TypeVar("Fit", bound=Callable[..., Any])
 
 
@@ -196,9 +224,17 @@ class BoostedTreesBase(FittedTrees):
     device: str = "cpu"
     verbose: bool = False
 
+    def __new__(cls, **settings: Any) -> Self:
+        """An estimator; settings under the names that LightGBM, XGBoost or scikit-learn have for them are refused."""
+        for name in settings:
+            if name in OTHER_NAMES and name not in cls.__dataclass_fields__:
+                raise TypeError(f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here")
+        estimator: Self = super().__new__(cls)
+        return estimator
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = True
+        tags.input_tags.allow_nan = tags.input_tags.sparse = True
         return tags
 
     # ---- tables ------------------------------------------------------------------------------------------------------
@@ -233,6 +269,8 @@ class BoostedTreesBase(FittedTrees):
         fewest = 1 if shards.count == 1 else 0  # a process may have none
         if isinstance(x, TablePieces):
             return pieces_of(self, x, fewest, **more)
+        if issparse(x):  # bins are dense, so there is no use for the table's own form
+            x = x.toarray()
         has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
         if has_types:  # text that spells a number would pass as one
             refuse_text(x)
@@ -350,7 +388,7 @@ class BoostedTreesBase(FittedTrees):
         quantized = precision is not GradientPrecision.F32
         rules = GrowthRules(
             max_leaves=whole_number("max_leaves", self.max_leaves, 1),
-            max_depth=0 if self.max_depth is None else whole_number("max_depth", self.max_depth, 1),
+            max_depth=0 if self.max_depth is None else whole_number("max_depth (None: no limit)", self.max_depth, 1),
             best_first=one_of("growth", self.growth, ("leaf", "depth")) == "leaf",
             l1=number("l1", self.l1, 0),
             l2=number("l2", self.l2, 0),

@@ -194,6 +194,11 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
     alpha: float = 0.9
     tweedie_power: float = 1.5
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.positive_only = self.objective == "gamma"
+        return tags
+
     def _rows(self, x: Array, targets: Array, sample_weight: Any, shards: Shards) -> Rows:
         return Rows(x, targets_of(targets), weights_of(sample_weight, x, shards))
 

@@ -5,18 +5,20 @@ Contributions of features to raw scores: exact Shapley values, by the rows that 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
 from bitplan.base.loops.jit import on_threads, use_threads
+from bitplan.base.optional import require
 from bitplan.trees.boost import Booster
-from bitplan.trees.checks import one_of
+from bitplan.trees.checks import one_of, whole_number
 from bitplan.trees.gradients import Array
 from bitplan.trees.lightgbm_text import to_lightgbm_text
 from bitplan.trees.loops.predict import add_contributions
@@ -108,6 +110,8 @@ def _rows_of(tree: Tree) -> Array:
 
 
 IMPORTANCES = ("gain", "split")
+TREES_AT_ONCE = 64  # whose leaves are looked up together
+SPLIT_COLUMNS = ("threshold", "missing_left", "left", "right", "gain")  # of a table of trees
 
 
 class FittedTrees(BaseEstimator):  # type: ignore[misc]
@@ -164,6 +168,50 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         """The model in LightGBM's text format: `lightgbm.Booster(model_str=...)` predicts the same."""
         check_is_fitted(self)
         return to_lightgbm_text(self)
+
+    def first_rounds(self, rounds: int) -> Self:
+        """A copy of the model with its first rounds alone, which predicts, explains, is saved and exported as it is."""
+        check_is_fitted(self)
+        whole = self.booster_
+        count = whole_number("rounds", rounds, 0, whole.rounds)
+        model = copy.copy(self)
+        model.booster_ = Booster(whole.start, whole.features, whole.trees[: count * whole.outputs])
+        return model
+
+    def apply(self, X: Any) -> Array:
+        """(rows, trees): the number of the leaf that each row comes to; of several classes a round has a tree for each,
+        in their order. As LightGBM's `pred_leaf`."""
+        check_is_fitted(self)
+        table, trees = np.asarray(self._read(X)), self.booster_.trees
+        leaves = np.zeros((len(table), len(trees)))
+        numbered = [replace(tree, leaf_value=np.arange(tree.leaves, dtype=np.float64)) for tree in trees]
+        with use_threads(threads_of(self.n_jobs)):
+            for first in range(0, len(trees), TREES_AT_ONCE):
+                part = numbered[first : first + TREES_AT_ONCE]
+                into = np.zeros((len(table), len(part)))
+                Forest.of(part, len(part)).add_to(into, table)
+                leaves[:, first : first + len(part)] = into
+        return leaves.astype(np.int32)
+
+    def trees_to_dataframe(self) -> Any:
+        """All trees as a pandas frame, a row for each split and each leaf; `node` and `leaf` number those of a tree
+        apart, and `left` and `right` below zero are the leaf ~left."""
+        check_is_fitted(self)
+        pandas = require("pandas", purpose="trees_to_dataframe")
+        names = list(getattr(self, "feature_names_in_", range(self.n_features_in_)))
+        rows = []
+        for number, tree in enumerate(self.booster_.trees):
+            at = {"tree": number, "output": number % self.booster_.outputs}
+            both = ("node", "value", "weight", "rows"), ("leaf", "value", "weight", "rows")
+            splits = np.arange(len(tree.feature)), tree.node_value, tree.node_weight, tree.node_rows
+            leaves = np.arange(tree.leaves), tree.leaf_value, tree.leaf_weight, tree.leaf_rows
+            for node, numbers in enumerate(zip(*splits, strict=True)):
+                known = tree.categories[node]
+                split = {name: getattr(tree, name)[node] for name in SPLIT_COLUMNS}
+                split |= {"feature": names[tree.feature[node]], "categories": None if known is None else known.tolist()}
+                rows.append({**at, **dict(zip(both[0], numbers, strict=True)), **split})
+            rows += [{**at, **dict(zip(both[1], numbers, strict=True))} for numbers in zip(*leaves, strict=True)]
+        return pandas.DataFrame(rows)
 
     def _scores(self, x: Any) -> Array:
         """Raw scores (rows, outputs)."""

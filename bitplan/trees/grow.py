@@ -4,7 +4,7 @@ Expanding a node means: partition its rows, build the histogram of the smaller c
 the best split of both. None of it depends on any other leaf, so threads expand *ahead*: while one works on the leaf
 that is next, the others take those that the tree will probably need after it. Which splits enter the tree is decided
 afterwards, in the order of the queue alone; an expansion that the tree did not need is dropped. In one process all of
-it is compiled (`trees.loops.grow_tree`), but for small tables, which one thread grows node by node.
+it is compiled (`trees.loops.grow_tree`).
 
 With rows in several processes every process grows the same tree: histograms are summed over all of them, and decisions
 depend on sums alone. Waiting for each other is the cost, so several leaves are expanded together, and their histograms
@@ -19,12 +19,11 @@ from functools import cached_property
 import numpy as np
 
 from bitplan.base.loops.jit import on_threads, thread_count
-from bitplan.trees import thread_workspace
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.distributed.histogram_exchange import HistogramSum
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
-from bitplan.trees.histogram import Histogram, HistogramBuilder
+from bitplan.trees.histogram import Histogram, HistogramBuilder, enter
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
@@ -33,6 +32,7 @@ from bitplan.trees.thread_workspace import Growth, TeamSpace, team_size
 from bitplan.trees.tree import Tree
 
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
+NO_SUMS = np.zeros(3, np.int64)
 NODES_A_STEP = 8  # that several processes expand together
 FAR = 1.7976931348623157e308  # the threshold that only missing values are beyond
 
@@ -102,7 +102,10 @@ class TreeGrower:
         self._is_bounded = bool(rules.l1 or np.any(self._monotone))
         self._numbers = rules.numbers
         self._team: TeamSpace | None = None
+        self._team_growth: Growth | None = None
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
+        self._entries, self._scales = self._space[:0], np.zeros(2)
+        self._chosen: Array | None = None
         groups = np.full(len(bins.edges), -1) if rules.groups is None else rules.groups[bins.features]
         self._by_feature = np.column_stack([bins.counts, groups])
         self._thresholds = np.full((len(bins.edges), 256), FAR)
@@ -126,58 +129,59 @@ class TreeGrower:
 
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
-        is_used = np.zeros(int(self._bins.features.max()) + 1, np.bool_)
-        is_used[features] = True
-        features = np.flatnonzero(is_used[self._bins.features])  # from here on columns of bins
-        self._scales = np.array([gradients.grad_scale, gradients.hess_scale])
-        is_category = self._bins.is_category[features]
-        packs, numbers = self._can_pack() and not np.all(is_category), (self._by_feature, self._scales, self._numbers)
-        self._packed = (features[~is_category], *numbers) if packs else None
+        self._scales[:] = gradients.grad_scale, gradients.hess_scale
+        columns = self._choose_columns(features)
+        packs = self._can_pack() and not np.all(self._bins.is_category[columns])
+        entries = enter(gradients, rows, self._space)
+        if len(entries) != len(self._entries):
+            self._entries = entries  # reordered leaf by leaf
+        if self._shards.count == 1:
+            return self._grow_by_team(gradients, columns, packs)
+        return self._grow_with_others(gradients, columns)
+
+    def _choose_columns(self, features: Array) -> Array:
+        """The columns of bins of some features; as long as these are the same, the same array."""
+        if self._chosen is None or not np.array_equal(features, self._chosen):
+            self._chosen = features
+            columns = self._columns = np.flatnonzero(np.isin(self._bins.features, features))
+            is_category = self._bins.is_category[columns]
+            self._by_kind = columns[~is_category], columns[is_category], columns
+        return self._columns
+
+    def _grow_with_others(self, gradients: Gradients, features: Array, _packs: bool = False) -> Grown:
+        """By all processes, whose histograms are summed."""
+        numbers = self._by_feature, self._scales, self._numbers
         self._judging = features, *numbers, self._bins.is_category, self._monotone, self._judging_parts
-        # After `judge_packed` only categories are left.
-        self._after_packed = (features[is_category], *self._judging[1:]) if np.any(is_category) else None
         self._builder = HistogramBuilder(self._data, gradients, features)
-        self._entries = self._builder.enter(rows, self._space)  # reordered leaf by leaf
-        if self._shards.count == 1 and len(rows) >= thread_workspace.TEAM_ROWS:
-            return self._grow_by_team(gradients, len(rows), features)
-        histogram = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS)
+        rows = len(self._entries)
+        histogram = self._builder.build(self._entries, threads=rows >= THREADS_FROM_ROWS)
         self._sum = HistogramSum(self._shards, gradients, self._builder, features, self._bins.counts)
-        total_rows = int(self._shards.add(np.array([len(rows)], np.int64), "rows of a tree")[0])
+        total_rows = int(self._shards.add(np.array([rows], np.int64), "rows of a tree")[0])
         (histogram,) = self._sum([histogram], [total_rows])
         self._growth = growth = Growth(min(self._rules.max_leaves, max(total_rows, 1)), self._rules.best_first)
-        growth.set_root(len(rows), histogram.sums(int(features[0])).sum(axis=0))
+        growth.set_root(rows, histogram.sums(int(features[0])).sum(axis=0))
         self._judge(histogram, histogram, 0, -1)
         growth.open_root()
-        while nodes := growth.take_together(1 if self._shards.count == 1 else NODES_A_STEP):
+        while nodes := growth.take_together(NODES_A_STEP):
             self._expand_together(nodes)
         return self._finish(growth)
 
-    def _grow_by_team(self, gradients: Gradients, rows: int, features: Array) -> Grown:
+    def _grow_by_team(self, gradients: Gradients, features: Array, packs: bool) -> Grown:
         """By a team of threads, in compiled code from the root to the last leaf."""
-        precise = gradients.precision is GradientPrecision.F32
-        growth = Growth(min(self._rules.max_leaves, max(rows, 1)), self._rules.best_first)
-        growth.set_root(rows, np.zeros(3, np.int64))
+        precise, rows = gradients.precision is GradientPrecision.F32, len(self._entries)
+        leaves = min(self._rules.max_leaves, max(rows, 1))
+        if self._team_growth is None or len(self._team_growth.leaves) != leaves:
+            self._team_growth = Growth(leaves, self._rules.best_first)
+        growth = self._team_growth
+        growth.begin()
+        growth.set_root(rows, NO_SUMS)
         size = team_size(self._data.rows, len(self._data.is_there), self._rules.max_leaves)
         if self._team is None or self._team.size != size:
             self._team = TeamSpace(self._data, size)
-        is_category = self._bins.is_category[features]
-        numeric, categories = (features[~is_category], features[is_category]) if self._packed else (features, features)
-        packs = self._packed is not None and not precise
-        self._team.grow(
-            growth,
-            (self._entries, self._spare),
-            gradients,
-            (numeric, categories, features),
-            (
-                self._by_feature,
-                self._scales,
-                self._numbers,
-                self._bins.is_category,
-                self._monotone,
-                self._judging_parts,
-                packs,
-            ),
-        )
+        numbers = self._by_feature, self._scales, self._numbers, self._bins.is_category, self._monotone
+        by_kind = self._by_kind if packs else (features, features, features)
+        options = *numbers, self._judging_parts, packs and not precise
+        self._team.grow(growth, (self._entries, self._spare), gradients, by_kind, options)
         return self._finish(growth)
 
     def _expand_together(self, nodes: list[int]) -> None:
@@ -208,24 +212,15 @@ class TreeGrower:
         """Find the best splits of a node's children, from the histogram of the smaller one."""
         growth = self._growth
         large, parent = 2 * int(growth.nodes[node, kernels.CHILD]) + 1 - small, growth.histograms.pop(node)
-        rows = int(growth.nodes[large, kernels.ROWS])
-        if self._builder.agree(parent, histogram, rows):
-            self._judge(histogram, parent, small, large, subtract=True)
-        else:
-            self._judge(histogram, self._builder.subtract(parent, histogram, rows), small, large)
+        rest = self._builder.subtract(parent, histogram, int(growth.nodes[large, kernels.ROWS]))
+        self._judge(histogram, rest, small, large)
 
-    def _judge(self, histogram: Histogram, rest: Histogram, small: int, large: int, subtract: bool = False) -> None:
-        """Find the best splits of two nodes; `rest` is that of the larger, or `subtract` makes it so. -1: no node."""
+    def _judge(self, histogram: Histogram, rest: Histogram, small: int, large: int) -> None:
+        """Find the best splits of two nodes; `rest` is that of the larger. -1: no node."""
         growth, space = self._growth, np.empty((4, BINS), np.int64)
         at = small, large, growth.nodes, growth.reals, growth.goes_left
-        judging: tuple[object, ...] | None = self._judging
-        splits = 0
-        if self._packed and histogram.words == rest.words == 1:
-            splits = kernels.judge_packed(histogram.cells, rest.cells, subtract, *at, *self._packed, space)
-            judging, subtract = self._after_packed, False
-        if judging:
-            cells = histogram.cells, histogram.words, rest.cells, rest.words, subtract
-            splits = kernels.judge(*cells, *at, *judging, space, np.empty((2, BINS)))
+        cells = histogram.cells, histogram.words, rest.cells, rest.words, False
+        splits = kernels.judge(*cells, *at, *self._judging, space, np.empty((2, BINS)))
         if splits & 1:
             growth.histograms[small] = histogram
         if splits & 2:
@@ -273,8 +268,7 @@ class TreeGrower:
         at_leaves, at_splits = leaves[:, queue.NODE], splits[:, queue.NODE]
         nodes, left_bins = growth.nodes[at_splits], growth.goes_left[at_splits]
         feature, bin_ = nodes[:, kernels.FEATURE], nodes[:, kernels.BIN]
-        node_value, node_weight = self._values(growth, at_splits)
-        leaf_value, leaf_weight = self._values(growth, at_leaves)
+        count, (values, weights) = len(at_splits), self._values(growth, np.concatenate([at_splits, at_leaves]))
         tree = Tree(
             feature=self._bins.features[feature].astype(np.int32),
             threshold=np.where(bin_ < 0, 0.0, self._thresholds[feature, bin_]),
@@ -282,12 +276,12 @@ class TreeGrower:
             left=splits[:, queue.LEFT].astype(np.int32),
             right=splits[:, queue.RIGHT].astype(np.int32),
             gain=growth.reals[at_splits, kernels.GAIN],
-            node_value=node_value,
-            node_weight=node_weight,
+            node_value=values[:count],
+            node_weight=weights[:count],
             node_rows=nodes[:, kernels.ROWS].copy(),
             categories=self._category_sets(feature, bin_, left_bins),
-            leaf_value=leaf_value,
-            leaf_weight=leaf_weight,
+            leaf_value=values[count:],
+            leaf_weight=weights[count:],
             leaf_rows=growth.nodes[at_leaves, kernels.ROWS],
         )
         numbers = self._entries.view(np.uint32)[::2]  # the lower half of each entry

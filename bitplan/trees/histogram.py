@@ -103,16 +103,13 @@ class HistogramBuilder:
                 work(start)
         return out
 
-    def agree(self, parent: Histogram, child: Histogram, rows: int) -> bool:
-        """Whether cells have one form, that of the parent's other child, of `rows` rows, too.
-
-        Then parent - child needs no unpacking: no field borrows, since every one of the child is within its parent's.
-        """
-        return parent.words == child.words == self._words(rows)
-
     def subtract(self, parent: Histogram, child: Histogram, rows: int) -> Histogram:
-        """The histogram of the parent's other child, of `rows` rows; the parent's is used up."""
-        if self.agree(parent, child, rows):
+        """The histogram of the parent's other child, of `rows` rows; the parent's is used up.
+
+        Where all three have one form nothing is unpacked: no field borrows, since every one of the child is within its
+        parent's.
+        """
+        if parent.words == child.words == self._words(rows):
             np.subtract(parent.cells, child.cells, out=parent.cells)
             return parent
         out = self._empty(rows)

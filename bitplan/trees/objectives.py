@@ -305,13 +305,55 @@ def metrics_of(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
 
 def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
     """The user's alone."""
-    given = [] if eval_metric is None else [eval_metric] if callable(eval_metric) else eval_metric
-    if not isinstance(given, Sequence) or isinstance(given, str) or not all(callable(each) for each in given):
+    given = [] if eval_metric is None else eval_metric
+    given = [given] if callable(given) or isinstance(given, str) else given
+    if not isinstance(given, Sequence) or not all(callable(each) or each in NAMED_METRICS for each in given):
         raise TreesError(
-            "eval_metric: expected a function of (y, predictions) that returns (name, value, is_higher_better), or a "
-            f"list of such, got {eval_metric!r:.60}"
+            "eval_metric: expected a function of (y, predictions) that returns (name, value, is_higher_better), one of "
+            f"{', '.join(map(repr, NAMED_METRICS))}, or a list of such, got {eval_metric!r:.60}"
         )
-    return tuple(_custom(each, objective) for each in given)
+    return tuple(_custom(_named(each) if isinstance(each, str) else each, objective) for each in given)
+
+
+# By the names that LightGBM, XGBoost and scikit-learn have: scikit-learn's function, what it takes of predictions
+# (their mean, or the likeliest class), and whether higher is better.
+NAMED_METRICS: dict[str, tuple[str, bool, bool]] = {
+    "auc": ("roc_auc_score", False, True),
+    "average_precision": ("average_precision_score", False, True),
+    "logloss": ("log_loss", False, False),
+    "accuracy": ("accuracy_score", True, True),
+    "error": ("zero_one_loss", True, False),
+    "mse": ("mean_squared_error", False, False),
+    "l2": ("mean_squared_error", False, False),
+    "rmse": ("root_mean_squared_error", False, False),
+    "mae": ("mean_absolute_error", False, False),
+    "l1": ("mean_absolute_error", False, False),
+    "mape": ("mean_absolute_percentage_error", False, False),
+    "r2": ("r2_score", False, True),
+}
+
+
+def _named(name: str) -> Callable[..., tuple[str, float, bool]]:
+    function, by_class, higher_is_better = NAMED_METRICS[name]
+
+    def metric(y: Array, predicted: Array, weights: Array | None = None) -> tuple[str, float, bool]:
+        from sklearn import metrics  # type: ignore[import-untyped]
+
+        if by_class:
+            predicted = predicted > 0.5 if predicted.ndim == 1 else predicted.argmax(axis=1)
+        more: dict[str, Any] = {"sample_weight": weights}
+        if predicted.ndim == 2 and name in ("auc", "logloss"):
+            more |= {"labels": np.arange(predicted.shape[1])} | ({"multi_class": "ovr"} if name == "auc" else {})
+        elif name == "logloss":
+            more |= {"labels": [0, 1]}
+        try:
+            value = getattr(metrics, function)(y, predicted, **more)
+        except ValueError as error:
+            raise TreesError(f"eval_metric: {name!r} is not for these targets and predictions: {error}") from error
+        return name, float(value), higher_is_better
+
+    metric.__name__ = name
+    return metric
 
 
 def loss_of(objective: Objective) -> Metric:

@@ -31,6 +31,7 @@ from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL, words_a_row
 
 
 ALL_ROWS = 2**62  # no node is too large
+FIRST_COUNTS = 1, 0, 1, *[0] * 7  # the root is a leaf, and has a place
 
 
 class Growth:
@@ -41,11 +42,17 @@ class Growth:
         self.nodes, self.reals = np.zeros((places, kernels.NODE_COLUMNS), np.int64), np.zeros((places, 4))
         self.goes_left = np.empty((places, BINS), np.uint8)
         self.leaves, self.splits = np.zeros((max_leaves, 3), np.int64), np.zeros((max_leaves, 3), np.int64)
-        self.counts = np.array([1, 0, 1, *[0] * 7])  # the root is a leaf, and has a place
+        self.counts = np.array(FIRST_COUNTS)
         self.best_first = best_first
         self.histograms: dict[int, Histogram] = {}
         self.ready, self.top = np.zeros((places, 3), np.int64), np.empty(max(max_leaves - 2, 0))
         self._tables = self.nodes, self.reals, self.leaves, self.splits, self.counts, self.ready, self.top, best_first
+
+    def begin(self) -> None:
+        """Forget the tree that is there: the next one has only its root."""
+        for table in (self.nodes, self.reals, self.splits, self.leaves, self.ready):
+            table[:] = 0
+        self.counts[:] = FIRST_COUNTS
 
     def set_root(self, size: int, totals: Array) -> None:
         self.nodes[0, kernels.STOP], self.leaves[0, queue.LINK] = size, -1
@@ -81,7 +88,7 @@ class Growth:
 # ---- thread workspace ------------------------------------------------------------------------------------------------
 
 
-TEAM_ROWS = 2**16  # smaller tables are not worth a team, nor compiling its loops
+NO_NUMBERS = np.empty(0, np.float32)
 # What a tree takes, in nanoseconds: on each level of a row, for its own sake and for each feature; of a leaf's feature.
 ROW_NS, ROW_FEATURE_NS, LEAF_FEATURE_NS = 2.0, 0.4, 2000.0
 # All threads expand a node together in its time over their number, and about as long as one thread takes for 3750 rows.
@@ -120,6 +127,7 @@ class TeamSpace:
         self._row_bytes = np.array([8 * words_a_row(width) for width in data.widths])
         self._pool = np.empty(0, np.int64)
         self._parts: tuple[Array, Array, Array] | None = None
+        self._given_by: tuple[Any, ...] = ()  # what the words below were made of
         # Asking numba for them takes a millisecond a tree.
         self._addresses: dict[tuple[bool, bool, bool], Array] = {}
         self._loops: dict[tuple[bool, bool, bool], tuple[Any, int]] = {}
@@ -145,18 +153,43 @@ class TeamSpace:
         features: tuple[Array, Array, Array],
         options: tuple[Any, ...],
     ) -> None:
-        """Grow the tree whose root is in `growth`, from entries, with as much space beside them."""
+        """Grow the tree whose root is in `growth`, from entries, with as much space beside them.
+
+        What the loops are told is made once for all trees of the same arrays: on small tables it takes as long as they.
+        """
+        precise = gradients.precision is GradientPrecision.F32
+        hess = gradients.hessians if precise else NO_NUMBERS
+        given_by = growth, *entries, hess, *features, *options
+        if len(given_by) != len(self._given_by) or any(
+            one is not other for one, other in zip(given_by, self._given_by, strict=True)
+        ):
+            self._words = self._describe(growth, entries, hess, precise, features, options)
+            self._given_by = given_by
+        self._free[:] = self._all_free
+        growth.counts[loops.FREE :] = self._places
+        self._sync[:] = 0
+        helper_threads.run(self._function, self._words.ctypes.data, self.size, sets=SETS)
+
+    def _describe(
+        self,
+        growth: Growth,
+        entries: tuple[Array, Array],
+        hess: Array,
+        precise: bool,
+        features: tuple[Array, Array, Array],
+        options: tuple[Any, ...],
+    ) -> Array:
+        """The words of a job: the loop's address, and all its arguments."""
         rows = (*entries, self._data.space, self._data.is_there, self._data.words.view(np.uint8), self._row_bytes)
-        precise, team = gradients.precision is GradientPrecision.F32, self.size
-        narrow, count, most = 2 if precise else 1, len(rows[0]), histogram.NARROW_ROWS
-        places, wide_places = len(growth.nodes) // 2 + 2 + team, count // most + 4
+        narrow, count, most, team = 2 if precise else 1, len(rows[0]), histogram.NARROW_ROWS, self.size
+        places, wide_places = self._places = len(growth.nodes) // 2 + 2 + team, count // most + 4
         wide_from = places * self._cells * narrow
         if len(self._pool) < wide_from + wide_places * self._cells * histogram.WIDE:
             self._pool = np.empty(wide_from + wide_places * self._cells * histogram.WIDE, np.int64)
-        free = np.zeros((2, max(places, wide_places)), np.int64)
-        free[0, :places] = np.arange(places)[::-1] * (self._cells * narrow)
-        free[1, :wide_places] = wide_from + np.arange(wide_places)[::-1] * (self._cells * histogram.WIDE)
-        growth.counts[loops.FREE :] = places, wide_places
+        self._all_free = np.zeros((2, max(places, wide_places)), np.int64)
+        self._all_free[0, :places] = np.arange(places)[::-1] * (self._cells * narrow)
+        self._all_free[1, :wide_places] = wide_from + np.arange(wide_places)[::-1] * (self._cells * histogram.WIDE)
+        self._free = np.empty_like(self._all_free)
         shared = min(shared_rows(count, team), most + 1)
         patience = LOOKS + count // ROWS_A_LOOK
         sizes = np.array([narrow, most, shared, self._cells, wide_from, team, patience], np.int64)
@@ -169,31 +202,30 @@ class TeamSpace:
                 np.empty((team, 2 * CHUNK if precise else 0), np.int64),
             )
         used = np.flatnonzero(np.bincount(features[2] // PANEL))
-        data = self._data.words, self._data.firsts, used, gradients.hessians.view(np.uint8)
+        data = self._data.words, self._data.firsts, used, hess.view(np.uint8)
         tables = growth.nodes, growth.reals, growth.goes_left
         order = growth.leaves, growth.splits, growth.counts, growth.ready, growth.top
         packs = options[-1]
         needed = precise, packs, not packs or len(features[1]) > 0 or count > most
         if needed not in self._addresses:
-            used_by = needed[2], gradients, rows, tables, order, growth.best_first, features, options
+            used_by = precise, needed[2], hess, rows, tables, order, growth.best_first, features, options
             self._addresses[needed] = self._kernels(*used_by)
-        kernels = self._addresses[needed]
-        self._sync[:] = 0
+        self._held = sizes, used, data, self._addresses[needed]  # as long as their addresses are used
         given = (
-            self._sync, sizes, kernels, tables, order, growth.best_first, rows, data, self._pool, free, self._parts,
-            features, options, self._own,
+            self._sync, sizes, self._addresses[needed], tables, order, growth.best_first, rows, data, self._pool,
+            self._free, self._parts, features, options, self._own,
         )  # fmt: skip
         if needed not in self._loops:
             kinds = tuple(map(typeof, given))
             self._loops[needed] = caller(kinds), address_of(loops.grow_tree, kinds=kinds)
-        function, address = self._loops[needed]
-        words = np.array([address, *words_of(given)])
-        helper_threads.run(function, words.ctypes.data, team, sets=SETS)
+        self._function, address = self._loops[needed]
+        return np.array([address, *words_of(given)])
 
     def _kernels(
         self,
+        precise: bool,
         judges_all: bool,
-        gradients: Gradients,
+        hess: Array,
         rows: tuple[Array, ...],
         tables: tuple[Array, Array, Array],
         order: tuple[Array, Array, Array, Array, Array],
@@ -212,10 +244,9 @@ class TeamSpace:
         if judges_all:
             more = features[2], bins, scales, numbers, is_category, monotone, judging, space, by_bin
             general = address_of(split.judge, cells, 0, cells, 0, False, *at, *more)
-        precise = gradients.precision is GradientPrecision.F32
         adders = histogram_loops.add_floats if precise else histogram_loops.add_quantized
         assert self._parts is not None
-        adding = self._data.words, entries, gradients.hessians.view(np.uint8), 1.0, 1.0, self._parts[2][0], cells
+        adding = self._data.words, entries, hess.view(np.uint8), 1.0, 1.0, self._parts[2][0], cells
         return np.array(
             [
                 address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, False, 0, 0),

@@ -7,7 +7,6 @@ set. Missing values go where training found best, and with the larger child wher
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 
 from bitplan.base.loops.helper_threads import run
 from bitplan.base.loops.jit import thread_count
+from bitplan.base.loops.row_pieces import data_address
 from bitplan.trees.gradients import Array
 from bitplan.trees.loops import predict
 
@@ -26,8 +26,6 @@ HELPER_NS = 20_000.0  # of work, for which a thread is asked to help
 GIVEN = struct.Struct(f"{predict.OUTPUTS}q")  # the part of a job that each prediction has of its own
 PARTS_A_THREAD = 4
 SET_WORDS = 8  # at least: 256 categories
-ADDRESS: Any = ctypes.addressof
-BYTE: Any = ctypes.c_char.from_buffer
 
 
 @dataclass(frozen=True)
@@ -238,11 +236,11 @@ class Forest:
         size = predict.TILE_AT + 8 * predict.TILE * features
         space = np.empty(predict.JOB_SIZE + (threads * size + predict.LINE) // 8, np.int64)
         space[: predict.JOB_SIZE] = self._job
-        job = _address(space)
+        job = data_address(space)
         scratch = -(-(job + 8 * predict.JOB_SIZE) // predict.LINE) * predict.LINE
         step = predict.TILE * max(tiles // (threads * PARTS_A_THREAD), 1)
-        table = _address(x), *x.strides, x.itemsize == 4, features
-        GIVEN.pack_into(space.data, 0, rows, step, *table, _address(scores), scores.strides[0], scratch, size)
+        table = data_address(x), *x.strides, x.itemsize == 4, features
+        GIVEN.pack_into(space.data, 0, rows, step, *table, data_address(scores), scores.strides[0], scratch, size)
         run(predict.adder(), job, threads)
         return bool(space[predict.HAS_INFINITY])
 
@@ -258,14 +256,6 @@ class Forest:
             self.bits.shape[1],
         )
         return job
-
-
-def _address(array: Array) -> int:
-    """Where an array lies, in a fifth of the time that `array.ctypes.data` takes if it can be written to as a whole."""
-    try:
-        return int(ADDRESS(BYTE(array)))
-    except (TypeError, ValueError, BufferError):
-        return int(array.ctypes.data)
 
 
 def bit_set(numbers: Array | None) -> Array:

@@ -68,8 +68,15 @@ from bitplan.formats.dispatch import encode
 from bitplan.fp8.bench.bench_options import BenchOptions
 from bitplan.fp8.bench.session import Request, Session, plan_session, run_session
 from bitplan.fp8.policy.merge import summary
-from bitplan.packed.crossover import Crossover, Timer, measure_crossover, pick
-from bitplan.packed.crossover_files import Fingerprint, gpu_fingerprint, to_document
+from bitplan.packed.crossover import (
+    Crossover,
+    Fingerprint,
+    Timer,
+    gpu_fingerprint,
+    measure_crossover,
+    pick,
+    to_document,
+)
 from bitplan.packed.language.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.packed.machine import examine_machine
 from bitplan.packed.products.fused import fused_for

@@ -354,7 +354,7 @@ def test_an_error_half_way_leaves_the_model_as_it_was(fp8_param, held, monkeypat
 
         return build_or_fail
 
-    monkeypatch.setattr(replacements, "build_site", fail_late(replacements.build_site))
+    monkeypatch.setattr(replacements, "build_layer", fail_late(replacements.build_layer))
     given = {"tokens": 100, "recipe": "tensorwise", "emulate": True, "fp8_param": fp8_param}
     with pytest.raises(RuntimeError, match="out of memory"):
         apply_fp8(model, None, **given)

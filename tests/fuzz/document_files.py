@@ -129,13 +129,13 @@ def read_training_state(path: Path) -> None:
 def read_crossovers(path: Path) -> None:
     from bitplan.base.documents import load_document
     from bitplan.base.errors import FileFormatError
-    from bitplan.packed import crossover_files
+    from bitplan.packed import crossover
     from bitplan.packed.crossover import pick
 
     fingerprint = json.loads(example_text("crossover"))["fingerprint"]
     document = load_document(path, FileFormatError)
-    result = crossover_files.from_document(document, fingerprint, where=str(path))
-    json.dumps(crossover_files.to_document(result, fingerprint), allow_nan=False).encode()
+    result = crossover.from_document(document, fingerprint, where=str(path))
+    json.dumps(crossover.to_document(result, fingerprint), allow_nan=False).encode()
     for record in result.values():
         pick(record, 8, room=True)
 

@@ -33,60 +33,79 @@ SHOWN = 10  # failures of one reader, each at another place
 
 def fuzz(readers: list[Reader], inputs: int, seed: str, failures: Path) -> int:
     """Prints a line for each reader; the exit status is 1 where anything failed."""
-    failed = 0
+    failed, left_out = 0, 0
     for group in dict.fromkeys(reader.group for reader in readers):
         members = [reader for reader in readers if reader.group == group]
         whole = sum(reader.share for reader in readers)
         shares = [round(inputs * reader.share / whole) for reader in members]
         with tempfile.TemporaryDirectory(prefix="fuzz-", dir=MEMORY_FOLDER) as folder:
-            failed += _run_group(members, shares, seed, Path(folder), failures)
-    print(f"{inputs} inputs, {failed} failures" + (f"; see {failures}" if failed else ""))
+            of_group, of_missing = _run_group(members, shares, seed, Path(folder), failures)
+            failed, left_out = failed + of_group, left_out + of_missing
+    more = f", {left_out} of readers whose libraries are missing" if left_out else ""
+    print(f"{inputs - left_out} inputs, {failed} failures{more}" + (f"; see {failures}" if failed else ""))
     return int(failed > 0)
 
 
-def _run_group(readers: list[Reader], shares: list[int], seed: str, folder: Path, failures: Path) -> int:
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            (folder / "failed").write_text(str(_read_all(readers, shares, seed, folder, failures)))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status == 0:
-        return int((folder / "failed").read_text())
-    if not (folder / "current").exists():
-        raise RuntimeError(f"no sound file could be made or read for {readers[0].group}")
-    current = json.loads((folder / "current").read_text().split("\n")[0])
-    saved = _save(failures, current["reader"], seed, current["number"], Path(current["path"]).read_bytes())
-    how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    print(f"{current['reader']}: input {current['number']} ends the process by {how}; saved: {saved}")
-    return 1
+def _run_group(readers: list[Reader], shares: list[int], seed: str, folder: Path, failures: Path) -> tuple[int, int]:
+    """How many inputs failed, and how many were left out; after one that ends the process another goes on."""
+    failed, begin = 0, (0, 0)
+    while True:
+        sys.stdout.flush()
+        place = Path(tempfile.mkdtemp(dir=folder))
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                counts = _read_all(readers, shares, begin, seed, place, failures)
+                (place / "counts").write_text(json.dumps(counts))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == 0:
+            more, left_out = json.loads((place / "counts").read_text())
+            return failed + more, left_out
+        if not (place / "current").exists():
+            raise RuntimeError(f"no sound file could be made or read for {readers[0].group}")
+        current = json.loads((place / "current").read_text().split("\n")[0])
+        source = Path(current["path"])
+        saved = _save(failures, current["reader"], seed, current["number"], source.read_bytes(), source.suffix)
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        print(f"{current['reader']}: input {current['number']} ends the process by {how}; saved: {saved}")
+        at = [reader.name for reader in readers].index(current["reader"])
+        failed, begin = failed + 1 + current["failed"], (at, current["number"] + 1)
 
 
-def _read_all(readers: list[Reader], shares: list[int], seed: str, folder: Path, failures: Path) -> int:
+def _read_all(
+    readers: list[Reader], shares: list[int], begin: tuple[int, int], seed: str, folder: Path, failures: Path
+) -> tuple[int, int]:
+    """Reads from an input of a reader on: (failures, inputs of readers whose libraries are not installed)."""
     warnings.simplefilter("error")
-    prepared = []
-    for number, reader in enumerate(
-        readers
-    ):  # sound files first: what is loaded late is loaded before memory is limited
+    prepared: list[dict[Path, bytes]] = []
+    for number, reader in enumerate(readers):  # what is loaded late is loaded before memory is limited
         place = folder / str(number)
         place.mkdir()
-        files = {path: path.read_bytes() for path in reader.make(place)}
-        for path in files:
-            reader.read(path)
-            path.write_bytes(files[path])
+        try:
+            files = {path: path.read_bytes() for path in reader.make(place)}
+            for path in files:
+                reader.read(path)
+                path.write_bytes(files[path])
+        except ImportError as error:  # of bitplan's own, too, which say what to install
+            print(f"{reader.name}: left out: {error}", flush=True)
+            files = {}
         prepared.append(files)
     _limit_memory()
-    failed = 0
-    for reader, files, share in zip(readers, prepared, shares, strict=True):
-        failed += _read_inputs(reader, files, share, seed, folder / "current", failures)
-    return failed
+    failed = left_out = 0
+    for at in range(begin[0], len(readers)):
+        if not prepared[at]:
+            left_out += shares[at]
+            continue
+        numbers = range(begin[1] if at == begin[0] else 0, shares[at])
+        failed += _read_inputs(readers[at], prepared[at], numbers, seed, folder / "current", failures, failed)
+    return failed, left_out
 
 
 def _limit_memory() -> None:
@@ -96,14 +115,17 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _read_inputs(reader: Reader, files: dict[Path, bytes], share: int, seed: str, current: Path, failures: Path) -> int:
+def _read_inputs(
+    reader: Reader, files: dict[Path, bytes], numbers: range, seed: str, current: Path, failures: Path, before: int
+) -> int:
     outcomes: Counter[str] = Counter()
     places: set[str] = set()
     begin = time.process_time()
     note = os.open(current, os.O_RDWR | os.O_CREAT)
-    for number in range(share):
+    for number in numbers:
         path, data = damaged(reader, files, seed, number)
-        os.pwrite(note, json.dumps({"reader": reader.name, "number": number, "path": str(path)}).encode() + b"\n", 0)
+        now = {"reader": reader.name, "number": number, "path": str(path), "failed": before + outcomes["failed"]}
+        os.pwrite(note, json.dumps(now).encode() + b"\n", 0)
         path.write_bytes(data)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
         outcome, place, message = _outcome(reader, path)
@@ -118,7 +140,9 @@ def _read_inputs(reader: Reader, files: dict[Path, bytes], share: int, seed: str
     os.close(note)
     took = time.process_time() - begin
     counted = ", ".join(f"{outcomes[name]} {name}" for name in ("read", "refused", "failed"))
-    print(f"{reader.name}: {share} inputs: {counted}; {1000 * took / max(share, 1):.1f} ms each", flush=True)
+    print(
+        f"{reader.name}: {len(numbers)} inputs: {counted}; {1000 * took / max(len(numbers), 1):.1f} ms each", flush=True
+    )
     return outcomes["failed"]
 
 

@@ -186,11 +186,11 @@ def read_packed_file(path: Path) -> None:
     """What `check --deep` and `load` do."""
     from bitplan import open_tensors
     from bitplan.files.deep_check import deep_check
-    from bitplan.packed.read_tensors import read_packed
 
     with open_tensors(path) as file:
         deep_check(ANY_FORMAT, file)
-    read_packed(path)
+        for name in file.specs:
+            file.read(name)
 
 
 PAIRS = Manifest.from_document(
@@ -232,11 +232,9 @@ def make_pairs(folder: Path) -> list[Path]:
 def read_pairs(path: Path) -> None:
     from bitplan import open_tensors
     from bitplan.files.deep_check import deep_check
-    from bitplan.packed.read_tensors import read_packed
 
     with open_tensors(path) as file:
         deep_check(PAIRS, file)
-    read_packed(path, manifest=PAIRS)
 
 
 def make_statistics(folder: Path) -> list[Path]:

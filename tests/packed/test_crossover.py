@@ -17,9 +17,18 @@ from bitplan.base.cache_folder import cache_dir
 from bitplan.base.errors import FileFormatError
 from bitplan.formats import Encoded
 from bitplan.formats.codec import decode, encode
-from bitplan.packed import crossover_files
-from bitplan.packed.crossover import ROW_COUNTS, Crossover, Timing, measure_crossover, pick
-from bitplan.packed.crossover_files import CrossoverTable, from_document, read_crossovers, to_document
+from bitplan.packed import crossover
+from bitplan.packed.crossover import (
+    ROW_COUNTS,
+    Crossover,
+    CrossoverTable,
+    Timing,
+    from_document,
+    measure_crossover,
+    pick,
+    read_crossovers,
+    to_document,
+)
 from bitplan.packed.products.fused import Launch, fused_for
 
 PRINT = {"gpu": "A", "driver": "1"}
@@ -298,11 +307,11 @@ def test_a_record_of_the_package_counts_where_gpu_and_kernels_are_its_own(tmp_pa
 
 
 def test_the_records_of_the_package_are_of_the_kernels_as_they_are() -> None:
-    for path in crossover_files.SHIPPED.glob("crossover_*.json"):
+    for path in crossover.SHIPPED.glob("crossover_*.json"):
         document = json.loads(path.read_text())
         assert from_document(document, document["fingerprint"], where=path.name)
         kernels = document["fingerprint"]["kernels"]
-        assert kernels == crossover_files._source_hash(), f"{path.name}: measure again with benchmarks/decode.py"
+        assert kernels == crossover._source_hash(), f"{path.name}: measure again with benchmarks/decode.py"
 
 
 def test_another_fingerprint_is_measured_again_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -366,15 +375,15 @@ def test_a_measurement_that_failed_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_the_kernels_source_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(crossover_files, "PACKAGE", tmp_path)
-    monkeypatch.setattr(crossover_files, "GPU_SOURCES", ("kernel.py",))
+    monkeypatch.setattr(crossover, "PACKAGE", tmp_path)
+    monkeypatch.setattr(crossover, "GPU_SOURCES", ("kernel.py",))
     kernel = tmp_path / "kernel.py"
     kernel.write_text("a")
-    before = crossover_files._source_hash()
+    before = crossover._source_hash()
     kernel.write_text("# a comment\n\na")
-    assert crossover_files._source_hash() == before
+    assert crossover._source_hash() == before
     kernel.write_text("b")
-    assert crossover_files._source_hash() != before
+    assert crossover._source_hash() != before
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -383,10 +392,10 @@ def test_the_kernels_source_is_part_of_the_fingerprint(monkeypatch: pytest.Monke
 @pytest.mark.gpu
 def test_measuring_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BITPLAN_CACHE_DIR", str(tmp_path))
-    crossover_files._table_of.cache_clear()
+    crossover._table_of.cache_clear()
     try:
         on_gpu = encode(torch.randn(1024, 2048), "mxfp4").to("cuda")
-        table = crossover_files.crossovers_of(on_gpu.device)
+        table = crossover.crossovers_of(on_gpu.device)
         for rows in (1, 60):
             record = table.find_or_measure(on_gpu, fused_for("cuda"), rows)
         assert record is not None
@@ -397,4 +406,4 @@ def test_measuring_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         )
         assert read_crossovers(table.path, table.fingerprint)[record.key] == record  # beside what is shipped
     finally:
-        crossover_files._table_of.cache_clear()
+        crossover._table_of.cache_clear()

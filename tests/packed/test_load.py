@@ -16,22 +16,19 @@ import torch
 from torch import nn
 
 import bitplan
-from bitplan.base.errors import BitplanError, FileFormatError, MissingLibraryError, StoreError
-from bitplan.files.deep_check import deep_check
+from bitplan.base.errors import FileFormatError, MissingLibraryError, StoreError
 from bitplan.files.gguf import GGUFFile, write_gguf
 from bitplan.files.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
 from bitplan.files.gpt_oss import source as gpt_oss_source
 from bitplan.files.gpt_oss.synthetic import DrawnCheckpoint
-from bitplan.files.open_files import open_tensors
 from bitplan.files.tensor_bytes import ContainerFile
 from bitplan.formats import Encoded
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors
 from bitplan.packed.checkpoints.load import check_filled, load_packed
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.quant_experts import QuantExperts
-from bitplan.packed.read_tensors import read_packed
 from bitplan.packed.tile_cache import TileCache
-from bitplan.plan import Manifest, ManifestError, shipped_manifest
+from bitplan.plan import ManifestError, shipped_manifest
 
 transformers = pytest.importorskip("transformers")
 LAYOUTS = ("openai", "hf", "gguf")
@@ -401,14 +398,10 @@ def test_scales_and_norms_must_be_numbers(made, tmp_path):
     bad = changed(made["hf"], tmp_path / "scale", lambda tensors: tensors[scales][3, 5].fill_(255))
     with pytest.raises(FileFormatError, match=rf"scale: '{scales}', expert 3: a scale byte 255, which is NaN"):
         load_packed(bad)
-    with pytest.raises(FileFormatError, match="scales of mxfp4 are NaN or infinite"):
-        read_packed(bad, manifest="gpt-oss")
     norm = "model.layers.0.input_layernorm.weight"
     bad = changed(made["hf"], tmp_path / "norm", lambda tensors: tensors[norm][2:4].fill_(torch.nan))
     with pytest.raises(FileFormatError, match=rf"norm: '{norm}': 2 of 64 numbers of a norm are NaN or infinite"):
         load_packed(bad)
-    with pytest.raises(FileFormatError, match="2 of 64 numbers of a norm"):
-        read_packed(bad)
 
 
 def test_a_deep_check_reads_every_tensor_first(made, tmp_path):
@@ -530,112 +523,3 @@ def test_other_layouts_are_saved_as_hugging_faces(made, tmp_path):
     again = load_packed(tmp_path / "hf", dtype=torch.float32).model
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, model(IDS).logits)
-
-
-# ---- any file, as a dict ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A llama of one layer, as a file of bfloat16 and as `bitplan quantize` packs it."""
-    folder = tmp_path_factory.mktemp("llama")
-    generator = torch.Generator().manual_seed(0)
-    layer = "model.layers.0"
-    shapes = {"model.embed_tokens.weight": (128, 64), "model.norm.weight": (64,)}
-    shapes |= {f"{layer}.{norm}_layernorm.weight": (64,) for norm in ("input", "post_attention")}
-    shapes |= {f"{layer}.self_attn.{part}_proj.weight": (64, 64) for part in "qkvo"}
-    shapes |= {f"{layer}.mlp.{part}_proj.weight": (96, 64) for part in ("gate", "up")}
-    shapes |= {f"{layer}.mlp.down_proj.weight": (64, 96)}
-    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-    safetensors.torch.save_file(tensors, folder / "wide.safetensors")
-    return folder
-
-
-def test_read_packed_gives_what_quantize_wrote(llama, reads):
-    bitplan.quantize_file(llama / "wide.safetensors", llama / "small.safetensors", "int8_row", keep=["*norm*"])
-    with bitplan.open_tensors(llama / "wide.safetensors") as wide:
-        numbers = {name: wide.read_float(name) for name in wide.specs}
-    for manifest in (None, "llama"):
-        result = read_packed(llama / "small.safetensors", manifest=manifest)
-        assert result.keys() == numbers.keys()
-        packed = {name for name, item in result.items() if isinstance(item, Encoded)}
-        assert packed == {name for name in numbers if "norm" not in name}
-        for name, item in result.items():
-            if name in packed:
-                assert item.fmt.name == "int8_row"
-                assert item.to_bytes() == bitplan.encode(numbers[name], "int8_row").to_bytes()
-            else:
-                assert torch.equal(item, numbers[name])
-    reads.clear()
-    message = r"wide.safetensors: 'model.embed_tokens.weight' is bfloat16, and the manifest packs it as int8_row"
-    with pytest.raises(FileFormatError, match=message):
-        read_packed(llama / "wide.safetensors", manifest="llama")
-    with pytest.raises(ManifestError, match=r"gpt-oss does not fit .*small\.safetensors"):
-        read_packed(llama / "small.safetensors", manifest="gpt-oss")
-    assert reads == []
-
-
-def test_read_packed_joins_codes_and_scales_that_lie_apart(made):
-    result = read_packed(made["openai"], manifest="gpt-oss")
-    assert not any(name.endswith(".scales") for name in result)
-    weight = result[f"{MLP1}blocks"]
-    assert weight.shape == (8, 192, 64)
-    with GptOssFile(made["openai"]) as file:
-        one = file.expert(1, ("gate", "up"), 5)
-    assert torch.equal(weight.data[5], one.data)
-    assert torch.equal(weight.scales[5], one.scales)
-    assert result["norm.scale"].dtype == torch.bfloat16
-    experts = QuantExperts(weight, result["block.1.mlp.mlp2_weight.blocks"])
-    assert experts(torch.ones(1, 64), torch.tensor([[3]]), torch.ones(1, 1)).isfinite().all()
-
-
-@pytest.mark.parametrize("base", ["w.blocks.base", "w.base"])
-def test_read_packed_finds_the_base_that_the_deep_check_finds(tmp_path, base):
-    packed = bitplan.encode(torch.linspace(-1, 1, 512).reshape(2, 256), "fp4_u8_g128")
-    parts = {"w.blocks": packed.data, "w.scales": packed.scales, base: packed.base.reshape(())}
-    safetensors.torch.save_file(parts, tmp_path / "w.safetensors")
-    document = {
-        "version": 1,
-        "formats": {"FP4": {"bits": 4}, "UE8": {"bits": 8}},
-        "block_size": 128,
-        "scale_encoding": "linear_uint8",
-        "scale_base": "tensor",
-        "patterns": [
-            {"regex": ".*blocks", "format": "FP4"},
-            {"regex": ".*scales", "format": "UE8"},
-            {"regex": ".*", "format": "FP32"},
-        ],
-    }
-    rules = Manifest.from_document(document)
-    with open_tensors(tmp_path / "w.safetensors") as file:
-        assert deep_check(rules, file) == []
-    result = read_packed(tmp_path / "w.safetensors", manifest=rules)["w.blocks"]
-    assert torch.equal(bitplan.decode(result), bitplan.decode(packed))
-    safetensors.torch.save_file(parts | {base: torch.ones(2)}, tmp_path / "w.safetensors")
-    with pytest.raises(FileFormatError, match=rf"the base of scales must be one float, and '{base}' is float32"):
-        read_packed(tmp_path / "w.safetensors", manifest=rules)
-    with open_tensors(tmp_path / "w.safetensors") as file:
-        assert [finding.code for finding in deep_check(rules, file)] == ["scale-base"]
-
-
-def test_read_packed_of_gguf(made, tmp_path):
-    result = read_packed(made["gguf"])
-    assert result["blk.0.ffn_down_exps.weight"].fmt.name == "mxfp4_gguf"
-    assert result["token_embd.weight"].dtype == torch.bfloat16  # a plain cast is a tensor
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "tq2_0.gguf", "llama")
-    raw = gguf.quants.quantize(torch.ones(4, 256).numpy(), gguf.GGMLQuantizationType.TQ2_0)
-    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=gguf.GGMLQuantizationType.TQ2_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(FileFormatError, match=r"'blk.0.ffn_up.weight' is TQ2_0, which bitplan does not hold packed"):
-        read_packed(tmp_path / "tq2_0.gguf")
-
-
-def test_a_failed_read_packed_is_a_bitplan_error(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes(b"nothing")
-    with pytest.raises(BitplanError, match=r"x\.safetensors"):
-        read_packed(tmp_path / "x.safetensors")

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from bitplan.base.errors import ArgumentError
 from bitplan.packed.crossover import Pick
-from bitplan.packed.launch_choices import text_of, way_at
 from bitplan.packed.linear_operator import Matrix
-from bitplan.packed.product_strategy import LayerError
+from bitplan.packed.product_strategy import LayerError, text_of, way_at
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.packed.tile_cache import TileCache
 from tests.packed.linear_samples import normal, packed

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -481,3 +483,28 @@ def test_other_transforms_and_mapped_biases_are_refused_by_name() -> None:
 
 def test_what_peft_prints_of_a_layer_names_our_function() -> None:
     assert "bitplan.peft.get_peft_model" in repr(layer("int8_row", "auto"))
+
+
+def test_a_decoded_call_costs_the_host_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python functions of a call whose decoder is bound, as on a GPU; torch's own layer takes five."""
+    numbers = torch.randn(64, 64)
+    monkeypatch.setattr(quant_linear, "bind_decode", lambda _weight, _dtype: lambda: numbers)
+    layer = QuantLinear(encode(numbers, "int8_row"), strategy="decode")
+    calls: list[str] = []
+
+    def watch(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    x = torch.randn(2, 150, 64)
+    with torch.no_grad():
+        for given in (x, x[:, :140], x[:, :140]):  # bound, found by its number of rows, then by its shape
+            layer(given)
+        sys.setprofile(watch)
+        try:
+            y = layer(x[:, :140])
+        finally:
+            sys.setprofile(None)
+    assert torch.equal(y, torch.nn.functional.linear(x[:, :140].contiguous(), numbers))
+    assert "_forward" not in calls
+    assert len(calls) <= 8, calls

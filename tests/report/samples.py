@@ -19,8 +19,7 @@ from bitplan.files.drift import DriftLog, log_drift
 from bitplan.formats.codec import encode
 from bitplan.fp8.policy.merge import merge_reports
 from bitplan.fp8.policy.report import Fingerprint, Report, Row
-from bitplan.packed.crossover import Crossover, Timing
-from bitplan.packed.crossover_files import to_document
+from bitplan.packed.crossover import Crossover, Timing, to_document
 from bitplan.plan import Choice, Plan
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.plan import Planned

@@ -92,6 +92,36 @@ def test_sections_only_for_what_is_there_each_with_its_file(everything, tmp_path
     assert "From <code>plan.json</code> (plan)" in text
 
 
+def test_a_page_begins_with_one_sentence_and_a_plan_has_one_size_and_one_perplexity(tmp_path):
+    quality = {
+        "reference_row": {"format": "float32", "bits_per_weight": 32.0, "perplexity": 11.0, "tokens": 100},
+        "rows": [{"format": "plan plan.json", "bits_per_weight": 5.0, "perplexity": 11.6164}],
+    }
+    (tmp_path / "quality.json").write_text(json.dumps(quality))
+    records = [*samples.write_search(tmp_path), *samples.write_plan(tmp_path), tmp_path / "quality.json"]
+    text = page(records, tmp_path)
+    summary = re.search(r'<section id="summary".*?</section>', text, re.DOTALL)[0]
+    leads = re.findall(r'<p class="lead">(.*?)</p>', summary)
+    assert len(leads) == 1
+    assert re.match(r"For .* the plan mixes \d+ formats: .* times smaller than the model, at .* nats a token", leads[0])
+    assert "11.616" not in summary  # of other windows: the proof's is the plan's
+    assert "bfloat16" not in summary
+    assert "11.616" in page([tmp_path / "quality.json"], tmp_path)
+
+
+def test_long_tables_are_folded_and_two_points_are_no_picture(tmp_path):
+    text = page(samples.write_plan(tmp_path), tmp_path)
+    assert re.search(r"<details><summary>The [\d,]+ tensors of the plan</summary>", text)
+    for steps, drawn in ((2, False), (3, True)):
+        text = page(samples.write_stream(tmp_path, steps=steps), tmp_path)
+        assert ("<h4>Time of a step</h4>" in text) is drawn
+    front = samples.write_search(tmp_path)[0]
+    document = json.loads(front.read_text())
+    assert "Predicted against measured" in page([front], tmp_path)
+    front.write_text(json.dumps(document | {"measured": document["measured"][:2]}))
+    assert "Predicted against measured" not in page([front], tmp_path)
+
+
 def test_text_of_records_cannot_act(tmp_path):
     records = []
 
@@ -154,7 +184,10 @@ def test_plan_says_bytes_and_ratio(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"document": "bitplan-plan", "version": 1, "tensors": tensors}))
     text = page([path], tmp_path)
-    assert "The plan puts 2 tensors in 2 formats: <b>2.30\xa0kB</b>, 3.61 times smaller than in bfloat16" in text
+    assert (
+        '<p class="lead">The plan puts 2 tensors in 2 formats: 2.30\xa0kB, 3.61 times smaller than in bfloat16.</p>'
+        in text
+    )
     assert "small error" in text
     packed = {"w_blocks": {"format": "mxfp4", "reason": "r", "part": "data", "shape": [4, 16], "bytes": 64}}
     path.write_text(json.dumps({"document": "bitplan-plan", "version": 1, "tensors": packed}))

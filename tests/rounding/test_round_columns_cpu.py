@@ -17,7 +17,7 @@ from bitplan.rounding import weights as group_blocks
 from bitplan.rounding.error_compensation import InputHessian, compensate
 from bitplan.rounding.group_scales import GroupScales
 from bitplan.rounding.layout import grid_of, layout_of, scales_of
-from bitplan.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads, loops_for, rounding_rows_of
+from bitplan.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads, is_compiled, loops_for, rounding_rows_of
 from bitplan.rounding.scale_search import ScaleLadder, candidates_of
 from bitplan.rounding.weights import grid_of_groups
 
@@ -117,7 +117,9 @@ def test_blocks_of_groups_are_compensated_as_the_definition_does_it(fmt: str, ro
     given = matrix, by.factor, found, by.blocks, by.columns
     plain, compiled = (GroupScales.empty(matrix, found.layout) for _ in range(2))
     with rounding_rows_of(torch.empty(SMALLEST_FOR_CPU)), compiled_on_threads(2):
-        codes = group_blocks._compensate_compiled(*given, compiled)
+        assert is_compiled(matrix)
+        codes = group_blocks._compensate(*given, compiled)
+    assert not is_compiled(matrix)
     assert torch.equal(codes, group_blocks._compensate(*given, plain))
     for part in ("d", "dmin", "scales", "mins"):
         assert torch.equal(getattr(compiled, part), getattr(plain, part)), part

@@ -29,12 +29,14 @@ from bitplan.report.page import write_report
 from bitplan.rounding import round_weight
 from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchEvidence
 from bitplan.searching import run as runner
+from bitplan.searching.explain import explain_plan
 from bitplan.searching.gather import blocks, collect, damage, passes, searched_model
 from bitplan.searching.gather.collect import EVIDENCE
 from bitplan.searching.gather.passes import add_upper_products, mirror
 from bitplan.searching.gather.searched_model import subject_of
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
 from bitplan.searching.runtime_formats import TARGETS
+from bitplan.searching.solver import plan_for, solve
 from tests.searching.tiny_mixtral import rounding_to_nearest
 
 GGUF_CASTS = ("float32", "float16", "bfloat16")
@@ -248,6 +250,14 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
     whole = bitplan.search(model, windows, goal=Goal(bits=7.0), formats=("mxfp4", "int8_row"))
     assert calls["windows"] == 2 * math.ceil(whole.evidence.text["windows"] / 8) + 1  # the stopped one
     assert result.plan.to_json() == whole.plan.to_json()
+    known = SearchEvidence.load(tmp_path / EVIDENCE)
+    assert explain_plan(known, plan_for(known, Goal(bits=7.0))) == result.plan
+    assert plan_for(known, Goal(bits=6.5)) == solve(known, Goal(bits=6.5)).choice
+    first = next(iter(known.groups))
+    for bad in ({}, {**known.proven[0].choice, first: "int4_g32"}):
+        document = known.to_document() | {"proven": [{"goal": {"bits": 7.0}, "kl": 0.1, "choice": bad}]}
+        with pytest.raises(EvidenceFileError, match=r"proven\[0\]: a choice has one of its formats"):
+            SearchEvidence.from_document(document)
     files = {name: (tmp_path / name).read_bytes() for name in (EVIDENCE, "plan.json")}
     bitplan.search(model, windows, **options)  # of a search that is done already
     assert files == {name: (tmp_path / name).read_bytes() for name in files}

@@ -19,7 +19,6 @@ from tests.trees.samples import binned, rules, table
 
 @pytest.fixture(autouse=True)
 def by_a_team(monkeypatch):
-    monkeypatch.setattr(thread_workspace, "TEAM_ROWS", 0)
     monkeypatch.setattr(jit, "HAND_OUT_NS", 1)  # every thread pays
 
 
@@ -42,7 +41,9 @@ def both(x, y, precision, tree_rules, categorical=(), features=None, key=7, rows
     gradients = prepare(y.astype(np.float32), hess, precision, key)
     features = np.arange(x.shape[1]) if features is None else features
     rows = np.arange(len(x), dtype=np.uint32) if rows is None else rows
-    grown = TreeGrower(data, bins, tree_rules).grow(gradients, rows.copy(), features)
+    grower = TreeGrower(data, bins, tree_rules)
+    grower.grow(prepare(hess, hess, precision, None), rows.copy(), features)  # of which the next keeps nothing
+    grown = grower.grow(gradients, rows.copy(), features)
     naive = NaiveGrower(data.columns, bins, tree_rules)
     splits, leaves = naive.grow(gradients, rows, features)
     assert_same_tree(grown, splits, leaves)
@@ -124,8 +125,8 @@ def test_any_table_equals_naive(seed, precision, features, rows, missing, l1, be
 
 @pytest.mark.cross("precision", GradientPrecision)
 @pytest.mark.cross("changes", [{}, {"best_first": False}, {"monotone": np.array([1, -1, 0, 0, 1])}], ids=str)
-def test_small_tables_equal_naive(precision, changes, monkeypatch):
-    monkeypatch.setattr(thread_workspace, "TEAM_ROWS", 2**62)
+def test_growing_with_other_processes_equals_naive(precision, changes, monkeypatch):
+    monkeypatch.setattr(TreeGrower, "_grow_by_team", TreeGrower._grow_with_others)
     x, y = table(missing=0.1)
     both(x, y, precision, rules(**changes))
 

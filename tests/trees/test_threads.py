@@ -109,8 +109,7 @@ def test_helpers_know_the_number_of_threads():
 
 
 def test_two_fits_at_once_grow_the_trees_of_each(monkeypatch):
-    monkeypatch.setattr(thread_workspace, "TEAM_ROWS", 0)  # each has a team of its own
-    monkeypatch.setattr(jit, "HAND_OUT_NS", 1)
+    monkeypatch.setattr(jit, "HAND_OUT_NS", 1)  # each has a team of its own
     x, y = table(400)
     targets = [y > 0, y > 0.5, y > -0.5]
     settings = {"n_estimators": 3, "max_leaves": 8, "gradient_precision": "i16", "n_jobs": 2}
@@ -123,9 +122,9 @@ def test_two_fits_at_once_grow_the_trees_of_each(monkeypatch):
 FORKING = """
 import os
 from bitplan.base.loops import jit
-from bitplan.trees import BoostedTreesClassifier, thread_workspace
+from bitplan.trees import BoostedTreesClassifier
 from tests.trees.samples import table
-thread_workspace.TEAM_ROWS, jit.HAND_OUT_NS = 0, 1
+jit.HAND_OUT_NS = 1
 x, y = table(400)
 fit = lambda: BoostedTreesClassifier(n_estimators=2, max_leaves=8, gradient_precision="i16", n_jobs=2).fit(x, y > 0)
 before = fit().to_lightgbm()  # its threads are still there

@@ -259,6 +259,7 @@ def merge(
     from bitplan.fp8.loongforge.times_report import merge_lists
     from bitplan.fp8.policy.merge import extend_policy, merge_reports, summary, to_thresholds
     from bitplan.fp8.policy.report import Report
+    from bitplan.fp8.policy.rules import load_policy
     from bitplan.fp8.policy.vocabulary import MergeError
 
     paths = [*(reports or []), *(more or [])]
@@ -278,14 +279,14 @@ def merge(
         timing=timing,
         across_recipes=across_recipes,
     )
-    banded = merged.policy if into is None else extend_policy(_banded(into), merged.policy)
+    banded = merged.policy if into is None else extend_policy(load_policy(into), merged.policy)
     policy = banded if policy_version == "2" else to_thresholds(banded, part=part)
     if output is not None:
         policy.save(output)
     if as_json:
         show_json({"policy": policy.to_document(), "findings": list(merged.findings)})
     else:
-        table(f"{len(paths)} reports of {banded.fingerprint.gpu}", summary(banded))
+        table(f"{len(paths)} reports of {banded.gpu}", summary(banded))
         if policy_version == "1":
             say(f"version 1: {len(policy.rules)} of {len(banded.rules)} rules can be said in it")
         for finding in merged.findings:
@@ -383,18 +384,6 @@ def explain(
         for rule in rules_there:
             table(rule.where, [_shown(point) for point in rule.points])
     raise typer.Exit(0 if choice or choice.answer != UNMEASURED else 1)
-
-
-def _banded(path: Path) -> Any:
-    from bitplan.fp8.policy.rules import load_policy
-    from bitplan.fp8.policy.vocabulary import PolicyVersionError
-
-    policy = load_policy(path)
-    if policy.version == 1:
-        raise PolicyVersionError(
-            f"{path}: --into needs version 2; version 1 keeps no points, so merge its reports again"
-        )
-    return policy
 
 
 def _shape(text: str | None) -> tuple[int, int] | None:

@@ -187,13 +187,12 @@ def _solved(source: Path, goal: Goal, output: Path | None, force: bool) -> Plan:
     from bitplan.base.records import check_output
     from bitplan.searching.evidence import SearchEvidence
     from bitplan.searching.explain import explain_plan
-    from bitplan.searching.solver import solve
+    from bitplan.searching.solver import plan_for
 
     if output is not None:
         check_output(output, inputs=[source], force=force)
     evidence = SearchEvidence.load(source)
-    solution = solve(evidence, goal)
-    return explain_plan(evidence, solution.choice, rows=goal.rows if goal.faster is not None else None)
+    return explain_plan(evidence, plan_for(evidence, goal), rows=goal.rows if goal.faster is not None else None)
 
 
 def explain(

@@ -45,6 +45,10 @@ def perplexity(
     ] = None,
     scale_rule: Annotated[Rule | None, typer.Option(help="With --format: how scales are chosen.")] = None,
     pad: Pad = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(help="Linear layers round their inputs, too: int8 (as llama.cpp does), int8_row or fp8."),
+    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens in a window; 512 unless given, or what the model has.")
     ] = None,
@@ -65,10 +69,12 @@ def perplexity(
     from bitplan.files.headers import check_model_source
     from bitplan.files.open_files import open_tensors
     from bitplan.formats import get_format
+    from bitplan.formats.input_formats import input_format
     from bitplan.plan import Manifest, Plan, open_manifest
 
     # Refuse all that can be refused before torch is imported and minutes are spent.
     formats = [get_format(name) for name in fmt or ()]
+    rounded = input_format(inputs, "--inputs")
     if (keep or scale_rule) and not formats:
         raise MeasureError("--keep and --scale-rule go with --format; a manifest or plan says itself what gets what")
     manifests = [(f"manifest {name}", open_manifest(name)) for name in manifest or ()]
@@ -102,7 +108,7 @@ def perplexity(
         reference.check_context(context)
         require_same_tokens(candidate, reference, content)
     jobs: list[tuple[str, Any, Rule | None, Literal["zero"] | None]]
-    jobs = [] if against is None else [(model.name, None, None, None)]
+    jobs = [] if against is None and rounded is None else [(model.name, None, None, None)]
     for wanted in formats:
         choice = plan_for_model(wanted, candidate.model, keep or (), pad=pad is not None, where=str(model))
         jobs.append((wanted.name, choice, None if wanted.is_cast else scale_rule, pad))
@@ -121,7 +127,9 @@ def perplexity(
         first = run.measure_reference(f"reference: {Path(reference.where).name}", counted("reference"))
         noise = run.measure_floor(counted("noise floor")) if floor else None
         rows = [
-            run.measure(label, candidate, choice, scale_rule=rule, pad=filled, on_windows=counted(label))
+            run.measure(
+                label, candidate, choice, scale_rule=rule, pad=filled, inputs=rounded, on_windows=counted(label)
+            )
             for label, choice, rule, filled in jobs
         ]
     if as_json:
@@ -132,6 +140,7 @@ def perplexity(
                 "text": str(text),
                 "context": context,
                 "batch": batch,
+                "inputs": rounded,
                 "reference_row": first.to_dict(),
                 "noise_floor": noise and noise.to_dict(),
                 "rows": [row.to_dict() for row in rows],

@@ -20,6 +20,7 @@ from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, on_failure
 from bitplan.files.gguf import GGUFFile, GGUFValue
 from bitplan.files.gguf_split_read import open_gguf
+from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss.config import ARCHITECTURE, CONFIG, Settings, read_config, read_metadata
 from bitplan.files.gpt_oss.experts import Matrix, group_experts, join_expert
 from bitplan.files.gpt_oss.layouts import (
@@ -32,7 +33,8 @@ from bitplan.files.gpt_oss.layouts import (
     slot_name,
 )
 from bitplan.files.safetensors import Checkpoint, open_checkpoint
-from bitplan.files.tensor_bytes import TensorSpec
+from bitplan.files.safetensors_tensors import NativeTensors
+from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.plan import Header, require_clean, shipped_manifest
 from bitplan.plan.names import listed, natural_order
@@ -265,10 +267,12 @@ def plain_rows(source: GptOssSource, slot: LayoutTensor) -> Iterator[Tensor]:
 class GptOssFile(Closing):
     """A checkpoint in OpenAI's, Hugging Face's or GGUF's layout, completely checked; see `GptOssSource`."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.where = str(path)
-        self._file = _open(self.path)
+    def __init__(self, source: str | Path | TensorFile) -> None:
+        """A file that is open already stays so when this is closed."""
+        self.path = source.path if isinstance(source, TensorFile) else Path(source)
+        self.where = str(self.path)
+        self._is_lent = isinstance(source, TensorFile)
+        self._file = _container(source) if isinstance(source, TensorFile) else _open(self.path)
         with on_failure(self.close):
             self.tensors: Mapping[str, TensorSpec] = self._file.tensors
             self.layout, self.shape, self.slots, self.experts = check_gpt_oss(self.where, self._file)
@@ -323,7 +327,8 @@ class GptOssFile(Closing):
         return self._chunks(slot, 0, slot.shape[0])
 
     def close(self) -> None:
-        self._file.close()
+        if not self._is_lent:
+            self._file.close()
 
     def _chunks(self, slot: LayoutTensor, start: int, stop: int) -> Iterator[Tensor]:
         step = max(1, CHUNK_BYTES * slot.shape[0] // max(1, self.tensors[slot.name].nbytes))
@@ -350,6 +355,14 @@ class GptOssFile(Closing):
             return Settings(experts_per_token=min(Settings.experts_per_token, self.shape.experts))
         settings, self.config = read_config(path, self.shape)
         return settings
+
+
+def _container(file: TensorFile) -> Checkpoint | GGUFFile:
+    if isinstance(file, GGUFTensors):
+        return file.file
+    if isinstance(file, NativeTensors):
+        return file.checkpoint
+    raise FileFormatError(f"{file.path}: is {file.kind}, and gpt-oss's layouts are of safetensors and GGUF")
 
 
 def _open(path: Path) -> Checkpoint | GGUFFile:

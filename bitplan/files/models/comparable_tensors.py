@@ -82,7 +82,7 @@ def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tup
 
 def _values(file: TensorFile, opened: ExitStack, *, layouts: bool) -> ModelValues:
     if layouts and _is_gpt_oss(file):
-        return ModelValues(file.path, _gpt_oss(opened.enter_context(GptOssFile(file.path))))
+        return ModelValues(file.path, _gpt_oss(opened.enter_context(GptOssFile(file))))
     turned = transposed_in(file)
     return ModelValues(file.path, {name: _plain(file, name, turned=name in turned) for name in file.specs})
 

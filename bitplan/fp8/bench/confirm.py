@@ -42,7 +42,8 @@ from bitplan.fp8.layers.grouped_linear import cast_dropper
 from bitplan.fp8.policy.report import TIMINGS
 from bitplan.fp8.policy.speedup_interval import speedup_interval
 from bitplan.fp8.policy.vocabulary import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error
-from bitplan.fp8.self_check import built_block, make_of
+from bitplan.fp8.recorded_wiring import Inputs, arguments_of
+from bitplan.fp8.self_check import built_block, make_of, record_inputs
 from bitplan.fp8.summary import Confirmed
 
 TURNS, WARMUP = 20, 3
@@ -142,32 +143,17 @@ def _after(decided: LayerDecision, everything: LayerDecision, verdict: Confirmed
     return decided.in_bf16(f"turned down by confirming {verdict.block}: {verdict.reason}", verdict.answer)
 
 
-class _SeenError(Exception):
-    """Raised to stop a model once the block's inputs were recorded."""
-
-
-def seen_inputs(model: nn.Module, path: str, example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def seen_inputs(model: nn.Module, path: str, example: Example) -> Inputs:
     """The inputs of the block at `path` when the model is run on the example."""
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def see(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
-        raise _SeenError
-
-    handle = model.get_submodule(path).register_forward_pre_hook(see, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            _call(model, example)
-    except _SeenError:
-        return calls[0]
-    finally:
-        handle.remove()
-    raise Fp8Error(f"the model never ran {path} on the example; give an example that reaches it")
+    inputs: dict[str, Inputs] = {}
+    with torch.no_grad():
+        record_inputs(model, model, {path}, arguments_of(example), inputs)
+    if path not in inputs:
+        raise Fp8Error(f"the model never ran {path} on the example; give an example that reaches it")
+    return inputs[path]
 
 
-def inputs_without_example(
-    model: nn.Module, path: str, width: int, tokens: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def inputs_without_example(model: nn.Module, path: str, width: int, tokens: int) -> Inputs:
     """The inputs of the block at `path` for so many tokens, as far as the model tells them by itself.
 
     A language model is run on random tokens: it says its vocab_size, or has embeddings and takes one argument. A block
@@ -236,7 +222,7 @@ def confirm_block(
     path: str,
     plain: nn.Module,
     planned: nn.Module | None,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    inputs: Inputs,
     *,
     everything: nn.Module | None = None,
     threshold: float = 1.0,
@@ -258,7 +244,7 @@ def confirm_block(
     finally:
         if device.type == "cuda":
             release_workspaces()
-    return judge_all(path, timed, threshold)
+    return fastest_of(path, timed, threshold)
 
 
 def _compiling_all() -> AbstractContextManager[None]:
@@ -268,13 +254,13 @@ def _compiling_all() -> AbstractContextManager[None]:
     return patched
 
 
-def judge_all(path: str, timed: Mapping[str, Timed], threshold: float) -> Confirmed:
+def fastest_of(path: str, timed: Mapping[str, Timed], threshold: float) -> Confirmed:
     """All FP8 where it is shown to be faster than BF16 and than the plan; else the plan, or BF16."""
-    plan = judge(path, timed["bf16"], timed["plan"], threshold) if "plan" in timed else None
+    plan = verdict_of(path, timed["bf16"], timed["plan"], threshold) if "plan" in timed else None
     if "all" not in timed:
         assert plan is not None
         return plan
-    whole = judge(path, timed["bf16"], timed["all"], threshold, "all")
+    whole = verdict_of(path, timed["bf16"], timed["all"], threshold, "all")
     if plan is None:
         return whole
     if whole.answer == WIN and plan.answer == WIN:
@@ -285,7 +271,7 @@ def judge_all(path: str, timed: Mapping[str, Timed], threshold: float) -> Confir
     return whole if whole.answer == WIN else plan
 
 
-def judge(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "plan") -> Confirmed:
+def verdict_of(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "plan") -> Confirmed:
     """A win only if the whole interval reaches the threshold; FP8 that alone ran out of memory is a loss."""
     name = {"plan": "the plan", "all": "all FP8"}[which]
     if fp8.status != OK or bf16.status != OK:
@@ -303,7 +289,7 @@ def judge(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "pl
     return Confirmed(path, answer, reason + consequence, taken, interval.speedup, interval.low, interval.high)
 
 
-def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], compiled: bool | str) -> Call:
+def _step(block: nn.Module, inputs: Inputs, compiled: bool | str) -> Call:
     """One forward and backward of a block, random gradients, weights cast anew as after an optimizer's step."""
     args, kwargs, leaves = _as_leaves(inputs)
     mode = compiled if isinstance(compiled, str) else None
@@ -325,7 +311,7 @@ def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], comp
     return step
 
 
-def _as_leaves(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
+def _as_leaves(inputs: Inputs) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
     """The inputs, detached from the model; the hidden states (the first floating tensor) require a gradient."""
     leaves: list[Tensor] = []
 
@@ -348,9 +334,3 @@ def _first_tensor(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise Fp8Error(f"a block that is confirmed must give a tensor, or a tuple with one first, got {type(output)}")
     return output
-
-
-def _call(model: nn.Module, example: Example) -> Any:
-    if isinstance(example, Mapping):
-        return model(**example)
-    return model(*example) if isinstance(example, tuple) else model(example)

@@ -15,12 +15,10 @@ Rows go into a `ReportLog` as they come. A run that is started again skips the w
 between the rows of one way, the missing rows are timed anew and no longer count as taken in turns. A case that runs out
 of memory is a row, and the run goes on. `modules` builds what is timed.
 
-The processes of a benchmark under torchrun: their groups, and what they must agree on.
-
-Ranks are numbered as in Megatron: neighbours share a tensor-parallel group. For experts, neighbours share an
-expert-tensor-parallel group, and the experts are spread over these groups. With more ranks than a group needs there are
-several groups, all busy with the same case, as in training. Agreement goes over gloo on the CPU, so that it is not in
-the GPU's queue.
+Under torchrun several processes share the layers (`join_ranks`). Ranks are numbered as in Megatron: neighbours share a
+tensor-parallel group. For experts, neighbours share an expert-tensor-parallel group, and the experts are spread over
+these groups. With more ranks than a group needs there are several groups, all busy with the same case, as in training.
+Agreement goes over gloo on the CPU, so that it is not in the GPU's queue.
 """
 
 from __future__ import annotations

@@ -1,43 +1,33 @@
 """Triton casts for experts: all experts' tokens, or all experts' matrices, in one launch and every layout needed.
 
 A layout on the device says which expert each tile of TILE_ROWS rows belongs to, so nothing waits for the host, for any
-routing. A program reads a tile once and writes it as it lies and transposed. The transposed layout contracts over
-tokens: there each expert's stretch starts at a multiple of `pad` and is filled up with zeros.
+routing. A program reads a tile once and writes it as it lies and transposed; a tile does not cross experts. The
+transposed layout contracts over tokens: there each expert's stretch starts at a multiple of `pad` and is filled up with
+zeros. There are two kernels, which differ in how they hold a tile:
 
-bfloat16 that begins at a multiple of 16 bytes is cast as words of two numbers (`fast_tile`); everything else is cast
-here, one number at a time:
-
-    tensorwise  maxima of experts, by atomics; then the cast: two reads
-    rowwise     maxima of rows and of each expert's columns, by atomics; then the cast: two reads
-    blockwise   the tile is the block: one read
-
-A maximum of magnitudes does not depend on the order of the atomics. Codes and scales equal the definition in
-`products` bit for bit. A tensorwise scale is written once for each row and column, so that products
-see two kinds of scales only ("vector", "block").
-
-Legend: T rows of tokens (or of all experts' matrices), C columns, E experts, R rows of a tile, P padded rows.
-
-Casts of experts in bfloat16 at the speed of memory: the tile of `fp8.kernels.fast_tile`, expert by expert.
-
-A tile does not cross experts. Its pointers are moved to the expert's first row; from there it casts a matrix like any
-other, with the expert's rows, padded in the transposed layout to the expert's stretch.
+    words     bfloat16 that begins at a multiple of 16 bytes, at the speed of memory: the tile of `fast_tile`, with its
+              pointers moved to the expert's first row
+    numbers   everything else, one number at a time
 
     tensorwise   a scale for each expert. Without guesses: maxima of experts, by atomics; then the cast: 6 bytes a
-                 number. With guesses: the cast uses the expert's last scale and finds its maximum on the way; then a
-                 check casts the tiles of experts again whose guess was wrong: 4 bytes a number, and 4 more for these
-                 experts only
+                 number. With guesses (words alone): the cast uses the expert's last scale and finds its maximum on the
+                 way; then a check casts the tiles of experts again whose guess was wrong: 4 bytes a number, and 4 more
+                 for these experts only
     rowwise      scales of rows and of an expert's columns extend over several tiles, so there are two reads: maxima of
                  both by atomics, then the cast, in which each program computes the few scales it needs from the maxima
     blockwise    one launch and one read: the tile is the block. An expert's tokens have a scale for each row and each
                  column of a tile, its matrix one for the whole tile, as the dense casts have
 
-Guesses work as in `fp8.guessed_cast`, but take no drift from other layers; a state has a column for each expert.
-Without room results never depend on a guess. A state is used by one cast at a time. An expert without tokens is not
-cast: its guess stays, and nothing is counted.
+A maximum of magnitudes does not depend on the order of the atomics. Codes and scales equal the definition in
+`experts_products` bit for bit, but for casts with room. A tensorwise scale is written once for each row and column, so
+that products see two kinds of scales only ("vector", "block").
 
-Codes and scales equal the definition in `bitplan.fp8.kernels.experts_products` bit for bit, but for casts with room.
+Guesses work as in `guessed_cast`, but take no drift from other layers; a state has a column for each expert. Without
+room results never depend on a guess. A state is used by one cast at a time. An expert without tokens is not cast: its
+guess stays, and nothing is counted.
 
-Legend: E experts, R rows, C columns of a tile; x_4QW as in `fp8.kernels.fast_tile`.
+Legend: T rows of tokens (or of all experts' matrices), C columns, E experts, R rows of a tile, P padded rows; x_4QW as
+in `fast_tile`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -84,7 +74,7 @@ from bitplan.fp8.kernels.triton_fp8_rounding import (
 )
 from bitplan.fp8.recipes import BLOCK
 
-# ---- experts fast tile -----------------------------------------------------------------------------------------------
+# ---- words -----------------------------------------------------------------------------------------------------------
 
 
 # Launches for matrices, whose rows are cut as those of a dense matrix, and for tokens, which come in the tiles of their
@@ -114,23 +104,21 @@ def plan_pairs(
     options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
     sums = (*numbers, sizes.tokens, eps, least_scale(eps, fp8))
     constants = place | to | {"FP8": fp8, "SCALING": scaling, "GUESSED": guessed}
-    cast = PreparedLaunch(_cast_tiles_of_experts_fast_tile, (tiles,), sums, constants | {"MAXIMA": False}, **options)
+    cast = PreparedLaunch(_cast_words, (tiles,), sums, constants | {"MAXIMA": False}, **options)
     if guessed:
         checkers = (min(tiles, CHECKING_WARPS // launch.warps),)
         room = {"FP8": fp8, "EXPERTS": max(2, triton.next_power_of_2(sizes.experts))}
         return cast, PreparedLaunch(_check_tiles, checkers, (*numbers, eps), place | to | room, **options)
     if scaling not in ("tensor", "row"):
         return (cast,)
-    return PreparedLaunch(
-        _cast_tiles_of_experts_fast_tile, (tiles,), sums, constants | {"MAXIMA": True}, **options
-    ), cast
+    return PreparedLaunch(_cast_words, (tiles,), sums, constants | {"MAXIMA": True}, **options), cast
 
 
 # ---- place of a tile -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _place_of_tile_of_experts_fast_tile(
+def _tile_of_words(
     tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
@@ -259,7 +247,7 @@ def _find_maxima(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _cast_tiles_of_experts_fast_tile(
+def _cast_words(
     x_ptr,
     state_ptr,  # state of the guesses; without guesses, the maxima of experts or of rows
     out_ptr,
@@ -294,7 +282,7 @@ def _cast_tiles_of_experts_fast_tile(
     tile = tl.program_id(0)
     if (SCALING == "row" or (SCALING == "tensor" and not GUESSED)) and not MAXIMA:
         tile = tl.num_programs(0) - 1 - tile  # from the end: the tiles that the maximum read last are still in L2
-    expert, down, across = _place_of_tile_of_experts_fast_tile(
+    expert, down, across = _tile_of_words(
         tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
     )
     if expert < 0:
@@ -440,7 +428,7 @@ def _check_tiles(
             )  # fmt: skip
 
 
-# ---- experts general cast --------------------------------------------------------------------------------------------
+# ---- layouts, casts, and the kernel of numbers -----------------------------------------------------------------------
 
 
 WARPS = 8
@@ -586,7 +574,9 @@ def _plan_numbers(
     }
     numbers = (sizes.tokens, sizes.stride, eps)
     return tuple(
-        PreparedLaunch(_cast_tiles, grid, numbers, fixed | {"MAXIMA": maxima}, num_warps=WARPS, enable_fp_fusion=False)
+        PreparedLaunch(
+            _cast_numbers, grid, numbers, fixed | {"MAXIMA": maxima}, num_warps=WARPS, enable_fp_fusion=False
+        )
         for maxima in ((True, False) if scaling in ("tensor", "row") else (False,))
     )
 
@@ -642,7 +632,7 @@ def _lay_out(
 
 
 @triton.jit
-def _place_of_tile(tile, tile_expert_ptr, tile_row_ptr, ends_ptr, GROUP: tl.constexpr, BR: tl.constexpr):
+def _tile_of_numbers(tile, tile_expert_ptr, tile_row_ptr, ends_ptr, GROUP: tl.constexpr, BR: tl.constexpr):
     """(expert, first row of the tile, first and end row of the expert): by the tables, or groups of GROUP rows each."""
     if GROUP > 0:
         TILES: tl.constexpr = (GROUP + BR - 1) // BR
@@ -659,7 +649,7 @@ def _place_of_tile(tile, tile_expert_ptr, tile_row_ptr, ends_ptr, GROUP: tl.cons
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _cast_tiles(
+def _cast_numbers(
     x_ptr,
     amax_ptr,
     out_ptr,
@@ -685,7 +675,7 @@ def _cast_tiles(
     FP8: tl.constexpr,
     MAXIMA: tl.constexpr,  # only find those of experts, or of rows and of each expert's columns
 ):
-    expert, row, start, end = _place_of_tile(tl.program_id(0), tile_expert_ptr, tile_row_ptr, ends_ptr, GROUP, BR)
+    expert, row, start, end = _tile_of_numbers(tl.program_id(0), tile_expert_ptr, tile_row_ptr, ends_ptr, GROUP, BR)
     if expert < 0:
         return
     across = tl.program_id(1)

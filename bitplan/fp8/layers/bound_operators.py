@@ -12,7 +12,7 @@ Legend: as in `products`; a cast is (codes, codes of the transpose, scale).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from bitplan.base.loops.launch import current_stream, empty_on_gpu, index_of
 from bitplan.formats.triton_numbers import float_name
-from bitplan.fp8.casts import padded_tokens
+from bitplan.fp8.casts import FP8_DTYPES, padded_tokens
 from bitplan.fp8.kernels.activation import split_function
-from bitplan.fp8.kernels.bound_norm import NormGradient, bind_norm_cast, bind_norm_gradient
 from bitplan.fp8.kernels.guessed_cast import BoundCast, plan_guess
 from bitplan.fp8.kernels.triton_activation import fits_width, plan_activated
-from bitplan.fp8.kernels.triton_norm import plan_sum
+from bitplan.fp8.kernels.triton_cast import plan_cast
+from bitplan.fp8.kernels.triton_norm import plan_norm, plan_sum
 from bitplan.fp8.layer_settings import SHORT_SUM, GemmChoice
 from bitplan.fp8.layers.products import Fp8Settings
 from bitplan.fp8.layers.scale_guesses import GRAD, INPUT, guess_for, in_compiled_graphs
@@ -181,6 +181,88 @@ def bind_linear_backward(
 # ---- a norm and a linear layer ---------------------------------------------------------------------------------------
 
 
+# (stream, addresses of x, of the norm's weight and bias) -> codes, of the transpose, their scale, 1 / deviation, mean
+NormCast = Callable[[int, int, int, int], tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]]
+# (stream, addresses of dy, x, the weight, 1 / deviation and mean) -> dx, the weight's gradient, the bias's
+NormGradient = Callable[[int, int, int, int, int, int], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def _bind_norm_cast(
+    shape: Sequence[int],
+    types: tuple[torch.dtype, torch.dtype],
+    norm: tuple[str, float],
+    eps: float,
+    *,
+    has_bias: bool,
+    cols: bool,
+    device: torch.device,
+) -> NormCast | None:
+    """A norm with its tensorwise cast. `types`: of x and of the norm's weight. `norm`: kind and epsilon.
+
+    Rows are not padded; a norm's bias has the type of its weight. None until the kernels were launched once.
+    """
+    kind, norm_eps = norm
+    rows, width = shape
+    with_types = (("SOURCE", types[0]), ("WEIGHT", types[1]))
+    programs, find = plan_norm((rows, width), kind, with_types, (("HAS_BIAS", has_bias), ("AMAX", True)), norm_eps)
+    key = (kind, types[1], has_bias)
+    how = ("tensor", "e4m3", float(eps), rows, True, cols, False, None, key, programs)
+    plan = plan_cast((rows, width), types[0], True, *how)
+    stats = find.bind(index_of(device)) if find is not None else None
+    cast = plan.cast.bind(index_of(device)) if stats is not None and plan.paired else None
+    if stats is None or cast is None:
+        return None
+    fp8, is_layer = FP8_DTYPES["e4m3"], kind == "layer"
+
+    def run(stream: int, x: int, weight: int, bias: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+        rstd = empty_on_gpu((rows,), (1,), torch.float32)
+        mean = empty_on_gpu((rows,), (1,), torch.float32) if is_layer else None
+        partial = empty_on_gpu((programs,), (1,), torch.int32)
+        codes = empty_on_gpu((rows, width), (width, 1), fp8)
+        codes_t = empty_on_gpu((width, rows), (rows, 1), fp8) if cols else None
+        scale = empty_on_gpu((), (), torch.float32)
+        at_rstd, at_partial, at_scale = rstd.data_ptr(), partial.data_ptr(), scale.data_ptr()
+        at_mean = 0 if mean is None else mean.data_ptr()
+        stats(stream, x, weight, bias, at_rstd, at_mean, at_partial)
+        of_cols = (0, at_scale, 0) if codes_t is None else (codes_t.data_ptr(), at_scale, at_scale)
+        cast(stream, x, codes.data_ptr(), *of_cols, at_partial, at_rstd, at_mean, weight, bias)
+        return codes, codes_t, scale, rstd, mean
+
+    return run
+
+
+def _bind_norm_gradient(
+    shape: Sequence[int],
+    types: tuple[torch.dtype, torch.dtype, torch.dtype],
+    kind: str,
+    device: torch.device,
+    *,
+    has_bias: bool,
+) -> NormGradient | None:
+    """The gradient of a norm. `types`: of dy, x and the norm's weight."""
+    of_grad, of_x, of_weight = types
+    rows, width = shape
+    named = (("SOURCE", of_x), ("GRAD", of_grad), ("WEIGHT", of_weight))
+    programs, find = plan_norm((rows, width), kind, named, (("HAS_BIAS", has_bias),))
+    gradient = find.bind(index_of(device)) if find is not None else None
+    matrices = 2 if has_bias else 1
+    plan = plan_sum(programs, width, matrices, float_name(of_weight))
+    add = plan.bind(index_of(device)) if gradient is not None else None
+    if gradient is None or add is None:
+        return None
+
+    def run(stream: int, dy: int, x: int, weight: int, rstd: int, mean: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        dx = empty_on_gpu((rows, width), (width, 1), of_x)
+        sums = empty_on_gpu((matrices * programs, width), (width, 1), torch.float32)
+        total = empty_on_gpu((matrices, width), (width, 1), of_weight)
+        at_sums = sums.data_ptr()
+        gradient(stream, dy, x, weight, rstd, mean, dx.data_ptr(), at_sums)
+        add(stream, at_sums, total.data_ptr())
+        return dx, total[0], total[1] if has_bias else None
+
+    return run
+
+
 def norm_linear_key(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *constants: Any
 ) -> Key:
@@ -205,7 +287,7 @@ def bind_norm_linear(
     assert settings.norm is not None
     device, products = x.get_device(), BoundProducts(text, x.shape[0], weight, need_x, reuse)
     types, eps = (x.dtype, norm_weight.dtype), settings.recipe.eps.input
-    cast = bind_norm_cast(
+    cast = _bind_norm_cast(
         x.shape, types, settings.norm, eps, has_bias=norm_bias is not None, cols=need_w, device=x.device
     )
     if cast is None:
@@ -298,7 +380,7 @@ def _bind_gradient_of_norm(
 ) -> NormGradient | None:
     assert settings.norm is not None
     types, has_bias = (of_gradient, x.dtype, norm_weight.dtype), norm_bias is not None
-    return bind_norm_gradient(x.shape, types, settings.norm[0], x.device, has_bias=has_bias)
+    return _bind_norm_gradient(x.shape, types, settings.norm[0], x.device, has_bias=has_bias)
 
 
 def _without_none(made: tuple[Tensor | None, ...]) -> list[Tensor]:

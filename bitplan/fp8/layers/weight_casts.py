@@ -47,7 +47,7 @@ from bitplan.fp8.kernels.cast import cast_layouts
 from bitplan.fp8.layers.scale_guesses import WEIGHT, allocate_outside, guess_for, in_compiled_graphs
 from bitplan.fp8.recipes import RECIPES
 
-_Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+_MemoryKey = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 _How = tuple[str, float]  # recipe, amax epsilon
 Wanted = tuple[Tensor, str, float]  # a weight, and how it is cast
 
@@ -72,27 +72,27 @@ class _Together:
         self.weights = [ref(weight) for weight, _, _ in wanted]
         self.hows = [(recipe, eps) for _, recipe, eps in wanted]
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.places: list[_Place] = []  # places of the weights that the graph casts
+        self.keys: list[_MemoryKey] = []  # keys of the weights that the graph casts
         self.made: list[CastPair] = []
 
     def refresh(self, asked: Tensor, how: _How) -> bool:
         """Cast all weights. False if at most half have changed, if one is gone, or if `asked` has another cast here."""
         present = [weight for each in self.weights if (weight := each()) is not None]
-        places = [_place(weight) for weight in present]
-        if len(present) < len(self.weights) or (_place(asked), how) not in zip(places, self.hows, strict=True):
+        keys = [_memory_key(weight) for weight in present]
+        if len(present) < len(self.weights) or (_memory_key(asked), how) not in zip(keys, self.hows, strict=True):
             return False
-        current = sum(map(_is_current, present, places, self.hows))
+        current = sum(map(_is_current, present, keys, self.hows))
         if 2 * current >= len(present):
             return False
-        if self.places != places:  # the first time, or a weight has other memory now
+        if self.keys != keys:  # the first time, or a weight has other memory now
             self._record(present)
-            self.places = places
+            self.keys = keys
         assert self.graph is not None
         self.graph.replay()
-        for weight, place, each, pair in zip(present, places, self.hows, self.made, strict=True):
-            kept = _kept.get(place)
+        for weight, key, each, pair in zip(present, keys, self.hows, self.made, strict=True):
+            kept = _kept.get(key)
             if kept is None or not kept.held:  # held casts stay at their address
-                _keep(weight, each, pair, captured=False, place=place)
+                _keep(weight, each, pair, captured=False, key=key)
         return True
 
     def _record(self, weights: Sequence[Tensor]) -> None:
@@ -117,7 +117,7 @@ class _OfGraphs:
 
 _kept: KeptByStorage[_Kept] = KeptByStorage(16)
 _of_graphs: KeptByStorage[_OfGraphs] = KeptByStorage(16)
-_together: dict[_Place, _Together] = {}
+_together: dict[_MemoryKey, _Together] = {}
 
 
 def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reuse: bool) -> ScaledFp8:
@@ -131,7 +131,7 @@ def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reu
     if kept is not None and how in kept.rows and (kept.held or not (capturing or kept.captured)):
         return kept.rows[how]
     if reuse and not capturing and _refresh_together(weight, recipe, eps):
-        return _kept[_place(weight)].rows[how]
+        return _kept[_memory_key(weight)].rows[how]
     pair = _cast(weight, recipe, eps, cols=with_cols and reuse)
     assert pair.rows is not None
     if reuse:
@@ -151,10 +151,10 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
     if kept is not None and how in kept.cols and (kept.held or kept.captured == capturing):
         cols = kept.cols[how]
         if kept.captured and not kept.held:  # for this graph and micro-batch only
-            del _kept[_place(weight)]
+            del _kept[_memory_key(weight)]
         return cols
     if reuse and not capturing and _refresh_together(weight, recipe, eps):
-        return _kept[_place(weight)].cols[how]
+        return _kept[_memory_key(weight)].cols[how]
     pair = _cast(weight, recipe, eps, rows=False)
     assert pair.cols is not None
     if reuse and not capturing:
@@ -166,7 +166,7 @@ def kept_layouts(
     weight: Tensor, recipe: str, eps: float, *, is_forward: bool
 ) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
     """What is kept of the weight's present state, (rows, cols), found quickly; not to be called in CUDA graphs."""
-    kept = _kept.get(_place(weight))
+    kept = _kept.get(_memory_key(weight))
     if kept is None or kept.captured or kept.version != writes_of(weight):
         return None, None
     if is_forward and not kept.held and kept.step.is_step_over(weight):
@@ -189,7 +189,7 @@ def _pair_of_graphs(weight: Tensor, how: _How, *, make: bool) -> CastPair | None
     None for casts without a guess, and for a weight whose first graph was recorded without warming up: that one has
     its own memory, so no backward may look for its casts here.
     """
-    key = (*_place(weight), *how)
+    key = (*_memory_key(weight), *how)
     known = _of_graphs.get(key)
     if known is None and make:
         pair = None
@@ -240,7 +240,7 @@ def derived_layouts(
     missing = (rows and old[0] is None, cols and old[1] is None)
     if not any(missing):
         if capturing:  # for this graph and micro-batch only
-            del _kept[_place(weight)]
+            del _kept[_memory_key(weight)]
         return old
     made = make(*missing)
     if reuse and (not capturing or (rows and cols and not is_held)):
@@ -250,33 +250,35 @@ def derived_layouts(
 
 def cast_together(wanted: Iterable[Wanted]) -> None:
     """From now on cast these weights together when they have changed. On a CPU this does nothing."""
-    named = {(_place(weight), recipe, eps): (weight, recipe, eps) for weight, recipe, eps in wanted if weight.is_cuda}
+    named = {
+        (_memory_key(weight), recipe, eps): (weight, recipe, eps) for weight, recipe, eps in wanted if weight.is_cuda
+    }
     together = _Together(list(named.values()))
-    for (place, _, _), (weight, _, _) in named.items():
-        _together[place] = together
+    for (key, _, _), (weight, _, _) in named.items():
+        _together[key] = together
         finalize(weight, _forget, ref(together)).atexit = False
 
 
 def _forget(of: ref[_Together]) -> None:
     """A weight is gone: give back the memory of the casts that were made together with its own."""
     together = of()
-    for place in [place for place, other in _together.items() if other is together]:
-        del _together[place]
-        _kept.pop(place, None)
+    for key in [key for key, other in _together.items() if other is together]:
+        del _together[key]
+        _kept.pop(key, None)
 
 
 def free_with(weight: Tensor) -> None:
     """Give back the memory of this weight's casts when the weight goes, not only when others are made."""
-    finalize(weight, _kept.pop, _place(weight), None).atexit = False
+    finalize(weight, _kept.pop, _memory_key(weight), None).atexit = False
 
 
 def _refresh_together(weight: Tensor, recipe: str, eps: float) -> bool:
-    together = _together.get(_place(weight))
+    together = _together.get(_memory_key(weight))
     return together is not None and together.refresh(weight, (recipe, eps))
 
 
-def _is_current(weight: Tensor, place: _Place, how: _How) -> bool:
-    kept = _find(weight, place, is_forward=True)
+def _is_current(weight: Tensor, key: _MemoryKey, how: _How) -> bool:
+    kept = _find(weight, key, is_forward=True)
     return kept is not None and how in kept.rows and how in kept.cols
 
 
@@ -301,7 +303,7 @@ def _hold(weight: Tensor, how: _How) -> None:
         kept.version = weight._version
         return
     _keep(weight, how, _cast(weight, recipe, eps), captured=False)
-    _kept[_place(weight)].held = True
+    _kept[_memory_key(weight)].held = True
 
 
 def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
@@ -311,9 +313,9 @@ def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
         _together.clear()
         return
     for weight in weights:
-        place = _place(weight)
-        _kept.pop(place, None)
-        together = _together.get(place)
+        key = _memory_key(weight)
+        _kept.pop(key, None)
+        together = _together.get(key)
         for each in [each for each, other in _together.items() if other is together]:
             del _together[each]  # their casts share one piece of memory
 
@@ -321,14 +323,14 @@ def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
 def expire_casts(weights: Iterable[Tensor]) -> None:
     """Have these weights cast anew at their next use, as after an optimizer's step; held casts stay."""
     for weight in weights:
-        place = _place(weight)
-        if place in _kept and not _kept[place].held:
-            del _kept[place]
+        key = _memory_key(weight)
+        if key in _kept and not _kept[key].held:
+            del _kept[key]
 
 
 def count_backward(weight: Tensor, gradient: Tensor) -> None:
     """Say that a gradient was computed for this weight, for its kept cast if it has one."""
-    kept = _kept.get(_place(weight))
+    kept = _kept.get(_memory_key(weight))
     if kept is not None:
         kept.step.count_backward(gradient)
 
@@ -346,18 +348,18 @@ def kept_casts(weight: Tensor) -> CastPair | None:
     return CastPair(next(iter(kept.rows.values()), None), next(iter(kept.cols.values()), None))
 
 
-def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool, place: _Place | None = None) -> None:
+def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool, key: _MemoryKey | None = None) -> None:
     version = writes_of(weight)
     if version == UNCOUNTED:
         return
     count_optimizer_steps()
-    place = place or _place(weight)
-    kept = _find(weight, place)
+    key = key or _memory_key(weight)
+    kept = _find(weight, key)
     if kept is None or kept.captured or captured:
-        last = _kept.get(place)
+        last = _kept.get(key)
         storage = StorageWeakRef(weight.untyped_storage()) if last is None else last.storage
         kept = _Kept(storage, version, GradientWatch(weight), captured=captured)
-        _kept.add(place, kept)
+        _kept.add(key, kept)
     if pair.rows is not None:
         kept.rows[how] = pair.rows
     if pair.cols is not None:
@@ -365,14 +367,14 @@ def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool, place: _
 
 
 def _find(
-    weight: Tensor, place: _Place | None = None, *, any_version: bool = False, is_forward: bool = False
+    weight: Tensor, key: _MemoryKey | None = None, *, any_version: bool = False, is_forward: bool = False
 ) -> _Kept | None:
     """The casts that hold. Only a forward asks whether a step is over: a backward reads what its forward made."""
     version = writes_of(weight)
-    kept = _kept.get(place or _place(weight)) if version != UNCOUNTED else None
+    kept = _kept.get(key or _memory_key(weight)) if version != UNCOUNTED else None
     if kept is None or kept.version == version or any_version:
         if kept is not None and is_forward and not kept.held and kept.step.is_step_over(weight):
-            del _kept[place or _place(weight)]
+            del _kept[key or _memory_key(weight)]
             return None
         return kept
     if kept.held:
@@ -403,7 +405,7 @@ def _copy_pair(source: CastPair, target: CastPair) -> None:
             old.scale.copy_(new.scale)
 
 
-def _place(weight: Tensor) -> _Place:
+def _memory_key(weight: Tensor) -> _MemoryKey:
     return weight.untyped_storage()._cdata, weight.data_ptr(), weight.shape, weight.stride()
 
 

@@ -35,8 +35,8 @@ from typing import Any, NoReturn
 
 from bitplan.base.documents import FLAG, NAME, document_key, is_text, keys_of, load_bytes, one_of, short, show
 from bitplan.base.errors import did_you_mean
-from bitplan.fp8.policy.layers import Attention, Experts, LatentAttention, ModelPart, Parallel
-from bitplan.fp8.policy.model_parts import MAX_BLOCKS, ConfigObject, load_model_parts, whole
+from bitplan.fp8.policy.layers import ModelPart, Parallel
+from bitplan.fp8.policy.model_parts import MAX_BLOCKS, ConfigObject, PartKeys, load_model_parts, read_part
 from bitplan.fp8.policy.vocabulary import COUNT, DEFAULT_RECIPE, ModelConfigError
 from bitplan.fp8.recipes import RECIPES
 
@@ -316,7 +316,7 @@ def read_yaml_model(
         options[part] = _options(config)
         # A file that only switches FP8 on need not describe a model.
         if options[part] == Fp8Options() or any(key in config.values for key in _SIZE_KEYS):
-            parts.append(_part(config, part))
+            parts.append(read_part(config, part, _MEGATRON))
         if part == "llm" or len(components) == 1:
             sizes["tokens"] = _tokens(config) or _tokens(ConfigObject(document, "", where))
         for word, key in _PARALLEL_KEYS.items():
@@ -410,48 +410,6 @@ def _tokens(config: ConfigObject) -> int | None:
     return length * batch if length and batch else None
 
 
-def _part(config: ConfigObject, part: str) -> ModelPart:
-    blocks = config.blocks("num_layers")
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    count = config.first_of("num_experts", "num_moe_experts")
-    moe = _moe_blocks(config, blocks) if config.optional(count) else 0
-    dense = blocks - moe
-    ffn = config.size("ffn_hidden_size") if dense else config.optional("ffn_hidden_size") or 0
-    experts = None
-    if moe:
-        expert_ffn = config.first_of("moe_ffn_hidden_size", "ffn_hidden_size")
-        shared = config.optional("moe_shared_expert_intermediate_size") or 0
-        experts = Experts(config.size(count), config.size(expert_ffn), config.size("moe_router_topk"), shared)
-    gated = bool(config.values.get("swiglu") or config.values.get("gated_linear_unit"))
-    keys = config.names(
-        heads="num_attention_heads",
-        kv_heads="num_query_groups",
-        ffn="ffn_hidden_size",
-        experts=count,
-        expert_ffn="moe_ffn_hidden_size",
-        shared_ffn="moe_shared_expert_intermediate_size",
-    )
-    attention = _attention(config, hidden, heads)
-    return ModelPart(part, hidden, dense, moe, attention, ffn, gated, experts, keys, config.where)
-
-
-def _attention(config: ConfigObject, hidden: int, heads: int) -> Attention | LatentAttention:
-    if config.values.get("multi_latent_attention"):
-        return LatentAttention(
-            heads,
-            config.optional("q_lora_rank"),
-            config.size("kv_lora_rank"),
-            config.size("qk_head_dim"),
-            config.size("qk_pos_emb_head_dim"),
-            config.size("v_head_dim"),
-            norm_fused=bool(config.values.get("qk_layernorm")),
-        )
-    grouped = config.values.get("group_query_attention") is not False
-    kv_heads = config.size("num_query_groups", heads) if grouped else heads
-    head_dim = config.optional("kv_channels") or whole(hidden, heads, config.where, config.prefix + "hidden_size")
-    return Attention(heads, kv_heads, head_dim)
-
-
 def _moe_blocks(config: ConfigObject, blocks: int) -> int:
     """How many blocks have experts: every n-th, or by a list of 0 and 1, which may be spelt `[0]*3+[1]*58`."""
     value: Any = config.values.get("moe_layer_freq")
@@ -482,6 +440,25 @@ def _spelt_out(text: str) -> list[int] | None:
             return None
         result += [int(digit) for digit in digits] * int(times)
     return result
+
+
+_MEGATRON = PartKeys(
+    blocks="num_layers",
+    kv_heads="num_query_groups",
+    grouped_if="group_query_attention",
+    head_dim="kv_channels",
+    ffn="ffn_hidden_size",
+    experts=("num_experts", "num_moe_experts"),
+    needs_experts=False,
+    expert_ffn=("moe_ffn_hidden_size", "ffn_hidden_size"),
+    topk="moe_router_topk",
+    shared_ffn="moe_shared_expert_intermediate_size",
+    moe_blocks=_moe_blocks,
+    latent=("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    latent_if="multi_latent_attention",
+    latent_norm="qk_layernorm",
+    gated=("swiglu", "gated_linear_unit"),
+)
 
 
 # ---- model files -----------------------------------------------------------------------------------------------------

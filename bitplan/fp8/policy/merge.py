@@ -79,6 +79,9 @@ def extend_policy(base: Policy, more: Policy) -> Policy:
     Both must have the same fingerprint, threshold and confidence. If both have a point, the worse one stays: a policy
     holds no samples that could be pooled. Merge all reports at once where that matters.
     """
+    if base.fingerprint is None or more.fingerprint is None:
+        old = base if base.fingerprint is None else more
+        raise MergeError(f"{old.where}: a policy of version 1 keeps no points to add to; merge its reports again")
     for key, (ours, theirs) in base.fingerprint.differences(more.fingerprint).items():
         raise FingerprintError(
             f"{base.where} was measured with {key} {ours!r}, {more.where} with {theirs!r}; times of the two are not "

@@ -276,14 +276,16 @@ def _at(rule: Rule, question: Question) -> Fp8Decision:
     after = rule.points[at] if at < len(rule.points) else None
     before = rule.points[at - 1] if at else None
     if after is not None and after.tokens == tokens:
-        return _said(rule, question, after.answer == WIN, after.answer, f"measured: {after.describe()}", after.speedup)
+        return _decision_of(
+            rule, question, after.answer == WIN, after.answer, f"measured: {after.describe()}", after.speedup
+        )
     if before is None or after is None:
         return _outside(rule, question, before or after)
     if before.answer == after.answer == WIN:
         reason = f"between two measured wins: {before.describe()}, {after.describe()}"
-        return _said(rule, question, True, WIN, reason, min(before.speedup or 0.0, after.speedup or 0.0))
+        return _decision_of(rule, question, True, WIN, reason, min(before.speedup or 0.0, after.speedup or 0.0))
     reason = f"{tokens} tokens were never measured, and lie between {before.describe()} and {after.describe()}"
-    return _said(rule, question, False, UNMEASURED, f"{reason}; only between two wins is FP8 assumed", None)
+    return _decision_of(rule, question, False, UNMEASURED, f"{reason}; only between two wins is FP8 assumed", None)
 
 
 def _outside(rule: Rule, question: Question, nearest: Point | None) -> Fp8Decision:
@@ -292,11 +294,11 @@ def _outside(rule: Rule, question: Question, nearest: Point | None) -> Fp8Decisi
     side = "above the largest" if beyond else "below the smallest"
     reason = f"{question.tokens} tokens were never measured: {side} measured count, {nearest.describe()}"
     if beyond and nearest.answer == WIN and question.extrapolate:
-        return _said(rule, question, True, UNMEASURED, f"{reason}; extrapolated, as was asked", nearest.speedup)
-    return _said(rule, question, False, UNMEASURED, f"{reason}; not extrapolated", None)
+        return _decision_of(rule, question, True, UNMEASURED, f"{reason}; extrapolated, as was asked", nearest.speedup)
+    return _decision_of(rule, question, False, UNMEASURED, f"{reason}; not extrapolated", None)
 
 
-def _said(
+def _decision_of(
     rule: Rule, question: Question, use_fp8: bool, answer: str, reason: str, speedup: float | None
 ) -> Fp8Decision:
     return Fp8Decision(use_fp8, answer, reason, rule.kind, question.tokens, rule.gemm, rule.recipe, speedup)

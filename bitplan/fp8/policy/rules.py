@@ -219,6 +219,11 @@ class Policy:
     def version(self) -> int:
         return 1 if self.fingerprint is None else 2
 
+    @property
+    def gpu(self) -> str:
+        """The GPU that it was measured on; "unknown" by version 1, which does not say."""
+        return "unknown" if self.fingerprint is None else self.fingerprint.gpu
+
     def find(self, kind: str, *, name: str | None, tp: int, etp: int, num_gemms: int | None) -> Rule | None:
         """The rule of version 1, by (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
         asked = (kind, None, None, etp, num_gemms) if kind in GROUPED_KINDS else (kind, name, tp, None, None)
@@ -341,7 +346,7 @@ def _read_thresholds(reader: Reader, kinds: Mapping[str, Any]) -> list[Rule]:
         if kind in GROUPED_KINDS:
             if type(value) is not list:
                 reader.fail(path, "a flat list of rules: a grouped kind has no names", value)
-            lists = {path: ({}, value)}
+            lists: dict[str, tuple[dict[str, Any], Any]] = {path: ({}, value)}
         else:
             if type(value) is not dict:
                 reader.fail(path, "an object of names (qkv, proj, fc1, ...) to lists of rules", value)

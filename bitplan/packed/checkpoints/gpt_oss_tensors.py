@@ -22,15 +22,15 @@ from bitplan.files.gpt_oss.experts import GATE_UP, MXFP4
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
 from bitplan.files.gpt_oss.source import plain_rows
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import CONFIG, QUANT_METHOD
+from bitplan.files.packed_folder import CONFIG, is_packed_config
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.scale_rules import E8M0_NAN
-from bitplan.packed.read_tensors import ManifestLike, as_manifest, list_headers
-from bitplan.plan import Finding, Header, Manifest, check_headers, require_clean
+from bitplan.plan import Finding, Header, Manifest, check_headers, open_manifest, require_clean
 from bitplan.plan.check_manifest import CAST, OTHER_MODEL
 
+ManifestLike = Manifest | str | Path
 PACKED_EXPERTS = (".mlp1_weight.blocks", ".experts.gate_up_proj_blocks")
 FLOAT_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # Hugging Face's names of plain experts
 
@@ -39,27 +39,30 @@ class GptOssTensors(TensorFile):
     """The checkpoint after its headers were checked against the manifest; `stored` is the file as it is.
 
     `folder` holds config.json in Hugging Face's spelling: the checkpoint's own, or one that is made of its settings.
-    `dtype` is the type of the embedding.
+    `dtype` is the type of the embedding. Experts are put together on `device`.
     """
 
-    def __init__(self, stored: TensorFile, manifest: ManifestLike = "gpt-oss") -> None:
-        self.path, self.stored, self.rules = stored.path, stored, as_manifest(manifest)
+    def __init__(self, stored: TensorFile, manifest: ManifestLike, device: torch.device) -> None:
+        self.path, self.stored, self._device = stored.path, stored, device
+        self.rules = manifest if isinstance(manifest, Manifest) else open_manifest(manifest)
         self._made: tempfile.TemporaryDirectory[str] | None = None
         is_gguf = isinstance(stored, GGUFTensors)
         if not is_gguf:
             _refuse_floats(stored)
-            require_clean(self.rules, list_headers(stored), checkpoint=str(stored.path))
-        self._file = GptOssFile(stored.path)
+            headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in stored.specs.items()}
+            require_clean(self.rules, headers, checkpoint=str(stored.path))
+        self._file = GptOssFile(stored)
         with on_failure(self.close):
             _refuse_float_experts(self._file)
             if is_gguf:
                 require_clean(self.rules, _translated(self._file), checkpoint=str(stored.path))
             self.kind, self.dtype = self._file.layout, self._file.dtype("embed", None)
-            self.folder_of_config()
+            self._write_config()
         self._slots = {slot.name: slot for slot in list_slots("hf", self._file.shape, packed=False)}
         self.specs = {name: self._spec(slot) for name, slot in self._slots.items()}
 
-    def folder_of_config(self) -> None:
+    def _write_config(self) -> None:
+        """Make a folder with the config that a checkpoint of another layout stands for."""
         if self._file.config is not None:
             return
         check_settings_held(self._file.where, self._file.settings, "hf")
@@ -109,10 +112,13 @@ class GptOssTensors(TensorFile):
     def _read_experts(self, slot: LayoutTensor) -> Encoded:
         file, shape = self._file, self.specs[slot.name].shape
         assert slot.layer is not None
-        stacks = {part: torch.empty(size, dtype=dtype) for part, (dtype, size) in MXFP4.part_shapes(shape).items()}
+        stacks = {
+            part: torch.empty(size, dtype=dtype, device=self._device)
+            for part, (dtype, size) in MXFP4.part_shapes(shape).items()
+        }
         for index in range(shape[0]):
             try:
-                matrix = file.expert(slot.layer, slot.parts, index)
+                matrix = file.expert(slot.layer, slot.parts, index, self._device)
             except FormatError as error:
                 raise FileFormatError(f"{file.where}: {error}") from None
             assert isinstance(matrix, Encoded)
@@ -139,9 +145,7 @@ def holds_gpt_oss(file: TensorFile) -> bool:
     config_file = file.path / CONFIG
     if config_file.is_file():
         config = read_json(config_file)
-        said = isinstance(config, dict) and config.get("quantization_config")
-        is_ours = isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
-        if not isinstance(config, dict) or is_ours:
+        if not isinstance(config, dict) or is_packed_config(config):
             return False
         if config.get("model_type") is not None:
             return bool(config["model_type"] == "gpt_oss")

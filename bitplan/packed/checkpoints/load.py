@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bitplan.base.devices import known_device
 from bitplan.base.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.base.optional import remote_code_allowed, require
 from bitplan.base.records import on_failure
@@ -43,8 +44,9 @@ from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dtypes import torch_dtype
+from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.input_formats import input_format
-from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors, holds_gpt_oss
+from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors, ManifestLike, holds_gpt_oss
 from bitplan.packed.checkpoints.save import adapt_to_transformers
 from bitplan.packed.checkpoints.tensor_sources import (
     Assignment,
@@ -59,7 +61,6 @@ from bitplan.packed.fused_projections import fuse_what_is_seen
 from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import INPUTS, check_strategy
-from bitplan.packed.read_tensors import ManifestLike, check_numbers, device_of
 from bitplan.packed.rounded_inputs import check_inputs, round_inputs
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.names import listed
@@ -135,7 +136,7 @@ def load_packed(
         return _load_masters(source, model, dtype, check, started)
     if model is None:
         require_transformers(where)
-    with _open(source, has_model=model is not None, manifest=manifest) as file:
+    with _open(source, has_model=model is not None, manifest=manifest, device=place) as file:
         config, plan = _read_folder(source, file, has_model=model is not None)
         if isinstance(file, SchemeTensors):
             file.decode_where(format_fault)  # formats that no packed layer holds, such as tiles of several rows
@@ -249,8 +250,16 @@ def finish(
 # ---- before anything is read -----------------------------------------------------------------------------------------
 
 
+def device_of(device: torch.device | str) -> torch.device:
+    """The device, with its index; a device that does not exist is an error, before anything is read."""
+    place = known_device(device, "load to the CPU")
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
 def require_transformers(where: str) -> None:
-    """Raise one line where transformers is missing or too old; `read_packed` gives the tensors without it."""
+    """Raise one line where transformers is missing or too old; `open_tensors` gives the tensors without it."""
     require("transformers", purpose=f"{where}: running it", extra="models", least=5)
 
 
@@ -269,13 +278,13 @@ def _check_arguments(path: object, model: object, dtype: object, check: object) 
         raise FileFormatError(f"{path}: no such file or folder; nothing is downloaded")
 
 
-def _open(source: Path, *, has_model: bool, manifest: ManifestLike) -> TensorFile:
+def _open(source: Path, *, has_model: bool, manifest: ManifestLike, device: torch.device) -> TensorFile:
     """The file under the names of the model: of gpt-oss in any layout, and of a GGUF file whose model is to be made."""
     file = open_tensors(source)
     with on_failure(file.close):
         if holds_gpt_oss(file):
             require_transformers(str(source))
-            return GptOssTensors(file, manifest)
+            return GptOssTensors(file, manifest, device)
         if not isinstance(file, GGUFTensors) or has_model:
             return file
         file.close()
@@ -408,6 +417,24 @@ def _refuse_bad_numbers(file: TensorFile) -> None:
         first = findings[0]
         more = f" (and {counted(len(findings) - 1, 'more finding')})" if len(findings) > 1 else ""
         raise FileFormatError(f"{file.path}: {first.where}: {first.message}{more}")
+
+
+def check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
+    """Refuse NaN and infinity in scales and norms: these are few, and a bad one spoils all that it multiplies."""
+    if isinstance(item, Encoded) and item.fmt.scales is not None and item.scales is not None:
+        numbers, what = item.fmt.scales.load(item.scales, item.base), f"scales of {item.fmt.name}"
+    elif isinstance(item, Encoded) and isinstance(item.fmt, GgufBlocks):
+        numbers, what = item.fmt.stored_scales(item.data), f"scales of {item.fmt.name}"
+    elif isinstance(item, Tensor) and item.is_floating_point() and guess_role(name) == "norm":
+        numbers, what = (item.float() if item.itemsize == 1 else item), "numbers of a norm"
+    else:
+        return
+    bad = int((~numbers.isfinite()).sum())
+    if bad:
+        raise FileFormatError(
+            f"{file.path}: {name!r}: {bad} of {numbers.numel()} {what} are NaN or infinite; "
+            "mend the checkpoint, or download it again"
+        )
 
 
 def check_norms(file: TensorFile) -> None:

@@ -28,6 +28,7 @@ from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import (
     PLAN,
     QUANT_METHOD,
+    QUANT_METHODS,
     VERSION,
     check_packed_config,
     folder_inputs,
@@ -35,9 +36,16 @@ from bitplan.files.packed_folder import (
     read_packed_plan,
 )
 from bitplan.files.tensor_file import TensorFile
-from bitplan.packed.checkpoints.load import check_norms, decide, finish, make_layers, place_all, read_values
+from bitplan.packed.checkpoints.load import (
+    check_norms,
+    decide,
+    device_of,
+    finish,
+    make_layers,
+    place_all,
+    read_values,
+)
 from bitplan.packed.checkpoints.tensor_sources import Assignment
-from bitplan.packed.read_tensors import device_of
 from bitplan.packed.rounded_inputs import round_inputs
 from bitplan.plan.plan import Plan
 
@@ -46,9 +54,15 @@ class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a folder that bitplan packed."""
 
     def __init__(
-        self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", inputs: str | None = None, **_theirs: Any
+        self,
+        version: int = VERSION,
+        plan: str = PLAN,
+        plan_sha256: str = "",
+        quant_method: str = QUANT_METHOD,
+        inputs: str | None = None,
+        **_theirs: Any,
     ) -> None:
-        self.quant_method = QUANT_METHOD
+        self.quant_method = quant_method
         self.version, self.plan, self.plan_sha256 = version, plan, plan_sha256
         if inputs is not None:
             self.inputs = inputs
@@ -175,6 +189,7 @@ def _check_inside(folder: str, files: list[str]) -> None:
 
 def register() -> None:
     """Make bitplan's folders known to transformers; a second call does nothing."""
-    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantization_config(QUANT_METHOD)(BitplanConfig)
-        register_quantizer(QUANT_METHOD)(BitplanQuantizer)
+    for method in QUANT_METHODS:
+        if method not in AUTO_QUANTIZER_MAPPING:
+            register_quantization_config(method)(BitplanConfig)
+            register_quantizer(method)(BitplanQuantizer)

@@ -1,7 +1,8 @@
 """Text from a causal language model, token by token, with time and memory: packed or not, on any device.
 
 The loop is our own, so that words can be shown as they come and each step can be timed; transformers' `generate` gives
-the same tokens (greedy).
+the same tokens (greedy; with rounded inputs, but where two are about as likely). On a CPU the tokens of packed models
+of a known structure go past the model's own modules (`token_steps`).
 
 How fast a language model reads a prompt and makes tokens, at some batch sizes, alone or in turns with another.
 
@@ -32,7 +33,7 @@ from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import is_packed_config, read_config
 from bitplan.formats.input_formats import KEEP, input_format
 from bitplan.packed.checkpoints.gpt_oss_tensors import is_gpt_oss
-from bitplan.packed.checkpoints.load import load_packed, require_transformers
+from bitplan.packed.checkpoints.load import device_of, load_packed, require_transformers
 from bitplan.packed.language.causal_lm import (
     CausalLM,
     load_causal_lm,
@@ -41,7 +42,7 @@ from bitplan.packed.language.causal_lm import (
     read_tokenizer,
     require_causal,
 )
-from bitplan.packed.read_tensors import device_of
+from bitplan.packed.language.token_steps import Decoding
 from bitplan.packed.rounded_inputs import round_inputs, runs_on_integers, shown_inputs
 
 AUTO = "auto"
@@ -197,7 +198,7 @@ def generate_text(
     draw = torch.Generator(device=device).manual_seed(sampling.seed)
     room = most_tokens if lm.positions is None else min(most_tokens, lm.positions - ids.shape[1])
     ended: Literal["end", "max tokens", "context"] = "max tokens" if room == most_tokens else "context"
-    cache: Any = None
+    decoding = Decoding(lm.model)
     tokens: list[int] = []
     shown, started, first = "", time.perf_counter(), 0.0
     if device.type == "cuda":
@@ -205,10 +206,9 @@ def generate_text(
     with torch.inference_mode():
         step = ids
         while len(tokens) < room:
-            out: Any = lm.model(input_ids=step, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            require_finite(out.logits[:, -1], lm, ids.shape[1] + len(tokens))
-            token = sampling.next_token(out.logits[0, -1], draw)
+            logits = decoding(step)
+            require_finite(logits, lm, ids.shape[1] + len(tokens))
+            token = sampling.next_token(logits[0], draw)
             first = first or time.perf_counter()
             if token in ends:
                 ended = "end"
@@ -383,17 +383,16 @@ def _run(lm: CausalLM, batch: int, prompt_tokens: int, tokens: int) -> list[floa
     """Seconds of the prompt, then of each token after the first."""
     device = lm.device
     ids = torch.arange(batch * prompt_tokens, device=device).remainder(lm.vocabulary).reshape(batch, prompt_tokens)
-    times, cache = [], None
+    times, decoding = [], Decoding(lm.model)
     with torch.inference_mode():
         for made in range(tokens):
             _wait(device)
             started = time.perf_counter()
-            out: Any = lm.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            ids = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+            logits = decoding(ids)
+            ids = logits.argmax(dim=-1, keepdim=True)
             _wait(device)
             times.append(time.perf_counter() - started)
-            require_finite(out.logits[:, -1], lm, prompt_tokens + made)  # not timed
-            cache = out.past_key_values
+            require_finite(logits, lm, prompt_tokens + made)  # not timed
     return times
 
 

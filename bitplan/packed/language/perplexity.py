@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bitplan.base.errors import MeasureError
+from bitplan.formats.input_formats import round_input
 
 # ---- noise floor -----------------------------------------------------------------------------------------------------
 
@@ -62,6 +63,19 @@ def round_activations(
         module.register_forward_hook(rounded)
         for module in model.modules()
         if module is not model and not any(module is exempt for exempt in keep)
+    ]
+
+
+def round_linear_inputs(model: nn.Module, fmt: str, *, keep: Collection[str] = ()) -> list[RemovableHandle]:
+    """Let every linear layer, except those whose weights are in `keep`, round its input to a format (`round_input`)."""
+
+    def rounded(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return round_input(args[0], fmt), *args[1:]
+
+    return [
+        module.register_forward_pre_hook(rounded)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and f"{path}.weight" not in keep
     ]
 
 

@@ -131,6 +131,7 @@ class RoundedFirst:
 
     def __init__(self, plain: Any, fmt: str) -> None:
         self.plain, self.format, self.name = plain, fmt, f"{plain.name} after inputs are rounded to {fmt}"
+        self.join, self.launches = plain.join, plain.launches
 
     def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
         reason: str | None = self.plain.why_not(weight, dtype)
@@ -140,34 +141,12 @@ class RoundedFirst:
         prepared: tuple[Tensor, ...] = self.plain.prepare(weight)
         return prepared
 
-    def join(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
-        joined: tuple[Tensor, ...] | None = self.plain.join(parts)
-        return joined
-
-    def launches(self, weight: Encoded, rows: int) -> Sequence[Mapping[str, int]]:
-        launches: Sequence[Mapping[str, int]] = self.plain.launches(weight, rows)
-        return launches
-
-    def run(
-        self,
-        x_MK: Tensor,
-        weight: Encoded,
-        prepared: tuple[Tensor, ...],
-        bias: Tensor | None,
-        launch: Mapping[str, int] | None,
-    ) -> Tensor:
+    def run(self, x_MK: Tensor, *product: Any) -> Tensor:
         wide = torch.float32 if x_MK.device.type == "cpu" else x_MK.dtype
-        y: Tensor = self.plain.run(round_input(x_MK, self.format, wide), weight, prepared, bias, launch)
+        y: Tensor = self.plain.run(round_input(x_MK, self.format, wide), *product)
         return y.to(x_MK.dtype)
 
-    def bind(
-        self,
-        x_MK: Tensor,
-        weight: Encoded,
-        prepared: tuple[Tensor, ...],
-        bias: Tensor | None,
-        launch: Mapping[str, int] | None,
-    ) -> Call | None:
+    def bind(self, x_MK: Tensor, *_product: Any) -> Call | None:
         return None
 
     def note(self, weight: Encoded) -> str:
@@ -212,29 +191,17 @@ class IntegersOnCpu(RoundedFirst):
         # Codes of E2M1 are doubled, to be whole numbers.
         return (torch.tensor([0.5 if weight.fmt.name == "mxfp4" else 1.0]),)
 
-    def run(
-        self,
-        x_MK: Tensor,
-        weight: Encoded,
-        prepared: tuple[Tensor, ...],
-        bias: Tensor | None,
-        launch: Mapping[str, int] | None,
-    ) -> Tensor:
+    def run(self, x_MK: Tensor, *product: Any) -> Tensor:
+        weight, prepared, bias, _launch = product
         if self.why_no_integers(weight) is not None:
-            return super().run(x_MK, weight, prepared, bias, launch)
+            return super().run(x_MK, *product)
         inputs, wide = x_MK.shape[0], None if bias is None else bias.detach().float().contiguous()
         if not inputs:
             return x_MK.new_empty((0, weight.shape[0]))
         return self._call(inputs, weight, prepared[0], wide)(x_MK, (inputs, weight.shape[0]))
 
-    def bind(
-        self,
-        x_MK: Tensor,
-        weight: Encoded,
-        prepared: tuple[Tensor, ...],
-        bias: Tensor | None,
-        launch: Mapping[str, int] | None,
-    ) -> Call | None:
+    def bind(self, x_MK: Tensor, *product: Any) -> Call | None:
+        weight, prepared, bias, _launch = product
         is_odd = bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous())
         if is_odd or not x_MK.shape[0] or self.why_no_integers(weight) is not None:
             return None
@@ -498,7 +465,7 @@ def _few_integers(inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | N
     by_token = int(fmt == "int8_row")
     template, holds = _job(weight, factor, bias, inputs=inputs, scratch_stride=stride, by_token=by_token)
     function = cpu_integers.few_inputs(weight.fmt.name)
-    return _on_threads(function, template, stride, weight.shape[0] * padded * inputs // 4, (holds, bias))
+    return _on_threads(function, template, stride, weight.shape[0] * padded * inputs // 2, (holds, bias))
 
 
 def _many_integers(inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | None, fmt: str) -> Into:

@@ -105,6 +105,7 @@ from bitplan.packed.products.cpu_rows import (
     e8m0_scales,
     field,
     float16_scales,
+    four_rows,
     row_of,
     transpose_tile,
     write_4x1,
@@ -415,11 +416,6 @@ def _bytes_4x1(opened, dot, scales, offset, codes, scales_at, x, width):
     return sums0, sums1, sums2, sums3
 
 
-@inlined
-def _four_rows(job, part, n):
-    return row_of(job, part, n), row_of(job, part, n + 1), row_of(job, part, n + 2), row_of(job, part, n + 3)
-
-
 @merged
 def nibble_rows(job, low, high, dot, scales, offset, order):
     """The job of a 4-bit format with few inputs: every thread rounds all of them, then takes rows of the weight."""
@@ -432,7 +428,7 @@ def nibble_rows(job, low, high, dot, scales, offset, order):
     first = take(job + 8 * NEXT_ROW, piece)
     while first < rows:
         for n in range(first, min(first + piece, rows), 4):
-            codes, at = _four_rows(job, CODES, n), _four_rows(job, SCALES, n)
+            codes, at = four_rows(job, CODES, n), four_rows(job, SCALES, n)
             for m in range(inputs):
                 write_4x1(job, n, m, _nibbles_4x1(low, high, dot, scales, offset, codes, at, x + m * stride, row_bytes))
         first = take(job + 8 * NEXT_ROW, piece)
@@ -450,7 +446,7 @@ def byte_rows(job, opened, dot, scales, offset):
     first = take(job + 8 * NEXT_ROW, piece)
     while first < rows:
         for n in range(first, min(first + piece, rows), 4):
-            codes, at = _four_rows(job, CODES, n), _four_rows(job, SCALES, n)
+            codes, at = four_rows(job, CODES, n), four_rows(job, SCALES, n)
             for m in range(inputs):
                 write_4x1(job, n, m, _bytes_4x1(opened, dot, scales, offset, codes, at, x + m * stride, row_bytes))
         first = take(job + 8 * NEXT_ROW, piece)

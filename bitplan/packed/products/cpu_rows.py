@@ -289,7 +289,7 @@ def nibble_products(job, opened, low, high, scales, per_scale, halves):
         stop = min(first + piece, rows)
         if inputs == 1:
             for n in range(first, stop, 4):
-                codes, at = _four_rows(job, CODES, n), _four_rows(job, SCALES, n)
+                codes, at = four_rows(job, CODES, n), four_rows(job, SCALES, n)
                 sums = _nibbles_4x1(opened, low, high, scales, table, codes, at, x, row_bytes, per_scale)
                 write_4x1(job, n, 0, sums)
         else:
@@ -385,7 +385,7 @@ def byte_products(job, number, scale, block):
         stop = min(first + piece, rows)
         if inputs == 1:
             for n in range(first, stop, 4):
-                codes, at = _four_rows(job, CODES, n), _four_rows(job, SCALES, n)
+                codes, at = four_rows(job, CODES, n), four_rows(job, SCALES, n)
                 write_4x1(job, n, 0, _bytes_4x1(number, scale, codes, at, x, padded, block))
         else:
             for n in range(first, stop, 2):
@@ -450,7 +450,7 @@ def row_of(job, part, n):
 
 
 @inlined
-def _four_rows(job, part, n):
+def four_rows(job, part, n):
     return row_of(job, part, n), row_of(job, part, n + 1), row_of(job, part, n + 2), row_of(job, part, n + 3)
 
 

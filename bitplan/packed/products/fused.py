@@ -7,6 +7,8 @@ own order; only the kernel knows what they are.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,7 +20,7 @@ from bitplan.packed.products.cpu_fused import FusedOnCpu, IntegersOnCpu, Rounded
 
 Launch = Mapping[str, int]
 Prepared = tuple[Tensor, ...]  # at most three tensors that a kernel made from a weight
-Bound = Callable[[Tensor, Sequence[int]], Tensor | None]  # x, the result's shape -> the result; None: x does not fit
+Bound = Callable[[Tensor, tuple[int, ...]], Tensor | None]  # x, the result's shape -> the result; None: x does not fit
 BoundInto = Callable[[Tensor, Tensor], bool]  # x, the result to be written -> whether they fit and it was written
 
 
@@ -128,32 +130,39 @@ class TritonOnCuda:
 
 def _bound_call(x_MK: Tensor, outputs: int, launch: Callable[..., None], split: int) -> Bound:
     """A call that allocates the result, and memory for the parts of a split, and launches."""
-    device, index = x_MK.device, x_MK.get_device()
-    stream: int = torch.cuda.current_stream(device).cuda_stream
-    part_shape = (split, x_MK.shape[0], outputs)
-    current_stream: Any = torch._C._cuda_getCurrentRawStream
-    current_device: Any = torch._C._cuda_getDevice
-    empty, dtype, parts = torch.empty, torch.bfloat16, torch.float32
+    from bitplan.base.loops.launch import current_device, current_stream, empty_on_gpu
 
-    def run(x: Tensor, shape: Sequence[int]) -> Tensor | None:
+    index, stream = x_MK.get_device(), current_stream(x_MK.get_device())
+    parts = (split, x_MK.shape[0], outputs)
+    dtype, part_strides = torch.bfloat16, _strides(parts)
+
+    def run(x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         address = x.data_ptr()
         if address & 15 or not x.is_contiguous() or current_stream(index) != stream or current_device() != index:
             return None
-        out = empty(shape, dtype=dtype, device=device)
+        out = empty_on_gpu(shape, _strides(shape), dtype)
         if split == 1:
             launch(stream, address, out.data_ptr(), 0)
         else:
-            launch(stream, address, out.data_ptr(), empty(part_shape, dtype=parts, device=device).data_ptr())
+            launch(stream, address, out.data_ptr(), empty_on_gpu(parts, part_strides, torch.float32).data_ptr())
         return out
 
     return run
 
 
+@functools.lru_cache(4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of contiguous memory."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 def _bound_call_into(x_MK: Tensor, outputs: int, launch: Callable[..., None], split: int) -> BoundInto:
     """A call that launches; x is contiguous, and its device the present one."""
-    device, index = x_MK.device, x_MK.get_device()
-    part_shape = (split, x_MK.shape[0], outputs)
-    current_stream: Any = torch._C._cuda_getCurrentRawStream
+    from bitplan.base.loops.launch import current_stream, empty_on_gpu
+
+    index = x_MK.get_device()
+    parts = (split, x_MK.shape[0], outputs)
+    part_strides = _strides(parts)
 
     def run(x: Tensor, out: Tensor) -> bool:
         address, target = x.data_ptr(), out.data_ptr()
@@ -162,8 +171,8 @@ def _bound_call_into(x_MK: Tensor, outputs: int, launch: Callable[..., None], sp
         if split == 1:
             launch(current_stream(index), address, target, 0)
         else:
-            parts = torch.empty(part_shape, dtype=torch.float32, device=device)
-            launch(current_stream(index), address, target, parts.data_ptr())
+            room = empty_on_gpu(parts, part_strides, torch.float32)
+            launch(current_stream(index), address, target, room.data_ptr())
         return True
 
     return run

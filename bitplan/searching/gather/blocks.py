@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from bitplan.files.models.morph import ParameterPlace, places_of
 from bitplan.packed.language.causal_lm import logits_of
 
+BACK = 2  # what a block's pass back takes, in passes forward
 BATCH = 2048  # tokens in one call of a block
 SMALL_EXPERT = 2**18  # numbers of an expert's matrix
 LOGITS_AT_ONCE = 2**25  # of a window; a vocabulary of 262,144 would else take 0.5 GB for each copy of them

@@ -291,6 +291,7 @@ def _begin(
         groups,
         subject.stored.nbytes,
         complete=False,
+        proven=[] if before is None else before.proven,
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bitplan.files.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 from bitplan.plan.names import listed
-from bitplan.searching.gather.blocks import BATCH, LOGITS_AT_ONCE, TokenStates, equal_lengths
+from bitplan.searching.gather.blocks import BACK, BATCH, LOGITS_AT_ONCE, TokenStates, equal_lengths
 from bitplan.searching.gather.expert_products import (
     ExpertSlice,
     RoutedTokens,
@@ -45,7 +45,6 @@ from bitplan.searching.goal import SearchError
 AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
 GRADIENT_TOKENS = 16384  # gradients are of the first so many
 MOST_OUTPUTS = GRADIENT_TOKENS // TOKENS_PER_OUTPUT  # of a layer whose outputs' gradients are taken together
-BACK = 2  # what a block's pass back takes, in passes forward
 SEED = 0
 MOST_STRIPS, FEWEST_COLUMNS = 6, 192  # of a symmetric product, which strip by strip is little more than half the work
 RUN = 256  # tokens of the vocabulary whose probabilities are added up first, to draw one

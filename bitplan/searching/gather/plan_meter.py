@@ -24,11 +24,10 @@ from bitplan.packed.language.perplexity import (
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.blocks import BATCH, BlockRunner, Replaced, TokenStates, equal_lengths
 from bitplan.searching.gather.damage import RoundedWeights
-from bitplan.searching.phases import Stage
+from bitplan.searching.phases import COUNTED, Stage
 from bitplan.searching.rivals import Kind, RivalPlan
 
 KEPT_LOGITS_BYTES = 2**29  # of the model itself, where the search's memory allows: they are made of last states
-COUNTED = 1000  # weights in one step of progress
 OnWindows = Callable[[int], None]
 
 

@@ -20,7 +20,7 @@ from bitplan.base.fingerprints import hash_tensors
 from bitplan.files.input_statistics import weight_digest
 from bitplan.files.models.morph import places_of
 from bitplan.files.open_files import open_tensors
-from bitplan.packed.read_tensors import device_of
+from bitplan.packed.checkpoints.load import device_of
 from bitplan.plan import shipped_manifest
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Plan, Planned

@@ -11,7 +11,7 @@ misspelt threshold would otherwise train for days on the default.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -50,18 +50,6 @@ def _names(value: Any) -> bool:
     return type(value) in (list, tuple) and all(is_text(item) and item != "" for item in value)
 
 
-def _share(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= 1
-
-
-def _positive(value: Any) -> bool:
-    return is_number(value) and value > 0
-
-
-def _not_negative(value: Any) -> bool:
-    return is_number(value) and value >= 0
-
-
 def _formats(*allowed: str) -> Kind:
     text = f"a list with at least one of {', '.join(map(repr, allowed))}, each once"
     return Kind(text, lambda value: _names(value) and 0 < len(value) == len(set(value)) and set(value) <= set(allowed))
@@ -69,9 +57,9 @@ def _formats(*allowed: str) -> Kind:
 
 _COUNT = Kind("an integer from 1", lambda value: type(value) is int and 1 <= value < 2**31)
 _STEPS = Kind("an integer from 0", lambda value: type(value) is int and 0 <= value < 2**31)
-_SHARE = Kind("a number from 0 to 1", _share)
-_WEIGHT = Kind("a number from 0", _not_negative)
-_POSITIVE = Kind("a number above 0", _positive)
+_SHARE = Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
+_WEIGHT = Kind("a number from 0", lambda value: is_number(value) and value >= 0)
+_POSITIVE = Kind("a number above 0", lambda value: is_number(value) and value > 0)
 _PART = Kind("a number above 0, at most 1", lambda value: is_number(value) and 0 < value <= 1)
 _BLOCKS = Kind("a list of block names (strings)", _names)
 
@@ -159,12 +147,6 @@ class SelectivePrecisionConfig:
                 if name == entry or name.startswith(f"{entry}."):
                     longest = (precision, entry) if longest is None or len(entry) > len(longest[1]) else longest
         return longest
-
-    def units(self, blocks: Mapping[str, Iterable[str]]) -> list[str]:
-        """The units that are decided on: the blocks, or with granularity "layer" their layers, `block.layer`."""
-        if self.granularity == "block":
-            return list(blocks)
-        return [f"{block}.{layer}" for block, layers in blocks.items() for layer in layers]
 
     def require_blocks(self, names: Iterable[str], *, where: str = "the selective precision config") -> None:
         """Refuse a force list with names that the model does not have."""

@@ -1,52 +1,28 @@
 """Which precision each block gets next: pure functions of (state, statistics, config), every answer with its reason.
 
-`streaming.selective.training_policy` asks at each step. A unit is a block, or one layer of it.
-
-In order of precedence: the force lists; the mode (off and static leave all else bf16); an open trial, which freezes
-everything; warm-up and update interval; then the scores. With `scoring="gradient"`:
+`training_policy` asks at each step. A unit is a block, or one layer of it. In order of precedence: the force lists; the
+mode (off and static leave all else bf16); an open trial, which freezes everything; warm-up and update interval; then
+the scores. With `scoring="gradient"`:
 
     never assigned        score >= 0.6 -> bf16    score < 0.3 -> low    between -> ambiguous_default
     currently bf16        score < 0.2 -> low (int8_threshold - hysteresis_margin)
     currently low         score >= 0.6 -> bf16
     otherwise             no change, and none within min_steps_between_switches of the last one
 
-The margin applies only to switches from bf16 to the low format. In mode off the stream's formats stay as they are (the
-state says bf16), but force lists hold in every mode. `ambiguous_default` applies only before a block's first
-assignment; until then a block runs as bf16.
+In mode off the stream's formats stay as they are (the state says bf16), but force lists hold in every mode. Until its
+first assignment a block runs as bf16. With `scoring="impact"` the units share one damage budget, in units of loss. Low
+is int8 or fp8, by hardware and error.
 
-With `scoring="impact"` the units share one damage budget, in units of loss. Low is int8 or fp8, by hardware and error.
+`choose_low_set` picks the units that go low within a damage budget, and only as many as hide the transfer: INT8 saves
+time only while computing does not hide it. It is greedy by damage per byte saved, then drops units that are not needed,
+so that without any one that may leave the transfer would show. (Least damage is a knapsack problem; for equal blocks,
+the usual case, the answer is the same.)
 
-With `byte_share` the units share one byte budget instead, and descend a ladder of bf16 and all low precisions, the
-least damage per byte first (`choose_rungs`). Damage is the measured impact, or the gradient's relative magnitude times
-the calibration error. A unit's present rung counts as better by `hysteresis_margin`, and cooldowns hold.
-
-Decisions under a byte budget (`byte_share`): every unit gets a rung of the ladder bf16, int8, int4 (or fp8).
-
-Damage is the measured impact with `scoring="impact"`, else the gradient's relative magnitude times the calibration
-error. Before any gradient is known, calibration errors alone decide, so that the budget holds from the first step on.
-A unit without a usable gradient or impact keeps its precision.
-
-Chooses a rung for every unit, of bf16, 8 bits and 4 bits, so that all bytes fit a budget with the least damage.
-
-Two precisions leave one question a unit: low or not. With a third there is an order to descend in: eight bits cost a
-unit little and save half its bytes, four bits cost it more and save a quarter on top. `choose_rungs` lets the units
-descend step by step, the least damage per saved byte first, until the bytes fit, and then lets those rise again that
-need not have descended. For each unit only the rungs on the lower convex hull of (bytes, damage) count: a rung above it
-is dearer than a mix of its neighbours.
-
-The present rung of a unit is taken for a little better than it is (`margin`): a change must gain more than noise.
-
-What decisions are made from: measurements from outside, and what a policy's state says of a unit.
-
-Chooses the set of units that go low: within a damage budget, and only as many as hide the transfer.
-
-A score per block cannot answer two questions about all blocks together. How much may they raise the loss: the damage
-budget. And do they save time: INT8 does so only while computing does not hide the transfer, so the right set is empty
-where the transfer is hidden already, and else the smallest set that hides it.
-
-`choose_low_set` is greedy by damage per byte saved, then drops units that turn out not to be needed. The result is
-minimal: without any one unit that may leave, the transfer would no longer be hidden. Finding the set of least damage is
-a knapsack problem; for equal blocks, the usual case, the answer is the same.
+With `byte_share` the units share one byte budget instead, and `choose_rungs` lets them descend a ladder of bf16, 8 and
+4 bits, the least damage per saved byte first, until the bytes fit, and then lets those rise again that need not have
+descended. For each unit only rungs on the lower convex hull of (bytes, damage) count. Damage is the measured impact, or
+the gradient's relative magnitude times the calibration error; before any gradient is known, calibration errors alone. A
+unit's present rung counts as better by `hysteresis_margin`; one without a usable figure keeps its precision.
 """
 
 from __future__ import annotations
@@ -61,8 +37,6 @@ from bitplan.plan.names import natural_order
 from bitplan.streaming.selective.config import Precision, SelectiveError, SelectivePrecisionConfig
 from bitplan.streaming.selective.score import average_stats, compute_sensitivity_score, estimate_damage
 from bitplan.streaming.selective.state import PolicyState, UnitState
-
-# ---- choose low units ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -190,9 +164,6 @@ def _low_set(chosen: list[Candidate], reasons: dict[str, str]) -> LowSet:
     return LowSet(frozenset(unit.name for unit in chosen), reasons, _cost(chosen), _saved(chosen))
 
 
-# ---- evidence --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Evidence:
     """Measurements from outside. Errors are relative output errors of calibration; bytes are those that are sent."""
@@ -244,9 +215,6 @@ def why_unmeasured(state: PolicyState, name: str) -> str:
     if score is None or any(name in step.excluded for step in state.history):
         return why_unscored(state, name)
     return f"damage {score:.3g} in loss when last measured, and not measured before this update: no change"
-
-
-# ---- choose rungs ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -334,9 +302,6 @@ def _descents(unit: RungCandidate, order: int, margin: float) -> Iterable[Descen
         at = below
 
 
-# ---- byte budget -----------------------------------------------------------------------------------------------------
-
-
 def decide_by_bytes(
     state: PolicyState, step: int, config: SelectivePrecisionConfig, evidence: Evidence
 ) -> dict[str, Decision]:
@@ -397,9 +362,6 @@ def _damages(
         else:
             damages[name] = {}
     return damages
-
-
-# ---- decide ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -666,9 +628,6 @@ def _by_impact(
     return decided
 
 
-# ---- int8 or fp8 -----------------------------------------------------------------------------------------------------
-
-
 def pick_low(
     unit: UnitState, errors: Mapping[str, float], config: SelectivePrecisionConfig, *, has_fp8: bool
 ) -> tuple[Precision | None, str]:
@@ -689,9 +648,6 @@ def pick_low(
     best = min(allowed, key=lambda name: errors[name])  # the first of equals
     shown = ", ".join(f"{name} {errors[name]:.3g}" for name in allowed)
     return best, f"{best} has the smaller error ({shown})"
-
-
-# ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _backing_off(unit: UnitState, step: int) -> bool:

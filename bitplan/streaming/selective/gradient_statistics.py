@@ -1,38 +1,23 @@
 """Gradient statistics per block, gathered every step without stopping the GPU.
 
-After each backward pass the policy wants four figures per block: the L2 norm over all
-gradients of the block, the largest |g|, the variance, and the norm relative to the mean of all blocks. Reading a figure
-on the host waits for the GPU, so nothing is read here in a step: the reductions are enqueued, and `end_step` sends
-three numbers per block to pinned memory behind them. `drain(before=step)` reads the steps before this one, whose
-numbers have arrived while the GPU works on this one: its queue never runs dry. The result does not
-depend on when `drain` is called.
-
-Gradients that leave the device during backward (streamed weights that are trained) come one by one, by
-`add_gradient`.
+After each backward pass the policy wants four figures per block: the L2 norm over all gradients of the block, the
+largest |g|, the variance, and the norm relative to the mean of all blocks. Nothing is read on the host in a step: the
+reductions are enqueued, and `end_step` sends three numbers per block to pinned memory behind them. `drain(before=step)`
+reads the steps before this one, whose numbers have arrived while the GPU works on this one. The result does not depend
+on when `drain` is called. Gradients that leave the device during backward come one by one, by `add_gradient`.
 
 A gradient that is missing is not zero. A block with none is excluded for the step; if only some of its tensors lack
 one, these are left out of the figures and counted in `missing_tensors`. A block with NaN or infinity is excluded,
-because its norm is not known.
-
-`impact_of` is the other signal: the change of the loss if a weight were replaced, from tensors that backward has
-anyway.
+because its norm is not known. `impact_of` is the other signal: the change of the loss if a weight were replaced, from
+tensors that backward has anyway.
 
 Every gradient is cut into parts, each part gives (mean, variance, max |g|) in float32, and a block's parts are joined
-in float64: no large numbers are subtracted, so a variance far below the square of the mean is still right. Parts are
-joined in a fixed order, so the same gradients give the same bits, and a resumed run the same decisions.
+in float64 in a fixed order: a variance far below the square of the mean is still right, and the same gradients give the
+same bits. Plain torch is the definition, a part is a tensor; `triton_gradient_statistics` has parts of 64k numbers, one
+launch for all tensors of a type. `explain_reduce` says which it will be, and why.
 
-    definition   plain torch, a part is a tensor: runs anywhere, reads each gradient a few times
-    Triton       `triton_gradient_statistics`, a part is 64k numbers: one launch for all tensors of a type
-
-`explain_reduce` says which it will be, and why.
-
-Computes the rounding error of a weight in a format, W - W_hat, on its device and without waiting for it.
-
-`encode` checks that every number is finite, which waits for a GPU; in a training step nothing may wait. So weights are
-encoded here without that check: a weight that is not finite gives a difference that is not finite, and the reader of
-the resulting figure excludes it.
-
-W_hat is decoded to the type of W, in which the streaming runtime computes: this is the error of a real run.
+`rounding_error` is W - W_hat, with W_hat in the type that the stream computes in. It encodes without the check that
+every number is finite, which would wait for the GPU: the reader of the figure excludes what is not finite.
 """
 
 from __future__ import annotations
@@ -54,8 +39,6 @@ from bitplan.formats import Format
 from bitplan.formats.dispatch import Picked, decode, encode_unchecked
 from bitplan.streaming.selective.score import RawGradStats, StepStats, compare_blocks
 
-# ---- weight error ----------------------------------------------------------------------------------------------------
-
 
 @torch.no_grad()
 def rounding_error(weight: Tensor, fmt: Format | str) -> Tensor:
@@ -75,9 +58,6 @@ def linear_in_fast_type(inputs: Tensor, weight: Tensor) -> Tensor:
     """x W^T in the type of x on a GPU; on a CPU, which may have no hardware for small floats, in float32."""
     dtype = inputs.dtype if inputs.is_cuda else torch.float32
     return torch.nn.functional.linear(inputs.to(dtype), weight.to(dtype))
-
-
-# ---- gradient statistics ---------------------------------------------------------------------------------------------
 
 
 Blocks = Sequence[Sequence[Tensor]]

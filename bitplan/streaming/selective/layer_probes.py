@@ -6,7 +6,7 @@
 
 For an impact, x and W are needed when dL/dy arrives, and a streamed W is gone by then. So a hook on the layer's output
 saves both as autograd saves tensors, by the saved-tensor hooks that are active there: a streamed weight becomes a
-place, which the stream loads again with its block (`streaming.blocks.saved_tensors`), and checkpointing recomputes
+place, which the stream loads again with its block (`streaming.saved_tensors`), and checkpointing recomputes
 everything as usual. Of x only a copy of the measured rows is kept. Nothing waits for the device, and probes do not
 change the numbers of the step.
 
@@ -47,8 +47,6 @@ from bitplan.streaming.saved_tensors import outer_hooks
 from bitplan.streaming.selective.gradient_statistics import GradStatsCollector, impact_of, rounding_error
 from bitplan.streaming.selective.precision_units import LinearPlace, PrecisionUnits, high_or_low
 
-# ---- row sample ------------------------------------------------------------------------------------------------------
-
 
 def sample_rows(count: int, most: int, key: str) -> list[int] | None:
     """`most` rows of `count`, in order, each with weight count / most; None: all rows (most 0, or not fewer)."""
@@ -56,9 +54,6 @@ def sample_rows(count: int, most: int, key: str) -> list[int] | None:
         return None
     draw = random.Random(f"{key} {count} {most}").random
     return [min(count - 1, int((at + draw()) * count / most)) for at in range(most)]
-
-
-# ---- layer probes ----------------------------------------------------------------------------------------------------
 
 
 LOW_UNITS_IN_TURN = 8

@@ -84,7 +84,7 @@ class UnitState:
 
 @dataclass(frozen=True)
 class Trial:
-    """A switch whose effect on the loss is being measured: see `loss_trials`.
+    """A switch whose effect on the loss is being measured: see `training_policy`.
 
     switched   the precisions on trial
     suspects   units of which one raised the loss; empty until a probe has shown a rise
@@ -319,10 +319,10 @@ def _read_trial(reader: Reader, value: Any, units: Mapping[str, UnitState]) -> T
     low = one_of(*(name for name in PRECISIONS if name != "bf16"))
     switched = reader.keys("state.trial.switched", item["switched"], dict.fromkeys(units, low), ())
     suspects, probing = item["suspects"], item["probing"]
-    for each in ("suspects", "probing"):
-        for name in item[each]:
+    for key in ("suspects", "probing"):
+        for name in item[key]:
             if name not in switched:
-                reader.stop(f"state.trial.{each} names {name!r}, which is not on trial")
+                reader.stop(f"state.trial.{key} names {name!r}, which is not on trial")
     # Without suspects everything on trial is low in the probe; with suspects, some of these are.
     whole = not suspects and probing == list(switched)
     if not switched or not (whole or (set(probing) < set(suspects) and probing)):

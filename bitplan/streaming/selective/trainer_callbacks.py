@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +119,11 @@ class _TrainerSteps:
         self, load_policy: Callable[[SelectivePrecisionPolicy], None], load_weights: Callable[[], None]
     ) -> None:
         """Load both or neither: a policy must not decide from a training that the stream's weights have not had."""
-        policy, before = self.policy, None
-        if policy is not None:
-            before = policy.state_dict() if self.trains else None
-            load_policy(policy)
-        if self.trains:
-            with on_failure(lambda: policy and before and policy.load_state_dict(before)):
+        with ExitStack() as undo:
+            if self.policy is not None:
+                undo.enter_context(on_failure(partial(self.policy.load_state_dict, self.policy.state_dict())))
+                load_policy(self.policy)
+            if self.trains:
                 load_weights()
 
 

@@ -10,54 +10,28 @@
         optimizer.step(); optimizer.zero_grad()
         policy.end_step()
 
-All decisions are pure functions in `bitplan.plan`; this module applies them to the stream.
+Decisions are pure functions (`decide`); the policy applies them to the stream. Statistics are read one step late: at
+step s the decision sees the steps before s, whose numbers have reached the host while the device works on s, so its
+queue never runs dry, and a decision depends on what was measured, never on how fast it arrived. The one exception is
+`bandwidth_aware`, which is about speed: its measurements of the first steps are saved in the state.
 
-Statistics are read one step late: at step s the decision sees the steps before s, whose numbers have reached the host
-while the device works on s, so its queue never runs dry. The delay is the same on every machine: a decision depends on
-what was measured, never on how fast it arrived. The one exception is `bandwidth_aware`, which is about speed: its
-measurements of the first steps are saved in the state.
+ConductorLink passes transfer limits (`transfer.transfer_limits`) to the stream by the phase of a step. All slots of a
+busy ring are taken, so the rule about full copy slots applies only with a bridge of your own.
 
-Checks a policy before training, and warns of missing calls without which nothing would be decided.
+PrecisionTelemetry writes a line of JSON per update. The fields from `step_id` to `block_details` are Stagehand's, whose
+tools read these files; its `estimated_bandwidth_saving_pct` counts a low block as half a bf16 block, so the exact bytes
+stand beside it. Sensitivities and bytes are null where they are not known. The file is opened when training starts: a
+path that cannot be written is an error then, and not after an hour.
 
-Loss feedback: measures how a switch changed the loss, and undoes it if it did harm.
-
-A score predicts; a probe batch measures. The runtime takes its loss before and after a switch; this module has the
-rest, as state transitions that can be saved between any two probes:
+Loss feedback tries a switch: the loss of a probe batch is taken before and after it.
 
     begin_trial    the units that go low together are on trial
     judge_trial    within the tolerance        -> accepted
                    above it, several suspects  -> halve them and probe again: log2(n) probes find one
                    one suspect left            -> it goes back to bf16 and backs off; the others are probed again
-    until a probe is accepted or no unit is left. Each round removes one unit, so it ends.
 
-A back-off doubles with every rollback of the same unit. A loss that is not finite counts as above any tolerance.
-
-PrecisionTelemetry: one line of JSON per update, with Stagehand's fields, and the bytes that were really saved.
-
-The ten fields from `step_id` to `block_details` are Stagehand's; tools that read its files read these. Its
-`estimated_bandwidth_saving_pct` counts blocks (a low block as half a bf16 block), not bytes, so it is wrong for blocks
-of different sizes, and for scales and vectors that stay bf16: `bytes_sent` and `bytes_not_sent` are exact.
-
-    {"step_id": 50, "timestamp": 1234567.89, "blocks_bf16": 19, "blocks_int8": 29, "mean_sensitivity": 0.34,
-     "max_sensitivity": 0.87, "min_sensitivity": 0.04, "precision_changes": 2, "estimated_bandwidth_saving_pct": 30.2,
-     "block_details": {"block.0": {"precision": "int8", "sensitivity": 0.04, "reason": "...", "excluded": {}}},
-     "blocks_fp8": 0, "bytes_sent": 1234, "bytes_not_sent": 567, "blocks_int4": 0}
-
-Sensitivities are null where no block has one. Bytes are null where the caller does not know them.
-
-The file is opened when training starts, so that a path that cannot be written is an error then and not after an hour. A
-write that fails later does not stop the training.
-
-What a policy of selective precision gives to a stream, and what it learns from it.
-
-ConductorLink applies the transfer limits for each phase of a training step to a stream.
-
-`streaming.transfer.transfer_limits` decides; this module passes it the pressure that the stream reports, and passes its
-limits to the stream (`set_limits`), where they hold at once. The stream's step telemetry shows the limits and
-their reasons.
-
-All slots of a busy ring are taken, so the rule about full copy slots does not apply unless you give a bridge of your
-own; the rules about memory pressure and the optimizer's phase do.
+until a probe is accepted or no unit is left. A back-off doubles with every rollback of the same unit. A loss that is
+not finite counts as above any tolerance. Trials are state that can be saved between any two probes.
 """
 
 from __future__ import annotations
@@ -116,8 +90,6 @@ from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.telemetry import StreamStepStats
 from bitplan.streaming.training.host_training import GRADIENTS_WAITING
 from bitplan.streaming.transfer.transfer_limits import ConductorState, HeuristicPolicyBridge, Phase, RuntimeLimitHints
-
-# ---- policy link -----------------------------------------------------------------------------------------------------
 
 
 class ConductorLink:
@@ -196,9 +168,6 @@ class TransferMeter:
         return None if self.facts is None else {key: getattr(self.facts, key) for key in KEYS}
 
 
-# ---- telemetry -------------------------------------------------------------------------------------------------------
-
-
 _BEGINS = b'{"step_id": 0, "timestamp": '
 
 
@@ -251,7 +220,15 @@ def step_metrics(
         min_sensitivity=min(scores, default=None),
         precision_changes=sum(hint.changed for hint in hints.values()),
         estimated_bandwidth_saving_pct=estimate_saving_pct(len(hints) - counts["bf16"], len(hints)),
-        block_details={name: _detail(hint, (excluded or {}).get(name, {})) for name, hint in hints.items()},
+        block_details={
+            name: {
+                "precision": hint.precision,
+                "sensitivity": hint.sensitivity,
+                "reason": hint.reason,
+                "excluded": dict((excluded or {}).get(name, {})),
+            }
+            for name, hint in hints.items()
+        },
         blocks_fp8=counts["fp8"],
         bytes_sent=sent,
         bytes_not_sent=None if sent is None or in_bf16 is None else in_bf16 - sent,
@@ -262,15 +239,6 @@ def step_metrics(
 def estimate_saving_pct(low_blocks: int, blocks: int) -> float:
     """A rough estimate: a low block is half the bytes of a bf16 one, so 60% of the blocks save 30%."""
     return round(50.0 * low_blocks / blocks, 1) if blocks else 0.0
-
-
-def _detail(hint: BlockPrecisionHint, excluded: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        "precision": hint.precision,
-        "sensitivity": hint.sensitivity,
-        "reason": hint.reason,
-        "excluded": dict(excluded),
-    }
 
 
 class PrecisionTelemetry(JsonLog):
@@ -301,15 +269,8 @@ class PrecisionTelemetry(JsonLog):
     ) -> PrecisionStepMetrics:
         """Write the line of these hints, and return it."""
         metrics = step_metrics(step_id, hints, self.clock(), unit_bytes=unit_bytes, excluded=excluded)
-        self.write(metrics)
-        return metrics
-
-    def write(self, metrics: PrecisionStepMetrics) -> None:
-        """Append one line, in one write."""
         self.write_lines(asdict(metrics))
-
-
-# ---- loss trials -----------------------------------------------------------------------------------------------------
+        return metrics
 
 
 MAX_DOUBLINGS = 16
@@ -407,9 +368,6 @@ def _probe(state: PolicyState, trial: Trial, reason: str) -> tuple[PolicyState, 
         name: replace(state.units[name], precision=precision) for name, precision in precisions.items()
     }
     return replace(state.with_units(units), trial=trial), Verdict("probe", reason, precisions)
-
-
-# ---- setup checks ----------------------------------------------------------------------------------------------------
 
 
 log = logging.getLogger("bitplan")
@@ -538,9 +496,6 @@ class Reminders:
         if what not in self._said:
             self._said.add(what)
             log.warning("bitplan: %s", text)
-
-
-# ---- training policy -------------------------------------------------------------------------------------------------
 
 
 Probe = Callable[[], Tensor | float]
@@ -892,8 +847,6 @@ class SelectivePrecisionPolicy(Closing):
         document = load_document(path, SelectiveFileError)
         self.load_state_dict(document, accept_config_change=accept_config_change, where=str(path))
 
-
-# ---- before training -------------------------------------------------------------------------------------------------
 
 NUMBER = Kind("a number", is_number)
 _OBJECT_OR_NULL = Kind("an object, or null", lambda value: value is None or type(value) is dict)

@@ -1,6 +1,6 @@
-"""Trains streamed weights: FP32 masters on the host, gradients copied back, AdamW during the next transfers.
+"""HostTraining: FP32 masters of streamed weights on the host, gradients copied back, AdamW during the next transfers.
 
-    backward, device   gradient of a weight is ready -> gradient thread: copy it out to its place (`gradient_places`)
+    backward, device   gradient of a weight is ready -> gradient thread: copy it out to its place (`GradientPlaces`)
     end_step           optimizer thread, block after block in forward order: AdamW on the masters, encode, mark fresh
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
@@ -12,39 +12,17 @@ overlaps with its own backward, and why clipping takes no overlap away: it delay
 One call puts the whole update into the optimizer's queue: before that call the step does not count, after it the step
 does, wherever Ctrl-C comes. Gradients belong to their step, so a dropped step leaves none behind. If the optimizer
 itself fails between two blocks, the masters belong to two different steps, and every call raises until a state is
-loaded.
+loaded. The master is a bitplan WeightStore's: what is sent is derived from it, never the other way round.
 
-The master is a bitplan WeightStore's: the version that is sent is derived from it, never the other way round.
+Memory that is new to the process is expensive: the kernel clears each page at its first use, which takes longer than
+the bus. So a gradient is copied straight to its own place, the same in every step, and stays in its type until AdamW
+reads it, which multiplies by the factor of clipping. A second gradient of a weight in a step (accumulation) is added in
+float32, in memory that is made when it is first needed. A place is free again when its next gradient comes: the
+weight's forward of that step has waited for the update that read it.
 
-Clips the gradients of a step by the norm of all of them, as torch.nn.utils.clip_grad_norm_ does, to the bit.
-
-Gradients stay as they arrived: for its norm each is widened in one piece of memory, and AdamW multiplies by the factor
-(`StepGradients.factor`) as it reads.
-
-GradientPlaces: where the gradients of trained weights arrive on the host, the same memory in every step.
-
-Memory that is new to the process is expensive: the kernel maps and clears each page at its first use, and a gradient of
-180 MB takes longer for that than for crossing the bus. So a gradient is copied by the device straight to its own place,
-in the type it has there, and stays in that type until AdamW reads it. A second gradient of the same weight in a step
-(accumulation) needs float32: such sums have places of their own, made when they are first needed.
-
-A place is free again when its gradient comes: the weight's forward of that step has waited for the update that read it.
-
-BlockAdamW: AdamW over the float32 masters of one block, from gradients in any type
-(`streaming.training.host_training`).
-
-AdamW on the host: float32 masters and moments, a gradient in any type, new weights written to where they are sent.
-
-The definition is torch's fused AdamW (`adamw_torch`). It wants the gradient in float32, and the copy of the new weights
-is another pass: 46 bytes a number cross the host's memory where gradient and copy are BF16. `adamw_loop` does all of it
-in one pass, with 28, and the same bits: whether these are torch's on this machine is looked at once, before its first
-use.
-
-Tells a torch GradScaler about gradients on the host, and asks it about those on the device.
-
-A scaler notes, for each optimizer, whether its gradients overflowed: `step(optimizer)` then does nothing, and `update`
-lowers the scale. Streamed weights and the optimizer's are one model, so they are stepped together or not at all. There
-is no public way to give a scaler another's overflow; these notes have had their form since torch 1.6.
+AdamW is torch's fused one by definition (`adamw_torch`), which makes 46 bytes a number cross the host's memory where
+gradient and sent weights are BF16; `adamw_loop` takes one pass, with 28. Whether it has torch's bits on this machine is
+looked at before its first use.
 """
 
 from __future__ import annotations
@@ -73,12 +51,10 @@ from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
 from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, pieces, step_by_torch
 from bitplan.streaming.training.processes import ROLL_CALL_S, Processes
+from bitplan.streaming.training.small_moments import SmallMoments
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
-
-# ---- grad scaler -----------------------------------------------------------------------------------------------------
-
 
 NOTES = "found_inf_per_device"
 
@@ -99,9 +75,6 @@ def share_overflow(
     if overflowed or not notes:  # a scaler refuses to step an optimizer of which it has no note
         notes[here.device] = torch.tensor(float(overflowed))
     return overflowed
-
-
-# ---- adamw -----------------------------------------------------------------------------------------------------------
 
 
 LOOP_TYPES = (torch.float32, torch.bfloat16)  # of gradients, and of what is sent
@@ -148,33 +121,62 @@ def loop_choice() -> Picked:
     return Picked("numba", "one pass of the host's memory, with torch's bits")
 
 
-# ---- host adamw ------------------------------------------------------------------------------------------------------
-
-
+SMALL_AT_A_TIME = 2**18  # moments that are decoded at a time: they stay in the processor's caches
 NUMBERS_AT_A_TIME = 2**24  # for torch's AdamW: with smaller pieces every call waits for all its threads
 
 
 class BlockAdamW:
     """Masters (contiguous, float32), their moments, and how often each was stepped."""
 
-    def __init__(self, masters: Mapping[str, Tensor]) -> None:
-        self.masters = dict(masters)
+    def __init__(self, masters: Mapping[str, Tensor], *, is_small: bool = False) -> None:
+        """is_small: moments are in 8 bits."""
+        self.masters, self._is_small = dict(masters), is_small
         self.slice_of: Callable[[Tensor], Tensor] = lambda tensor: tensor  # that is stepped here, of each master
-        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self._moments: dict[str, tuple[Tensor, Tensor] | SmallMoments] = {}
         self.steps = dict.fromkeys(masters, 0)
         prepare_adamw(masters.values())
 
     def divide(self, processes: Processes) -> None:
         """From now on step only this process's slice of every master, and keep the moments of that alone."""
+        present = {name: self.read_moments(name) for name in self.masters}
         self.slice_of = processes.own_slice
-        for name, (first, second) in self.moments.items():
-            self.moments[name] = self.slice_of(first).clone(), self.slice_of(second).clone()
+        for name, moments in present.items():
+            if moments is not None:
+                first, second = (self.slice_of(one).clone() for one in moments)
+                self.set_moments(name, (first, second))
 
     def make_moments(self, name: str) -> None:
         """As AdamW does in its first step."""
-        if name not in self.moments:
+        if name not in self._moments:
             master = self.slice_of(self.masters[name])
-            self.moments[name] = torch.zeros_like(master), torch.zeros_like(master)
+            small = SmallMoments.zeros(master.numel()) if self._is_small else None
+            self._moments[name] = small or (torch.zeros_like(master), torch.zeros_like(master))
+
+    def read_moments(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """The moments of this process's slice in float32: the ones in use, or decoded; None before the first step."""
+        moments = self._moments.get(name)
+        if not isinstance(moments, SmallMoments):
+            return moments
+        master = self.slice_of(self.masters[name])
+        first, second = moments.read()
+        return first.view(master.shape), second.view(master.shape)
+
+    def set_moments(self, name: str, moments: tuple[Tensor, Tensor] | None) -> None:
+        """Take these for the moments of this process's slice, which they are of."""
+        self._moments.pop(name, None)
+        if moments is None:
+            return
+        if self._is_small:
+            self.make_moments(name)
+            first, second = (one.detach().reshape(-1).clone() for one in moments)
+            cast(SmallMoments, self._moments[name]).write(first, second)
+        else:
+            self._moments[name] = moments
+
+    @property
+    def moment_bytes(self) -> int:
+        """What moments take on the host."""
+        return sum(part.nbytes for moments in self._moments.values() for part in moments)
 
     def step(
         self,
@@ -190,15 +192,26 @@ class BlockAdamW:
         for name, gradient in gradients.items():
             self.make_moments(name)
             master, gradient = self.slice_of(self.masters[name]), self.slice_of(gradient)
-            tensors = AdamWTensors(master, gradient, *self.moments[name], (sent or {}).get(name))
-            of = settings[name]
+            of, moments = settings[name], self._moments[name]
             rates = AdamWRates(of.lr, of.betas, of.eps, of.weight_decay, self.steps[name] + 1, factor)
-            if master.numel():
-                step_adamw(tensors, rates, scratch)
+            given = (master, gradient) if name not in (sent or {}) else (master, gradient, (sent or {})[name])
+            if isinstance(moments, SmallMoments):
+                self._step_small(name, given, moments, rates, scratch)
+            elif master.numel():
+                step_adamw(AdamWTensors(*given[:2], *moments, *given[2:]), rates, scratch)
             self.steps[name] += 1
 
-
-# ---- gradient places -------------------------------------------------------------------------------------------------
+    def _step_small(
+        self, name: str, given: Sequence[Tensor], moments: SmallMoments, rates: AdamWRates, scratch: Tensor
+    ) -> None:
+        """Some numbers at a time: decode their moments, step, encode them again."""
+        start = 0
+        for weights, gradient, *sent in pieces(given, SMALL_AT_A_TIME):
+            part = moments.part(start, start + len(weights))
+            first, second = part.read()
+            step_adamw(AdamWTensors(weights, gradient, first, second, *sent), rates, scratch)
+            part.write(first, second, f"{name} {rates.step} {start}")
+            start += len(weights)
 
 
 NUMBERS_ADDED_AT_A_TIME = 2**22
@@ -327,9 +340,6 @@ class StepGradients:
             self.factor = 1.0
 
 
-# ---- clipping --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Graded:
     """An object with the one field of a parameter that torch's clipping reads."""
@@ -357,9 +367,6 @@ def clip_step(gradients: StepGradients, keys: Sequence[Key], max_norm: float, al
 
 def _norm_of(norms: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.tensor(0.0)
-
-
-# ---- host training ---------------------------------------------------------------------------------------------------
 
 
 Result = TypeVar("Result")
@@ -406,6 +413,7 @@ class HostTraining:
         *,
         pinned: bool = True,
         shards: bool = False,
+        small_moments: bool = False,
     ) -> None:
         """pinned: gradients arrive in pinned memory, as much as the trained weights take.
 
@@ -435,11 +443,12 @@ class HostTraining:
                 name: WeightStore(master, name=f"{block.name}.{name}") for name, master in masters.items()
             }
             # One optimizer a block, so that each can be stepped, and its block sent, before the others.
-            self._optimizers[block.name] = BlockAdamW(masters)
+            self._optimizers[block.name] = BlockAdamW(masters, is_small=small_moments)
             specs[block.name] = {name: block.specs[name] for name in masters}
         self._places = GradientPlaces(device, specs, pinned=pinned)
         self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
-        names = [f"{block}.{name}" for block, masters in self._masters.items() for name in masters]
+        self._keys = [(block, name) for block, masters in self._masters.items() for name in masters]
+        names = [f"{block}.{name}" for block, name in self._keys]
         self._flag_of = {name: number for number, name in enumerate(names)}
         self._finite = FiniteCheck(device, names)
         self.failure: Exception | None = None
@@ -481,8 +490,7 @@ class HostTraining:
 
     def _settings_now(self) -> dict[Key, AdamWSettings]:
         common = replace(self.settings, lr=self.lr)
-        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
-        return {key: self.own_settings.get(key, common) for key in keys}
+        return {key: self.own_settings.get(key, common) for key in self._keys}
 
     def trains(self, block: str, name: str) -> bool:
         return name in self._masters.get(block, {})
@@ -496,6 +504,11 @@ class HostTraining:
         version = store.morph(fmt)
         store.drop(fmt)
         return version
+
+    @property
+    def moment_bytes(self) -> int:
+        """What AdamW's moments take on the host of this process."""
+        return sum(one.moment_bytes for one in self._optimizers.values())
 
     def limit_gradients(self, in_flight: int | None) -> None:
         """How many gradients may be on their way to the host before backward waits; None: GRADIENTS_WAITING."""
@@ -543,6 +556,11 @@ class HostTraining:
         try:
             if gradients.overflowed is not None:
                 raise StreamError(f"{what}: it came after unscale_gradients; call that after the step's last backward")
+            if gradients.is_averaged:
+                raise StreamError(
+                    f"{what}: it came after clip_gradients, which has averaged the gradients of all processes; call "
+                    "that after the step's last backward"
+                )
             gradients.apply_factor()  # of clipping before this backward
             before = gradients.sums.get(key)
             target = gradients.places.target(key, gradient.dtype, is_first=before is None)
@@ -599,8 +617,7 @@ class HostTraining:
             is_finite = check()
         except Exception as error:
             failure = error
-        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
-        kinds = [gradients.kind(key) for key in keys]
+        keys, kinds = self._keys, [gradients.kind(key) for key in self._keys]
         rows = self.processes.agree(call, gradients.step, failure, [int(is_finite), *kinds])
         if not all(row[0] for row in rows):
             return False
@@ -655,8 +672,7 @@ class HostTraining:
             )
 
     def _scale(self, gradients: StepGradients, max_norm: float, also: Sequence[Tensor] = ()) -> float:
-        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
-        self.gradient_norm = clip_step(gradients, keys, max_norm, also)
+        self.gradient_norm = clip_step(gradients, self._keys, max_norm, also)
         return self.gradient_norm
 
     def abandon(self) -> None:
@@ -818,7 +834,7 @@ class HostTraining:
         """Every trained parameter by full name, as it is now; call `finish` first, for updates write these tensors."""
         return {
             f"{block}.{name}": Trained(
-                master.detach(), self._optimizers[block].moments.get(name), self._optimizers[block].steps[name]
+                master.detach(), self._optimizers[block].read_moments(name), self._optimizers[block].steps[name]
             )
             for block, masters in self._masters.items()
             for name, master in masters.items()
@@ -852,11 +868,11 @@ class HostTraining:
             for name, master in masters.items():
                 saved = trained[f"{block}.{name}"]
                 self.stores[block][name].update(saved.master)
-                optimizer.moments.pop(name, None)
-                optimizer.steps[name] = saved.steps
+                optimizer.steps[name], moments = saved.steps, None
                 if saved.moments is not None:
                     first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)
-                    optimizer.moments[name] = optimizer.slice_of(first), optimizer.slice_of(second)
+                    moments = optimizer.slice_of(first), optimizer.slice_of(second)
+                optimizer.set_moments(name, moments)
         self.torn = None
 
     def close(self, error: BaseException | None = None) -> None:

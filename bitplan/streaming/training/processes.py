@@ -27,6 +27,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from torch import Tensor, distributed, nn
 from bitplan.base.text import visible
 from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 
-SLICE_ALIGNMENT = 64  # numbers: AdamW's vectors are whole in every slice, so that slices have the bits of the whole
+SLICE_ALIGNMENT = 256  # numbers: AdamW's vectors and blocks of small moments are whole in every slice
 BUNDLE_BYTES = 2**26  # of gradients that are sent together
 ROLL_CALL_S = 5.0  # how long the others have to say that they are there
 SHOWN_CHARACTERS = 2000  # of another process's message
@@ -61,7 +62,7 @@ def hide_from_ddp(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
     return undo
 
 
-class ProcessLostError(TransferError):
+class PeerLostError(TransferError):
     """Another process has ended, or does not answer."""
 
 
@@ -136,11 +137,8 @@ class Processes:
         for bundle in _bundles(tensors):
             sent = self._rows(bundle)
             received = torch.empty_like(sent)
-            self._meet(
-                lambda sent=sent, received=received: distributed.all_to_all_single(
-                    _bytes(received), _bytes(sent), group=self._numbers
-                ),
-            )
+            exchange = partial(distributed.all_to_all_single, _bytes(received), _bytes(sent), group=self._numbers)
+            self._meet(exchange)
             total = received[0].float()
             for row in received[1:]:
                 total += row
@@ -188,7 +186,7 @@ class Processes:
     def leave(self, error: BaseException | None) -> None:
         """Close the connections; an error is left for the others to read."""
         groups, self._words, self._numbers = {self._words, self._numbers}, None, None
-        if error is not None and not isinstance(error, ProcessLostError):
+        if error is not None and not isinstance(error, PeerLostError):
             words = visible(f"{type(error).__name__}: {error}", SHOWN_CHARACTERS)
             self._try_store(lambda: self._store.set(self._key("ended"), words))
         if distributed.is_initialized():
@@ -201,7 +199,7 @@ class Processes:
         except RuntimeError as error:  # what gloo and the store raise when a connection ends or time is up
             traceback.clear_frames(error.__traceback__)  # they hold the group, and what is held stays connected
             explained = self._explain(error)
-            raise ProcessLostError(f"{self._where}: rank {self.rank} of {self.count}: {explained}") from None
+            raise PeerLostError(f"{self._where}: rank {self.rank} of {self.count}: {explained}") from None
 
     def _explain(self, error: RuntimeError) -> str:
         cause = re.sub(r"^\[\S+\] |\. This is typically.*", "", (str(error).strip().splitlines() or ["?"])[0])

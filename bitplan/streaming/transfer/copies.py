@@ -1,25 +1,19 @@
-"""Transfer, one copy of one block to the device; and the thread for copies that would block the caller.
+"""Transfer, one copy of one block to the device, and Worker, the thread for copies that would block the caller.
 
 A transfer has two waits. The host waits until the copy is in the device's queue (`launched`): not at all for pinned
 memory, for the staging of pageable memory and files, for the optimizer where weights are being updated. The device
 waits for the copy itself, by events. A job that fails leaves its error in the transfer, for the thread that waits for
-it; every wait notices a dead thread. Every wait has a limit.
+it; every wait notices a dead thread, and has a limit. Ctrl-C may come between any two lines: nothing is counted beside
+the queue itself, one call puts a job into it, and there is no lock of Python's that an interrupt could leave locked
+(threading.Event and Condition have one).
 
-Ctrl-C may come between any two lines. So nothing here is counted beside the queue itself, one call puts a job into it,
-and there is no lock of Python's that an interrupt could leave locked (threading.Event and Condition have one).
+Turns let one thread at a time use a stream. Forwards outside a step take turns block by block; a step belongs to the
+thread that computes in it first, because another could load a block between the moment when autograd asks for a weight
+and its use.
 
-FiniteCheck: detects NaN and infinity in what blocks compute, and in gradients, without waiting for the device.
-
-Each block has a number on the device, to which 0 times the sum of the block's output is added: it becomes NaN if
-anything in the output is not finite. At the end of the step the numbers are copied to the host asynchronously, and read
-when they have arrived: at end_step, or else at the next begin_step. The first such block, in forward order, is the
+FiniteCheck detects NaN and infinity without waiting for the device: 0 times the sum of a block's output is added to a
+number on the device, which is sent to the host at the end of the step. The first such block, in forward order, is the
 cause.
-
-Turns: one thread at a time uses a stream, and a step belongs to the thread that computes in it first.
-
-Forwards outside a step take turns block by block: each block is loaded, computes and leaves the modules as they were.
-Within a step turns would not do: between the moment when autograd asks for a weight and its use, another thread could
-load another block there. So other threads are refused.
 """
 
 from __future__ import annotations
@@ -38,8 +32,6 @@ from torch import Tensor
 
 from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.streaming.transfer.devices import Copied, Mark, StreamDevice
-
-# ---- turns -----------------------------------------------------------------------------------------------------------
 
 
 class Turns:
@@ -96,9 +88,6 @@ def alone(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Conca
             return method(self, *args, **kwargs)
 
     return in_turn
-
-
-# ---- finite check ----------------------------------------------------------------------------------------------------
 
 
 class SentFlags(NamedTuple):
@@ -167,9 +156,6 @@ def _float_tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, tuple | list):
         for item in output:
             yield from _float_tensors(item)
-
-
-# ---- copies ----------------------------------------------------------------------------------------------------------
 
 
 POLL_S = 0.05

@@ -33,8 +33,6 @@ from bitplan.streaming.transfer.copies import Transfer, Worker
 from bitplan.streaming.transfer.devices import Copied, Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import HostBlocks, exact_buffer
 
-# ---- slot decode -----------------------------------------------------------------------------------------------------
-
 
 class SlotDecoder:
     """The weights of blocks in slots. Everything kept here is for one set of buffers: `forget` it when they change."""
@@ -116,9 +114,6 @@ class SlotDecoder:
             finally:
                 graph.capture_end()
         return graph
-
-
-# ---- slot ring -------------------------------------------------------------------------------------------------------
 
 
 Waiting = Callable[[], None]

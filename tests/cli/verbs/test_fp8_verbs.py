@@ -122,7 +122,7 @@ def test_into_a_policy(capsys):
     capsys.readouterr()
     assert merge("a.json", "--into", "p.json") == 0  # the worse of two measurements of a point stays
     assert merge("a.json", "--into", version_1()) == 2
-    assert "--into needs version 2" in capsys.readouterr().err
+    assert "a policy of version 1 keeps no points to add to" in capsys.readouterr().err
 
 
 def test_no_reports(capsys):

@@ -463,3 +463,19 @@ def test_text_errors_are_of_the_library_too(here):
     (here / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(FileFormatError, match="not UTF-8"):
         read_text("latin.txt")
+
+
+def test_inputs_are_rounded_beside_weights(made, capsys):
+    options = ["--text", str(made / "text.txt"), "--context", "32", "--no-floor", "--json"]
+    assert run(["perplexity", str(made / "llama"), *options, "-f", "int8_row"]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert run(["perplexity", str(made / "llama"), *options, "-f", "int8_row", "--inputs", "fp8"]) == 0
+    rounded = json.loads(capsys.readouterr().out)
+    assert kept["inputs"] is None
+    assert rounded["inputs"] == "fp8_e4m3_row"
+    labels = [row["format"] for row in rounded["rows"]]
+    assert labels == ["llama, inputs fp8_e4m3_row", "int8_row, inputs fp8_e4m3_row"]
+    assert rounded["reference_row"] == kept["reference_row"]
+    assert rounded["rows"][1]["kl"]["mean"] > 2 * kept["rows"][0]["kl"]["mean"]
+    assert run(["perplexity", str(made / "llama"), *options, "--inputs", "int3"]) == 2
+    assert "--inputs: no format of inputs 'int3'" in capsys.readouterr().err

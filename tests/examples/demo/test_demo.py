@@ -1,4 +1,4 @@
-"""`bitplan demo --fast` from the shell: every file, the page in a browser, the same figures again, and Ctrl-C."""
+"""The demo with `--fast` from the shell: every file, the page in a browser, the same figures again, and Ctrl-C."""
 
 from __future__ import annotations
 

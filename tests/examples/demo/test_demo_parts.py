@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.packed.crossover_files import gpu_fingerprint
+from bitplan.packed.crossover import gpu_fingerprint
 from bitplan.plan import Manifest, Plan
 from bitplan.plan.plan import Choice, Planned
 from bitplan.report import write_report

@@ -1,4 +1,4 @@
-"""The judgement on a confirmed block, and how its inputs are seen."""
+"""The verdict on a confirmed block, and how its inputs are seen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bitplan.base.paired_timing import Timed
-from bitplan.fp8.bench.confirm import inputs_without_example, judge, seen_inputs
+from bitplan.fp8.bench.confirm import inputs_without_example, seen_inputs, verdict_of
 from bitplan.fp8.policy.vocabulary import Fp8Error
 
 
@@ -31,14 +31,14 @@ EIGHT = ok(*[10.0] * 8)
         (Timed("error", message="no kernel"), 1.0, "unmeasured"),
     ],
 )
-def test_judge(plan, threshold, answer):
-    result = judge("layers.0", EIGHT if len(plan.samples_ms) != 1 else ok(10.0), plan, threshold)
+def test_verdicts(plan, threshold, answer):
+    result = verdict_of("layers.0", EIGHT if len(plan.samples_ms) != 1 else ok(10.0), plan, threshold)
     assert result.answer == answer
     assert ("BF16 is kept" in result.reason) == (answer != "win")
 
 
 def test_bf16_that_cannot_run_confirms_nothing():
-    result = judge("layers.0", Timed("oom", message="memory"), ok(*[8.0] * 8), 1.0)
+    result = verdict_of("layers.0", Timed("oom", message="memory"), ok(*[8.0] * 8), 1.0)
     assert (result.answer, result.speedup) == ("unmeasured", None)
     assert "BF16 could not be run (oom): memory" in result.reason
 

@@ -208,12 +208,12 @@ def expert_casts(*scalings):
             if scaling != "tensor" and not (scaling == "row" and rows):
                 constants["state_ptr"] = None
             if scaling in ("tensor", "row"):
-                maxima = of(experts._cast_tiles, made, constants | dict(MAXIMA=True))
-                largest = compile(experts._cast_tiles, *maxima, launch.warps)
+                maxima = of(experts._cast_words, made, constants | dict(MAXIMA=True))
+                largest = compile(experts._cast_words, *maxima, launch.warps)
                 assert largest.asm["ptx"].count("ld.global.v4.b32") >= 8 and machine_code(largest)[1] == 0
-            ways = [(experts._cast_tiles, False)]
+            ways = [(experts._cast_words, False)]
             if scaling == "tensor":
-                ways = [(experts._cast_tiles, True), (experts._check_tiles, True)] + ways * (rows and cols)
+                ways = [(experts._cast_words, True), (experts._check_tiles, True)] + ways * (rows and cols)
             for kernel, guessed in ways:
                 name = (kernel.__name__, scaling, tokens, rows, cols, guessed)
                 given = of(kernel, made, constants | dict(GUESSED=guessed))

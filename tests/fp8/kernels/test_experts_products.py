@@ -323,7 +323,7 @@ for scaling, group in [("row", 0), ("tensor", 0), ("1x128", 0), ("128x128", 256)
     pointers |= dict(out_t_ptr="*u8", scale_t_ptr="*fp32") | cast_tables | dict(amax_t_ptr="*i32")
     fixed |= dict(FP8="e5m2" if scaling == "row" else "e4m3")
     for maxima in (True, False) if scaling in ("row", "tensor") else (False,):
-        ptx = build(cast._cast_tiles, pointers | dict(tokens="i32", cols_stride="i32", eps="fp32"),
+        ptx = build(cast._cast_numbers, pointers | dict(tokens="i32", cols_stride="i32", eps="fp32"),
                     fixed | dict(MAXIMA=maxima))
         assert ("cvt.rn.satfinite.e" in ptx) != maxima
 kinds = {"e4m3": "fp8e4nv", "e5m2": "fp8e5"}

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from bitplan.base.loops import launch as launches
-from bitplan.fp8.kernels import bound_norm, guessed_cast
+from bitplan.fp8.kernels import guessed_cast
 from bitplan.fp8.kernels.activation import width_of
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.fp8.layers import bound_operators, joined_mlp, linear_function, scale_guesses, weight_casts
@@ -140,7 +140,7 @@ class PretendedGpu:
             (bound_operators, "current_stream", lambda _: 7),
         ):
             monkeypatch.setattr(owner, name, value, raising=False)
-        for module in (bound_operators, guessed_cast, bound_norm):
+        for module in (bound_operators, guessed_cast):
             monkeypatch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
 
     def _record(self, name: str, grid: tuple[int, ...], addresses: tuple[int, ...], tail: tuple[Any, ...]) -> None:

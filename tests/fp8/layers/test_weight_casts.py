@@ -178,11 +178,11 @@ def test_together_leaves_alone_what_is_held_and_answers_only_for_its_own() -> No
     model = stack(3, "cpu")
     how = ("tensorwise", 0.0)
     together = Replayed([(each.weight, *how) for each in model[:2]])
-    fp8_weight_casts._together |= {fp8_weight_casts._place(each.weight): together for each in model[:2]}
+    fp8_weight_casts._together |= {fp8_weight_casts._memory_key(each.weight): together for each in model[:2]}
     hold_weight_casts(model[0])
     held = kept_casts(model[0].weight)
     assert not together.refresh(model[1].weight, how)  # half of them are current
-    fp8_weight_casts._kept[fp8_weight_casts._place(model[0].weight)].version = -1  # changed
+    fp8_weight_casts._kept[fp8_weight_casts._memory_key(model[0].weight)].version = -1  # changed
     third = Replayed([(each.weight, *how) for each in model])
     assert third.refresh(model[2].weight, how)
     again = kept_casts(model[0].weight)
@@ -235,7 +235,7 @@ def test_the_first_that_is_asked_for_has_all_cast(recipe) -> None:
         assert all(kept_casts(each.weight) is not None for each in model), step
         for one, other in zip(gradients(model, x), gradients(plain, x), strict=True):
             assert torch.equal(one, other)
-    assert len({id(fp8_weight_casts._together[fp8_weight_casts._place(each.weight)]) for each in model}) == 1
+    assert len({id(fp8_weight_casts._together[fp8_weight_casts._memory_key(each.weight)]) for each in model}) == 1
 
 
 @pytest.mark.gpu

@@ -117,7 +117,7 @@ def test_a_folder_is_complete(packed):
     assert len(shards) > 1
     assert all(path.stat().st_size < 50_000 for path in shards)
     said = json.loads((packed / "config.json").read_text())["quantization_config"]
-    assert (said["quant_method"], said["version"]) == ("bitplan", 1)
+    assert (said["quant_method"], said["version"]) == ("bitplan; import bitplan.transformers before from_pretrained", 1)
     assert Plan.load(packed / said["plan"])["model.norm.weight"].format == "float32"
 
 
@@ -490,13 +490,15 @@ def test_transformers_without_the_plug_in_refuses_a_packed_folder(packed):
     command = [sys.executable, "-c", WITHOUT_PLUGIN, str(packed)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert re.search("refused: .*mismatch", done.stdout), done.stderr
-    assert "quantization_config attribute in config.json" in done.stderr  # where transformers points, the way is said
-    words = json.loads((packed / "config.json").read_text())["quantization_config"]["load_with"]
-    assert "import bitplan.transformers before from_pretrained" in words
+    first = next(line for line in done.stderr.splitlines() if "quantization" in line)
+    assert "got bitplan; import bitplan.transformers before from_pretrained - " in first
 
 
 def test_codes_in_the_shape_of_their_weight_which_earlier_versions_wrote_are_read(packed, tmp_path):
     shutil.copytree(packed, tmp_path / "old")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "bitplan"  # and so they called it
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
     for path in (tmp_path / "old").glob("*.safetensors"):
         with safetensors.safe_open(path, "pt") as file:
             metadata = {key: value for key, value in file.metadata().items() if key != "bitplan_crc32"}

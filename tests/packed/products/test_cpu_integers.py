@@ -145,3 +145,15 @@ def test_smaller_cpus_give_the_same(cpu: str, tmp_path: object) -> None:
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_compiled_graphs_round_inputs_as_well() -> None:
+    layer = QuantLinear(bitplan.encode(torch.randn(32, 128), "q4_0_gguf"), inputs="int8")
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for rows in (1, 9):
+            x = torch.randn(rows, 128)
+            assert torch.equal(compiled(x), layer(x))
+        layer.inputs = "keep"
+        assert torch.equal(compiled(x), layer(x))

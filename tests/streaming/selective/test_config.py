@@ -217,12 +217,6 @@ def test_a_forced_block_forces_its_layers_and_the_longer_name_wins(name, expecte
     assert result == expected
 
 
-def test_units_follow_the_granularity():
-    blocks = {"b.0": ["attn", "mlp"], "b.1": ["attn"]}
-    assert config().units(blocks) == ["b.0", "b.1"]
-    assert config(granularity="layer").units(blocks) == ["b.0.attn", "b.0.mlp", "b.1.attn"]
-
-
 def test_formats_of_precisions():
     result = config(int8_format="int8_g128")
     assert [result.format_of(name) for name in ("bf16", "int8", "fp8")] == ["bfloat16", "int8_g128", "fp8_e4m3_row"]

@@ -82,10 +82,7 @@ def train(rank: int, _count: int, *, dtype: torch.dtype = torch.float32, **optio
             with one_step(stream, step):
                 losses.append(backward(model, batch(10 * step + rank, dtype)))
         assert stream.training is not None
-        held = sum(
-            one.numel() for block in stream.training._optimizers.values() for one in sum(block.moments.values(), ())
-        )
-        return {"losses": losses, "tensors": tensors_of(stream), "moments": held}
+        return {"losses": losses, "tensors": tensors_of(stream), "moments": stream.training.moment_bytes}
 
 
 def train_alone(count: int, *, dtype: torch.dtype = torch.float32, joined: bool = False, **options: Any) -> Result:
@@ -241,6 +238,28 @@ def resume(rank: int, _count: int) -> Result:
                     backward(other, batch(10 * step + rank))
             results[name] = tensors_of(stream)
     return results
+
+
+def clip_too_early(_rank: int, _count: int) -> Result:
+    """A backward after clipping, which has averaged the gradients already."""
+    model = frozen_outside(make_stack(adapters=False, count=2))
+    with streaming(model, train="weights") as stream:
+        with one_step(stream, 0):
+            backward(model, batch(0))
+            stream.clip_gradients(1.0)
+            backward(model, batch(0))
+        stream.synchronize()
+    return {}
+
+
+def train_adapters(rank: int, _count: int) -> Result:
+    """Adapters under DistributedDataParallel, which leaves the streamed base alone."""
+    model = make_stack(adapters=True, count=2)
+    with streaming(model, formats="int8_row") as stream:
+        ddp = DistributedDataParallel(model)
+        with one_step(stream, 0):
+            backward(ddp, batch(rank))
+        return {"tensors": {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}}
 
 
 def differ(rank: int, _count: int) -> Result:

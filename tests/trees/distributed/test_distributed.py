@@ -175,8 +175,9 @@ def test_bytes_of_a_tree_are_counted(pool):
     model = trees.BoostedTreesRegressor(**settings).fit(x, y)
     for place, tree in enumerate(model.booster_.trees):
         smaller = wire_form(GradientPrecision.I16, int(tree.leaf_rows.min())).bytes_per_cell
-        expected = 2 * 8 + 8 + bins * (8 + smaller)  # scales, row count, root, smaller child
-        expected += 3 * 16  # the sizes of the three
+        # Largest numbers, rows near them, row count, root, smaller child, sums of two leaves.
+        expected = 2 * 8 + 2 * 8 + 8 + bins * (8 + smaller) + 2 * 2 * 8
+        expected += 5 * 16  # the sizes of what is sent in each step
         assert [answer["fit"].bytes_by_tree[place] for answer in answers] == [expected] * 2
     assert "3 trees" in str(answers[0]["fit"])
 

@@ -1,0 +1,310 @@
+"""One token after another through a packed model on a CPU, without the calls of its modules.
+
+A small model's token is a few milliseconds of products, and as long again in the modules of transformers between them.
+Models whose structure is known do without: blocks of RMS norm, attention with rotary positions, RMS norm and gated MLP,
+each added to what goes past. That is seen in a run without numbers (`bitplan.describe`), not in names.
+
+Before it is used, it is compared: the model itself makes a token, and inputs and outputs of every product are kept; the
+steps here, given the same outputs, must come to the same inputs, and to its logits. A model that computes anything else
+(another scale of scores, biases of positions, capped logits) differs there, and keeps its own forward. `why_not` says
+the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bitplan.base.errors import PlanError
+from bitplan.packed.fused_projections import JointProjection, view_of
+from bitplan.packed.quant_linear import QuantLinear
+from bitplan.plan.structure.model_view import LinearUse, ModelView, NormUse
+
+TOLERANCE = 1e-4  # of the largest input of a product
+ROOM = 256  # tokens by which memory for keys and values grows
+# Kinds of rotary positions whose angles do not depend on the length of the text.
+FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+Bound = Callable[[Tensor, Sequence[int]], Tensor | None]  # an input, the result's shape -> the result
+Multiply = Callable[[Tensor, tuple[str, ...]], Tensor]  # an input, and the layers that read it -> their outputs
+
+
+@dataclass(frozen=True)
+class _Norm:
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        row = x.view(-1)  # a third of the time of torch.rms_norm, which is a chain of operators on a CPU
+        return (x * self.weight).mul_((torch.dot(row, row).item() / len(row) + self.eps) ** -0.5)
+
+
+@dataclass(frozen=True)
+class _Block:
+    before: _Norm
+    queries: tuple[str, ...]  # paths of the layers of queries, keys and values
+    output: tuple[str, ...]
+    between: _Norm
+    gate_up: tuple[str, ...]
+    down: tuple[str, ...]
+    act: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Structure:
+    blocks: tuple[_Block, ...]
+    last: _Norm
+    head: tuple[str, ...]
+    rotary: nn.Module
+    layers: dict[str, QuantLinear]
+
+
+class _UnknownError(Exception):
+    """What a model computes is not known to be what is computed here."""
+
+
+_structures: WeakKeyDictionary[nn.Module, _Structure | str] = WeakKeyDictionary()
+
+
+def structure_of(model: nn.Module) -> _Structure | str:
+    """The parts of a model in the order of its run, or why its steps are not known."""
+    known = _structures.get(model)
+    if known is None:
+        try:
+            known = _see(model, view_of(model))
+        except (PlanError, _UnknownError) as error:
+            known = str(error)
+        _structures[model] = known
+    return known
+
+
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise _UnknownError(reason)
+
+
+def _see(model: nn.Module, view: ModelView) -> _Structure:
+    _require(not view.unknown and not view.changed, "a part of the model could not be followed")
+    config = model.config
+    _require(getattr(config, "sliding_window", None) is None, "attention goes through a window")
+    rotary = [module for module in model.modules() if "inv_freq" in module._buffers]
+    _require(len(rotary) == 1, "there is not one module of rotary positions")
+    _require(getattr(rotary[0], "rope_type", "default") in FIXED_ANGLES, "angles of positions depend on the length")
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    linears = {linear.weight: linear for linear in view.linears}
+    _require(len(linears) == len(view.linears), "a weight is read more than once")
+    _require(all(linear.path in layers for linear in view.linears), "not all of its products are packed")
+    norms = {norm.input: norm for norm in view.norms}
+    residuals = {residual.kept: residual for residual in view.residuals}
+    blocks, value = [], view.norms[0].input if view.norms else -1
+    for attention, mlp in zip(view.attentions, view.gated, strict=len(view.attentions) == len(view.gated)):
+        first = residuals.get(value)
+        second = None if first is None else residuals.get(first.output)
+        _require(first is not None and second is not None, "blocks are not a sum of attention and MLP")
+        assert first is not None
+        assert second is not None
+        before, between = norms.get(value), norms.get(first.output)
+        names = (*attention.queries, *attention.keys, *attention.values)
+        reading = tuple(linears[name] for name in names)
+        is_plain = len(names) == 3 and len(attention.outputs) == 1
+        _require(is_plain and not mlp.is_fused and mlp.activation in ACTIVATIONS, "projections are joined, or others")
+        _require(not mlp.has_casts and mlp.only_down, "numbers of the MLP are read by others")
+        output = linears[attention.outputs[0]]
+        made = (output.output, mlp.down.output)
+        _require(made == (first.added, second.added), "something lies between a product and its sum")
+        blocks.append(
+            _Block(
+                _norm(model, before, reading),
+                tuple(linear.path for linear in reading),
+                (output.path,),
+                _norm(model, between, (mlp.gate, mlp.up)),
+                (mlp.gate.path, mlp.up.path),
+                (mlp.down.path,),
+                ACTIVATIONS[mlp.activation],
+            )
+        )
+        value = second.output
+    last = norms.get(value)
+    _require(bool(blocks) and len(view.norms) == 2 * len(blocks) + 1, "norms are not two a block and one at the end")
+    head = next((linear for linear in view.linears if last is not None and linear.source == last.output), None)
+    _require(head is not None and len(view.linears) == 7 * len(blocks) + 1, "products are not seven a block and a head")
+    assert head is not None
+    return _Structure(tuple(blocks), _norm(model, last, (head,)), (head.path,), rotary[0], layers)
+
+
+def _norm(model: nn.Module, norm: NormUse | None, readers: Sequence[LinearUse]) -> _Norm:
+    if norm is None or norm.kind != "rms_norm" or norm.weight is None or norm.bias is not None or norm.eps is None:
+        raise _UnknownError("a norm is missing, or is no RMS norm")
+    _require(all(linear.source == norm.output for linear in readers), "a product reads something else than its norm")
+    weight = model.get_parameter(norm.weight).detach()
+    _require(weight.dtype == torch.float32 and weight.device.type == "cpu", "norms are not in float32 on a CPU")
+    return _Norm(weight + 1 if norm.plus_one else weight, norm.eps)
+
+
+class TokenSteps:
+    """Makes a token's logits from the token, keys and values of all before it; they grow with each."""
+
+    def __init__(self, model: Any, structure: _Structure, cache: Any) -> None:
+        self._structure, self._embedding = structure, model.get_input_embeddings()
+        keys: list[Tensor] = [layer.keys for layer in cache.layers]
+        self.length = keys[0].shape[2]
+        self._heads, self._width = keys[0].shape[1], keys[0].shape[3]
+        self._held = torch.empty(0)
+        self._grow([(layer.keys, layer.values) for layer in cache.layers])
+        self._calls: dict[tuple[str, ...], tuple[Bound, int]] = {}
+
+    def _grow(self, filled: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Room for more tokens; keys and values [layers, 2, heads, tokens, width] and angles of all positions."""
+        room = self.length + ROOM
+        held = torch.empty(len(filled), 2, self._heads, room, self._width)
+        for layer, pair in enumerate(filled):
+            for which, numbers in enumerate(pair):
+                held[layer, which, :, : self.length] = numbers.reshape(self._heads, self.length, self._width)
+        self._held = held
+        rotary: Any = self._structure.rotary
+        cos, sin = rotary(held, torch.arange(room).unsqueeze(0))
+        # Halves of a head are turned against each other: x cos + (-second, first) sin.
+        self._cos = cos[0].reshape(room, 1, 2, -1)
+        self._sin = sin[0].reshape(room, 1, 2, -1) * torch.tensor([[-1.0], [1.0]])
+
+    def __call__(self, token: int) -> Tensor:
+        """Logits [1, vocabulary] after one more token."""
+        if self.length == self._held.shape[3]:
+            self._grow([(layer[0, :, : self.length], layer[1, :, : self.length]) for layer in self._held])
+        logits = self._run(self._embedding(torch.tensor([token])), self.length, self._product)
+        self.length += 1
+        return logits
+
+    def _run(self, x: Tensor, at: int, multiply: Multiply) -> Tensor:
+        heads, width, cos, sin = self._heads, self._width, self._cos[at], self._sin[at]
+        scale = width**-0.5
+        for block, held in zip(self._structure.blocks, self._held, strict=True):
+            made = multiply(block.before(x), block.queries)
+            parts = made.view(1, -1, width)
+            count = parts.shape[1] - heads
+            turned = parts[:, :count].reshape(count, 2, -1)
+            turned = torch.addcmul(turned * cos, turned.flip(1), sin).reshape(1, count, width)
+            held[0, :, at] = turned[0, count - heads :]
+            held[1, :, at] = parts[0, count:]
+            keys, values = held[0, :, : at + 1], held[1, :, : at + 1]
+            # Queries that share keys are rows of one product; torch's attention would repeat keys and values for them.
+            scores = torch.bmm(turned[0, : count - heads].view(heads, -1, width), keys.mT)
+            mixed = torch.bmm(scores.mul_(scale).softmax(-1), values)
+            x = x + multiply(mixed.reshape(1, -1), block.output)
+            gate, up = multiply(block.between(x), block.gate_up).chunk(2, dim=-1)
+            x = x + multiply(block.act(gate) * up, block.down)
+        return multiply(self._structure.last(x), self._structure.head)
+
+    def _product(self, x: Tensor, paths: tuple[str, ...]) -> Tensor:
+        call = self._calls.get(paths)
+        if call is None:
+            call = self._calls[paths] = self._bound(x, paths)
+        y = call[0](x, (1, call[1]))
+        assert y is not None
+        return y
+
+    def _bound(self, x: Tensor, paths: tuple[str, ...]) -> tuple[Bound, int]:
+        """The product of all these layers: as one where they are joined."""
+        layers = [self._structure.layers[path] for path in paths]
+        joint: JointProjection | None = layers[0].joint
+        joined = None if joint is None or joint.layers != layers else joint.made()
+        if joined is not None:
+            layers = [joined]
+        calls = [layer.bind_product(x) for layer in layers]
+        outputs = sum(layer.out_features for layer in layers)
+        if len(calls) == 1:
+            return calls[0], outputs
+        sizes = [(1, layer.out_features) for layer in layers]
+
+        def run(x: Tensor, _shape: Sequence[int]) -> Tensor:
+            parts = [call(x, size) for call, size in zip(calls, sizes, strict=True)]
+            return torch.cat([part for part in parts if part is not None], dim=-1)
+
+        return run, outputs
+
+    def why_not(self, token: int, seen: dict[str, tuple[Tensor, Tensor]], logits: Tensor) -> str | None:
+        """Why these steps are not those of the model, which has just made the last token; None if they are.
+
+        seen   inputs and outputs of the model's products, by path; `logits` is what it gave
+        """
+
+        def require_close(x: Tensor, given: Tensor, what: str) -> None:
+            if not bool((x - given).abs().amax() <= TOLERANCE * given.abs().amax()):
+                raise _UnknownError(f"{what} than in the model's forward")
+
+        def multiply(x: Tensor, paths: tuple[str, ...]) -> Tensor:
+            for path in paths:
+                require_close(x, seen[path][0].reshape(x.shape), f"{path} would get another input")
+            return torch.cat([seen[path][1].reshape(1, -1) for path in paths], dim=-1)
+
+        try:
+            made = self._run(self._embedding(torch.tensor([token])), self.length - 1, multiply)
+            require_close(made, logits, "there would be other logits")
+        except (_UnknownError, RuntimeError, KeyError) as error:
+            return str(error)
+        return None
+
+
+class Decoding:
+    """A text in the making: gives the logits after each token, by the model, and soon by `TokenSteps` where it can.
+
+    `why_not` says why a model keeps its own forward, once two single tokens were given; None before, and where it does
+    not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._cache, self._steps = model, None, None
+        self.why_not: str | None = None
+        takes = inspect.signature(model.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # not those of the whole prompt
+        on_cpu = all(part.device.type == "cpu" for part in (*model.parameters(), *model.buffers()))
+        self._structure = structure_of(model) if on_cpu else "the model lies on another device"
+        if isinstance(self._structure, str):
+            self.why_not = self._structure
+
+    _cache: Any
+    _steps: TokenSteps | None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Logits [batch, vocabulary] after these tokens [batch, length]."""
+        if self._steps is not None and ids.shape == (1, 1):
+            return self._steps(int(ids))
+        is_step = ids.shape == (1, 1) and self._cache is not None and self.why_not is None
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
+        hooks = []
+        if is_step and isinstance(self._structure, _Structure):
+            for path, layer in self._structure.layers.items():
+                keep = lambda _layer, args, made, path=path: seen.__setitem__(path, (args[0], made))
+                hooks.append(layer.register_forward_hook(keep))
+        try:
+            out: Any = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._options)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._cache = out.past_key_values
+        logits: Tensor = out.logits[:, -1]
+        if is_step and isinstance(self._structure, _Structure):
+            self._switch(int(ids), seen, logits)
+        return logits
+
+    def _switch(self, token: int, seen: dict[str, tuple[Tensor, Tensor]], logits: Tensor) -> None:
+        assert isinstance(self._structure, _Structure)
+        layers = getattr(self._cache, "layers", None)
+        if not layers or len(layers) != len(self._structure.blocks):
+            self.why_not = "the model's cache is of another kind"
+            return
+        steps = TokenSteps(self._model, self._structure, self._cache)
+        self.why_not = steps.why_not(token, seen, logits)
+        self._steps = None if self.why_not else steps
