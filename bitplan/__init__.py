@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bitplan.report.page import write_report as write_report
     from bitplan.fp8.apply import apply_fp8 as apply_fp8
     from bitplan.packed.apply_plan import apply_plan as apply_plan
+    from bitplan.packed.rounded_inputs import round_inputs as round_inputs
     from bitplan.packed.checkpoints.load import load_packed as load_packed
     from bitplan.packed.checkpoints.save import save_packed as save_packed
     from bitplan.streaming.selective.trainer_callbacks import streaming_callback as streaming_callback

@@ -160,7 +160,7 @@ def quantize_file(
     fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
     keep, only   names or shell patterns, of tensors or of modules
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
-    inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.packed.round_inputs`)
+    inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.round_inputs`)
     force        replace an existing folder
     shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
 

@@ -27,6 +27,5 @@ if TYPE_CHECKING:
     from bitplan.packed.quant_linear import QuantLinear as QuantLinear
     from bitplan.packed.tile_cache import TileCache as TileCache
     from bitplan.packed.fused_projections import fuse_projections as fuse_projections
-    from bitplan.packed.rounded_inputs import round_inputs as round_inputs
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

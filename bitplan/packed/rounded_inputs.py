@@ -81,6 +81,6 @@ def inputs_of(model: nn.Module) -> str | None:
         (one, first), (other, second) = list(formats.items())[:2]
         raise StoreError(
             f"{first} rounds its inputs to {one or 'nothing'} and {second} to {other or 'nothing'}, and a folder holds "
-            "one format of inputs for all layers; call bitplan.packed.round_inputs(model, format) first"
+            "one format of inputs for all layers; call bitplan.round_inputs(model, format) first"
         )
     return next(iter(formats), None)

@@ -58,7 +58,7 @@ def test_apply_plan_gives_layers_a_format_of_inputs() -> None:
     hidden = torch.relu(round_input(x, "q8_0_gguf") @ bitplan.decode(first.weight.encoded).T + first.bias)
     expected = round_input(hidden, "q8_0_gguf") @ bitplan.decode(last.weight.encoded).T
     torch.testing.assert_close(model(x), expected, rtol=1e-2, atol=1e-3)
-    assert bitplan.packed.round_inputs(model, "keep") == ["0", "2"]
+    assert bitplan.round_inputs(model, "keep") == ["0", "2"]
     assert shown_inputs(model) is None
 
 
@@ -68,8 +68,8 @@ def test_what_cannot_be_is_refused_and_nothing_changes() -> None:
         bitplan.apply_plan(model, "int8_row", inputs="int7")
     assert isinstance(model[0], nn.Linear)
     with pytest.raises(LayerError, match="nothing in this Sequential is packed"):
-        bitplan.packed.round_inputs(model, "int8")
-    assert bitplan.packed.round_inputs(model, "keep") == []
+        bitplan.round_inputs(model, "int8")
+    assert bitplan.round_inputs(model, "keep") == []
 
 
 def test_packed_experts_are_refused_by_name() -> None:
@@ -113,7 +113,7 @@ def test_a_folder_keeps_the_format_of_inputs(llama: Path, tmp_path: Path, capsys
 
     bitplan.save_packed(model, again)
     assert formats_in(bitplan.load_packed(again).model) == {"q8_0_gguf"}
-    bitplan.packed.round_inputs(model, "keep")
+    bitplan.round_inputs(model, "keep")
     model.lm_head.inputs = "int8"
     assert shown_inputs(model) == "keep and q8_0_gguf"
     with pytest.raises(StoreError, match="lm_head to q8_0_gguf, and a folder holds one format of inputs"):

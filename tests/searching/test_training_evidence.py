@@ -9,7 +9,7 @@ import pytest
 
 import bitplan
 from bitplan.fp8.policy.report import Fingerprint
-from bitplan.fp8.policy.rules import Point, Policy, Rule
+from bitplan.fp8.policy.rules import LayerRule, Point, Policy
 from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError
 from bitplan.searching.solver import solve
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
@@ -83,7 +83,7 @@ def test_gradients_of_another_model_are_refused_by_name(model, tmp_path):
 def save_policy(path, shape):
     """FP8 wins twice the speed in down_proj, at 64 tokens."""
     point = Point(64, "win", 2.0, 1.9, 2.1, 20)
-    rule = Rule("llm", "row", shape, "rowwise", "module", (point,), name="fc2", tp=1)
+    rule = LayerRule("llm", "row", shape, "rowwise", "module", (point,), name="fc2", tp=1)
     nothing = dict.fromkeys(("gpu", "driver", "torch", "triton", "bitplan", "commit"), "x")
     Policy([rule], Fingerprint(**nothing), 1.0, 0.95).save(path)
     return path

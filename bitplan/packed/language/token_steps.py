@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
-Bound = Callable[[Tensor, Sequence[int]], Tensor | None]  # an input, the result's shape -> the result
+Bound = Callable[[Tensor, tuple[int, ...]], Tensor | None]  # an input, the result's shape -> the result
 Multiply = Callable[[Tensor, tuple[str, ...]], Tensor]  # an input, and the layers that read it -> their outputs
 
 
@@ -228,7 +228,7 @@ class TokenSteps:
             return calls[0], outputs
         sizes = [(1, layer.out_features) for layer in layers]
 
-        def run(x: Tensor, _shape: Sequence[int]) -> Tensor:
+        def run(x: Tensor, _shape: tuple[int, ...]) -> Tensor:
             parts = [call(x, size) for call, size in zip(calls, sizes, strict=True)]
             return torch.cat([part for part in parts if part is not None], dim=-1)
 

@@ -62,7 +62,7 @@ def test_inputs_in_8_bits_and_joined_layers_take_the_same_steps() -> None:
 
     model, ids = packed(), [3, 1, 4, 1, 5, 9, 2, 6]
     assert len(fuse_projections(model)) == 4
-    bitplan.packed.round_inputs(model, "int8")
+    bitplan.round_inputs(model, "int8")
     decoding = Decoding(model)
     with torch.inference_mode():
         made = logits_of(ids, 3, decoding)
