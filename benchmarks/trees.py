@@ -38,7 +38,6 @@ PARTS = ("made", "real", "growth", "compile")
 ROWS = (1_000_000, 5_000_000)
 SEVERAL_SEEDS_UP_TO_ROWS = 1_000_000
 GROWTH_ROWS, GROWTH_FEATURES = (125_000, 250_000, 500_000, 1_000_000), (7, 14, 28, 56)
-GRADIENT_BYTES = {"bitplan_f32": 8, "bitplan_i16": 2, "bitplan_i8": 1}
 # What is measured, over what, and the most it may be: the ratio of training times, or the distance of mean AUCs.
 TIME_LIMITS = (
     ("bitplan_i16", "lightgbm_quantized", 0.7),
@@ -88,7 +87,6 @@ def run_one(name: str, folder: Path, trees: int, leaves: int, seed: int, threads
         "predict_us_per_row": min(predicted) / len(table.test_x) * 1e6,
         "peak_mib": max(peak, training_peak),
         "training_mib": training_peak - before,  # beyond the table, libraries and compiled code
-        "gradient_bytes_a_row": _gradient_bytes(name),
     }
 
 
@@ -129,16 +127,6 @@ def _bitplan_binning_s(table: Table, seed: int) -> float:
     started = time.perf_counter()
     bin_rows(table.train_x, find_bins(table.train_x, is_category, 255, seed))
     return time.perf_counter() - started
-
-
-def _gradient_bytes(name: str) -> float | None:
-    """Counted on the arrays that hold a round's gradients."""
-    if not name.startswith("bitplan"):
-        return None
-    from bitplan.trees.gradients import GradientPrecision, prepare
-
-    held = prepare(np.ones(1000, np.float32), np.ones(1000, np.float32), GradientPrecision(name[8:]), 1)
-    return (held.grads.nbytes + held.hessians.nbytes) / 1000
 
 
 def _lightgbm(variant: str, trees: int, leaves: int, seed: int, threads: int, categorical: tuple[int, ...]) -> Fit:
@@ -301,11 +289,6 @@ def judge(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 for a, b in pairs
                 if {a, b} <= set(by_name)
             ]
-        checks += [
-            (f"gradient bytes a row of {name}", mean(name, "gradient_bytes_a_row"), float(limit))
-            for name, limit in GRADIENT_BYTES.items()
-            if name in by_name
-        ]
         result += [{"rows": rows, "what": what, "measured": got, "at_most": limit} for what, got, limit in checks]
     return result
 

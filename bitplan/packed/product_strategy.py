@@ -201,7 +201,7 @@ def _auto(
     if record is not None and (record.refused or record.stopped or record.timings[-1].rows >= bucket_of(rows)):
         return pick(record, rows, room=room)
     why_never = table.why_never(weight.fmt.name, *weight.shape)
-    why = why_never or ("a CUDA graph is being captured" if capturing else "not measured, which warm_up does")
+    why = why_never or ("a CUDA graph is being captured" if capturing else "not measured, which bitplan.warm_up does")
     if rows <= FUSED_ROWS_UNMEASURED:
         return Pick("fused", f"default for up to {FUSED_ROWS_UNMEASURED} rows: {why}")
     return _unfused(room, f"default for more than {FUSED_ROWS_UNMEASURED} rows: {why}")

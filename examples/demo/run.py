@@ -92,8 +92,8 @@ from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice, StreamDevice
-from bitplan.trees import BoostedTreesClassifier, GradientPrecision
-from bitplan.trees.gradients import Array, prepare
+from bitplan.trees import BoostedTreesClassifier
+from bitplan.trees.gradients import Array
 from examples.demo.tiny_model import CONTEXT, Corpus, TinyTransformer, shipped_text
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -410,7 +410,6 @@ def boost_twice(
             "train_s_samples": times[precision],
             "compile_s": compile_s[precision],
             "auc": float(roc_auc_score(y[rows:], models[precision].decision_function(x[rows:]))),
-            "gradient_bytes_a_row": _gradient_bytes(precision),
         }
         for precision in PRECISIONS
     ]
@@ -423,12 +422,6 @@ def count_fits(repeats: int) -> int:
 
 def _fit(x: Array, y: Array, precision: str, trees: int, seed: int) -> BoostedTreesClassifier:
     return BoostedTreesClassifier(n_estimators=trees, gradient_precision=precision, random_state=seed).fit(x, y)
-
-
-def _gradient_bytes(precision: str) -> float:
-    """Bytes of a row's gradients, counted on the arrays of a round."""
-    held = prepare(np.ones(1000, np.float32), np.ones(1000, np.float32), GradientPrecision(precision), 1)
-    return (held.grads.nbytes + held.hessians.nbytes) / 1000
 
 
 # ---- quality ---------------------------------------------------------------------------------------------------------
@@ -719,7 +712,6 @@ def show_trees(runs: Sequence[Mapping[str, Any]]) -> None:
     shown = [
         {
             "gradients": run["contender"].removeprefix("bitplan_").upper(),
-            "bytes a row": f"{run['gradient_bytes_a_row']:.0f}",
             "training": f"{run['train_s']:.2f} s",
             "AUC": f"{run['auc']:.4f}",
             "compiling, apart": f"{run['compile_s']:.1f} s",

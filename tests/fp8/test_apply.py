@@ -154,7 +154,7 @@ def test_plain_transformers_loads_what_was_saved(way, fp8_param, tmp_path):
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
     apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, fp8_param=fp8_param)
     if way == "accelerate":
-        pytest.importorskip("accelerate").Accelerator(cpu=True).write_model(model, tmp_path)
+        pytest.importorskip("accelerate").Accelerator(cpu=True).save_model(model, tmp_path)
         model.config.save_pretrained(tmp_path)
     else:
         (model.unload() if way == "peft" else model).save_pretrained(tmp_path)
@@ -665,7 +665,7 @@ def test_shapes_that_were_never_measured_are_named_with_the_command_that_measure
     command = note.partition("measure them: ")[2]
     assert "--shapes 256x128:norm,128x128,512x128:norm --part llm --recipe tensorwise" in command
     assert f"--into {tmp_path / 'policy.json'}" in command
-    layers = layers_of_shapes(command.split()[3])
+    layers = layers_of_shapes(command.split()[4])
     assert [(layer.kind, layer.shape) for layer in layers] == [
         ("layernorm_column", (256, 128)),
         ("column", (128, 128)),

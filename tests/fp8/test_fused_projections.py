@@ -152,7 +152,7 @@ def test_parts_in_a_state_dict_have_storages_of_their_own(tmp_path):
     state["b.weight"].zero_()  # and they are still the model's own memory
     assert not head.fused.weight[4:7].any()
     assert head.fused.weight._version > version
-    safetensors_torch.write_model(model, str(tmp_path / "model.safetensors"))
+    safetensors_torch.save_model(model, str(tmp_path / "model.safetensors"))
     saved = safetensors_torch.load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[name], one) for name, one in state.items())
 

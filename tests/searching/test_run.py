@@ -15,6 +15,7 @@ import transformers
 
 import bitplan
 from bitplan import open_tensors, quantize_file
+from bitplan.base.errors import MeasureError
 from bitplan.cli.verbs.search import show_result
 from bitplan.files.engines.compressed_tensors import SCHEMES
 from bitplan.files.engines.mlx import QUANTIZATIONS
@@ -379,7 +380,7 @@ def test_a_model_that_gives_nan_is_refused():
     with torch.no_grad():
         model.model.norm.weight[0] = math.nan
     model.model.norm.train()
-    with pytest.raises(SearchError, match="NaN or infinity in window 0"):
+    with pytest.raises(MeasureError, match="logits that are not finite in window 0"):
         bitplan.search(model, tokens(4), goal={"bits": 9.0}, formats=("int8_row",))
     assert [name for name, module in model.named_modules() if module.training] == ["model.norm"]  # as it was
 

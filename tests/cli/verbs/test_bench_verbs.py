@@ -33,7 +33,7 @@ QUICK = [*ONCE, "--sweep", "32x1,48x1"]
 def own_app():
     app = typer.Typer(pretty_exceptions_enable=False)
     app.callback()(lambda: None)
-    app.command()(bench_verbs.bench_layers)
+    app.command()(bench_verbs.bench)
     return app
 
 
@@ -129,7 +129,7 @@ def test_killed_and_resumed(capsys):
         "fp8_bench.time_in_turns = slow\n"
         "import bitplan.cli.app\n"
         "from tests.cli.verbs.test_bench_verbs import own_app\nbitplan.cli.app.app = own_app()\n"
-        f"from bitplan.cli import run\nsys.exit(run({['bench-layers', *arguments]!r}))\n"
+        f"from bitplan.cli import run\nsys.exit(run({['bench', *arguments]!r}))\n"
     )
     program, report = Program(code, folder=Path.cwd()), Path("r.jsonl")
     program.wait_until(lambda: report.exists() and report.read_bytes().count(b"\n") >= 4)

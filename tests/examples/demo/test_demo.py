@@ -164,7 +164,6 @@ def test_trees_and_what_a_gpu_would_add(figures):
     runs = {row["contender"]: row for row in figures["trees"]}
     assert set(runs) == {"bitplan_f32", "bitplan_i16"}
     assert all(row["auc"] > 0.7 and row["train_s"] > 0 and row["compile_s"] > 0 for row in runs.values())
-    assert runs["bitplan_i16"]["gradient_bytes_a_row"] == 2
     assert figures["gpu"]["measured"] is False
     assert "no CUDA GPU" in figures["gpu"]["reason"]
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bitplan import decode, encode, formats
-from bitplan.formats import dispatch
+from bitplan import decode, encode
+from bitplan.formats import codec, dispatch
 from bitplan.formats.gguf.search import SearchBySums, TorchSums
 from bitplan.streaming.selective.gradient_statistics import impact_of, relative_output_error, rounding_error
 
@@ -49,7 +49,7 @@ def test_every_format_is_encoded_where_the_twins_are_those_of_a_gpu(fmt, picked,
     expected = rounding_error(weight, fmt)
 
     def encode_rows(matrix, fmt):
-        encoded = formats.encode(matrix, fmt)
+        encoded = codec.encode(matrix, fmt)
         return encoded.data, encoded.scales
 
     twins = SimpleNamespace(ENCODERS={"int8_row": encode_rows}, DECODERS={}, BLOCK_SEARCH=SearchBySums(TorchSums()))
