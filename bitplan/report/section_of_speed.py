@@ -110,7 +110,7 @@ def _trees_text(run: RecordFields) -> str:
 
 
 def _fit_seconds(run: RecordFields) -> float:
-    return run.number("seconds") if "seconds" in run else run.number("train_s")
+    return float(run.number("seconds" if "seconds" in run else "train_s"))
 
 
 def _contender(run: RecordFields) -> str:

@@ -8,11 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-import typer
 
-import bitplan.cli.app
 from bitplan.cli import run
-from bitplan.cli.verbs import fp8 as bench_verbs
 from bitplan.fp8.policy.report import Report
 from bitplan.fp8.policy.rules import load_policy
 from tests.processes import Program
@@ -30,17 +27,9 @@ ONCE = ["--device", "cpu", "--sweep", "32x1", "--iters", "4", "--warmup", "0", "
 QUICK = [*ONCE, "--sweep", "32x1,48x1"]
 
 
-def own_app():
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.callback()(lambda: None)
-    app.command()(bench_verbs.bench)
-    return app
-
-
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bitplan.cli.app, "app", own_app())
     for name in [name for name in os.environ if name.startswith("TE_LAYER_PERF_")]:
         monkeypatch.delenv(name)
     Path("config.json").write_text(json.dumps(LLAMA))
@@ -127,9 +116,7 @@ def test_killed_and_resumed(capsys):
         "real = fp8_bench.time_in_turns\n"
         "def slow(*args, **more):\n    time.sleep(0.3)\n    return real(*args, **more)\n"
         "fp8_bench.time_in_turns = slow\n"
-        "import bitplan.cli.app\n"
-        "from tests.cli.verbs.test_bench_verbs import own_app\nbitplan.cli.app.app = own_app()\n"
-        f"from bitplan.cli import run\nsys.exit(run({['bench', *arguments]!r}))\n"
+        f"from bitplan.cli import run\nsys.exit(run({['fp8', 'bench', *arguments]!r}))\n"
     )
     program, report = Program(code, folder=Path.cwd()), Path("r.jsonl")
     program.wait_until(lambda: report.exists() and report.read_bytes().count(b"\n") >= 4)
