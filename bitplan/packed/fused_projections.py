@@ -67,9 +67,9 @@ def fuse_projections(model: nn.Module, example: Any = None) -> list[str]:
     return joined
 
 
-def view_of(model: nn.Module) -> ModelView:
+def view_of(model: nn.Module, *, anew: bool = False) -> ModelView:
     """What the model computes: as it was seen when its layers were joined, or seen now."""
-    if model not in _views:
+    if anew or model not in _views:
         _views[model] = describe(model)
     return _views[model]
 

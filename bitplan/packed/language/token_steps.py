@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -75,19 +75,22 @@ class _UnknownError(Exception):
     """What a model computes is not known to be what is computed here."""
 
 
-_structures: WeakKeyDictionary[nn.Module, _Structure | str] = WeakKeyDictionary()
+# What a model was seen to be, and the modules and parameters that it had then.
+_structures: WeakKeyDictionary[nn.Module, tuple[list[ref[Any]], _Structure | str]] = WeakKeyDictionary()
 
 
 def structure_of(model: nn.Module) -> _Structure | str:
-    """The parts of a model in the order of its run, or why its steps are not known."""
-    known = _structures.get(model)
-    if known is None:
-        try:
-            known = _see(model, view_of(model))
-        except (PlanError, _UnknownError) as error:
-            known = str(error)
-        _structures[model] = known
-    return known
+    """The parts of a model in the order of its run, or why its steps are not known; seen anew where one changed."""
+    parts = [*model.modules(), *model.parameters()]
+    held, structure = _structures.get(model, ([], ""))
+    if len(held) == len(parts) and all(one() is part for one, part in zip(held, parts, strict=True)):
+        return structure
+    try:
+        structure = _see(model, view_of(model, anew=bool(held)))
+    except (PlanError, _UnknownError) as error:
+        structure = str(error)
+    _structures[model] = [ref(part) for part in parts], structure
+    return structure
 
 
 def _require(holds: bool, reason: str) -> None:
@@ -97,8 +100,7 @@ def _require(holds: bool, reason: str) -> None:
 
 def _see(model: nn.Module, view: ModelView) -> _Structure:
     _require(not view.unknown and not view.changed, "a part of the model could not be followed")
-    config = model.config
-    _require(getattr(config, "sliding_window", None) is None, "attention goes through a window")
+    _require(getattr(model.config, "sliding_window", None) is None, "attention goes through a window")
     rotary = [module for module in model.modules() if "inv_freq" in module._buffers]
     _require(len(rotary) == 1, "there is not one module of rotary positions")
     _require(getattr(rotary[0], "rope_type", "default") in FIXED_ANGLES, "angles of positions depend on the length")
@@ -279,8 +281,8 @@ class Decoding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Logits [batch, vocabulary] after these tokens [batch, length]."""
-        if self._steps is not None and ids.shape == (1, 1):
-            return self._steps(int(ids))
+        if self._steps is not None:  # the model's cache has no more tokens since then
+            return [self._steps(token) for (token,) in ids.mT.tolist()][-1]
         is_step = ids.shape == (1, 1) and self._cache is not None and self.why_not is None
         seen: dict[str, tuple[Tensor, Tensor]] = {}
         hooks = []
@@ -304,6 +306,9 @@ class Decoding:
         layers = getattr(self._cache, "layers", None)
         if not layers or len(layers) != len(self._structure.blocks):
             self.why_not = "the model's cache is of another kind"
+            return
+        if any(getattr(layer, "is_sliding", False) for layer in layers):
+            self.why_not = "attention goes through a window"
             return
         steps = TokenSteps(self._model, self._structure, self._cache)
         self.why_not = steps.why_not(token, seen, logits)

@@ -139,3 +139,53 @@ def test_several_sequences_and_plain_models_keep_their_forward() -> None:
     assert decoding._steps is None
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
     assert structure_of(plain) == "not all of its products are packed"
+
+
+def test_several_tokens_after_single_ones_see_all_before_them() -> None:
+    model, ids = packed(), torch.arange(12).remainder(96).unsqueeze(0)
+    decoding = Decoding(model)
+    with torch.inference_mode():
+        for part in ids[:, :4].split((2, 1, 1), dim=1):
+            decoding(part)
+        assert decoding._steps is not None
+        made = torch.cat([decoding(ids[:, 4:9]), decoding(ids[:, 9:10]), decoding(ids[:, 10:])])
+        expected = model(ids).logits[0, [8, 9, 11]]
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_of_a_config_inside_another_is_seen() -> None:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    text = transformers.MistralConfig(**SMALL, sliding_window=8)
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=95)
+    model: Any = transformers.LlavaForConditionalGeneration(config).eval()
+    bitplan.apply_plan(model, "int8_row", unsupported="skip")
+    ids, decoding = torch.arange(20).tolist(), Decoding(model)
+    with torch.inference_mode():
+        made = logits_of(ids, 3, decoding)
+        expected = model(torch.tensor([ids])).logits[0, 2:]
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+    assert decoding.why_not == "attention goes through a window"
+
+
+@pytest.mark.parametrize("change", ["norm", "packed again", "packed first"])
+def test_a_model_that_was_changed_is_looked_at_again(change: str) -> None:
+    from bitplan.packed.dequantize import dequantize
+
+    model, ids = packed(), [3, 1, 4, 1, 5, 9]
+    if change == "packed first":
+        dequantize(model)
+    assert isinstance(structure_of(model), str) == (change == "packed first")
+    if change == "norm":
+        model.model.norm.weight = torch.nn.Parameter(2 * model.model.norm.weight.detach())
+    elif change == "packed again":
+        dequantize(model)
+    bitplan.apply_plan(model, "int8_row", unsupported="skip")
+    decoding = Decoding(model)
+    with torch.inference_mode():
+        made = logits_of(ids, 3, decoding)
+        expected = model(torch.tensor([ids])).logits[0, 2:]
+    assert decoding.why_not is None
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
