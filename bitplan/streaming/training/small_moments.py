@@ -10,8 +10,9 @@ step endless.
 
 Codes are rounded up or down at random, so that their mean is the number: a second moment moves by a thousandth a step,
 far less than half a code, and would stand still if it were rounded to nearest. The random numbers depend on the weight,
-the step and the place in the weight alone, so any number of processes makes the same codes. The largest number of a block has the largest code, so numbers that are read and written again, to
-nearest, as a saved state is, have the same codes.
+the step and the place in the weight alone, so any number of processes makes the same codes. The largest number of a
+block has the largest code, so numbers that are read and written again, to nearest, as a saved state is, have the same
+codes.
 """
 
 from __future__ import annotations
