@@ -37,7 +37,7 @@ from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_sec
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
-from bitplan.streaming.training.processes import Processes, hide_from_ddp, several_processes
+from bitplan.streaming.training.processes import Processes, hide_from_ddp, refuse_subgroups, several_processes
 from bitplan.streaming.training.training_state import load_training, read_training, training_document, write_training
 from bitplan.streaming.transfer.activation_offload import ActivationOffload, Compute
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, SentFlags, Transfer, alone
@@ -271,6 +271,8 @@ class BlockStream:
         specs = {block.name: block.specs for block in blocks}
         formats = resolve_formats(options.formats, specs)
         lay_out_all(specs, formats)  # refuses formats that do not fit, before anything is opened
+        if options.train == "weights" and several_processes():
+            refuse_subgroups()
         self._telemetry = Telemetry(options.telemetry)
         self._is_closed = False
         self._step: int | None = None

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from scipy.sparse import issparse  # type: ignore[import-untyped]
 from sklearn.utils import check_array, check_consistent_length, column_or_1d  # type: ignore[import-untyped]
 
 from bitplan.base.errors import did_you_mean
@@ -22,6 +23,19 @@ FLOAT32 = np.finfo(np.float32)
 DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)  # pandas' are among them
 MAX_TARGET = 1e300
 MAX_COUNT = 2**53  # some settings become float64
+
+
+def dense(x: Any) -> Any:
+    """A sparse matrix of scipy, or the sparse columns of a frame, as the numbers they stand for: bins are dense."""
+    if issparse(x):
+        return x.toarray()
+    if hasattr(x, "iloc") and hasattr(x, "dtypes") and any(_is_sparse(dtype) for dtype in x.dtypes):
+        return x.apply(lambda column: column.sparse.to_dense() if _is_sparse(column.dtype) else column)
+    return x
+
+
+def _is_sparse(dtype: Any) -> bool:
+    return hasattr(dtype, "fill_value")
 
 
 def refuse_text(x: Any) -> None:

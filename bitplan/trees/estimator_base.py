@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
-from scipy.sparse import issparse  # type: ignore[import-untyped]
 from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
 
 from bitplan.base.loops.jit import use_threads
@@ -27,6 +26,7 @@ from bitplan.base.version import __version__
 from bitplan.trees.boost import DEVICES, Booster, BoostSettings, EvalSet, Rows, boost
 from bitplan.trees.categories import category_flags, encode, interaction_groups, learn_categories, monotone_signs
 from bitplan.trees.checks import (
+    dense,
     naming_set,
     number,
     one_of,
@@ -244,6 +244,7 @@ class BoostedTreesBase(FittedTrees):
         if shards is ALONE and self._is_plain(x) and not np.isinf(x).any():
             plain: Array = x
             return plain
+        x = dense(x)
         if hasattr(x, "columns") and not isinstance(x, TablePieces):  # before anything is said about what a column has
             validate_data(self, x, reset=False, skip_check_array=True)
         table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
@@ -257,6 +258,7 @@ class BoostedTreesBase(FittedTrees):
         return x.shape[1] == self.n_features_in_ and not self.categories_ and not hasattr(self, "feature_names_in_")
 
     def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
+        x = dense(x)
         if initial is not None and hasattr(x, "columns"):  # before anything is said about what a column has
             initial.check_names(list(x.columns or ()) if isinstance(x, TablePieces) else list(x.columns))
         before = initial.categories if initial else {}
@@ -269,8 +271,6 @@ class BoostedTreesBase(FittedTrees):
         fewest = 1 if shards.count == 1 else 0  # a process may have none
         if isinstance(x, TablePieces):
             return pieces_of(self, x, fewest, **more)
-        if issparse(x):  # bins are dense, so there is no use for the table's own form
-            x = x.toarray()
         has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
         if has_types:  # text that spells a number would pass as one
             refuse_text(x)

@@ -76,6 +76,24 @@ def test_sparse_tables_are_their_numbers(form, rows):
     np.testing.assert_array_equal(model.predict(form(x)), model.predict(x))
 
 
+@pytest.mark.parametrize("dense_columns", [0, 2])
+def test_sparse_columns_of_a_frame_are_their_numbers(dense_columns, rows):
+    pandas = pytest.importorskip("pandas")
+    x, y, _ = rows
+    x = np.where(np.nan_to_num(x) > 0.3, x, 0.0)
+    plain = pandas.DataFrame(x, columns=[f"column {place}" for place in range(x.shape[1])])
+    plain["text"] = pandas.Categorical(np.where(x[:, 0] > 0, "a", "b"))
+    frame = plain.copy()
+    for place in range(dense_columns, x.shape[1]):
+        frame.isetitem(place, pandas.arrays.SparseArray(x[:, place], fill_value=0.0))
+    model = BoostedTreesRegressor(**SMALL).fit(frame, y)
+    assert model.to_lightgbm() == BoostedTreesRegressor(**SMALL).fit(plain, y).to_lightgbm()
+    np.testing.assert_array_equal(model.predict(frame), model.predict(plain))
+    everything = frame.drop(columns="text")
+    model.fit(everything, y)
+    np.testing.assert_array_equal(model.predict(everything), model.predict(plain.drop(columns="text")))
+
+
 def test_names_of_others_are_answered_with_ours(rows):
     x, y, _ = rows
     with pytest.raises(TypeError, match="BoostedTreesClassifier: num_leaves is called max_leaves here"):

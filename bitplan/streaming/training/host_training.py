@@ -205,12 +205,12 @@ class BlockAdamW:
         self, name: str, given: Sequence[Tensor], moments: SmallMoments, rates: AdamWRates, scratch: Tensor
     ) -> None:
         """Some numbers at a time: decode their moments, step, encode them again."""
-        start = 0
+        start, of_slice = 0, given[0].storage_offset() - self.masters[name].storage_offset()
         for weights, gradient, *sent in pieces(given, SMALL_AT_A_TIME):
             part = moments.part(start, start + len(weights))
             first, second = part.read()
             step_adamw(AdamWTensors(weights, gradient, first, second, *sent), rates, scratch)
-            part.write(first, second, f"{name} {rates.step} {start}")
+            part.write(first, second, f"{name} {rates.step}", of_slice + start)
             start += len(weights)
 
 

@@ -39,6 +39,7 @@ from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferE
 SLICE_ALIGNMENT = 256  # numbers: AdamW's vectors and blocks of small moments are whole in every slice
 BUNDLE_BYTES = 2**26  # of gradients that are sent together
 ROLL_CALL_S = 5.0  # how long the others have to say that they are there
+SUBGROUP_WAIT_S = 10.0  # how long others have to open a stream where a smaller group suggests that they will not
 SHOWN_CHARACTERS = 2000  # of another process's message
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"  # of a module: names that DistributedDataParallel leaves alone
 
@@ -46,6 +47,35 @@ DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"  # of a module: names that Dis
 def several_processes() -> bool:
     """Whether a default process group of more than one process is up."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def refuse_subgroups() -> None:
+    """Say that this process opens a stream, and refuse it where it and others have a group without the rest.
+
+    The rest has some seconds to open theirs: a group alone (of one machine's processes, of a mesh) is no error.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store, _world
+
+    store, rank, count = _get_default_store(), distributed.get_rank(), distributed.get_world_size()
+    number = store.add(f"bitplan.streaming/opened by {rank}", 1)
+    groups = [distributed.get_process_group_ranks(one) for one in _world.pg_map]
+    smaller = [ranks for ranks in groups if len(ranks) < count and rank in ranks]
+    absent, until = set(range(count)) - {rank} if smaller else set(), time.monotonic() + SUBGROUP_WAIT_S
+    while absent:
+        absent = {one for one in absent if store.add(f"bitplan.streaming/opened by {one}", 0) < number}
+        if absent and time.monotonic() > until:
+            store.add(f"bitplan.streaming/opened by {rank}", -1)
+            raise StreamError(
+                f"train='weights' trains with all {count} processes of the default group, and rank {rank}, which is in "
+                f"a smaller group ({_listed(smaller[0])}), waits for {_listed(sorted(absent))}: there are no streams "
+                "of subgroups. Start the processes that train as a job of their own, with init_process_group for these "
+                "alone; or if the others are only late, call torch.distributed.barrier() before stream_blocks in all"
+            )
+        time.sleep(0.02 if absent else 0)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def hide_from_ddp(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitplan.streaming.errors import StreamError
 from bitplan.streaming.selective.trainer_callbacks import lightning_callback, trainer_callback
 from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.training import processes
@@ -57,7 +58,7 @@ def in_processes(count: int, jobs: list[tuple[str, dict[str, Any]]], folder: Pat
 
 def _serve(pipe: Any, store: str, rank: int, count: int, jobs: list[tuple[str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
-    processes.ROLL_CALL_S = 1.0  # these tests wait for it
+    processes.ROLL_CALL_S = processes.SUBGROUP_WAIT_S = 1.0  # these tests wait for it
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=limit)
     for name, options in jobs:
@@ -280,6 +281,23 @@ def disagree(rank: int, _count: int) -> Result:
             backward(model, batch(0))
         stream.synchronize()
     return {}
+
+
+def stream_in_a_subgroup(rank: int, count: int) -> Result:
+    """All but the last process have a group, and open a stream without it; then one with it."""
+    group = dist.new_group(list(range(count - 1)))
+    result: Result = {"message": ""}
+    if rank < count - 1:
+        try:
+            with streaming(make_stack(adapters=False, count=2), train="weights"):
+                pass
+        except StreamError as error:
+            result["message"] = str(error)
+    dist.barrier()
+    result |= train(rank, count)
+    if rank < count - 1:
+        dist.destroy_process_group(group)
+    return result
 
 
 def lose(rank: int, count: int, *, how: str) -> Result:

@@ -23,6 +23,7 @@ from tests.streaming.training.process_jobs import in_processes, train_alone, tra
 JOBS = {
     "train": ("train", {}),
     "sharded": ("train", {"shard_optimizer": True, "clip_grad_norm": 0.1, "formats": "int8_row"}),
+    "small": ("train", {"shard_optimizer": True, "moments": "int8"}),
     "bfloat16": ("train", {"dtype": torch.bfloat16}),
     "ddp": ("train_with_ddp", {"max_norm": 0.05}),
     "uneven": ("train_unevenly", {}),
@@ -31,6 +32,7 @@ JOBS = {
     "resume": ("resume", {}),
     "too early": ("clip_too_early", {}),
     "adapters": ("train_adapters", {}),
+    "subgroup": ("stream_in_a_subgroup", {}),
     "differ": ("differ", {}),
     "disagree": ("disagree", {}),
 }
@@ -78,6 +80,10 @@ def test_sharded_moments_are_half_in_each_process_and_change_no_bit(two):
     whole, first, second = (one["moments"] for one in (two["train"][0], *two["sharded"]))
     assert first + second == whole
     assert abs(first - second) <= 10 * 2 * 4 * SLICE_ALIGNMENT  # of ten weights the first slice may be longer
+
+
+def test_sharded_moments_in_8_bits_change_no_bit(two):
+    assert_equal(of_all(two["small"]), train_alone(2, moments="int8")["tensors"])
 
 
 def test_bfloat16_gradients_are_added_in_float32_and_rounded_once(two):
@@ -135,6 +141,16 @@ def test_adapters_under_ddp_have_the_mean_gradient(two):
             if one.grad is not None:
                 means[name] = means.get(name, 0) + one.grad / 2
     assert difference(gradients, means) < 1e-5
+
+
+def test_a_stream_of_a_subgroup_is_refused_as_it_opens(two):
+    first, second = two["subgroup"]
+    says = (
+        r"all 2 processes .*, and rank 0, which is in a smaller group \(rank 0\), waits for rank 1: "
+    )
+    assert re.search(says, first["message"])
+    assert not second["message"]
+    assert_equal(of_all(two["subgroup"]), of_all(two["train"]))  # the group alone is no error
 
 
 def test_processes_with_other_weights_are_refused(two):

@@ -52,6 +52,21 @@ def test_zeros_extremes_and_a_small_second_moment():
     assert second.tolist() == [pytest.approx(1 / 255**2), 1.0]  # above 0 stays above 0: no endless step
 
 
+def test_the_largest_number_of_a_block_always_has_the_largest_code():
+    """Beside a random number that float32 rounds to 1 too, as one of some hundred thousand is."""
+    numbers = torch.full((2**21,), 3.0)
+    moments = encoded(numbers, numbers, key="weight 1")
+    assert (moments.first == 127).all()
+    assert (moments.second == 255).all()
+
+
+def test_codes_of_a_part_are_those_of_the_whole():
+    numbers, half = torch.rand(2**18 + 512), 2**17 + 256
+    whole, second = encoded(numbers, numbers, key="weight 1"), SmallMoments.zeros(half)
+    second.write(numbers[half:].clone(), numbers[half:].clone(), "weight 1", half)
+    assert all(torch.equal(one, other) for one, other in zip(whole.part(half, 2 * half), second, strict=True))
+
+
 def test_random_rounding_has_the_right_mean_and_is_the_same_again():
     numbers = torch.rand(BLOCK) + 1e-3
     rows = torch.stack([encoded(numbers, numbers, key=f"weight {step} 0").read()[1].sqrt() for step in range(400)])
