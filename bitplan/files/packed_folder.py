@@ -171,7 +171,7 @@ def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
     where = f"{folder / CONFIG}: quantization_config"
     name: str = said["plan"]
     path = folder / name
-    if Path(name).name != name or not path.is_file():
+    if Path(name).name != name or not os.path.isfile(path):  # a Path raises for names that are too long
         raise FileFormatError(f"{where}: the plan {name[:80]!r} is not in the folder; copy or quantize it again")
     if hashlib.sha256(read_bytes(path, what="plan")).hexdigest() != said["plan_sha256"]:
         raise FileFormatError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import shutil
 import subprocess
@@ -178,9 +179,10 @@ def test_settings_come_along(made, tmp_path):
     assert model.config.rms_norm_eps == 1e-4
     assert getattr(model.config, "quantization_config", None) is None
     assert model.generation_config.eos_token_id == 7
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"swiglu_limit": 3.5}))
-    with pytest.raises(FileFormatError, match=r"gate_up_proj of a GptOssExperts: its gating is not gpt-oss.s own"):
-        load_packed(tmp_path / "hf")
+    if "swiglu_limit" in inspect.getsource(transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts):  # not in 5.17
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"swiglu_limit": 3.5}))
+        with pytest.raises(FileFormatError, match=r"gate_up_proj of a GptOssExperts: its gating is not gpt-oss.s own"):
+            load_packed(tmp_path / "hf")
 
 
 def test_an_adapter_trains_over_packed_experts(made):

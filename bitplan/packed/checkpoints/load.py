@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -68,6 +68,7 @@ from bitplan.plan.plan import Plan
 from bitplan.plan.structure.families import guess_role
 
 CHECKS = ("headers", "deep")
+_CHECKED_AT_ONCE = 2**20  # scales: those of a large stack as float32 would be a seventh of a model more
 Value = Tensor | PackedWeight
 Dtypes = Mapping[str, torch.dtype]  # the type of every tensor of the model that is not packed
 
@@ -421,18 +422,23 @@ def _refuse_bad_numbers(file: TensorFile) -> None:
 
 def check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
     """Refuse NaN and infinity in scales and norms: these are few, and a bad one spoils all that it multiplies."""
+    pieces: Iterable[Tensor]
     if isinstance(item, Encoded) and item.fmt.scales is not None and item.scales is not None:
-        numbers, what = item.fmt.scales.load(item.scales, item.base), f"scales of {item.fmt.name}"
+        load, base = item.fmt.scales.load, item.base
+        rows = (item.scales,) if base is not None else item.scales.flatten().split(_CHECKED_AT_ONCE)
+        pieces, what = (load(some, base) for some in rows), f"scales of {item.fmt.name}"
     elif isinstance(item, Encoded) and isinstance(item.fmt, GgufBlocks):
-        numbers, what = item.fmt.stored_scales(item.data), f"scales of {item.fmt.name}"
+        pieces, what = (item.fmt.stored_scales(item.data),), f"scales of {item.fmt.name}"
     elif isinstance(item, Tensor) and item.is_floating_point() and guess_role(name) == "norm":
-        numbers, what = (item.float() if item.itemsize == 1 else item), "numbers of a norm"
+        pieces, what = (item.float() if item.itemsize == 1 else item,), "numbers of a norm"
     else:
         return
-    bad = int((~numbers.isfinite()).sum())
+    bad = total = 0
+    for numbers in pieces:
+        bad, total = bad + int((~numbers.isfinite()).sum()), total + numbers.numel()
     if bad:
         raise FileFormatError(
-            f"{file.path}: {name!r}: {bad} of {numbers.numel()} {what} are NaN or infinite; "
+            f"{file.path}: {name!r}: {bad} of {total} {what} are NaN or infinite; "
             "mend the checkpoint, or download it again"
         )
 

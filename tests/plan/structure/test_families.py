@@ -121,7 +121,8 @@ def test_decoder(kind: str) -> None:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_encoder_and_others(kind: str) -> None:
     view = describe(build(kind, transformers.AutoModel))
-    assert spelled(view) == OTHERS[kind]
+    expected = OTHERS[kind]
+    assert spelled(view) in (expected, expected.replace("q k v", "k v q"))  # by transformers' version
     assert not view.unknown
 
 
