@@ -202,7 +202,7 @@ FP8_LAYERS = {
     "gemma2": 0,
     "dit": 11,
     "t5": 22,
-    "whisper": 32,
+    "whisper": 22,
     "patched": 10,
     "patched class": 10,
 }
