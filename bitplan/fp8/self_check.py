@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from bitplan.base.documents import short
 from bitplan.fp8.build import put_decided
@@ -164,7 +164,7 @@ def record_inputs(model: nn.Module, root: nn.Module, paths: set[str], given: Inp
     def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = by_module.get(id(module))
         if path is not None and path not in inputs:
-            inputs[path] = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, dict(kwargs)))
+            inputs[path] = _copied((args, dict(kwargs)))
             if len(inputs) == len(paths):
                 raise _AllSeenError
         return own_forward(module)(*args, **kwargs)
@@ -173,8 +173,25 @@ def record_inputs(model: nn.Module, root: nn.Module, paths: set[str], given: Inp
         root(*given[0], **given[1])
 
 
+def _copied(inputs: Inputs) -> Inputs:
+    """Inputs for one call, which may write into them: a cache of keys and values would be longer in the next."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone()
+        if isinstance(leaf, nn.Module):
+            return leaf
+        try:
+            return copy.deepcopy(leaf)
+        except (RuntimeError, TypeError, ValueError):  # a lock, a process group, a tensor with a history
+            return leaf
+
+    made: Inputs = tree_map(copied, inputs)
+    return made
+
+
 def _call(block: nn.Module, inputs: Inputs) -> list[Tensor]:
-    args, kwargs = tree_map_only(Tensor, torch.clone, inputs)
+    args, kwargs = _copied(inputs)
     with calls_through(lambda module, given, named: own_forward(module)(*given, **named)):
         output = block(*args, **kwargs)
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

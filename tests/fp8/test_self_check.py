@@ -260,6 +260,44 @@ def test_nothing_of_a_comparison_stays_behind():
     assert all(module.training for module in model.modules())
 
 
+def test_a_cache_that_blocks_write_into_is_new_in_each_run():
+    """T5's decoder gives one to every block, whose second run would read twice the keys."""
+    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 1, "num_heads": 2}
+    model = of("T5ForConditionalGeneration", **sizes, decoder_start_token_id=0).bfloat16().eval()
+    example = {"input_ids": IDS, "decoder_input_ids": IDS}
+    applied = apply_fp8(model, None, tokens=16, recipe="tensorwise", emulate=True, example=example)
+    assert [(compared.block, compared.kept) for compared in applied.compared] == [
+        ("encoder.block.0", "all"),
+        ("decoder.block.0", "all"),
+    ]
+
+
+def test_a_block_that_is_called_twice_is_compared_as_a_whole():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.head = Recurrent(), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.head(self.block(self.block(x)))
+
+    torch.manual_seed(0)
+    model, x = Twice().bfloat16(), torch.randn(4, 16, 64).bfloat16()
+    expected = model(x)
+    applied = apply_fp8(model, None, tokens=64, recipe="tensorwise", emulate=True, example=(x,))
+    assert isinstance(model.block.up, Fp8Linear)
+    assert [compared.kept for compared in applied.compared] == ["all"]
+    assert (model(x) - expected).norm() < 0.1 * expected.norm()
+
+
 def test_a_model_without_all_numbers_is_not_compared():
     model = Titan()
     model.output.weight = nn.Parameter(model.output.weight.to("meta"))  # as accelerate's offloading leaves it

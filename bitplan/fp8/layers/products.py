@@ -204,7 +204,8 @@ def _norm(settings: Fp8Settings, weight: Tensor, bias: Tensor | None) -> NormWei
 
 
 def _without_padding(made: Tensor, rows: int) -> Tensor:
-    return made if made.shape[0] == rows else made[:rows]
+    """The first rows, as a tensor of its own to autograd: what a layer gives may be written in place."""
+    return made if made.shape[0] == rows else made.unsafe_split_with_sizes((rows, made.shape[0] - rows))[0]
 
 
 def plain_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -37,14 +37,14 @@ def _stack(parent: str, paths: list[str], kinds: dict[str, object], first_call: 
 
 
 def _with_several_products(parts: Recogniser) -> set[str]:
-    """Paths of modules below which there are at least two products or convolutions."""
-    counts: dict[str, int] = {}
+    """Paths of modules below which there are at least two weights of products or convolutions, however often called."""
+    weights: dict[str, set[str]] = {}
     for part in (*parts.linears.values(), *parts.convolutions):
         path = part.path
         while path:
-            counts[path] = counts.get(path, 0) + 1
+            weights.setdefault(path, set()).add(part.weight)
             path = path.rpartition(".")[0]
-    return {path for path, count in counts.items() if count > 1}
+    return {path for path, below in weights.items() if len(below) > 1}
 
 
 def _kind(recording: Recording, parts: Recogniser, path: str, call: int) -> object:

@@ -147,6 +147,16 @@ def test_shapes_of_the_input_are_kept_and_empty_ones_work() -> None:
     assert not layer.weight.grad.any()
 
 
+@pytest.mark.parametrize("tokens", [128, 17])
+def test_an_output_may_be_written_in_place(tokens) -> None:
+    """As ReLU(inplace=True) does; 17 tokens are padded inside."""
+    layer, x = Fp8Linear(K, N, recipe=Fp8Recipe("blockwise")), torch.randn(tokens, K, requires_grad=True)
+    torch.relu(layer(x)).sum().backward()
+    expected, x.grad = x.grad, None
+    torch.relu_(layer(x)).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
 def test_it_is_a_linear_to_optimizers_and_checkpoints() -> None:
     linear = nn.Linear(K, N)
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
