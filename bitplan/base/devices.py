@@ -32,7 +32,7 @@ def known_device(device: torch.device | str, next_step: str) -> torch.device:
     if place.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
-            raise StoreError(f"device {str(device)!r}: torch sees no GPU here; {next_step}")
+            raise StoreError(f"device {str(device)!r}: torch sees no GPU here; {next_step}", settings={"device": "cpu"})
         if place.index is not None and place.index >= count:
             raise StoreError(f"device {str(device)!r}: the GPUs here are cuda:0 to cuda:{count - 1}; use one of them")
     return place

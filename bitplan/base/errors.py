@@ -23,12 +23,16 @@ class BitplanError(Exception):
         self.settings = dict(settings or {})
 
     def __str__(self) -> str:
-        return self.with_settings(lambda name, value: name if value is None else f"{name}={value!r}")
+        return self.with_settings(_as_parameters)
 
-    def with_settings(self, spelled: Callable[[str, object], str]) -> str:
-        """The message, and behind it the settings as `spelled` writes them."""
-        settings = ", ".join(spelled(name, value) for name, value in self.settings.items())
+    def with_settings(self, spelled: Callable[[Mapping[str, object]], str]) -> str:
+        """The message, and behind it the settings as `spelled` writes them, if it writes any."""
+        settings = spelled(self.settings)
         return f"{super().__str__()} ({settings})" if settings else super().__str__()
+
+
+def _as_parameters(settings: Mapping[str, object]) -> str:
+    return ", ".join(name if value is None else f"{name}={value!r}" for name, value in settings.items())
 
 
 class FormatError(BitplanError, ValueError):

@@ -6,7 +6,7 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bitplan.base.errors import BitplanError
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except StoppedVerbError as stopped:
         return _fail(f"interrupted; {stopped}", code=INTERRUPTED)
     except (BitplanError, OSError, MemoryError) as error:
-        return _fail(_one_line(error))
+        return _fail(_one_line(error, sys.argv[1:] if given is None else given))
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except Exception as error:
@@ -85,16 +85,49 @@ def _fail(message: str, code: int = 2) -> int:
     return code
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException, arguments: Sequence[str]) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    text = error.with_settings(option_of) if isinstance(error, BitplanError) else str(error)
+    if isinstance(error, BitplanError):
+        text = error.with_settings(functools.partial(options_of, arguments=arguments))
+    else:
+        text = str(error)
     return " ".join(text.split()) or type(error).__name__
+
+
+def options_of(settings: Mapping[str, object], arguments: Sequence[str]) -> str:
+    """Settings of the library's as options of the verb in `arguments`; those that it lacks, of a verb that has them."""
+    typed = {_flag(name, value): option_of(name, value) for name, value in settings.items()}
+    verb = _command()
+    for word in arguments:
+        if word not in getattr(verb, "commands", {}):
+            break
+        verb = verb.commands[word]
+    lacking = typed.keys() - _flags(verb)
+    shown = [option for flag, option in typed.items() if flag not in lacking]
+    other = next((path for path, command in _verbs(_command(), "bitplan") if lacking <= _flags(command)), None)
+    if lacking and other is not None:
+        shown.append(" ".join([other, *(option for flag, option in typed.items() if flag in lacking)]))
+    return ", ".join(shown)
+
+
+def _flags(verb: Any) -> set[str]:
+    return {flag for parameter in verb.params for flag in parameter.opts}
+
+
+def _verbs(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every verb as one types it, those of groups and none of the version before."""
+    for name, command in group.commands.items():
+        if not command.hidden:
+            yield f"{path} {name}", command
+            yield from _verbs(command, f"{path} {name}") if hasattr(command, "commands") else ()
+
+
+def _flag(name: str, value: object) -> str:
+    return _SWITCHED_OFF[name] if value is False else _OPTIONS.get(name, f"--{name.replace('_', '-')}")
 
 
 def option_of(name: str, value: object) -> str:
     """A setting of the library's as one types it: `keep='w'` is `--keep w`."""
-    if value is False:
-        return _SWITCHED_OFF[name]
-    flag = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
-    return flag if value is None or value is True else f"{flag} {shlex.quote(str(value))}"
+    flag = _flag(name, value)
+    return flag if value is None or isinstance(value, bool) else f"{flag} {shlex.quote(str(value))}"

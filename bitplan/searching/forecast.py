@@ -33,7 +33,7 @@ from bitplan.packed.machine import free_memory
 from bitplan.rounding.error_compensation import InputHessian
 from bitplan.rounding.weights import round_weight
 from bitplan.searching.blocks import BACK, BATCH, LOGITS_AT_ONCE
-from bitplan.searching.damage import MOST_NUMBERS, MOST_WEIGHTS, ROUNDED_AT_ONCE
+from bitplan.searching.damage import MOST_NUMBERS, MOST_WEIGHTS, ROUNDED_AT_ONCE, formats_that_hold
 from bitplan.searching.goal import SearchError
 from bitplan.searching.searched_model import SearchSubject
 from bitplan.searching.statistics import AT_ONCE, MOST_OUTPUTS
@@ -104,8 +104,8 @@ class MeasuredSteps:
         return self.column * columns + self.cell * rows * columns**2
 
 
-def measure_steps(subject: SearchSubject, windows: Sequence[Tensor], fmt: str | None) -> MeasuredSteps:
-    """Time each kind of step once, after one that is not timed; `fmt` is a format that is rounded to, if any is."""
+def measure_steps(subject: SearchSubject, windows: Sequence[Tensor], formats: Sequence[str]) -> MeasuredSteps:
+    """Time each kind of step once, after one that is not timed; `formats` are those that weights are rounded to."""
     runner, ids = subject.runner, windows[0][None, :SAMPLE_TOKENS]
     tokens = ids.shape[1]
     with torch.no_grad(), runner.outside():
@@ -125,17 +125,22 @@ def measure_steps(subject: SearchSubject, windows: Sequence[Tensor], fmt: str | 
         torch.zeros(width, width, device=runner.device),
     )
     product = _seconds(lambda: square.addmm_(rows.T, rows)) / (SAMPLE_TOKENS * width**2)
-    column, cell = _rounding_steps(subject, fmt)
+    column, cell = rounding_steps(subject, formats)
     return MeasuredSteps(
         block / tokens, head / some.ids.shape[1], score / max(1, logits.shape[1] - 1), product, column, cell
     )
 
 
-def _rounding_steps(subject: SearchSubject, fmt: str | None) -> tuple[float, float]:
-    """What rounding takes for a column and for a cell, by a few rows of a weight and by more of them."""
-    if fmt is None:
+def rounding_steps(subject: SearchSubject, formats: Sequence[str]) -> tuple[float, float]:
+    """What rounding takes for a column and for a cell, by a few rows of a weight and by more of them.
+
+    Timed on the weight of most rows that one of the formats holds; where no weight is rounded, nothing.
+    """
+    sites = sorted(subject.sites.values(), key=lambda each: each.shape[0], reverse=True)
+    pairs = ((site, fmt) for site in sites for fmt in formats_that_hold(site.shape, formats))
+    site, fmt = next(pairs, (None, ""))
+    if site is None:
         return 0.0, 0.0
-    site = max(subject.sites.values(), key=lambda each: each.shape[0])
     columns = site.shape[-1]
     rows = subject.weight(site.name)[: max(2 * FEW_ROWS, SAMPLE_NUMBERS // columns)]
     inputs = InputHessian(torch.eye(columns, device=rows.device))
@@ -307,7 +312,8 @@ def within_memory(
         said = "were given" if limit is not None else "are free"
         raise SearchError(
             f"{subject.where}: a search takes about {needed / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB {said}; "
-            "end other programs, give shorter windows (`context`), more memory, or a machine that has it"
+            "end other programs, give shorter windows or more memory",
+            settings={"context": None, "memory": f"{math.ceil(needed / 1e8) / 10:.1f}GB"},
         )
     return MemoryUse(needed, most, threads, rounded, kept)
 

@@ -329,7 +329,7 @@ class Searcher:
     def expect(self) -> float:
         """Time a few steps of each kind; gives the seconds that the whole search will take."""
         target, text = self.subject.target, self.text
-        rounded = next((name for name in self.formats if not get_format(name).is_cast and not target.streamed), None)
+        rounded = [name for name in self.formats if not get_format(name).is_cast and not target.streamed]
         steps = measure_steps(self.subject, text.statistics, rounded)
         tokens = {what: sum(map(len, windows)) for what, windows in vars(text).items() if what != "unscored"}
         tokens |= {

@@ -11,7 +11,7 @@ import pytest
 
 import bitplan
 from bitplan.base.errors import FormatError, MissingFolderError
-from bitplan.cli import option_of, run
+from bitplan.cli import option_of, options_of, run
 from tests.cli.test_help import ALL
 
 ROOT = Path(bitplan.__file__).parent
@@ -60,7 +60,8 @@ def test_every_setting_of_an_error_is_an_option_of_a_verb() -> None:
 def test_an_error_says_its_settings_in_python_and_in_the_shell(tmp_path, capsys) -> None:
     error = FormatError("w: leave it as it is", settings={"keep": "a b", "force": True, "only": None})
     assert str(error) == "w: leave it as it is (keep='a b', force=True, only)"
-    assert error.with_settings(option_of) == "w: leave it as it is (--keep 'a b', --force, --only)"
+    shown = error.with_settings(lambda settings: options_of(settings, ["quantize", "m", "out"]))
+    assert shown == "w: leave it as it is (--keep 'a b', --force, --only)"
     assert str(MissingFolderError(2, "no such folder", "a")) == "[Errno 2] no such folder: 'a'"
     plan = tmp_path / "plan.json"
     plan.write_text("kept")
@@ -75,6 +76,21 @@ def test_an_error_says_its_settings_in_python_and_in_the_shell(tmp_path, capsys)
 )
 def test_names_that_differ(name: str, value: object, shown: str) -> None:
     assert option_of(name, value) == shown
+
+
+@pytest.mark.parametrize(
+    ("verb", "settings", "shown"),
+    [
+        ("quantize m", {"nonfinite": "replace"}, "--nonfinite replace"),
+        ("export m", {"nonfinite": "replace"}, "bitplan quantize --nonfinite replace"),
+        ("perplexity m", {"keep": "w", "nonfinite": "replace"}, "--keep w, bitplan quantize --nonfinite replace"),
+        ("search m", {"to": "hf", "experts": "bfloat16"}, "bitplan gpt-oss convert --to hf --experts bfloat16"),
+        ("gpt-oss convert m", {"to": "hf"}, "--to hf"),
+        ("search m", {}, ""),
+    ],
+)
+def test_an_option_that_the_verb_lacks_is_shown_with_a_verb_that_has_it(verb, settings, shown) -> None:
+    assert options_of(settings, verb.split()) == shown
 
 
 def test_no_decision_reads_a_sentence() -> None:

@@ -111,3 +111,16 @@ def test_the_whole_time_is_told_from_the_first_steps_on(model, windows, context,
     assert all(whole / 2 < each < 2 * whole for each in estimates), expected
     assert estimates[-1] == pytest.approx(whole, rel=0.15)
     assert labels[0][1] == f"a weight; the search takes about {estimates[1] / 60:.0f} min"
+
+
+def test_rounding_is_timed_in_a_format_that_holds_the_weight():
+    weights = {"narrow": torch.randn(96, 64), "wide": torch.randn(64, 256)}
+    subject = SimpleNamespace(
+        sites={name: SimpleNamespace(name=name, shape=tuple(weight.shape)) for name, weight in weights.items()},
+        weight=weights.__getitem__,
+        numbers_with=lambda name: weights[name].numel(),
+    )
+    column, cell = forecast.rounding_steps(subject, ["q2_k_gguf", "mxfp4"])  # blocks of 256 do not divide 64
+    assert column + cell > 0
+    del subject.sites["wide"]
+    assert forecast.rounding_steps(subject, ["q2_k_gguf"]) == (0.0, 0.0)

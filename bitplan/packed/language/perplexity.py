@@ -170,7 +170,8 @@ def windows_of(ids: Tensor, context: int, prefix: Tensor | None = None) -> list[
     if len(ids) < body:
         raise MeasureError(
             f"the text has {len(ids)} tokens, and one window of context needs {body}; "
-            f"take a longer text or a shorter context"
+            f"take a longer text or a shorter context",
+            settings={"context": None},
         )
     windows = [torch.cat((before.to(ids.dtype), piece)) for piece in ids.split(body)]
     return [window for window in windows if len(window) > 1]
@@ -181,7 +182,10 @@ def spread_windows(windows: Sequence[Tensor], tokens: int) -> list[Tensor]:
     context = len(windows[0])
     wanted = tokens // context
     if wanted < 1:
-        raise MeasureError(f"a limit of {tokens} tokens is less than one window of context, {context}; raise the limit")
+        raise MeasureError(
+            f"a limit of {tokens} tokens is less than one window of context, {context}; raise the limit",
+            settings={"tokens": context},
+        )
     whole = [window for window in windows if len(window) == context]
     if wanted >= len(whole):
         return list(windows)
