@@ -49,6 +49,11 @@ def data_address(array: Array) -> int:
         return int(array.ctypes.data)
 
 
+# Words of an array.
+SIZE, DATA, SHAPE = 2, 4, 5
+RESULTS = 2  # arguments of machine code that come first: where a loop's result goes, and its error
+
+
 def words_of(given: Any) -> list[int]:
     """As numba has it: of an array no owner, its size, bytes of a number, where it lies, its shape and strides."""
     if isinstance(given, np.ndarray):
@@ -78,41 +83,22 @@ class CallWriter:
     def load(self, word: int) -> Any:
         return self.builder.load(self.place(word))
 
-    def value(self, kind: Any, word: int) -> tuple[Any, int]:
-        """An argument that begins at this word, and the word after it."""
-        if isinstance(kind, types.Array):
-            fields = [self.load(word + at) for at in range(5 + 2 * kind.ndim)]
-            shape, strides = fields[5 : 5 + kind.ndim], fields[5 + kind.ndim :]
-            return self.array(kind, fields[3], fields[4], shape, strides), word + len(fields)
-        if isinstance(kind, types.BaseTuple):  # type: ignore[attr-defined]
-            values = []
-            for each in kind.types:
-                value, word = self.value(each, word)
-                values.append(value)
-            return self.context.make_tuple(self.builder, kind, values), word
-        held = self.load(word)
-        if kind == types.float64:
-            held = self.builder.bitcast(held, ir.DoubleType())
-        elif kind == types.boolean:
-            held = self.builder.icmp_signed("!=", held, self.number(0))
-        return held, word + 1
+    def count(self, kind: Any) -> int:
+        """How many words an argument has."""
+        return len(self.context.call_conv.get_function_type(types.none, [kind]).args) - RESULTS
 
-    def array(self, kind: Any, itemsize: Any, data: Any, shape: list[Any], strides: list[Any]) -> Any:
-        builder, size = self.builder, self.number(1)
-        view = self.context.make_array(kind)(self.context, builder)
-        for length in shape:
-            size = builder.mul(size, length)
-        view.data = builder.inttoptr(data, self.context.get_data_type(kind.dtype).as_pointer())
-        view.nitems, view.itemsize = size, itemsize
-        view.shape, view.strides = cgutils.pack_array(builder, shape), cgutils.pack_array(builder, strides)
-        view.meminfo = cgutils.get_null_value(view.meminfo.type)
-        view.parent = cgutils.get_null_value(view.parent.type)
-        return view._getvalue()
-
-    def call(self, loop: Any, kinds: list[Any], values: list[Any]) -> None:
-        """Call the loop at this address, which returns nothing."""
-        kind = ir.PointerType(self.context.call_conv.get_function_type(types.none, kinds))
-        self.context.call_conv.call_function(self.builder, self.builder.inttoptr(loop, kind), types.none, kinds, values)
+    def call(self, loop: Any, kinds: list[Any], words: list[Any]) -> None:
+        """Call the loop at this address, which returns nothing: its machine code takes each word as an argument."""
+        builder, kind = self.builder, self.context.call_conv.get_function_type(types.none, kinds)
+        given = [cgutils.alloca_once(builder, slot.pointee) for slot in kind.args[:RESULTS]]
+        for wanted, word in zip(kind.args[RESULTS:], words, strict=True):
+            if isinstance(wanted, ir.PointerType):
+                given.append(builder.inttoptr(word, wanted))
+            elif isinstance(wanted, ir.DoubleType):
+                given.append(builder.bitcast(word, wanted))
+            else:
+                given.append(word if wanted == INT64 else builder.trunc(word, wanted))
+        builder.call(builder.inttoptr(loop, ir.PointerType(kind)), given)
 
 
 def written(write: Callable[[CallWriter], None]) -> Any:
@@ -139,11 +125,8 @@ def caller(kinds: tuple[Any, ...]) -> Any:
     """Calls the loop whose address is the first word, with arguments of these types, which follow it."""
 
     def write(writer: CallWriter) -> None:
-        values, word = [], 1
-        for kind in kinds:
-            value, word = writer.value(kind, word)
-            values.append(value)
-        writer.call(writer.load(0), list(kinds), values)
+        words = [writer.load(1 + word) for word in range(sum(map(writer.count, kinds)))]
+        writer.call(writer.load(0), list(kinds), words)
 
     return written(write)
 
@@ -260,19 +243,19 @@ def _write_taker(writer: CallWriter, forms: tuple[tuple[Any, int, int], ...]) ->
     builder.position_at_end(work)
     end = builder.add(first, piece)
     end = builder.select(builder.icmp_signed("<", end, count), end, count)
-    values, word = [], GIVEN
+    given, word = [], GIVEN
     for kind, axis, share in forms:
+        words = [writer.load(word + at) for at in range(writer.count(kind))]
+        word += len(words)
         if axis >= 0:
-            itemsize, data, *rest = (writer.load(word + at) for at in range(3, 5 + 2 * kind.ndim))
-            shape, strides = rest[: kind.ndim], rest[kind.ndim :]
+            length, stride = SHAPE + axis, SHAPE + kind.ndim + axis
             begin = builder.sdiv(first, number(share))
-            shape[axis] = builder.sub(builder.sdiv(builder.add(end, number(share - 1)), number(share)), begin)
-            data = builder.add(data, builder.mul(begin, strides[axis]))
-            values.append(writer.array(kind, itemsize, data, shape, strides))
-            word += 5 + 2 * kind.ndim
-            continue
-        value, word = writer.value(kind, word)
-        values.append(end if axis == -3 else builder.add(value, first) if axis == -2 else value)
-    writer.call(loop, [kind for kind, _, _ in forms], values)
+            words[length] = builder.sub(builder.sdiv(builder.add(end, number(share - 1)), number(share)), begin)
+            words[DATA] = builder.add(words[DATA], builder.mul(begin, words[stride]))
+            words[SIZE] = functools.reduce(builder.mul, words[SHAPE : SHAPE + kind.ndim])
+        elif axis < -1:
+            words = [end if axis == -3 else builder.add(words[0], first)]
+        given += words
+    writer.call(loop, [kind for kind, _, _ in forms], given)
     builder.branch(again)
     builder.position_at_end(done)
