@@ -145,9 +145,7 @@ def test_adapters_under_ddp_have_the_mean_gradient(two):
 
 def test_a_stream_of_a_subgroup_is_refused_as_it_opens(two):
     first, second = two["subgroup"]
-    says = (
-        r"all 2 processes .*, and rank 0, which is in a smaller group \(rank 0\), waits for rank 1: "
-    )
+    says = r"all 2 processes .*, and rank 0, which is in a smaller group \(rank 0\), waits for rank 1: "
     assert re.search(says, first["message"])
     assert not second["message"]
     assert_equal(of_all(two["subgroup"]), of_all(two["train"]))  # the group alone is no error
