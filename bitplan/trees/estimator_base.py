@@ -46,7 +46,7 @@ from bitplan.trees.distributed.shards import ALONE, Shards, Span, gather_numbers
 from bitplan.trees.fitted import IMPORTANCES, FittedTrees
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
-from bitplan.trees.objectives import Objective, metrics_of
+from bitplan.trees.objectives import Objective, custom_metrics, metrics_of
 from bitplan.trees.pieces import TablePieces
 from bitplan.trees.threads import has_infinity, is_large_table, threads_of
 
@@ -291,6 +291,7 @@ class BoostedTreesBase(FittedTrees):
 
     def _eval_sets(self, objective: Objective, eval_set: Any, options: FitOptions, shards: Shards) -> list[EvalSet]:
         sets = []
+        custom_metrics(objective, options.eval_metric)  # refuses what is none without a set to watch, too
         for place, (x, y, weight) in enumerate(eval_pairs(eval_set, options.eval_sample_weight)):
             with naming_set(place):
                 table = self._read(x, shards)

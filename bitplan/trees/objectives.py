@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -307,11 +308,16 @@ def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]
     """The user's alone."""
     given = [] if eval_metric is None else eval_metric
     given = [given] if callable(given) or isinstance(given, str) else given
-    if not isinstance(given, Sequence) or not all(callable(each) or each in NAMED_METRICS for each in given):
+    if not isinstance(given, Sequence) or not all(
+        callable(each) or (isinstance(each, str) and each in NAMED_METRICS) for each in given
+    ):
         raise TreesError(
             "eval_metric: expected a function of (y, predictions) that returns (name, value, is_higher_better), one of "
             f"{', '.join(map(repr, NAMED_METRICS))}, or a list of such, got {eval_metric!r:.60}"
         )
+    names = [each for each in given if isinstance(each, str)]
+    if len(set(names)) < len(names):
+        raise TreesError(f"eval_metric: expected each name once, got {eval_metric!r:.60}")
     return tuple(_custom(_named(each) if isinstance(each, str) else each, objective) for each in given)
 
 
@@ -321,6 +327,8 @@ NAMED_METRICS: dict[str, tuple[str, bool, bool]] = {
     "auc": ("roc_auc_score", False, True),
     "average_precision": ("average_precision_score", False, True),
     "logloss": ("log_loss", False, False),
+    "binary_logloss": ("log_loss", False, False),
+    "multi_logloss": ("log_loss", False, False),
     "accuracy": ("accuracy_score", True, True),
     "error": ("zero_one_loss", True, False),
     "mse": ("mean_squared_error", False, False),
@@ -338,17 +346,20 @@ def _named(name: str) -> Callable[..., tuple[str, float, bool]]:
 
     def metric(y: Array, predicted: Array, weights: Array | None = None) -> tuple[str, float, bool]:
         from sklearn import metrics  # type: ignore[import-untyped]
+        from sklearn.exceptions import UndefinedMetricWarning  # type: ignore[import-untyped]
 
         if by_class:
             predicted = predicted > 0.5 if predicted.ndim == 1 else predicted.argmax(axis=1)
         more: dict[str, Any] = {"sample_weight": weights}
-        if predicted.ndim == 2 and name in ("auc", "logloss"):
-            more |= {"labels": np.arange(predicted.shape[1])} | ({"multi_class": "ovr"} if name == "auc" else {})
-        elif name == "logloss":
-            more |= {"labels": [0, 1]}
+        if function == "log_loss":
+            more |= {"labels": np.arange(predicted.shape[1] if predicted.ndim == 2 else 2)}
+        elif name == "auc" and predicted.ndim == 2:
+            more |= {"labels": np.arange(predicted.shape[1]), "multi_class": "ovr"}
         try:
-            value = getattr(metrics, function)(y, predicted, **more)
-        except ValueError as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UndefinedMetricWarning)  # one class alone: the value would be NaN
+                value = getattr(metrics, function)(y, predicted, **more)
+        except (ValueError, UndefinedMetricWarning) as error:
             raise TreesError(f"eval_metric: {name!r} is not for these targets and predictions: {error}") from error
         return name, float(value), higher_is_better
 

@@ -67,6 +67,21 @@ def test_leaves_first_rounds_and_the_table_of_trees_agree(rows):
         model.first_rounds(5)
 
 
+def test_metrics_that_cannot_be_are_refused(rows):
+    x, y, places = rows
+    model = BoostedTreesClassifier(**SMALL)
+    with pytest.raises(TreesError, match="eval_metric: 'auc' is not for these targets and predictions: Only one class"):
+        model.fit(x, y > 0, eval_set=(x[y > 0], y[y > 0] > 0), eval_metric="auc")
+    with pytest.raises(TreesError, match=r"eval_metric: expected each name once, got \['auc', 'auc'\]"):
+        model.fit(x, y > 0, eval_set=(x, y > 0), eval_metric=["auc", "auc"])
+    for wrong in ("aucc", [["auc"]], 3):  # without a set to watch, too
+        with pytest.raises(TreesError, match=r"eval_metric: expected a function of .* or a list of such, got "):
+            model.fit(x, y > 0, eval_metric=wrong)
+    model.fit(x, places, eval_set=(x, places), eval_metric="multi_logloss")
+    losses = model.evals_result_["valid_0"]
+    np.testing.assert_allclose(losses["multi_logloss"], losses["multiclass"])
+
+
 @pytest.mark.parametrize("form", [sparse.csr_matrix, sparse.csc_array, sparse.coo_matrix])
 def test_sparse_tables_are_their_numbers(form, rows):
     x, y, _ = rows

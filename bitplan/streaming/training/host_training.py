@@ -205,7 +205,7 @@ class BlockAdamW:
         self, name: str, given: Sequence[Tensor], moments: SmallMoments, rates: AdamWRates, scratch: Tensor
     ) -> None:
         """Some numbers at a time: decode their moments, step, encode them again."""
-        start, of_slice = 0, given[0].storage_offset() - self.masters[name].storage_offset()
+        start, of_slice = 0, int(given[0].storage_offset() - self.masters[name].storage_offset())
         for weights, gradient, *sent in pieces(given, SMALL_AT_A_TIME):
             part = moments.part(start, start + len(weights))
             first, second = part.read()
