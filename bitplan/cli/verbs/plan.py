@@ -29,7 +29,7 @@ def check(
         list[str],
         typer.Argument(
             metavar="[MANIFEST] CHECKPOINT",
-            help="Rules (not of a folder that `quantize` wrote: its own plan), and what `inspect` opens.",
+            help="Rules (a folder that `quantize` wrote has its own plan), and what `inspect` opens.",
             autocompletion=manifest_names,
         ),
     ],
@@ -40,8 +40,9 @@ def check(
 ) -> None:
     """Check a checkpoint's headers against a manifest, and with --deep its numbers. Exit 1 when there are findings.
 
-    A folder that `bitplan quantize` wrote is held against its own config and plan. Under a manifest, a float tensor of
-    another dtype than its format's is no finding: `bitplan quantize` casts it.
+    A folder that `bitplan quantize` wrote is held against its own config and plan; of a file without a manifest the
+    numbers and checksums are checked (--deep). Under a manifest, a float tensor of another dtype than its format's is
+    no finding: `bitplan quantize` casts it.
 
     Example: bitplan check llama model.safetensors --deep
     """
@@ -53,18 +54,22 @@ def check(
     if len(arguments) > 2:
         raise typer.BadParameter("give MANIFEST and CHECKPOINT, or a folder that `bitplan quantize` wrote")
     *given, checkpoint = arguments
-    manifest = given[0] if given else "its own plan"
-    rules = open_manifest(manifest) if given else None
+    under = f" under {given[0] if given else 'its own plan'}"
+    rules = open_manifest(given[0]) if given else None
     packed = None
     if rules is None:
         if not Path(checkpoint).exists():
             raise typer.BadParameter(f"{checkpoint}: no such file or folder")
-        if not Path(checkpoint).is_dir():
+        if Path(checkpoint).is_dir():
+            packed = read_packed_plan(Path(checkpoint), read_config(Path(checkpoint)))
+        elif not deep:
             raise typer.BadParameter(
-                f"{checkpoint} alone says nothing to check; give a manifest before it (`bitplan manifest show` lists "
-                f"them), as in `bitplan check llama {checkpoint}`, or a folder that `bitplan quantize` wrote"
+                f"{checkpoint} alone has numbers and checksums to check (`bitplan check {checkpoint} --deep`); its "
+                f"formats are held against a manifest (`bitplan manifest show` lists them), as in `bitplan check llama "
+                f"{checkpoint}`"
             )
-        packed = read_packed_plan(Path(checkpoint), read_config(Path(checkpoint)))
+        else:
+            under = ""
     with open_tensors(checkpoint) as file:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
         problems: list[Finding] = []
@@ -88,11 +93,11 @@ def check(
     if as_json:
         show_json([finding._asdict() for finding in findings])
     elif findings:
-        title = f"{counted(len(findings), 'finding')} in {checkpoint} under {manifest}"
+        title = f"{counted(len(findings), 'finding')} in {checkpoint}{under}"
         table(title, [finding._asdict() for finding in findings])
     else:
         checked = f", {human_bytes(total)} of data checked" if deep else ""
-        say(f"{checkpoint}: {counted(len(headers), 'tensor')}{checked}, no findings under {manifest}")
+        say(f"{checkpoint}: {counted(len(headers), 'tensor')}{checked}, no findings{under}")
     if unsummed and not as_json:
         say(f"{checkpoint}: has no checksums, so a changed byte that makes a sound number is not seen")
     if casts and not as_json:

@@ -115,6 +115,26 @@ def test_check_of_a_file_alone_names_a_command_that_works(llama, capsys):
     assert "none.safetensors: no such file or folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("suffix", "fmt"), [("safetensors", "int8_row"), ("gguf", "q8_0_gguf"), ("json", None)])
+def test_a_changed_byte_of_a_file_alone_is_found_by_its_checksum(tmp_path, capsys, suffix, fmt):
+    import bitplan
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    if fmt is not None:
+        bitplan.apply_plan(model, fmt)
+    path = tmp_path / f"packed.{suffix}"
+    bitplan.save_packed(model, path)
+    assert run(["check", str(path), "--deep"]) == 0
+    assert capsys.readouterr().out.endswith("checked, no findings\n")
+    content = bytearray(path.read_bytes())
+    at = content.index(b'"weights": "') + 40 if suffix == "json" else len(content) - 1500
+    content[at] = ord("A" if content[at] != ord("A") else "B")
+    path.write_bytes(content)
+    assert run(["check", str(path), "--deep", "--json"]) == 1
+    assert "checksum" in [finding["code"] for finding in json.loads(capsys.readouterr().out)]
+
+
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no device that is read without end")
 @pytest.mark.parametrize(
     "line",
