@@ -121,6 +121,12 @@ def test_marks_and_cells_say_what_they_are(look):
     assert message.endswith("bf16")
 
 
+def test_the_navigation_shows_every_section_of_a_wide_page(look):
+    page = look(width=1280)
+    assert page.run("document.querySelectorAll('nav a').length") == 12
+    assert page.run("document.querySelector('nav').scrollWidth <= document.querySelector('nav').clientWidth")
+
+
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (320, False)])
 def test_nothing_hangs_over_the_side(look, width, dark):
     page = look(width=width, height=800, dark=dark)

@@ -211,7 +211,7 @@ def test_plan_refuses_what_quantize_refuses_and_counts_the_bytes_it_writes(tmp_p
     message = []
     for verb in (
         ["plan", "rules.json", "odd.safetensors", "-o", "plan.json"],
-        ["quantize", "odd.safetensors", "small"],
+        ["quantize", "odd.safetensors", "small.safetensors"],
     ):
         manifest = ["--manifest", "rules.json"] if verb[0] == "quantize" else []
         assert run([*verb, *manifest]) == 2
