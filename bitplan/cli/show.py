@@ -177,9 +177,12 @@ def show_json(document: Any) -> None:
     print(json.dumps(document, indent=2).replace("\x7f", "\\u007f"))
 
 
-def say(line: str) -> None:
-    """Print a line of text on standard output; control characters in names are made visible."""
-    width = _width()
+def say(line: str, *, divided: bool = True) -> None:
+    """Print a line of text on standard output; control characters in names are made visible.
+
+    A line that someone will copy, with a command, is not divided: the terminal shows it in several and copies one.
+    """
+    width = _width() if divided else None
     print(wrap(visible(line), WIDE * 100 if width is None else width), flush=True)
 
 

@@ -7,7 +7,8 @@
     a saved model of boosted trees            gradient   gradients                               float32, i16 or i8
 
 A product has an entry for every token count that was measured (`@8192`, and `tokens` in its evidence), a block has the
-step in its evidence. `PATH@N` reads one of them alone: a policy at N tokens, a log at step N.
+step in its evidence. `PATH@N` reads one of them alone: a policy at N tokens, whose names then have no count, so that
+two counts can be compared; a log at step N. A folder that a search wrote is its plan.json.
 
 The records are read by their keys: the parts that write them need not be there.
 """
@@ -22,7 +23,7 @@ from typing import Any
 from bitplan.base.documents import Fields, load_document, reading_error, show
 from bitplan.base.errors import FileFormatError, PlanFileError
 from bitplan.base.records import check_input, parse_json
-from bitplan.plan.plan import DOCUMENT, Choice, Plan, Planned
+from bitplan.plan.plan import DOCUMENT, Choice, Plan, Planned, plan_file
 
 BF16 = "bfloat16"
 WIN = "win"
@@ -44,6 +45,7 @@ def read_plan(path: str | Path) -> Plan:
     path, at = Path(path), None
     if not path.exists() and (match := _AT.fullmatch(str(path))):
         path, at = Path(match[1]), int(match[2])
+    path = plan_file(path)
     try:
         check_input(path)
         with path.open("rb") as file:
@@ -90,7 +92,8 @@ def _plan_of_policy(policy: _Fields, tokens: int | None) -> Plan:
         name = f"{layer}{'.' if sizes else ''}{sizes}{parallel}.{rule.text('gemm', 'module')}"
         for point in rule.each("points"):
             if tokens in (None, point.whole("tokens")):
-                _add_product(entries, name, rule.text("recipe", "blockwise"), point)
+                key = name if tokens is not None else f"{name}@{point.whole('tokens')}"
+                _add_product(entries, key, rule.text("recipe", "blockwise"), point)
     if tokens is not None and not entries:
         raise PlanFileError(
             f"{policy.where}: nothing was measured at {tokens} tokens; leave @{tokens} out to see what was"
@@ -112,7 +115,7 @@ def _rules_of_thresholds(policy: _Fields) -> Iterable[_Fields]:
                 yield _Fields(fields.value | {"kind": kind, "name": name, "points": [point]}, fields.where)
 
 
-def _add_product(entries: dict[str, Planned], name: str, recipe: str, point: _Fields) -> None:
+def _add_product(entries: dict[str, Planned], key: str, recipe: str, point: _Fields) -> None:
     """A layer at a token count; of several recipes that win the fastest is taken."""
     tokens, answer = point.whole("tokens"), point.text("answer")
     figures = {key: point.number(key) for key in ("speedup", "low", "high", "samples") if key in point}
@@ -123,7 +126,6 @@ def _add_product(entries: dict[str, Planned], name: str, recipe: str, point: _Fi
     evidence = {"tokens": tokens, "answer": answer, "recipe": recipe, **figures}
     fmt = f"fp8:{recipe}" if answer == WIN else BF16
     choice = Choice(fmt, f"{answer} of {recipe} at {tokens} tokens: {measured}".rstrip(": "), evidence, "policy")
-    key = f"{name}@{tokens}"
     before = entries.get(key)
     if before is None or _rank(choice) > _rank(before.choice):
         entries[key] = Planned(choice, kind="product")

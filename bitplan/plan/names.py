@@ -42,7 +42,7 @@ class ShellPatterns:
         idle = [pattern for pattern in self._order if pattern not in matched and pattern != "*"]
         if idle:
             known = list(dict.fromkeys(prefix for name in names for prefix in _prefixes(name)))
-            lists = "; `bitplan inspect` lists those of a file"
+            lists = "; `bitplan inspect` lists those of a file, `bitplan plan` those of a plan"
             faults = [
                 f"the pattern {pattern!r} matches no tensor"
                 f"{_as_shell_pattern(pattern) or did_you_mean(pattern, known) or lists}"

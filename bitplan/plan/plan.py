@@ -39,6 +39,7 @@ from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.mermaid import draw
 from bitplan.plan.names import listed, natural_order, number_ranges, split_layer
 
+PLAN_NAME = "plan.json"
 DOCUMENT = "bitplan-plan"
 VERSION = 1
 BF16_BYTES = 2
@@ -188,6 +189,16 @@ class PlanDiff:
         return lines
 
 
+def plan_file(path: str | Path) -> Path:
+    """The file of a plan: itself, or plan.json in a folder that a search wrote."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    if not (path / PLAN_NAME).is_file():
+        raise PlanFileError(f"{path}: a folder without {PLAN_NAME}; give a plan's file, or what `bitplan search` wrote")
+    return path / PLAN_NAME
+
+
 class Plan(Mapping[str, Choice]):
     """An immutable mapping from name to Choice, in natural order of names; `entries` holds what else is known."""
 
@@ -244,6 +255,8 @@ class Plan(Mapping[str, Choice]):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
+        """The plan in a file, or in a folder that a search wrote."""
+        path = plan_file(path)
         return cls.from_document(load_document(path, PlanFileError), where=str(path))
 
     @classmethod

@@ -42,6 +42,10 @@ class ReportError(FileFormatError):
     """A record that cannot be shown: not one of ours, or broken."""
 
 
+class UnknownRecordError(ReportError):
+    """A document that is none of the kinds that a report shows."""
+
+
 def is_number(value: Any) -> bool:
     """A number that can be drawn: finite, and far below the largest float, so that sums and ranges are finite too."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
@@ -243,9 +247,9 @@ def _kind_of(document: dict[str, Any], path: Path, *, lines: bool, quiet: bool) 
     if quiet:
         return None
     if named is not None:
-        raise ReportError(f"{path}: the document {show(named)} is none that a report shows; {_expected()}")
+        raise UnknownRecordError(f"{path}: the document {show(named)} is none that a report shows; {_expected()}")
     keys = ", ".join(show(key) for key in list(document)[:6]) or "none"
-    raise ReportError(f"{path}: not recognised by its keys ({keys}); {_expected()}")
+    raise UnknownRecordError(f"{path}: not recognised by its keys ({keys}); {_expected()}")
 
 
 def _expected() -> str:

@@ -735,9 +735,9 @@ def show_gpu(gpu: str, fp8: Sequence[Mapping[str, Any]], fused: Sequence[Mapping
 
 def say_end(output: Path) -> None:
     begin(f"files:  {output}/ (manifest.json, plan.json, model.plan.safetensors, demo.json and the records)")
-    say(f"next:   bitplan inspect {output}/model.plan.safetensors")
-    say(f"        bitplan check {output}/manifest.json {output}/model.plan.safetensors")
-    say(f"        bitplan inspect {output}/model.float32.safetensors --tensor blocks.0.up.weight")
+    say(f"next:   bitplan inspect {output}/model.plan.safetensors", divided=False)
+    say(f"        bitplan check {output}/manifest.json {output}/model.plan.safetensors", divided=False)
+    say(f"        bitplan inspect {output}/model.float32.safetensors --tensor blocks.0.up.weight", divided=False)
     say(f"report: {output}/report.html")
 
 

@@ -50,7 +50,9 @@ def test_a_policy_is_a_plan_of_products(folder):
     assert choice.evidence["tokens"] == 4096
     slow = plan[name.replace("@4096", "@1024")]
     assert (slow.format, slow.evidence["answer"]) == ("bfloat16", "lose")
-    assert set(read_plan(f"{folder}/policy.json@4096")) == {part for part in plan if part.endswith("@4096")}
+    at_4096, at_1024 = (read_plan(f"{folder}/policy.json@{tokens}") for tokens in (4096, 1024))
+    assert set(at_4096) == {part.removesuffix("@4096") for part in plan if part.endswith("@4096")}
+    assert name.removesuffix("@4096") in at_1024.diff(at_4096).changed  # two counts have the same parts
     with pytest.raises(PlanFileError, match="nothing was measured at 77 tokens"):
         read_plan(f"{folder}/policy.json@77")
 
@@ -126,7 +128,7 @@ def test_the_verbs_read_them_all(folder, tmp_path, capsys):
     assert all(row["name"].endswith("@1024") and row["from"] == "bfloat16" for row in rows)
     assert run(["diff", f"{folder}/precision.jsonl@10", f"{folder}/precision.jsonl@20"]) == 0
     assert "bfloat16" in capsys.readouterr().out
-    assert run(["explain", f"{folder}/policy.json@4096", "*.module@4096"]) == 0
+    assert run(["explain", f"{folder}/policy.json@4096", "*.module"]) == 0
     assert "tokens: 4096" in capsys.readouterr().out
     assert run(["explain", f"{folder}/trees.json", "gradients", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gradients"]["kind"] == "gradient"
@@ -135,3 +137,11 @@ def test_the_verbs_read_them_all(folder, tmp_path, capsys):
     capsys.readouterr()
     assert run(["explain", f"{folder}/plan.json", "nothing"]) == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def test_a_folder_of_a_search_is_its_plan(tmp_path):
+    Plan({"w": Planned(Choice("int8_row", "given"))}).save(tmp_path / "plan.json")
+    assert read_plan(tmp_path)["w"].format == Plan.load(tmp_path)["w"].format == "int8_row"
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(PlanFileError, match="a folder without plan\\.json"):
+        read_plan(tmp_path)

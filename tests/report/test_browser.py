@@ -48,7 +48,7 @@ def look(browser, report):
         page.close()
 
 
-UNFOLD = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
+UNFOLD = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"  # long tables are folded
 NAMES = "[...document.querySelectorAll('#decisions tbody tr')].map((row) => row.cells[0].textContent)"
 OUTPUT = "document.querySelector('#decisions output').textContent"
 
@@ -124,10 +124,16 @@ def test_marks_and_cells_say_what_they_are(look):
     assert message.endswith("bf16")
 
 
+def test_the_navigation_shows_every_section_of_a_wide_page(look):
+    page = look(width=1280)
+    assert page.run("document.querySelectorAll('nav a').length") == 12
+    assert page.run("document.querySelector('nav').scrollWidth <= document.querySelector('nav').clientWidth")
+
+
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (320, False)])
 def test_nothing_hangs_over_the_side(look, width, dark):
     page = look(width=width, height=800, dark=dark)
-    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    page.run(UNFOLD)
     assert page.run("document.documentElement.scrollWidth") <= width
     wide = page.run(
         "[...document.querySelectorAll('main *')].filter((e) => !e.closest('.scroll') && !e.closest('svg')"

@@ -216,6 +216,7 @@ def quantize(
     from bitplan.files.quantize_files import Quantization
     from bitplan.formats.input_formats import input_format
     from bitplan.plan import Plan, open_manifest
+    from bitplan.plan.plan import plan_file
 
     input_format(inputs, "--inputs")
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
@@ -227,6 +228,7 @@ def quantize(
     if text is not None and (evidence is not None or scale_rule is not None):
         raise typer.BadParameter("give one of --text, --evidence and --scale-rule: each chooses the scales")
     content = None if text is None else read_text(text)
+    plan = None if plan is None else plan_file(plan)
     reads = [Path(given) for given in (manifest, plan, evidence, text) if given is not None]
     given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
     with ExitStack() as opened:

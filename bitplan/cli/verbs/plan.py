@@ -154,7 +154,7 @@ def plan(
         return
     if any(given is not None for given in (bits, size, max_kl, faster)):
         raise typer.BadParameter("a goal (--bits, --bytes, --max-kl, --faster) goes with --from EVIDENCE")
-    if fmt is None and arguments is not None and len(arguments) == 1 and ".json" in Path(arguments[0]).suffix:
+    if fmt is None and arguments is not None and len(arguments) == 1 and _is_record(Path(arguments[0])):
         if output is not None:
             check_output(output, inputs=arguments, force=force)
         _show_plan(read_plan(arguments[0]), arguments[0], output, mermaid=mermaid, as_json=as_json)
@@ -181,6 +181,10 @@ def plan(
     _show_plan(resolved, title, output, mermaid=mermaid, as_json=as_json, compared=compared)
 
 
+def _is_record(path: Path) -> bool:
+    return ".json" in path.suffix or (path / "plan.json").is_file()
+
+
 def _goal(bits: float | None, size: str | None, max_kl: float | None, faster: float | None, rows: int) -> Goal:
     from bitplan.searching.goal import Goal, parse_bytes
 
@@ -201,7 +205,9 @@ def _solved(source: Path, goal: Goal, output: Path | None, force: bool) -> Plan:
 
 
 def explain(
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan, or what `bitplan plan RECORD` shows.")],
+    plan: Annotated[
+        str, typer.Argument(metavar="PLAN", help="A plan, a folder of `search`, or what `bitplan plan RECORD` shows.")
+    ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="A part, or a shell pattern of several.")],
     as_json: Json = False,
 ) -> None:
@@ -227,7 +233,8 @@ def explain(
         if entry.shape is not None:
             say(f"  {'x'.join(map(str, entry.shape)) or 'scalar'}, {human_bytes(entry.nbytes)}")
         for key, value in item.get("evidence", {}).items():
-            say(f"  {key}: {value}")
+            if not isinstance(value, dict):  # the reason has nested ones
+                say(f"  {key}: {value:.6g}" if isinstance(value, float) else f"  {key}: {value}")
 
 
 def diff(

@@ -52,20 +52,22 @@ def report(
 
 
 def records_of_folder(folder: Path) -> tuple[list[Path], list[str]]:
-    """The records in a folder, a search's first; and why other JSON files in it are none."""
-    from bitplan.report.read_records import ReportError, read_records
+    """The records in a folder, a search's first; and what is left out: other documents, and why records are broken."""
+    from bitplan.report.read_records import ReportError, UnknownRecordError, read_records
 
     first = records_of_search(folder)
-    records, left_out = list(first), []
+    records, left_out, others = list(first), [], []
     for path in sorted({*folder.glob("*.json"), *folder.glob("*.jsonl")} - {*first}):
         try:
             read_records([path])
             records.append(path)
+        except UnknownRecordError:
+            others.append(path.name)
         except ReportError as reason:
             left_out.append(str(reason))
     if not records:
         raise FileFormatError(f"{folder}: holds no record that a page shows; give the files themselves")
-    return records, left_out
+    return records, [*left_out, *([f"{', '.join(others)}: no records of results"] if others else [])]
 
 
 def records_of_search(folder: Path) -> list[Path]:

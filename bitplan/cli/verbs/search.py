@@ -139,7 +139,7 @@ def search(
         show_json(result.to_document())
         return
     show_result(result)
-    say(next_step(target, result.evidence.model, out))
+    say(next_step(target, result.evidence.model, out), divided=False)
 
 
 def _left(folder: Path, out: Path, force: bool) -> str:

@@ -31,6 +31,13 @@ def test_makes_a_page(tmp_path, capsys):
     assert "because" in (tmp_path / "out.html").read_text()
 
 
+def test_a_folder_says_shortly_which_documents_are_no_records(tmp_path, capsys):
+    (tmp_path / "evidence.json").write_text('{"document": "bitplan-evidence", "version": 1}')
+    (tmp_path / "rules.json").write_text('{"version": 1, "patterns": []}')
+    assert run(["report", ".", "-o", "out.html"]) == 0
+    assert capsys.readouterr().out.endswith("left out: evidence.json, rules.json: no records of results\n")
+
+
 def test_as_json_with_a_title_to_the_default_place(tmp_path, capsys):
     assert run(["report", "plan.json", "--title", "My model", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
