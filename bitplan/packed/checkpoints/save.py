@@ -8,6 +8,7 @@ load as well.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ from bitplan.formats import Encoded, get_format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, TensorRecipe, config_of, remembered
 from bitplan.packed.packed_weight import PackedWeight
-from bitplan.packed.rounded_inputs import inputs_of
+from bitplan.packed.rounded_inputs import inputs_of, shown_inputs
 from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.plan.structure.families import guess_role
@@ -69,6 +70,12 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
         )
     if container_for(path) is not None:
         write_model(model, path)
+        if (rounded := shown_inputs(model)) is not None:
+            warnings.warn(
+                f"{path}: a file does not say that layers round their inputs to {rounded}, as a folder does; load it "
+                f"with load_packed(..., inputs={rounded!r})",
+                stacklevel=2,
+            )
         return
     source = remembered(model)
     saved, tied = _items(model, source)

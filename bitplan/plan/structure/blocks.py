@@ -39,10 +39,10 @@ def _stack(parent: str, paths: list[str], kinds: dict[str, object], first_call: 
 def _with_several_products(parts: Recogniser) -> set[str]:
     """Paths of modules below which there are at least two weights of products or convolutions, however often called."""
     weights: dict[str, set[str]] = {}
-    for part in (*parts.linears.values(), *parts.convolutions):
-        path = part.path
+    uses = [(part.path, part.weight) for part in parts.linears.values()]
+    for path, weight in uses + [(part.path, part.weight) for part in parts.convolutions]:
         while path:
-            weights.setdefault(path, set()).add(part.weight)
+            weights.setdefault(path, set()).add(weight)
             path = path.rpartition(".")[0]
     return {path for path, below in weights.items() if len(below) > 1}
 

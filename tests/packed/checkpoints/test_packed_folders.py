@@ -582,3 +582,14 @@ def test_peak_host_memory_is_the_file_and_a_tenth(packed, tmp_path):
     size, peak = map(int, done.stdout.split())
     assert size > 100 * 2**20
     assert peak < 1.1 * size
+
+
+def test_a_file_that_cannot_say_how_inputs_are_rounded_is_said(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    bitplan.apply_plan(model, "int8_row", inputs="int8")
+    with pytest.warns(UserWarning, match=r"load it with load_packed\(..., inputs='q8_0_gguf'\)"):
+        bitplan.save_packed(model, tmp_path / "packed.safetensors")
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    bitplan.load_packed(tmp_path / "packed.safetensors", model=plain, inputs="q8_0_gguf")
+    x = torch.randn(3, 64)
+    assert torch.equal(plain(x), model(x))
