@@ -147,7 +147,7 @@ def test_diff_says_what_changed_and_what_it_costs(capsys):
     Path("unknown.json").write_text(json.dumps(document))
     assert run(["diff", "out/plan.json", "unknown.json"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"predicted KL of {len(result['rows']) - 1} of {len(result['rows'])} tensors +" in said
+    assert f"predicted KL of {len(result['rows']) - 1} of {len(result['rows'])} parts +" in said
 
 
 def test_diff_shows_both_plans_whatever_their_names_and_members_of_a_group_without_nats(found, capsys):
@@ -197,7 +197,7 @@ def test_the_report_shows_the_search(tmp_path, capsys):
         (["plan", "--from", "out/evidence.json", "--bytes", "many"], "such as 6GB"),
         (["plan", "--from", "out/plan.json", "--bits", "4"], "no evidence.json of a search"),
         (["plan", "--from", "llama/config.json", "--bits", "4"], "no evidence.json of a search"),
-        (["diff", "llama/config.json", "out/plan.json"], "no plan"),
+        (["diff", "llama/config.json", "out/plan.json"], "expected a plan"),
         (["search", "llama", "--text", "text.txt"], "needs a goal"),
         (["search", "llama", "--text", "text.txt", "--bits", "5", "--formats", "int9"], "no format 'int9'"),
         (["search", "llama", "--text", "short.txt", "--bits", "5", "--context", "16", "--output", "x"], "window"),
