@@ -492,6 +492,7 @@ class BlockUpkeep:
         hooks = []
         for block in self._blocks:
             hooks.append(block.module.register_state_dict_pre_hook(functools.partial(self._before_saving, block)))
+            hooks.append(block.module.register_state_dict_post_hook(functools.partial(self._after_saving, block)))
             hooks.append(block.module.register_load_state_dict_pre_hook(functools.partial(self._before_loading, block)))
         return hooks
 
@@ -499,6 +500,16 @@ class BlockUpkeep:
     def _before_saving(self, block: StreamedBlock, *_: Any) -> None:
         block.put_back()
         self.settle()
+
+    @alone
+    def _after_saving(
+        self, block: StreamedBlock, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        """Put the Parameters into the state, for a forward of another thread may have begun while they were read."""
+        block.put_back()
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if isinstance(held := state.get(prefix + name), Tensor):
+                state[prefix + name] = parameter if isinstance(held, nn.Parameter) else parameter.detach()
 
     @alone
     def _before_loading(self, block: StreamedBlock, *_: Any) -> None:
