@@ -495,30 +495,6 @@ def trees_precision_table() -> str:
     return "\n".join(lines)
 
 
-def trees_100k_table() -> str:
-    """Fits of 100,000 rows and predictions by one thread and by 16, beside others."""
-    runs = _read("trees_100k_xeon_h200_host")["runs"]
-    names = [name for name in dict.fromkeys(run["contender"] for run in runs) if not name.startswith("bitplan")]
-    lines = [
-        "| what, ms | trees | threads | bitplan i16 | "
-        + " | ".join(map(_trainer, names))
-        + " | of the fastest other |",
-        "|---|---|---|---|" + "---|" * len(names) + "---|",
-    ]
-    whats = {"train_s": "fit of 100,000 rows"}
-    whats |= {f"predict_{rows}_ms": f"prediction of {rows:,}" for rows in (1, 1000, 100_000, 1_000_000)}
-    for key, what in whats.items():
-        for leaves, threads in dict.fromkeys((run["leaves"], run["threads"]) for run in runs if key in run):
-            mine = {run["contender"]: run for run in runs if (run["leaves"], run["threads"]) == (leaves, threads)}
-            times = {name: run[key] * (1e3 if key == "train_s" else 1) for name, run in mine.items()}
-            cells = [what, f"{mine['bitplan_i16']['trees']} of {leaves} leaves", str(threads)]
-            shown = {name: f"{took:,.0f}" if took >= 100 else f"{took:.3g}" for name, took in times.items()}
-            cells += [shown.get(name, "") for name in ("bitplan_i16", *names)]
-            ours = times.pop("bitplan_i16")
-            lines.append("| " + " | ".join([*cells, f"{ours / min(times.values()):.2f}"]) + " |")
-    return "\n".join(lines)
-
-
 def trees_gpu_table() -> str:
     """Trees grown on a GPU, beside LightGBM on the cores of its host."""
     lines = [
@@ -770,7 +746,6 @@ PLACES = {  # page: its tables
         trees_table,
         trees_precision_table,
         trees_fits_table,
-        trees_100k_table,
         trees_gpu_table,
     ),
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),

@@ -102,7 +102,7 @@ Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: at temperature 0 the likeliest, above it one is drawn, by the seed.
+    """How the next token is chosen: at temperature 0 the likeliest, above it one is drawn, from random `seed`.
 
     top_k   draw among so many of the likeliest
     top_p   draw among the likeliest whose odds together reach this share
