@@ -175,7 +175,6 @@ def test_a_process_that_ends_is_named_by_the_others(how, says, tmp_path):
     assert (second and second["error"]) == (None if how == "killed" else "ValueError")
     assert first["error"] == "PeerLostError"
     assert re.search(rf"step 1: end_step: rank 0 of 2: {says}", first["message"]), first["message"]
-    assert first["seconds"] < 20
 
 
 @pytest.mark.long
