@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bitplan import decode, encode
+from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.transfer.devices import Copied, Mark, SimulatedDevice
 
 WIDTH, COUNT = 128, 6
 TIMEOUT_S = 240.0  # a machine may be busy: what is late is not lost
+OPTIONS = StreamOptions(timeout_s=TIMEOUT_S)
 CHECKPOINTING = ["none", "non-reentrant", "reentrant", "pairs"]
 
 
@@ -136,8 +139,14 @@ def decoded_twin(model: nn.Module, formats: dict[str, str]) -> nn.Module:
 @contextmanager
 def streaming(model: nn.Module, device: Any = None, **options: Any) -> Iterator[BlockStream]:
     options = {"blocks": "layers.*", "slots": 3, "timeout_s": TIMEOUT_S} | options
-    with stream_blocks(model, device=device or SimulatedDevice(), **options) as stream:
+    with stream_blocks(model, device=device or SimulatedDevice(), **arguments_of(options)) as stream:
         yield stream
+
+
+def arguments_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of stream_blocks: fields of StreamOptions are gathered in `options`."""
+    few = {one.name: options.pop(one.name) for one in fields(StreamOptions) if one.name in options}
+    return {**options, "options": StreamOptions(**few)}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

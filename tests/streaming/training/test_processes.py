@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bitplan.streaming.errors import StreamError
+from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.selective.trainer_callbacks import WEIGHTS_FILE
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.processes import SLICE_ALIGNMENT, hide_from_ddp
@@ -234,4 +235,4 @@ def test_sharding_needs_weights():
     with pytest.raises(
         StreamError, match=r"shard_optimizer=True divides AdamW of streamed weights, but train='adapters'"
     ):
-        stream_blocks(make_stack(adapters=True), "layers.*", device="cpu", shard_optimizer=True)
+        stream_blocks(make_stack(adapters=True), "layers.*", device="cpu", options=StreamOptions(shard_optimizer=True))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bitplan.streaming.errors import StreamError
+from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.training.host_training import BlockAdamW
@@ -141,4 +142,6 @@ def final_loss(seed, moments, steps=60, width=16):
 
 def test_other_moments_are_refused():
     with pytest.raises(StreamError, match=r"moments='int4': there are 'float32', 'int8'"):
-        stream_blocks(make_stack(adapters=False), "layers.*", device="cpu", train="weights", moments="int4")
+        stream_blocks(
+            make_stack(adapters=False), "layers.*", device="cpu", train="weights", options=StreamOptions(moments="int4")
+        )
