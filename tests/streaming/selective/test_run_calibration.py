@@ -281,7 +281,7 @@ def test_the_policy_uses_it():
     model = make_stack(adapters=True)
     with streaming(model) as stream:
         result = run_calibration(stream, BATCHES, progress=quiet)
-        config = SelectivePrecisionConfig(telemetry_enabled=False, low_precisions=("int8", "fp8"))
+        config = SelectivePrecisionConfig(telemetry_enabled=False)
         with SelectivePrecisionPolicy(stream, config, calibration=result) as policy:
             assert policy.quant_errors["layers.0"]["int8"] == result.blocks["layers.0"]["int8_row"]
         layered = SelectivePrecisionConfig(telemetry_enabled=False, granularity="layer")
