@@ -272,6 +272,21 @@ def differ(rank: int, _count: int) -> Result:
     return {}
 
 
+def freeze_in_one(rank: int, _count: int) -> Result:
+    """Process 1 freezes a weight that the other trains; in step 0 both have frozen another one."""
+    model = frozen_outside(make_stack(adapters=False, count=2))
+    with streaming(model, train="weights", optimizer=SETTINGS) as stream:
+        model.layers[0].up.bias.requires_grad_(False)
+        with one_step(stream, 0):
+            backward(model, batch(rank))
+        stream.synchronize()
+        model.layers[1].up.weight.requires_grad_(rank == 0)
+        with one_step(stream, 1):
+            backward(model, batch(rank))
+        stream.synchronize()
+    return {}
+
+
 def disagree(rank: int, _count: int) -> Result:
     """Process 1 ends a step of another number."""
     model = make_stack(adapters=False, count=2)

@@ -34,6 +34,7 @@ JOBS = {
     "too early": ("clip_too_early", {}),
     "adapters": ("train_adapters", {}),
     "subgroup": ("stream_in_a_subgroup", {}),
+    "frozen in one": ("freeze_in_one", {}),
     "differ": ("differ", {}),
     "disagree": ("disagree", {}),
 }
@@ -156,6 +157,13 @@ def test_processes_with_other_weights_are_refused(two):
     for one in two["differ"]:
         assert one["error"] == "StreamError"
         assert one["message"].startswith("layers.1.norm.bias is another tensor in rank 1 than in rank 0")
+
+
+def test_a_weight_that_is_frozen_in_one_process_alone_is_refused_in_all(two):
+    for one in two["frozen in one"]:
+        assert one["error"] == "StreamError"
+        says = "layers.1.up.weight, step 1: frozen (requires_grad=False) in rank 1 and trained in the others"
+        assert one["message"].startswith(says)
 
 
 def test_processes_in_other_steps_are_refused(two):
