@@ -77,10 +77,10 @@ def test_random_rounding_has_the_right_mean_and_is_the_same_again():
 
 def test_a_second_moment_grows_though_every_growth_is_less_than_a_code():
     moments, square = SmallMoments.zeros(BLOCK), torch.rand(BLOCK) + 0.5
-    for step in range(1, 1001):
+    for step in range(1, 501):
         first, second = moments.read()
         moments.write(first, second.mul_(0.999).add_(square, alpha=0.001), f"weight {step} 0")
-    expected = square * (1 - 0.999**1000)
+    expected = square * (1 - 0.999**500)
     assert (moments.read()[1] / expected - 1).abs().mean() < 0.05
 
 
