@@ -1,18 +1,14 @@
 """round_weight: the same bytes as `encode`, better numbers.
 
-Error-compensated rounding between the rows of a weight: what one output loses, others make up for.
+With a Hessian of its inputs, columns of a weight make up for each other's errors (`error_compensation`). In GGUF's
+blocks of groups (the K-quants) a block's scales and minima are found by the format's own weighted search, just before
+its columns are rounded, from the weights as they are then; codes then take part in compensation, and both in sweeps.
 
-The error that counts is then tr(G E H E^T), with E = weight - value, H = X^T X of the inputs, and G = the second
-moments of the loss's gradients by the outputs: to second order the change of the loss, where inputs and gradients are
-taken as independent. Rows are rounded some at a time, those with the largest gradients first. The errors of each batch
-go to the rows not yet rounded, in the proportions that the Cholesky factor of G's inverse gives: between rows this is
-what `error_compensation` does between columns.
-
-Error-compensated rounding in GGUF's blocks of groups (the K-quants): scales by the format's own weighted search.
-
-A block's scales and minima are searched just before its columns are rounded, from the weights as they are then, with
-the weights that the factor gives its columns; codes then take part in compensation, and both in sweeps, as in other
-formats.
+With second moments of the outputs' gradients, rows make up for each other too. The error that counts is then
+tr(G E H E^T), with E = weight - value, H = X^T X of the inputs, and G = the second moments of the loss's gradients by
+the outputs: to second order the change of the loss, where inputs and gradients are taken as independent. Rows are
+rounded some at a time, those with the largest gradients first, and the errors of each batch go to the rows not yet
+rounded, in the proportions that the Cholesky factor of G's inverse gives.
 """
 
 from __future__ import annotations
@@ -258,10 +254,10 @@ def round_with_feedback(
     return join_rows(made, plain, order)
 
 
-def error_between_outputs(matrix: Tensor, values: Tensor, hessian: Tensor, outputs: Tensor) -> float:
-    """tr(G E H E^T)."""
-    error = matrix - values
-    return float((outputs.to(error.device).float() * (error @ hessian @ error.T)).double().sum())
+def _error_between_outputs(matrix: Tensor, values: Tensor | None, hessian: Tensor, outputs: Tensor) -> Tensor:
+    """[1] float64: tr(G E H E^T); values None are zeros."""
+    error = matrix if values is None else matrix - values
+    return (outputs.to(error.device).float() * (error @ hessian @ error.T)).double().sum().reshape(1)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -377,18 +373,29 @@ def _round(
         cost, used = ordered.damped, ordered.damping
         if outputs is not None:
             check_outputs(outputs, layout, name)
-        if outputs is not None and takes_feedback(outputs, layout):
+        if takes_feedback(outputs, layout):
 
-            def round_rows(piece: Tensor, own: Encoded, part: ScaledBlocks) -> Encoded:
-                return _by_hessian(piece, ordered, own, part, sweeps)
+            def round_rows(piece: Tensor, plain_rows: Encoded, part: ScaledBlocks) -> Encoded:
+                return _by_hessian(piece, ordered, plain_rows, part, sweeps)
 
-            rounded = round_with_feedback(matrix, outputs, plain, layout, round_rows, name)
-            return _better_of_whole(matrix, plain, rounded, layout, cost, outputs, used, has_report)
-        rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
-    before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
-    before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
-    worse = ~(after <= before)
-    whole = (float(_errors(matrix, None, cost).sum()) or 1.0) if has_report else 1.0
+            assert outputs is not None
+            measure, rounded = (
+                "hessian and outputs",
+                round_with_feedback(matrix, outputs, plain, layout, round_rows, name),
+            )
+        else:
+            rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
+
+    def errors_of(encoded: Encoded | None) -> Tensor:
+        """Of each strip, or where rows make up for each other, of all together; None: of the weights themselves."""
+        values = None if encoded is None else _filled_values(encoded, layout)
+        if measure == "hessian and outputs" and outputs is not None:
+            return _error_between_outputs(matrix, values, cost, outputs)
+        return layout.sum_of_strips(_errors(matrix, values, cost))
+
+    before, after = errors_of(plain), errors_of(rounded)
+    worse = (~(after <= before)).expand(layout.strips)
+    whole = (float(errors_of(None).sum()) or 1.0) if has_report else 1.0
     report = Rounding(
         measure,
         float(before.sum()) / whole,
@@ -398,34 +405,6 @@ def _round(
         used,
     )
     return with_rows_of(rounded, plain, layout, worse), report
-
-
-def _better_of_whole(
-    matrix: Tensor,
-    plain: Encoded,
-    rounded: Encoded,
-    layout: ScaledBlocks,
-    hessian: Tensor,
-    outputs: Tensor,
-    damping: float | None,
-    has_report: bool,
-) -> tuple[Encoded, Rounding]:
-    """Rows that make up for each other are taken all or none."""
-    before, after = (
-        error_between_outputs(matrix, _filled_values(each, layout), hessian, outputs) for each in (plain, rounded)
-    )
-    zeros = torch.zeros_like(matrix)
-    whole = (error_between_outputs(matrix, zeros, hessian, outputs) or 1.0) if has_report else 1.0
-    is_better = after <= before
-    report = Rounding(
-        "hessian and outputs",
-        before / whole,
-        (after if is_better else before) / whole,
-        layout.strips,
-        0 if is_better else layout.strips,
-        damping,
-    )
-    return rounded if is_better else plain, report
 
 
 def _can_round(fmt: Format) -> bool:

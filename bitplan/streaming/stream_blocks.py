@@ -477,6 +477,12 @@ class BlockStream:
         """The format of every streamed parameter, by full name."""
         return _by_full_name(self._upkeep.formats)
 
+    def truth_of(self, block: str, name: str) -> Tensor:
+        """A streamed weight on the host, whatever format it is sent in: its master where it is trained."""
+        if self.training is not None and self.training.trains(block, name):
+            return self.training.master(block, name)
+        return self._by_name[block].parameters[name].parameter.detach()
+
     @property
     def stats(self) -> StreamStats:
         """Totals, sizes, and figures of the last step whose clocks have been read."""

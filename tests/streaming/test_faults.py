@@ -193,8 +193,7 @@ def test_nan_names_the_first_block(bad):
 
 
 def snapshot(stream) -> dict[str, torch.Tensor]:
-    stores = stream.training.stores
-    return {f"{block}.{name}": one.master.clone() for block, own in stores.items() for name, one in own.items()}
+    return {name: one.master.clone() for name, one in stream.training.trained().items()}
 
 
 def finish_step(out: torch.Tensor, stream) -> None:

@@ -65,11 +65,7 @@ def run_resident(model: Stack, formats: dict[str, str], steps: int, micro_batche
 
 def masters_of(stream: BlockStream) -> dict[str, Tensor]:
     assert stream.training is not None
-    return {
-        f"{block}.{name}": store.master
-        for block, stores in stream.training.stores.items()
-        for name, store in stores.items()
-    }
+    return {name: one.master for name, one in stream.training.trained().items()}
 
 
 @pytest.mark.parametrize("checkpointing", few(CHECKPOINTING, 2))
