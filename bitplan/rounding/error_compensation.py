@@ -296,7 +296,7 @@ def _compensate_batches(
     at: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales, as `compensate` gives them."""
-    from bitplan.rounding import triton_rounding as triton_batches
+    from bitplan.rounding.triton_rounding import round_batch
 
     scaled = _block_scales(layout, ladder)
     factor = factor.contiguous()
@@ -305,6 +305,6 @@ def _compensate_batches(
     errors = matrix.new_empty(len(matrix), scaled.span)
     for start in range(0, layout.filled, scaled.span):
         stop = min(start + scaled.span, layout.filled)
-        triton_batches.round_batch(left, factor, plain, order, start, scaled, codes, scales, errors)
+        round_batch(left, factor, plain, order, start, scaled, codes, scales, errors)
         left[:, stop:].addmm_(errors[:, : stop - start], factor[start:stop, stop:], alpha=-1)
     return unordered(codes, at), scales

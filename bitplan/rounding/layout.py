@@ -1,6 +1,5 @@
-"""How a format's blocks lie on a matrix [R, K], and how codes and scales become an Encoded.
-
-The numbers that codes stand for, as arithmetic: rounding many candidates at once needs no table.
+"""The numbers that a format's codes stand for (`Grid`), how its blocks lie on a matrix [R, K] (`ScaledBlocks`), and how
+codes and scales become an Encoded. A grid is arithmetic: rounding many candidates at once needs no table.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from bitplan.formats import Encoded, Format
 from bitplan.formats.elements import Element, IntegerElement
 from bitplan.formats.tiles import to_blocks
 
-# ---- code grids ------------------------------------------------------------------------------------------------------
+# ---- numbers of codes ------------------------------------------------------------------------------------------------
 
 
 _EXPONENT = 0x7F800000  # of a float32
@@ -66,7 +65,7 @@ def grid_of(element: Element | None) -> Grid | None:
     return None
 
 
-# ---- layout ----------------------------------------------------------------------------------------------------------
+# ---- blocks on a matrix ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
 """The loops of `round_columns`, compiled for CPUs: the same numbers to the bit, in the same order of arithmetic.
 
-Sweeps over whole blocks, which `error_compensation` and `group_blocks` define, add up in another order: a number that
-lies on a tie may differ.
-
-Compiled loops for blocks that have one scale each: scales are tried, codes rounded, and both swept over.
-
-`rounding` rounds with them a few rows at a time, a thousand times a weight: there calls of torch take longer than
-what they compute. Candidates of a scale lie side by side, so that one vector instruction rounds a number with many of
-them. Importing this module imports numba.
+Beside them are loops over whole blocks, of one scale each (`ScaledRounder`) or of GGUF's groups (`BlockRounder`), which
+are rounded a few rows at a time, a thousand times a weight: there calls of torch take longer than what they compute.
+Candidates of a scale lie side by side, so that one vector instruction rounds a number with many of them. Sweeps over
+whole blocks, which `error_compensation` and `weights` define, add up in another order: a number that lies on a tie may
+differ. Importing this module imports numba.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,7 +28,7 @@ from bitplan.rounding.group_scales import GroupScales
 from bitplan.rounding.layout import Grid
 from bitplan.rounding.scale_search import ScaleLadder
 
-# ---- scaled blocks ---------------------------------------------------------------------------------------------------
+# ---- how scales are stored -------------------------------------------------------------------------------------------
 
 
 F32, U32 = np.float32, np.uint32
@@ -67,7 +64,7 @@ def storage_of(fmt: Format, base: Tensor | None) -> Any:
     return None if numbers is None else np.array((*numbers, 1.0 if base is None else float(base)), F32)
 
 
-# ---- compiled ------------------------------------------------------------------------------------------------------
+# ---- compiled loops --------------------------------------------------------------------------------------------------
 
 
 @compiled
@@ -261,7 +258,7 @@ def nearest(scaled, low, high, mantissa, least, is_float, table):
     return F32(F32(F32(F32(inside * inverse) + NEAREST) - NEAREST) * step)
 
 
-# ---- round columns cpu -----------------------------------------------------------------------------------------------
+# ---- what the rest of the wing calls ---------------------------------------------------------------------------------
 
 
 FEWEST_ROWS = 16

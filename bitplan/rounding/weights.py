@@ -53,7 +53,7 @@ from bitplan.rounding.layout import (
 from bitplan.rounding.pick_loops import in_batches, is_compiled, loops_for, rounding_rows_of
 from bitplan.rounding.scale_search import ScaleLadder, search_scales
 
-# ---- group blocks ----------------------------------------------------------------------------------------------------
+# ---- GGUF's blocks of groups -----------------------------------------------------------------------------------------
 
 
 def grid_of_groups(fmt: GgufBlocks) -> Grid:
@@ -207,7 +207,7 @@ def _columns(block: int, width: int) -> slice:
     return slice(block * width, (block + 1) * width)
 
 
-# ---- output feedback -------------------------------------------------------------------------------------------------
+# ---- rows that make up for each other --------------------------------------------------------------------------------
 
 
 # Rounds a matrix [rows, filled], given its rows as `encode` has them.
@@ -260,7 +260,7 @@ def _error_between_outputs(matrix: Tensor, values: Tensor | None, hessian: Tenso
     return (outputs.to(error.device).float() * (error @ hessian @ error.T)).double().sum().reshape(1)
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- a weight as a whole ---------------------------------------------------------------------------------------------
 
 
 Measure = Literal["squared error", "moments", "hessian", "hessian and outputs"]

@@ -12,8 +12,7 @@ from bitplan.base.loops.jit import thread_count
 from bitplan.formats import get_format
 from bitplan.formats.dispatch import encode
 from bitplan.formats.gguf.blocks import GgufBlocks
-from bitplan.rounding import pick_loops, round_columns
-from bitplan.rounding import weights as group_blocks
+from bitplan.rounding import pick_loops, round_columns, weights
 from bitplan.rounding.error_compensation import InputHessian, compensate
 from bitplan.rounding.group_scales import GroupScales
 from bitplan.rounding.layout import grid_of, layout_of, scales_of
@@ -118,8 +117,8 @@ def test_blocks_of_groups_are_compensated_as_the_definition_does_it(fmt: str, ro
     plain, compiled = (GroupScales.empty(matrix, found.layout) for _ in range(2))
     with rounding_rows_of(torch.empty(SMALLEST_FOR_CPU)), compiled_on_threads(2):
         assert is_compiled(matrix)
-        codes = group_blocks._compensate(*given, compiled)
+        codes = weights._compensate(*given, compiled)
     assert not is_compiled(matrix)
-    assert torch.equal(codes, group_blocks._compensate(*given, plain))
+    assert torch.equal(codes, weights._compensate(*given, plain))
     for part in ("d", "dmin", "scales", "mins"):
         assert torch.equal(getattr(compiled, part), getattr(plain, part)), part
