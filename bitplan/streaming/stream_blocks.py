@@ -439,7 +439,7 @@ class BlockStream:
                 "refresh: the model's Parameters are older than the weights that are trained; call synchronize(), "
                 "then write into the Parameters, then call refresh()"
             )
-        self._upkeep.bytes.unread()
+        self._upkeep.unread()
 
     def set_formats(self, formats: Formats) -> None:
         """Use other formats from the next begin_step on; parameters that a mapping does not name keep theirs."""

@@ -305,7 +305,7 @@ def test_looking_at_parameters_reads_no_numbers(monkeypatch):
     model = make_stack(adapters=True, count=3)
     with streaming(model, formats="int8_row") as stream:
         run_step(model, stream, 0)
-        monkeypatch.setattr(reencode_blocks, "put_block", lambda *_: pytest.fail("a block was encoded again"))
+        monkeypatch.setattr(reencode_blocks.BlockUpkeep, "_put", lambda *_: pytest.fail("a block was encoded again"))
         run_step(model, stream, 1)
         stream.synchronize()
         assert stream.stats.last.loads == 0  # all are in slots still
