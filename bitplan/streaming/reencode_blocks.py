@@ -41,9 +41,7 @@ from bitplan.streaming.block_layout import BlockLayout, Piece, lay_out
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter
 from bitplan.streaming.options import BlockFormats, BlockSpecs, Formats, StreamRequest, resolve_formats
-from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.transfer.copies import alone
-from bitplan.streaming.transfer.host_memory import HostBlocks
 from bitplan.streaming.transfer.schedule import Slots, check_slots
 from bitplan.streaming.weight_loader import WeightLoader
 
@@ -171,17 +169,11 @@ class BlockUpkeep:
     """The formats, bytes and slots of one stream."""
 
     def __init__(
-        self,
-        blocks: list[StreamedBlock],
-        specs: BlockSpecs,
-        formats: BlockFormats,
-        host: HostBlocks,
-        loader: WeightLoader,
-        training: HostTraining | None,
-        options: StreamRequest,
+        self, blocks: list[StreamedBlock], formats: BlockFormats, loader: WeightLoader, options: StreamRequest
     ) -> None:
-        self._blocks, self._specs, self._options = blocks, specs, options
-        self._host, self._loader, self._training = host, loader, training
+        self._blocks, self._options = blocks, options
+        self._specs: BlockSpecs = {block.name: block.specs for block in blocks}
+        self._host, self._loader, self._training = loader.host, loader, loader.training
         self._by_name = {block.name: block for block in blocks}
         self._slots, self._vram_bytes, self._is_resized = options.slots, options.vram_bytes, False
         self.formats = formats
@@ -191,8 +183,8 @@ class BlockUpkeep:
         self._written: dict[str, Mapping[str, Format]] = {}  # blocks whose bytes are complete, and their formats
         self._unread: set[str] = set()  # blocks whose parameters always count as changed
         self._trees = {block.name: BlockTree(block, self._device) for block in blocks}
-        if training is not None:
-            training.places_to_send = self._places_to_send
+        if self._training is not None:
+            self._training.places_to_send = self._places_to_send
 
     @property
     def chosen(self) -> BlockFormats:

@@ -46,12 +46,13 @@ from bitplan.formats.dispatch import SMALLEST_FOR_CPU, Picked, encode
 from bitplan.streaming.block_layout import ParameterSpec, Part, aligned
 from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.streaming.find_blocks import StreamedBlock
+from bitplan.streaming.options import StreamRequest
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
 from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, pieces, step_by_torch
 from bitplan.streaming.training.processes import ROLL_CALL_S, Processes, listed_ranks
 from bitplan.streaming.training.small_moments import SmallMoments
-from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, Latch, SentFlags, Worker, wait_for
+from bitplan.streaming.transfer.copies import FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
 
@@ -403,27 +404,12 @@ class _Update:
 class HostTraining:
     """Masters, gradients and optimizer of the streamed weights that require gradients."""
 
-    def __init__(
-        self,
-        blocks: Sequence[StreamedBlock],
-        settings: AdamWSettings,
-        device: StreamDevice,
-        timeout_s: float = WAIT_TIMEOUT_S,
-        max_norm: float | None = None,
-        *,
-        pinned: bool = True,
-        shards: bool = False,
-        small_moments: bool = False,
-    ) -> None:
-        """pinned: gradients arrive in pinned memory, as much as the trained weights take.
-
-        shards: where several processes train, each steps and keeps the moments of its part of every weight.
-        """
-        self._device, self._timeout_s, self._shards = device, timeout_s, shards
+    def __init__(self, blocks: Sequence[StreamedBlock], device: StreamDevice, options: StreamRequest) -> None:
+        self._device, self._timeout_s, self._shards = device, options.timeout_s, options.shard_optimizer
         self._blocks = {block.name: block for block in blocks}
         self.processes: Processes | None = None
-        self.settings, self.max_norm = settings, max_norm
-        self.lr = settings.lr
+        self.settings, self.max_norm = options.optimizer or AdamWSettings(), options.clip_grad_norm
+        self.lr = self.settings.lr
         self.own_settings: Mapping[Key, AdamWSettings] = {}  # of weights that do not have `settings` and `lr`
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
         self._masters: dict[str, dict[str, Tensor]] = {}
@@ -440,9 +426,9 @@ class HostTraining:
                 continue
             self._masters[block.name] = masters
             # One optimizer a block, so that each can be stepped, and its block sent, before the others.
-            self._optimizers[block.name] = BlockAdamW(masters, is_small=small_moments)
+            self._optimizers[block.name] = BlockAdamW(masters, is_small=options.moments == "int8")
             specs[block.name] = {name: block.specs[name] for name in masters}
-        self._places = GradientPlaces(device, specs, pinned=pinned)
+        self._places = GradientPlaces(device, specs, pinned=options.host == "pinned")
         self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
         self._keys = [(block, name) for block, masters in self._masters.items() for name in masters]
         names = [f"{block}.{name}" for block, name in self._keys]
