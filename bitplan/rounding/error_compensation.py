@@ -146,18 +146,11 @@ def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str
         raise FormatError(f"{name}: `{what}` holds NaN or infinity; collect it again from inputs that are finite")
 
 
-def compensate(
-    matrix: Tensor,
-    factor: Tensor,
-    plain: Tensor,
-    layout: ScaledBlocks,
-    ladder: ScaleLadder,
-    blocks: list[int],
-    at: Tensor,
-) -> Codes:
-    """Round [R, filled] numbers; `at` are their columns in order, `factor` is in that order."""
+def compensate(matrix: Tensor, by: OrderedFactor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Codes:
+    """Round [R, filled] numbers in the order of `by`; `plain` are the scales that `encode` gives."""
     if _takes_batches(matrix, layout, ladder):
-        return Codes(*_compensate_batches(matrix, factor, plain, layout, ladder, blocks, at))
+        return _compensate_batches(matrix, by, plain, layout, ladder)
+    factor, blocks, at = by.factor, by.blocks, by.columns
     compiled = _compiled_blocks(matrix, layout, ladder)
     left, loops = matrix[:, at].contiguous(), loops_for(matrix)
     codes, scales = torch.empty_like(left), plain.clone()
@@ -287,24 +280,16 @@ def _block_scales(layout: ScaledBlocks, ladder: ScaleLadder) -> Any:
 
 
 def _compensate_batches(
-    matrix: Tensor,
-    factor: Tensor,
-    plain: Tensor,
-    layout: ScaledBlocks,
-    ladder: ScaleLadder,
-    blocks: list[int],
-    at: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales, as `compensate` gives them."""
+    matrix: Tensor, by: OrderedFactor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder
+) -> Codes:
     from bitplan.rounding.triton_rounding import round_batch
 
-    scaled = _block_scales(layout, ladder)
-    factor = factor.contiguous()
-    left, order = matrix[:, at].contiguous(), torch.tensor(blocks, dtype=torch.int32, device=matrix.device)
+    scaled, factor, at = _block_scales(layout, ladder), by.factor.contiguous(), by.columns
+    left, order = matrix[:, at].contiguous(), torch.tensor(by.blocks, dtype=torch.int32, device=matrix.device)
     codes, scales, plain = torch.empty_like(left), plain.clone(), plain.contiguous()
     errors = matrix.new_empty(len(matrix), scaled.span)
     for start in range(0, layout.filled, scaled.span):
         stop = min(start + scaled.span, layout.filled)
         round_batch(left, factor, plain, order, start, scaled, codes, scales, errors)
         left[:, stop:].addmm_(errors[:, : stop - start], factor[start:stop, stop:], alpha=-1)
-    return unordered(codes, at), scales
+    return Codes(unordered(codes, at), scales)

@@ -70,13 +70,11 @@ def stored_codes(numbers: Tensor, fmt: GgufBlocks) -> Tensor:
     return torch.searchsorted(numbers.new_tensor(fmt.layout.table), numbers.contiguous()).to(torch.uint8)
 
 
-def round_groups(
-    matrix: Tensor, hessian: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, sweeps: int
-) -> Tensor:
-    """Round [R, filled] numbers -> [R, bytes per row]; `at` are their columns in order, `factor` is in that order."""
+def round_groups(matrix: Tensor, by: OrderedFactor, fmt: GgufBlocks, sweeps: int) -> Tensor:
+    """Round [R, filled] numbers -> [R, bytes per row]."""
     scales = GroupScales.empty(matrix, fmt.layout)
-    codes = _compensate(matrix, factor, fmt, blocks, at, scales)
-    _sweep(matrix, hessian, codes, scales, fmt, sweeps)
+    codes = _compensate(matrix, by, fmt, scales)
+    _sweep(matrix, by.damped, codes, scales, fmt, sweeps)
     packed = fmt.layout.pack(scales.parts(stored_codes(codes, fmt)))
     return packed.reshape(len(matrix), -1)
 
@@ -86,16 +84,14 @@ def round_groups(
 RoundBlock = Callable[[Tensor, Tensor, int, slice], tuple[Tensor, Tensor]]
 
 
-def _compensate(
-    matrix: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, scales: GroupScales
-) -> Tensor:
+def _compensate(matrix: Tensor, by: OrderedFactor, fmt: GgufBlocks, scales: GroupScales) -> Tensor:
     """Codes [R, filled], a block after the other; what a block loses goes to the columns after it."""
-    width, on_gpu = fmt.layout.numbers, in_batches(matrix)
+    width, on_gpu, at = fmt.layout.numbers, in_batches(matrix), by.columns
     make = _on_gpu if on_gpu else _compiled if is_compiled(matrix) else _by_torch
-    factor = factor.contiguous() if on_gpu else factor
+    factor = by.factor.contiguous() if on_gpu else by.factor
     round_block = make(factor, fmt.layout, grid_of_groups(fmt), at, scales)
     left, codes = matrix[:, at].contiguous(), torch.empty_like(matrix)
-    for place, block in enumerate(blocks):
+    for place, block in enumerate(by.blocks):
         own = slice(place * width, (place + 1) * width)
         codes[:, own], errors = round_block(left[:, own], factor[own, own], block, own)
         rest = left[:, own.stop :]
@@ -428,16 +424,13 @@ def _by_hessian(matrix: Tensor, by: OrderedFactor, plain: Encoded, layout: Scale
     """Codes that make up for each other's errors; some rows of a large matrix at a time, for each takes much memory."""
     fmt, shape = plain.fmt, plain.shape
     if isinstance(fmt, GgufBlocks):
-        parts = [
-            round_groups(matrix[rows], by.damped, by.factor, fmt, by.blocks, by.columns, sweeps)
-            for rows, _ in _strips_at_once(layout)
-        ]
+        parts = [round_groups(matrix[rows], by, fmt, sweeps) for rows, _ in _strips_at_once(layout)]
         return Encoded(fmt, shape, torch.cat(parts).reshape(plain.data.shape))
     ladder, scales = _ladder(plain), scales_of(plain, layout)
     codes, found_scales = [], []
     for rows, strips in _strips_at_once(layout):
         some = replace(layout, rows=rows.stop - rows.start)
-        found = compensate(matrix[rows], by.factor, scales[strips], some, ladder, by.blocks, by.columns)
+        found = compensate(matrix[rows], by, scales[strips], some, ladder)
         found = sweep(matrix[rows], by.damped, found, some, ladder, sweeps)
         codes.append(found.codes)
         found_scales.append(found.scales)

@@ -82,7 +82,7 @@ def test_scaled_blocks_are_compensated_as_the_definition_does_it(fmt: str, monke
     by = InputHessian(inputs.T @ inputs).factor(layout, "activation", 0.01, matrix.device, fmt)
     grid = grid_of(found.element)
     assert grid is not None
-    given = by.factor, scales_of(plain, layout), layout, ScaleLadder(found, grid, plain.base), by.blocks, by.columns
+    given = by, scales_of(plain, layout), layout, ScaleLadder(found, grid, plain.base)
     with rounding_rows_of(torch.empty(SMALLEST_FOR_CPU)), compiled_on_threads(2):
         compiled = compensate(matrix, *given)
     monkeypatch.setattr(pick_loops, "SMALLEST_FOR_CPU", 2**40)
@@ -113,7 +113,7 @@ def test_blocks_of_groups_are_compensated_as_the_definition_does_it(fmt: str, ro
     inputs = torch.randn(800, columns, generator=generator) * torch.rand(columns, generator=generator)
     layout = layout_of(found, (rows, columns))
     by = InputHessian(inputs.T @ inputs).factor(layout, "activation", 0.01, matrix.device, fmt)
-    given = matrix, by.factor, found, by.blocks, by.columns
+    given = matrix, by, found
     plain, compiled = (GroupScales.empty(matrix, found.layout) for _ in range(2))
     with rounding_rows_of(torch.empty(SMALLEST_FOR_CPU)), compiled_on_threads(2):
         assert is_compiled(matrix)
