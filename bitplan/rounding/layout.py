@@ -144,7 +144,7 @@ def with_rows_of(encoded: Encoded, other: Encoded, layout: ScaledBlocks, strips:
     for part, which in (("data", rows), ("scales", strips)):
         if part not in encoded.parts:
             continue
-        ours, theirs = (each.parts[part].reshape(len(which), -1).view(torch.uint8) for each in (encoded, other))
+        ours, theirs = (one.parts[part].reshape(len(which), -1).view(torch.uint8) for one in (encoded, other))
         mixed = torch.where(which.unsqueeze(-1), theirs, ours)
         chosen[part] = mixed.view(encoded.parts[part].dtype).reshape(encoded.parts[part].shape)
     return Encoded(encoded.fmt, encoded.shape, chosen["data"], chosen.get("scales"), encoded.base)
@@ -176,6 +176,6 @@ def join_rows(pieces: Sequence[Encoded], like: Encoded, order: Tensor) -> Encode
 
 def unordered(ordered: Tensor, at: Tensor) -> Tensor:
     """Columns back to where they were."""
-    found = torch.empty_like(ordered)
-    found[:, at] = ordered
-    return found
+    columns = torch.empty_like(ordered)
+    columns[:, at] = ordered
+    return columns

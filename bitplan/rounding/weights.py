@@ -91,28 +91,28 @@ def _compensate(matrix: Tensor, by: OrderedFactor, fmt: GgufBlocks, scales: Grou
     factor = by.factor.contiguous() if on_gpu else by.factor
     round_block = make(factor, fmt.layout, grid_of_groups(fmt), at, scales)
     left, codes = matrix[:, at].contiguous(), torch.empty_like(matrix)
-    for place, block in enumerate(by.blocks):
-        own = slice(place * width, (place + 1) * width)
-        codes[:, own], errors = round_block(left[:, own], factor[own, own], block, own)
-        rest = left[:, own.stop :]
+    for at_block, block in enumerate(by.blocks):
+        columns = slice(at_block * width, (at_block + 1) * width)
+        codes[:, columns], errors = round_block(left[:, columns], factor[columns, columns], block, columns)
+        rest = left[:, columns.stop :]
         if on_gpu:  # one launch; its sums have another order
-            rest.addmm_(errors, factor[own, own.stop :], alpha=-1)
+            rest.addmm_(errors, factor[columns, columns.stop :], alpha=-1)
         elif rest.shape[1]:
-            rest -= errors @ factor[own, own.stop :]
+            rest -= errors @ factor[columns, columns.stop :]
     return unordered(codes, at)
 
 
 def _by_torch(_factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: GroupScales) -> RoundBlock:
     search = SearchBySums(TorchSums())
 
-    def round_block(piece: Tensor, own: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
+    def round_block(piece: Tensor, factor_of_block: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
         inside = at[columns] - block * layout.numbers
         numbers, weights = torch.empty_like(piece), torch.empty_like(piece[0])
         numbers[:, inside] = piece
-        weights[inside] = own.diagonal().square().reciprocal()
+        weights[inside] = factor_of_block.diagonal().square().reciprocal()
         scales.put(block, search_blocks(numbers, weights, layout, search))
         steps, offsets, groups = scales.steps(block), scales.offsets(block), inside // layout.group
-        codes, errors = loops_for(piece).round_piece(piece, own, steps, offsets, groups, grid)
+        codes, errors = loops_for(piece).round_piece(piece, factor_of_block, steps, offsets, groups, grid)
         return codes, errors
 
     return round_block
@@ -136,14 +136,14 @@ def _on_gpu(factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: Grou
     weights = _block_weights(factor, at, layout)
     unused = torch.empty((len(scales.d), width), dtype=torch.uint8, device=at.device)
 
-    def round_block(piece: Tensor, own: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
+    def round_block(piece: Tensor, factor_of_block: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
         inside, groups = _columns(block, width), scales.groups(block)
         d, dmin = scales.d[:, block : block + 1], scales.dmin[:, block : block + 1]
         stored = d, dmin, scales.scales[:, groups], scales.mins[:, groups]
         search_into(piece, weights[inside], layout, places[inside], *stored, unused)
         if layout.has_groups:  # taken away where it has integers, added where it has none
             dmin.neg_()
-        return round_piece(piece, own, scales.steps(block), scales.offsets(block), parts[columns], grid)
+        return round_piece(piece, factor_of_block, scales.steps(block), scales.offsets(block), parts[columns], grid)
 
     return round_block
 
@@ -152,7 +152,7 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
     """Scales and codes, each to its best place while all others stay: both change where they are."""
     layout, loops, grid = fmt.layout, loops_for(matrix), grid_of_groups(fmt)
     width = layout.numbers
-    each = range(matrix.shape[1] // width)
+    blocks = range(matrix.shape[1] // width)
     gradient = (matrix - scales.values(codes)) @ hessian
     if is_compiled(matrix):
         from bitplan.rounding.round_columns_cpu import sweep_groups
@@ -164,11 +164,13 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
         if in_batches(matrix):
             _sweep_batches(gradient, hessian, codes, scales, grid, is_last=done + 1 == sweeps)
             continue
-        for block in each:
+        for block in blocks:
             cols = _columns(block, width)
-            own, here = hessian[cols, cols], gradient[:, cols]
-            moved, slope = scales.improve(block, codes[:, cols], here, own)
-            codes[:, cols], changes = loops.sweep_piece(slope, codes[:, cols], own, scales.steps(block), parts, grid)
+            own_hessian, here = hessian[cols, cols], gradient[:, cols]
+            moved, slope = scales.improve(block, codes[:, cols], here, own_hessian)
+            codes[:, cols], changes = loops.sweep_piece(
+                slope, codes[:, cols], own_hessian, scales.steps(block), parts, grid
+            )
             gradient -= (moved + changes) @ hessian[cols]
 
 
@@ -235,19 +237,19 @@ def round_with_feedback(
     """Round [R, filled] numbers; `outputs` [R, R] is G, in any unit."""
     order = outputs.diagonal().argsort(descending=True, stable=True).to(matrix.device)
     factor = factor_of(outputs.to(matrix.device), DAMPING, order, name, "outputs")[1]
-    left, made = matrix[order], []
+    left, rounded = matrix[order], []
     step = max(FEWEST_ROWS, -(-layout.rows // (BATCHES if is_compiled(matrix) else BATCHES_UNCOMPILED)))
     for first in range(0, layout.rows, step):
         last = min(first + step, layout.rows)
         piece = left[first:last].contiguous()
         own_rows, part = rows_of(plain, layout, order[first:last]), replace(layout, rows=last - first)
         with rounding_rows_of(matrix):
-            made.append(round_rows(piece, own_rows, part))
-        values = decode(made[-1], torch.float32).reshape(last - first, -1)
+            rounded.append(round_rows(piece, own_rows, part))
+        values = decode(rounded[-1], torch.float32).reshape(last - first, -1)
         errors = piece - torch.nn.functional.pad(values, (0, layout.filled - values.shape[1]))
-        own = factor[first:last, first:last].T
-        left[last:] -= factor[first:last, last:].T @ torch.linalg.solve_triangular(own, errors, upper=False)
-    return join_rows(made, plain, order)
+        own_factor = factor[first:last, first:last].T
+        left[last:] -= factor[first:last, last:].T @ torch.linalg.solve_triangular(own_factor, errors, upper=False)
+    return join_rows(rounded, plain, order)
 
 
 def _error_between_outputs(matrix: Tensor, values: Tensor | None, hessian: Tensor, outputs: Tensor) -> Tensor:
@@ -430,19 +432,22 @@ def _by_hessian(matrix: Tensor, by: OrderedFactor, plain: Encoded, layout: Scale
     codes, found_scales = [], []
     for rows, strips in _strips_at_once(layout):
         some = replace(layout, rows=rows.stop - rows.start)
-        found = compensate(matrix[rows], by, scales[strips], some, ladder)
-        found = sweep(matrix[rows], by.damped, found, some, ladder, sweeps)
-        codes.append(found.codes)
-        found_scales.append(found.scales)
+        rounded = compensate(matrix[rows], by, scales[strips], some, ladder)
+        rounded = sweep(matrix[rows], by.damped, rounded, some, ladder, sweeps)
+        codes.append(rounded.codes)
+        found_scales.append(rounded.scales)
     return assemble(fmt, shape, torch.cat(codes), ladder.store(torch.cat(found_scales)), plain.base)
 
 
 def _strips_at_once(layout: ScaledBlocks) -> list[tuple[slice, slice]]:
     """Rows and strips of them: what is computed at once."""
-    each = max(1, AT_ONCE // max(1, layout.filled * layout.height))
+    strips_at_once = max(1, AT_ONCE // max(1, layout.filled * layout.height))
     return [
-        (slice(first * layout.height, min((first + each) * layout.height, layout.rows)), slice(first, first + each))
-        for first in range(0, layout.strips, each)
+        (
+            slice(first * layout.height, min((first + strips_at_once) * layout.height, layout.rows)),
+            slice(first, first + strips_at_once),
+        )
+        for first in range(0, layout.strips, strips_at_once)
     ]
 
 
@@ -454,13 +459,13 @@ def _ladder(plain: Encoded) -> ScaleLadder:
 
 def _errors(matrix: Tensor, values: Tensor | None, cost: Tensor) -> Tensor:
     """[R] float64: the squared error of each row, weighted by columns [K] or by the Hessian [K, K]; None are zeros."""
-    each, found = max(1, AT_ONCE // max(1, matrix.shape[1])), []
-    for first in range(0, len(matrix), each):
-        error = matrix[first : first + each]
-        error = error if values is None else error - values[first : first + each]
+    rows_at_once, errors = max(1, AT_ONCE // max(1, matrix.shape[1])), []
+    for first in range(0, len(matrix), rows_at_once):
+        error = matrix[first : first + rows_at_once]
+        error = error if values is None else error - values[first : first + rows_at_once]
         weighted = error * cost if cost.dim() == 1 else error @ cost
-        found.append((error.double() * weighted.double()).sum(1))
-    return torch.cat(found)
+        errors.append((error.double() * weighted.double()).sum(1))
+    return torch.cat(errors)
 
 
 def _filled_values(encoded: Encoded, layout: ScaledBlocks) -> Tensor:
