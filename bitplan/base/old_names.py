@@ -1,4 +1,4 @@
-"""Public names that had another place: they work for one release, with a warning that names the new one."""
+"""Public names and keywords that had another place: they work for one release, and a warning names the new one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import functools
 import importlib
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import fields, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 # old package: {new package: names}
 _MOVED = {
@@ -95,6 +100,25 @@ def add_old_parts() -> None:
         module.__dict__["__all__"] = sorted(_HOMES[package])
         sys.modules[package] = module
         setattr(sys.modules["bitplan"], part, module)
+
+
+def keywords_in(kind: type) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """For a function whose keywords have become fields of `options`, a dataclass: it takes them still, and warns."""
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        @functools.wraps(function)
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            old = {one.name: kwargs.pop(one.name) for one in fields(kind) if one.name in kwargs}
+            if old:
+                shown = ", ".join(f"{name}=..." for name in old)
+                message = f"{function.__name__}({shown}) is {function.__name__}(options={kind.__name__}({shown})) now; "
+                warnings.warn(f"{message}the next version takes options alone", FutureWarning, stacklevel=2)
+                kwargs["options"] = replace(kwargs.get("options") or kind(), **old)  # type: ignore[type-var]
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def _name_of_old_part(package: str, name: str) -> Any:
