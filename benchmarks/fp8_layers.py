@@ -52,6 +52,7 @@ from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.bench.layer_bench import BenchPlan, ParallelGroups, run_bench
 from bitplan.fp8.bench.modules import ModuleBuilder
 from bitplan.fp8.bench.report_log import ReportLog, fingerprint_of
+from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.layer_settings import Fp8Recipe
 from bitplan.fp8.layers.grouped_linear import cast_dropper
 from bitplan.fp8.policy.layers import Layer, Parallel, bench_cases, local_layers
@@ -175,7 +176,8 @@ class Arms:
         if run is not None:
             mode = REDUCED if run == REDUCED and self.compiled else self.compiled
             timing = "graph" if run == "graph" else "eager"
-            confirm = {"confirm": True, "confirm_compiled": mode, "confirm_timing": timing, "example": self.x}
+            options = Fp8Options(confirm_compiled=mode, confirm_timing=timing)
+            confirm = {"confirm": True, "example": self.x, "options": options}
         started = time.monotonic()
         applied = apply_fp8(model, policy, **self.given, **confirm)
         seconds = time.monotonic() - started

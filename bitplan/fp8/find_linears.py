@@ -34,7 +34,7 @@ from bitplan.base.errors import PlanError
 from bitplan.fp8.policy.policy import Question
 from bitplan.fp8.policy.vocabulary import Fp8Error, name_of_role
 from bitplan.fp8.recorded_wiring import MlpApart, MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
-from bitplan.plan.names import ShellPatterns
+from bitplan.plan.names import ShellPatterns, without_expert
 from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
 from bitplan.plan.structure.model_view import ExpertsUse, LinearUse, ModelView
@@ -207,7 +207,8 @@ class _Finder:
         if norm is not None and norm.why is None:
             kind = "layernorm_column"
         obstacle = self._obstacle(paths)
-        if re.search(r"(^|\.)experts\.[0-9]+(\.|$)", paths[0]):
+        weight = f"{paths[0]}.weight"
+        if without_expert(weight) != weight:
             obstacle = "an expert of its own: experts were measured as one grouped product"
         parent = paths[0].rpartition(".")[0]
         label = "+".join([paths[0], *(path.removeprefix(f"{parent}.") for path in paths[1:])])

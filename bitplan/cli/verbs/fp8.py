@@ -357,9 +357,9 @@ def explain(
 
     rules = load_policy(policy)
     question = Question(
-        kind, tokens, name, tp, etp, num_gemms, expert, topk, _shape(shape), recipe, gemm, part, extrapolate
+        kind, tokens, name, tp, etp, num_gemms, expert, topk, _shape(shape), recipe, gemm, part, extrapolate, estimate
     )
-    choice = choose_products(rules, question, estimate=estimate)
+    choice = choose_products(rules, question)
     alone = {product: decide(rules, replace(question, gemm=product)) for product in PRODUCTS}
     rules_there = matching_rules(rules, question)
     precision = choice.precision if gemm == MODULE else choice.precision_of(gemm)
@@ -436,19 +436,19 @@ def confirm(
     Example: bitplan fp8 confirm policy.json config.json --tokens 64,128 --device cpu
     """
     counts = _counts(tokens)
-    from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
-    from bitplan.fp8.bench.confirm_policy import plan_small_model
+    from bitplan.fp8.bench.confirm_policy import confirm_policy, plan_small_model, require_device
+    from bitplan.fp8.decide import Fp8Options
     from bitplan.fp8.policy.rules import load_policy
 
     rules = load_policy(policy)
-    trial = fp8_confirm_policy.BlockTiming(timing, compiled, recipe, tp)
-    place = fp8_confirm_policy.require_device(device, rules, recipe)
+    options = Fp8Options(tp=tp, confirm_timing=timing, confirm_compiled=compiled)
+    chosen = require_device(device, rules, recipe)
     small = plan_small_model(model, tp=tp)
     with progress("confirming", len(counts)) as advance:
-        results = fp8_confirm_policy.confirm_policy(
-            rules, small, counts, place, trial, on_count=lambda count: advance(1, f"{count} tokens")
+        results = confirm_policy(
+            rules, small, counts, chosen, options, recipe=recipe, on_count=lambda count: advance(1, f"{count} tokens")
         )
-    how = {"policy": str(policy), "model": small.where, "device": _name(place), "emulated": place.type == "cpu"}
+    how = {"policy": str(policy), "model": small.where, "device": _name(chosen), "emulated": chosen.type == "cpu"}
     how |= {"timing": timing, "compiled": compiled, "recipe": recipe, "tp": tp}
     how |= {"blocks_built": small.blocks, "of_blocks": small.of_blocks, "why": small.reason}
     if as_json:

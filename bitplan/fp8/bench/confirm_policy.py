@@ -34,12 +34,13 @@ from torch import nn
 
 from bitplan.base.documents import load_document, short
 from bitplan.base.optional import require
-from bitplan.base.paired_timing import Stopwatch, is_out_of_memory
+from bitplan.base.paired_timing import is_out_of_memory
 from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.bench.confirm import EXAMPLE_LENGTH, Example, example_shape
 from bitplan.fp8.bench.report_log import fingerprint_of
+from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.find_linears import block_of, find_sites
-from bitplan.fp8.layer_settings import Fp8Recipe, Fp8UnavailableError, require_fp8
+from bitplan.fp8.layer_settings import Fp8UnavailableError, require_fp8
 from bitplan.fp8.policy.layers import Attention, ModelPart, Parallel, local_layers
 from bitplan.fp8.policy.model_parts import ConfigObject, model_parts
 from bitplan.fp8.policy.rules import Policy
@@ -196,20 +197,6 @@ def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: t
 
 
 @dataclass(frozen=True)
-class BlockTiming:
-    """How blocks are timed: launched one by one or as CUDA graphs, compiled or not, and by which recipe, if any."""
-
-    timing: str = "eager"
-    compiled: bool = False
-    recipe: str | None = None
-    tp: int = 1
-
-    def __post_init__(self) -> None:
-        if self.recipe is not None:
-            Fp8Recipe(self.recipe)  # raises for an unknown recipe
-
-
-@dataclass(frozen=True)
 class BlockResult:
     """One make of block at one count: of its `layers`, the plan put `planned` in FP8, and `fp8_layers` stay in FP8."""
 
@@ -285,9 +272,9 @@ def confirm_policy(
     model: SmallModel,
     counts: Sequence[int],
     device: torch.device,
-    trial: BlockTiming | None = None,
+    options: Fp8Options | None = None,
     *,
-    stopwatch: Stopwatch | None = None,
+    recipe: str | None = None,
     on_count: Callable[[int], None] = lambda _: None,
 ) -> list[CountResult]:
     """A result for every token count."""
@@ -299,7 +286,7 @@ def confirm_policy(
         )
     results = []
     for count in counts:
-        results.append(_confirm_count(policy, model, count, device, trial or BlockTiming(), stopwatch))
+        results.append(_confirm_count(policy, model, count, device, options or Fp8Options(), recipe))
         on_count(count)
     return results
 
@@ -309,25 +296,16 @@ def _confirm_count(
     model: SmallModel,
     tokens: int,
     device: torch.device,
-    trial: BlockTiming,
-    stopwatch: Stopwatch | None,
+    options: Fp8Options,
+    recipe: str | None,
 ) -> CountResult:
     run_as = model.example_shape(tokens)
-    asked: dict[str, Any] = {"tokens": tokens, "recipe": trial.recipe, "tp": trial.tp, "emulate": device.type == "cpu"}
+    asked: dict[str, Any] = {"tokens": tokens, "recipe": recipe, "emulate": device.type == "cpu", "options": options}
     try:
         planned = apply_fp8(model.build(device), policy, **asked)
-        if trial.compiled:
+        if options.confirm_compiled:
             torch.compiler.reset()  # after graphs of other counts torch would make shapes dynamic, or stop compiling
-        applied = apply_fp8(
-            model.build(device),
-            policy,
-            **asked,
-            confirm=True,
-            confirm_compiled=trial.compiled,
-            confirm_timing=trial.timing,
-            example=model.example(tokens, device),
-            stopwatch=stopwatch,
-        )
+        applied = apply_fp8(model.build(device), policy, **asked, confirm=True, example=model.example(tokens, device))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -15,7 +15,7 @@ alone may still gain beside the others, whose casts it uses at no cost; so a mod
 products lose alone, unless the others alone are worth more. If neither way wins: BF16, with the reason. Among recipes
 the one with the larger speedup is taken. Version 1 knows whole modules only, and its answers are taken as they are.
 
-Where nothing was measured `estimate` is asked, unless `estimate=False`; the reason says that it is an estimate.
+Where nothing was measured a speedup is estimated, if `Question.estimate`; the reason says that it is an estimate.
 Without a shape, all shapes that were measured under the key must agree.
 
 A choice is made for one token count. Between `holds_from` and `holds_to` the policy chooses the same products under the
@@ -295,17 +295,14 @@ def policy_choices(policy: Policy, view: ModelView, tokens: int, **more: Any) ->
     return choices
 
 
-def choose_products(policy: Policy, question: Question, *, estimate: bool = True, apart: bool = True) -> Fp8Choice:
+def choose_products(policy: Policy, question: Question, *, apart: bool = True) -> Fp8Choice:
     """The products of one layer that run in FP8, by `question.recipe` or else by the recipe that is fastest in the
     policy.
 
     `apart=False` is for layers that run all three products in FP8 or none.
     """
     question = replace(question, gemm=MODULE)
-    choices = [
-        _by_recipe(policy, replace(question, recipe=recipe), estimate, apart)
-        for recipe in _recipes(policy, question, estimate)
-    ]
+    choices = [_by_recipe(policy, replace(question, recipe=recipe), apart) for recipe in _recipes(policy, question)]
     wins = [each for each in choices if each]
     if not wins:
         return choices[0] if len(choices) == 1 else _none_of(choices)
@@ -314,12 +311,12 @@ def choose_products(policy: Policy, question: Question, *, estimate: bool = True
     return replace(best, reason=best.reason + others)
 
 
-def _recipes(policy: Policy, question: Question, estimate: bool) -> Sequence[str | None]:
+def _recipes(policy: Policy, question: Question) -> Sequence[str | None]:
     if question.recipe is not None:
         return (question.recipe,)
     if policy.version == 1:
         return (DEFAULT_RECIPE,)  # it names no recipe
-    recipes = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
+    recipes = {rule.recipe for rule in (policy.rules if question.estimate else _rules_of(policy, question))}
     return [recipe for recipe in RECIPES if recipe in recipes] or (None,)
 
 
@@ -334,7 +331,7 @@ def _none_of(choices: list[Fp8Choice]) -> Fp8Choice:
     return replace(first, recipe=None, reason=reasons)
 
 
-def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
+def _by_recipe(policy: Policy, question: Question, apart: bool) -> Fp8Choice:
     """The choice under one recipe, and how far it holds."""
     if policy.version == 1:
         return _by_threshold(policy, question)
@@ -342,10 +339,10 @@ def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) 
     if question.shape is None:  # all shapes measured under the key, by any recipe
         shapes = sorted({rule.shape for rule in _rules_of(policy, replace(question, recipe=None))})
     if len(shapes) > 1:
-        return _of_all_shapes([_by_recipe(policy, replace(question, shape=shape), estimate, apart) for shape in shapes])
+        return _of_all_shapes([_by_recipe(policy, replace(question, shape=shape), apart) for shape in shapes])
     asked = replace(question, shape=shapes[0]) if shapes else question
-    choice = _at_count(policy, asked, estimate, apart)
-    return _bounded(policy, asked, choice, estimate, apart) if choice else choice
+    choice = _at_count(policy, asked, apart)
+    return _bounded(policy, asked, choice, apart) if choice else choice
 
 
 def _by_threshold(policy: Policy, question: Question) -> Fp8Choice:
@@ -382,10 +379,10 @@ def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:
 # ---- at one count ----------------------------------------------------------------------------------------------------
 
 
-def _at_count(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
+def _at_count(policy: Policy, question: Question, apart: bool) -> Fp8Choice:
     """The whole module, some of its products, or BF16."""
     whole = decide(policy, question)
-    if estimate and not whole and whole.answer == UNMEASURED:
+    if question.estimate and not whole and whole.answer == UNMEASURED:
         whole = _estimated(policy, question, whole)
     alone = _winning_alone(policy, question)
     some = tuple(alone)
@@ -449,7 +446,7 @@ def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Fp8Dec
 # ---- how far it holds ------------------------------------------------------------------------------------------------
 
 
-def _bounded(policy: Policy, question: Question, choice: Fp8Choice, estimate: bool, apart: bool) -> Fp8Choice:
+def _bounded(policy: Policy, question: Question, choice: Fp8Choice, apart: bool) -> Fp8Choice:
     """The choice with the counts between which it stays the same."""
     tokens = question.tokens or 1
     near = [rule for gemm in GEMMS for rule in alike_rules(policy, replace(question, gemm=gemm))]
@@ -457,7 +454,7 @@ def _bounded(policy: Policy, question: Question, choice: Fp8Choice, estimate: bo
 
     def same(rows: int) -> bool:
         asked = replace(question, num_tokens=rows, moe_router_topk=1)  # rows are counted after topk
-        return _at_count(rules, asked, estimate, apart).products == choice.products
+        return _at_count(rules, asked, apart).products == choice.products
 
     counts = _turning_counts(_rules_of(rules, question), near)
     low = _last_same(same, tokens, sorted((each for each in counts if each < tokens), reverse=True))

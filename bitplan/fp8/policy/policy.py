@@ -74,7 +74,8 @@ class Question:
     `moe_router_topk`. Experts are looked up by `etp` and `num_gemms`, the experts on one GPU; others by `name` and
     `tp`. `shape` (local out_features, in_features), `recipe`, `gemm` and `part` narrow a version 2 lookup: without a
     shape all shapes under the key must win, without a recipe the best one is taken. `extrapolate` takes a win at the
-    largest measured count for larger counts too, and the reason says so.
+    largest measured count for larger counts too, and the reason says so. `estimate`: what was not measured is estimated
+    by `choice.choose_products`; `should_use_fp8` knows measurements alone.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Question:
     gemm: str = MODULE
     part: str = "llm"
     extrapolate: bool = False
+    estimate: bool = True
 
     def __post_init__(self) -> None:
         check_kind(self.kind, "the question", Fp8Error)
