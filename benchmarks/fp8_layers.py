@@ -49,6 +49,7 @@ from torch import Tensor, nn
 
 from bitplan.base.paired_timing import OK, Arm, Call, Timed, stopwatch_of, time_in_turns
 from bitplan.fp8.apply import apply_fp8
+from bitplan.fp8.bench.bench_options import BenchOptions
 from bitplan.fp8.bench.layer_bench import BenchPlan, ParallelGroups, run_bench
 from bitplan.fp8.bench.modules import ModuleBuilder
 from bitplan.fp8.bench.report_log import ReportLog, fingerprint_of
@@ -103,7 +104,7 @@ def measure_policy(
     sweep = [(tokens, 1) for tokens in options.policy_tokens]
     recipe = Fp8Recipe(options.recipe)
     cases = tuple(bench_cases(layers.values(), sweep, recipe.name))
-    plan = BenchPlan(cases, recipe, turns=options.turns, warmup=3, timings=tuple(options.timing))
+    plan = BenchPlan(cases, recipe, BenchOptions(iters=options.turns, warmup=3, timings=tuple(options.timing)))
     budget = Budget(options.seconds)
     builder = ModuleBuilder(recipe, device, ParallelGroups())
     settings = plan.settings() | {"sizes": [size.label for size in sizes], "tokens": list(options.policy_tokens)}

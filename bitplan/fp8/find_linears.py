@@ -33,7 +33,7 @@ from torch import nn
 from bitplan.base.errors import PlanError
 from bitplan.fp8.policy.policy import Question
 from bitplan.fp8.policy.vocabulary import Fp8Error, name_of_role
-from bitplan.fp8.recorded_wiring import MlpApart, MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
+from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 from bitplan.plan.names import ShellPatterns, without_expert
 from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
@@ -82,13 +82,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Sites:
-    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined, and those that
-    cannot; what was run."""
+    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined; MLPs whose
+    activation stays apart; what was run."""
 
     sites: tuple[Site, ...]
     left: tuple[str, ...]
     mlps: tuple[MlpWiring, ...]
-    mlps_apart: tuple[MlpApart, ...]
+    mlps_apart: tuple[MlpWiring, ...]
     run: RecordedRun
 
     def block_of(self, path: str) -> str:
@@ -147,7 +147,7 @@ class _Finder:
             elif path in linears and path not in left and path == members[0]:
                 sites.append(self._dense(members))
         shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())
-        return Sites(tuple(sites), shown, tuple(self.wiring.mlps), tuple(self.wiring.mlps_apart), self.run)
+        return Sites(tuple(sites), shown, self.wiring.mlps, self.wiring.mlps_apart, self.run)
 
     def _check_patterns(self, paths: list[str]) -> None:
         for what, patterns in (("include", self.include), ("exclude", self.exclude)):

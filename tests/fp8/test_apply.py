@@ -323,7 +323,6 @@ def test_policies_that_cannot_be_read_leave_the_model(text, error, message, tmp_
         ({"tokens": 1.5}, "tokens must be an integer from 1"),
         ({"parts": ("audio",)}, "parts must be among llm, vit, got audio"),
         ({"recipe": "int8"}, "recipe must be one of"),
-        ({"fp8": "e3m4"}, "fp8 must be 'e4m3' or 'hybrid'"),
     ],
 )
 def test_bad_arguments(given, message):
@@ -358,7 +357,7 @@ def test_an_error_half_way_leaves_the_model_as_it_was(fp8_param, held, monkeypat
         return build_or_fail
 
     monkeypatch.setattr(replacements, "build_layer", fail_late(replacements.build_layer))
-    given = {"tokens": 100, "recipe": "tensorwise", "emulate": True, "fp8_param": fp8_param}
+    given = {"tokens": 100, "recipe": "tensorwise", "emulate": True, "options": Fp8Options(fp8_param=fp8_param)}
     with pytest.raises(RuntimeError, match="out of memory"):
         apply_fp8(model, None, **given)
     assert {name: type(one) for name, one in model.named_modules()} == modules
@@ -561,9 +560,10 @@ def test_confirm_refuses_a_timing_that_it_does_not_know():
             "must be True, False or one of .*reduce-overhead.*, got 'reduce_overhead'",
         ),
         ({"confirm_compiled": "reduce-overhead", "confirm_timing": "graph"}, "makes CUDA graphs by itself"),
+        ({"fp8": "e3m4"}, "fp8 must be 'e4m3' or 'hybrid'"),
     ],
 )
-def test_confirm_refuses_modes_that_cannot_be(given, message):
+def test_options_that_cannot_be_are_refused(given, message):
     with pytest.raises(Fp8Error, match=message):
         Fp8Options(**given)
 

@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -90,16 +90,17 @@ def bench(
             "shape_sweep": ("--sweep", sweep),
         }
     )
-    from bitplan.fp8.bench.session import Request, plan_session
+    from bitplan.fp8.bench.session import plan_session
 
-    timings = ("eager", "graph") if timing == "both" else (timing,)
-    routings = ("uniform", "zipf") if routing == "both" else (routing,)
-    session = plan_session(Request(options, fp8, timings, routings, products, part, device, shapes))
+    more = {"fp8": fp8, "products_apart": products, "part": part, "device": device, "shapes": shapes}
+    more |= {} if timing == "both" else {"timings": (timing,)}
+    more |= {} if routing == "both" else {"routings": (routing,)}
+    plan = plan_session(replace(options, **more))
     if dry_run:
-        _show_plan(session, as_json)
+        _show_plan(plan, as_json)
         return
-    _prepare_outputs(session, force)
-    raise typer.Exit(_measure(session, as_json))
+    _prepare_outputs(plan.options, force)
+    raise typer.Exit(_measure(plan, as_json))
 
 
 def _options(given: dict[str, tuple[str, Any]]) -> Any:
@@ -119,15 +120,14 @@ def _options(given: dict[str, tuple[str, Any]]) -> Any:
     return options
 
 
-def _prepare_outputs(session: Any, force: bool) -> None:
+def _prepare_outputs(options: Any, force: bool) -> None:
     """Make the folders of report and policy, and check that the policy can be written, before the work; the report is
     a log and is continued.
     """
     from bitplan.base.records import check_output
     from bitplan.fp8.bench.bench_options import BenchOptionsError
 
-    options = session.request.options
-    for path in (session.report_path(), options.fp8_policy_path):
+    for path in (options.report_file(), options.fp8_policy_path):
         if path is not None:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -137,32 +137,29 @@ def _prepare_outputs(session: Any, force: bool) -> None:
     if options.fp8_policy_path is None:
         return
     target = check_output(options.fp8_policy_path, inputs=[options.omni_config_path], force=force)
-    if target == Path(os.path.realpath(session.report_path())):
+    if target == Path(os.path.realpath(options.report_file())):
         raise BenchOptionsError(f"{target}: is the report and the policy; give --policy another name")
 
 
-def _show_plan(session: Any, as_json: bool) -> None:
+def _show_plan(plan: Any, as_json: bool) -> None:
     """Show what would be timed."""
-    plan = session.plan
     minutes = plan.estimated_minutes()
     cases = [_shown_case(case) for case in plan.cases]
     if as_json:
-        settings = session.settings()
-        show_json({"model": session.model, "settings": settings, "cases": cases, "estimated_minutes": minutes})
+        settings = plan.settings()
+        show_json({"model": plan.model, "settings": settings, "cases": cases, "estimated_minutes": minutes})
         return
     layers: dict[tuple[Any, ...], dict[str, Any]] = {}
     for case in cases:
         key = tuple(case[key] for key in ("part", "kind", "name", "shape", "size"))
         row = layers.setdefault(key, case | {"tokens": []})
         row["tokens"].append(str(case["tokens"]))
-    table(
-        f"{session.model}: layers of one GPU", [row | {"tokens": ", ".join(row["tokens"])} for row in layers.values()]
-    )
+    table(f"{plan.model}: layers of one GPU", [row | {"tokens": ", ".join(row["tokens"])} for row in layers.values()])
     say(
-        f"{len(plan.ways())} measurements of {len(plan.choices())} arms, {plan.turns} samples each: "
+        f"{len(plan.ways())} measurements of {len(plan.choices())} arms, {plan.options.iters} samples each: "
         f"very roughly {minutes:.1f} minutes on a GPU of the H100's class"
     )
-    if session.ranks == 1 and max(session.parallel.tp, session.parallel.ep, session.parallel.etp) > 1:
+    if plan.ranks == 1 and max(plan.parallel.tp, plan.parallel.ep, plan.parallel.etp) > 1:
         say("one process: the shard of one GPU alone, without communication; use torchrun for both")
 
 
@@ -182,17 +179,17 @@ def _shown_case(case: Any) -> dict[str, Any]:
     }
 
 
-def _measure(session: Any, as_json: bool) -> int:
+def _measure(plan: Any, as_json: bool) -> int:
     """Run the benchmark and show its result; returns 1 if rows failed for another reason than memory."""
     from bitplan.fp8.bench.session import run_session
     from bitplan.fp8.policy.merge import summary
 
-    path = session.report_path()
-    with progress("measuring", len(session.plan.ways())) as advance:
-        result = run_session(session, on_way=lambda way: advance(1, way.label))
+    path = plan.options.report_file()
+    with progress("measuring", len(plan.ways())) as advance:
+        result = run_session(plan, on_way=lambda way: advance(1, way.label))
     if result is None:  # another rank shows it
         return 0
-    written = session.request.options.fp8_policy_path
+    written = plan.options.fp8_policy_path
     merged = result.merged
     if as_json:
         show_json(
@@ -208,7 +205,7 @@ def _measure(session: Any, as_json: bool) -> int:
         )
     else:
         if merged is not None:
-            table(f"{session.model} on {result.report.fingerprint.gpu}", summary(merged.policy))
+            table(f"{plan.model} on {result.report.fingerprint.gpu}", summary(merged.policy))
             for finding in merged.findings:
                 say(finding)
         failed = "".join(f", {count} {status}" for status, count in result.failures.items())
@@ -271,56 +268,41 @@ def merge(
         check_output(output, inputs=paths, force=force)
     lists = merge_lists(paths, speedup_threshold)
     if lists is not None:
-        _write_thresholds(*lists, paths, policy_version, output, as_json)
-    merged = merge_reports(
-        [Report.load(path) for path in paths],
-        speedup_threshold=speedup_threshold,
-        confidence=confidence,
-        timing=timing,
-        across_recipes=across_recipes,
-    )
-    banded = merged.policy if into is None else extend_policy(load_policy(into), merged.policy)
-    policy = banded if policy_version == "2" else to_thresholds(banded, part=part)
+        if policy_version != "1":
+            raise MergeError(
+                f"{paths[0]}: a list of one time for each layer, without samples or the GPU's name, gives a policy of "
+                "version 1 only; add --policy-version 1"
+            )
+        merged, title = lists, f"{len(paths)} list reports"
+        rows = [
+            {"layer": rule.where, "fp8 from tokens": rule.min_tokens, "speedup": rule.measured_speedup}
+            for rule in lists.policy.rules
+        ]
+    else:
+        merged = merge_reports(
+            [Report.load(path) for path in paths],
+            speedup_threshold=speedup_threshold,
+            confidence=confidence,
+            timing=timing,
+            across_recipes=across_recipes,
+        )
+        banded = merged.policy if into is None else extend_policy(load_policy(into), merged.policy)
+        title, rows = f"{len(paths)} reports of {banded.gpu}", summary(banded)
+        merged = replace(merged, policy=banded if policy_version == "2" else to_thresholds(banded, part=part))
+    policy = merged.policy
     if output is not None:
         policy.save(output)
     if as_json:
         show_json({"policy": policy.to_document(), "findings": list(merged.findings)})
     else:
-        table(f"{len(paths)} reports of {banded.gpu}", summary(banded))
-        if policy_version == "1":
-            say(f"version 1: {len(policy.rules)} of {len(banded.rules)} rules can be said in it")
+        table(title, rows)
+        if policy_version == "1" and lists is None:
+            say(f"version 1: {len(policy.rules)} of {len(rows)} rules can be said in it")
         for finding in merged.findings:
             say(finding)
         if output is not None:
             say(f"policy: {output}")
     raise typer.Exit(1 if merged.findings else 0)
-
-
-def _write_thresholds(
-    policy: Any, findings: list[str], paths: list[Path], version: str, output: Path | None, as_json: bool
-) -> NoReturn:
-    from bitplan.fp8.policy.vocabulary import MergeError
-
-    if version != "1":
-        raise MergeError(
-            f"{paths[0]}: a list of one time for each layer, without samples or the GPU's name, gives a policy of "
-            "version 1 only; add --policy-version 1"
-        )
-    if output is not None:
-        policy.save(output)
-    if as_json:
-        show_json({"policy": policy.to_document(), "findings": findings})
-    else:
-        rows = [
-            {"layer": rule.where, "fp8 from tokens": rule.min_tokens, "speedup": rule.measured_speedup}
-            for rule in policy.rules
-        ]
-        table(f"{len(paths)} list reports", rows)
-        for finding in findings:
-            say(finding)
-        if output is not None:
-            print(f"policy: {output}")
-    raise typer.Exit(1 if findings else 0)
 
 
 @fp8_app.command(cls=QuickCommand)

@@ -196,20 +196,13 @@ def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: t
 # ---- confirming -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BlockResult:
+@dataclass(frozen=True, kw_only=True)
+class BlockResult(Confirmed):
     """One make of block at one count: of its `layers`, the plan put `planned` in FP8, and `fp8_layers` stay in FP8."""
 
-    block: str
-    answer: str
-    taken: str
     planned: int
     fp8_layers: int
     layers: int
-    reason: str
-    speedup: float | None = None
-    low: float | None = None
-    high: float | None = None
 
     @property
     def turned_down(self) -> bool:
@@ -331,12 +324,11 @@ def _block_results(planned: AppliedFp8, applied: AppliedFp8) -> tuple[BlockResul
 def _block_result(
     block: str, before: list[LayerRow], after: list[LayerRow], confirmed: Confirmed | None
 ) -> BlockResult:
-    counts = (_fp8_layers(before), _fp8_layers(after), len(after))
     if confirmed is None:
         reasons = "; ".join(dict.fromkeys(row.reason for row in after))
-        return BlockResult(block, UNMEASURED, "bf16", *counts, f"not timed, no layer can be FP8: {reasons}")
-    figures = (confirmed.speedup, confirmed.low, confirmed.high)
-    return BlockResult(block, confirmed.answer, confirmed.taken, *counts, confirmed.reason, *figures)
+        confirmed = Confirmed(block, UNMEASURED, f"not timed, no layer can be FP8: {reasons}", "bf16")
+    planned, fp8_layers = (sum(row.precision != "bf16" for row in rows) for rows in (before, after))
+    return BlockResult(**asdict(confirmed), planned=planned, fp8_layers=fp8_layers, layers=len(after))
 
 
 def _by_block(rows: Sequence[LayerRow]) -> dict[str, list[LayerRow]]:
@@ -345,7 +337,3 @@ def _by_block(rows: Sequence[LayerRow]) -> dict[str, list[LayerRow]]:
     for row in rows:
         blocks.setdefault(block_of(row.path) or "the model", []).append(row)
     return blocks
-
-
-def _fp8_layers(rows: Sequence[LayerRow]) -> int:
-    return sum(row.precision != "bf16" for row in rows)

@@ -211,9 +211,9 @@ def _pooled(rows: list[Row], findings: list[str]) -> Row:
 def _rule(
     key: tuple[Any, ...], counts: dict[int, list[Row]], threshold: float, confidence: float, findings: list[str]
 ) -> LayerRule:
-    recipe, part, kind, name, shape, tp, etp, num_gemms, gemm = key
-    points = [_point(counts[tokens], threshold, confidence, recipe, findings) for tokens in sorted(counts)]
-    return LayerRule(part, kind, shape, recipe, gemm, tuple(points), name, tp, etp, num_gemms)
+    names = ("recipe", "part", "kind", "name", "shape", "tp", "etp", "num_gemms", "gemm")
+    points = [_point(counts[tokens], threshold, confidence, key[0], findings) for tokens in sorted(counts)]
+    return LayerRule(points=tuple(points), **dict(zip(names, key, strict=True)))
 
 
 def _point(rows: list[Row], threshold: float, confidence: float, recipe: str, findings: list[str]) -> Point:

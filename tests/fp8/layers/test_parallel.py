@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -238,10 +237,8 @@ def disagree_and_die(rank: int) -> None:
     layer(torch.ones(4, 16))
     if rank == 1:
         os._exit(0)  # as a process that is killed: nothing is closed in good order
-    started = time.monotonic()
     with pytest.raises(ParallelError, match=r"process 0 of 2 failed at .*another process of the group has ended"):
         call_often(layer)
-    assert time.monotonic() - started < 30
     os._exit(0)
 
 
