@@ -199,7 +199,7 @@ def _unmeasured(plans: Mapping[str, PartPlan], decided: Sequence[LayerDecision])
         if plan.policy is None or plan.policy.version == 1:
             continue
         known = {rule.shape for rule in plan.policy.rules if rule.part == part}
-        sites = [each.site for each in decided if each.site.part == part and not each.site.is_grouped]
+        sites = [layer.site for layer in decided if layer.site.part == part and not layer.site.is_grouped]
         shapes = dict.fromkeys(
             f"{site.shape[0]}x{site.shape[1]}{':norm' if site.norm else ''}"
             for site in sites

@@ -194,13 +194,13 @@ class _Finder:
         if norm is None:
             return None
         parameters = self.modules[norm.path]._parameters.values()
-        if norm.why is None and any(self.uses[id(each)] > 1 for each in parameters if each is not None):
+        if norm.why is None and any(self.uses[id(parameter)] > 1 for parameter in parameters if parameter is not None):
             norm = replace(norm, why=f"{norm.path} is shared with another module")
         return norm
 
     def _dense(self, paths: tuple[str, ...]) -> Site:
         linears = [self.modules[path] for path in paths]
-        shape = (sum(features_of(each)[0] for each in linears), features_of(linears[0])[1])
+        shape = (sum(features_of(linear)[0] for linear in linears), features_of(linears[0])[1])
         name = name_of_role(self.wiring.role(paths[0]), len(paths))
         norm = self._norm_before(paths)
         kind = "column" if name in ("qkv", "fc1") else "row"
@@ -306,8 +306,8 @@ def _reads_images(view: ModelView) -> set[str]:
 
 def _topk(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
-    for each in (config, getattr(config, "text_config", None)):
-        topk = getattr(each, "num_experts_per_tok", None)
+    for part in (config, getattr(config, "text_config", None)):
+        topk = getattr(part, "num_experts_per_tok", None)
         if type(topk) is int and topk >= 1:
             return topk
     return None

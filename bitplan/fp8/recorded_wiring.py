@@ -22,7 +22,7 @@ from torch import nn
 
 from bitplan.base.errors import PlanError
 from bitplan.fp8.kernels.activation import ACTIVATIONS, GATED
-from bitplan.plan.structure.describe import describe
+from bitplan.plan.structure.describe import arguments_of, describe
 from bitplan.plan.structure.example_inputs import examples_for
 from bitplan.plan.structure.joined_calls import plain_use, readers_of_one_tensor
 from bitplan.plan.structure.model_view import TRACED, GatedMlpUse, LinearUse, ModelView, ModuleUse, NormUse, PlainMlpUse
@@ -135,13 +135,6 @@ def _see(model: nn.Module, example: Any) -> tuple[ModelView, Inputs] | str:
         except PlanError as error:
             fault = fault or str(error)
     return fault or f"{type(model).__name__}: no input was found that its forward takes"
-
-
-def arguments_of(example: Any) -> Inputs:
-    """An example as a forward is called with it: a tensor, a tuple of arguments, or a mapping of keywords."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
 @contextlib.contextmanager
@@ -291,7 +284,7 @@ class Wiring:
             is_child = module.startswith(f"{path}.") and "." not in within
             if step < down.step:
                 return None
-            if self._shapes_product(name, module, down):
+            if module == down.path and name in ("view", "reshape"):  # which gives the product its shape
                 continue
             if name not in _BEHIND or not is_child:
                 return None
@@ -302,9 +295,6 @@ class Wiring:
             return tuple(behind)
         last = self.view.calls.get(down.path)  # where a product gives its result another shape
         return () if not behind and last is not None and call.outputs == last.outputs else None
-
-    def _shapes_product(self, name: str, module: str, down: LinearUse) -> bool:
-        return module == down.path and name in ("view", "reshape")
 
 
 def holder_of(paths: Sequence[str]) -> str:

@@ -99,9 +99,8 @@ class AppliedFp8:
         lines = [f"{self.fp8_layers} of {len(self.rows)} layers in FP8", *_table(_grouped(self.rows))]
         if self.left:
             lines.append(f"left as they are: {_listed(self.left)}")
-        lines += [f"compared {each.block}: {each.reason}" for each in self.compared]
-        for each in self.confirmed:
-            lines.append(f"confirmed {each.block}: {each.answer}: {each.reason}")
+        lines += [f"compared {result.block}: {result.reason}" for result in self.compared]
+        lines += [f"confirmed {result.block}: {result.answer}: {result.reason}" for result in self.confirmed]
         return "\n".join([*lines, *self.notes])
 
 

@@ -373,10 +373,10 @@ def _shape(text: str | None) -> tuple[int, int] | None:
 
     if text is None:
         return None
-    found = re.fullmatch(r"([0-9]{1,9})[xX,]([0-9]{1,9})", text)
-    if found is None:
+    sizes = re.fullmatch(r"([0-9]{1,9})[xX,]([0-9]{1,9})", text)
+    if sizes is None:
         raise Fp8Error(f"--shape must be OUTxIN such as 4096x14336, got {text!r}")
-    return int(found[1]), int(found[2])
+    return int(sizes[1]), int(sizes[2])
 
 
 def _shown(point: Any) -> dict[str, Any]:

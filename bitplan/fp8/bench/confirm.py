@@ -40,9 +40,10 @@ from bitplan.fp8.find_linears import Sites
 from bitplan.fp8.layers.grouped_linear import cast_dropper
 from bitplan.fp8.policy.speedup_interval import speedup_interval
 from bitplan.fp8.policy.vocabulary import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error
-from bitplan.fp8.recorded_wiring import Inputs, arguments_of
+from bitplan.fp8.recorded_wiring import Inputs
 from bitplan.fp8.self_check import built_block, make_of, record_inputs
 from bitplan.fp8.summary import Confirmed
+from bitplan.plan.structure.describe import arguments_of
 
 TURNS, WARMUP = 20, 3
 EXAMPLE_LENGTH = 4096
@@ -166,7 +167,7 @@ def _random_tokens(model: nn.Module, tokens: int) -> Example | None:
     if type(vocabulary) is int:
         shape = example_shape(tokens, longest if type(longest) is int else EXAMPLE_LENGTH)
         return {"input_ids": torch.randint(0, vocabulary, shape, device=device), "use_cache": False}
-    sizes = sorted(each.num_embeddings for each in model.modules() if type(each) is nn.Embedding)
+    sizes = sorted(module.num_embeddings for module in model.modules() if type(module) is nn.Embedding)
     if not sizes or len(_required_arguments(model)) != 1:
         return None
     # The smaller of two embeddings may be of positions: no number is too large for either, no sequence too long.
@@ -178,7 +179,11 @@ def _required_arguments(module: nn.Module) -> list[str]:
     """The arguments that a module cannot be called without."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()
-    return [each.name for each in parameters if each.default is inspect.Parameter.empty and each.kind in positional]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is inspect.Parameter.empty and parameter.kind in positional
+    ]
 
 
 def example_shape(tokens: int, longest: int) -> tuple[int, int]:
@@ -238,7 +243,7 @@ def _step(block: nn.Module, inputs: Inputs, compiled: bool | str) -> Call:
     mode = compiled if isinstance(compiled, str) else None
     # As block.compile() does: a model that compiles its layers then reuses what was compiled here.
     run: Callable[..., Any] = torch.compile(block._call_impl, mode=mode) if compiled else block
-    parameters = [each for each in block.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
     with torch.no_grad():  # eager: compiling a pass without gradients would serve this line only
         shape = _first_tensor(block(*args, **kwargs))
     gradient = torch.randn_like(shape)

@@ -314,7 +314,7 @@ def _confirm_count(
 def _block_results(planned: AppliedFp8, applied: AppliedFp8) -> tuple[BlockResult, ...]:
     """A result for each make of block, also for blocks in which nothing could be timed."""
     before, after = _by_block(planned.rows), _by_block(applied.rows)
-    confirmed = {each.block: each for each in applied.confirmed}
+    confirmed = {verdict.block: verdict for verdict in applied.confirmed}
     first: dict[tuple[object, ...], str] = {}
     for block, rows in before.items():
         first.setdefault(tuple((row.path[len(block) :], row.shape, row.precision) for row in rows), block)

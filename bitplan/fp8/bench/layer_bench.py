@@ -87,7 +87,7 @@ class RankPeers(Peers):
     def slowest(self, samples_ms: Sequence[float]) -> list[float]:
         times_ms = torch.tensor(list(samples_ms), dtype=torch.float64)
         dist.all_reduce(times_ms, op=dist.ReduceOp.MAX, group=self.group)
-        return [float(each) for each in times_ms]
+        return [float(time_ms) for time_ms in times_ms]
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def _own_group(count: int, groups: Sequence[range]) -> Any:
     return mine
 
 
-# ---- layer bench -----------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 # Only for the estimate of a dry run: sustained rates of an H100 or H200, and the time to build and compile a case.

@@ -295,11 +295,11 @@ def _token_cols_reference(x_TK: Tensor, recipe: str, layout: GroupLayout, fp8: s
 
 def _experts_reference(w_ENK: Tensor, recipe: str, eps: float) -> GroupedFp8:
     made = [cast_reference(w_NK, scaling_of(recipe, is_weight=True), "e4m3", eps) for w_NK in w_ENK]
-    codes = torch.stack([each.codes for each in made])
+    codes = torch.stack([part.codes for part in made])
     kind = scale_kind(recipe)
     if kind == "block":
-        return GroupedFp8(codes, torch.stack([each.scale for each in made]).contiguous(), kind)
-    scale = torch.stack([each.scale.view(-1).expand(w_ENK.shape[1]) for each in made])
+        return GroupedFp8(codes, torch.stack([part.scale for part in made]).contiguous(), kind)
+    scale = torch.stack([part.scale.view(-1).expand(w_ENK.shape[1]) for part in made])
     return GroupedFp8(codes, scale, kind, uniform=RECIPES[recipe].has_one_scale)
 
 

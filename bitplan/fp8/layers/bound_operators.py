@@ -77,12 +77,12 @@ def _is_ready(device: int, weight: Tensor, *tensors: Tensor | None) -> bool:
     if _current_device() != device or _is_capturing() or in_compiled_graphs(weight):
         return False
     addresses = 0
-    for each in tensors:
-        if each is None:
+    for tensor in tensors:
+        if tensor is None:
             continue
-        if not each.is_contiguous():
+        if not tensor.is_contiguous():
             return False
-        addresses |= each.data_ptr()
+        addresses |= tensor.data_ptr()
     return not addresses & 15
 
 

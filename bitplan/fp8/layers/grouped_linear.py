@@ -15,12 +15,10 @@ that the two can be timed against each other. A scale belongs to one expert, and
 starts from (`scale_guesses`); mxfp8 has no grouped product here. A CPU computes in float32 of the decoded values.
 torch.compile runs the layer eagerly, between graphs: it could not trace prepared launches.
 
-The experts of an MoE block as two grouped products, FP8 or BF16 by choice.
-
-A module that holds the experts of a block (`experts_of`: gate and up [E, 2 F, H], down [E, H, F]) is called with hidden
-states [T, H] and, for each token, its experts and their weights [T, k]. Here tokens are sorted by expert once, both
-products use that order, and the results are weighted and added to the tokens that they belong to. How many tokens each
-expert has stays on the GPU: nothing waits for the host.
+`Fp8Experts` computes the experts of a block as two such layers. A module that holds them (`experts_of`: gate and up
+[E, 2 F, H], down [E, H, F]) is called with hidden states [T, H] and, for each token, its experts and their weights
+[T, k]: tokens are sorted by expert once, both products use that order, and the results are weighted and added to the
+tokens that they belong to.
 """
 
 from __future__ import annotations
@@ -316,5 +314,5 @@ def grouped_of(weight: nn.Parameter, recipe: Fp8Recipe, gemms: GemmChoice) -> Gr
 
 def cast_dropper(module: nn.Module) -> Callable[[], None]:
     """A function that makes all FP8 layers of a module cast their weights anew, as after an optimizer's step."""
-    weights = [each for each in module.parameters() if each.ndim >= 2]
+    weights = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
     return lambda: expire_casts(weights)

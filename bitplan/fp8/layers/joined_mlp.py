@@ -101,8 +101,8 @@ class JoinedMlp(nn.Module):
             return not has_hooks(self._watched)
         if torch.nn.modules.module._has_any_global_hook():
             return False
-        for each in self._watched:  # their dictionaries: this is done in each call, and an attribute takes longer
-            own = each.__dict__
+        for module in self._watched:  # their dictionaries: this is done in each call, and an attribute takes longer
+            own = module.__dict__
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
                 return False
             if own["_backward_hooks"] or own["_backward_pre_hooks"]:
@@ -129,8 +129,8 @@ def joining_obstacle(first: nn.Module, down: nn.Module) -> str | None:
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
     return any(
-        each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
-        for each in modules
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        for module in modules
     )
 
 

@@ -128,7 +128,7 @@ def define_layer_operator(
     def in_graph(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         """Operators return tensors only: empty ones for None."""
         made = run(x, *rest[:-1], CASTS[rest[-1]])
-        return tuple(x.new_empty(0) if each is None else each for each in made)
+        return tuple(x.new_empty(0) if part is None else part for part in made)
 
     return define_operator(signature, with_bound_calls(signature.split("(")[0], in_graph), fake)
 

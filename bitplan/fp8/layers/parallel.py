@@ -23,14 +23,8 @@ Layers compare sizes and recipes when they are made, and name the processes that
 connections: the others get a `ParallelError` that names the step. With NCCL, and for a process that hangs, that takes
 as long as the timeout given to `init_process_group`.
 
-A tensorwise FP8 linear whose processes share the scale of an operand that is divided among them.
-
-With tensor parallelism an Fp8Linear would scale each share of a divided operand by the share's own maximum, and results
-would depend on the number of shares. Here that maximum is replaced by the group's before anything is cast. Maxima are
-compared as integers on the device, which have the order of the magnitudes (NaN above infinity). Nothing waits for the
-host on a GPU.
-
-Only products by the recipe tensorwise agree; others in the same layer are what `Fp8Linear` does.
+An Fp8Linear by itself would scale each share of a divided operand by the share's own maximum. `SharedAmax` takes the
+group's instead, before anything is cast, for tensorwise products alone.
 """
 
 from __future__ import annotations
@@ -58,7 +52,7 @@ from bitplan.fp8.layers.weight_source import WeightSource
 from bitplan.fp8.policy.vocabulary import Fp8Error
 from bitplan.fp8.recipes import RECIPES
 
-# ---- shared amax -----------------------------------------------------------------------------------------------------
+# ---- scales by the maximum of a group --------------------------------------------------------------------------------
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the operators of graphs cast by a maximum of their own
@@ -107,7 +101,7 @@ class SharedAmax(WeightSource):
         return derived_layouts(weight, how, make, rows=rows, cols=cols, reuse=self.reuse)
 
 
-# ---- parallel --------------------------------------------------------------------------------------------------------
+# ---- layers ----------------------------------------------------------------------------------------------------------
 
 
 class ParallelError(Fp8Error):
@@ -236,14 +230,11 @@ def check_alike(description: dict[str, int], device: torch.device, group: Any = 
         dist.all_gather(descriptions, own, group=group)
     for name, values in zip(description, torch.stack(descriptions).t().tolist(), strict=True):
         if len(set(values)) > 1:
-            values_text = f"got {values}" if "," not in name else f"processes {_odd_ones(values)} differ from process 0"
+            others = [rank for rank, value in enumerate(values) if value != values[0]]
+            values_text = f"got {values}" if "," not in name else f"processes {others} differ from process 0"
             raise ParallelError(
                 f"the processes of a group must make the same layer: {name} differs, {values_text} by rank"
             )
-
-
-def _odd_ones(values: list[int]) -> list[int]:
-    return [rank for rank, value in enumerate(values) if value != values[0]]
 
 
 @contextmanager

@@ -55,11 +55,11 @@ class _Group:
 
     def largest_of(self, weight: ShardedWeight, mesh: Any) -> Tensor:
         """int32 [1]: the largest magnitude of all shards of a weight. Every process asks in the same order."""
-        if all(each() is not weight for each in self.members):
+        if all(member() is not weight for member in self.members):
             self.members.append(ref(weight))
         state = weight.state
         if state.largest is None or state.known_at != state.writes:
-            present = [one for each in self.members if (one := each()) is not None]
+            present = [one for member in self.members if (one := member()) is not None]
             bits = torch.cat([amax_bits(one.numbers) for one in present])
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=mesh.get_group())
             for index, one in enumerate(present):
@@ -117,7 +117,7 @@ class ShardedWeight(Tensor):
 
         numbers = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
         if func._schema.is_mutable:
-            for shard in {id(each.state): each for each in shards}.values():
+            for shard in {id(shard.state): shard for shard in shards}.values():
                 shard.state.writes += 1
             return args[0] if args and isinstance(args[0], ShardedWeight) else numbers
         if func not in _KEEP:

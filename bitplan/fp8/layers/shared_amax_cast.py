@@ -43,7 +43,7 @@ def shared_amax_cast(
         amax = float(largest(amax_bits(x_RC)).view(torch.float32))
         least = max(eps, amax) if amax == amax else float("inf")  # NaN or infinite: the scale becomes NaN
         x_RC = pad_rows(x_RC, padded)
-        made = [cast_reference(each, "tensor", fp8, least) for each in (x_RC, x_RC.t())]
+        made = [cast_reference(layout, "tensor", fp8, least) for layout in (x_RC, x_RC.t())]
         return CastPair(made[0] if rows else None, made[1] if cols else None)
     from bitplan.fp8.kernels.triton_cast import cast_tiles
 

@@ -10,19 +10,15 @@ under Megatron's names and its own FP8 keys:
     fp8_dynamic_policy_path: ...   the policy's file, relative to the YAML or to a folder above it
     fp8_dynamic_num_tokens: 4096   tokens per step in this part, where it is not seq_length x micro_batch_size
 
-`defaults` includes other files, as in Hydra; the caller reads them (`open_base`), so that this module stays pure. Other
-keys are ignored, but an unknown key with one of our prefixes is a spelling mistake, and refused.
+`defaults` includes other files, as in Hydra, searched beside the file and in the folders above it. Other keys are
+ignored, but an unknown key with one of our prefixes is a spelling mistake, and refused. A config.json describes a model
+too (`open_model`); it has no FP8 keys.
 
-Model descriptions from files: a Hugging Face config.json, or a YAML with the files that its `defaults` name.
-
-load_yaml: reads a YAML mapping from an untrusted file, within limits and without surprises.
-
-PyYAML only splits the text into events here. Their meaning is decided below, because PyYAML's own is that of YAML 1.1:
-`1:30` is 90, `010` is 8, `!!int ''` is an IndexError, and ten lines of aliases or merge keys make a billion nodes.
-Every fault of the text is one ModelConfigError with file and line.
-
-Scalars are null, booleans, integers, floats and strings; dates and base-60 numbers are strings, as in YAML 1.2. Keys
-are text. An alias counts as many nodes as it stands for, and so does a merge key (`<<`).
+The text is untrusted, so it is read within limits and without surprises. PyYAML only splits it into events; their
+meaning is decided here, because PyYAML's own is that of YAML 1.1: `1:30` is 90, `010` is 8, `!!int ''` is an
+IndexError, and ten lines of aliases or merge keys make a billion nodes. Scalars are null, booleans, integers, floats
+and strings; dates and base-60 numbers are strings, as in YAML 1.2. Keys are text. An alias counts as many nodes as it
+stands for, and so does a merge key (`<<`). Every fault of the text is one ModelConfigError with file and line.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from bitplan.fp8.policy.vocabulary import COUNT, DEFAULT_RECIPE, ModelConfigErro
 from bitplan.fp8.recipes import RECIPES
 from bitplan.plan.structure.families import MEGATRON_KEYS
 
-# ---- yaml reader -----------------------------------------------------------------------------------------------------
+# ---- text to values --------------------------------------------------------------------------------------------------
 
 
 MAX_YAML_CHARACTERS = 2**17
@@ -246,7 +242,7 @@ class _Reading:
         return kind
 
 
-# ---- model yaml ------------------------------------------------------------------------------------------------------
+# ---- values to a model -----------------------------------------------------------------------------------------------
 
 
 MAX_FILES = 32
@@ -411,7 +407,7 @@ def _tokens(config: ConfigObject) -> int | None:
     return length * batch if length and batch else None
 
 
-# ---- model files -----------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 _SUFFIXES = (".yaml", ".yml")

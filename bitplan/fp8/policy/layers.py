@@ -187,7 +187,7 @@ def _part_layers(part: ModelPart, parallel: Parallel) -> list[Layer]:
         shared = tp(part.experts.shared_ffn, "shared_ffn")
         shapes.append(("column", "fc1", "shared expert", (_fc1(part, shared), part.hidden), part.moe_blocks))
         shapes.append(("row", "fc2", "shared expert", (part.hidden, shared), part.moe_blocks))
-    layers = [Layer(part.part, *each, parallel) for each in shapes]
+    layers = [Layer(part.part, *shape, parallel) for shape in shapes]
     return layers + (_expert_layers(part, part.experts, parallel) if part.experts is not None else [])
 
 

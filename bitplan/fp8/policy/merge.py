@@ -135,9 +135,9 @@ def to_thresholds(policy: Policy, *, part: str | None = None) -> Policy:
         by_key.setdefault((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms), []).append(_threshold(rule))
     chosen = []
     for group in by_key.values():
-        known = [each for each in group if each is not None]
+        known = [threshold for threshold in group if threshold is not None]
         if len(known) == len(group):
-            chosen.append(max(known, key=lambda each: (each.min_tokens, -each.measured_speedup)))
+            chosen.append(max(known, key=lambda rule: (rule.min_tokens, -rule.measured_speedup)))
     return Policy(chosen, None, policy.speedup_threshold)
 
 
@@ -201,7 +201,7 @@ def _pooled(rows: list[Row], findings: list[str]) -> Row:
     if failed:
         findings.append(f"{describe_row(failed[0])} failed in one of {len(rows)} reports: {failed[0].message}")
         return failed[0]
-    samples = [each for row in rows for each in row.samples_ms][:MAX_SAMPLES]
+    samples = [sample for row in rows for sample in row.samples_ms][:MAX_SAMPLES]
     return replace(rows[0], samples_ms=tuple(samples), in_turns=all(row.in_turns for row in rows), padded_tokens=None)
 
 

@@ -185,7 +185,7 @@ def _moe_pattern(config: ConfigObject, key: str, blocks: int) -> list[int]:
     if COUNT.holds(value):
         return [int(block % value == 0) for block in range(blocks)]
     pattern = _spelt_out(value) if isinstance(value, str) else value
-    if not isinstance(pattern, list) or len(pattern) != blocks or not all(each in (0, 1) for each in pattern):
+    if not isinstance(pattern, list) or len(pattern) != blocks or not all(flag in (0, 1) for flag in pattern):
         raise config.fail(
             f"{config.prefix}{key} must be a count, or {blocks} times 0 or 1 as a list or spelt like "
             f"[0]*3+[1]*58, got {show(value)}"
