@@ -258,8 +258,3 @@ def keep_names(module: nn.Module) -> tuple[Any, Any]:
     Returns handles that end this.
     """
     return module.register_state_dict_post_hook(_Split()), module.register_load_state_dict_pre_hook(_Join())
-
-
-def join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Weights or biases of several projections as one."""
-    return torch.cat([tensor.detach() for tensor in tensors]) if len(tensors) > 1 else tensors[0].detach()

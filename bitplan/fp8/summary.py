@@ -32,19 +32,9 @@ class LayerRow:
     @classmethod
     def of(cls, site: Site, choice: Fp8Choice) -> LayerRow:
         apart = f"; its norm stays apart: {site.apart}" if choice and site.apart is not None else ""
-        return cls(
-            site.path,
-            site.part,
-            site.kind,
-            site.name,
-            site.shape,
-            choice.precision,
-            choice.recipe if choice else None,
-            choice.answer,
-            choice.tokens,
-            choice.speedup,
-            choice.reason + apart,
-        )
+        layer = (site.path, site.part, site.kind, site.name, site.shape)
+        outcome = (choice.precision, choice.recipe if choice else None, choice.answer, choice.tokens, choice.speedup)
+        return cls(*layer, *outcome, choice.reason + apart)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from bitplan.fp8.bench.confirm import EXAMPLE_LENGTH, Example, example_shape
 from bitplan.fp8.bench.report_log import fingerprint_of
 from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.find_linears import block_of, find_sites
-from bitplan.fp8.layer_settings import Fp8UnavailableError, require_fp8
+from bitplan.fp8.layer_settings import usable_device
 from bitplan.fp8.policy.layers import Attention, ModelPart, Parallel, local_layers
 from bitplan.fp8.policy.model_parts import ConfigObject, model_parts
 from bitplan.fp8.policy.rules import Policy
@@ -247,14 +247,8 @@ class CountResult:
 
 def require_device(name: str, policy: Policy, recipe: str | None = None) -> torch.device:
     """The device to confirm on, before anything is built: one with FP8, and the GPU that the policy is of."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise Fp8UnavailableError(
-            "torch sees no CUDA GPU, so there is nothing to confirm; run on the GPU that will train "
-            "(the CPU emulates FP8, to try the command)",
-            settings={"device": "cpu"},
-        )
-    device = torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
-    require_fp8(device, () if recipe is None else (recipe,))
+    index = torch.cuda.current_device() if name == "cuda" and torch.cuda.is_available() else 0
+    device = usable_device(name, "confirm", () if recipe is None else (recipe,), index)
     if device.type == "cuda":
         policy.require_same_gpu(fingerprint_of(device))
     return device

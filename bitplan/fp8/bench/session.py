@@ -17,13 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bitplan.base.paired_timing import stopwatch_of
 from bitplan.fp8.bench.bench_options import BenchOptions, BenchOptionsError
 from bitplan.fp8.bench.layer_bench import BenchPlan, Way, count_failures, run_bench
 from bitplan.fp8.bench.report_log import ReportLog, fingerprint_of
-from bitplan.fp8.layer_settings import AmaxEps, Fp8Recipe, Fp8UnavailableError, require_fp8
+from bitplan.fp8.layer_settings import AmaxEps, Fp8Recipe, usable_device
 from bitplan.fp8.loongforge.model_yaml import open_model
 from bitplan.fp8.policy.layers import Layer, Parallel, bench_cases, layers_of_shapes, local_layers
 from bitplan.fp8.policy.merge import Merged, merge_reports
@@ -94,28 +92,14 @@ def _ranks(environment: Mapping[str, str], parallel: Parallel) -> int:
     return ranks
 
 
-def require_hardware(plan: BenchPlan) -> torch.device:
-    """The device of this process; an error says what it lacks."""
-    wanted = plan.options.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise Fp8UnavailableError(
-            "torch sees no CUDA GPU, so there is nothing to measure; run on the GPU that will train "
-            "(the CPU emulates FP8, to try the command)",
-            settings={"device": "cpu"},
-        )
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", index) if wanted == "cuda" else torch.device("cpu")
-    if "fp8" in plan.options.precisions:
-        require_fp8(device, (plan.recipe.name,))
-    return device
-
-
 def run_session(plan: BenchPlan, *, on_way: Callable[[Way], None] = lambda _: None) -> Result | None:
     """Time all that is not in the report yet. Under torchrun the result is the first rank's; the others get None."""
     from bitplan.fp8.bench.layer_bench import join_ranks
     from bitplan.fp8.bench.modules import ModuleBuilder
 
-    device, path = require_hardware(plan), plan.options.report_file()
+    recipes = (plan.recipe.name,) if "fp8" in plan.options.precisions else None
+    device = usable_device(plan.options.device, "measure", recipes, int(os.environ.get("LOCAL_RANK", "0")))
+    path = plan.options.report_file()
     with join_ranks(plan.ranks, plan.parallel, device) as ranks, ExitStack() as opened:
         builder = ModuleBuilder(plan.recipe, device, ranks.groups)
         log = None

@@ -145,19 +145,6 @@ class GroupedLinear(CastsWeight):
         return token_pad(wgrad, picked)
 
 
-def find_weight_casts(
-    weight: Tensor, recipe: str, call: _Call, *, rows: bool, cols: bool
-) -> tuple[GroupedFp8, GroupedFp8]:
-    """The casts of the weight that are asked for, plain and transposed; kept with the casts of all other weights."""
-    eps = call.recipe.eps.weight
-
-    def make(rows: bool, cols: bool) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
-        guess = guess_for(recipe, weight, WEIGHT, experts=weight.shape[0])
-        return kernels.cast_experts(weight.detach(), recipe, eps, rows=rows, cols=cols, guess=guess)
-
-    return derived_layouts(weight, ("grouped " + recipe, eps), make, rows=rows, cols=cols, reuse=call.reuse)
-
-
 @dataclass(frozen=True)
 class _Call:
     """What a forward and its backward share, apart from tensors."""
@@ -168,11 +155,15 @@ class _Call:
     layout: GroupLayout
     reuse: bool
 
-    def weight_rows(self, weight: Tensor, *, with_cols: bool) -> GroupedFp8:
-        return find_weight_casts(weight, self.gemms.fprop, self, rows=True, cols=with_cols and self.reuse)[0]
+    def weight_casts(self, weight: Tensor, recipe: str, *, rows: bool, cols: bool) -> tuple[GroupedFp8, GroupedFp8]:
+        """The casts of the weight that are asked for, plain and transposed; kept with the casts of other weights."""
+        eps = self.recipe.eps.weight
 
-    def weight_cols(self, weight: Tensor) -> GroupedFp8:
-        return find_weight_casts(weight, self.gemms.dgrad, self, rows=False, cols=True)[1]
+        def make(rows: bool, cols: bool) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
+            guess = guess_for(recipe, weight, WEIGHT, experts=weight.shape[0])
+            return kernels.cast_experts(weight.detach(), recipe, eps, rows=rows, cols=cols, guess=guess)
+
+        return derived_layouts(weight, ("grouped " + recipe, eps), make, rows=rows, cols=cols, reuse=self.reuse)
 
     def tokens(
         self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, weight: Tensor, role: str
@@ -204,7 +195,8 @@ class _Grouped(torch.autograd.Function):
         if x_rows is None:
             y = plain_rows(x, weight, call.layout, bias)
         else:
-            cast = call.weight_rows(weight, with_cols=need_x and gemms.dgrad == gemms.fprop)
+            with_cols = call.reuse and need_x and gemms.dgrad == gemms.fprop
+            cast, _ = call.weight_casts(weight, gemms.fprop, rows=True, cols=with_cols)
             y = kernels.grouped_rows(x_rows, cast, call.layout, x.dtype, bias=bias, **call.options("fprop"))
         keep_x = need_w and gemms.wgrad == BF16
         kept = (x, x) if keep_x else (x_cols.codes, x_cols.scale) if x_cols is not None else (None, None)
@@ -223,7 +215,7 @@ class _Grouped(torch.autograd.Function):
         dy_rows, dy_cols = call.tokens(dy, dgrad, wgrad, call.recipe.grad_fp8, call.recipe.eps.grad, weight, GRAD)
         dx = dw = db = None
         if need_x and dy_rows is not None:
-            cast = call.weight_cols(weight)
+            _, cast = call.weight_casts(weight, dgrad, rows=False, cols=True)
             dx = kernels.grouped_rows(dy_rows, cast, call.layout, dy.dtype, **call.options("dgrad"))
         elif need_x:
             dx = plain_rows(dy, weight.transpose(1, 2), call.layout, None)

@@ -1,8 +1,7 @@
-"""Linear layers divided over processes: tensor parallel by columns or rows, duplicated, and experts spread out.
+"""Linear layers divided over processes: tensor parallel by columns or rows, and experts spread out.
 
     ColumnParallel(local, group)    local has a share of the outputs; x whole; its gradient summed over the group
     RowParallel(local, group)       local has a share of the inputs; x divided; outputs summed over the group, then bias
-    Duplicated(local, group)        the whole layer on every process, for the same x: nothing is sent
     ExpertParallel(experts, group)  each process has a share of the experts; tokens go to them and come back
 
 `local` is an Fp8Linear, Fp8NormLinear, nn.Linear or, with tokens_per_expert as a second argument, a GroupedLinear
@@ -109,66 +108,54 @@ class ParallelError(Fp8Error):
 
 
 class _Parallel(nn.Module):
-    def __init__(self, local: nn.Module, group: Any = None) -> None:
+    divided: tuple[str, ...] = ()  # operands of the local product of which each process has a share
+
+    def __init__(self, local: nn.Module, group: Any = None, *, agree: bool = True) -> None:
         super().__init__()
         self.local: Any = local
         self.group = group
-        check_alike(self._description(), _device(local), group)
+        self.agree = agree and _can_agree(local)
+        sizes = {name: int(getattr(local, name, 0)) for name in ("in_features", "out_features", "num_experts")}
+        words = f"{type(self).__name__} {local} {next(local.parameters()).dtype}"
+        check_alike(sizes | {"kind, recipe or type": zlib.crc32(words.encode())}, _device(local), group)
 
-    def _description(self) -> dict[str, int]:
-        """What all processes must have in common."""
-        sizes = {name: int(getattr(self.local, name, 0)) for name in ("in_features", "out_features", "num_experts")}
-        words = f"{type(self).__name__} {self.local} {next(self.local.parameters()).dtype}"
-        return sizes | {"kind, recipe or type": zlib.crc32(words.encode())}
-
-
-class Duplicated(_Parallel):
-    """The whole layer everywhere."""
-
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        y: Tensor = self.local(x, *more)
-        return y
+    def _product(self, x: Tensor, *more: Tensor) -> Tensor:
+        """The local product; scales of divided operands are agreed on over the group, where they can be."""
+        if not self.agree:
+            y: Tensor = self.local(x, *more)
+            return y
+        return shared_amax_linear(x, self.local, divided=self.divided, largest=partial(_largest, group=self.group))
 
 
 class ColumnParallel(_Parallel):
     """y of this process's outputs [..., N / processes]; the gradient of x is that of the whole layer."""
 
+    divided = ("weight", "grad")
+
     def __init__(self, local: nn.Module, group: Any = None, *, agree: bool = True) -> None:
-        super().__init__(local, group)
-        self.agree = agree and _can_agree(local)
+        super().__init__(local, group, agree=agree)
         for norm in _norm_parameters(local):  # their gradients pass through the divided product, as x's does
             norm.register_hook(lambda gradient: _sum(gradient, group, "gradients of a norm"))
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        x = sum_backward(x, self.group)
-        if self.agree:
-            largest = partial(_largest, group=self.group)
-            y: Tensor = shared_amax_linear(x, self.local, divided=("weight", "grad"), largest=largest)
-        else:
-            y = self.local(x, *more)
-        return y
+        return self._product(sum_backward(x, self.group), *more)
 
 
 class RowParallel(_Parallel):
     """y of the whole layer from this process's inputs [..., K / processes]; `bias` [N] is added once."""
+
+    divided = ("input", "weight")
 
     def __init__(
         self, local: nn.Module, group: Any = None, *, bias: nn.Parameter | None = None, agree: bool = True
     ) -> None:
         if getattr(local, "bias", None) is not None:
             raise Fp8LayerError("RowParallel: every process would add the bias of its local layer; give it as `bias`")
-        super().__init__(local, group)
+        super().__init__(local, group, agree=agree)
         self.bias = bias
-        self.agree = agree and _can_agree(local)
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        if self.agree:
-            y = shared_amax_linear(
-                x, self.local, divided=("input", "weight"), largest=partial(_largest, group=self.group)
-            )
-        else:
-            y = self.local(x, *more)
-        y = sum_forward(y, self.group)
+        y = sum_forward(self._product(x, *more), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

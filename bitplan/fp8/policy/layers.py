@@ -109,16 +109,10 @@ class Layer:
 
     def question(self) -> dict[str, Any]:
         """The arguments of `should_use_fp8`, and fields of a report's row, for this layer, without tokens."""
+        size: dict[str, Any] = {"name": self.name, "tp": self.parallel.tp}
         if self.kind in GROUPED_KINDS:
-            size: dict[str, Any] = {"etp": self.parallel.etp, "num_gemms": self.num_gemms}
-            return {"part": self.part, "kind": self.kind, "shape": self.shape} | size
-        return {
-            "part": self.part,
-            "kind": self.kind,
-            "shape": self.shape,
-            "name": self.name,
-            "tp": self.parallel.tp,
-        }
+            size = {"etp": self.parallel.etp, "num_gemms": self.num_gemms}
+        return {"part": self.part, "kind": self.kind, "shape": self.shape} | size
 
 
 @dataclass(frozen=True)

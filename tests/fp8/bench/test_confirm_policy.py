@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bitplan.fp8 import layer_settings
 from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
 from bitplan.fp8.bench.confirm_policy import SmallModel, confirm_policy, plan_small_model, require_device
 from bitplan.fp8.decide import Fp8Options
@@ -164,7 +165,7 @@ def test_the_device(monkeypatch):
     asked = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr(fp8_confirm_policy, "require_fp8", lambda *given: asked.append(given))
+    monkeypatch.setattr(layer_settings, "require_fp8", lambda *given: asked.append(given))
     monkeypatch.setattr(fp8_confirm_policy, "fingerprint_of", lambda _: replace(H200, gpu="NVIDIA B200"))
     with pytest.raises(FingerprintError, match="measured on 'NVIDIA H200', this is 'NVIDIA B200'"):
         require_device("cuda", policy, "mxfp8")
