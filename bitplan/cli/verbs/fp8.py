@@ -92,7 +92,7 @@ def bench(
     )
     from bitplan.fp8.bench.session import plan_session
 
-    more = {"fp8": fp8, "products_apart": products, "part": part, "device": device, "shapes": shapes}
+    more: dict[str, Any] = {"fp8": fp8, "products_apart": products, "part": part, "device": device, "shapes": shapes}
     more |= {} if timing == "both" else {"timings": (timing,)}
     more |= {} if routing == "both" else {"routings": (routing,)}
     plan = plan_session(replace(options, **more))

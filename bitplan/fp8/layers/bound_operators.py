@@ -250,6 +250,7 @@ def bind_linear(
     ) -> Made | None:
         if not _is_ready(device, weight, x, norm_weight, norm_bias):
             return None
+        codes: Tensor | None
         rstd = mean = None
         if norm_weight is not None and normed is not None:
             addresses = (x.data_ptr(), norm_weight.data_ptr(), _address_of(norm_bias))

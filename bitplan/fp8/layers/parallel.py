@@ -45,9 +45,8 @@ from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.layers.linear_function import run_linear
 from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.layers.scale_guesses import WEIGHT
-from bitplan.fp8.layers.shared_amax_cast import Largest, shared_amax_cast
 from bitplan.fp8.layers.weight_casts import derived_layouts
-from bitplan.fp8.layers.weight_source import WeightSource
+from bitplan.fp8.layers.weight_source import Largest, WeightSource, shared_amax_cast
 from bitplan.fp8.policy.vocabulary import Fp8Error
 from bitplan.fp8.recipes import RECIPES
 
@@ -121,10 +120,12 @@ class _Parallel(nn.Module):
 
     def _product(self, x: Tensor, *more: Tensor) -> Tensor:
         """The local product; scales of divided operands are agreed on over the group, where they can be."""
-        if not self.agree:
-            y: Tensor = self.local(x, *more)
-            return y
-        return shared_amax_linear(x, self.local, divided=self.divided, largest=partial(_largest, group=self.group))
+        y: Tensor
+        if self.agree:
+            y = shared_amax_linear(x, self.local, divided=self.divided, largest=partial(_largest, group=self.group))
+        else:
+            y = self.local(x, *more)
+        return y
 
 
 class ColumnParallel(_Parallel):
