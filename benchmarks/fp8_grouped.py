@@ -31,7 +31,7 @@ from torch import Tensor
 
 from bitplan.fp8.bench.modules import route_tokens
 from bitplan.fp8.kernels import experts_products as kernels
-from bitplan.fp8.kernels.experts_products import TILE_ROWS, GroupLayout, scale_kind
+from bitplan.fp8.kernels.experts_layout import TILE_ROWS, GroupLayout, scale_kind
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.fp8.layers.grouped_linear import GroupedLinear, plain_rows, plain_sums
 from bitplan.fp8.layers.weight_casts import drop_casts

@@ -46,7 +46,7 @@ from bitplan.base.loops.launch import PreparedLaunch, launch_in_turn
 from bitplan.formats.scale_rules import SMALLEST_SCALE
 from bitplan.formats.triton_numbers import TINY, float_name, magnitude_bits
 from bitplan.fp8.casts import FP8_DTYPES, scaling_of
-from bitplan.fp8.kernels.experts_products import TILE_ROWS, GroupLayout, GroupSizes, scale_kind
+from bitplan.fp8.kernels.experts_layout import TILE_ROWS, GroupLayout, GroupSizes, scale_kind
 from bitplan.fp8.kernels.fast_tile import (
     amax_of_tile,
     fits_pairs,

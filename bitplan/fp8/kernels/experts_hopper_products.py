@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bitplan.base.loops.launch import is_watched
-from bitplan.fp8.kernels.experts_products import GLUON_COLS, TILE_ROWS, GroupedFp8, GroupLayout
+from bitplan.fp8.kernels.experts_layout import GLUON_COLS, TILE_ROWS, GroupedFp8, GroupLayout
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
 

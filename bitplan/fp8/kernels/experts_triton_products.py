@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bitplan.formats.triton_numbers import as_bits, device_of, float_name, narrow
 from bitplan.fp8.casts import FP8_NAMES
-from bitplan.fp8.kernels.experts_products import TILE_ROWS, GroupedFp8, GroupLayout
+from bitplan.fp8.kernels.experts_layout import TILE_ROWS, GroupedFp8, GroupLayout
 from bitplan.fp8.kernels.triton_fp8_rounding import operand_of, operand_values
 
 STEP = 128  # numbers of one step of the contraction, which is also a block of scales

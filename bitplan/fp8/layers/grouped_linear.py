@@ -33,7 +33,8 @@ from torch.autograd.function import once_differentiable
 
 from bitplan.fp8.fused_projections import Renamed
 from bitplan.fp8.kernels import experts_products as kernels
-from bitplan.fp8.kernels.experts_products import GroupedFp8, GroupLayout, lay_out, pick_impl, token_pad
+from bitplan.fp8.kernels.experts_layout import GroupedFp8, GroupLayout
+from bitplan.fp8.kernels.experts_products import lay_out, pick_impl, token_pad
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
 from bitplan.fp8.layers.linear_function import INPUT_TYPES
 from bitplan.fp8.layers.scale_guesses import GRAD, INPUT, WEIGHT, guess_for

@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 from bitplan.base.errors import FormatError
 from bitplan.fp8.casts import round_to_fp8
 from bitplan.fp8.kernels.experts_general_cast import MATRICES_LAUNCHES, plan_pairs
-from bitplan.fp8.kernels.experts_products import GroupedFp8, GroupLayout, GroupSizes, cast_experts, cast_tokens, lay_out
+from bitplan.fp8.kernels.experts_layout import GroupedFp8, GroupLayout, GroupSizes
+from bitplan.fp8.kernels.experts_products import cast_experts, cast_tokens, lay_out
 from bitplan.fp8.kernels.guessed_cast import counts_of, new_state
 from tests.crosses import few
 

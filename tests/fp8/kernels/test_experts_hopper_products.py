@@ -12,9 +12,8 @@ from torch import Tensor
 
 from bitplan.base.errors import FormatError
 from bitplan.fp8.kernels import experts_products as fp8_grouped
+from bitplan.fp8.kernels.experts_layout import GroupedFp8, GroupLayout
 from bitplan.fp8.kernels.experts_products import (
-    GroupedFp8,
-    GroupLayout,
     cast_experts,
     cast_tokens,
     gluon_obstacle,

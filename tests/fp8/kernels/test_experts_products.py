@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bitplan.base.errors import FormatError
 from bitplan.fp8.kernels import experts_products as fp8_grouped
-from bitplan.fp8.kernels.experts_products import GroupedFp8, GroupLayout, cast_experts, cast_tokens, lay_out
+from bitplan.fp8.kernels.experts_layout import GroupedFp8, GroupLayout
+from bitplan.fp8.kernels.experts_products import cast_experts, cast_tokens, lay_out
 from tests.crosses import few
 from tests.processes import compile_with_triton
 
