@@ -157,7 +157,7 @@ def test_the_check_of_imports_can_fail() -> None:
 
 
 # Functions of many parameters that are still to get an options object; no other may have more than twelve.
-LONG_SIGNATURES = {"apply_fp8", "quantize_file", "search", "stream_blocks"}
+LONG_SIGNATURES = {"apply_fp8", "search", "stream_blocks"}
 
 
 def test_no_other_public_function_has_more_than_twelve_parameters() -> None:

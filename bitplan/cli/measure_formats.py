@@ -215,7 +215,7 @@ def plan_for_model(
         tensors = {
             place.name: stored._replace(shape=packed_shape(place.module, place.local, stored.shape))
             for place in places
-            if place.name in first_names and (stored := place.stored())
+            if place.name in first_names and (stored := place.spec())
         }
         formats = choose_formats(tensors, formats, keep=keep, pad=pad, where=where)
     formats.require_whole(where)

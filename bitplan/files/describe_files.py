@@ -79,7 +79,7 @@ def empty_model(folder: Path) -> nn.Module:
     import torch
 
     transformers = require("transformers", purpose=f"{folder}: what its model computes", extra="models")
-    from bitplan.files.models.transformers_names import foreign_reason, silence_transformers
+    from bitplan.files.transformers_names import foreign_reason, silence_transformers
 
     with silence_transformers():
         try:

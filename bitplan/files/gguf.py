@@ -35,8 +35,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import atomic_file
-from bitplan.files.tensor_bytes import ContainerFile, Payload, PayloadWriter, TensorSpec, parse_checksums
+from bitplan.files.tensor_bytes import ContainerFile, PayloadWriter, parse_checksums
 from bitplan.formats.dtypes import torch_dtype
+from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -145,10 +146,21 @@ class GGUFTensor(TensorSpec):
 
     type: GGMLQuantizationType = GGMLQuantizationType.F32
 
+    @classmethod
+    def at(cls, name: str, kind: GGMLQuantizationType, shape: tuple[int, ...], start: int) -> GGUFTensor:
+        """A tensor of this type whose bytes begin there."""
+        plain, nbytes = _PLAIN_DTYPES.get(kind), math.prod(_raw_shape(kind, shape))
+        return cls(name, shape, plain or "float32", format=plain or kind.name, nbytes=nbytes, start=start, type=kind)
+
     @property
     def raw_shape(self) -> tuple[int, ...]:
         """The shape of the encoded bytes: the last dimension counts bytes per row."""
         return _raw_shape(self.type, self.shape)
+
+    @property
+    def accepts(self) -> dict[torch.dtype, tuple[int, ...]]:
+        """Encoded bytes, and numbers of a plain type."""
+        return {torch_dtype("uint8"): self.raw_shape, **({} if self.format != self.dtype else super().accepts)}
 
 
 class GGUFFile(ContainerFile[GGUFTensor]):
@@ -208,7 +220,8 @@ class GGUFFile(ContainerFile[GGUFTensor]):
         end = 0
         for name, kind, shape, offset in infos:
             where = f"{self.path}: tensor {name[:80]!r}"
-            nbytes = math.prod(_raw_shape(kind, shape))
+            tensor = GGUFTensor.at(name, kind, shape, first + offset)
+            nbytes = tensor.nbytes
             expected = end + -end % self.alignment
             if name in tensors:
                 raise FileFormatError(f"{where} appears twice")
@@ -222,9 +235,7 @@ class GGUFFile(ContainerFile[GGUFTensor]):
             if offset != expected:
                 fault = "overlaps the tensor before it" if offset < expected else "leaves a hole before it"
                 raise FileFormatError(f"{where} {fault}: offset {offset}, expected {expected}")
-            plain = _PLAIN_DTYPES.get(kind)
-            held = {"format": plain or kind.name, "nbytes": nbytes, "start": first + offset, "type": kind}
-            tensors[name] = GGUFTensor(name, shape, plain or "float32", **held)
+            tensors[name] = tensor
             end = offset + nbytes
         if self._size > first + end + -end % self.alignment:
             raise FileFormatError(
@@ -462,20 +473,15 @@ def write_gguf(
     head = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(said))]
     head += [_pack_entry(key, value, path) for key, value in said.items()]
     infos: list[bytes] = []
-    payloads: dict[str, Payload] = {}
+    payloads: dict[str, GGUFTensor] = {}
     end = 0
     for name, kind, shape in entries:
         if fault := _shape_fault(kind, shape) or ("the name is taken" if name in payloads else None):
             raise StoreError(f"{path}: tensor {name!r}: {fault}")
-        raw_shape = _raw_shape(kind, shape)
-        nbytes = math.prod(raw_shape)
-        accepts = {torch_dtype("uint8"): raw_shape}
-        if (plain := plain_dtype(kind)) is not None:
-            accepts[plain] = tuple(shape)
+        payloads[name] = GGUFTensor.at(name, kind, tuple(shape), end)
         infos += [_pack_string(name, MAX_NAME_BYTES), struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))]
         infos += [struct.pack("<IQ", kind, end)]
-        payloads[name] = Payload(name, end, nbytes, accepts)
-        end += nbytes + -nbytes % alignment
+        end += payloads[name].nbytes + -payloads[name].nbytes % alignment
     listed = f"{zlib.crc32(b''.join(infos)):08x}".encode()
     if checksums:
         head[-1] = head[-1].replace(b"0" * 8, listed, 1)

@@ -20,7 +20,7 @@ from bitplan.base.records import check_output
 from bitplan.files.gguf import GGUFValue, write_gguf
 from bitplan.files.gguf_tensors import GGUFTensorWriter, gguf_type
 from bitplan.files.tensor_bytes import PayloadWriter
-from bitplan.files.tensor_file import Promise
+from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ RUN = "bitplan-"
 
 
 class PartWriter:
-    """Takes every promised tensor, in any order, and puts it into its part."""
+    """Takes every tensor, in any order, and puts it into its part."""
 
     def __init__(self, paths: list[Path], writers: Mapping[str, GGUFTensorWriter]) -> None:
         self.paths, self._writers = paths, writers
@@ -42,7 +42,7 @@ class PartWriter:
 
 
 def check_gguf_output(
-    output: Path, part_bytes: int | None, *, inputs: Iterable[Path], force: bool, promises: Sequence[Promise] = ()
+    output: Path, part_bytes: int | None, *, inputs: Iterable[Path], force: bool, promises: Sequence[TensorSpec] = ()
 ) -> None:
     """Refuse an output that is not .gguf, is one of the inputs, or exists without `force`, and parts below 1 MiB."""
     if output.is_dir():
@@ -62,11 +62,11 @@ def _paths(output: Path, count: int, part_bytes: int | None) -> list[Path]:
     return [output.with_name(f"{output.stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
 
 
-def _grouped(promises: Sequence[Promise], part_bytes: int | None) -> list[list[Promise]]:
+def _grouped(promises: Sequence[TensorSpec], part_bytes: int | None) -> list[list[TensorSpec]]:
     """Consecutive tensors, at most `part_bytes` in a part; a larger tensor has a part of its own."""
     if part_bytes is None:
         return [list(promises)]
-    groups: list[list[Promise]] = [[]]
+    groups: list[list[TensorSpec]] = [[]]
     size = 0
     for promise in promises:
         if groups[-1] and size + promise.nbytes > part_bytes:
@@ -79,7 +79,7 @@ def _grouped(promises: Sequence[Promise], part_bytes: int | None) -> list[list[P
 
 @contextmanager
 def write_parts(
-    output: Path, promises: Sequence[Promise], metadata: Mapping[str, GGUFValue], part_bytes: int | None
+    output: Path, promises: Sequence[TensorSpec], metadata: Mapping[str, GGUFValue], part_bytes: int | None
 ) -> Iterator[PartWriter]:
     """One file, or parts of at most `part_bytes` bytes of tensors; the first part has the metadata."""
     groups = _grouped(promises, part_bytes)

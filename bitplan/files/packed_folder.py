@@ -34,7 +34,7 @@ from bitplan.base.text import counted, visible
 from bitplan.files.open_files import write_tensors
 from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
-from bitplan.files.tensor_file import Promise, TensorFile, Writer
+from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import get_format
 from bitplan.formats.input_formats import input_format
 from bitplan.plan.check_manifest import Finding
@@ -101,7 +101,7 @@ _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len
 # transformers without the plug-in points at this entry of config.json, and knows no more.
 _HINT = {"load_with": "import bitplan.transformers before from_pretrained, or bitplan.load_packed(folder)"}
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
-WriteShard = Callable[[Writer, Sequence[Promise]], None]
+WriteShard = Callable[[Writer, Sequence[TensorSpec]], None]
 
 
 # ---- config and plan of a folder -------------------------------------------------------------------------------------
@@ -321,34 +321,30 @@ class Shard:
     """One file of weights, as it will be written."""
 
     name: str
-    promises: tuple[Promise, ...]
+    tensors: tuple[TensorSpec, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=lambda: METADATA)
 
 
-def cut_shards(promises: Iterable[Promise], tied: Mapping[str, str], limit: int = SHARD_BYTES) -> list[Shard]:
+def cut_shards(tensors: Iterable[TensorSpec], tied: Mapping[str, str], limit: int = SHARD_BYTES) -> list[Shard]:
     """Tensors in natural order of names, in files of at most `limit` bytes; a larger tensor has a file of its own."""
-    by_name = {promise.name: promise for promise in promises}
-    groups: list[list[Promise]] = []
+    by_name = {spec.name: spec for spec in tensors}
+    groups: list[list[TensorSpec]] = []
     room = 0
     for name in natural_order(by_name):
-        promise = by_name[name]
-        if not groups or promise.nbytes > room:
+        spec = by_name[name]
+        if not groups or spec.nbytes > room:
             groups.append([])
             room = limit
-        groups[-1].append(promise)
-        room -= promise.nbytes
+        groups[-1].append(spec)
+        room -= spec.nbytes
     count = len(groups)
     names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)] if count > 1 else [WHOLE]
     aliases: dict[str, list[str]] = {}
     for alias, own in tied.items():
         aliases.setdefault(own, []).append(alias)
     return [
-        Shard(
-            name,
-            tuple(group),
-            {alias: promise.name for promise in group for alias in aliases.get(promise.name, ())},
-        )
+        Shard(name, tuple(group), {alias: spec.name for spec in group for alias in aliases.get(spec.name, ())})
         for name, group in zip(names, groups, strict=True)
     ]
 
@@ -358,10 +354,10 @@ def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
     weight_map: dict[str, str] = {}
     total = 0
     for shard in shards:
-        for promise in shard.promises:
-            parts = promise.fmt.part_shapes(promise.shape) if promise.fmt else ("data",)
-            weight_map |= {part_name(promise.name, part): shard.name for part in parts}
-            total += promise.nbytes
+        for spec in shard.tensors:
+            parts = spec.fmt.part_shapes(spec.shape) if spec.fmt else ("data",)
+            weight_map |= {part_name(spec.name, part): shard.name for part in parts}
+            total += spec.nbytes
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
@@ -413,10 +409,10 @@ def write_packed_folder(
 ) -> list[Path]:
     """Write a folder under a temporary name, and rename it when it is complete. Returns what was written.
 
-    force            a model that is there is replaced: its weights, their index, configs and plan go, and the tokenizer
-                     where the new model brings one; every other file stays
-    keeps_tokenizer  where the new model brings none, the old one stays, as for transformers' save_pretrained; else it
-                     is put into a folder `replaced` there, with a generation config that the new model lacks
+    force            a model that is there is replaced: its weights, their index, config and plan go; files of its
+                     tokenizer and its generation config that the new model lacks are put into a folder `replaced`
+                     there; every other file stays
+    keeps_tokenizer  where the new model brings no tokenizer, the old one stays, as for transformers' save_pretrained
     """
     replaces = functools.partial(_model_files, keeps_tokenizer=keeps_tokenizer)
     with atomic_folder(output, replaces=replaces if force else None) as folder:
@@ -424,8 +420,8 @@ def write_packed_folder(
             place = folder / shard.name
             place.parent.mkdir(parents=True, exist_ok=True)
             metadata = {**shard.metadata, **({} if contents.plan is None else {CHECKSUMS: ""})}  # of our own layout
-            with write_tensors(place, shard.promises, metadata=metadata, tied=shard.tied) as writer:
-                write_shard(writer, shard.promises)
+            with write_tensors(place, shard.tensors, metadata=metadata, tied=shard.tied) as writer:
+                write_shard(writer, shard.tensors)
         if [shard.name for shard in contents.shards] != [WHOLE]:
             write_json(folder / INDEX, index_of(contents.shards))
         for name, path in contents.beside.items():
@@ -436,19 +432,18 @@ def write_packed_folder(
             write_json(folder / CONFIG, contents.config)
         require_unchanged(contents.inputs)
         written = sorted(path.name for path in folder.iterdir())
-        if force and not keeps_tokenizer:
-            _set_aside(Path(output), folder)
+        if force:
+            _set_aside(Path(output), folder, keeps_tokenizer=keeps_tokenizer)
     return [Path(output, name) for name in written]
 
 
-def _set_aside(old: Path, new: Path) -> None:
+def _set_aside(old: Path, new: Path, *, keeps_tokenizer: bool) -> None:
     """Keep the tokenizer and generation config of an old model, which the new one lacks, where no program reads them.
 
     They may be a user's own, so they are not lost; beside another model's weights they would make a mix.
     """
-    lacking = [] if (new / GENERATION).exists() else [GENERATION]
-    lacking += [] if _has_tokenizer(new) else sorted(TOKENIZER_FILES)
-    names = [name for name in lacking if (old / name).exists()]
+    gone = {GENERATION} if keeps_tokenizer and not _has_tokenizer(new) else {GENERATION, *TOKENIZER_FILES}
+    names = sorted(name for name in gone if (old / name).exists() and not (new / name).exists())
     if not names:
         return
     numbers = (f"{REPLACED}{number}" for number in itertools.chain([""], itertools.count(2)))

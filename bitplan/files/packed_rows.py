@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from bitplan.base.errors import FileFormatError, FormatError
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
-from bitplan.files.tensor_file import TensorFile
+from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.plan.check_manifest import base_names
 
@@ -37,17 +37,14 @@ class StoredScales(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackedTensor:
+class PackedTensor(TensorSpec):
     """A packed tensor that is read in `steps` along its first axis: steps start to stop, as [rows, cols].
 
     With one step it is read whole, in its own shape. `grid` is the shape of its scales, by which blocks are counted.
     """
 
-    name: str
-    fmt: Format
-    shape: tuple[int, ...]
+    _: KW_ONLY
     grid: tuple[int, ...]
-    nbytes: int
     steps: int
     read: Callable[[int, int], Encoded]
     read_scales: Callable[[int, int], StoredScales] | None = None
@@ -78,7 +75,8 @@ def packed_tensor(file: TensorFile, name: str) -> PackedTensor:
         base = part_name(name, "base") if "base" in parts else None
         names = part_name(name, "data"), part_name(name, "scales")
         return _two_tensors(file, names, fmt, shape, grid, _read_base(file, base))
-    return PackedTensor(name, fmt, shape, grid, spec.nbytes, 1, functools.partial(_read_whole, file, name))
+    read = functools.partial(_read_whole, file, name)
+    return PackedTensor.of(name, shape, fmt, nbytes=spec.nbytes, grid=grid, steps=1, read=read)
 
 
 def scales_name(data: str) -> str:
@@ -158,7 +156,8 @@ def _two_tensors(
         data = take(names[0], start, stop, fmt.storage, fmt.data_cols(cols))
         return Encoded(fmt, (data.shape[0], cols), data, read_scales(start, stop).scales, base)
 
-    return PackedTensor(names[0], fmt, shape, grid, nbytes, steps if math.prod(shape) else 0, read, read_scales)
+    how = {"grid": grid, "steps": steps if math.prod(shape) else 0, "read": read, "read_scales": read_scales}
+    return PackedTensor.of(names[0], shape, fmt, nbytes=nbytes, **how)
 
 
 def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ...]) -> PackedTensor:
@@ -175,8 +174,8 @@ def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ..
         raw = file.file.read_raw_rows(name, start, stop)
         return Encoded.from_bytes(fmt, (stop - start, cols), raw.numpy().data.cast("B"))
 
-    rows, grid = math.prod(shape[:-1]), (*shape[:-1], across)
-    return PackedTensor(name, fmt, shape, grid, entry.nbytes, rows, read, read_scales)
+    how = {"grid": (*shape[:-1], across), "steps": math.prod(shape[:-1]), "read": read, "read_scales": read_scales}
+    return PackedTensor.of(name, shape, fmt, nbytes=entry.nbytes, **how)
 
 
 def _opaque(file: GGUFTensors | NativeTensors, name: str, fmt: Format, shape: tuple[int, ...]) -> PackedTensor:
@@ -193,7 +192,7 @@ def _opaque(file: GGUFTensors | NativeTensors, name: str, fmt: Format, shape: tu
 
     steps = math.prod(shape[:-1]) if isinstance(file, GGUFTensors) else shape[0]
     grid = (*fmt.part_shapes(shape)["data"][1][:-1], fmt.grid(shape)[1])
-    return PackedTensor(name, fmt, shape, grid, fmt.nbytes(shape), steps if math.prod(shape) else 0, read)
+    return PackedTensor.of(name, shape, fmt, grid=grid, steps=steps if math.prod(shape) else 0, read=read)
 
 
 def _read_whole(file: TensorFile, name: str, start: int, stop: int) -> Encoded:

@@ -34,7 +34,7 @@ from bitplan.files.headers import plan_for_file
 from bitplan.files.imatrix import ImatrixFile
 from bitplan.files.open_files import open_tensors
 from bitplan.files.round_with_evidence import OtherName, WeightEvidence, evidence_for, open_evidence
-from bitplan.files.tensor_file import Promise, TensorFile
+from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
@@ -126,10 +126,10 @@ class Outgoing:
     made: Tensor | None = None
 
     @property
-    def promise(self) -> Promise:
+    def promise(self) -> TensorSpec:
         if self.fmt.is_cast:
-            return Promise(self.name, self.shape, None, self.fmt.storage)
-        return Promise(self.name, self.shape, self.fmt)
+            return TensorSpec.of(self.name, self.shape, None, self.fmt.storage)
+        return TensorSpec.of(self.name, self.shape, self.fmt)
 
 
 def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:

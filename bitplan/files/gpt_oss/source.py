@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from bitplan.files.safetensors import Checkpoint, open_checkpoint
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats.dtypes import torch_dtype
-from bitplan.plan import Header, require_clean, shipped_manifest
+from bitplan.plan import require_clean, shipped_manifest
 from bitplan.plan.names import listed, natural_order
 
 # ---- the checks of headers -------------------------------------------------------------------------------------------
@@ -55,6 +56,12 @@ def check_gpt_oss(
     layers = _count_layers(where, layout, tensors)
     packed = _is_packed(layout, tensors)
     expected = list_slots(layout, GptOssShape(layers=layers), packed=packed)
+    if not any(slot.name in tensors for slot in expected if slot.is_expert or slot.parts == ("sinks",)):
+        mark = next(slot.name for slot in expected if slot.parts == ("sinks",))
+        raise FileFormatError(
+            f"{where}: is no gpt-oss: it has neither its experts nor its sinks ({mark!r}), and begins with "
+            f"{listed(natural_order(tensors), 2)}; `bitplan inspect` shows what it is"
+        )
     _check_names(where, layout, layers, [slot.name for slot in expected], tensors)
     if packed and layout != "gguf":
         require_clean(shipped_manifest("gpt-oss"), _as_published(tensors), checkpoint=where)
@@ -131,14 +138,12 @@ def _check_names(where: str, layout: Layout, layers: int, expected: list[str], t
         )
 
 
-def _as_published(tensors: Mapping[str, TensorSpec]) -> dict[str, Header]:
-    """Headers for the manifest of the published gpt-oss: other float types of a fine-tuned model pass as bfloat16."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        is_float = tensor.format in FLOATS
-        nbytes = 2 * math.prod(tensor.shape) if is_float else tensor.nbytes
-        renamed[name] = Header("bfloat16" if is_float else tensor.format, tensor.shape, nbytes)
-    return renamed
+def _as_published(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Tensors for the manifest of the published gpt-oss: other float types of a fine-tuned model pass as bfloat16."""
+    return {
+        name: TensorSpec.of(name, tensor.shape, dtype="bfloat16") if tensor.format in FLOATS else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _check_alternating(slot: LayoutTensor, file: Checkpoint | GGUFFile) -> None:
@@ -212,8 +217,8 @@ def _sizes(shape: GptOssShape) -> str:
 CHUNK_BYTES = 2**26
 
 
-class GptOssSource(Protocol):
-    """A source from which a checkpoint can be written: a file, or random numbers.
+class GptOssSource(ABC):
+    """A source from which a checkpoint can be written: a file, or random numbers, which lie in no file.
 
     `where` begins the errors; `experts` is the float type of the experts, None where they are MXFP4; `is_widened`
     says that float32 may stand for bfloat16, as it does in GGUF.
@@ -223,33 +228,37 @@ class GptOssSource(Protocol):
     shape: GptOssShape
     settings: Settings
     experts: torch.dtype | None
-    is_widened: bool
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout of the file; None where there is none."""
+    layout: Layout | None = None  # of the file
+    is_widened = False
 
     @property
     def files(self) -> list[Path]:
-        """Every file that is read; random numbers have none."""
+        """Every file that is read."""
+        return []
 
+    @abstractmethod
     def dtype(self, part: str, layer: int | None) -> torch.dtype:
         """The type of a part that is not an expert's matrix."""
 
+    @abstractmethod
     def rows(self, part: str, layer: int | None) -> Iterator[Tensor]:
         """The rows of a part that is not an expert's matrix, some at a time."""
 
+    @abstractmethod
     def expert(self, layer: int, parts: tuple[str, ...], index: int) -> Matrix:
         """One expert's matrix [outputs, inputs]: ("gate", "up") alternating by rows, or ("down",)."""
 
     def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
         """The name, for errors, of the tensor that holds these matrices."""
+        return f"{' and '.join(parts)} of layer {layer}"
 
     def twin(self, slot: LayoutTensor) -> LayoutTensor | None:
         """The source's tensor with the same parts in the same arrangement as a tensor of another layout."""
+        return None
 
     def raw(self, slot: LayoutTensor) -> Iterator[Tensor]:
         """The bytes of one of the source's own tensors, some rows at a time."""
+        raise NotImplementedError("drawn numbers lie in no file")
 
 
 def plain_rows(source: GptOssSource, slot: LayoutTensor) -> Iterator[Tensor]:
@@ -264,8 +273,10 @@ def plain_rows(source: GptOssSource, slot: LayoutTensor) -> Iterator[Tensor]:
             yield from source.rows(part, slot.layer)
 
 
-class GptOssFile(Closing):
-    """A checkpoint in OpenAI's, Hugging Face's or GGUF's layout, completely checked; see `GptOssSource`."""
+class GptOssFile(GptOssSource, Closing):
+    """A checkpoint in OpenAI's, Hugging Face's or GGUF's layout, completely checked."""
+
+    layout: Layout
 
     def __init__(self, source: str | Path | TensorFile) -> None:
         """A file that is open already stays so when this is closed."""

@@ -14,7 +14,7 @@ Experts come one at a time, all else tensor by tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from bitplan.files.gpt_oss.source import GptOssFile, plain_rows
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import transposed_in
 from bitplan.files.safetensors_tensors import NativeTensors
-from bitplan.files.tensor_file import TensorFile
+from bitplan.files.tensor_file import ReadableTensor, TensorFile
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.dtypes import dtype_name
@@ -46,21 +46,11 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Values:
-    """One tensor of a model; its numbers are read in pieces, in order. `is_integer`: a buffer, not weights."""
-
-    shape: tuple[int, ...]
-    format: str
-    is_integer: bool
-    pieces: Callable[[], Iterator[Tensor]]
-
-
-@dataclass(frozen=True)
 class ModelValues:
     """The tensors of one file; `note` says why its names may differ from those of another layout."""
 
     path: Path
-    values: Mapping[str, Values]
+    values: Mapping[str, ReadableTensor]
     note: str | None = None
 
 
@@ -135,13 +125,13 @@ def _head_count(file: GGUFTensors, kind: str, name: str) -> object:
     return 0
 
 
-def _stacked(experts: list[Values]) -> Values:
+def _stacked(experts: list[ReadableTensor]) -> ReadableTensor:
     first = experts[0]
-    shape = (len(experts), *first.shape) if len({each.shape for each in experts}) == 1 else ()
-    return Values(shape, first.format, first.is_integer, lambda: (piece for each in experts for piece in each.pieces()))
+    shape = (len(experts), *first.shape) if len({expert.shape for expert in experts}) == 1 else ()
+    return replace(first, shape=shape, pieces=lambda: (piece for expert in experts for piece in expert.pieces()))
 
 
-def _plus_one(values: Values) -> Values:
+def _plus_one(values: ReadableTensor) -> ReadableTensor:
     return replace(values, pieces=lambda: (piece.float() + 1 for piece in values.pieces()))
 
 
@@ -157,20 +147,19 @@ def _architecture(file: TensorFile) -> str | None:
     return None if field is None else str(field.value)
 
 
-def _plain(file: TensorFile, name: str, *, turned: bool) -> Values:
+def _plain(file: TensorFile, name: str, *, turned: bool) -> ReadableTensor:
     """A tensor as the file has it; `turned`: with its last two axes exchanged, as the model has it."""
     spec = file.specs[name]
     shape = (*spec.shape[:-2], *spec.shape[:-3:-1]) if turned else spec.shape
-    is_integer = not spec.encoded and not spec.torch_dtype.is_floating_point and not spec.torch_dtype.is_complex
 
     def pieces() -> Iterator[Tensor]:
         numbers = file.read_float(name).mT if turned else file.read_float(name)
         yield torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
-    return Values(shape, spec.format, is_integer, pieces)
+    return ReadableTensor(name, shape, spec.dtype, format=spec.format, pieces=pieces)
 
 
-def _in_order(values: Values, heads: object, where: str) -> Values:
+def _in_order(values: ReadableTensor, heads: object, where: str) -> ReadableTensor:
     """Rows in Hugging Face's order: llama.cpp interleaves the two halves of each head's rotation."""
     rows = values.shape[0]
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
@@ -180,22 +169,24 @@ def _in_order(values: Values, heads: object, where: str) -> Values:
         for piece in values.pieces():
             yield piece.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
 
-    return Values(values.shape, values.format, values.is_integer, pieces)
+    return replace(values, pieces=pieces)
 
 
 # ---- gpt-oss ---------------------------------------------------------------------------------------------------------
 
 
-def _gpt_oss(file: GptOssFile) -> dict[str, Values]:
+def _gpt_oss(file: GptOssFile) -> dict[str, ReadableTensor]:
     return {slot.name: _of_slot(file, slot) for slot in list_slots("hf", file.shape, packed=False)}
 
 
-def _of_slot(file: GptOssFile, slot: LayoutTensor) -> Values:
-    if slot.is_expert:
-        fmt = "mxfp4" if file.experts is None else dtype_name(file.experts)
-        return Values(slot.shape, fmt, False, lambda: _experts(file, slot))
-    fmt = dtype_name(file.dtype(slot.parts[0], slot.layer))
-    return Values(slot.shape, fmt, False, lambda: iter((torch.cat(list(plain_rows(file, slot))),)))
+def _of_slot(file: GptOssFile, slot: LayoutTensor) -> ReadableTensor:
+    dtype = file.experts if slot.is_expert else file.dtype(slot.parts[0], slot.layer)
+    fmt = "mxfp4" if dtype is None else dtype_name(dtype)
+
+    def pieces() -> Iterator[Tensor]:
+        return _experts(file, slot) if slot.is_expert else iter((torch.cat(list(plain_rows(file, slot))),))
+
+    return ReadableTensor(slot.name, slot.shape, "float32", format=fmt, pieces=pieces)
 
 
 def _experts(file: GptOssFile, slot: LayoutTensor) -> Iterator[Tensor]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from bitplan.base.errors import FileFormatError
 from bitplan.files.models.morph import EncodedModule, attach_encoded, encoded_modules_of, formats_of, stores_of
-from bitplan.files.models.transformers_names import listed_names, model_from_tensors
 from bitplan.files.open_files import open_tensors, require_container, write_tensors
-from bitplan.files.tensor_file import NARROW_FLOATS, Promise, TensorFile
+from bitplan.files.tensor_file import NARROW_FLOATS, TensorFile, spec_of
+from bitplan.files.transformers_names import listed_names, model_from_tensors
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.dtypes import dtype_name
@@ -35,13 +35,7 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     if not require_container(path).holds_ties:
         items |= {alias: items[name] for alias, name in tied.items()}
         tied = {}
-    promises = [
-        Promise(name, item.shape, item.fmt)
-        if isinstance(item, Encoded)
-        else Promise(name, tuple(item.shape), dtype=item.dtype)
-        for name, item in items.items()
-    ]
-    with write_tensors(path, promises, tied=tied) as writer:
+    with write_tensors(path, [spec_of(name, item) for name, item in items.items()], tied=tied) as writer:
         for name, item in items.items():
             writer.write(name, item)
 

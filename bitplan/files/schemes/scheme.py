@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from bitplan.base.documents import show
 from bitplan.base.errors import FileFormatError
 from bitplan.files.safetensors import Checkpoint
-from bitplan.files.tensor_bytes import TensorSpec
-from bitplan.plan.structure.model_view import TensorRecord
+from bitplan.plan.structure.model_view import TensorRecord, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,16 +6,15 @@ import functools
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitplan.base.documents import OBJECT, Reader, or_null
 from bitplan.base.errors import FileFormatError
 from bitplan.base.records import on_failure, read_json
 from bitplan.base.text import counted, visible
-from bitplan.files.safetensors import INDEX_SUFFIX, Checkpoint, open_checkpoint
+from bitplan.files.safetensors import Checkpoint, open_checkpoint
 from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import get_format
@@ -38,48 +37,14 @@ SCHEMES = {
     "torchao": "torchao",
     "mlx": "mlx",
 }
-# Files beside the config in which older versions keep the settings, and their schemes.
-_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-
-
-def scheme_of(path: Path) -> dict[str, Any] | None:
-    """The quantization settings of a folder, or of an index's folder, if bitplan reads their scheme; else None."""
-    if not path.is_dir() and not path.name.endswith(INDEX_SUFFIX):
-        return None
-    folder = path if path.is_dir() else path.parent
-    config = folder / CONFIG
-    if not config.is_file():
-        return None
-    said = _quantization(config)
-    if said is None:
-        old = next((name for name in _OLD_FILES if (folder / name).is_file()), None)
-        if old is not None:
-            reader = Reader(str(folder / old), FileFormatError, strict=False)
-            document = reader.keys("", read_json(folder / old), {}, ())
-            said = {"quant_method": _OLD_FILES[old], **document}
-    method = None if said is None else said.get("quant_method")
-    return said if isinstance(method, str) and method in SCHEMES else None
-
-
-def _quantization(config: Path) -> dict[str, Any] | None:
-    keys = {"quantization_config": or_null(OBJECT), "compression_config": or_null(OBJECT)}
-    document = Reader(str(config), FileFormatError, strict=False).keys("", read_json(config), keys, ())
-    mlx = document.get("quantization")
-    if isinstance(mlx, dict) and "bits" in mlx and "group_size" in mlx:
-        return {**mlx, "quant_method": "mlx"}  # mlx_lm names no method, and repeats it as quantization_config
-    said: dict[str, Any] | None = document.get("quantization_config") or document.get("compression_config")
-    return said
 
 
 class SchemeTensors(TensorFile):
     """Weights kept packed where bitplan has the format bit for bit, else decoded; the log says which, and why."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        said = scheme_of(path)
-        if said is None:
-            raise FileFormatError(f"{path}: its {CONFIG} names no quantization that bitplan reads")
-        self.kind: str = said["quant_method"]
+    def __init__(self, path: Path, said: Mapping[str, Any]) -> None:
+        """`said` are the quantization settings of the folder's config."""
+        self.path, self.kind = path, said["quant_method"]
         self._checkpoint: Checkpoint = open_checkpoint(path)
         with on_failure(self.close):
             folder = QuantizedFolder(path, said, self._checkpoint, _model_type(path))

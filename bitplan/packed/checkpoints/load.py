@@ -37,11 +37,11 @@ from bitplan.files.describe_files import model_class
 from bitplan.files.engines.gguf_source import GGUFModel
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.models.save_load import fill_model
-from bitplan.files.models.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, read_config, read_packed_plan
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
+from bitplan.files.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.formats.gguf.blocks import GgufBlocks

@@ -21,12 +21,18 @@ Nothing here is decided by the name of a class or of an attribute. What was not 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
+from bitplan.formats import Format, get_format
+from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from bitplan.plan.names import number_ranges
+
+if TYPE_CHECKING:
+    import torch
 
 TRACED, TABLE = "traced", "table"
 UNKNOWN, UNUSED = "unknown", "unused"
@@ -53,6 +59,58 @@ class TensorRecord:
     format: str | None = None
     tied_to: tuple[str, ...] = ()
     experts: int = 0
+
+
+@dataclass(frozen=True)
+class TensorSpec(TensorRecord):
+    """A tensor of a file, or one that is to be written: the record of it, and where its bytes lie.
+
+    dtype     the type of its numbers; float32 for a packed tensor
+    format    one of ours, or the dtype, or `gguf:TYPE`, `gptq:TYPE` and so on for types that come decoded
+    encoded   it comes as an Encoded
+    start     an offset from the beginning of its file, where it lies in one piece
+    """
+
+    format: str = ""
+    nbytes: int = 0
+    encoded: bool = False
+    start: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        fmt: Format | str | None = None,
+        dtype: torch.dtype | str = "float32",
+        **more: Any,
+    ) -> Self:
+        """A tensor in a format, or plain (without one) with numbers of this type; the bytes follow from the shape."""
+        if fmt is not None:
+            fmt = get_format(fmt)
+            held = {"format": fmt.name, "nbytes": fmt.nbytes(shape), "encoded": True}
+            return cls(name, shape, "float32", **held | more)
+        kind = dtype if isinstance(dtype, str) else dtype_name(dtype)
+        return cls(name, shape, kind, **{"format": kind, "nbytes": math.prod(shape) * ITEM_BYTES.get(kind, 0)} | more)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch_dtype(self.dtype)
+
+    @property
+    def fmt(self) -> Format | None:
+        """The format of a tensor that comes as an Encoded; None for plain numbers."""
+        return get_format(self.format) if self.encoded else None
+
+    @property
+    def held(self) -> str:
+        """What a plan calls the bytes: the format of a packed tensor, else the type of its numbers."""
+        return self.format if self.encoded else self.dtype
+
+    @property
+    def accepts(self) -> dict[torch.dtype, tuple[int, ...]]:
+        """The types in which a writer takes the tensor, and the shape that it must then have."""
+        return {self.torch_dtype: self.shape}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bitplan.plan.structure.graph import Graph
+from bitplan.plan.structure.graph import Graph, each_once
 from bitplan.plan.structure.model_view import ConvolutionUse, EmbeddingUse, LinearUse
 from bitplan.plan.structure.recorder import Ref, Step
 
@@ -137,13 +137,9 @@ class Products:
         """
         at = self.graph.value_at
         query, key, value = at(step, 0, "query"), at(step, 1, "key"), at(step, 2, "value")
+        joined = query if query == key == value else None
         given = [
-            (
-                query if query == key == value else None,
-                at(step, 5, "in_proj_weight"),
-                at(step, 6, "in_proj_bias"),
-                "qkv",
-            ),
+            (joined, at(step, 5, "in_proj_weight"), at(step, 6, "in_proj_bias"), "qkv"),
             (query, at(step, 18, "q_proj_weight"), None, "query"),
             (key, at(step, 19, "k_proj_weight"), None, "key"),
             (value, at(step, 20, "v_proj_weight"), None, "value"),
@@ -182,12 +178,8 @@ class Products:
         )
 
     def _comes_from_input(self, value: int) -> bool:
-        waiting, done = [value], set()
-        while waiting:
-            index = waiting.pop()
-            if index in done:
-                continue
-            done.add(index)
+        waiting = [value]
+        for index in each_once(waiting):
             step = self.graph.maker(index)
             if step is None and not self.graph.values[index].names:
                 return True

@@ -46,21 +46,16 @@ class Norms:
         given = graph.argument(step, 1, "normalized_shape")
         size = tuple(given) if isinstance(given, list | tuple) else (graph.values[value].shape[-1],)
         eps = graph.argument(step, at[2], "eps") if at[2] is not None else None
-        name = graph.name_of(weight, step.module) if weight is not None else None
-        self.norms.append(
-            NormUse(
-                holder(name) if name else step.module,
-                step.module,
-                value,
-                step.outputs[0],
-                step.index,
-                kind=step.name,
-                weight=name,
-                bias=graph.name_of(bias, step.module) if bias is not None else None,
-                eps=eps if isinstance(eps, float) else None,
-                size=size,
-            )
-        )
+        eps = eps if isinstance(eps, float) else None
+        self._add(step, value, step.outputs[0], weight, bias, kind=step.name, eps=eps, size=size)
+
+    def _add(
+        self, step: Step, value: int, output: int, weight: ReadWeight | None, bias: ReadWeight | None, **facts: Any
+    ) -> None:
+        names = [None if read is None else self.graph.name_of(read, step.module) for read in (weight, bias)]
+        path = holder(names[0]) if names[0] else step.module
+        use = NormUse(path, step.module, value, output, step.index, weight=names[0], bias=names[1], **facts)
+        self.norms.append(use)
 
     def _spelled_norm(self, step: Step) -> None:
         """x * rsqrt(mean(x * x) + eps), and with the mean taken off first: in many orders and casts."""
@@ -89,25 +84,9 @@ class Norms:
         computes = graph.values[value].dtype
         inner = "" if computes == graph.values[source].dtype else str(computes).removeprefix("torch.")
         output, weight, bias, plus_one, before = self._factor_after(normed.outputs[0], graph.values[source].dtype)
-        name = graph.name_of(weight, step.module) if weight is not None else None
-        self.norms.append(
-            NormUse(
-                holder(name) if name else step.module,
-                step.module,
-                source,
-                output,
-                step.index,
-                kind=kind,
-                weight=name,
-                bias=graph.name_of(bias, step.module) if bias is not None else None,
-                eps=eps,
-                size=graph.values[mean.inputs[0]].shape[-1:],
-                plus_one=plus_one,
-                is_spelled=True,
-                computes_in=inner,
-                casts_before_weight=before,
-            )
-        )
+        size = graph.values[mean.inputs[0]].shape[-1:]
+        spelled = {"plus_one": plus_one, "is_spelled": True, "computes_in": inner, "casts_before_weight": before}
+        self._add(step, source, output, weight, bias, kind=kind, eps=eps, size=size, **spelled)
 
     def _mean_of_squares(self, value: int) -> tuple[int, float | None, Step] | None:
         """x, eps and the mean's step where a value is mean(x * x) + eps over the last dimension."""
