@@ -57,39 +57,15 @@ SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # transformers requires the name of the library
 # The files of a model beside its weights and config; a model's code is not copied.
 SIDE_FILES = (
-    GENERATION,
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "LICENSE*",
-    "NOTICE*",
+    *(GENERATION, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
+    *("merges.txt", "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates"),
+    *("preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*"),
 )
 # Files that one tokenizer or processor consists of: of an earlier one none stays beside a new one.
 TOKENIZER_FILES = {
-    "added_tokens.json",
-    "additional_chat_templates",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "sentencepiece.bpe.model",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+    *("added_tokens.json", "additional_chat_templates", "chat_template.jinja", "chat_template.json", "merges.txt"),
+    *("preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model", "special_tokens_map.json"),
+    *("spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"),
 }
 SENTENCE_MODULES = "modules.json"
 SENTENCE_FILES = (SENTENCE_MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")

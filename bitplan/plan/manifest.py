@@ -1,39 +1,27 @@
 """Manifest: rules in a file that say which tensor gets which format.
 
 The document is the gpt-oss manifest, JSON version 1, plus keys that decoding needs: `scale_base`, `axis`,
-`nibble_order`, `padding`, `aliases`; docs/manifest.md describes all of it. A rule's regex must match the whole name,
-the first rule that matches wins, and a tensor without a rule is an error. Patterns cannot run for ever: see
-name_patterns.py.
+`nibble_order`, `padding`, `aliases`; docs/manifest.md describes all of it, `manifest_schema` gives its JSON Schema to
+editors (the reader is stricter and says more). A rule's regex must match the whole name, the first rule that matches
+wins, and a tensor without a rule is an error. Manifests that come with bitplan (`SHIPPED`) are files in `manifests/`.
 
 A tag of the manifest (`BF16`, `FP4`, ...) stands for a format of bitplan's, or for a part of one: gpt-oss keeps the
 codes of an mxfp4 weight under one name (`FP4`) and its scales under another (`UE8`). `block_size` and `scale_encoding`
 decide which format `FP4` and `UE8` are together; a tag may also name it (`format`, `part`).
 
-The manifests that come with bitplan (`SHIPPED`) are files in `manifests/`, to copy and change.
+Patterns (`NamePatterns`) come from files that others wrote, and Python's `re` backtracks: `(a+)+$` takes for ever on 40
+letters, and no timer stops `re` inside its own process. So patterns are parsed by `re`'s own parser and run as one
+finite automaton, every alternative of every pattern at once, and a table keeps the sets of states it has met: a name is
+read once, however many patterns there are. Constructs without an automaton (back references, look-around, word
+boundaries, atomic and possessive parts, flags) are refused by name, and so is a pattern that counts too far, such as
+`a{100000}`. Patterns for the names of a model meet few sets of states; patterns that are made to meet new ones at every
+letter exceed `MAX_WORK` and are refused. A match agrees with `re.fullmatch`, except that `$` means the end only, not
+also before a last newline.
 
-Aliases: one map between two namings of the same tensors, read both ways.
-
-A name with its layer number left open is a template: `block.[i].attn.norm.scale`. A tensor of one naming may be
-several of the other (gpt-oss's `qkv` is Hugging Face's q, k and v), so a template maps to a list. Only parts of a
-name between dots are numbers; each placeholder of one side is used on the other.
-
-NamePatterns: matches many regular expressions against a whole name, in bounded time.
-
-Patterns come from files that others wrote, and Python's `re` backtracks: `(a+)+$` takes for ever on 40 letters. A timer
-cannot stop `re` inside its own process, and a helper process would make a pure function start one. So patterns are
-parsed by `re`'s own parser and run as one finite automaton, every alternative of every pattern at once, and a table
-keeps the sets of states it has met: a name is read once, however many patterns there are. Constructs without an
-automaton (back references, look-around, word boundaries, atomic and possessive parts, flags) are refused by name, and
-so is a pattern that counts too far, such as `a{100000}`.
-
-New sets of states cost time and memory. Patterns for the names of a model meet few; patterns that are made to meet new
-sets at every letter exceed `MAX_WORK` and are refused.
-
-A match agrees with `re.fullmatch`, except that `$` means the end only, not also before a last newline.
-
-JSON Schema of the manifest document, for editors; the reader in manifest.py is stricter and says more.
-
-It is written by hand; a test checks that reader and schema have the same keys and the same verdicts.
+Aliases are one map between two namings of the same tensors, read both ways. A name with its layer number left open is a
+template: `block.[i].attn.norm.scale`. A tensor of one naming may be several of the other (gpt-oss's `qkv` is Hugging
+Face's q, k and v), so a template maps to a list. Only parts of a name between dots are numbers; each placeholder of one
+side is used on the other.
 """
 
 from __future__ import annotations
@@ -709,9 +697,6 @@ def _read_aliases(reader: Reader, value: Mapping[str, Any]) -> Aliases:
         return Aliases(templates)
     except AliasError as error:
         reader.stop(f"aliases: {error}")
-
-
-__all__ = ["Manifest", "ManifestError", "Match", "Rule", "Tag", "expand_raw_map", "is_raw_map"]
 
 
 SHIPPED = ("bert", "gemma", "gpt-oss", "llama", "mistral", "mixtral", "phi3", "qwen", "qwen3-moe")

@@ -17,7 +17,7 @@ from bitplan.base.errors import FileFormatError
 from bitplan.files import packed_rows
 from bitplan.files.deep_check import deep_check, index_of
 from bitplan.files.gguf import GGUFFile, GGUFValue, dequantize_rows, write_gguf
-from bitplan.files.gguf_split_write import write_parts
+from bitplan.files.gguf_split import write_parts
 from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.safetensors import SafetensorsFile
 from bitplan.files.tensor_bytes import ContainerFile

@@ -64,61 +64,44 @@ class Settings:
     only_here: tuple[str, ...] = ()
 
 
-_SIZES_HF = {
-    "layers": "num_hidden_layers",
-    "experts": "num_local_experts",
-    "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocab": "vocab_size",
-}
-_SIZES_OPENAI = {**_SIZES_HF, "experts": "num_experts"}
-_SETTINGS_HF = {
-    "experts_per_token": "num_experts_per_tok",
-    "sliding_window": "sliding_window",
-    "initial_context": "initial_context_length",
-    "max_positions": "max_position_embeddings",
-    "rope_theta": "rope_theta",
-    "swiglu_limit": "swiglu_limit",
-    "norm_epsilon": "rms_norm_eps",
-}
+# Sizes and settings under the names of Hugging Face's config, OpenAI's config and GGUF's metadata; rotary
+# positions are in a part of Hugging Face's config of their own (`_ROPE_HF`).
+_SPELLINGS = """
+layers            | num_hidden_layers       | num_hidden_layers      | block_count
+experts           | num_local_experts       | num_experts            | expert_count
+hidden            | hidden_size             | hidden_size            | embedding_length
+intermediate      | intermediate_size       | intermediate_size      | expert_feed_forward_length
+heads             | num_attention_heads     | num_attention_heads    | attention.head_count
+kv_heads          | num_key_value_heads     | num_key_value_heads    | attention.head_count_kv
+head_dim          | head_dim                | head_dim               | attention.key_length
+vocab             | vocab_size              | vocab_size             | vocab_size
+experts_per_token | num_experts_per_tok     | experts_per_token      | expert_used_count
+sliding_window    | sliding_window          | sliding_window         | attention.sliding_window
+initial_context   | initial_context_length  | initial_context_length | rope.scaling.original_context_length
+max_positions     | max_position_embeddings |                        | context_length
+rope_theta        | rope_theta              | rope_theta             | rope.freq_base
+rope_factor       |                         | rope_scaling_factor    | rope.scaling.factor
+rope_beta_slow    |                         | rope_ntk_alpha         |
+rope_beta_fast    |                         | rope_ntk_beta          |
+swiglu_limit      | swiglu_limit            | swiglu_limit           |
+norm_epsilon      | rms_norm_eps            |                        | attention.layer_norm_rms_epsilon
+"""
+
+
+def _named(column: int, owner: type[GptOssShape] | type[Settings]) -> dict[str, str]:
+    rows = [[cell.strip() for cell in line.split("|")] for line in _SPELLINGS.strip().splitlines()]
+    known = {item.name for item in fields(owner)}
+    return {row[0]: row[column] for row in rows if row[0] in known and row[column]}
+
+
+_SIZES_HF, _SIZES_OPENAI, _SIZES_GGUF = (_named(column, GptOssShape) for column in (1, 2, 3))
+_SETTINGS_HF, _SETTINGS_OPENAI, _SETTINGS_GGUF = (_named(column, Settings) for column in (1, 2, 3))
 _ROPE_HF = {
     "rope_theta": "rope_theta",
     "rope_factor": "factor",
     "rope_beta_slow": "beta_slow",
     "rope_beta_fast": "beta_fast",
     "initial_context": "original_max_position_embeddings",
-}
-_SETTINGS_OPENAI = {
-    "experts_per_token": "experts_per_token",
-    "sliding_window": "sliding_window",
-    "initial_context": "initial_context_length",
-    "rope_theta": "rope_theta",
-    "rope_factor": "rope_scaling_factor",
-    "rope_beta_slow": "rope_ntk_alpha",
-    "rope_beta_fast": "rope_ntk_beta",
-    "swiglu_limit": "swiglu_limit",
-}
-_SIZES_GGUF = {
-    "layers": "block_count",
-    "experts": "expert_count",
-    "hidden": "embedding_length",
-    "intermediate": "expert_feed_forward_length",
-    "heads": "attention.head_count",
-    "kv_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "vocab": "vocab_size",
-}
-_SETTINGS_GGUF = {
-    "experts_per_token": "expert_used_count",
-    "sliding_window": "attention.sliding_window",
-    "initial_context": "rope.scaling.original_context_length",
-    "max_positions": "context_length",
-    "rope_theta": "rope.freq_base",
-    "rope_factor": "rope.scaling.factor",
-    "norm_epsilon": "attention.layer_norm_rms_epsilon",
 }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, on_failure
 from bitplan.files.gguf import GGUFFile, GGUFValue
-from bitplan.files.gguf_split_read import open_gguf
+from bitplan.files.gguf_split import open_gguf
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss.config import ARCHITECTURE, CONFIG, Settings, read_config, read_metadata
 from bitplan.files.gpt_oss.experts import Matrix, group_experts, join_expert

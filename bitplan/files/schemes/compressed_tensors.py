@@ -33,25 +33,12 @@ if TYPE_CHECKING:
     from bitplan.formats import Encoded, Format
 
 FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-    "mxfp8-quantized",
-    "mixed-precision",
-    "dense",
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"),
 )
 # Scales of activations and of the cache of keys and values, which are not quantized here.
-_LEFT_OUT = (
-    "input_scale",
-    "input_zero_point",
-    "input_global_scale",
-    "input_g_idx",
-    "output_scale",
-    "output_zero_point",
-)
+_LEFT_OUT = tuple(f"input_{part}" for part in ("scale", "zero_point", "global_scale", "g_idx"))
+_LEFT_OUT += ("output_scale", "output_zero_point")
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:

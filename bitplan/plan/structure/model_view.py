@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -471,13 +471,6 @@ class ModelView:
             )
         return rows
 
-    def why_unknown(self, path: str) -> str | None:
-        """Why a module was not seen, or one that it lies in; None where it was."""
-        for known in _and_parents(path):
-            if known in self.unknown:
-                return self.unknown[known]
-        return None
-
     def to_dict(self) -> dict[str, Any]:
         """For JSON: everything but what the methods derive."""
         plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
@@ -508,10 +501,3 @@ def _as_dict(item: Any) -> Any:
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return dataclasses.asdict(item)
     return dict(item) if isinstance(item, Mapping) else item
-
-
-def _and_parents(path: str) -> Iterator[str]:
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path

@@ -15,7 +15,7 @@ from bitplan.cli import run
 from bitplan.files.engines.gguf_metadata import ModelConfig, model_metadata
 from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
 from bitplan.files.gguf import GGUFValue
-from bitplan.files.gguf_split_write import write_parts
+from bitplan.files.gguf_split import write_parts
 from bitplan.files.headers import plan_for_file
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file

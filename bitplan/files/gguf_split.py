@@ -1,24 +1,38 @@
-"""A GGUF model split over several files, `NAME-00001-of-00003.gguf`, as one file: naming any part opens all.
+"""A GGUF model in one file, or split over several, `NAME-00001-of-00003.gguf`: naming any part opens all.
 
 llama.cpp's gguf-split writes into each part its number (`split.no`, from 0), the number of parts (`split.count`), and
 the number of tensors in all parts (`split.tensors.count`); the first part has the model's metadata. All of this is
-checked against the file names and the tensors, so that no incomplete model is read. Parts that bitplan wrote say in
-`split.run` what was written into all of them.
+checked against the file names and the tensors, so that no incomplete model is read.
+
+Parts that are written here get their names in reverse order, so that the first part, which engines open, appears when
+all others exist. Each says in `split.run` what was written into all of them, so that parts of two runs are not read as
+one model.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from contextlib import ExitStack
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitplan.base.errors import FileFormatError
-from bitplan.files.gguf import GGUFFile
-from bitplan.files.tensor_bytes import MOST_OPEN
+from gguf.constants import GGMLQuantizationType, GGUFValueType
+
+from bitplan.base.errors import FileFormatError, StoreError
+from bitplan.base.records import check_output
+from bitplan.files.gguf import GGUFFile, GGUFValue, write_gguf
+from bitplan.files.gguf_tensors import GGUFTensorWriter, gguf_type
+from bitplan.files.tensor_bytes import MOST_OPEN, PayloadWriter
+from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+    from bitplan.formats import Encoded
 
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SPLIT = "split."
@@ -43,7 +57,7 @@ class SplitGGUF(GGUFFile):
                     )
                 self._part_of[name] = part
         self.tensors = {name: part.tensors[name] for name, part in self._part_of.items()}
-        self.checksums = {name: sum_ for part in parts for name, sum_ in part.checksums.items()}
+        self.checksums = {name: known for part in parts for name, known in part.checksums.items()}
 
     @property
     def parts(self) -> list[Path]:
@@ -136,3 +150,87 @@ def _number(file: GGUFFile, key: str, default: int | None = None) -> int:
     if type(value) is not int or not least <= value <= (MAX_PARTS if key != "tensors.count" else 2**31):
         raise FileFormatError(f"{file.path}: {_SPLIT}{key} must be a number from {least}, got {str(value)[:40]!r}")
     return value
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+RUN = "bitplan-"
+
+
+class PartWriter:
+    """Takes every tensor, in any order, and puts it into its part."""
+
+    def __init__(self, paths: list[Path], writers: Mapping[str, GGUFTensorWriter]) -> None:
+        self.paths, self._writers = paths, writers
+
+    def write(self, name: str, item: Tensor | Encoded) -> None:
+        self._writers[name].write(name, item)
+
+
+def check_gguf_output(
+    output: Path, part_bytes: int | None, *, inputs: Iterable[Path], force: bool, tensors: Sequence[TensorSpec] = ()
+) -> None:
+    """Refuse an output that is not .gguf, is one of the inputs, or exists without `force`, and parts below 1 MiB."""
+    if output.is_dir():
+        raise StoreError(f"{output}: is a folder, and GGUF is a file; give a name such as {output / 'model.gguf'}")
+    if output.suffix != ".gguf":
+        raise StoreError(f"{output}: GGUF files end in .gguf, got {output.suffix!r}")
+    if part_bytes is not None and part_bytes < 2**20:
+        raise StoreError(f"{output}: parts of {part_bytes} bytes; at least {2**20} (1 MiB) make sense")
+    inputs = list(inputs)
+    for path in _paths(output, len(_grouped(tensors, part_bytes)), part_bytes):
+        check_output(path, inputs=inputs, force=force)
+
+
+def _paths(output: Path, count: int, part_bytes: int | None) -> list[Path]:
+    if part_bytes is None:
+        return [output]
+    return [output.with_name(f"{output.stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
+
+
+def _grouped(tensors: Sequence[TensorSpec], part_bytes: int | None) -> list[list[TensorSpec]]:
+    """Consecutive tensors, at most `part_bytes` in a part; a larger tensor has a part of its own."""
+    if part_bytes is None:
+        return [list(tensors)]
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in tensors:
+        if groups[-1] and size + spec.nbytes > part_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.nbytes
+    return groups
+
+
+@contextmanager
+def write_parts(
+    output: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, GGUFValue], part_bytes: int | None
+) -> Iterator[PartWriter]:
+    """One file, or parts of at most `part_bytes` bytes of tensors; the first part has the metadata."""
+    groups = _grouped(tensors, part_bytes)
+    paths = _paths(output, len(groups), part_bytes)
+    writers: dict[str, GGUFTensorWriter] = {}
+    files: list[PayloadWriter] = []
+    run = f"{RUN}{secrets.token_hex(16)}"  # until the numbers are known
+    with ExitStack() as opened:
+        for number, (path, group) in enumerate(zip(paths, groups, strict=True)):
+            own = dict(metadata) if number == 0 else {}
+            if part_bytes is not None:
+                own |= {
+                    "split.no": GGUFValue(GGUFValueType.UINT16, number),
+                    "split.count": GGUFValue(GGUFValueType.UINT16, len(groups)),
+                    "split.tensors.count": GGUFValue(GGUFValueType.INT32, len(tensors)),
+                    "split.run": GGUFValue(GGUFValueType.STRING, run),
+                }
+            entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in group]
+            payloads = opened.enter_context(write_gguf(path, entries, own, checksums=True))
+            files.append(payloads)
+            writers |= {item.name: GGUFTensorWriter(payloads) for item in group}
+        yield PartWriter(paths, writers)
+        if part_bytes is not None:
+            checksums = [list((file.checksums or {}).items()) for file in files]
+            contents = hashlib.sha256(repr((sorted(metadata.items()), checksums)).encode()).hexdigest()
+            for file in files:
+                file.fill(run.encode(), f"{RUN}{contents[:32]}".encode())
