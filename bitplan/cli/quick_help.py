@@ -45,7 +45,7 @@ def _shown_type(param: Any, ctx: Any) -> str | None:
         return None
     if param.metavar is not None and param.param_type_name == "option":
         return str(param.metavar)
-    kind = param.display_type(ctx).strip("<>").removeprefix("list[").removesuffix("]").removesuffix(" range")
+    kind: str = param.display_type(ctx).strip("<>").removeprefix("list[").removesuffix("]").removesuffix(" range")
     return _TYPES.get(kind, kind)
 
 

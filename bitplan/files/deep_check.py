@@ -160,7 +160,7 @@ def _findings(
             "scale-nan", counts["nan"], which, "these blocks hold no numbers: convert or download the file again"
         )
     if isinstance(fmt.scales, BasedScales):
-        if _are_many(counts["clipped"].count, blocks):
+        if counts["clipped"].count >= MANY_BLOCKS and counts["clipped"].count > MANY_SHARE * blocks:
             which = f"{fmt.scales.largest:.0f}, the largest, with half of their codes or more at the largest magnitude"
             advice = "the weights clip: encode them again, with a larger base"
             yield scales("scale-saturated", counts["clipped"], which, advice)
@@ -178,10 +178,6 @@ def _findings(
         yield codes("undefined-code", counts["undefined"], "stand for no number")
     if counts["unwritten"].count:
         yield codes("unwritten-code", counts["unwritten"], "are -128, which its encoders never write")
-
-
-def _are_many(count: int, blocks: int) -> bool:
-    return count >= MANY_BLOCKS and count > MANY_SHARE * blocks
 
 
 def index_of(offset: int, shape: tuple[int, ...]) -> list[int]:

@@ -44,7 +44,7 @@ class GGUFTensors(TensorFile):
     kind = "gguf"
 
     def __init__(self, path: Path) -> None:
-        from bitplan.files.gguf_split import open_gguf
+        from bitplan.files.gguf import open_gguf
 
         self.file = open_gguf(path)
         self.path = path

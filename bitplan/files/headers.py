@@ -124,7 +124,7 @@ def _check_rows(
     if faults:
         name, fmt, cols, shape = faults[0]
         more = f" (nor {counted(len(faults) - 1, 'other tensor')})" if len(faults) > 1 else ""
-        nearest = (each for each in substitutes.of(fmt.name) if get_format(each).padded_cols(cols) == cols)
+        nearest = (name for name in substitutes.of(fmt.name) if get_format(name).padded_cols(cols) == cols)
         settings = dict(how_to_fill) if isinstance(how_to_fill, Mapping) else {}
         ways = [
             *(f"{other} holds it" for other in list(nearest)[:1]),

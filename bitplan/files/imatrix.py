@@ -57,16 +57,16 @@ class ImatrixFile(EvidenceFile):
     @property
     def gguf_keys(self) -> dict[str, GGUFValue]:
         """What a file that was quantized with it says of it, as llama-quantize writes it."""
-        found = {
+        keys = {
             "quantize.imatrix.file": GGUFValue(GGUFValueType.STRING, self.path.name),
             "quantize.imatrix.entries_count": GGUFValue(GGUFValueType.UINT32, len(self.names)),
         }
         datasets, chunks = self._gguf.metadata.get(DATASETS), self._gguf.metadata.get(CHUNKS)
         if datasets is not None and datasets.value:
-            found["quantize.imatrix.dataset"] = GGUFValue(GGUFValueType.STRING, str(datasets.value[0]))
+            keys["quantize.imatrix.dataset"] = GGUFValue(GGUFValueType.STRING, str(datasets.value[0]))
         if chunks is not None and type(chunks.value) is int:
-            found["quantize.imatrix.chunks_count"] = GGUFValue(GGUFValueType.UINT32, chunks.value)
-        return found
+            keys["quantize.imatrix.chunks_count"] = GGUFValue(GGUFValueType.UINT32, chunks.value)
+        return keys
 
     def hessian(self, name: str) -> Tensor | None:
         return None
@@ -87,9 +87,9 @@ class ImatrixFile(EvidenceFile):
         return self._gguf.read_raw(key).reshape(-1).view(torch.float32).reshape(-1, entry.shape[-1])
 
     def _check(self) -> None:
-        said = self._gguf.metadata.get(TYPE_KEY)
-        if said is None or said.value != TYPE:
-            got = "nothing" if said is None else repr(said.value)[:80]
+        kind = self._gguf.metadata.get(TYPE_KEY)
+        if kind is None or kind.value != TYPE:
+            got = "nothing" if kind is None else repr(kind.value)[:80]
             raise FileFormatError(
                 f"{self.path}: expected an importance matrix, a GGUF file with {TYPE_KEY} {TYPE!r}, got {got}; "
                 "llama-imatrix writes one"

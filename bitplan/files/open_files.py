@@ -67,8 +67,8 @@ def open_tensors(path: str | Path) -> TensorFile:
         if not head:
             raise FileFormatError(f"{source}: the file is empty")
     kind = next(container for container in reversed(CONTAINERS) if container.recognises(source, head)).file_type
-    said = scheme_of(source) if kind is NativeTensors else None
-    return kind(source) if said is None else SchemeTensors(source, said)
+    settings = scheme_of(source) if kind is NativeTensors else None
+    return kind(source) if settings is None else SchemeTensors(source, settings)
 
 
 def scheme_of(path: Path) -> dict[str, Any] | None:
@@ -79,15 +79,15 @@ def scheme_of(path: Path) -> dict[str, Any] | None:
     config = folder / CONFIG
     if not config.is_file():
         return None
-    said = _quantization(config)
-    if said is None:
+    settings = _quantization(config)
+    if settings is None:
         old = next((name for name in _OLD_FILES if (folder / name).is_file()), None)
         if old is not None:
             reader = Reader(str(folder / old), FileFormatError, strict=False)
             document = reader.keys("", read_json(folder / old), {}, ())
-            said = {"quant_method": _OLD_FILES[old], **document}
-    method = None if said is None else said.get("quant_method")
-    return said if isinstance(method, str) and method in SCHEMES else None
+            settings = {"quant_method": _OLD_FILES[old], **document}
+    method = None if settings is None else settings.get("quant_method")
+    return settings if isinstance(method, str) and method in SCHEMES else None
 
 
 def _quantization(config: Path) -> dict[str, Any] | None:
@@ -96,8 +96,8 @@ def _quantization(config: Path) -> dict[str, Any] | None:
     mlx = document.get("quantization")
     if isinstance(mlx, dict) and "bits" in mlx and "group_size" in mlx:
         return {**mlx, "quant_method": "mlx"}  # mlx_lm names no method, and repeats it as quantization_config
-    said: dict[str, Any] | None = document.get("quantization_config") or document.get("compression_config")
-    return said
+    settings: dict[str, Any] | None = document.get("quantization_config") or document.get("compression_config")
+    return settings
 
 
 def write_tensors(

@@ -99,14 +99,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def is_packed_config(config: Mapping[str, Any]) -> bool:
-    said = config.get("quantization_config")
-    return isinstance(said, dict) and said.get("quant_method") in QUANT_METHODS
+    settings = config.get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") in QUANT_METHODS
 
 
 def folder_inputs(config: Mapping[str, Any] | None) -> str | None:
     """The format that a packed folder's layers round their inputs to; None: they stay as they are."""
-    said = (config or {}).get("quantization_config")
-    return said.get("inputs") if isinstance(said, dict) and is_packed_config(config or {}) else None
+    settings = (config or {}).get("quantization_config")
+    return settings.get("inputs") if isinstance(settings, dict) and is_packed_config(config or {}) else None
 
 
 def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
@@ -126,30 +126,30 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
             "the folder of the model in bfloat16 or float32"
         )
     reader = Reader(where, FileFormatError, strict=False)  # transformers may add keys of its own
-    said: dict[str, Any] = config["quantization_config"]
-    version = said.get("version")
+    settings: dict[str, Any] = config["quantization_config"]
+    version = settings.get("version")
     if type(version) is int and version > VERSION:
         raise FileFormatError(
             f"{where}: version {version} of quant_method 'bitplan', and this bitplan reads up to {VERSION}; "
             "install a newer bitplan"
         )
-    reader.keys("", said, _KEYS, tuple(_KEYS))
+    reader.keys("", settings, _KEYS, tuple(_KEYS))
     try:
-        input_format(said.get("inputs"))
+        input_format(settings.get("inputs"))
     except FormatError as error:
         raise FileFormatError(f"{where}: {error}") from None
-    return said
+    return settings
 
 
 def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
     """The path of a packed folder's plan; the digest in the config must match it."""
-    said = check_packed_config(folder, read_config(folder) if config is None else config)
+    settings = check_packed_config(folder, read_config(folder) if config is None else config)
     where = f"{folder / CONFIG}: quantization_config"
-    name: str = said["plan"]
+    name: str = settings["plan"]
     path = folder / name
     if Path(name).name != name or not os.path.isfile(path):  # a Path raises for names that are too long
         raise FileFormatError(f"{where}: the plan {name[:80]!r} is not in the folder; copy or quantize it again")
-    if hashlib.sha256(read_bytes(path, what="plan")).hexdigest() != said["plan_sha256"]:
+    if hashlib.sha256(read_bytes(path, what="plan")).hexdigest() != settings["plan_sha256"]:
         raise FileFormatError(
             f"{path}: is not the plan by which this folder was packed (its sha256 differs from {CONFIG}'s); "
             "copy or quantize the folder again"
@@ -197,9 +197,15 @@ def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def packed_config(config: Mapping[str, Any], plan: Plan, inputs: str | None = None) -> dict[str, Any]:
     """A model's config for the folder that holds it packed; `inputs`: the format that its layers round inputs to."""
-    said = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan), **_HINT}
-    said |= {} if inputs is None else {"inputs": inputs}
-    return {**unquantized_config(config), "quantization_config": said}
+    settings = {
+        "quant_method": QUANT_METHOD,
+        "version": VERSION,
+        "plan": PLAN,
+        "plan_sha256": plan_digest(plan),
+        **_HINT,
+    }
+    settings |= {} if inputs is None else {"inputs": inputs}
+    return {**unquantized_config(config), "quantization_config": settings}
 
 
 def side_files(folder: Path) -> dict[str, Path]:
@@ -207,12 +213,12 @@ def side_files(folder: Path) -> dict[str, Path]:
 
     A model of sentence-transformers has folders of its own, which its modules.json names.
     """
-    found = {path.name: path for pattern in SIDE_FILES for path in folder.glob(pattern)}
+    candidates = {path.name: path for pattern in SIDE_FILES for path in folder.glob(pattern)}
     if (folder / SENTENCE_MODULES).is_file():
-        found |= {name: folder / name for name in SENTENCE_FILES if (folder / name).is_file()}
-        found |= {name: folder / name for name in _sentence_folders(folder)}
-    kept = {name: path for name, path in sorted(found.items()) if _is_of(folder, path)}
-    if outside := sorted(found.keys() - kept.keys()):
+        candidates |= {name: folder / name for name in SENTENCE_FILES if (folder / name).is_file()}
+        candidates |= {name: folder / name for name in _sentence_folders(folder)}
+    kept = {name: path for name, path in sorted(candidates.items()) if _is_of(folder, path)}
+    if outside := sorted(candidates.keys() - kept.keys()):
         log.warning("%s: links that lead out of the folder are not copied: %s", folder, visible(listed(outside, 3)))
     return kept
 
@@ -232,7 +238,7 @@ def _is_of(folder: Path, path: Path) -> bool:
     root = Path(os.path.realpath(folder))
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     paths = [path, *path.rglob("*")] if path.is_dir() else [path]
-    return all(any(Path(os.path.realpath(each)).is_relative_to(one) for one in roots) for each in paths)
+    return all(any(Path(os.path.realpath(link)).is_relative_to(one) for one in roots) for link in paths)
 
 
 def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
@@ -281,12 +287,8 @@ def _transposed_experts(file: TensorFile, config: Mapping[str, Any], *, packed: 
         for name, spec in file.specs.items()
         if is_packed_turned(name, kind if isinstance(kind, str) else "")
         and len(spec.shape) == 3
-        and packed == (spec.encoded and not _is_cast(spec.format))
+        and packed == (spec.encoded and not get_format(spec.format).is_cast)
     ]
-
-
-def _is_cast(fmt: str) -> bool:
-    return get_format(fmt).is_cast
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
@@ -317,8 +319,8 @@ def cut_shards(tensors: Iterable[TensorSpec], tied: Mapping[str, str], limit: in
     count = len(groups)
     names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)] if count > 1 else [WHOLE]
     aliases: dict[str, list[str]] = {}
-    for alias, own in tied.items():
-        aliases.setdefault(own, []).append(alias)
+    for alias, name_of_tied in tied.items():
+        aliases.setdefault(name_of_tied, []).append(alias)
     return [
         Shard(name, tuple(group), {alias: spec.name for spec in group for alias in aliases.get(spec.name, ())})
         for name, group in zip(names, groups, strict=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -145,19 +145,20 @@ def _two_tensors(
     cols = math.prod(shape) // rows if rows else 0
     nbytes = sum(checkpoint.tensors[name].nbytes for name in names) + (0 if base is None else base.nbytes)
 
-    def take(name: str, start: int, stop: int, dtype: torch.dtype, width: int) -> Tensor:
+    def rows_of(name: str, start: int, stop: int, dtype: torch.dtype, width: int) -> Tensor:
         rows_read = checkpoint.read(name) if one_row else checkpoint.read_rows(name, start, stop)
         return rows_read.view(dtype).reshape(rows // steps * (stop - start), width)
 
     def read_scales(start: int, stop: int) -> StoredScales:
-        return StoredScales(take(names[1], start, stop, scale_dtype, across), base)
+        return StoredScales(rows_of(names[1], start, stop, scale_dtype, across), base)
 
     def read(start: int, stop: int) -> Encoded:
-        data = take(names[0], start, stop, fmt.storage, fmt.data_cols(cols))
+        data = rows_of(names[0], start, stop, fmt.storage, fmt.data_cols(cols))
         return Encoded(fmt, (data.shape[0], cols), data, read_scales(start, stop).scales, base)
 
-    how = {"grid": grid, "steps": steps if math.prod(shape) else 0, "read": read, "read_scales": read_scales}
-    return PackedTensor.of(names[0], shape, fmt, nbytes=nbytes, **how)
+    count = steps if math.prod(shape) else 0
+    spec = PackedTensor.of(names[0], shape, fmt, nbytes=nbytes, grid=grid, steps=count, read=read)
+    return replace(spec, read_scales=read_scales)
 
 
 def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ...]) -> PackedTensor:
@@ -174,8 +175,9 @@ def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ..
         raw = file.file.read_raw_rows(name, start, stop)
         return Encoded.from_bytes(fmt, (stop - start, cols), raw.numpy().data.cast("B"))
 
-    how = {"grid": (*shape[:-1], across), "steps": math.prod(shape[:-1]), "read": read, "read_scales": read_scales}
-    return PackedTensor.of(name, shape, fmt, nbytes=entry.nbytes, **how)
+    rows, grid = math.prod(shape[:-1]), (*shape[:-1], across)
+    spec = PackedTensor.of(name, shape, fmt, nbytes=entry.nbytes, grid=grid, steps=rows, read=read)
+    return replace(spec, read_scales=read_scales)
 
 
 def _opaque(file: GGUFTensors | NativeTensors, name: str, fmt: Format, shape: tuple[int, ...]) -> PackedTensor:

@@ -93,10 +93,10 @@ def vote(dtype: str, payload: bytes, scale: float) -> Version | None:
 
 
 def _vote_of_halves(bits: Tensor, scale: float) -> Version | None:
-    own = bits[bits & 0x7FFF != 0]
-    if not len(own):
+    codes = bits[bits & 0x7FFF != 0]
+    if not len(codes):
         return None
-    half, upper = own.view(torch.float16).float().abs(), own.view(torch.bfloat16).float().abs()
+    half, upper = codes.view(torch.float16).float().abs(), codes.view(torch.bfloat16).float().abs()
     if not bool(half.isfinite().all()):
         return "older" if bool(upper.isfinite().all()) else None
     wanted = _STEPS_OF_SCALE * abs(scale)
@@ -105,12 +105,12 @@ def _vote_of_halves(bits: Tensor, scale: float) -> Version | None:
         as_upper = abs(float(upper.max()) / wanted - 1) < _UPPER_ROUNDING
         if as_half != as_upper:
             return "today" if as_half else "older"
-    if len(own) < ENOUGH:
+    if len(codes) < ENOUGH:
         return None
     spread = float(upper.median()) / float(upper.max())
     if spread < 2.0**-8:
         return "today"
-    negative = float((own < 0).float().mean())
+    negative = float((codes < 0).float().mean())
     return "older" if spread > 2.0**-6 and 0.2 < negative < 0.8 else None
 
 

@@ -43,6 +43,7 @@ from bitplan.formats.dtypes import wider_types
 from bitplan.formats.input_formats import input_format
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted
+from bitplan.plan.manifest import needs_base
 from bitplan.plan.names import listed, without_expert
 from bitplan.plan.plan import Planned
 
@@ -333,8 +334,8 @@ class Quantization(Closing):
                     "give the folder of the model in bfloat16 or float32"
                 )
             shards = cut_shards(self._outputs(list(file.specs)), file.tied, self._shard_bytes)
-            said = packed_config(config, self.plan, self._rounded)
-            return FolderContents(shards, said, self.plan, side_files(file.folder))
+            new_config = packed_config(config, self.plan, self._rounded)
+            return FolderContents(shards, new_config, self.plan, side_files(file.folder))
         if self._rounded is not None:
             raise StoreError(
                 f"{self._output}: only a model's folder, with config.json, says that inputs are in {self._rounded}"
@@ -379,7 +380,7 @@ class Quantization(Closing):
         unstackable = {
             name: "int8_row" if file.specs[name].shape[-1] % 32 else "mxfp4"
             for name in packed
-            if name not in unpacked and without_expert(name) != name and _has_factor(plan[name].format)
+            if name not in unpacked and without_expert(name) != name and needs_base(plan[name].format)
         }
         for name, fmt in unstackable.items():
             reason = f"experts are packed as one weight, and {plan[name].format} has a factor for each"
@@ -441,20 +442,20 @@ class Quantization(Closing):
         numbers = file.read_float(spec.name)
         if output.name in self._transposed:
             numbers = numbers.transpose(1, 2).contiguous()
-        said: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         owner = file.tied.get(spec.name, spec.name)
         if fmt.is_cast:
             encoded = _cast(finite(numbers, self._nonfinite, where), fmt, where)
         elif self._evidence is not None and self._evidence.has(owner):
             whole = finite(numbers, self._nonfinite, where)
             encoded, rounding = self._evidence.round(owner, whole, fmt, pad=pad, where=where)
-            said = {"rounding": rounding.to_dict()}
+            figures = {"rounding": rounding.to_dict()}
         else:
             rule, nonfinite = self._scale_rule, self._nonfinite
             encoded = encode(numbers, fmt, scale_rule=rule, pad=pad, nonfinite=nonfinite, name=where)
-            said = {} if self._evidence is None else {"rounding": NO_STATISTICS}
+            figures = {} if self._evidence is None else {"rounding": NO_STATISTICS}
         some, part = sample(numbers, encoded, MOST_COUNTED)
-        return encoded, _lost(error_report(finite(readable(some, where), self._nonfinite, where), part)) | said
+        return encoded, _lost(error_report(finite(readable(some, where), self._nonfinite, where), part)) | figures
 
 
 def _open(source: str | Path, *, is_folder: bool) -> TensorFile:
@@ -486,12 +487,6 @@ def _evidence_for(statistics: EvidenceFile, file: TensorFile) -> WeightEvidence:
 
 def _with_reason(entry: Planned, reason: str, **changes: Any) -> Planned:
     return replace(entry, choice=replace(entry.choice, reason=reason, **changes))
-
-
-def _has_factor(fmt: str) -> bool:
-    """Whether a format has a factor for each tensor: a packed layer holds all experts as one weight, with one."""
-    scales = get_format(fmt).scales
-    return scales is not None and scales.needs_base
 
 
 def _packed_before(file: TensorFile, plan: Plan) -> list[str]:

@@ -212,10 +212,10 @@ def write_safetensors(
     file appears when the block ends without an error and every tensor was written. With `checksums` the metadata
     say what the bytes of every tensor must be.
     """
-    said = _check_metadata(dict(metadata or {}), where=str(path))
+    strings = _check_metadata(dict(metadata or {}), where=str(path))
     if checksums:
-        said[CHECKSUMS] = "0" * 8 * len(entries)
-    header, payloads = _build_header(entries, said, where=str(path))
+        strings[CHECKSUMS] = "0" * 8 * len(entries)
+    header, payloads = _build_header(entries, strings, where=str(path))
     header = len(header).to_bytes(8, "little") + header
     with atomic_file(path) as file:
         file.write(header)

@@ -51,8 +51,8 @@ class NativeTensors(TensorFile):
                 self.tied.update(tied)
             self._check_ties()
             self.specs = self._list()
-            said = [set(self.metadata_of(shard).items()) for shard in self.shards]
-            self.metadata = dict(sorted(set.intersection(*said)))  # keys with the same value in all shards
+            by_shard = [set(self.metadata_of(shard).items()) for shard in self.shards]
+            self.metadata = dict(sorted(set.intersection(*by_shard)))  # keys with the same value in all shards
 
     @property
     def files(self) -> list[Path]:
@@ -71,8 +71,8 @@ class NativeTensors(TensorFile):
 
     def metadata_of(self, shard: Path) -> dict[str, str]:
         """A shard's own metadata, without bitplan's key."""
-        said = self.checkpoint.file_at(shard).metadata
-        return {key: value for key, value in said.items() if key != METADATA_KEY}
+        metadata = self.checkpoint.file_at(shard).metadata
+        return {key: value for key, value in metadata.items() if key != METADATA_KEY}
 
     def read(self, name: str) -> Tensor | Encoded:
         name = self.spec(name).name
@@ -181,14 +181,14 @@ def _entries(
         yield spec.name, spec.torch_dtype, spec.shape
         return
     for part, (dtype, shape) in fmt.part_shapes(spec.shape).items():
-        own = part_name(spec.name, part)
-        if part != "data" and own in names:
+        entry_name = part_name(spec.name, part)
+        if part != "data" and entry_name in names:
             raise StoreError(
-                f"{path}: two tensors would be {own!r}: the {part} of {spec.name!r} in {spec.format}, and "
+                f"{path}: two tensors would be {entry_name!r}: the {part} of {spec.name!r} in {spec.format}, and "
                 f"the one of that name; rename one, or leave {spec.name!r} as it is",
                 settings={"keep": spec.name},
             )
-        yield own, dtype, _shape_in_file(fmt, spec.shape, part, shape)
+        yield entry_name, dtype, _shape_in_file(fmt, spec.shape, part, shape)
 
 
 def _shape_in_file(fmt: Format, shape: tuple[int, ...], part: str, part_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -62,10 +62,10 @@ class TensorFile(Closing, ABC):
 
         spec = self.spec(name)
         self.require_numbers(spec)
-        found = self.read(name)
-        if isinstance(found, Encoded):
-            return decode(found)
-        return found.float() if spec.dtype in NARROW_FLOATS else found
+        tensor = self.read(name)
+        if isinstance(tensor, Encoded):
+            return decode(tensor)
+        return tensor.float() if spec.dtype in NARROW_FLOATS else tensor
 
     def require_numbers(self, spec: TensorSpec) -> None:
         """Refuse 4- and 8-bit floats that are codes, whose scales lie beside them under another name."""
@@ -107,10 +107,10 @@ class TensorFile(Closing, ABC):
 
     def spec(self, name: str) -> TensorSpec:
         """The header entry of a tensor; a tied name gives that of the tensor it shares."""
-        own = self.tied.get(name, name)
-        if own not in self.specs:
+        known = self.tied.get(name, name)
+        if known not in self.specs:
             raise StoreError(f"{self.path}: no tensor {name!r}{did_you_mean(name, self.specs)}")
-        return self.specs[own]
+        return self.specs[known]
 
 
 def _scale_names(name: str) -> Iterator[str]:

@@ -51,12 +51,12 @@ class NamedTensor(TensorSpec):
 
 def _is_named(tensor: TensorSpec, name: str, pattern: str) -> bool:
     """Whether a pattern that matches names a tensor closely enough; one of a single axis by its whole name."""
-    module, _, own = name.rpartition(".")
+    module, _, last = name.rpartition(".")
     match tensor.named_by if isinstance(tensor, NamedTensor) else "any" if len(tensor.shape) > 1 else "whole name":
         case "any":
             return True
         case "own name":
-            return pattern.rpartition(".")[2] == own
+            return pattern.rpartition(".")[2] == last
         case "module":
             return pattern in (name, module)
     return pattern == name
@@ -132,8 +132,8 @@ def choose_formats(
     else:
         wanted = get_format(formats)
         if substitutes is None:
-            own = _OWN if _bits(wanted) < 8 else _OWN_WIDE
-            substitutes = GGUF_SUBSTITUTES if gguf or wanted.name in GGUF_FORMATS else own
+            ours = _OWN if _bits(wanted) < 8 else _OWN_WIDE
+            substitutes = GGUF_SUBSTITUTES if gguf or wanted.name in GGUF_FORMATS else ours
         rules = _Rules(wanted, _Kept(keep, only), pad, substitutes)
         entries = {name: rules.planned(name, item) for name, item in stored.items()}
         return Plan(entries, padding="zero" if pad else "none")
@@ -183,7 +183,7 @@ def _by_patterns(
 
 def _keep_tensors(plan: Plan, tensors: Mapping[str, TensorSpec], kept: _Kept, pad: bool) -> Plan:
     """The plan, except that tensors stay which `keep` names, `only` does not name, or which are no floats."""
-    found = dict(plan.entries)
+    entries = dict(plan.entries)
     for name, entry in plan.entries.items():
         reason = kept.why(name)
         cause: Cause = "kept"
@@ -191,8 +191,8 @@ def _keep_tensors(plan: Plan, tensors: Mapping[str, TensorSpec], kept: _Kept, pa
         if reason is None and entry.part is None and entry.stored is None and not is_number:
             reason, cause = NOT_FLOATS, "held"
         if reason is not None:
-            found[name] = _stays(tensors[name], entry.role, reason, cause)
-    return Plan(found, padding="zero" if pad else plan.padding)
+            entries[name] = _stays(tensors[name], entry.role, reason, cause)
+    return Plan(entries, padding="zero" if pad else plan.padding)
 
 
 class _Kept:

@@ -587,7 +587,8 @@ def expand_raw_map(
     """
     if not is_raw_map(raw):
         raise ManifestError(f"{where}: expected a raw map of tensor names to formats; a manifest needs no expanding")
-    rules = [{"regex": _template_regex(name), "format": tag} for name, tag in raw.items()]
+    regexes = {name: "^" + r"(\d+)".join(map(re.escape, _INDEX.split(name))) + "$" for name in raw}
+    rules = [{"regex": regexes[name], "format": tag} for name, tag in raw.items()]
     bits = {"BF16": 16, "FP16": 16, "F16": 16, "FP32": 32, "F32": 32, "FP4": 4, "UE8": 8}
     formats = {tag: {"bits": bits[tag]} for tag in dict.fromkeys(raw.values()) if tag in bits}
     document: dict[str, Any] = {"version": VERSION, "formats": formats, "patterns": rules}
@@ -595,10 +596,6 @@ def expand_raw_map(
         document |= {"block_size": block_size, "scale_encoding": scale_encoding}
         document |= {"scale_base": scale_base} if scale_base is not None else {}
     return document
-
-
-def _template_regex(name: str) -> str:
-    return "^" + r"(\d+)".join(map(re.escape, _INDEX.split(name))) + "$"
 
 
 # ---- reading a document ----------------------------------------------------------------------------------------------
@@ -711,7 +708,7 @@ def shipped_text(name: str) -> bytes:
     """The document itself."""
     if name not in SHIPPED:
         raise ManifestError(f"no manifest {name!r}; there are {', '.join(SHIPPED)}{did_you_mean(name, SHIPPED)}")
-    return (resources.files("bitplan.plan") / "manifests" / f"{name}.json").read_bytes()
+    return _resource(name)
 
 
 def open_manifest(name_or_path: str | Path) -> Manifest:
@@ -724,67 +721,11 @@ def open_manifest(name_or_path: str | Path) -> Manifest:
     return shipped_manifest(str(name_or_path))
 
 
-# ---- json schema -----------------------------------------------------------------------------------------------------
-
-
-_NAME = {"type": "string", "minLength": 1}
-
-
 def manifest_schema() -> dict[str, Any]:
-    """The schema, a new dict each time."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "bitplan manifest",
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["version", "patterns"],
-        "properties": {
-            "version": {"const": VERSION},
-            "model": {"type": "string", "description": "what the manifest is for, in words"},
-            "formats": {
-                "type": "object",
-                "description": "tag -> what it stands for",
-                "additionalProperties": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {
-                        "bits": {"type": "integer", "minimum": 1, "maximum": 64},
-                        "role": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-                        "format": {**_NAME, "description": "a format of bitplan's; `bitplan inspect` lists them"},
-                        "part": {"enum": ["data", "scales"]},
-                    },
-                },
-            },
-            "patterns": {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": MAX_RULES,
-                "description": "rules in order; the first whose regex matches the whole name wins",
-                "items": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "required": ["regex", "format"],
-                    "properties": {
-                        "regex": _NAME,
-                        "format": {**_NAME, "description": "a tag in `formats`, or a format of bitplan's"},
-                        "role": _NAME,
-                        "optional": {"type": "boolean", "description": "may match no tensor"},
-                    },
-                },
-            },
-            "fused_dequant": {"const": True},
-            "block_size": {"type": "integer", "minimum": 2, "maximum": 2**20, "multipleOf": 2},
-            "scale_encoding": {"enum": list(SCALE_ENCODINGS)},
-            "scale_base": {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "tensor"}]},
-            "axis": {"const": -1},
-            "nibble_order": {"enum": list(NIBBLE_ORDERS)},
-            "padding": {"enum": list(PADDINGS)},
-            "aliases": {
-                "type": "object",
-                "description": "name with [i] -> the same tensor's name, or names, in another naming",
-                "additionalProperties": {"anyOf": [_NAME, {"type": "array", "minItems": 1, "items": _NAME}]},
-            },
-        },
-        "if": {"properties": {"scale_encoding": {"enum": list(BASED_ENCODINGS)}}, "required": ["scale_encoding"]},
-        "then": {"required": ["scale_base"]},
-    }
+    """The JSON Schema of the document, a new dict each time: written by hand, and held to the reader by a test."""
+    schema: dict[str, Any] = parse_json(_resource("schema"), where="schema")
+    return schema
+
+
+def _resource(name: str) -> bytes:
+    return (resources.files("bitplan.plan") / "manifests" / f"{name}.json").read_bytes()

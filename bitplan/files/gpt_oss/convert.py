@@ -44,9 +44,16 @@ from bitplan.files.gpt_oss.config import (
     openai_config,
     with_quantization,
 )
-from bitplan.files.gpt_oss.experts import MXFP4, Matrix, group_experts, split_expert
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LAYOUTS, Layout, LayoutTensor, list_slots
-from bitplan.files.gpt_oss.source import GptOssFile, GptOssSource, plain_rows
+from bitplan.files.gpt_oss.source import (
+    MXFP4,
+    GptOssFile,
+    GptOssSource,
+    Matrix,
+    group_experts,
+    plain_rows,
+    split_expert,
+)
 from bitplan.files.safetensors import write_safetensors
 from bitplan.files.tensor_bytes import PayloadWriter
 from bitplan.formats import Encoded
@@ -139,8 +146,8 @@ def convert_gpt_oss(
             raise StoreError(
                 f"{source}: a scale rule is for experts that are encoded, and these are {held}; leave it out"
             )
-        own = file.layout == to == "hf"
-        companions = [name for name in COMPANIONS if own and (file.folder / name).is_file()]
+        stays_hf = file.layout == to == "hf"
+        companions = [name for name in COMPANIONS if stays_hf and (file.folder / name).is_file()]
         with open_destination(dest, to, force=force, sources=file.files) as weights:
             report = save_gpt_oss(
                 file,
@@ -148,7 +155,7 @@ def convert_gpt_oss(
                 to,
                 experts=experts,
                 scale_rule=scale_rule,
-                config=file.config if own else None,
+                config=file.config if stays_hf else None,
                 metadata=file.metadata if file.layout == to else None,
                 force=force,
                 on_bytes=on_bytes,
@@ -184,10 +191,10 @@ def save_gpt_oss(
     report = ConvertReport(source.where, str(weights), "", to)
     document = None
     if to == "gguf":
-        own = gguf_metadata(source.shape, source.settings, packed=packed)
+        fresh_metadata = gguf_metadata(source.shape, source.settings, packed=packed)
         given = dict(metadata or {})
-        metadata = {**given, **{key: value for key, value in own.items() if key not in given}}
-        metadata["general.file_type"] = own["general.file_type"]
+        metadata = {**given, **{key: value for key, value in fresh_metadata.items() if key not in given}}
+        metadata["general.file_type"] = fresh_metadata["general.file_type"]
     else:
         document = openai_config(source.shape, source.settings)
         if to == "hf":
@@ -208,8 +215,8 @@ def _check_config(path: Path, document: Mapping[str, Any], source: GptOssSource,
     """Refuse to replace the config of another model."""
     if not path.exists() or json.dumps(read_json(path)) == json.dumps(document):
         return
-    own = source.folder / CONFIG if isinstance(source, GptOssFile) else None
-    is_its_own = own is not None and own.exists() and os.path.samefile(path, own)
+    source_config = source.folder / CONFIG if isinstance(source, GptOssFile) else None
+    is_its_own = source_config is not None and source_config.exists() and os.path.samefile(path, source_config)
     if is_its_own or not force:
         hint = "" if is_its_own else ", or replace it"
         raise StoreError(
@@ -234,8 +241,8 @@ def open_destination(dest: str | Path, to: Layout, *, force: bool, sources: Sequ
         yield path
         return
     check_output_folder(path, inputs=sources)
-    with atomic_folder(path) as made:
-        yield made / WEIGHTS
+    with atomic_folder(path) as folder_path:
+        yield folder_path / WEIGHTS
 
 
 # ---- the weights -----------------------------------------------------------------------------------------------------
@@ -302,8 +309,9 @@ def _dtype(source: GptOssSource, slot: LayoutTensor, layout: Layout, experts: to
     if layout == "gguf":
         return torch.float32 if is_wide else dtype
     if source.is_widened and is_wide and dtype == torch.float32:
-        held = (_holds_bfloat16(rows) for part in slot.parts for rows in source.rows(part, slot.layer))
-        return torch.bfloat16 if all(held) else dtype
+        parts = (rows for part in slot.parts for rows in source.rows(part, slot.layer))
+        is_wider = any(bool((rows.contiguous().view(torch.int32) & 0xFFFF).any()) for rows in parts)
+        return dtype if is_wider else torch.bfloat16
     return dtype
 
 
@@ -343,10 +351,6 @@ def _exactly(rows: Tensor, dtype: torch.dtype | None) -> Tensor:
     if rows.dtype == torch.float32 and dtype == torch.bfloat16:
         return (rows.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
     return rows.to(dtype)
-
-
-def _holds_bfloat16(rows: Tensor) -> bool:
-    return not bool((rows.contiguous().view(torch.int32) & 0xFFFF).any())
 
 
 def _expert_action(source: GptOssSource, group: Sequence[LayoutTensor], experts: torch.dtype | None) -> Action:

@@ -240,5 +240,5 @@ def _expert_slots(layout: Layout, shape: GptOssShape, packed: bool, layer: int) 
             tensors = {name: ("matrix", (shape.experts, outputs, inputs))}
         elif packed:
             tensors = {f"{name}blocks": ("blocks", (*blocks, BLOCK // 2)), f"{name}scales": ("scales", blocks)}
-        for own, (kind, sizes) in tensors.items():
-            yield LayoutTensor(own, sizes, kind=kind, parts=parts, layer=layer)
+        for tensor, (kind, sizes) in tensors.items():
+            yield LayoutTensor(tensor, sizes, kind=kind, parts=parts, layer=layer)

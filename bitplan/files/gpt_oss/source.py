@@ -3,6 +3,10 @@
 Nothing larger than that is ever in memory. Its headers are checked first, each fault an error of one line that names
 file and tensor: layout and layers, names, halves of packed weights (by the shipped manifest), gate and up alternating,
 sizes, shapes, dtypes.
+
+Between layouts an expert's matrix is either an `Encoded` in mxfp4 or a float tensor, always [outputs, inputs], with
+gate in the even rows and up in the odd ones. Packed bytes are moved, never decoded: a change of layout picks rows and
+reorders nibbles.
 """
 
 from __future__ import annotations
@@ -10,20 +14,18 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
+from bitplan.base.errors import FileFormatError, FormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, on_failure
-from bitplan.files.gguf import GGUFFile, GGUFValue
-from bitplan.files.gguf_split import open_gguf
+from bitplan.files.gguf import GGUFFile, GGUFValue, open_gguf
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss.config import ARCHITECTURE, CONFIG, Settings, read_config, read_metadata
-from bitplan.files.gpt_oss.experts import Matrix, group_experts, join_expert
 from bitplan.files.gpt_oss.layouts import (
     LAYER_PREFIX,
     LAYOUT_TITLES,
@@ -36,6 +38,7 @@ from bitplan.files.gpt_oss.layouts import (
 from bitplan.files.safetensors import Checkpoint, open_checkpoint
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec
+from bitplan.formats import Encoded, get_format, repack
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.plan import require_clean, shipped_manifest
 from bitplan.plan.names import listed, natural_order
@@ -209,6 +212,86 @@ def _sizes(shape: GptOssShape) -> str:
         f"{shape.experts} experts, hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.heads} heads, "
         f"{shape.kv_heads} for keys, of {shape.head_dim}, vocabulary {shape.vocab}"
     )
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+MXFP4, MXFP4_GGUF = get_format("mxfp4"), get_format("mxfp4_gguf")
+GATE_UP, DOWN = ("gate", "up"), ("down",)
+GGUF_BLOCK_BYTES = 17  # the scale, then 32 nibbles
+Matrix = Encoded | Tensor
+
+
+def group_experts(slots: Sequence[LayoutTensor]) -> dict[tuple[int, tuple[str, ...]], list[LayoutTensor]]:
+    """The tensors that hold the experts, by layer and matrix: (0, ("gate", "up")) -> those with gate and up."""
+    groups: dict[tuple[int, tuple[str, ...]], list[LayoutTensor]] = {}
+    for slot in slots:
+        if slot.is_expert and slot.layer is not None:
+            groups.setdefault((slot.layer, DOWN if slot.parts == DOWN else GATE_UP), []).append(slot)
+    return groups
+
+
+def join_expert(slots: Sequence[LayoutTensor], read: Callable[[LayoutTensor], Tensor], index: int) -> Matrix:
+    """The matrix of expert `index`; `read` gives this expert's part of each tensor (uint8 if it is packed)."""
+    kinds = {slot.kind: slot for slot in slots}
+    if "blocks" in kinds:
+        blocks, scales = read(kinds["blocks"]), read(kinds["scales"])
+        rows, across = scales.shape
+        return Encoded(MXFP4, (rows, across * 32), blocks.reshape(rows, across * 16), scales)
+    if "transposed" in kinds:
+        return read(kinds["transposed"]).T.contiguous()
+    parts = {slot.parts[0]: _from_gguf(slot, read(slot), index) for slot in slots}
+    return parts["down"] if "down" in parts else _weave(parts["gate"], parts["up"])
+
+
+def split_expert(slots: Sequence[LayoutTensor], matrix: Matrix) -> Iterator[tuple[str, Tensor | bytes]]:
+    """The part of each tensor for one expert."""
+    for slot in slots:
+        if slot.kind == "matrix":
+            rows = matrix if slot.parts == DOWN else _every_second(matrix, GATE_UP.index(slot.parts[0]))
+            yield slot.name, repack(rows, MXFP4_GGUF).to_bytes() if isinstance(rows, Encoded) else rows
+        elif slot.kind == "transposed":
+            assert isinstance(matrix, Tensor)
+            yield slot.name, matrix.T
+        else:
+            assert isinstance(matrix, Encoded)
+            part = matrix.data if slot.kind == "blocks" else matrix.scales
+            assert part is not None
+            yield slot.name, part
+
+
+def _from_gguf(slot: LayoutTensor, raw: Tensor, index: int) -> Matrix:
+    """Rows of GGUF blocks, each a scale and 16 bytes, with the nibbles as gpt-oss has them; floats as they are."""
+    if raw.dtype != torch.uint8:
+        return raw
+    blocks = raw.unflatten(-1, (-1, GGUF_BLOCK_BYTES))
+    packed = Encoded(MXFP4_GGUF, slot.shape[1:], blocks[..., 1:].flatten(-2), blocks[..., 0])
+    try:
+        return repack(packed, MXFP4)
+    except FormatError as error:
+        raise FormatError(f"{slot.name!r}, expert {index}: {error}") from None
+
+
+def _weave(even: Matrix, odd: Matrix) -> Matrix:
+    if isinstance(even, Encoded) and isinstance(odd, Encoded):
+        parts = {name: weave_rows(part, odd.parts[name]) for name, part in even.parts.items()}
+        return Encoded(MXFP4, (2 * even.shape[0], even.shape[1]), **parts)
+    assert isinstance(even, Tensor)
+    assert isinstance(odd, Tensor)
+    return weave_rows(even, odd)
+
+
+def _every_second(matrix: Matrix, first: int) -> Matrix:
+    if isinstance(matrix, Encoded):
+        parts = {name: part[first::2].contiguous() for name, part in matrix.parts.items()}
+        return Encoded(MXFP4, (matrix.shape[0] // 2, matrix.shape[1]), **parts)
+    return matrix[first::2]
+
+
+def weave_rows(even: Tensor, odd: Tensor) -> Tensor:
+    """The rows of two tensors, alternating."""
+    return torch.stack((even, odd), dim=1).flatten(0, 1)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

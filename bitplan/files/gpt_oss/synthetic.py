@@ -19,9 +19,8 @@ from torch import Tensor
 from bitplan.base.devices import known_device
 from bitplan.files.gpt_oss.config import Settings
 from bitplan.files.gpt_oss.convert import ConvertReport, ExpertFormat, OnBytes, open_destination, save_gpt_oss
-from bitplan.files.gpt_oss.experts import MXFP4, Matrix
 from bitplan.files.gpt_oss.layouts import GptOssShape, Layout, make_shape, part_shape
-from bitplan.files.gpt_oss.source import GptOssSource
+from bitplan.files.gpt_oss.source import MXFP4, GptOssSource, Matrix
 from bitplan.formats.dispatch import encode
 
 CHUNK_NUMBERS = 2**25

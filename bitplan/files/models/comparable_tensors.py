@@ -28,9 +28,8 @@ from bitplan.files.engines.gguf_names import gguf_name, is_plus_one, name_table
 from bitplan.files.engines.targets import EXPERT
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss.config import ARCHITECTURE
-from bitplan.files.gpt_oss.experts import DOWN, GATE_UP
 from bitplan.files.gpt_oss.layouts import LayoutTensor, list_slots
-from bitplan.files.gpt_oss.source import GptOssFile, plain_rows
+from bitplan.files.gpt_oss.source import DOWN, GATE_UP, GptOssFile, plain_rows
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import transposed_in
 from bitplan.files.safetensors_tensors import NativeTensors
@@ -72,7 +71,9 @@ def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tup
 
 def _values(file: TensorFile, opened: ExitStack, *, layouts: bool) -> ModelValues:
     if layouts and _is_gpt_oss(file):
-        return ModelValues(file.path, _gpt_oss(opened.enter_context(GptOssFile(file))))
+        opened_file = opened.enter_context(GptOssFile(file))
+        slots = list_slots("hf", opened_file.shape, packed=False)
+        return ModelValues(file.path, {slot.name: _of_slot(opened_file, slot) for slot in slots})
     turned = transposed_in(file)
     return ModelValues(file.path, {name: _plain(file, name, turned=name in turned) for name in file.specs})
 
@@ -96,32 +97,32 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
     left, right = {name: own for name, own in ours.values.items() if name != ROTATIONS}, dict(theirs.values)
     grouped: dict[str, list[str]] = {}
     for name in theirs.values:
-        if (found := gguf_name(table, name)) in left and found is not None:
-            grouped.setdefault(found, []).append(name)
-    for found, names in grouped.items():
-        values, name = left.pop(found), names[0]
+        if (theirs_name := gguf_name(table, name)) in left and theirs_name is not None:
+            grouped.setdefault(theirs_name, []).append(name)
+    for theirs_name, names in grouped.items():
+        values, name = left.pop(theirs_name), names[0]
         if expert := EXPERT.fullmatch(name):
             name = f"{expert['before']}.experts.*.{expert['after']}"
-            right[name] = _stacked([right.pop(each) for each in sorted(names, key=_expert_number)])
-        if family.permutes and (heads := _head_count(file, kind, found)) != 0:
-            values = _in_order(values, heads, f"{file.path}: {found}")
-        if is_plus_one(family, found):
+            right[name] = _stacked([right.pop(expert_name) for expert_name in sorted(names, key=_expert_number)])
+        if family.permutes and (heads := _head_count(file, kind, theirs_name)) != 0:
+            values = _in_order(values, heads, f"{file.path}: {theirs_name}")
+        if is_plus_one(family, theirs_name):
             right[name] = _plus_one(right[name])
         left[name] = values
     return ModelValues(file.path, left), ModelValues(theirs.path, right)
 
 
 def _expert_number(name: str) -> int:
-    found = EXPERT.fullmatch(name)
-    return -1 if found is None else int(found["number"])
+    match = EXPERT.fullmatch(name)
+    return -1 if match is None else int(match["number"])
 
 
 def _head_count(file: GGUFTensors, kind: str, name: str) -> object:
     """How many heads the rows of q or k are of, as the metadata says; 0 for other tensors."""
     for part, keys in ((".attn_q.", ("head_count",)), (".attn_k.", ("head_count_kv", "head_count"))):
         if part in name:
-            said = [file.file.metadata.get(f"{kind}.attention.{key}") for key in keys]
-            return next((each.value for each in said if each is not None), None)
+            counts = [file.file.metadata.get(f"{kind}.attention.{key}") for key in keys]
+            return next((value.value for value in counts if value is not None), None)
     return 0
 
 
@@ -173,10 +174,6 @@ def _in_order(values: ReadableTensor, heads: object, where: str) -> ReadableTens
 
 
 # ---- gpt-oss ---------------------------------------------------------------------------------------------------------
-
-
-def _gpt_oss(file: GptOssFile) -> dict[str, ReadableTensor]:
-    return {slot.name: _of_slot(file, slot) for slot in list_slots("hf", file.shape, packed=False)}
 
 
 def _of_slot(file: GptOssFile, slot: LayoutTensor) -> ReadableTensor:

@@ -20,7 +20,7 @@ from bitplan.base.documents import NAME, NUMBER, SHAPE, SIZE, Reader, one_of
 from bitplan.base.errors import FileFormatError
 from bitplan.base.records import parse_json
 from bitplan.files.schemes.integers import PIECE_NUMBERS
-from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight
 from bitplan.formats import get_format
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ _KEYS = {
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
     for name in folder.checkpoint.tensors:
-        owner, found, kind = name.partition(STATE)
-        if found:
+        owner, is_state, kind = name.partition(STATE)
+        if is_state:
             yield _four_bits(folder, owner, name, kind)
         elif name.endswith(".SCB"):
             yield _int8(folder, name.removesuffix(".SCB"))
@@ -116,7 +116,7 @@ def _int8(folder: QuantizedFolder, owner: str) -> SchemeWeight:
     rows, cols = codes.shape
     folder.part(f"{owner}.SCB", ("float32",), (rows,), of=name)
     parts = [name, f"{owner}.SCB", f"{owner}.weight_format"]
-    found = tuple(part for part in parts if part in folder.checkpoint.tensors)
+    there = tuple(part for part in parts if part in folder.checkpoint.tensors)
     layout = folder.checkpoint.tensors.get(f"{owner}.weight_format")
     if layout is not None and any(folder.checkpoint.read_bytes(layout.name)):
         folder.stop(name, "its weight_format is not rows in order, which bitplan does not read")
@@ -124,7 +124,7 @@ def _int8(folder: QuantizedFolder, owner: str) -> SchemeWeight:
     read = functools.partial(_keep_int8, folder, owner)
     kind = "int8_row"
     return SchemeWeight(
-        name, (rows, cols), folder.dtype_name, format=kind, parts=found, label=kind, reason=reason, read=read
+        name, (rows, cols), folder.dtype_name, format=kind, parts=there, label=kind, reason=reason, read=read
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from bitplan.files.packed_folder import (
     side_files,
     write_packed_folder,
 )
-from bitplan.files.tensor_file import TensorSpec, spec_of
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, TensorRecipe, config_of, remembered
@@ -89,12 +89,12 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
         plan = _plan(saved, source)
         config = None if config is None else packed_config(config, plan, inputs_of(model))
     else:  # in Hugging Face's layout; `bitplan gpt-oss convert` brings it into the others
-        saved = {part.spec.name: part for one in saved.values() for part in _in_gpt_oss_layout(one)}
+        saved = {part.name: part for one in saved.values() for part in _in_gpt_oss_layout(one)}
         if source.folder is not None and config is source.config:
             beside, config = beside | {CONFIG: source.folder / CONFIG}, None  # as it is, to the byte
         else:
             config = with_quantization(config or {}, packed=True)
-    shards = _shards({name: one.spec for name, one in saved.items()}, tied, source, shard_bytes)
+    shards = _shards(saved, tied, source, shard_bytes)
 
     def write(writer: Any, tensors: Any) -> None:
         for spec in tensors:
@@ -144,45 +144,45 @@ def _save_pretrained(model: nn.Module, save_directory: str | Path, **options: An
 
 
 @dataclass(frozen=True)
-class _SavedTensor:
-    """A tensor of the file: its name, shape and type, and a function that gives its numbers when they are written."""
+class _SavedTensor(TensorSpec):
+    """A tensor of the file, and a function that gives its numbers when they are written."""
 
-    spec: TensorSpec
+    _: KW_ONLY
     read: Callable[[], Tensor | Encoded]
 
 
 def _in_gpt_oss_layout(one: _SavedTensor) -> list[_SavedTensor]:
     """Experts in mxfp4 as two tensors of bytes, blocks and scales; others as they are."""
-    if one.spec.fmt is None:
+    if not one.encoded:
         return [one]
     encoded = one.read()
     assert isinstance(encoded, Encoded)
     blocks = encoded.parts["data"].unflatten(-1, (-1, _BLOCK // 2))
-    stem = one.spec.name
-    return [_saved(f"{stem}_blocks", blocks, None), _saved(f"{stem}_scales", encoded.parts["scales"], None)]
+    scales = encoded.parts["scales"]
+    return [_saved(f"{one.name}_blocks", blocks, None), _saved(f"{one.name}_scales", scales, None)]
 
 
 def _items(model: nn.Module, source: LoadedFrom | None) -> tuple[dict[str, _SavedTensor], dict[str, str]]:
     """Every tensor of the file by name, and the names that share one."""
-    own = {name: item if isinstance(item, Tensor) else item.encoded for name, item in own_tensors(model).items()}
+    held = {name: item if isinstance(item, Tensor) else item.encoded for name, item in own_tensors(model).items()}
     objects = {name: id(item) for name, item in own_tensors(model).items()}
     recipes = {} if source is None else {target: recipe for recipe in source.recipes for target in recipe.targets}
     saved: dict[str, _SavedTensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name in sorted(own, key=lambda name: name not in recipes):
+    for name in sorted(held, key=lambda name: name not in recipes):
         if objects[name] in first and name not in recipes:
             tied[name] = first[objects[name]]
             continue
         first.setdefault(objects[name], name)
         recipe = recipes.get(name)
         if recipe is None:
-            saved[name] = _saved(name, own[name], None)
+            saved[name] = _saved(name, held[name], None)
             continue
         _require_pieces(recipe)
         for piece in recipe.pieces:
             dtype = None if source is None else source.dtypes.get(piece.name)
-            part = own[name] if recipe.is_one and piece.item is None else _cut(own[name], piece.place, piece.shape)
+            part = held[name] if recipe.is_one and piece.item is None else _cut(held[name], piece.place, piece.shape)
             saved[piece.name] = _saved(piece.name, part, dtype)
     if hasattr(model, "all_tied_weights_keys"):
         tied = {}  # its config says which tensors are tied
@@ -209,11 +209,11 @@ def _cut(item: Tensor | Encoded, place: tuple[int | slice, ...], shape: tuple[in
 
 def _saved(name: str, item: Tensor | Encoded, stored: torch.dtype | None) -> _SavedTensor:
     if isinstance(item, Encoded):
-        return _SavedTensor(spec_of(name, item), lambda: item)
+        return _SavedTensor.of(name, item.shape, item.fmt, read=lambda: item)
     dtype = item.dtype
     if stored is not None and stored != dtype and _holds(item, stored):
         dtype = stored
-    return _SavedTensor(TensorSpec.of(name, tuple(item.shape), dtype=dtype), lambda: item.detach().to(dtype))
+    return _SavedTensor.of(name, tuple(item.shape), dtype=dtype, read=lambda: item.detach().to(dtype))
 
 
 def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -224,11 +224,11 @@ def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
 def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
     """The plan that the model was packed by; tensors that have changed since get new entries."""
     known = {} if source is None or source.plan is None else source.plan.entries
-    stays = choose_formats({name: one.spec for name, one in saved.items() if not one.spec.encoded}, {})
+    stays = choose_formats({name: one for name, one in saved.items() if not one.encoded}, {})
     entries = {}
     for name, one in saved.items():
-        if one.spec.encoded:
-            entry = Planned(Choice(one.spec.format, _HELD, cause="held"), one.spec.shape, guess_role(name))
+        if one.encoded:
+            entry = Planned(Choice(one.format, _HELD, cause="held"), one.shape, guess_role(name))
         else:
             entry = stays.entries[name]
             held = Choice(entry.choice.format, _HELD, cause="held")

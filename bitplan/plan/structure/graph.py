@@ -209,7 +209,7 @@ class Graph:
                 step = self.maker(index)
                 if step is not None:
                     passed = passed or step.index in via
-                    waiting += [(each, passed) for each in step.inputs]
+                    waiting += [(value_in, passed) for value_in in step.inputs]
         return False
 
     def behind(self, value: int, stops: Iterable[int]) -> set[int]:
@@ -370,10 +370,10 @@ def each_once(waiting: list[int]) -> Iterator[int]:
 
 
 def _integers(arguments: Iterable[Any]) -> list[int]:
-    found: list[int] = []
+    items: list[int] = []
     for argument in arguments:
-        found += argument if isinstance(argument, list | tuple) else [argument]
-    return [item for item in found if isinstance(item, int)]
+        items += argument if isinstance(argument, list | tuple) else [argument]
+    return [item for item in items if isinstance(item, int)]
 
 
 def sample(count: int, seed: int) -> Tensor:

@@ -86,12 +86,14 @@ class TensorSpec(TensorRecord):
         **more: Any,
     ) -> Self:
         """A tensor in a format, or plain (without one) with numbers of this type; the bytes follow from the shape."""
+        facts: dict[str, Any]
         if fmt is not None:
-            fmt = get_format(fmt)
-            held = {"format": fmt.name, "nbytes": fmt.nbytes(shape), "encoded": True}
-            return cls(name, shape, "float32", **held | more)
-        kind = dtype if isinstance(dtype, str) else dtype_name(dtype)
-        return cls(name, shape, kind, **{"format": kind, "nbytes": math.prod(shape) * ITEM_BYTES.get(kind, 0)} | more)
+            fmt, kind = get_format(fmt), "float32"
+            facts = {"format": fmt.name, "nbytes": fmt.nbytes(shape), "encoded": True}
+        else:
+            kind = dtype if isinstance(dtype, str) else dtype_name(dtype)
+            facts = {"format": kind, "nbytes": math.prod(shape) * ITEM_BYTES.get(kind, 0)}
+        return cls(name, shape, kind, **facts | more)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -126,8 +128,8 @@ class WeightUse:
     @property
     def what(self) -> str:
         """Its role or kind in a word."""
-        said = getattr(self, "role", None) or getattr(self, "kind", None) or getattr(self, "function", None)
-        return str(said or "embedding")
+        word = getattr(self, "role", None) or getattr(self, "kind", None) or getattr(self, "function", None)
+        return str(word or "embedding")
 
     @property
     def shown_path(self) -> str:
@@ -359,11 +361,11 @@ class ModelView:
     @cached_property
     def parts(self) -> dict[str, tuple[WeightUse, ...]]:
         """All parts by the path of the module that holds their weights."""
-        found: dict[str, list[WeightUse]] = {}
+        by_path: dict[str, list[WeightUse]] = {}
         every: Iterable[WeightUse] = (*self.linears, *self.norms, *self.embeddings, *self.convolutions)
         for part in sorted(every, key=lambda part: part.step):
-            found.setdefault(part.path, []).append(part)
-        return {path: tuple(parts) for path, parts in found.items()}
+            by_path.setdefault(part.path, []).append(part)
+        return {path: tuple(parts) for path, parts in by_path.items()}
 
     def shown_parts(self) -> list[tuple[str, WeightUse]]:
         """Parts in the order of the run under a name to show; of blocks that compute the same the first one alone."""
@@ -390,8 +392,8 @@ class ModelView:
 
     def linear(self, path: str) -> LinearUse | None:
         """The projection that a module holds; None where it holds none, several, or uses it several times."""
-        found = [part for part in self.parts.get(path, ()) if isinstance(part, LinearUse)]
-        return found[0] if len(found) == 1 else None
+        products = [part for part in self.parts.get(path, ()) if isinstance(part, LinearUse)]
+        return products[0] if len(products) == 1 else None
 
     def uses(self, weight: str) -> tuple[LinearUse, ...]:
         """All products with a weight: several where it is shared, or its module is called several times."""
