@@ -138,14 +138,16 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             self._all, self._dtypes = decide(model, file, self._plan, None, self._device, str(self._folder))
             check_norms(file)  # transformers will read the norms, and accepts NaN
             recipes = tuple(recipe for recipe in self._all.recipes if recipe.format_in(file) is not None)
-        made = {recipe.targets[0] for recipe in recipes}
-        ties = {target: source for target, source in self._all.ties.items() if source in made}
+        packed_targets = {recipe.targets[0] for recipe in recipes}
+        ties = {target: source for target, source in self._all.ties.items() if source in packed_targets}
         self._packed = Assignment(recipes, ties)
-        for owner in sorted({target.rpartition(".")[0] for target in (*made, *ties)}):
+        for owner in sorted({target.rpartition(".")[0] for target in (*packed_targets, *ties)}):
             self._layers[owner] = model.get_submodule(owner)
             model.set_submodule(owner, _Unfilled(self._layers[owner]))
         model.all_tied_weights_keys = {
-            target: source for target, source in model.all_tied_weights_keys.items() if source not in {*made, *ties}
+            target: source
+            for target, source in model.all_tied_weights_keys.items()
+            if source not in {*packed_targets, *ties}
         }
         model._keys_to_ignore_on_load_unexpected = {".*"}  # `assign` has refused unexpected tensors already
         return model
