@@ -23,8 +23,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from bitplan.formats import Format, get_format
-from bitplan.plan.format_choices import Stored, Wanted, choose_formats
+from bitplan.plan.format_choices import Wanted, choose_formats
 from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.plan.structure.model_view import TensorSpec
 from bitplan.streaming.block_layout import ParameterSpec
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import Train
@@ -52,7 +53,7 @@ def resolve_formats(formats: Formats, blocks: BlockSpecs, current: BlockFormats 
         formats = base
     elif isinstance(formats, Format | str):
         formats = {"*": formats}
-    tensors = {name: Stored(spec.shape, own[name].name) for name, spec in specs.items()}
+    tensors = {name: TensorSpec.of(name, spec.shape, dtype=own[name].name) for name, spec in specs.items()}
     plan = choose_formats(tensors, formats, base=base, where="stream_blocks")
     plan.require_whole("stream_blocks")
     return {

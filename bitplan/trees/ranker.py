@@ -71,7 +71,7 @@ class BoostedTreesRanker(BoostedTreesBase):
         if len(groups) != len(pairs):
             raise TreesError(f"eval_group: expected the rows of each query for {len(pairs)} sets, got {len(groups)}")
         sets, own = [], custom_metrics(self._objective(), options.eval_metric)
-        for place, ((x, y, _), group) in enumerate(zip(pairs, groups, strict=True)):
+        for place, ((x, y, *_), group) in enumerate(zip(pairs, groups, strict=True)):
             with naming_set(place):
                 rows = Rows(self._read(x), targets_of(np.asarray(y)))
                 relevance_of(rows.y)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 import bitplan
+from bitplan import choose_formats, get_format
 from bitplan.base import old_names
+from bitplan.plan import check_headers, shipped_manifest
 
 
 @pytest.mark.parametrize(
@@ -63,3 +65,17 @@ def test_what_never_was_is_no_old_name() -> None:
         bitplan.store.nothing  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from bitplan.store import nothing  # noqa: F401
+
+
+def test_old_records_of_a_tensor_make_the_one_that_is_left() -> None:
+    with pytest.warns(FutureWarning, match=r"bitplan.files.Promise is bitplan.files.TensorSpec.of\(name, shape, fmt"):
+        from bitplan.files import Promise  # type: ignore[attr-defined]
+    with pytest.warns(FutureWarning, match=r"bitplan.plan.Stored is bitplan.files.TensorSpec.of"):
+        from bitplan.plan import Stored  # type: ignore[attr-defined]
+    with pytest.warns(FutureWarning, match=r"bitplan.plan.Header is a tuple \(dtype, shape, nbytes\)"):
+        from bitplan.plan import Header  # type: ignore[attr-defined]
+    packed = Promise("w", (2, 32), get_format("mxfp4"))
+    assert (packed.format, packed.nbytes, packed.encoded) == ("mxfp4", 34, True)
+    assert choose_formats({"w": Stored((2, 32), "mxfp4", packed=True)}, {})["w"].format == "mxfp4"
+    assert choose_formats({"w": Stored((2, 32), "bfloat16")}, {}).entries["w"].stored == "bfloat16"
+    assert [finding.code for finding in check_headers(shipped_manifest("llama"), {"w": Header("float32", (2,), 8)})]
