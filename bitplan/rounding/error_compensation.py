@@ -204,12 +204,12 @@ def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tupl
 
 
 def sweep(
-    matrix: Tensor, hessian: Tensor, start: Codes, layout: ScaledBlocks, ladder: ScaleLadder, sweeps: int
+    matrix: Tensor, hessian: Tensor, before: Codes, layout: ScaledBlocks, ladder: ScaleLadder, sweeps: int
 ) -> Codes:
     """Codes and scales that are each the best while all others stay; the error never grows."""
-    codes, scales, loops = start.codes.clone(), start.scales.clone(), loops_for(matrix)
+    codes, scales, loops = before.codes.clone(), before.scales.clone(), loops_for(matrix)
     narrow = layout.width <= BATCH
-    gradient = (matrix - start.values(layout)) @ hessian
+    gradient = (matrix - before.values(layout)) @ hessian
     if _takes_batches(matrix, layout, ladder):
         from bitplan.rounding.triton_rounding import sweep_batches
 
