@@ -70,8 +70,8 @@ class Site:
 
     def question(self, tokens: int | None, **more: Any) -> Question:
         """The question to a policy about this layer."""
-        own: dict[str, Any] = {"name": self.name, "num_gemms": self.num_gemms, "moe_router_topk": self.moe_router_topk}
-        return Question(self.kind, tokens, shape=self.shape, part=self.part, **own, **more)
+        keys = ("name", "num_gemms", "moe_router_topk", "shape", "part")
+        return Question(self.kind, tokens, **{key: getattr(self, key) for key in keys}, **more)
 
     def within(self, block: str) -> Site:
         """The same layer by paths inside a block."""

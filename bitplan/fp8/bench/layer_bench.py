@@ -98,8 +98,8 @@ def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    own = not dist.is_initialized()
-    if own:
+    is_first_use = not dist.is_initialized()
+    if is_first_use:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         peers = RankPeers(dist.new_group(backend="gloo"))
@@ -115,7 +115,7 @@ def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator
         yield BenchRanks(dist.get_rank() == 0, ParallelGroups(tp, ep, etp), peers, count)
         dist.barrier(group=peers.group)
     finally:
-        if own:
+        if is_first_use:
             dist.destroy_process_group()
 
 

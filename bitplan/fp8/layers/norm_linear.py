@@ -53,12 +53,12 @@ class Fp8NormLinear(Fp8Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
         how: dict[str, Any] = {"recipe": recipe, "gemms": gemms, "reuse_weight_cast": reuse_weight_cast}
-        super().__init__(in_features, out_features, bias, **how, **made)
+        super().__init__(in_features, out_features, bias, **how, **where)
         with_bias = norm == "layer" if norm_bias is None else norm_bias
-        weight = nn.Parameter(torch.ones(in_features, **made))
-        self._set_norm(norm, norm_eps, weight, nn.Parameter(torch.zeros(in_features, **made)) if with_bias else None)
+        weight = nn.Parameter(torch.ones(in_features, **where))
+        self._set_norm(norm, norm_eps, weight, nn.Parameter(torch.zeros(in_features, **where)) if with_bias else None)
 
     @classmethod
     def from_modules(

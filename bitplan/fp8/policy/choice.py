@@ -88,10 +88,10 @@ def estimate_speedup(policy: Policy, question: Question) -> SpeedupEstimate | No
     tokens, shape = question.tokens, question.shape
     if tokens is None or shape is None:
         return None
-    own = next(iter(matching_rules(policy, question)), None)
-    if own is not None:
-        here = _at(own, tokens)
-        if here is None or own.points[0].tokens <= tokens <= own.points[-1].tokens:
+    measured = next(iter(matching_rules(policy, question)), None)
+    if measured is not None:
+        here = _at(measured, tokens)
+        if here is None or measured.points[0].tokens <= tokens <= measured.points[-1].tokens:
             return here
     alike = [rule for rule in alike_rules(policy, question) if tokens <= REACH * rule.points[-1].tokens]
     near = [(rule, _equal_counts(rule, question)) for rule in alike]
@@ -101,7 +101,7 @@ def estimate_speedup(policy: Policy, question: Question) -> SpeedupEstimate | No
         return None
     rule, best = max(known, key=lambda pair: pair[1].low)  # the first of equals
     reason = best.reason
-    if rule is not own:
+    if rule is not measured:
         reason = f"never measured itself; it has no less work and intensity than {reason}"
     against = _easier_loss(policy, near)
     if against is not None and best.speedup >= policy.speedup_threshold:

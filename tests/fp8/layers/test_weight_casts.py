@@ -168,7 +168,7 @@ class Replayed(fp8_weight_casts._Together):
     recorded = 0
 
     def _record(self, weights):
-        self.made = self._cast(weights)
+        self.casts = self._cast(weights)
         self.graph = SimpleNamespace(replay=lambda: None)
         self.recorded += 1
 
@@ -187,7 +187,7 @@ def test_together_leaves_alone_what_is_held_and_answers_only_for_its_own() -> No
     assert third.refresh(model[2].weight, how)
     again = kept_casts(model[0].weight)
     assert again.rows.codes.data_ptr() == held.rows.codes.data_ptr()
-    assert kept_casts(model[1].weight).rows is third.made[1].rows
+    assert kept_casts(model[1].weight).rows is third.casts[1].rows
     expire_casts(model.parameters())
     assert not third.refresh(model[2].weight, ("blockwise", 0.0))
     assert not together.refresh(model[2].weight, how)
