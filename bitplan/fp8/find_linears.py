@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitplan.base.errors import PlanError
 from bitplan.fp8.policy.policy import Question
 from bitplan.fp8.policy.vocabulary import Fp8Error, name_of_role
 from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
@@ -131,7 +130,8 @@ class _Finder:
         paths = [path for path, module in self.model.named_modules() if is_linear(module)]
         stacks = {path: use for path, module in self.model.named_modules() if (use := experts_of(module)) is not None}
         experts = {path for path, use in stacks.items() if use.weights}
-        self._check_patterns([*paths, *stacks])
+        for what, patterns in (("include", self.include), ("exclude", self.exclude)):
+            patterns.check([*paths, *stacks], what, "linear layer", Fp8Error)
         left = {path: why for path in paths if (why := self._why_left(path)) is not None}
         left |= {path: use.fault for path, use in stacks.items() if not use.weights and self._holds_experts(path)}
         groups: dict[str, tuple[str, ...]] = {}
@@ -148,13 +148,6 @@ class _Finder:
                 sites.append(self._dense(members))
         shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())
         return Sites(tuple(sites), shown, self.wiring.mlps, self.wiring.mlps_apart, self.run)
-
-    def _check_patterns(self, paths: list[str]) -> None:
-        for what, patterns in (("include", self.include), ("exclude", self.exclude)):
-            try:
-                patterns.check(paths, what)
-            except PlanError as error:
-                raise Fp8Error(str(error).replace("no tensor", "no linear layer")) from None
 
     def _is_wanted(self, path: str) -> bool:
         return (not self.asks or bool(self.include.matching(path))) and not self.exclude.matching(path)

@@ -125,9 +125,9 @@ def _own_group(count: int, groups: Sequence[range]) -> Any:
     for ranks in groups:
         if len(ranks) == 1:
             continue
-        made = dist.new_group(list(ranks)) if len(ranks) < count else dist.group.WORLD
+        group = dist.new_group(list(ranks)) if len(ranks) < count else dist.group.WORLD
         if dist.get_rank() in ranks:
-            mine = made
+            mine = group
     return mine
 
 
