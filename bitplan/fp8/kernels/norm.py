@@ -101,10 +101,9 @@ def _by_triton(
 @functools.cache
 def _kernels() -> tuple[Any, Any]:
     """The modules of Triton's casts and norms, kept: an import statement in a function would run at each call."""
-    from bitplan.fp8.kernels import triton_cast as triton_fp8_cast
-    from bitplan.fp8.kernels import triton_norm as triton_fp8_norm
+    from bitplan.fp8.kernels import triton_cast, triton_norm
 
-    return triton_fp8_cast, triton_fp8_norm
+    return triton_cast, triton_norm
 
 
 def reference_stats(x_RC: Tensor, norm: NormWeights) -> tuple[Tensor | None, Tensor]:

@@ -23,9 +23,8 @@ from torch.autograd.function import once_differentiable
 from bitplan.fp8.casts import FP8_DTYPES, CastPair, empty_scale, padded_tokens
 from bitplan.fp8.kernels.activation import RECIPE, activation_gradient, cast_activated
 from bitplan.fp8.layer_settings import GemmChoice
-from bitplan.fp8.layers.linear import Fp8Linear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 from bitplan.fp8.layers.linear_function import INPUT_TYPES, backward_shapes, define_layer_operator, forward_shapes
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.layers.products import (
     Fp8Settings,
     gradients_of,

@@ -41,9 +41,8 @@ from torch import Tensor, nn
 from bitplan.fp8.casts import CastPair, ScaledFp8
 from bitplan.fp8.layer_settings import Fp8LayerError
 from bitplan.fp8.layers.grouped_linear import GroupedLinear
-from bitplan.fp8.layers.linear import Fp8Linear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 from bitplan.fp8.layers.linear_function import run_linear
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.layers.scale_guesses import WEIGHT
 from bitplan.fp8.layers.weight_casts import derived_layouts
 from bitplan.fp8.layers.weight_source import Largest, WeightSource, shared_amax_cast
