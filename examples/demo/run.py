@@ -81,7 +81,7 @@ from bitplan.packed.crossover import (
 from bitplan.packed.language.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.packed.machine import examine_machine
 from bitplan.packed.products.fused import fused_for
-from bitplan.plan import Header, Manifest, Plan, check_headers
+from bitplan.plan import Manifest, Plan, check_headers
 from bitplan.report import TrainingLog, write_report
 from bitplan.searching.goal import Goal
 from bitplan.searching.run import SearchResult, search
@@ -463,7 +463,7 @@ def pack_by_plan(output: Path, plan: Plan, manifest: Manifest, step: int) -> lis
     source, packed = model_file(output, REFERENCE), model_file(output, PLAN)
     quantize_file(source, packed, plan, evidence=output / "evidence.safetensors")
     with open_tensors(packed) as file, open_tensors(source) as masters, DriftLog(output / "drift.jsonl") as log:
-        headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
+        headers = file.specs
         findings = check_headers(manifest, headers)
         if findings:
             raise StoreError(f"{packed}: is not what the manifest says: {findings[0].where}: {findings[0].message}")

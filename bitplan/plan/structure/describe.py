@@ -98,7 +98,7 @@ def scale_of_rows(table: nn.Module) -> float | None:
     import torch
 
     from bitplan.plan.structure.graph import CASTS, Graph
-    from bitplan.plan.structure.products import Products
+    from bitplan.plan.structure.recognise import Products
     from bitplan.plan.structure.recorder import record
 
     if type(table).forward is torch.nn.Embedding.forward:
@@ -285,15 +285,12 @@ def _beside_experts(recording: Recording, parts: Recogniser) -> str | None:
 
 def _is_made_of(graph: Graph, value: int, source: int) -> bool:
     """Whether a value is rows of another, in some order and type."""
-    waiting, done = [value], set[int]()
-    while waiting:
-        if (index := waiting.pop()) == source:
-            return True
-        step = graph.maker(index)
-        if index not in done and step is not None and step.name in _ROUTING_STEPS:
-            done.add(index)
-            waiting += step.inputs[:1]
-    return False
+    while value != source:
+        step = graph.maker(value)
+        if step is None or step.name not in _ROUTING_STEPS or not step.inputs:
+            return False
+        value = step.inputs[0]
+    return True
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -316,9 +313,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rec
 
 
 def _view(model: nn.Module, recording: Recording) -> ModelView:
-    from bitplan.plan.structure.blocks import find_stacks
     from bitplan.plan.structure.graph import Graph
-    from bitplan.plan.structure.recognise import Recogniser, describe_step
+    from bitplan.plan.structure.recognise import Recogniser, describe_step, find_stacks
     from bitplan.plan.structure.untouched import changes_of
 
     graph = Graph(recording)
