@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from bitplan.fp8.policy.policy import Question
-from bitplan.fp8.policy.vocabulary import Fp8Error, name_of_role
+from bitplan.fp8.policy.vocabulary import Fp8Error, kind_of, name_of_role
 from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 from bitplan.plan.names import ShellPatterns, without_expert
 from bitplan.plan.structure import activations
@@ -196,16 +196,14 @@ class _Finder:
         shape = (sum(features_of(linear)[0] for linear in linears), features_of(linears[0])[1])
         name = name_of_role(self.wiring.role(paths[0]), len(paths))
         norm = self._norm_before(paths)
-        kind = "column" if name in ("qkv", "fc1") else "row"
-        if norm is not None and norm.why is None:
-            kind = "layernorm_column"
+        taken = norm if norm is not None and norm.why is None else None
+        kind = kind_of(name, has_norm=taken is not None)
         obstacle = self._obstacle(paths)
         weight = f"{paths[0]}.weight"
         if without_expert(weight) != weight:
             obstacle = "an expert of its own: experts were measured as one grouped product"
         parent = paths[0].rpartition(".")[0]
         label = "+".join([paths[0], *(path.removeprefix(f"{parent}.") for path in paths[1:])])
-        taken = norm if norm is not None and norm.why is None else None
         apart = None if norm is None else norm.why
         return Site(label, self._part(paths[0]), kind, name, shape, paths, taken, obstacle=obstacle, apart=apart)
 

@@ -16,7 +16,7 @@ from typing import Any
 from bitplan.base.errors import did_you_mean
 from bitplan.fp8.policy.report import ROUTINGS, TIMINGS
 from bitplan.fp8.policy.vocabulary import DEFAULT_RECIPE, DEFAULT_THRESHOLD, PRECISIONS, Fp8Error
-from bitplan.fp8.recipes import RECIPES
+from bitplan.fp8.recipes import recipe_fault
 
 PREFIX = "TE_LAYER_PERF_"
 # LoongForge does not define its automatic sweep. Ours doubles from where FP8 rarely pays to where it nearly always
@@ -125,9 +125,8 @@ def _precisions(text: str, name: str) -> tuple[str, ...]:
 
 
 def _recipe(text: str, name: str) -> str:
-    if text not in RECIPES:
-        hint = did_you_mean(text, RECIPES)
-        raise BenchOptionsError(f"{name} must be one of {', '.join(RECIPES)}, got {text!r}{hint}")
+    if fault := recipe_fault(text, name):
+        raise BenchOptionsError(fault)
     return text
 
 

@@ -202,7 +202,7 @@ def cast_tokens(
 ) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
     """Tokens in the layouts asked for: [T, K] in the same order, and [K, P] padded per expert.
 
-    `guess`: a state of `fp8.guessed_cast` for these experts, which saves a tensorwise cast of bfloat16 on the GPU its
+    `guess`: a state of `guessed_cast` for these experts, which saves a tensorwise cast of bfloat16 on the GPU its
     second read; any other cast leaves it alone.
     """
     kind = scale_kind(recipe)

@@ -11,8 +11,8 @@ written. A plan holds what is the same for all casts of a shape: the kernel, how
 
 Codes and scales equal `bitplan.fp8.casts` bit for bit.
 
-    numbers   codes and scales           fast_tile      the cast of bfloat16 as words of two numbers
-    maxima    what scales come from      general_tile   the cast of everything else
+    triton_fp8_rounding   codes and scales           fast_tile      the cast of bfloat16 as words of two numbers
+    amax                  what scales come from      general_tile   the cast of everything else
 
 Legend: R rows, C columns of the matrix cast; "cols" is the layout of the transpose, [C, R].
 """

@@ -56,10 +56,10 @@ from bitplan.fp8.policy.vocabulary import (
     GEMMS,
     LOSE,
     MODULE,
-    NORM_KIND,
     PRODUCTS,
     UNDECIDED,
     UNMEASURED,
+    kind_of,
     name_of_role,
     shape_obstacle,
 )
@@ -277,8 +277,7 @@ def policy_choices(policy: Policy, view: ModelView, tokens: int, **more: Any) ->
         members = [uses[name] for name in together.get(weight, (weight,)) if name in uses]
         norm = view.norm_before(use.path)
         name = name_of_role(use.role, len(members))
-        kind = "column" if name in ("qkv", "fc1") else "row"
-        kind = NORM_KIND if norm is not None and norm.only_projections else kind
+        kind = kind_of(name, has_norm=norm is not None and norm.only_projections)
         shape = (sum(member.shape[0] for member in members), use.shape[1])
         question = Question(kind, tokens, name=name, shape=shape, **more)
         choice = choose_products(policy, asked_by_shape(policy, question))
