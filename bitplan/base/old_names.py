@@ -1,4 +1,4 @@
-"""Public names that had another place: they work for one release, with a warning that names the new one."""
+"""Public names and keywords that had another place: they work for one release, and a warning names the new one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import importlib
 import operator
 import sys
 import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 # old package: {new package: names}
 _MOVED = {
@@ -109,5 +114,37 @@ def add_old_parts() -> None:
         setattr(sys.modules["bitplan"], part, module)
 
 
+def keywords_in(kind: type) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """For a function whose keywords have become fields of `options`, a dataclass: it takes them still, and warns."""
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        @functools.wraps(function)
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            old = {one.name: kwargs.pop(one.name) for one in fields(kind) if one.name in kwargs}
+            if old:
+                shown = ", ".join(f"{name}=..." for name in old)
+                message = f"{function.__name__}({shown}) is {function.__name__}(options={kind.__name__}({shown})) now; "
+                warnings.warn(f"{message}the next version takes options alone", FutureWarning, stacklevel=2)
+                kwargs["options"] = replace(kwargs.get("options") or kind(), **old)  # type: ignore[type-var]
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def _name_of_old_part(package: str, name: str) -> Any:
     return old_name(package, name)
+
+
+def with_old_keywords(function: str, options: Any, old: Mapping[str, Any]) -> Any:
+    """A function's options with fields that were keywords of its own; each warns, and an unknown one is refused."""
+    for name in old:
+        if name not in {field.name for field in fields(options)}:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    if old:
+        kind = type(options).__name__
+        now = ", ".join(f"{name}={value!r}" for name, value in old.items())
+        message = f"{function}({now}) is {function}(options={kind}({now})) now; the next version refuses the first"
+        warnings.warn(message, FutureWarning, stacklevel=3)
+    return replace(options, **old)

@@ -20,9 +20,9 @@ thousands of strings and numbers, which as Python objects take ten times their b
 
 A model may be split over several files, `NAME-00001-of-00003.gguf`: naming any part opens all (`open_gguf`).
 llama.cpp's gguf-split writes into each part its number (`split.no`, from 0), the number of parts (`split.count`), and
-the number of tensors in all parts (`split.tensors.count`); the first part has the model's metadata. All of this is checked against
-the file names and the tensors, so that no incomplete model is read. Parts that bitplan wrote say in `split.run` what
-was written into all of them.
+the number of tensors in all parts (`split.tensors.count`); the first part has the model's metadata. All of this is
+checked against the file names and the tensors, so that no incomplete model is read. Parts that bitplan wrote say in
+`split.run` what was written into all of them.
 """
 
 from __future__ import annotations

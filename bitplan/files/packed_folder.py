@@ -8,7 +8,8 @@
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
 `quantization_config` is {"quant_method": "bitplan; ...", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
-"load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}.
+"load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}. transformers looks for weights
+in the file that `transformers_weights` names: it holds no file's name but what to import, and with our plug-in goes.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ _FILE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".onnx", ".
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
-# transformers without the plug-in points at this entry of config.json, and knows no more.
-_HINT = {"load_with": "import bitplan.transformers before from_pretrained, or bitplan.load_packed(folder)"}
+_HINT = "import bitplan.transformers before from_pretrained, or bitplan.load_packed(folder)"
+# transformers that does not know the method only warns of it, and goes on; where this is no file of weights, it stops
+# with these words at the end of its line.
+WEIGHTS_FILE = "transformers_weights"
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
 WriteShard = Callable[[Writer, Sequence[TensorSpec]], None]
 
@@ -192,20 +195,15 @@ def plan_digest(plan: Plan) -> str:
 
 def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without a word on how its folder was quantized, by whatever library."""
-    return {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    return {key: value for key, value in config.items() if key not in {*QUANTIZATION_KEYS, WEIGHTS_FILE}}
 
 
 def packed_config(config: Mapping[str, Any], plan: Plan, inputs: str | None = None) -> dict[str, Any]:
     """A model's config for the folder that holds it packed; `inputs`: the format that its layers round inputs to."""
-    settings = {
-        "quant_method": QUANT_METHOD,
-        "version": VERSION,
-        "plan": PLAN,
-        "plan_sha256": plan_digest(plan),
-        **_HINT,
-    }
+    settings = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan)}
+    settings["load_with"] = _HINT
     settings |= {} if inputs is None else {"inputs": inputs}
-    return {**unquantized_config(config), "quantization_config": settings}
+    return {**unquantized_config(config), "quantization_config": settings, WEIGHTS_FILE: f"packed by bitplan; {_HINT}"}
 
 
 def side_files(folder: Path) -> dict[str, Path]:

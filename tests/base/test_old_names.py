@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 
 import pytest
 
@@ -30,6 +31,27 @@ def test_an_old_name_is_the_new_one_and_warns(package: str, name: str, home: str
         value = getattr(importlib.import_module(package), name)
     assert value is getattr(importlib.import_module(home), name)
     assert warned[0].filename == __file__
+
+
+def test_keywords_that_became_options_still_count_and_warn() -> None:
+    @old_names.keywords_in(Options)
+    def act(what: str, *, options: Options | None = None) -> tuple[str, Options | None]:
+        return what, options
+
+    assert act("run") == ("run", None)
+    assert act("run", options=Options(depth=3)) == ("run", Options(depth=3))
+    says = r"act\(depth=\.\.\.\) is act\(options=Options\(depth=\.\.\.\)\) now"
+    with pytest.warns(FutureWarning, match=says) as warned:
+        assert act("run", depth=2) == ("run", Options(depth=2))  # type: ignore[call-arg]
+    with pytest.warns(FutureWarning, match=says):
+        assert act("run", depth=2, options=Options(width=4)) == ("run", Options(2, 4))  # type: ignore[call-arg]
+    assert warned[0].filename == __file__
+
+
+@dataclass(frozen=True)
+class Options:
+    depth: int = 1
+    width: int = 1
 
 
 def test_every_old_name_has_its_new_place() -> None:

@@ -29,6 +29,7 @@ from bitplan.files.packed_folder import (
     FolderContents,
     check_packed_output,
     cut_shards,
+    folder_inputs,
     is_packed_config,
     read_config,
     side_files,
@@ -42,6 +43,7 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
 from bitplan.formats.dtypes import dtype_name, wider_types
+from bitplan.formats.input_formats import input_format
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.structure.model_view import ModelView
@@ -71,12 +73,14 @@ class FolderSource:
     """A model, open for reading, its config without a word on how it was packed, and the plan for it.
 
     folder   where config and tokenizer lie
+    inputs   the format that its packed layers round their inputs to, if any
     """
 
     file: TensorFile
     folder: Path
     config: dict[str, Any]
     plan: Plan
+    inputs: str | None = None
 
     def format_of(self, name: str) -> tuple[Format | None, str]:
         """The format that the plan has for a tensor, None where it stays in its own type, and the reason."""
@@ -151,7 +155,8 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             substitutes=substitutes,
             how_to_fill=None,
         )
-    return FolderSource(file, folder, unquantized_config(config), plan)
+        inputs = folder_inputs(config) if request.inputs is None else input_format(request.inputs, "export")
+    return FolderSource(file, folder, unquantized_config(config), plan, inputs)
 
 
 def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[str]) -> WeightEvidence | None:

@@ -30,6 +30,7 @@ from bitplan.files.packed_folder import (
     QUANT_METHOD,
     QUANT_METHODS,
     VERSION,
+    WEIGHTS_FILE,
     check_packed_config,
     folder_inputs,
     read_config,
@@ -121,6 +122,14 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         self._device = device_of(next(iter(places)))
         return {"": self._device}
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The config without the words that stop a transformers which lacks this plug-in; they name no file."""
+        if hasattr(config, WEIGHTS_FILE):
+            delattr(config, WEIGHTS_FILE)
+        return config
+
+    update_tp_plan = update_attn_implementation  # what transformers calls with the config up to 5.17
 
     def _process_model_before_weight_loading(
         self, model: Any, *, checkpoint_files: list[str] | None = None, **_theirs: Any

@@ -42,7 +42,7 @@ def describe(model: nn.Module, example: Any = None) -> ModelView:
     from bitplan.plan.structure.recorder import NumbersNeededError
 
     if example is not None:
-        return _view(model, _run(model, *_arguments(example)))
+        return _view(model, _run(model, *arguments_of(example)))
     faults = []
     for args, kwargs in examples_for(model):
         try:
@@ -293,7 +293,8 @@ def _is_made_of(graph: Graph, value: int, source: int) -> bool:
     return True
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as a forward is called with it: a tensor, a tuple of arguments, or a mapping of keywords."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
