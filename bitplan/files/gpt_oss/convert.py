@@ -84,7 +84,7 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class Written:
-    """One tensor of the new file: `format` is a torch dtype's name or mxfp4."""
+    """A row of the report, as its JSON has it: one tensor of the new file, in a torch dtype or mxfp4."""
 
     name: str
     action: Action

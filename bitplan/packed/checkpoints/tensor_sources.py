@@ -36,7 +36,10 @@ MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A tensor of the file, and where its rows lie in the model's tensor: in which item of a stack, from which row."""
+    """A tensor of the file, and where its rows lie in the model's tensor: in which item of a stack, from which row.
+
+    It is a place and no record: `save_packed` needs it when the file, and with it the record, is gone.
+    """
 
     name: str
     shape: tuple[int, ...]
