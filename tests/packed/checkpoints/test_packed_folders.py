@@ -85,7 +85,7 @@ def packed(tmp_path_factory):
     (source / "tokenizer.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"pickles stay behind")
     quantize_files.quantize_file(
-        source, root / "packed", "int8_row", writing=quantize_files.WriteOptions(shard_bytes=40_000)
+        source, root / "packed", "int8_row", options=quantize_files.QuantizeOptions(shard_bytes=40_000)
     )
     return root / "packed"
 
@@ -97,7 +97,7 @@ def packed(tmp_path_factory):
 def test_logits_are_those_of_the_decoded_model_and_saving_gives_the_same_bytes(name, tmp_path):
     torch.manual_seed(0)
     source = save(MODELS[name](), tmp_path / "source")
-    with pytest.warns(FutureWarning, match=r"\(shard_bytes=\) is writing=WriteOptions\(shard_bytes=\) of"):
+    with pytest.warns(FutureWarning, match=r"is quantize_file\(options=QuantizeOptions\(shard_bytes=...\)\) now"):
         quantize_files.quantize_file(source, tmp_path / "packed", "mxfp4", shard_bytes=50_000)
     model, report = bitplan.load_packed(tmp_path / "packed")
     decoded = bitplan.load_packed(tmp_path / "packed", model=MODELS[name](), masters=True).model
