@@ -6,15 +6,14 @@ output takes its final name only when it is complete.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal
 
 from bitplan.base.errors import FormatError, StoreError
+from bitplan.base.old_names import keywords_in
 from bitplan.base.records import Closing, Stamps, require_unchanged, stamps_of
 from bitplan.files.headers import is_gguf, is_packed_by, plan_for_file, plan_of_stored
 from bitplan.files.input_statistics import EvidenceFile
@@ -63,7 +62,6 @@ WARN_SATURATED_SHARE = 0.05
 WARN_SQNR_DB = 10.0
 WARN_ZERO_SHARE = 0.6  # ternary absmean makes zeros of 31% of Gaussian weights
 NO_STATISTICS = "no statistics"
-P = ParamSpec("P")
 
 
 @dataclass
@@ -144,8 +142,9 @@ def _warning(fmt: str, rows: list[dict[str, Any]], lossy: list[dict[str, Any]]) 
 OnTensor = Callable[[TensorSpec], None]
 
 
-class WriteOptions(NamedTuple):
-    """How a quantized file is written.
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What few need of `quantize_file`.
 
     shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
     on_tensor    is called with every tensor of the source that is done
@@ -155,24 +154,7 @@ class WriteOptions(NamedTuple):
     on_tensor: OnTensor | None = None
 
 
-def _with_old_options(function: Callable[P, QuantizeReport]) -> Callable[P, QuantizeReport]:
-    """Fields of WriteOptions were keywords of their own: they work for one release, with a warning."""
-
-    @functools.wraps(function)
-    def quantize(*given: P.args, **options: P.kwargs) -> QuantizeReport:
-        if old := {name: options.pop(name) for name in WriteOptions._fields if name in options}:
-            warnings.warn(
-                f"quantize_file({next(iter(old))}=) is writing=WriteOptions({next(iter(old))}=) of bitplan.files now",
-                FutureWarning,
-                stacklevel=2,
-            )
-            options["writing"] = WriteOptions(**old)  # type: ignore[arg-type]
-        return function(*given, **options)
-
-    return quantize
-
-
-@_with_old_options
+@keywords_in(QuantizeOptions)
 def quantize_file(
     source: str | Path,
     output: str | Path,
@@ -186,7 +168,7 @@ def quantize_file(
     evidence: str | Path | None = None,
     inputs: str | None = None,
     force: bool = False,
-    writing: WriteOptions | None = None,
+    options: QuantizeOptions | None = None,
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or poly's JSON) to `output` in a format, or by a plan.
 
@@ -195,14 +177,14 @@ def quantize_file(
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
     inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.round_inputs`)
     force        replace an existing folder
-    writing      the size of a folder's files, and a function that sees every tensor that is done
+    options      the size of a folder's files, and a function that sees every tensor that is done
 
     The suffix of `output` says what is written; .gguf needs a GGUF source, whose names and metadata it keeps. Without a
     suffix `output` is a new folder: from a Hugging Face folder (one with config.json) a whole packed model, which
     `bitplan.load_packed` loads; from other sharded sources the same shards. Peak memory: the largest tensor in its old
     and its new form, and some megabytes.
     """
-    writing = writing or WriteOptions()
+    options = options or QuantizeOptions()
     if evidence is not None and scale_rule is not None:
         raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
     with Quantization(
@@ -215,9 +197,9 @@ def quantize_file(
         inputs=inputs,
         reads=[] if evidence is None else [Path(evidence)],
         force=force or container_for(output) is not None,
-        shard_bytes=writing.shard_bytes,
+        shard_bytes=options.shard_bytes,
     ) as prepared:
-        return prepared.write(evidence, scale_rule=scale_rule, nonfinite=nonfinite, on_tensor=writing.on_tensor)
+        return prepared.write(evidence, scale_rule=scale_rule, nonfinite=nonfinite, on_tensor=options.on_tensor)
 
 
 class Quantization(Closing):

@@ -19,7 +19,7 @@ from bitplan.files.compare import compare_files
 from bitplan.files.headers import plan_for_file
 from bitplan.files.models.save_load import load_model
 from bitplan.files.open_files import open_tensors, write_tensors
-from bitplan.files.quantize_files import WriteOptions, quantize_file
+from bitplan.files.quantize_files import QuantizeOptions, quantize_file
 from bitplan.files.safetensors import write_safetensors
 from bitplan.files.tensor_file import TensorSpec, spec_of
 from bitplan.formats import get_format
@@ -577,7 +577,7 @@ def test_an_input_that_is_written_to_meanwhile_is_refused(tmp_path, output, way)
             (folder / "model.safetensors").write_bytes(data)
 
     with pytest.raises(StoreError, match=r"in/model.safetensors: was changed while it was read.* nothing was written"):
-        quantize_file(folder, tmp_path / output, "int8", writing=WriteOptions(on_tensor=rewrite))
+        quantize_file(folder, tmp_path / output, "int8", options=QuantizeOptions(on_tensor=rewrite))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
