@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 VERBS: dict[str, tuple[Callable[..., Any] | typer.Typer, ...]] = {
-    "Measure": (quality.perplexity, files.compare, run_model.bench, fp8.fp8_app),
+    "Measure": (quality.judge, files.compare, run_model.bench, fp8.fp8_app),
     "Plan": (search.search, plan.plan, plan.explain, plan.diff, plan.check, plan.manifest_app),
     "Apply": (files.quantize, export.export, gpt_oss.gpt_oss_app),
     "Run": (run_model.generate,),
@@ -41,6 +41,7 @@ OLD_VERBS: dict[str, tuple[str, Callable[..., Any]]] = {
     "make-checkpoint": ("gpt-oss make", gpt_oss.make),
     "drift": ("compare --scales", files.drift),
     "formats": ("inspect", files.formats),
+    "perplexity": ("judge", quality.judge),
 }
 
 

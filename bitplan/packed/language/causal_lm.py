@@ -49,11 +49,12 @@ from bitplan.files.models.transformers_names import (
     silence_transformers,
 )
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import packed_experts, read_config
+from bitplan.files.packed_folder import folder_inputs, is_model_folder, packed_experts, read_config
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
-from bitplan.packed.language.perplexity import LateLogits, windows_of
+from bitplan.formats import get_format
+from bitplan.packed.language.perplexity import LateLogits, round_linear_inputs, windows_of
 
 # ---- gguf reader -----------------------------------------------------------------------------------------------------
 
@@ -111,6 +112,10 @@ class CausalLM:
 
     def __call__(self, ids: Tensor) -> Tensor:
         return logits_of(self.model, ids)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> CausalLM:
+        """The same model, moved."""
+        return replace(self, model=self.model.to(device, dtype))
 
     @property
     def head(self) -> nn.Module:
@@ -222,7 +227,7 @@ def late_logits_of(model: nn.Module) -> Callable[[Tensor], Tensor | LateLogits]:
 
         return LateLogits(seen[0][0], ids, last.shape[-1], head)
 
-    ids = torch.arange(1, 9)[None]
+    ids = torch.arange(1, 9, device=next(model.parameters()).device)[None]
     with torch.no_grad():
         pieces, expected = late(ids), whole(ids)[0]
         if not isinstance(pieces, LateLogits):
@@ -317,7 +322,16 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
     numbers |= {alias: numbers[name] for alias, name in file.tied.items()}
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # the tensors were decoded
-    return model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
+    model = model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
+    inputs = folder_inputs(read_config(file.folder)) if is_model_folder(file.folder) else None
+    if inputs is not None:  # as its packed layers do
+        round_linear_inputs(model, inputs, keep={name for name in numbers if not _is_rounded(file, name)})
+    return model
+
+
+def _is_rounded(file: TensorFile, name: str) -> bool:
+    spec = file.spec(file.tied.get(name, name))
+    return spec.encoded and not get_format(spec.format).is_cast
 
 
 def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:

@@ -90,6 +90,7 @@ def _rounded(output: Any, dtype: torch.dtype) -> Any:
 # ---- estimates -------------------------------------------------------------------------------------------------------
 
 
+FEWEST_CLUSTERS = 6  # of fewer the spread is a guess, and two give intervals 13 standard errors wide
 _Z = 1.959963984540054  # 97.5% of the normal distribution
 _T_975 = (12.706204736432095, 4.302652729696142)  # one and two degrees of freedom, where the series below is poor
 
@@ -104,14 +105,15 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% confidence interval."""
-        if self.standard_error is None:
+        """The 95% confidence interval; None where clusters are too few to say one."""
+        if self.standard_error is None or self.clusters < FEWEST_CLUSTERS:
             return None
         half = student_t_975(self.clusters - 1) * self.standard_error
         return self.mean - half, self.mean + half
 
     def to_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean, "standard_error": self.standard_error}
+        interval = self.interval
+        return {"mean": self.mean, "standard_error": self.standard_error, "interval": interval and list(interval)}
 
 
 def clustered_mean(sums: Sequence[float], counts: Sequence[int]) -> Estimate:

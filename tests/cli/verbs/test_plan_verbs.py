@@ -145,7 +145,7 @@ def test_a_changed_byte_of_a_file_alone_is_found_by_its_checksum(tmp_path, capsy
         ["quantize", "LLAMA", "out.safetensors", "--plan", "/dev/zero"],
         ["quantize", "LLAMA", "out.safetensors", "--manifest", "/dev/zero"],
         ["quantize", "LLAMA", "out.safetensors", "--format", "int8_row", "--text", "/dev/zero"],
-        ["perplexity", ".", "--text", "/dev/zero"],
+        ["judge", ".", "--text", "/dev/zero"],
         ["search", ".", "--text", "/dev/zero", "--bits", "4"],
         ["fp8", "explain", "/dev/zero", "--kind", "column", "--tokens", "5"],
         ["fp8", "merge", "--reports", "/dev/zero", "-o", "policy.json"],

@@ -247,7 +247,7 @@ def test_measuring_does_not_load_transformers(tmp_path):
         "import sys\n"
         "for name in [name for name in sys.modules if name.partition('.')[0] in ('bitplan', 'transformers')]:\n"
         "    del sys.modules[name]\n"
-        "import bitplan.packed.language.causal_lm, bitplan.cli.measure_formats\n"
+        "import bitplan.packed.language.causal_lm, bitplan.packed.language.compare_on_text\n"
         "assert 'transformers' not in sys.modules"
     )
     program = Program(code, folder=tmp_path)
