@@ -35,7 +35,14 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import atomic_file
-from bitplan.files.tensor_bytes import ContainerFile, Payload, PayloadWriter, TensorSpec, parse_checksums
+from bitplan.files.tensor_bytes import (
+    CERTIFICATE,
+    ContainerFile,
+    Payload,
+    PayloadWriter,
+    TensorSpec,
+    parse_checksums,
+)
 from bitplan.formats.dtypes import torch_dtype
 
 if TYPE_CHECKING:
@@ -191,6 +198,8 @@ class GGUFFile(ContainerFile[GGUFTensor]):
         infos = [header.tensor_info() for _ in range(tensor_count)]
         self.tensors = self._place(infos, first=header.position + -header.position % self.alignment)
         self.checksums = self._read_checksums(start, header.position)
+        said = self.metadata.pop(CERTIFICATE, None)
+        self.certificate = None if said is None else str(said.value)
 
     def _read_checksums(self, start: int, stop: int) -> dict[str, int]:
         """Those that the metadata have for this list of tensors, which lies at these bytes of the header."""
@@ -491,6 +500,7 @@ def write_gguf(
         writer.finish()
         if checksums:
             writer.fill_checksums(head[-1][: len(head[-1]) - 8 * len(entries)])
+        writer.seal()
 
 
 def _pack_entry(key: str, value: GGUFValue, path: str | Path) -> bytes:

@@ -32,6 +32,7 @@ class SplitGGUF(GGUFFile):
         first = parts[0]
         self.path, self.version, self.alignment = first.path, first.version, first.alignment
         self.metadata = {key: value for key, value in first.metadata.items() if not key.startswith(_SPLIT)}
+        self.certificate = None  # parts are written without
         self._opened = parts
         self._part_of: dict[str, GGUFFile] = {}
         for part in parts:

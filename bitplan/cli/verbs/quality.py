@@ -197,4 +197,4 @@ def _figure(estimate: Estimate, style: str) -> str:
 
 
 def _interval(interval: tuple[float, float] | None, style: str) -> str:
-    return "too few windows" if interval is None else f"{interval[0]:{style}}..{interval[1]:{style}}"
+    return "too little text" if interval is None else f"{interval[0]:{style}}..{interval[1]:{style}}"

@@ -95,8 +95,7 @@ def test_a_model_of_any_kind_is_itself_on_either_side(models):
         assert row.quality.perplexity == pytest.approx(seen[row.label].perplexity, rel=1e-9)
         against = row.quality.against
         assert 0 < against.kl.mean < 0.2
-        low, high = against.kl.interval
-        assert 0 < low < against.kl.mean < high
+        assert against.kl.interval is None  # 128 tokens
         difference = row.quality.nll.mean - result.reference_row.quality.nll.mean
         assert against.nll_difference.mean == pytest.approx(difference, abs=1e-12)
     gptq, awq = results[4].reference_row.quality, results[5].reference_row.quality
