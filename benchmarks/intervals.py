@@ -2,8 +2,8 @@
 
 python benchmarks/intervals.py --model FOLDER --text valid.txt --text wikitext2_valid.txt
 
-A model in a format is measured against itself on the first windows of each text. Then, 100 times for each length, one
-run of neighbouring windows stands for the text that a certificate is of, and another run, which shares none with it, for
+A model in a format is measured against itself on the first windows of each text. Then, 100 times for each length, a
+run of neighbouring windows stands for the text that a certificate is of, and another, which shares none with it, for
 the text of whoever verifies it: is the second's KL within the first's interval, widened for the second's own error?
 Sums of windows that were measured before, in the result file, are not measured again.
 """
@@ -26,7 +26,7 @@ from bitplan.packed.language.compare_on_text import morphed_twin, plan_for_model
 from bitplan.packed.language.perplexity import clustered_mean, measure_perplexity
 
 CONTEXT, FORMAT = 128, "mxfp4"
-DRAWS, LENGTHS = 100, (24, 32, 48, 64, 96)
+DRAWS, LENGTHS = 100, (32, 48, 64, 96)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ A bitplan safetensors file keeps a packed tensor's codes under its own name and 
 of size 1: a program that knows nothing of bitplan then refuses them, and does not take them for numbers. The metadata
 key `bitplan` holds `{"version": 1, "tensors": {NAME: {"format": F, "shape": [...]}}, "tied": {NAME: NAME}}`, and
 `bitplan_crc32` the
-checksums of all tensors, which `bitplan check --deep` verifies; files of earlier versions have none.
+checksums of all tensors, which `bitplan verify` verifies; files of earlier versions have none.
 """
 
 from __future__ import annotations

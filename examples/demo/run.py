@@ -8,7 +8,7 @@ Prints the demo's results: a short table for each part, and one line of explanat
 
 The demo's second and third part: what formats do to each layer's output, and a search for the best plan of a size.
 
-The manifest is the plan as rules, for `bitplan plan` and `bitplan check`.
+The manifest is the plan as rules, for `bitplan plan` and `bitplan verify`.
 
 The demo's fourth part: the model saved by its plan and in single formats, loaded again, and measured.
 
@@ -736,7 +736,7 @@ def show_gpu(gpu: str, fp8: Sequence[Mapping[str, Any]], fused: Sequence[Mapping
 def say_end(output: Path) -> None:
     begin(f"files:  {output}/ (manifest.json, plan.json, model.plan.safetensors, demo.json and the records)")
     say(f"next:   bitplan inspect {output}/model.plan.safetensors", divided=False)
-    say(f"        bitplan check {output}/manifest.json {output}/model.plan.safetensors", divided=False)
+    say(f"        bitplan verify {output}/manifest.json {output}/model.plan.safetensors", divided=False)
     say(f"        bitplan inspect {output}/model.float32.safetensors --tensor blocks.0.up.weight", divided=False)
     say(f"report: {output}/report.html")
 

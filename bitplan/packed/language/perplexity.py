@@ -92,7 +92,7 @@ def _rounded(output: Any, dtype: torch.dtype) -> Any:
 # then they hold what a fresh text of the same kind gives in 93% of cases or more (benchmarks/intervals.py).
 BLOCK_TOKENS, WIDENED = 512, 1.5
 _NEARLY = 0.95  # a window of 512 tokens scores 511: its first is context
-FEWEST_BLOCKS = 6  # of fewer the spread is a guess, and two give intervals 13 standard errors wide
+FEWEST_BLOCKS = 8  # of fewer the spread is a guess, and two give intervals 13 standard errors wide
 _Z = 1.959963984540054  # 97.5% of the normal distribution
 _T_975 = (12.706204736432095, 4.302652729696142)  # one and two degrees of freedom, where the series below is poor
 

@@ -106,7 +106,7 @@ def test_gpt_oss_in_gguf_is_checked_by_the_same_manifest(gpt_oss, capsys):
 
 def test_check_of_a_file_alone_names_a_command_that_works(llama, capsys):
     assert run(["check", llama]) == 2
-    assert f"(`bitplan manifest show` lists them), as in `bitplan check llama {llama}`" in capsys.readouterr().err
+    assert f"(`bitplan manifest show` lists them), as in `bitplan verify llama {llama}`" in capsys.readouterr().err
     assert run(["check", "llama", llama]) == run(["manifest", "show"]) == 0
     assert capsys.readouterr().out.splitlines()[-9:-5] == ["bert", "gemma", "gpt-oss", "llama"]
     assert run(["manifest", "show", "--json"]) == 0
