@@ -94,6 +94,24 @@ def search_facts(path: Path) -> dict[str, Any] | None:
     }
 
 
+def evidence_of_search(plan: Path) -> Path | None:
+    """The statistics of a search whose folder is given as a plan; None for a plan's own file."""
+    path = plan / "evidence.safetensors"
+    return path if plan.is_dir() and search_folder(plan) is not None and path.is_file() else None
+
+
+def proven_otherwise(plan: Path) -> str | None:
+    """A warning for a plan that is applied without the statistics that it was proven with; None for other plans."""
+    facts = search_facts(plan)
+    if facts is None or facts["nearest"] is None:
+        return None
+    folder = plan if plan.is_dir() else plan.parent
+    return (
+        f"{plan}: the plan was proven with statistics of its text, KL {facts['measured']['kl']:.4g}, and without them "
+        f"it has {facts['nearest']['kl']:.4g} on the same text; `bitplan quantize --plan {folder}` takes them along"
+    )
+
+
 def has_formats_of(plan: Plan, other: Plan) -> bool:
     """Whether a plan gives every weight the format that another one does; tensors that stay may be in other types."""
     packed = {name: entry.choice.format for name, entry in other.entries.items() if entry.stored is None}

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bitplan.base.hardware import hardware
 from bitplan.base.records import write_json
 from bitplan.files.engines.gguf_source import is_folder_like
 from bitplan.files.headers import is_gguf
@@ -76,6 +77,7 @@ class SearchResult:
     noise_floor: Quality
     corrections: int
     unmeasured: list[RivalPlan] = field(default_factory=list)  # rivals that are predicted to lose
+    nearest: Quality | None = None  # the plan without the statistics that its weights were rounded by
     times: BlockTimes | None = None  # with a speed goal: a whole block by the plan
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # of each phase: wall, cpu
 
@@ -160,6 +162,7 @@ class SearchResult:
             "corrections": self.corrections,
             **({} if self.times is None else {"block_times": self.times.to_dict()}),
             "plan": self.winner.to_dict(evidence),
+            "nearest": None if self.nearest is None else summary_of(self.nearest),
             "lost": self.lost,
             "why_lost": self.why_lost,
             "missed_goal": self.missed_goal,
@@ -172,6 +175,7 @@ class SearchResult:
             "uniform": [_predicted(evidence, each) for each in uniform_plans(evidence)],
             "heat": _heat(evidence, self.winner.choice),
             "seconds": self.seconds,
+            "machine": hardware(),
         }
 
     def save(self, folder: Path) -> None:
@@ -427,14 +431,18 @@ class Searcher:
         every = rivals_of(evidence, solution.nbytes)
         rivals = [each for each in every if self.all_rivals or may_win(evidence, each, solution.choice, error)]
         self.judge.prepare(evidence, [solution.choice, *(rival.choice for rival in rivals)], self.stage)
-        with self.stage("proving", len(self.text.proof) * (1 + len(rivals))) as advance:
+        with self.stage("proving", len(self.text.proof) * (2 + len(rivals))) as advance:
 
             def measured(rival: RivalPlan) -> MeasuredPlan:
                 return self.judge.measured(evidence, rival, lambda count: advance(count, rival.label))
 
             plan = measured(RivalPlan("searched plan", "plan", solution.choice))
             others = [measured(rival) for rival in rivals]
-        winner = best_of(evidence, goal, plan, others, by_gradients=self.gradients is not None)
+            winner = best_of(evidence, goal, plan, others, by_gradients=self.gradients is not None)
+            label = f"{winner.label}, without statistics"
+            nearest = self.judge.measure(
+                evidence, winner.choice, label, lambda count: advance(count, label), nearest=True
+            )
         return SearchResult(
             explain_plan(evidence, winner.choice, rows=goal.rows if goal.faster is not None else None),
             evidence,
@@ -447,6 +455,7 @@ class Searcher:
             floor,
             corrections,
             [each for each in every if each not in rivals],
+            nearest,
         )
 
     def _confirm_speed(
