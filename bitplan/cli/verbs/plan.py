@@ -122,7 +122,7 @@ def _checked(arguments: list[str], deep: bool) -> CheckedTensors:
     """What is wrong with the tensors of a checkpoint, by its headers, or with `deep` by its numbers as well."""
     from bitplan.files.open_files import open_tensors
     from bitplan.files.packed_folder import plan_findings, read_config, read_packed_plan
-    from bitplan.plan import Header, check_headers, open_manifest
+    from bitplan.plan import check_headers, open_manifest
     from bitplan.plan.check_manifest import CAST
 
     if len(arguments) > 2:
@@ -145,7 +145,7 @@ def _checked(arguments: list[str], deep: bool) -> CheckedTensors:
         else:
             under = ""
     with open_tensors(checkpoint) as file:
-        headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
+        headers = file.specs
         problems: list[Finding] = []
         if rules is not None:
             problems = check_headers(rules, headers)
