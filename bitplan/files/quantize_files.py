@@ -215,7 +215,7 @@ def quantize_file(
         only=only,
         pad=pad,
         inputs=inputs,
-        reads=[] if evidence is None else [Path(evidence)],
+        reads=[] if evidence is None else [evidence_file(evidence)],
         force=force or container_for(output) is not None,
         shard_bytes=writing.shard_bytes,
     ) as prepared:

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from bitplan.searching.evidence import SearchEvidence as SearchEvidence
     from bitplan.searching.explain import explain_plan as explain_plan
     from bitplan.searching.goal import Goal as Goal
-    from bitplan.searching.run import Searcher as Searcher, SearchResult as SearchResult, search as search
+    from bitplan.searching.run import (
+        Searcher as Searcher,
+        SearchOptions as SearchOptions,
+        SearchResult as SearchResult,
+        search as search,
+    )
     from bitplan.searching.solver import Solution as Solution, solve as solve
     from bitplan.searching.verify import verify_model as verify_model
 

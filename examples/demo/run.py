@@ -84,7 +84,7 @@ from bitplan.packed.products.fused import fused_for
 from bitplan.plan import Manifest, Plan, check_headers
 from bitplan.report import TrainingLog, write_report
 from bitplan.searching.goal import Goal
-from bitplan.searching.run import SearchResult, search
+from bitplan.searching.run import SearchOptions, SearchResult, search
 from bitplan.streaming.selective.calibration import CalibrationResult
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.decide import Hints
@@ -574,9 +574,8 @@ def find_plan(model: nn.Module, windows: Tensor, held_out: Tensor, output: Path,
         goal=GOAL,
         held_out=list(held_out),
         formats=CANDIDATES,
-        windows=count,
         out=output,
-        stage=lambda what, total: progress(f"3/6 {what}", total),
+        options=SearchOptions(windows=count, stage=lambda what, total: progress(f"3/6 {what}", total)),
     )
 
 

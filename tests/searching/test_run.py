@@ -481,3 +481,11 @@ def test_products_of_all_pairs_of_columns_are_computed_once(columns):
         add_upper_products(found, part)
     every = rows.reshape(-1, columns).double()
     torch.testing.assert_close(mirror(found).double(), every.T @ every, rtol=1e-5, atol=1e-4)
+
+
+def test_keywords_that_are_options_now_work_with_a_warning(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(runner, "prepare", lambda *_given, **options: seen.update(options) or 1 / 0)
+    with pytest.warns(FutureWarning, match="options=SearchOptions"), pytest.raises(ZeroDivisionError):
+        bitplan.search(tiny_llama(), tokens(4), goal={"bits": 9.0}, windows=7, device="cpu")
+    assert (seen["windows"], seen["device"]) == (7, "cpu")
