@@ -42,7 +42,7 @@ from bitplan.base.optional import remote_code_allowed, require
 from bitplan.files.engines.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.files.headers import check_model_source, is_gguf
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import folder_inputs, is_model_folder, packed_experts, read_config
+from bitplan.files.packed_folder import WEIGHTS_FILE, folder_inputs, is_model_folder, packed_experts, read_config
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
@@ -320,8 +320,9 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
         name: file.read_float(name).transpose(1, 2) if name in turned else file.read_float(name) for name in file.specs
     }
     numbers |= {alias: numbers[name] for alias, name in file.tied.items()}
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # the tensors were decoded
+    for key in ("quantization_config", WEIGHTS_FILE):  # the tensors were decoded
+        if getattr(config, key, None) is not None:
+            delattr(config, key)
     model = model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
     inputs = folder_inputs(read_config(file.folder)) if is_model_folder(file.folder) else None
     if inputs is not None:  # as its packed layers do

@@ -88,11 +88,11 @@ def test_a_limit_below_one_window_is_refused():
 
 @pytest.mark.parametrize("batch", [1, 3, 100])
 def test_perplexity_is_that_of_the_table(batch):
-    probabilities, windows = table(1), windows_of(some_ids(4003), 20)
+    probabilities, windows = table(1), windows_of(some_ids(8003), 20)
     result = measure_perplexity(bigram(probabilities), windows, batch=batch)
     expected = [-math.log(probabilities[a, b]) for a, b in pairs_of(windows)]
-    assert result.tokens == len(expected) == 200 * 19 + 2
-    assert result.windows == 201
+    assert result.tokens == len(expected) == 400 * 19 + 2
+    assert result.windows == 401
     assert result.nll.mean == pytest.approx(sum(expected) / len(expected), rel=1e-13)
     assert result.perplexity == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-13)
     low, high = result.interval
