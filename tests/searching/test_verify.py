@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from bitplan import open_tensors
 from bitplan.base.errors import BitplanError
 from bitplan.cli import run
 from bitplan.files.certificate import CARD, EVIDENCE_FILE, read_certificate
+from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
 from bitplan.files.quantize_files import quantize_file
 from bitplan.searching.goal import SearchError
 from bitplan.searching.verify import verify_model
@@ -147,6 +149,19 @@ def test_a_card_that_somebody_wrote_stays(written, tmp_path):
     assert (out / CARD).read_text() == "# Mine\n"
     assert CARD not in json.loads((out / EVIDENCE_FILE).read_text())["files"]
     assert verify_model(out).findings == []
+
+
+def test_an_exported_gguf_file_has_a_certificate_and_parts_have_none(written, tmp_path):
+    export_model(written / "llama", tmp_path / "out.gguf", "gguf", "q8_0_gguf")
+    result = verify_model(tmp_path / "out.gguf", source=written / "llama")
+    assert result.findings == []
+    assert "every byte is as it was written" in result.held
+    request = ExportRequest(written / "llama", tmp_path / "part.gguf", "q8_0_gguf", part_bytes=2**20)
+    with closing(prepare_export(request, "gguf")) as prepared:
+        prepared.write()
+    assert verify_model(prepared.report.files[0]).held == [
+        "it has no certificate: another program wrote it, or an earlier bitplan"
+    ]
 
 
 def test_a_certificate_is_not_copied_into_another_file(written, tmp_path):
