@@ -85,7 +85,7 @@ def judge(
     from bitplan.files.open_files import open_tensors
     from bitplan.formats import get_format
     from bitplan.formats.input_formats import input_format
-    from bitplan.plan import Plan, open_manifest
+    from bitplan.plan import Manifest, Plan, open_manifest
 
     # Refuse all that can be refused before torch is imported and minutes are spent.
     if text is None:
@@ -114,7 +114,8 @@ def judge(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    kept, rules = tuple(keep or ()), [*manifests, *plans]
+    kept = tuple(keep or ())
+    rules: list[tuple[str, Manifest | Plan]] = [*manifests, *plans]
     with ExitStack() as shown:
         reading = shown.enter_context(ExitStack())
         reading.enter_context(progress("reading", 1))

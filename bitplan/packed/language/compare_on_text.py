@@ -138,7 +138,7 @@ def compare_on_text(
         require_same_tokens(second, first, text)
     windows = second.windows(text, context)
     windows = windows if given.tokens is None else spread_windows(windows, given.tokens)
-    jobs = [] if candidate is None and rounded is None else [(Path(second.where).name, None, None, None)]
+    jobs: list[_Job] = [] if candidate is None and rounded is None else [(Path(second.where).name, None, None, None)]
     jobs += [_job(second, variant) for variant in variants]
     for _, formats, rule, pad in jobs:  # refuse what a format cannot hold before anything is measured
         morphed_twin(second, formats, scale_rule=rule, pad=pad)
@@ -175,7 +175,11 @@ def _load_pair(reference: Path, candidate: Path, config: str | Path | None) -> l
     return [load_causal_lm(reference, config=None if has_own else config), load_causal_lm(candidate, config=config)]
 
 
-def _job(second: CausalLM, variant: Variant) -> tuple[str, Plan | None, ScaleRule | None, Literal["zero"] | None]:
+# A label, the plan of what is measured under it, and how its scales and filling are chosen.
+_Job = tuple[str, Plan | None, ScaleRule | None, Literal["zero"] | None]
+
+
+def _job(second: CausalLM, variant: Variant) -> _Job:
     """A variant's plan for the model's own parameters, and how it is applied."""
     formats, pad = variant.formats, variant.pad
     one = get_format(formats) if isinstance(formats, str) else formats
