@@ -6,6 +6,7 @@ output takes its final name only when it is complete.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bitplan.base.errors import FormatError, StoreError
 from bitplan.base.old_names import keywords_in
 from bitplan.base.records import Closing, Stamps, require_unchanged, stamps_of
+from bitplan.files.certificate import certificate_of, model_card
 from bitplan.files.headers import is_gguf, is_packed_by, plan_for_file, plan_of_stored
 from bitplan.files.input_statistics import EvidenceFile
 from bitplan.files.open_files import container_for, open_tensors, require_container
@@ -33,7 +35,7 @@ from bitplan.files.packed_folder import (
     without_packed_layer,
     write_packed_folder,
 )
-from bitplan.files.round_with_evidence import WeightEvidence, evidence_for, open_evidence
+from bitplan.files.round_with_evidence import WeightEvidence, evidence_file, evidence_for, open_evidence
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
@@ -195,7 +197,7 @@ def quantize_file(
         only=only,
         pad=pad,
         inputs=inputs,
-        reads=[] if evidence is None else [Path(evidence)],
+        reads=[] if evidence is None else [evidence_file(evidence)],
         force=force or container_for(output) is not None,
         shard_bytes=options.shard_bytes,
     ) as prepared:
@@ -287,19 +289,32 @@ class Quantization(Closing):
                 packed = (name for name in self._file.specs if not get_format(self.plan[name].format).is_cast)
                 self._evidence.require_use(packed)
                 self.report.notes += self._evidence.notes
-            stamps = {**self._stamps, **stamps_of([] if evidence is None else [Path(evidence)])}
-            if self._contents is not None:
-                contents = replace(self._contents, inputs=stamps)
+            used = None if evidence is None else evidence_file(evidence)
+            stamps = {**self._stamps, **stamps_of([] if used is None else [used])}
+            source, contents = Path(self.report.source), self._contents
+            certificate = certificate_of(
+                self.plan,
+                source,
+                self._file.files,
+                evidence=used,
+                scale_rule=scale_rule,
+                holds_plan=contents is None or contents.plan is None,
+            )
+            if contents is not None:
+                has_card = contents.plan is not None and contents.config is not None
+                card = model_card(self.plan, certificate, source, contents.config or {}) if has_card else None
+                contents = replace(contents, inputs=stamps, certificate=certificate, card=card)
                 write_packed_folder(self._output, contents, self._write_each, force=self._force)
             else:
-                self._write_file(stamps)
+                self._write_file(stamps, json.dumps(certificate, separators=(",", ":")))
         return self.report
 
-    def _write_file(self, stamps: Stamps) -> None:
+    def _write_file(self, stamps: Stamps, certificate: str) -> None:
         file, container = self._file, require_container(self._output)
         tied = file.tied if container.holds_ties else {}
         outputs = self._outputs([*file.specs, *(file.tied if not tied else ())])
-        metadata = file.metadata if isinstance(file, container.file_type) else {}
+        metadata = dict(file.metadata) if isinstance(file, container.file_type) else {}
+        metadata |= container.certificate_entry(certificate)
         with container.write(self._output, outputs, metadata, tied) as writer:
             self._write_each(writer, outputs)
             require_unchanged(stamps)
