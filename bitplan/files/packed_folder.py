@@ -100,8 +100,8 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.ind
 _ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
 _HINT = "import bitplan.transformers before from_pretrained, or bitplan.load_packed(folder)"
-# transformers that does not know the method only warns of it, and goes on; where this is no file of weights, it stops
-# with these words at the end of its line.
+# transformers that does not know the method only warns of it, and goes on; where WEIGHTS_FILE names no file, it stops
+# with the words that stand there at the end of its line.
 WEIGHTS_FILE = "transformers_weights"
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
 WriteShard = Callable[[Writer, Sequence[Promise]], None]

@@ -37,7 +37,12 @@ from bitplan.files.describe_files import model_class
 from bitplan.files.engines.gguf_source import GGUFModel
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.models.save_load import fill_model
-from bitplan.files.models.transformers_names import foreign_faults, read_generation_config, silence_transformers
+from bitplan.files.models.transformers_names import (
+    foreign_faults,
+    forget_weights_file,
+    read_generation_config,
+    silence_transformers,
+)
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, read_config, read_packed_plan
 from bitplan.files.schemes.tensors import SchemeTensors
@@ -318,6 +323,7 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
             loaded = transformers.AutoConfig.from_pretrained(str(folder), **allowed)
             if hasattr(loaded, "quantization_config"):
                 del loaded.quantization_config  # bitplan loads the weights, not a quantizer of transformers
+            forget_weights_file(loaded)
             kind = model_class(folder, loaded)
             wanted = dtype or _stored_type(config)
             with torch.device("meta"), initialization.no_tie_weights():

@@ -24,13 +24,13 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bitplan.base.errors import StoreError
+from bitplan.files.models.transformers_names import forget_weights_file
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import (
     PLAN,
     QUANT_METHOD,
     QUANT_METHODS,
     VERSION,
-    WEIGHTS_FILE,
     check_packed_config,
     folder_inputs,
     read_config,
@@ -125,9 +125,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_attn_implementation(self, config: Any) -> Any:
         """The config without the words that stop a transformers which lacks this plug-in; they name no file."""
-        if hasattr(config, WEIGHTS_FILE):
-            delattr(config, WEIGHTS_FILE)
-        return config
+        return forget_weights_file(config)
 
     update_tp_plan = update_attn_implementation  # what transformers calls with the config up to 5.17
 
