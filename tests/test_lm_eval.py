@@ -1,4 +1,4 @@
-"""Packed folders in lm-eval answer as the decoded model does; `make test-engines` has lm-eval, most machines have not."""
+"""Packed folders in lm-eval answer as the decoded model does; where lm_eval is not installed, this is skipped."""
 
 from __future__ import annotations
 
