@@ -32,7 +32,7 @@ from bitplan.base.records import on_failure
 from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
 from bitplan.files.engines.kernels import Engine, get_engine
 from bitplan.files.engines.targets import EXPERT, ExportRequest
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
 
@@ -168,21 +168,23 @@ def _check_kernels(
             )
 
 
-def promises(name: str, shape: tuple[int, ...], fmt: Format, schemes: Mapping[str, Scheme] = SCHEMES) -> list[Promise]:
+def promises(
+    name: str, shape: tuple[int, ...], fmt: Format, schemes: Mapping[str, Scheme] = SCHEMES
+) -> list[TensorSpec]:
     parts = fmt.part_shapes(shape)
     (data_dtype, data_shape), (scale_dtype, scale_shape) = parts["data"], parts["scales"]
-    scales = Promise(f"{name}_scale", scale_shape, None, scale_dtype)
+    scales = TensorSpec.of(f"{name}_scale", scale_shape, None, scale_dtype)
     container = schemes[fmt.name].container
     if container == _PACKED:
         width = data_shape[-1] * data_dtype.itemsize // 4
-        packed = Promise(f"{name}_packed", (*data_shape[:-1], width), None, torch.int32)
-        return [packed, scales, Promise(f"{name}_shape", (2,), None, torch.int64)]
+        packed = TensorSpec.of(f"{name}_packed", (*data_shape[:-1], width), None, torch.int32)
+        return [packed, scales, TensorSpec.of(f"{name}_shape", (2,), None, torch.int64)]
     if container == _MXFP4:
-        return [Promise(f"{name}_packed", data_shape, None, data_dtype), scales]
+        return [TensorSpec.of(f"{name}_packed", data_shape, None, data_dtype), scales]
     if container == _NVFP4:
-        base = Promise(f"{name}_global_scale", (1,), None, torch.float32)
-        return [base, Promise(f"{name}_packed", data_shape, None, data_dtype), scales]
-    return [Promise(name, data_shape, None, data_dtype), scales]
+        base = TensorSpec.of(f"{name}_global_scale", (1,), None, torch.float32)
+        return [base, TensorSpec.of(f"{name}_packed", data_shape, None, data_dtype), scales]
+    return [TensorSpec.of(name, data_shape, None, data_dtype), scales]
 
 
 def _pack(schemes: Mapping[str, Scheme], encoded: Encoded, where: str) -> list[Tensor]:

@@ -28,7 +28,7 @@ from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
 from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
 from bitplan.files.engines.targets import EXPERT, ExportRequest
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
 
@@ -106,7 +106,7 @@ def _layer(source: FolderSource, name: str) -> OutputLayer:
     return OutputLayer((name,), fmt, reason, _promises(name, spec.shape, fmt))
 
 
-def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[Promise, ...]:
+def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpec, ...]:
     module, _, own = name.rpartition(".")
     parts = fmt.part_shapes(shape)
     codes = (shape, torch.int8) if fmt.name in _GROUPS else (parts["data"][1], parts["data"][0])
@@ -116,7 +116,7 @@ def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[Promise, 
         found["zero_point"] = (scale_shape, torch.int8)
     if fmt.name == "nvfp4":
         found["per_tensor_scale"] = ((), torch.float32)
-    return tuple(Promise(f"{module}._{own}_{part}", size, None, dtype) for part, (size, dtype) in found.items())
+    return tuple(TensorSpec.of(f"{module}._{own}_{part}", size, None, dtype) for part, (size, dtype) in found.items())
 
 
 def _pack(encoded: Encoded, _where: str) -> list[Tensor]:

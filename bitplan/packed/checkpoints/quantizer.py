@@ -24,7 +24,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bitplan.base.errors import StoreError
-from bitplan.files.models.transformers_names import forget_weights_file
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import (
     PLAN,
@@ -37,6 +36,7 @@ from bitplan.files.packed_folder import (
     read_packed_plan,
 )
 from bitplan.files.tensor_file import TensorFile
+from bitplan.files.transformers_names import forget_weights_file
 from bitplan.packed.checkpoints.load import (
     check_norms,
     decide,
@@ -145,14 +145,16 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             self._all, self._dtypes = decide(model, file, self._plan, None, self._device, str(self._folder))
             check_norms(file)  # transformers will read the norms, and accepts NaN
             recipes = tuple(recipe for recipe in self._all.recipes if recipe.format_in(file) is not None)
-        made = {recipe.targets[0] for recipe in recipes}
-        ties = {target: source for target, source in self._all.ties.items() if source in made}
+        packed_targets = {recipe.targets[0] for recipe in recipes}
+        ties = {target: source for target, source in self._all.ties.items() if source in packed_targets}
         self._packed = Assignment(recipes, ties)
-        for owner in sorted({target.rpartition(".")[0] for target in (*made, *ties)}):
+        for owner in sorted({target.rpartition(".")[0] for target in (*packed_targets, *ties)}):
             self._layers[owner] = model.get_submodule(owner)
             model.set_submodule(owner, _Unfilled(self._layers[owner]))
         model.all_tied_weights_keys = {
-            target: source for target, source in model.all_tied_weights_keys.items() if source not in {*made, *ties}
+            target: source
+            for target, source in model.all_tied_weights_keys.items()
+            if source not in {*packed_targets, *ties}
         }
         model._keys_to_ignore_on_load_unexpected = {".*"}  # `assign` has refused unexpected tensors already
         return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ def describe(model: nn.Module, example: Any = None) -> ModelView:
     from bitplan.plan.structure.recorder import NumbersNeededError
 
     if example is not None:
-        return _view(model, _run(model, *_arguments(example)))
+        return _view(model, _run(model, *arguments_of(example)))
     faults = []
     for args, kwargs in examples_for(model):
         try:
@@ -97,7 +98,7 @@ def scale_of_rows(table: nn.Module) -> float | None:
     import torch
 
     from bitplan.plan.structure.graph import CASTS, Graph
-    from bitplan.plan.structure.products import Products
+    from bitplan.plan.structure.recognise import Products
     from bitplan.plan.structure.recorder import record
 
     if type(table).forward is torch.nn.Embedding.forward:
@@ -170,6 +171,7 @@ _ROUTING_STEPS |= {"ones_like", "permute", "repeat_interleave", "reshape", "scat
 _ROUTING_STEPS |= {"size", "sort", "squeeze", "sum", "t", "to", "transpose", "type", "unbind", "unflatten"}
 _ROUTING_STEPS |= {"unsqueeze", "view", "where", "zeros", "zeros_like"}
 _norms_seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_PLAIN = (int, float, bool, str, dict, set, OrderedDict)
 _experts_seen: weakref.WeakKeyDictionary[nn.Module, ExpertsUse | None] = weakref.WeakKeyDictionary()
 
 
@@ -178,8 +180,30 @@ def experts_of(module: nn.Module) -> ExpertsUse | None:
     if sum(weight is not None and weight.ndim == 3 for weight in module._parameters.values()) < 2:
         return None
     if module not in _experts_seen:
-        _experts_seen[module] = _see_experts(module)
+        alike = (use for other, use in _experts_seen.items() if _is_same_code(other, module))
+        _experts_seen[module] = next(alike, None) or _see_experts(module)
     return _experts_seen[module]
+
+
+def _is_same_code(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules run the same lines: of one class, with equal settings, and weights of the same shapes."""
+    if type(one) is not type(other) or one._buffers or other._buffers or one._modules.keys() != other._modules.keys():
+        return False
+    layouts, settings = [], []
+    for module in (one, other):
+        weights = module._parameters.items()
+        layouts.append([(name, None if weight is None else (weight.shape, weight.dtype)) for name, weight in weights])
+        settings.append({key: value for key, value in vars(module).items() if key not in ("_parameters", "_modules")})
+    if layouts[0] != layouts[1] or settings[0].keys() != settings[1].keys():
+        return False
+    for value, there in zip(settings[0].values(), map(settings[1].__getitem__, settings[0]), strict=True):
+        if value is not there and (type(value) not in _PLAIN or value != there):
+            return False
+    inner = zip(one._modules.values(), other._modules.values(), strict=True)
+    return all(
+        part is there or (part is not None and there is not None and _is_same_code(part, there))
+        for part, there in inner
+    )
 
 
 def _see_experts(module: nn.Module) -> ExpertsUse:
@@ -261,18 +285,16 @@ def _beside_experts(recording: Recording, parts: Recogniser) -> str | None:
 
 def _is_made_of(graph: Graph, value: int, source: int) -> bool:
     """Whether a value is rows of another, in some order and type."""
-    waiting, done = [value], set[int]()
-    while waiting:
-        if (index := waiting.pop()) == source:
-            return True
-        step = graph.maker(index)
-        if index not in done and step is not None and step.name in _ROUTING_STEPS:
-            done.add(index)
-            waiting += step.inputs[:1]
-    return False
+    while value != source:
+        step = graph.maker(value)
+        if step is None or step.name not in _ROUTING_STEPS or not step.inputs:
+            return False
+        value = step.inputs[0]
+    return True
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as a forward is called with it: a tensor, a tuple of arguments, or a mapping of keywords."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
@@ -291,9 +313,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rec
 
 
 def _view(model: nn.Module, recording: Recording) -> ModelView:
-    from bitplan.plan.structure.blocks import find_stacks
     from bitplan.plan.structure.graph import Graph
-    from bitplan.plan.structure.recognise import Recogniser, describe_step
+    from bitplan.plan.structure.recognise import Recogniser, describe_step, find_stacks
     from bitplan.plan.structure.untouched import changes_of
 
     graph = Graph(recording)

@@ -11,7 +11,7 @@ import torch
 from bitplan.base.errors import BitplanError, StoreError
 from bitplan.files.engines.compressed_tensors import SCHEMES
 from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
-from bitplan.files.models.transformers_names import silence_transformers
+from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 from tests.files.engines.tiny_models import save_tiny

@@ -17,7 +17,7 @@ from bitplan.cli import run
 from bitplan.files import packed_folder
 from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
 from bitplan.files.engines.torchao import FORMATS
-from bitplan.files.models.transformers_names import silence_transformers
+from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 from tests.files.engines.tiny_models import save_tiny
