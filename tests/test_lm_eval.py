@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = "the heath\nthe teeth\nhe eats\nthat hat\nthen he hates\nthese\nhe sat\nthe east\n"
 
 
+@pytest.mark.filterwarnings("ignore")  # of lm-eval and its libraries
 def test_packed_folders_answer_as_the_decoded_model_does(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install lm_eval")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
