@@ -99,7 +99,7 @@ def own_log_probabilities(folder: Path, windows: Sequence[Sequence[int]], dtype:
         round_inputs(model, case.inputs)
     ids = torch.tensor(windows)
     with torch.no_grad():
-        logits = model(ids).logits.double()
+        logits: Tensor = model(ids).logits.double()
     return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).flatten()
 
 

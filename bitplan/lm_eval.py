@@ -22,7 +22,7 @@ from bitplan.packed.language.generation import load_for_running  # noqa: E402
 __all__ = ["BitplanLM"]
 
 
-@register_model("bitplan")  # type: ignore[untyped-decorator]
+@register_model("bitplan")
 class BitplanLM(HFLM):  # type: ignore[misc]
     """lm-eval's model of transformers around one that bitplan loads.
 

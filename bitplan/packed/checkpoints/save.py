@@ -109,7 +109,7 @@ def adapt_to_transformers(model: nn.Module) -> None:
 
     transformers' save_pretrained would write packed parts under names that nothing reads.
     """
-    methods = {
+    methods: dict[str, Callable[..., Any]] = {
         "save_pretrained": _save_pretrained,
         "resize_token_embeddings": _resize_token_embeddings,
         "get_expanded_tied_weights_keys": _tied_plain_weights,
