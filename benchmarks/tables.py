@@ -16,12 +16,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 CPU_FORMATS = ("int8_row", "q4_0_gguf", "mxfp4", "bfloat16")
 STREAMED = {"bf16": "BF16", "int8": "INT8", "mix60": "60% INT8"}
-TASKS = {
-    "lora": "adapters",
-    "full": "all weights",
-    "lora_fast": "adapters, 3 times the rate",
-    "full_fast": "all weights, 3 times the rate",
-}
+TASKS = {"lora": "adapters", "full": "all weights"}
 GPU_FORMATS = ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4")
 
 
@@ -220,32 +215,6 @@ def selective_table() -> str:
         sent = row["bytes_h2d_per_step"]
         cells = [TASKS[row["task"]], row["arm"], loss, "" if row["arm"] == "bf16" else apart, f"{sent / 1e6:.1f}"]
         lines.append("| " + " | ".join([*cells, f"{sent / whole[row['task']]:.0%}"]) + " |")
-    return "\n".join(lines)
-
-
-def four_bits_table() -> str:
-    """Fine-tuning with 4 to 6 bits on the wire: arms with three seeds."""
-    return _arms_with_three_seeds("selective_four_bits_nvidia_h200", "held-out loss")
-
-
-def six_and_five_bits_table() -> str:
-    """The same with six, five and four bits, and damage measured in float32."""
-    return _arms_with_three_seeds("selective_k_nvidia_h200", "loss on held-out text")
-
-
-def _arms_with_three_seeds(result: str, loss_is: str) -> str:
-    lines = [
-        f"| trained | arm | {loss_is}, mean (lowest to highest seed) | above BF16, same seed | MB sent a step "
-        "| INT8's bytes over these |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in _read(result)["arms"]:
-        if row["seeds"] == 3:
-            loss = f"{row['loss_mean']:.4f} ({row['loss_min']:.4f} to {row['loss_max']:.4f})"
-            apart = f"{row['above_bf16_mean']:+.4f} ({row['above_bf16_min']:+.4f} to {row['above_bf16_max']:+.4f})"
-            cells = [TASKS[row["task"]], row["arm"], loss, "" if row["arm"] == "bf16" else apart]
-            cells += [f"{row['bytes_h2d_per_step'] / 1e6:.1f}", f"{row['int8_over_this']:.2f}"]
-            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -727,7 +696,7 @@ PLACES = {  # page: its tables
     "docs/manifest.md": (fused_table, auto_table),
     "docs/packed.md": (decode_table, decode_small_table, launched_table, prompts_table),
     "docs/streaming.md": (streaming_table, streaming_auto_table),
-    "docs/selective-precision.md": (selective_table, four_bits_table, six_and_five_bits_table),
+    "docs/selective-precision.md": (selective_table,),
     "docs/adaptive-fp8.md": (
         fp8_styles_table,
         fp8_linear_table,

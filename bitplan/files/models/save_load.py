@@ -52,7 +52,7 @@ def fill_model(file: TensorFile, model: nn.Module) -> nn.Module:
     Every name and shape is checked before the first value is changed. A tied parameter may come under any of its names;
     a model of transformers takes files under the names that its save_pretrained writes. A packed tensor fits a
     parameter of any float type: the file's bytes become the version, and the decoded numbers, rounded to the
-    parameter's type, the parameter. A parameter that a plan packed takes only its held format.
+    parameter's type, the parameter. A parameter that a plan packed takes only its own format.
     """
     path, held = file.path, own_tensors(model)
     names = [*file.specs, *file.tied]
