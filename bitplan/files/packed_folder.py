@@ -32,6 +32,7 @@ from typing import Any
 from bitplan.base.documents import NAME, SIZE, Kind, Reader
 from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.base.folders import atomic_folder, check_output_folder
+from bitplan.base.optional import WEIGHTS_FILE
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.base.text import counted, visible
 from bitplan.files.certificate import CARD, EVIDENCE_FILE, is_card_of_ours, write_certificate
@@ -81,7 +82,6 @@ _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len
 _HINT = "import bitplan.transformers before from_pretrained, or bitplan.load_packed(folder)"
 # transformers that does not know the method only warns of it, and goes on; where WEIGHTS_FILE names no file, it stops
 # with the words that stand there at the end of its line.
-WEIGHTS_FILE = "transformers_weights"
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
 WriteShard = Callable[[Writer, Sequence[TensorSpec]], None]
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from bitplan.base.documents import Fields, short
 from bitplan.base.errors import BitplanError, FileFormatError
-from bitplan.base.optional import REMOTE_CODE
+from bitplan.base.optional import REMOTE_CODE, WEIGHTS_FILE
 from bitplan.base.records import read_json
-from bitplan.files.packed_folder import WEIGHTS_FILE
 
 GENERATION = "generation_config.json"
 MOST_NAMES_SHOWN = 8
