@@ -43,7 +43,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import atomic_file
 from bitplan.files.tensor_bytes import CERTIFICATE, MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums
-from bitplan.formats.dtypes import torch_dtype
+from bitplan.formats.elements import torch_dtype
 from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:

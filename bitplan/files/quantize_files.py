@@ -40,7 +40,7 @@ from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import Format, get_format
-from bitplan.formats.dtypes import wider_types
+from bitplan.formats.elements import wider_types
 from bitplan.formats.input_formats import input_format
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted

@@ -30,7 +30,7 @@ from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, atomic_file, check_input, parse_json, read_json
 from bitplan.base.text import visible
 from bitplan.files.tensor_bytes import CERTIFICATE, MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums
-from bitplan.formats.dtypes import ITEM_BYTES, dtype_name
+from bitplan.formats.elements import ITEM_BYTES, dtype_name
 from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:

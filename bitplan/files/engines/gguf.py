@@ -40,7 +40,7 @@ from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
 from bitplan.plan import Plan
 
 # ---- gpt-oss ---------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from bitplan.files.safetensors import Checkpoint
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded, get_format, repack
-from bitplan.formats.dtypes import torch_dtype
+from bitplan.formats.elements import torch_dtype
 from bitplan.plan import require_clean, shipped_manifest
 from bitplan.plan.names import listed, natural_order
 

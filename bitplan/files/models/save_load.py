@@ -22,7 +22,7 @@ from bitplan.files.tensor_file import NARROW_FLOATS, TensorFile, spec_of
 from bitplan.files.transformers_names import listed_names, model_from_tensors
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
 
 
 def write_model(model: nn.Module, path: str | Path) -> None:

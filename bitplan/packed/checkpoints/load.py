@@ -43,7 +43,7 @@ from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
 from bitplan.files.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.formats import Encoded, get_format
-from bitplan.formats.dtypes import torch_dtype
+from bitplan.formats.elements import torch_dtype
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.input_formats import input_format
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors, ManifestLike, holds_gpt_oss

@@ -21,7 +21,7 @@ from bitplan.files.headers import is_gguf
 from bitplan.files.models.morph import ParameterPlace, formats_of, morph_model, places_of
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import decode, encode
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
 from bitplan.formats.input_formats import input_format
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.packed.language.causal_lm import CausalLM, late_logits_of, load_causal_lm
