@@ -9,7 +9,7 @@ PYTEST := BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile -
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes: the package is compiled once, not in each
 
-.PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu test-engines test-folders mutants bench bench-quality clean
+.PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu test-engines test-folders test-vllm mutants bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m examples.demo
@@ -65,11 +65,12 @@ test-gpu:
 
 # Exported files in the engines they are for. llama.cpp is built from the source package that carries it, about 15 minutes
 # on two cores; mlx_lm, torchao and bitsandbytes lie in a folder of their own, for transformers looks for them wherever it is imported.
-# make test-engines MODEL=folder TEXT=text.txt GGUF=file runs real models, too; test-folders leaves llama.cpp out.
+# vLLM has an environment of its own, for it pins other versions; its package is for x86-64.
+# make test-engines MODEL=folder TEXT=text.txt GGUF=file runs real models, too; test-folders leaves llama.cpp and vLLM out.
 ENGINES := build/engines
 LLAMA_CPP := llama_cpp_python-0.3.36
 LLAMA_TARGETS := llama-perplexity llama-quantize llama-imatrix
-test-engines: $(VENV)/.installed-dev $(ENGINES)/.built test-folders
+test-engines: $(VENV)/.installed-dev $(ENGINES)/.built test-folders $(if $(filter x86_64,$(shell uname -m)),test-vllm)
 	$(BIN)/python benchmarks/engines.py --bin $(ENGINES)/$(LLAMA_CPP)/vendor/llama.cpp/build/bin --families \
 	  $(if $(MODEL),--model $(MODEL)) $(if $(GGUF),--gguf $(GGUF)) $(if $(TEXT),--text $(TEXT))
 
@@ -77,6 +78,18 @@ test-folders: $(VENV)/.installed-dev $(ENGINES)/.libraries
 	PYTHONPATH=$(ENGINES)/python $(BIN)/python benchmarks/engine_folders.py --families --output $(ENGINES)/engine_folders.json \
 	  $(if $(MODEL),--model $(MODEL)) $(if $(GGUF),--gguf $(GGUF)) $(if $(TEXT),--text $(TEXT))
 	PYTHONPATH=$(ENGINES)/python $(BIN)/python -m pytest tests/files/engines tests/files/test_scheme_libraries.py
+
+# make test-vllm MODEL=folder TEXT=text.txt PLAN=found/plan.json runs a real model and a plan of a search, too.
+test-vllm: $(VENV)/.installed-dev $(ENGINES)/.vllm
+	$(BIN)/python benchmarks/engine_vllm.py --vllm $(abspath $(ENGINES))/vllm/bin/python --output $(ENGINES)/engine_vllm.json \
+	  $(if $(MODEL),--model $(MODEL) --text $(TEXT)) $(if $(PLAN),--plan $(PLAN))
+
+$(ENGINES)/.vllm: benchmarks/vllm-requirements.txt
+	mkdir -p $(ENGINES)
+	$(PYTHON) -m venv --clear $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/vllm-requirements.txt
+	touch $@
 
 $(ENGINES)/.libraries:
 	mkdir -p $(ENGINES)

@@ -54,6 +54,9 @@ _IMPORT = re.compile(
 )
 
 
+OTHER_MODULES = ("", "transformers", "peft", "lm_eval", "trees.dask")
+
+
 def imported(module: str) -> Any:
     try:
         return importlib.import_module(module)
@@ -66,7 +69,14 @@ def deep_imports(text: str) -> list[str]:
     wrong = []
     for value in _IMPORT.finditer(text):
         module = value[1] or value[3]
-        if module.removeprefix("bitplan").lstrip(".") not in ("", "transformers", "peft", "trees.dask", *PARTS):
+        if module.removeprefix("bitplan").lstrip(".") not in (
+            "",
+            "transformers",
+            "peft",
+            "lm_eval",
+            "trees.dask",
+            *PARTS,
+        ):
             wrong.append(f"{module} is no public module")
             continue
         public = {*imported(module).__all__, *(PARTS if module == "bitplan" else ())}

@@ -9,6 +9,7 @@ from typing import Any
 from bitplan.base.errors import BitplanError, MissingLibraryError
 
 REMOTE_CODE = "BITPLAN_TRUST_REMOTE_CODE"
+WEIGHTS_FILE = "transformers_weights"  # of a transformers config: the file of weights to read
 _DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # modules whose name for pip differs
 
 

@@ -90,13 +90,14 @@ def empty_model(
     transformers = require("transformers", purpose=f"{folder}: what its model computes", extra="models")
     from transformers import initialization
 
-    from bitplan.files.transformers_names import foreign_faults, silence_transformers
+    from bitplan.files.transformers_names import foreign_faults, forget_weights_file, silence_transformers
 
     with silence_transformers(), foreign_faults(FileFormatError, f"{folder / CONFIG}: no model can be made of it"):
         allowed = {"local_files_only": True, "trust_remote_code": remote_code}
         config = transformers.AutoConfig.from_pretrained(str(folder), **allowed)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # the plain model has the same parts
+        forget_weights_file(config)
         apart = nullcontext() if ties else initialization.no_tie_weights()
         with torch.device("meta"), apart:
             kind = {} if dtype is None else {"dtype": dtype}

@@ -32,6 +32,7 @@ from typing import Any
 from bitplan.base.documents import NAME, SIZE, Kind, Reader
 from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.base.folders import atomic_folder, check_output_folder
+from bitplan.base.optional import WEIGHTS_FILE
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.base.text import counted, visible
 from bitplan.files.certificate import CARD, EVIDENCE_FILE, is_card_of_ours, write_certificate
@@ -79,9 +80,8 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.ind
 _ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
 _HINT = "import bitplan.transformers before from_pretrained, or bitplan.load_packed(folder)"
-# transformers that does not know the method only warns of it, and goes on; where this is no file of weights, it stops
-# with these words at the end of its line.
-WEIGHTS_FILE = "transformers_weights"
+# transformers that does not know the method only warns of it, and goes on; where WEIGHTS_FILE names no file, it stops
+# with the words that stand there at the end of its line.
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
 WriteShard = Callable[[Writer, Sequence[TensorSpec]], None]
 

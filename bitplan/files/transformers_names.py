@@ -7,6 +7,7 @@ reports as missing, unknown or of another shape are an error here.
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from bitplan.base.documents import Fields, short
 from bitplan.base.errors import BitplanError, FileFormatError
-from bitplan.base.optional import REMOTE_CODE
+from bitplan.base.optional import REMOTE_CODE, WEIGHTS_FILE
 from bitplan.base.records import read_json
 
 GENERATION = "generation_config.json"
@@ -29,10 +30,18 @@ REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 def model_from_tensors(model_class: Any, config: Any, tensors: Mapping[str, Tensor], where: str, **options: Any) -> Any:
     """A model of this class that holds these tensors, all of them and nothing else."""
+    config = forget_weights_file(copy.deepcopy(config))
     with silence_transformers(), foreign_faults(FileFormatError, f"{where}: transformers cannot load it"):
         model, info = model_class.from_pretrained(None, config=config, state_dict=dict(tensors), **REPORTED, **options)
     require_complete(info, where)
     return model
+
+
+def forget_weights_file(config: Any) -> Any:
+    """Take out of a config which file transformers reads, for the tensors come from elsewhere."""
+    if hasattr(config, WEIGHTS_FILE):
+        delattr(config, WEIGHTS_FILE)
+    return config
 
 
 def require_complete(info: Mapping[str, Any], where: str) -> None:

@@ -30,13 +30,13 @@ from bitplan.files.packed_folder import (
     QUANT_METHOD,
     QUANT_METHODS,
     VERSION,
-    WEIGHTS_FILE,
     check_packed_config,
     folder_inputs,
     read_config,
     read_packed_plan,
 )
 from bitplan.files.tensor_file import TensorFile
+from bitplan.files.transformers_names import forget_weights_file
 from bitplan.packed.checkpoints.load import (
     check_norms,
     decide,
@@ -125,9 +125,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_attn_implementation(self, config: Any) -> Any:
         """The config without the words that stop a transformers which lacks this plug-in; they name no file."""
-        if hasattr(config, WEIGHTS_FILE):
-            delattr(config, WEIGHTS_FILE)
-        return config
+        return forget_weights_file(config)
 
     update_tp_plan = update_attn_implementation  # what transformers calls with the config up to 5.17
 

@@ -109,7 +109,12 @@ def adapt_to_transformers(model: nn.Module) -> None:
 
     transformers' save_pretrained would write packed parts under names that nothing reads.
     """
-    for name, ours in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _resize_token_embeddings)):
+    methods: dict[str, Callable[..., Any]] = {
+        "save_pretrained": _save_pretrained,
+        "resize_token_embeddings": _resize_token_embeddings,
+        "get_expanded_tied_weights_keys": _tied_plain_weights,
+    }
+    for name, ours in methods.items():
         if hasattr(model, name):
             setattr(model, name, functools.partial(ours, model))  # which can be pickled, as a method cannot
 
@@ -127,6 +132,14 @@ def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *arg
         f"resize_token_embeddings({new_num_tokens}): {packed[0].name} is packed ({packed[0].weight.fmt.name}) and "
         f"keeps its {rows} rows; resize the unpacked model, then pack it"
     )
+
+
+def _tied_plain_weights(model: Any, *args: Any, **options: Any) -> dict[str, str]:
+    """The pairs that `tie_weights` shall tie: packed layers that are tied share their parts since they were loaded."""
+    layers = model.named_modules()
+    packed = {f"{path}.weight" for path, layer in layers if isinstance(getattr(layer, "weight", None), PackedWeight)}
+    pairs = type(model).get_expanded_tied_weights_keys(model, *args, **options)
+    return {target: source for target, source in pairs.items() if packed.isdisjoint((target, source))}
 
 
 def _save_pretrained(model: nn.Module, save_directory: str | Path, **options: Any) -> None:

