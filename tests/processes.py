@@ -48,11 +48,11 @@ class Program:
         return self._process.exitcode
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """Return when the condition holds; a program that ends before, or a minute, is a failure."""
-        last = time.monotonic() + 60
+        """Return when the condition holds; a program that ends before, or five minutes, is a failure."""
+        last = time.monotonic() + 300
         while not condition():
             assert self._process.exitcode is None, f"exit status {self._process.exitcode}: {self.errors}"
-            assert time.monotonic() < last, f"nothing in a minute: {self.errors}"
+            assert time.monotonic() < last, f"nothing in five minutes: {self.errors}"
             time.sleep(0.002)
 
     def signal(self, number: int) -> int:

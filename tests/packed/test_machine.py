@@ -170,7 +170,7 @@ def test_quick_and_starts_no_gpu(tmp_path):
         "import time, sys, torch, numba; [sys.modules.pop(name) for name in list(sys.modules) if 'triton' in name];"
         "from bitplan.packed.machine import examine_machine;"
         "start = time.process_time(); examine_machine(measure=False);"
-        "assert time.process_time() - start < 1.5, time.process_time() - start; assert 'triton' not in sys.modules"
+        "assert time.process_time() - start < 6, time.process_time() - start; assert 'triton' not in sys.modules"
     )
     program = Program(code, folder=tmp_path)
     assert program.wait() == 0, program.errors

@@ -10,7 +10,10 @@ from bitplan.rounding import round_weight
 from bitplan.searching import damage
 
 
-@pytest.mark.parametrize("fmt", ["q4_k_gguf", "iq4_nl_gguf", "nvfp4", "mxfp4", "int4_g32", "int8_row", "fp8_e4m3_b128"])
+LONG = [pytest.param(fmt, marks=pytest.mark.long) for fmt in ("iq4_nl_gguf", "mxfp4", "int4_g32", "fp8_e4m3_b128")]
+
+
+@pytest.mark.parametrize("fmt", ["q4_k_gguf", "nvfp4", "int8_row", *LONG])
 def test_rows_rounded_apart_are_those_of_the_whole(fmt):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(320, 256, generator=generator)

@@ -241,7 +241,7 @@ def disagree_and_die(rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(ParallelError, match=r"process 0 of 2 failed at .*another process of the group has ended"):
         call_often(layer)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120
     os._exit(0)
 
 
