@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 PARTS = ("plan", "formats", "files", "packed", "rounding", "searching", "streaming", "fp8", "trees", "report")
 ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+ITEM = re.compile(r"^(\S(?:[\w*., =\"'`()\[\]-]*?\S)?) {2,}(?=\S)", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -114,7 +115,7 @@ def _describe_name(module: str, name: str, thing: Any) -> list[str]:
         for method, body in vars(thing).items():
             if not method.startswith("_") and inspect.getdoc(body) and (inspect.isfunction(body) or _is_wrapped(body)):
                 function = body.__func__ if isinstance(body, classmethod | staticmethod) else body
-                shown = f"{method}{_signature(function)}" if callable(function) else method
+                shown = f"{method}{_signature(function, wide=True)}" if callable(function) else method
                 lines += [f"**`{name}.{shown}`**", "", _docstring(function), ""]
     return lines
 
@@ -123,14 +124,18 @@ def _is_wrapped(body: Any) -> bool:
     return isinstance(body, property | classmethod | staticmethod)
 
 
-def _signature(thing: Any) -> str:
+def _signature(thing: Any, *, wide: bool = False) -> str:
     try:
         signature = inspect.signature(thing)
     except (TypeError, ValueError):
         return "(...)"
     shown = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
     text = str(signature.replace(parameters=shown, return_annotation=inspect.Signature.empty))
-    return re.sub(r"<(?:function |object |class ')?([\w.]+)[^>]*>", r"\1", text)
+    text = re.sub(r"<(?:function |object |class ')?([\w.]+)[^>]*>", r"\1", text)
+    if len(text) < 70 or wide:
+        return text
+    arguments = re.split(r", (?=[\w*])(?![^(\[{]*[)\]}].)", text[1:-1])
+    return "(\n    " + ",\n    ".join(arguments) + ",\n)"
 
 
 def _docstring(thing: Any) -> str:
@@ -142,8 +147,21 @@ def _first_paragraph(module: Any) -> str:
 
 
 def _as_markdown(text: str) -> str:
-    """A docstring's text; what is indented in it stays code."""
-    return re.sub(r"(?m)^(?! {4})(.*)$", lambda line: line[1].replace("<", "&lt;"), text)
+    """A docstring's text: lines of a name, spaces and what it is become a list, what is indented stays code."""
+    return "\n\n".join(map(_paragraph, re.split(r"\n\s*\n", text)))
+
+
+def _paragraph(text: str) -> str:
+    if text.startswith("    "):
+        return text
+    text = text.replace("<", "&lt;")
+    if not ITEM.match(text):
+        return text
+    lines = []
+    for line in text.splitlines():
+        name = ITEM.match(line)
+        lines.append(f"- `{name[1]}`: {line[name.end() :].strip()}" if name else f"  {line.strip()}")
+    return "\n".join(lines)
 
 
 # ---- MkDocs' events --------------------------------------------------------------------------------------------------

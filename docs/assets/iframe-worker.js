@@ -1,6 +1,6 @@
 /* Search works in pages that are opened from a disk: browsers start no worker there, so its script runs in a hidden frame. */
 if (location.protocol === "file:") {
-  window.Worker = class extends EventTarget {
+  window.Worker = window.IFrameWorker = class extends EventTarget {
     constructor(script) {
       super();
       const frame = document.createElement("iframe");
