@@ -145,6 +145,7 @@ class _Recorder(TorchFunctionMode):
         self._kept: list[Any] = []  # tensors, so that ids stay theirs
         self._twins: dict[int, Tensor] = {}
         self._aliases: dict[int, list[Tensor]] = {}  # storage -> tensors of the run in it
+        self._new_layouts: dict[Any, Any] = {}  # a function and the layouts of its arguments -> that of a new tensor
         self._paths: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self._paths.setdefault(id(module), path)
@@ -242,8 +243,8 @@ class _Recorder(TorchFunctionMode):
         name = _name_of(func)
         if name in _TAKE_SIZES:  # a size that a forward computed as a tensor is a number all the same
             args, kwargs = (
-                (*args[:1], *tree_map_only(Tensor, _as_size, args[1:])),
-                tree_map_only(Tensor, _as_size, kwargs),
+                (*args[:1], *_map_tensors(_as_size, args[1:])),
+                _map_tensors(_as_size, kwargs),
             )
         if name == "masked_fill" and len(args) > 1 and isinstance(args[1], Tensor) and self._masks_no_index(args[1]):
             return args[0]
@@ -287,7 +288,17 @@ class _Recorder(TorchFunctionMode):
             return func(tensors[0].float(), *args[1:], **kwargs)
         if name == "grouped_mm" and _has_no_numbers(tensors[0]) and tensors[0].dim() == 2:  # in BF16 alone
             return tensors[0].new_empty(tensors[0].shape[0], tensors[1].shape[-1])
-        return func(*args, **kwargs)
+        key = (func, _layout_of((args, kwargs))) if tensors and all(map(_has_no_numbers, tensors)) else (func, None)
+        if key in self._new_layouts:
+            shape, stride, dtype = self._new_layouts[key]
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        before = [_version(tensor) for tensor in tensors]
+        output = func(*args, **kwargs)
+        if key[1] is not None and type(output) is Tensor and before == [_version(tensor) for tensor in tensors]:
+            layout = _layout_of(output)
+            if layout is not None and _storage(output) not in {_storage(tensor) for tensor in tensors}:
+                self._new_layouts[key] = layout
+        return output
 
     def _add_step(
         self, name: str, func: Any, args: Any, kwargs: Any, output: Any, written: list[Tensor] | None = None
@@ -297,7 +308,7 @@ class _Recorder(TorchFunctionMode):
         new = [tensor for tensor in _tensors_in(output) if id(tensor) not in known]
         if not new and not written:
             return None
-        args, kwargs = tree_map_only(Tensor, lambda tensor: Ref(self._value(tensor)), (args, kwargs))
+        args, kwargs = _map_tensors(lambda tensor: Ref(self._value(tensor)), (args, kwargs))
         inputs = tuple(self._value(tensor) for tensor in tensors)
         index = len(self.steps)
         module = self.calls[self._stack[-1]].path if self._stack else ""
@@ -352,7 +363,7 @@ class _Recorder(TorchFunctionMode):
     # Tensors
 
     def _with_twins(self, args: Any, kwargs: Any, *, indexed: bool) -> tuple[Any, Any]:
-        args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
+        args, kwargs = _map_tensors(self._twin, (args, kwargs))
         if indexed and args and isinstance(args[0], Tensor):  # an index may have numbers where the tensor has none
             whole, *rest = args
             if len(rest) > 1 and isinstance(rest[1], Tensor) and _has_no_numbers(whole):
@@ -361,7 +372,7 @@ class _Recorder(TorchFunctionMode):
                 whole = self._without_numbers(whole)
             return (whole, *rest), kwargs
         if any(_has_no_numbers(tensor) for tensor in _tensors_in((args, kwargs))):
-            args, kwargs = tree_map_only(Tensor, self._without_numbers, (args, kwargs))
+            args, kwargs = _map_tensors(self._without_numbers, (args, kwargs))
         return args, kwargs
 
     def _twin(self, tensor: Tensor) -> Tensor:
@@ -426,13 +437,55 @@ def _name_of(func: Any) -> str:
     return _RENAMED.get(bare, bare)
 
 
+_LEAVES = {int, float, bool, str, type(None), type(...), torch.dtype, torch.device}
+
+
 def _tensors_in(tree: Any) -> list[Tensor]:
     """Tensors in arguments or results: in tuples, lists, dicts, and in objects of results that are dicts."""
-    found: list[Tensor] = []
-    for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-    return found
+    tensors: list[Tensor] = []
+
+    def see(item: Any) -> None:
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        elif (kind := type(item)) is tuple or kind is list:
+            for part in item:
+                see(part)
+        elif kind is dict:
+            for part in item.values():
+                see(part)
+        elif kind not in _LEAVES:
+            tensors.extend(leaf for leaf in tree_flatten(item)[0] if isinstance(leaf, Tensor))
+
+    see(tree)
+    return tensors
+
+
+def _map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    """A tree with its tensors changed. torch's own walk takes ten times as long for plain arguments."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([_map_tensors(change, part) for part in tree])
+    if kind is dict:
+        return {key: _map_tensors(change, part) for key, part in tree.items()}
+    return tree if kind in _LEAVES else tree_map_only(Tensor, change, tree)
+
+
+def _layout_of(tree: Any) -> Any:
+    """What decides the layout of a function's result without numbers, to be compared; None where that is not known."""
+    if isinstance(tree, Tensor):
+        with torch._C.DisableTorchFunction():
+            if type(tree) not in (Tensor, nn.Parameter) or _is_wrapped(tree) or tree.layout is not torch.strided:
+                return None
+            return tuple(tree.shape), tree.stride(), tree.dtype
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        parts = tuple([_layout_of(part) for part in tree])
+        return None if None in parts else (kind, parts)
+    if kind is dict:
+        return _layout_of((*tree, *tree.values()))
+    return (kind, tree) if kind in _LEAVES else None
 
 
 def _type_asked_for(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.dtype:
