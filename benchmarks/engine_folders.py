@@ -28,7 +28,7 @@ from bitplan.base.errors import BitplanError
 from bitplan.files.engines import compressed_tensors, mlx, torchao
 from bitplan.files.engines.targets import ExportReport, export_model
 from bitplan.files.headers import is_gguf
-from bitplan.files.models.transformers_names import silence_transformers
+from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats import get_format
 from bitplan.formats.codec import decode, encode
 from bitplan.packed.language.causal_lm import load_causal_lm

@@ -24,6 +24,7 @@ from llama_layers import LlamaLayers, Size
 
 from bitplan.base.paired_timing import OK, release_workspaces, stopwatch_of, time_in_turns
 from bitplan.fp8.apply import apply_fp8
+from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.policy.rules import Policy, load_policy
 from bitplan.fp8.policy.speedup_interval import speedup_interval
 
@@ -52,9 +53,8 @@ def confirm_and_train(size: Size, tokens: int, timing: str, policy: Policy | Non
         recipe="tensorwise",
         emulate=device.type == "cpu",
         confirm=True,
-        confirm_compiled=options.compile,
-        confirm_timing=timing,
         example=x,
+        options=Fp8Options(confirm_compiled=options.compile, confirm_timing=timing),
     )
     seconds = time.monotonic() - started
     left = allocated(device) - before - own

@@ -49,9 +49,11 @@ from torch import Tensor, nn
 
 from bitplan.base.paired_timing import OK, Arm, Call, Timed, stopwatch_of, time_in_turns
 from bitplan.fp8.apply import apply_fp8
+from bitplan.fp8.bench.bench_options import BenchOptions
 from bitplan.fp8.bench.layer_bench import BenchPlan, ParallelGroups, run_bench
 from bitplan.fp8.bench.modules import ModuleBuilder
 from bitplan.fp8.bench.report_log import ReportLog, fingerprint_of
+from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.layer_settings import Fp8Recipe
 from bitplan.fp8.layers.grouped_linear import cast_dropper
 from bitplan.fp8.policy.layers import Layer, Parallel, bench_cases, local_layers
@@ -102,7 +104,7 @@ def measure_policy(
     sweep = [(tokens, 1) for tokens in options.policy_tokens]
     recipe = Fp8Recipe(options.recipe)
     cases = tuple(bench_cases(layers.values(), sweep, recipe.name))
-    plan = BenchPlan(cases, recipe, turns=options.turns, warmup=3, timings=tuple(options.timing))
+    plan = BenchPlan(cases, recipe, BenchOptions(iters=options.turns, warmup=3, timings=tuple(options.timing)))
     budget = Budget(options.seconds)
     builder = ModuleBuilder(recipe, device, ParallelGroups())
     settings = plan.settings() | {"sizes": [size.label for size in sizes], "tokens": list(options.policy_tokens)}
@@ -175,7 +177,8 @@ class Arms:
         if run is not None:
             mode = REDUCED if run == REDUCED and self.compiled else self.compiled
             timing = "graph" if run == "graph" else "eager"
-            confirm = {"confirm": True, "confirm_compiled": mode, "confirm_timing": timing, "example": self.x}
+            options = Fp8Options(confirm_compiled=mode, confirm_timing=timing)
+            confirm = {"confirm": True, "example": self.x, "options": options}
         started = time.monotonic()
         applied = apply_fp8(model, policy, **self.given, **confirm)
         seconds = time.monotonic() - started

@@ -36,7 +36,7 @@ from search import BITS, random_plan, spearman
 from bitplan.base.records import read_json, read_text
 from bitplan.files.engines.targets import export_model
 from bitplan.files.open_files import open_tensors, write_tensors
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, get_format
 from bitplan.plan.plan import Plan
 from bitplan.searching import Goal, GoalError, Searcher, SearchEvidence, explain_plan
@@ -257,9 +257,9 @@ def write_compensated(
             for name in file.specs
         }
     promises = [
-        Promise(name, each.shape, each.fmt)
+        TensorSpec.of(name, each.shape, each.fmt)
         if isinstance(each, Encoded)
-        else Promise(name, tuple(each.shape), None, each.dtype)
+        else TensorSpec.of(name, tuple(each.shape), None, each.dtype)
         for name, each in tensors.items()
     ]
     with write_tensors(folder / "model.safetensors", promises) as writer:

@@ -10,7 +10,7 @@ Tasks  (a) lora  SmolLM2-135M (`--model`, a folder or a GGUF file), adapters on 
 Arms   bf16, int8_row, int8_groups (int8_g128; where a row is no multiple of 128, q8_0_gguf), fp8_row: all blocks alike
        static            the half of the blocks that calibration finds worst bf16, the others int8_row
        dynamic_gradient  scores of gradients with calibration
-       dynamic_impact    impact on the loss, per layer, int8 or fp8, under a damage budget
+       dynamic_impact    impact on the loss, per layer, under a damage budget
 Per arm and seed: validation loss with the formats of the arm at its end, and with everything in bf16; bytes to the
 device a step; step time. Seeds change adapters and batches, not the model or the validation text.
 
@@ -318,7 +318,6 @@ def policy_config(arm: str, task: Task, calibration: CalibrationResult) -> Selec
         base,
         scoring="impact",
         granularity="layer",
-        low_precisions=("int8", "fp8"),
         damage_budget=task.sizes.budget,
         impact_turns=1,  # a dozen updates is too few to take turns
         **quick,  # type: ignore[arg-type]

@@ -47,6 +47,7 @@ from stream_decode import pinned_bandwidth
 from stream_rows import Row, Slots, line_of, slots_of, slots_order, table_of
 from torch import Tensor
 
+from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
@@ -143,7 +144,10 @@ def run_streamed(
     offload: bool = False,
 ) -> list[Row]:
     rows: list[Row] = []
-    options: dict[str, Any] = {"offload_activations": offload, "compile": COMPILE if run.compile else False}
+    options: dict[str, Any] = {
+        "offload_activations": offload,
+        "options": StreamOptions(compile=COMPILE if run.compile else False),
+    }
     with stream_blocks(model, "layers.*", device=device, formats=formats, slots=run.slots[0], **options) as stream:
         _say(f"{name} is set up")
         for slots in run.slots:

@@ -223,32 +223,6 @@ def selective_table() -> str:
     return "\n".join(lines)
 
 
-def four_bits_table() -> str:
-    """Fine-tuning with 4 to 6 bits on the wire: arms with three seeds."""
-    return _arms_with_three_seeds("selective_four_bits_nvidia_h200", "held-out loss")
-
-
-def six_and_five_bits_table() -> str:
-    """The same with six, five and four bits, and damage measured in float32."""
-    return _arms_with_three_seeds("selective_k_nvidia_h200", "loss on held-out text")
-
-
-def _arms_with_three_seeds(result: str, loss_is: str) -> str:
-    lines = [
-        f"| trained | arm | {loss_is}, mean (lowest to highest seed) | above BF16, same seed | MB sent a step "
-        "| INT8's bytes over these |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in _read(result)["arms"]:
-        if row["seeds"] == 3:
-            loss = f"{row['loss_mean']:.4f} ({row['loss_min']:.4f} to {row['loss_max']:.4f})"
-            apart = f"{row['above_bf16_mean']:+.4f} ({row['above_bf16_min']:+.4f} to {row['above_bf16_max']:+.4f})"
-            cells = [TASKS[row["task"]], row["arm"], loss, "" if row["arm"] == "bf16" else apart]
-            cells += [f"{row['bytes_h2d_per_step'] / 1e6:.1f}", f"{row['int8_over_this']:.2f}"]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def fp8_linear_table() -> str:
     """One linear layer forward and backward, casts included, by the tensorwise recipe."""
     lines = [
@@ -838,8 +812,6 @@ PLACES = {  # page: its tables
         fp8_profile_table,
         fp8_held_out_table,
         fp8_guesses_table,
-        four_bits_table,
-        six_and_five_bits_table,
         auto_table,
         grid_table,
     ),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bitplan.plan.plan import Choice as Choice, Plan as Plan
     from bitplan.report.page import write_report as write_report
     from bitplan.fp8.apply import apply_fp8 as apply_fp8
+    from bitplan.fp8.decide import Fp8Options as Fp8Options
     from bitplan.packed.apply_plan import apply_plan as apply_plan
     from bitplan.packed.rounded_inputs import round_inputs as round_inputs
     from bitplan.packed.checkpoints.load import load_packed as load_packed

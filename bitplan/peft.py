@@ -21,8 +21,8 @@ peft = require("peft", purpose="bitplan.peft", extra="train")
 
 from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
 
-from bitplan.files.models.transformers_names import foreign_faults  # noqa: E402
 from bitplan.files.safetensors import SafetensorsFile  # noqa: E402
+from bitplan.files.transformers_names import foreign_faults  # noqa: E402
 from bitplan.packed.product_strategy import LayerError  # noqa: E402
 from bitplan.packed.quant_embedding import QuantEmbedding  # noqa: E402
 from bitplan.packed.quant_linear import QuantLinear  # noqa: E402

@@ -22,7 +22,7 @@ def describe_gpu(gpu: str) -> dict[str, str]:
         "capability": f"{major}.{minor}",
         "driver": _driver_version(),
         "torch": torch.__version__,
-        "triton": _version_of("triton"),
+        "triton": version_of("triton"),
         "bitplan": __version__,
     }
 
@@ -34,7 +34,7 @@ def _driver_version() -> str:
         return str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
 
 
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,13 +1,19 @@
-"""Public names that had another place: they work for one release, with a warning that names the new one."""
+"""Public names and keywords that had another place: they work for one release, and a warning names the new one."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import sys
 import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 # old package: {new package: names}
 _MOVED = {
@@ -49,7 +55,7 @@ _MOVED = {
     },
     "bitplan.store": {
         "bitplan.files": (
-            "Container DriftLog FileFormatError GptOssFile Promise StoreError TensorFile TensorSpec "
+            "Container DriftLog FileFormatError GptOssFile StoreError TensorFile TensorSpec "
             "WeightStore convert_gpt_oss export_model log_drift make_checkpoint morph_model "
             "observe_model read_drift register_container unmorph_model"
         ),
@@ -57,33 +63,44 @@ _MOVED = {
         "bitplan.rounding": "round_weight round_with_report",
     },
 }
-# Functions of `bitplan` and `bitplan.store` that another one does now: their name in `save_load`, and what to call.
-_SAVE_LOAD = "bitplan.files.models.save_load"
+# Names that another one does the work of now: where it is, and what to call.
+_SAVE_LOAD, _RECORD = "bitplan.files.models.save_load", "bitplan.plan.structure.model_view"
+_LOAD = (_SAVE_LOAD, "load_model", "bitplan.load_packed(path, model=model, masters=True).model")
+_SAVE = (_SAVE_LOAD, "write_model", "bitplan.save_packed(model, path)")
+_PROMISE = (_RECORD, "TensorSpec.of", "bitplan.files.TensorSpec.of(name, shape, fmt, dtype)")
 _REPLACED = {
-    "load_model": ("load_model", "load_packed(path, model=model, masters=True).model"),
-    "save_model": ("write_model", "save_packed(model, path)"),
+    "bitplan": {"load_model": _LOAD, "save_model": _SAVE},
+    "bitplan.store": {"load_model": _LOAD, "save_model": _SAVE, "Promise": _PROMISE},
+    "bitplan.files": {"Promise": _PROMISE},
+    "bitplan.plan": {
+        "Header": (__name__, "_header", "a tuple (dtype, shape, nbytes), or a bitplan.files.TensorSpec,"),
+        "Stored": (__name__, "_stored", _PROMISE[2]),
+    },
 }
 _HOMES = {old: {name: new for new, names in homes.items() for name in names.split()} for old, homes in _MOVED.items()}
 _OLD_PARTS = ("kernels", "measure", "runtime", "store")  # they are no packages any more
 
 
 def is_old_name(package: str, name: str) -> bool:
-    return name in _HOMES.get(package, {}) or (package in ("bitplan", "bitplan.store") and name in _REPLACED)
+    return name in _HOMES.get(package, {}) or name in _REPLACED.get(package, {})
 
 
 def old_name(package: str, name: str) -> Any:
     """What a name of this package stands for, from its new place."""
     if not is_old_name(package, name):
         raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules.get(package))
-    if name in _REPLACED:
-        function, call = _REPLACED[name]
-        message = f"{package}.{name} is bitplan.{call} now; the next version has no {package}.{name}"
-        warnings.warn(message, FutureWarning, stacklevel=3)
-        return getattr(importlib.import_module(_SAVE_LOAD), function)
-    home = _HOMES[package][name]
-    message = f"{package}.{name} is {home}.{name} now; the next version has no {package}.{name}"
+    home, found, call = _REPLACED.get(package, {}).get(name) or (_HOMES[package][name], name, None)
+    message = f"{package}.{name} is {call or f'{home}.{name}'} now; the next version has no {package}.{name}"
     warnings.warn(message, FutureWarning, stacklevel=3)
-    return getattr(importlib.import_module(home), name)
+    return operator.attrgetter(found)(importlib.import_module(home))
+
+
+def _header(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...], int]:
+    return dtype, shape, nbytes
+
+
+def _stored(shape: tuple[int, ...], dtype: str = "float32", packed: bool = False) -> Any:
+    return importlib.import_module(_RECORD).TensorSpec.of("", shape, dtype if packed else None, dtype)
 
 
 def add_old_parts() -> None:
@@ -97,5 +114,37 @@ def add_old_parts() -> None:
         setattr(sys.modules["bitplan"], part, module)
 
 
+def keywords_in(kind: type) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """For a function whose keywords have become fields of `options`, a dataclass: it takes them still, and warns."""
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        @functools.wraps(function)
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            old = {one.name: kwargs.pop(one.name) for one in fields(kind) if one.name in kwargs}
+            if old:
+                shown = ", ".join(f"{name}=..." for name in old)
+                message = f"{function.__name__}({shown}) is {function.__name__}(options={kind.__name__}({shown})) now; "
+                warnings.warn(f"{message}the next version takes options alone", FutureWarning, stacklevel=2)
+                kwargs["options"] = replace(kwargs.get("options") or kind(), **old)  # type: ignore[type-var]
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def _name_of_old_part(package: str, name: str) -> Any:
     return old_name(package, name)
+
+
+def with_old_keywords(function: str, options: Any, old: Mapping[str, Any]) -> Any:
+    """A function's options with fields that were keywords of its own; each warns, and an unknown one is refused."""
+    for name in old:
+        if name not in {field.name for field in fields(options)}:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    if old:
+        kind = type(options).__name__
+        now = ", ".join(f"{name}={value!r}" for name, value in old.items())
+        message = f"{function}({now}) is {function}(options={kind}({now})) now; the next version refuses the first"
+        warnings.warn(message, FutureWarning, stacklevel=3)
+    return replace(options, **old)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -213,9 +213,9 @@ def plan_for_model(
     if not isinstance(formats, Plan):
         first_names = dict(model.named_parameters(remove_duplicate=isinstance(formats, Manifest)))
         tensors = {
-            place.name: stored._replace(shape=packed_shape(place.module, place.local, stored.shape))
+            place.name: replace(place.spec(), shape=packed_shape(place.module, place.local, place.spec().shape))
             for place in places
-            if place.name in first_names and (stored := place.stored())
+            if place.name in first_names
         }
         formats = choose_formats(tensors, formats, keep=keep, pad=pad, where=where)
     formats.require_whole(where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 from typing import Any
@@ -29,7 +30,23 @@ def _quick(params: list[Any], ctx: Any) -> list[Any]:
             param.process_value = _as_typed
         elif getattr(param, "is_flag", False) and param.default is None:
             param.default = False  # --help, --install-completion: typer checks that None is no bool
+        if hasattr(param, "display_type_rich"):
+            param.display_type_rich = functools.partial(_shown_type, param)
     return params
+
+
+# typer shows Python's names of types.
+_TYPES = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "path": "PATH", "file": "PATH", "directory": "PATH"}
+
+
+def _shown_type(param: Any, ctx: Any) -> str | None:
+    """What is to be typed behind an option: its metavar, or a word for the type; nothing behind a flag."""
+    if getattr(param, "is_flag", False):
+        return None
+    if param.metavar is not None and param.param_type_name == "option":
+        return str(param.metavar)
+    kind: str = param.display_type(ctx).strip("<>").removeprefix("list[").removesuffix("]").removesuffix(" range")
+    return _TYPES.get(kind, kind)
 
 
 def _as_typed(_ctx: Any, value: Any) -> Any:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from bitplan.files.open_files import register_container as register_container
     from bitplan.files.tensor_file import (
         Container as Container,
-        Promise as Promise,
         TensorFile as TensorFile,
         TensorSpec as TensorSpec,
     )
+    from bitplan.files.quantize_files import WriteOptions as WriteOptions
     from bitplan.files.models.weight_store import WeightStore as WeightStore
     from bitplan.files.models.morph import morph_model as morph_model
     from bitplan.files.models.morph import unmorph_model as unmorph_model

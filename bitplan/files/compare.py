@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from bitplan.base.errors import StoreError
 from bitplan.files.models.decoded_in_eval import slots_of
 from bitplan.files.models.morph import encoded_modules_of, places_of
+from bitplan.files.tensor_file import ReadableTensor
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.quantization_error import Similarity, similarity
 
 if TYPE_CHECKING:
-    from bitplan.files.models.comparable_tensors import ModelValues, Values
+    from bitplan.files.models.comparable_tensors import ModelValues
 
 Weights = nn.Module | Mapping[str, Tensor | Encoded]
 
@@ -119,27 +120,14 @@ def compare_models(a: Weights, b: Weights) -> Comparison:
     ]
     if missing:
         raise StoreError(f"the two cannot be compared: {', '.join(missing)}")
-    compared = {}
-    for name in counted:
-        one, two = ours.weights[name], theirs.weights[name]
-        first = one.numbers()
-        sums = similarity(first, two.numbers().to(first.device))
-        compared[name] = sums, Agreement.of(sums, first.numel(), one.fmt, two.fmt)
-    return _comparison(compared)
-
-
-@dataclass(frozen=True)
-class _Weight:
-    shape: tuple[int, ...]
-    fmt: str | None
-    numbers: Callable[[], Tensor]
+    return _comparison({name: _agreement(ours.weights[name], theirs.weights[name]) for name in counted})
 
 
 @dataclass(frozen=True)
 class _Effective:
     """The weights of one side by all their names; `counted` leaves out second names of the same numbers."""
 
-    weights: Mapping[str, _Weight]
+    weights: Mapping[str, ReadableTensor]
     counted: frozenset[str]
     buffers: frozenset[str]
     is_model: bool
@@ -157,19 +145,20 @@ def _counted(ours: _Effective, theirs: _Effective) -> list[str]:
 
 def _effective(model: Weights) -> _Effective:
     if not isinstance(model, nn.Module):
-        given = {name: _weight(value) for name, value in model.items() if _is_weight(value)}
+        given = {name: _weight(name, value) for name, value in model.items() if _is_weight(value)}
         return _Effective(given, frozenset(given), frozenset(model.keys() - given.keys()), is_model=False)
-    weights: dict[str, _Weight] = {}
+    weights: dict[str, ReadableTensor] = {}
     first_names: dict[tuple[int, str | None], str] = {}
     for place in places_of(model):
-        slot, weight = slots_of(place.module).get(place.local), _weight(place.parameter)
+        slot, weight = slots_of(place.module).get(place.local), _weight(place.name, place.parameter)
         if slot is not None:
-            weight = _Weight(weight.shape, slot.fmt.name, functools.partial(slot.store.simulate, slot.fmt))
+            decoded = functools.partial(slot.store.simulate, slot.fmt)
+            weight = replace(weight, format=slot.fmt.name, pieces=functools.partial(_once, decoded))
         weights[place.name] = weight
-        first_names.setdefault((id(place.parameter), weight.fmt), place.name)
+        first_names.setdefault((id(place.parameter), weight.format), place.name)
     for name, module in encoded_modules_of(model).items():  # weights that a plan packed
-        weights[name] = _weight(module.encoded)
-        first_names.setdefault((id(module), weights[name].fmt), name)
+        weights[name] = _weight(name, module.encoded)
+        first_names.setdefault((id(module), weights[name].format), name)
     buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
     return _Effective(weights, frozenset(first_names.values()), buffers, is_model=True)
 
@@ -179,10 +168,14 @@ def _is_weight(value: Tensor | Encoded) -> bool:
     return isinstance(value, Encoded) or value.is_floating_point() or value.is_complex()
 
 
-def _weight(value: Tensor | Encoded) -> _Weight:
-    if isinstance(value, Encoded):
-        return _Weight(value.shape, value.fmt.name, functools.partial(decode, value))
-    return _Weight(tuple(value.shape), None, value.detach)
+def _weight(name: str, value: Tensor | Encoded) -> ReadableTensor:
+    fmt = value.fmt.name if isinstance(value, Encoded) else None
+    read = functools.partial(decode, value) if isinstance(value, Encoded) else value.detach
+    return ReadableTensor(name, tuple(value.shape), "float32", format=fmt, pieces=functools.partial(_once, read))
+
+
+def _once(read: Callable[[], Tensor]) -> Iterator[Tensor]:
+    yield read()
 
 
 def compare_files(
@@ -208,9 +201,8 @@ def compare_files(
             elif ours.is_integer or theirs.is_integer:
                 findings += _compare_integers(name, ours, theirs)
             else:
-                sums = _compare_numbers(ours, theirs)
-                compared[name] = sums, Agreement.of(sums, math.prod(ours.shape), ours.format, theirs.format)
-                if not math.isfinite(sums.square_difference):
+                compared[name] = _agreement(ours, theirs)
+                if not math.isfinite(compared[name][0].square_difference):
                     findings.append(f"{name}: NaN or infinity on one side, so its figures say nothing")
             on_numbers(math.prod(ours.shape), name)
     if not compared:
@@ -224,7 +216,12 @@ def _missing(one: ModelValues, two: ModelValues) -> list[str]:
     return [f"{name}: in {one.path}, not in {two.path}" for name in one.values if name not in two.values]
 
 
-def _compare_numbers(ours: Values, theirs: Values) -> Similarity:
+def _agreement(ours: ReadableTensor, theirs: ReadableTensor) -> tuple[Similarity, Agreement]:
+    sums = _compare_numbers(ours, theirs)
+    return sums, Agreement.of(sums, math.prod(ours.shape), ours.format, theirs.format)
+
+
+def _compare_numbers(ours: ReadableTensor, theirs: ReadableTensor) -> Similarity:
     """Sums over two tensors whose numbers may come in pieces of different sizes."""
     total = Similarity()
     left, right = torch.empty(0), torch.empty(0)
@@ -235,11 +232,11 @@ def _compare_numbers(ours: Values, theirs: Values) -> Similarity:
         count = min(left.numel(), right.numel())
         if not count:
             return total
-        total += similarity(left[:count], right[:count])
+        total += similarity(left[:count], right[:count].to(left.device))
         left, right = left[count:], right[count:]
 
 
-def _compare_integers(name: str, ours: Values, theirs: Values) -> list[str]:
+def _compare_integers(name: str, ours: ReadableTensor, theirs: ReadableTensor) -> list[str]:
     if ours.is_integer != theirs.is_integer:
         return [f"{name}: {ours.format} on one side, {theirs.format} on the other: integers are not weights"]
     one, two = (torch.cat([piece.reshape(-1) for piece in side.pieces()]) for side in (ours, theirs))

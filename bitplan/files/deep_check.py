@@ -21,8 +21,8 @@ disk. `bitplan.formats.scale_checks` explains each count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.scale_checks import (
-    BlockFlags,
     all_scales_inside,
     any_undefined_code,
     block_flags,
@@ -79,29 +78,19 @@ class _Count:
         self.count += count
 
 
-@dataclass
-class _Counts:
-    blocks: int = 0
-    nan: _Count = field(default_factory=_Count)
-    saturated: _Count = field(default_factory=_Count)
-    clipped: _Count = field(default_factory=_Count)
-    underflowed: _Count = field(default_factory=_Count)
-    undefined: _Count = field(default_factory=_Count)
-    unwritten: _Count = field(default_factory=_Count)
-
-    def add(self, flags: BlockFlags, places: Tensor) -> None:
-        for name in ("nan", "saturated", "clipped", "underflowed", "undefined"):
-            getattr(self, name).add(getattr(flags, name), places)
+_FLAGS = ("nan", "saturated", "clipped", "underflowed", "undefined")  # of BlockFlags
 
 
 def check_packed(packed: PackedTensor, done: OnBytes) -> list[Finding]:
     """Findings about one packed tensor; `done(bytes, name)` is called for every piece."""
-    fmt, counts, base = packed.fmt, _Counts(), None
+    fmt, base, blocks = packed.fmt, None, 0
+    assert fmt is not None
+    counts = {name: _Count() for name in (*_FLAGS, "unwritten")}
     read_scales = packed.read_scales if every_code_is_defined(fmt) and fmt.name not in NEVER_WRITTEN else None
     blocks_per_step = math.prod(packed.grid) // max(packed.steps, 1)
     for start, stop in packed.spans():
         done((stop - start) * packed.nbytes // packed.steps, packed.name)
-        counts.blocks += (stop - start) * blocks_per_step
+        blocks += (stop - start) * blocks_per_step
         if read_scales is not None:
             scales, base = read_scales(start, stop)
             if bool(all_scales_inside(fmt, scales, base)):
@@ -111,12 +100,14 @@ def check_packed(packed: PackedTensor, done: OnBytes) -> list[Finding]:
         places = range(start * blocks_per_step, stop * blocks_per_step)
         if not _is_sound(encoded):
             picked = _suspects(encoded)
-            counts.add(block_flags(_take_blocks(encoded, picked)), picked + places.start)
+            flags = block_flags(_blocks_at(encoded, picked))
+            for name in _FLAGS:
+                counts[name].add(getattr(flags, name), picked + places.start)
         never = NEVER_WRITTEN.get(fmt.name)
         if never is not None and places and int(encoded.data.amin()) == never:
             per_block = (encoded.data.reshape(len(places), -1) == never).sum(dim=-1)
-            counts.unwritten.add(per_block, torch.arange(places.start, places.stop))
-    return list(_findings(packed, counts, base))
+            counts["unwritten"].add(per_block, torch.arange(places.start, places.stop))
+    return list(_findings(packed, counts, blocks, base))
 
 
 def _is_sound(encoded: Encoded) -> bool:
@@ -133,7 +124,7 @@ def _suspects(encoded: Encoded) -> Tensor:
     return (flags if by_rows else flags.any().expand_as(flags)).nonzero().flatten()
 
 
-def _take_blocks(encoded: Encoded, picked: Tensor) -> Encoded:
+def _blocks_at(encoded: Encoded, picked: Tensor) -> Encoded:
     """The picked blocks, each as a row of its own; all blocks if every block is picked."""
     fmt, scales = encoded.fmt, encoded.scales
     assert scales is not None
@@ -144,15 +135,18 @@ def _take_blocks(encoded: Encoded, picked: Tensor) -> Encoded:
     return Encoded(fmt, (len(picked), width), data, scales.reshape(-1, 1)[picked], encoded.base)
 
 
-def _findings(packed: PackedTensor, counts: _Counts, base: Tensor | None) -> Iterator[Finding]:
+def _findings(
+    packed: PackedTensor, counts: Mapping[str, _Count], blocks: int, base: Tensor | None
+) -> Iterator[Finding]:
     fmt, name = packed.fmt, packed.name
+    assert fmt is not None
     if base is not None and not bool(base.isfinite() & (base >= 0)):
         text = f"the base of its scales is {float(base)}; it must be a finite number, not below zero"
         yield Finding("scale-base", name, f"{text}: every weight is lost; encode it again")
         return
 
     def scales(code: str, counted: _Count, which: str, advice: str) -> Finding:
-        text = f"{counted.count} of {counts.blocks} scales of {fmt.name} are {which}"
+        text = f"{counted.count} of {blocks} scales of {fmt.name} are {which}"
         return Finding(code, name, f"{text}, the first at block {index_of(counted.first, packed.grid)}; {advice}")
 
     def codes(code: str, counted: _Count, which: str) -> Finding:
@@ -160,32 +154,30 @@ def _findings(packed: PackedTensor, counts: _Counts, base: Tensor | None) -> Ite
         return Finding(code, name, f"{text}; the bytes are damaged, or of another format")
 
     e8m0 = isinstance(fmt.scales, PowerOfTwoScales)
-    if counts.nan.count:
+    if counts["nan"].count:
         which = "byte 255, NaN by OCP MX" if e8m0 else "NaN"
-        yield scales("scale-nan", counts.nan, which, "these blocks hold no numbers: convert or download the file again")
+        yield scales(
+            "scale-nan", counts["nan"], which, "these blocks hold no numbers: convert or download the file again"
+        )
     if isinstance(fmt.scales, BasedScales):
-        if _are_many(counts.clipped.count, counts.blocks):
+        if counts["clipped"].count >= MANY_BLOCKS and counts["clipped"].count > MANY_SHARE * blocks:
             which = f"{fmt.scales.largest:.0f}, the largest, with half of their codes or more at the largest magnitude"
             advice = "the weights clip: encode them again, with a larger base"
-            yield scales("scale-saturated", counts.clipped, which, advice)
-    elif counts.saturated.count:
+            yield scales("scale-saturated", counts["clipped"], which, advice)
+    elif counts["saturated"].count:
         which = "byte 254, the largest" if e8m0 else "infinite"
         advice = "the weights overflowed: scale them down and encode again"
-        yield scales("scale-saturated", counts.saturated, which, advice)
-    if counts.underflowed.count:
+        yield scales("scale-saturated", counts["saturated"], which, advice)
+    if counts["underflowed"].count:
         which = "byte 0, the smallest" if e8m0 else "zero"
         if fmt.scales is not None and fmt.scales.dtype == torch.float16:
             which = "zero, or subnormal and off by half a step or more"
         advice = "scale the weights up, or encode in a format with wider scales"
-        yield scales("scale-underflow", counts.underflowed, f"{which}, over codes that are not zero", advice)
-    if counts.undefined.count:
-        yield codes("undefined-code", counts.undefined, "stand for no number")
-    if counts.unwritten.count:
-        yield codes("unwritten-code", counts.unwritten, "are -128, which its encoders never write")
-
-
-def _are_many(count: int, blocks: int) -> bool:
-    return count >= MANY_BLOCKS and count > MANY_SHARE * blocks
+        yield scales("scale-underflow", counts["underflowed"], f"{which}, over codes that are not zero", advice)
+    if counts["undefined"].count:
+        yield codes("undefined-code", counts["undefined"], "stand for no number")
+    if counts["unwritten"].count:
+        yield codes("unwritten-code", counts["unwritten"], "are -128, which its encoders never write")
 
 
 def index_of(offset: int, shape: tuple[int, ...]) -> list[int]:

@@ -13,6 +13,7 @@ the table has for its name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from bitplan.plan.structure.families import view_by_names
 from bitplan.plan.structure.model_view import ModelView, TensorRecord
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from bitplan.files.tensor_file import TensorSpec
@@ -72,28 +74,33 @@ def _with_files(seen: ModelView, named: ModelView, specs: Iterable[TensorSpec]) 
             yield replace(record, format=spec.format, shape=tuple(spec.shape))
 
 
-def empty_model(folder: Path) -> nn.Module:
-    """The model of a folder's config.json, on the meta device."""
+def empty_model(
+    folder: Path, dtype: torch.dtype | None = None, *, ties: bool = True, remote_code: bool = False
+) -> nn.Module:
+    """The model of a folder's config.json, on the meta device.
+
+    dtype         of its parameters; None: what the config says
+    ties          parameters that it ties are one object
+    remote_code   code that comes with the model may run
+    """
     if not (folder / CONFIG).is_file():
         raise FileFormatError(f"{folder}: no {CONFIG} says which model it is")
     import torch
 
     transformers = require("transformers", purpose=f"{folder}: what its model computes", extra="models")
-    from bitplan.files.models.transformers_names import foreign_reason, silence_transformers
+    from transformers import initialization
 
-    with silence_transformers():
-        try:
-            config = transformers.AutoConfig.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config  # the plain model has the same parts
-            with torch.device("meta"):
-                model: nn.Module = model_class(folder, config)._from_config(config)
-        except FileFormatError:
-            raise
-        except Exception as error:  # transformers raises any kind of error on a bad config
-            raise FileFormatError(f"{folder / CONFIG}: no model can be made of it: {foreign_reason(error)}") from error
+    from bitplan.files.transformers_names import foreign_faults, silence_transformers
+
+    with silence_transformers(), foreign_faults(FileFormatError, f"{folder / CONFIG}: no model can be made of it"):
+        allowed = {"local_files_only": True, "trust_remote_code": remote_code}
+        config = transformers.AutoConfig.from_pretrained(str(folder), **allowed)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # the plain model has the same parts
+        apart = nullcontext() if ties else initialization.no_tie_weights()
+        with torch.device("meta"), apart:
+            kind = {} if dtype is None else {"dtype": dtype}
+            model: nn.Module = model_class(folder, config)._from_config(config, **kind)
     return model.eval()
 
 

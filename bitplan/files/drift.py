@@ -154,12 +154,12 @@ def _layers_of(model: nn.Module) -> Iterator[DriftLayer]:
 
 def read_drift(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a log; a torn last line is skipped, any other line that is not JSON is an error with its number."""
-    found = []
+    rows = []
     for number, line in enumerate(read_bytes(path, max_bytes=MAX_LOG_BYTES, what="drift log").split(b"\n")[:-1], 1):
         where = f"{path}: line {number}"
         reader = Reader(where, FileFormatError, strict=False)
-        found.append(reader.keys("", parse_json(line, where=where), _READ_KEYS, _READ_KEYS))
-    return found
+        rows.append(reader.keys("", parse_json(line, where=where), _READ_KEYS, _READ_KEYS))
+    return rows
 
 
 OnBytes = Callable[[int, str], None]
@@ -211,8 +211,8 @@ def _drift(master: _Master, tensor: PackedTensor, name: str, step: int, on_bytes
     for start, stop in tensor.spans():
         encoded = tensor.read(start, stop)
         sums += similarity(master.read(start, stop), decode(encoded))
-        own = scale_health(encoded)
-        health = own if health is None else health + own
+        piece_health = scale_health(encoded)
+        health = piece_health if health is None else health + piece_health
         if on_bytes:
             on_bytes((stop - start) * tensor.nbytes // tensor.steps, name)
     assert health is not None

@@ -17,15 +17,22 @@ such a file has no checksums.
 
 A long array of metadata stays as bytes of the file, and its items are made when needed: a tokenizer has hundreds of
 thousands of strings and numbers, which as Python objects take ten times their bytes.
+
+A model may be split over several files, `NAME-00001-of-00003.gguf`: naming any part opens all (`open_gguf`).
+llama.cpp's gguf-split writes into each part its number (`split.no`, from 0), the number of parts (`split.count`), and
+the number of tensors in all parts (`split.tensors.count`); the first part has the model's metadata. All of this is
+checked against the file names and the tensors, so that no incomplete model is read. Parts that bitplan wrote say in
+`split.run` what was written into all of them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -35,8 +42,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import atomic_file
-from bitplan.files.tensor_bytes import ContainerFile, Payload, PayloadWriter, TensorSpec, parse_checksums
+from bitplan.files.tensor_bytes import MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums
 from bitplan.formats.dtypes import torch_dtype
+from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -145,10 +153,21 @@ class GGUFTensor(TensorSpec):
 
     type: GGMLQuantizationType = GGMLQuantizationType.F32
 
+    @classmethod
+    def at(cls, name: str, kind: GGMLQuantizationType, shape: tuple[int, ...], start: int) -> GGUFTensor:
+        """A tensor of this type whose bytes begin there."""
+        plain, nbytes = _PLAIN_DTYPES.get(kind), math.prod(_raw_shape(kind, shape))
+        return cls(name, shape, plain or "float32", format=plain or kind.name, nbytes=nbytes, start=start, type=kind)
+
     @property
     def raw_shape(self) -> tuple[int, ...]:
         """The shape of the encoded bytes: the last dimension counts bytes per row."""
         return _raw_shape(self.type, self.shape)
+
+    @property
+    def accepts(self) -> dict[torch.dtype, tuple[int, ...]]:
+        """Encoded bytes, and numbers of a plain type."""
+        return {torch_dtype("uint8"): self.raw_shape, **({} if self.format != self.dtype else super().accepts)}
 
 
 class GGUFFile(ContainerFile[GGUFTensor]):
@@ -194,11 +213,11 @@ class GGUFFile(ContainerFile[GGUFTensor]):
 
     def _read_checksums(self, start: int, stop: int) -> dict[str, int]:
         """Those that the metadata have for this list of tensors, which lies at these bytes of the header."""
-        said = self.metadata.pop(CHECKSUMS, None)
-        if said is None:
+        stored = self.metadata.pop(CHECKSUMS, None)
+        if stored is None:
             return {}
         listed = f"{zlib.crc32(self._read_bytes('the list of tensors', start, stop - start)):08x}"
-        text, where = str(said.value), f"{self.path}: metadata {CHECKSUMS!r}"
+        text, where = str(stored.value), f"{self.path}: metadata {CHECKSUMS!r}"
         known = parse_checksums(text, ["", *self.tensors], where)
         return {name: known[name] for name in self.tensors} if text.startswith(listed) and known else {}
 
@@ -208,7 +227,8 @@ class GGUFFile(ContainerFile[GGUFTensor]):
         end = 0
         for name, kind, shape, offset in infos:
             where = f"{self.path}: tensor {name[:80]!r}"
-            nbytes = math.prod(_raw_shape(kind, shape))
+            tensor = GGUFTensor.at(name, kind, shape, first + offset)
+            nbytes = tensor.nbytes
             expected = end + -end % self.alignment
             if name in tensors:
                 raise FileFormatError(f"{where} appears twice")
@@ -222,9 +242,7 @@ class GGUFFile(ContainerFile[GGUFTensor]):
             if offset != expected:
                 fault = "overlaps the tensor before it" if offset < expected else "leaves a hole before it"
                 raise FileFormatError(f"{where} {fault}: offset {offset}, expected {expected}")
-            plain = _PLAIN_DTYPES.get(kind)
-            held = {"format": plain or kind.name, "nbytes": nbytes, "start": first + offset, "type": kind}
-            tensors[name] = GGUFTensor(name, shape, plain or "float32", **held)
+            tensors[name] = tensor
             end = offset + nbytes
         if self._size > first + end + -end % self.alignment:
             raise FileFormatError(
@@ -393,13 +411,7 @@ def _raw_shape(kind: GGMLQuantizationType, shape: Sequence[int]) -> tuple[int, .
 
 def plain_dtype(type: GGMLQuantizationType) -> torch.dtype | None:
     """The torch dtype with the same bytes as a plain type such as F16; None for types made of blocks."""
-    name = plain_dtype_name(type)
-    return None if name is None else torch_dtype(name)
-
-
-def plain_dtype_name(type: GGMLQuantizationType) -> str | None:
-    """The name of that dtype."""
-    return _PLAIN_DTYPES.get(type)
+    return torch_dtype(_PLAIN_DTYPES[type]) if type in _PLAIN_DTYPES else None
 
 
 def dequantize_rows(raw: torch.Tensor, type: GGMLQuantizationType) -> torch.Tensor:
@@ -456,26 +468,23 @@ def write_gguf(
     metadata say what the bytes of every tensor must be.
     """
     alignment = _check_alignment(metadata, where=str(path))
-    said = {key: value for key, value in metadata.items() if key != CHECKSUMS}
+    entries_of_metadata = {key: value for key, value in metadata.items() if key != CHECKSUMS}
     if checksums:
-        said[CHECKSUMS] = GGUFValue(GGUFValueType.STRING, "0" * 8 * (1 + len(entries)))
-    head = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(said))]
-    head += [_pack_entry(key, value, path) for key, value in said.items()]
+        entries_of_metadata[CHECKSUMS] = GGUFValue(GGUFValueType.STRING, "0" * 8 * (1 + len(entries)))
+    head = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(entries_of_metadata))]
+    for key, value in entries_of_metadata.items():
+        entry = _pack_string(key, MAX_KEY_BYTES), struct.pack("<I", value.type), _pack_value(value, f"{path}: {key!r}")
+        head.append(b"".join(entry))
     infos: list[bytes] = []
-    payloads: dict[str, Payload] = {}
+    payloads: dict[str, GGUFTensor] = {}
     end = 0
     for name, kind, shape in entries:
         if fault := _shape_fault(kind, shape) or ("the name is taken" if name in payloads else None):
             raise StoreError(f"{path}: tensor {name!r}: {fault}")
-        raw_shape = _raw_shape(kind, shape)
-        nbytes = math.prod(raw_shape)
-        accepts = {torch_dtype("uint8"): raw_shape}
-        if (plain := plain_dtype(kind)) is not None:
-            accepts[plain] = tuple(shape)
+        payloads[name] = GGUFTensor.at(name, kind, tuple(shape), end)
         infos += [_pack_string(name, MAX_NAME_BYTES), struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))]
         infos += [struct.pack("<IQ", kind, end)]
-        payloads[name] = Payload(name, end, nbytes, accepts)
-        end += nbytes + -nbytes % alignment
+        end += payloads[name].nbytes + -payloads[name].nbytes % alignment
     listed = f"{zlib.crc32(b''.join(infos)):08x}".encode()
     if checksums:
         head[-1] = head[-1].replace(b"0" * 8, listed, 1)
@@ -491,11 +500,6 @@ def write_gguf(
         writer.finish()
         if checksums:
             writer.fill_checksums(head[-1][: len(head[-1]) - 8 * len(entries)])
-
-
-def _pack_entry(key: str, value: GGUFValue, path: str | Path) -> bytes:
-    kind = struct.pack("<I", value.type)
-    return _pack_string(key, MAX_KEY_BYTES) + kind + _pack_value(value, f"{path}: {key!r}")
 
 
 def _pack_string(text: str, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
@@ -529,3 +533,124 @@ def _pack_items(kind: GGUFValueType | None, items: Sequence[Any], where: str) ->
     if kind == GGUFValueType.BOOL and not all(isinstance(item, bool) for item in items):
         raise TypeError("not a bool")
     return struct.pack(f"<{len(items)}{STRUCT_CODES[kind]}", *items)
+
+
+# ---- models in several files -----------------------------------------------------------------------------------------
+
+
+PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_SPLIT = "split."
+MAX_PARTS = 99_999  # five digits
+
+
+class SplitGGUF(GGUFFile):
+    """All parts as one file; `path` and `metadata` are those of the first part, without the keys of the split."""
+
+    def __init__(self, parts: list[GGUFFile]) -> None:
+        first = parts[0]
+        self.path, self.version, self.alignment = first.path, first.version, first.alignment
+        self.metadata = {key: value for key, value in first.metadata.items() if not key.startswith(_SPLIT)}
+        self._opened = parts
+        self._part_of: dict[str, GGUFFile] = {}
+        for part in parts:
+            for name in part.tensors:
+                if name in self._part_of:
+                    raise FileFormatError(
+                        f"{part.path}: tensor {name[:80]!r} is also in {self._part_of[name].path.name}; "
+                        "one of the two parts is stale: download the model again"
+                    )
+                self._part_of[name] = part
+        self.tensors = {name: part.tensors[name] for name, part in self._part_of.items()}
+        self.checksums = {name: known for part in parts for name, known in part.checksums.items()}
+
+    @property
+    def parts(self) -> list[Path]:
+        return [part.path for part in self._opened]
+
+    def read_raw(self, name: str) -> torch.Tensor:
+        self._entry(name)
+        return self._part_of[name].read_raw(name)
+
+    def read_raw_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        self._entry(name)
+        return self._part_of[name].read_raw_rows(name, start, stop)
+
+    def is_damaged(self, name: str) -> bool:
+        self._entry(name)
+        return self._part_of[name].is_damaged(name)
+
+    def close(self) -> None:
+        for part in self._opened:
+            part.close()
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """A GGUF file, or all parts of the split model that it belongs to."""
+    with ExitStack() as opened:
+        given = opened.enter_context(GGUFFile(path))
+        named = PART_NAME.fullmatch(given.path.name)
+        count = _number(given, "count", default=1)
+        if count == 1 and (named is None or int(named["count"]) == 1):
+            opened.pop_all()
+            return given
+        if named is None or (int(named["number"]), int(named["count"])) != (_number(given, "no") + 1, count):
+            says = f"part {_number(given, 'no') + 1} of {count}" if count > 1 else "nothing of parts"
+            raise FileFormatError(
+                f"{given.path}: its metadata says {says}, which its name must say too, "
+                f"as NAME-00001-of-{count:05d}.gguf; name the file as it was published"
+            )
+        stem, given_number = named["stem"], int(named["number"])
+        files = [
+            given if number == given_number else opened.enter_context(_open_part(given, stem, number, count))
+            for number in range(1, count + 1)
+        ]
+        _require_one_run(files)
+        split = SplitGGUF(files)
+        expected = _number(files[0], "tensors.count", default=len(split.tensors))
+        if len(split.tensors) != expected:
+            raise FileFormatError(
+                f"{split.path}: split.tensors.count is {expected}, and the {count} parts hold {len(split.tensors)} "
+                "tensors; download the parts again"
+            )
+        opened.pop_all()
+        return split
+
+
+def _open_part(given: GGUFFile, stem: str, number: int, count: int) -> GGUFFile:
+    path = given.path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf")
+    if not path.is_file():
+        raise FileFormatError(
+            f"{given.path}: the model is split into {count} parts, and {path.name!r} is missing; "
+            "put all parts into one folder"
+        )
+    part = GGUFFile(path, stays_open=count <= MOST_OPEN)
+    if (_number(part, "no"), _number(part, "count")) != (number - 1, count):
+        part.close()
+        raise FileFormatError(
+            f"{path}: its metadata does not say that it is part {number} of {count}; it is another model's"
+        )
+    return part
+
+
+def _require_one_run(files: list[GGUFFile]) -> None:
+    """Refuse parts that were written by two runs, such as one that was killed while it replaced the other's."""
+    runs: dict[str, GGUFFile] = {}
+    for file in files:
+        entry = file.metadata.get(_SPLIT + "run")
+        if entry is not None:
+            runs.setdefault(str(entry.value), file)
+    if len(runs) > 1:
+        first, second = list(runs.values())[:2]
+        raise FileFormatError(
+            f"{second.path}: is of another run than {first.path.name!r}: some parts were replaced and others not; "
+            "write or download all parts again"
+        )
+
+
+def _number(file: GGUFFile, key: str, default: int | None = None) -> int:
+    entry = file.metadata.get(_SPLIT + key)
+    value: Any = default if entry is None else entry.value
+    least = 1 if key == "count" else 0
+    if type(value) is not int or not least <= value <= (MAX_PARTS if key != "tensors.count" else 2**31):
+        raise FileFormatError(f"{file.path}: {_SPLIT}{key} must be a number from {least}, got {str(value)[:40]!r}")
+    return value

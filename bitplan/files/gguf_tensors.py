@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.base.errors import StoreError
 from bitplan.files.tensor_bytes import PayloadWriter
-from bitplan.files.tensor_file import Container, Promise, TensorFile, Writer
-from bitplan.formats.dtypes import dtype_name
+from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer
 from bitplan.formats.gguf.layouts import LAYOUTS
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class GGUFTensors(TensorFile):
     kind = "gguf"
 
     def __init__(self, path: Path) -> None:
-        from bitplan.files.gguf_split_read import open_gguf
+        from bitplan.files.gguf import open_gguf
 
         self.file = open_gguf(path)
         self.path = path
@@ -111,7 +110,7 @@ class GGUF(Container):
 
     @contextmanager
     def write(
-        self, path: Path, promises: Sequence[Promise], metadata: Mapping[str, Any], tied: Mapping[str, str]
+        self, path: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, Any], tied: Mapping[str, str]
     ) -> Iterator[Writer]:
         from gguf import GGMLQuantizationType, GGUFValueType
 
@@ -121,8 +120,8 @@ class GGUF(Container):
             raise StoreError(f"{path}: GGUF takes metadata of GGUF files alone, got {texts[0]!r}; write .safetensors")
         values = dict(metadata) or {"general.architecture": GGUFValue(GGUFValueType.STRING, "bitplan")}
         if "general.file_type" in values:
-            values = file_metadata(values, promises)
-        entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in promises]
+            values = file_metadata(values, tensors)
+        entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in tensors]
         with write_gguf(path, entries, values, checksums=True) as payloads:
             yield GGUFTensorWriter(payloads)
 
@@ -130,8 +129,7 @@ class GGUF(Container):
         if not isinstance(source, GGUFTensors):
             raise StoreError(
                 f"{output}: GGUF is written from GGUF alone: {source.path} has neither llama.cpp's names nor its "
-                "metadata; write .safetensors, or take the model's folder to `bitplan export` (gpt-oss: to `bitplan "
-                "gpt-oss convert`)",
+                "metadata; write .safetensors, or export the model's folder (a gpt-oss with `bitplan gpt-oss convert`)",
                 settings={"to": "gguf"},
             )
 
@@ -143,17 +141,17 @@ _MIXED_FILE_TYPES = {"Q3_K": 12, "Q4_K": 15, "Q5_K": 17}
 QUANTIZATION_VERSION = 2
 
 
-def file_metadata(metadata: Mapping[str, GGUFValue], promises: Sequence[Promise]) -> dict[str, GGUFValue]:
+def file_metadata(metadata: Mapping[str, GGUFValue], tensors: Sequence[TensorSpec]) -> dict[str, GGUFValue]:
     """The metadata, with the file type that llama.cpp shows and the version of ggml's blocks added."""
     from gguf import GGUFValueType
 
     from bitplan.files.gguf import GGUFValue
 
     numbers: dict[str, int] = {}
-    for promise in promises:
-        if len(promise.shape) > 1:
-            kind = gguf_type(promise, "GGUF")
-            numbers[kind] = numbers.get(kind, 0) + math.prod(promise.shape)
+    for spec in tensors:
+        if len(spec.shape) > 1:
+            kind = gguf_type(spec, "GGUF")
+            numbers[kind] = numbers.get(kind, 0) + math.prod(spec.shape)
     most = max(numbers, key=lambda kind: numbers[kind], default="F32")
     mixed = len(numbers.keys() - {"F32"}) > 1
     number = _MIXED_FILE_TYPES.get(most) if mixed else None
@@ -181,24 +179,23 @@ class GGUFTensorWriter:
             self._payloads.write(name, item)
 
 
-def gguf_type(promise: Promise, path: str | Path) -> str:
-    if promise.fmt is None:
-        kind = dtype_name(promise.dtype)
-        if kind not in _PLAIN_TYPES:
-            raise StoreError(f"{path}: GGUF has no {kind} ({promise.name!r}); write .safetensors")
-        return _PLAIN_TYPES[kind]
-    if promise.fmt.name not in GGUF_TYPES:
-        nearest = _NEAREST.get(promise.fmt.name)
+def gguf_type(spec: TensorSpec, path: str | Path) -> str:
+    if spec.fmt is None:
+        if spec.dtype not in _PLAIN_TYPES:
+            raise StoreError(f"{path}: GGUF has no {spec.dtype} ({spec.name!r}); write .safetensors")
+        return _PLAIN_TYPES[spec.dtype]
+    if spec.format not in GGUF_TYPES:
+        nearest = _NEAREST.get(spec.format)
         raise StoreError(
-            f"{path}: GGUF cannot hold {promise.fmt.name} ({promise.name!r}); "
+            f"{path}: GGUF cannot hold {spec.format} ({spec.name!r}); "
             f"it holds {', '.join(GGUF_TYPES)}{f', of which {nearest} is the nearest' if nearest else ''}; "
             "write .safetensors for the others"
         )
-    row, block = promise.shape[-1] if promise.shape else 1, promise.fmt.block.cols or 1
+    row, block = spec.shape[-1] if spec.shape else 1, spec.fmt.block.cols or 1
     if row % block:
         raise StoreError(
-            f"{path}: GGUF's blocks of {block} lie along the last axis and are never filled, and {promise.name!r} has "
+            f"{path}: GGUF's blocks of {block} lie along the last axis and are never filled, and {spec.name!r} has "
             f"{row} there; write .safetensors, or leave it as it is",
-            settings={"keep": promise.name},
+            settings={"keep": spec.name},
         )
-    return GGUF_TYPES[promise.fmt.name]
+    return GGUF_TYPES[spec.format]

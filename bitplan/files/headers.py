@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -14,20 +15,16 @@ from bitplan.files.open_files import container_for
 from bitplan.files.packed_folder import plan_with_shapes, shapes_of_transposed
 from bitplan.files.safetensors import INDEX_SUFFIX
 from bitplan.formats import get_format
-from bitplan.plan.format_choices import GGUF_SUBSTITUTES, Stored, Substitutes, Wanted, choose_formats
+from bitplan.plan.format_choices import GGUF_SUBSTITUTES, Substitutes, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
 
 if TYPE_CHECKING:
-    from bitplan.files.tensor_file import TensorFile, TensorSpec
+    from bitplan.files.tensor_file import TensorFile
 
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
-
-
-def _stored(spec: TensorSpec, shape: tuple[int, ...]) -> Stored:
-    return Stored(shape, spec.held, spec.encoded)
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -39,8 +36,7 @@ def is_gguf(path: str | Path) -> bool:
 def plan_of_stored(file: TensorFile, names: Sequence[str] | None = None) -> Plan:
     """Every tensor of a file, or some of them, as it is."""
     known = (*file.specs, *file.tied) if names is None else names
-    tensors = {name: _stored(file.spec(name), file.spec(name).shape) for name in known}
-    return choose_formats(tensors, {}, where=str(file.path))
+    return choose_formats({name: file.spec(name) for name in known}, {}, where=str(file.path))
 
 
 def plan_for_file(
@@ -66,9 +62,8 @@ def plan_for_file(
     others = shapes_of_transposed(file) if packs_folder else {}
     if isinstance(formats, Plan):
         formats = plan_with_shapes(formats, others, others)
-    tensors = {
-        name: _stored(file.spec(name), others.get(name, file.spec(name).shape)) for name in (*file.specs, *file.tied)
-    }
+    tensors = {name: file.spec(name) for name in (*file.specs, *file.tied)}
+    tensors |= {name: replace(tensors[name], shape=shape) for name, shape in others.items()}
     plan = choose_formats(
         tensors,
         formats,
@@ -129,7 +124,7 @@ def _check_rows(
     if faults:
         name, fmt, cols, shape = faults[0]
         more = f" (nor {counted(len(faults) - 1, 'other tensor')})" if len(faults) > 1 else ""
-        nearest = (each for each in substitutes.of(fmt.name) if get_format(each).padded_cols(cols) == cols)
+        nearest = (name for name in substitutes.of(fmt.name) if get_format(name).padded_cols(cols) == cols)
         settings = dict(how_to_fill) if isinstance(how_to_fill, Mapping) else {}
         ways = [
             *(f"{other} holds it" for other in list(nearest)[:1]),

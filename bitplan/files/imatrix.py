@@ -1,17 +1,16 @@
 """llama.cpp's imatrix.gguf: second moments of inputs, as llama-imatrix gathers and llama-quantize reads them.
 
 For each weight NAME, NAME.in_sum2 [experts, K] has sums of squares of its inputs, NAME.counts [experts, 1] how many
-inputs were added up. The names are those of the model's GGUF file; `gguf_names` gives them for Hugging Face's.
+inputs were added up. The names are those of the model's GGUF file.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFValueType, get_tensor_name_map
+from gguf import GGMLQuantizationType, GGUFValueType
 
 from bitplan.base.documents import show
 from bitplan.base.errors import FileFormatError, StoreError
@@ -58,16 +57,16 @@ class ImatrixFile(EvidenceFile):
     @property
     def gguf_keys(self) -> dict[str, GGUFValue]:
         """What a file that was quantized with it says of it, as llama-quantize writes it."""
-        found = {
+        keys = {
             "quantize.imatrix.file": GGUFValue(GGUFValueType.STRING, self.path.name),
             "quantize.imatrix.entries_count": GGUFValue(GGUFValueType.UINT32, len(self.names)),
         }
         datasets, chunks = self._gguf.metadata.get(DATASETS), self._gguf.metadata.get(CHUNKS)
         if datasets is not None and datasets.value:
-            found["quantize.imatrix.dataset"] = GGUFValue(GGUFValueType.STRING, str(datasets.value[0]))
+            keys["quantize.imatrix.dataset"] = GGUFValue(GGUFValueType.STRING, str(datasets.value[0]))
         if chunks is not None and type(chunks.value) is int:
-            found["quantize.imatrix.chunks_count"] = GGUFValue(GGUFValueType.UINT32, chunks.value)
-        return found
+            keys["quantize.imatrix.chunks_count"] = GGUFValue(GGUFValueType.UINT32, chunks.value)
+        return keys
 
     def hessian(self, name: str) -> Tensor | None:
         return None
@@ -88,9 +87,9 @@ class ImatrixFile(EvidenceFile):
         return self._gguf.read_raw(key).reshape(-1).view(torch.float32).reshape(-1, entry.shape[-1])
 
     def _check(self) -> None:
-        said = self._gguf.metadata.get(TYPE_KEY)
-        if said is None or said.value != TYPE:
-            got = "nothing" if said is None else repr(said.value)[:80]
+        kind = self._gguf.metadata.get(TYPE_KEY)
+        if kind is None or kind.value != TYPE:
+            got = "nothing" if kind is None else repr(kind.value)[:80]
             raise FileFormatError(
                 f"{self.path}: expected an importance matrix, a GGUF file with {TYPE_KEY} {TYPE!r}, got {got}; "
                 "llama-imatrix writes one"
@@ -136,12 +135,3 @@ def write_imatrix(
         for name, squares in moments.items():
             writer.write(name + SUMS, (squares.double() * tokens).float().reshape(1, -1))
             writer.write(name + COUNTS, torch.full((1, 1), float(tokens)))
-
-
-def gguf_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of a llama-like Hugging Face model -> those in GGUF; what gguf-py does not know is left out."""
-    known = list(names)
-    layers = 1 + max((int(found[1]) for name in known if (found := re.search(r"\.(\d+)\.", name))), default=0)
-    table = get_tensor_name_map(MODEL_ARCH.LLAMA, layers)
-    found_names = {name: table.get_name(name, try_suffixes=(".weight",)) for name in known}
-    return {name: found for name, found in found_names.items() if found is not None}

@@ -15,16 +15,21 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from bitplan.base.documents import OBJECT, Reader, or_null
 from bitplan.base.errors import FileFormatError, StoreError
+from bitplan.base.records import read_json
 from bitplan.files.gguf_tensors import GGUF
 from bitplan.files.poly_container import PolyJson
+from bitplan.files.safetensors import INDEX_SUFFIX
 from bitplan.files.safetensors_tensors import NativeTensors, Safetensors
-from bitplan.files.schemes.tensors import SchemeTensors, scheme_of
-from bitplan.files.tensor_file import Container, Promise, TensorFile, Writer
+from bitplan.files.schemes.tensors import CONFIG, SCHEMES, SchemeTensors
+from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer
 
 HEAD_BYTES = 16
 # The last container that recognises a file opens it; safetensors takes files that no other recognises.
 CONTAINERS: list[Container] = [Safetensors(), GGUF(), PolyJson()]
+# Files beside the config in which older versions keep the settings, and their schemes.
+_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def register_container(container: Container) -> None:
@@ -45,7 +50,7 @@ def require_container(path: str | Path) -> Container:
     """The same, or an error that lists the known suffixes."""
     container = container_for(path)
     if container is None:
-        suffixes = ", ".join(each.suffix for each in CONTAINERS)
+        suffixes = ", ".join(container.suffix for container in CONTAINERS)
         raise StoreError(
             f"{path}: the suffix says what to write, {suffixes} (a folder takes a sharded source); "
             f"got {Path(path).suffix!r}"
@@ -61,16 +66,46 @@ def open_tensors(path: str | Path) -> TensorFile:
             head = file.read(HEAD_BYTES)
         if not head:
             raise FileFormatError(f"{source}: the file is empty")
-    found = next(each for each in reversed(CONTAINERS) if each.recognises(source, head)).file_type
-    return SchemeTensors(source) if found is NativeTensors and scheme_of(source) is not None else found(source)
+    kind = next(container for container in reversed(CONTAINERS) if container.recognises(source, head)).file_type
+    settings = scheme_of(source) if kind is NativeTensors else None
+    return kind(source) if settings is None else SchemeTensors(source, settings)
+
+
+def scheme_of(path: Path) -> dict[str, Any] | None:
+    """The quantization settings of a folder, or of an index's folder, if bitplan reads their scheme; else None."""
+    if not path.is_dir() and not path.name.endswith(INDEX_SUFFIX):
+        return None
+    folder = path if path.is_dir() else path.parent
+    config = folder / CONFIG
+    if not config.is_file():
+        return None
+    settings = _quantization(config)
+    if settings is None:
+        old = next((name for name in _OLD_FILES if (folder / name).is_file()), None)
+        if old is not None:
+            reader = Reader(str(folder / old), FileFormatError, strict=False)
+            document = reader.keys("", read_json(folder / old), {}, ())
+            settings = {"quant_method": _OLD_FILES[old], **document}
+    method = None if settings is None else settings.get("quant_method")
+    return settings if isinstance(method, str) and method in SCHEMES else None
+
+
+def _quantization(config: Path) -> dict[str, Any] | None:
+    keys = {"quantization_config": or_null(OBJECT), "compression_config": or_null(OBJECT)}
+    document = Reader(str(config), FileFormatError, strict=False).keys("", read_json(config), keys, ())
+    mlx = document.get("quantization")
+    if isinstance(mlx, dict) and "bits" in mlx and "group_size" in mlx:
+        return {**mlx, "quant_method": "mlx"}  # mlx_lm names no method, and repeats it as quantization_config
+    settings: dict[str, Any] | None = document.get("quantization_config") or document.get("compression_config")
+    return settings
 
 
 def write_tensors(
     path: str | Path,
-    promises: Sequence[Promise],
+    tensors: Sequence[TensorSpec],
     *,
     metadata: Mapping[str, Any] | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> AbstractContextManager[Writer]:
     """The writer for the file's suffix; every writer is atomic."""
-    return require_container(path).write(Path(path), promises, metadata or {}, tied or {})
+    return require_container(path).write(Path(path), tensors, metadata or {}, tied or {})

@@ -8,7 +8,8 @@
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
 `quantization_config` is {"quant_method": "bitplan; ...", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
-"load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}.
+"load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}. transformers looks for weights
+in the file that `transformers_weights` names: it holds no file's name but what to import, and with our plug-in goes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from bitplan.base.text import counted, visible
 from bitplan.files.open_files import write_tensors
 from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
-from bitplan.files.tensor_file import Promise, TensorFile, Writer
+from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import get_format
 from bitplan.formats.input_formats import input_format
 from bitplan.plan.check_manifest import Finding
@@ -57,39 +58,15 @@ SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # transformers requires the name of the library
 # The files of a model beside its weights and config; a model's code is not copied.
 SIDE_FILES = (
-    GENERATION,
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "LICENSE*",
-    "NOTICE*",
+    *(GENERATION, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
+    *("merges.txt", "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates"),
+    *("preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*"),
 )
 # Files that one tokenizer or processor consists of: of an earlier one none stays beside a new one.
 TOKENIZER_FILES = {
-    "added_tokens.json",
-    "additional_chat_templates",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "sentencepiece.bpe.model",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+    *("added_tokens.json", "additional_chat_templates", "chat_template.jinja", "chat_template.json", "merges.txt"),
+    *("preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model", "special_tokens_map.json"),
+    *("spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"),
 }
 SENTENCE_MODULES = "modules.json"
 SENTENCE_FILES = (SENTENCE_MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
@@ -98,10 +75,12 @@ _FILE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".onnx", ".
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
-# transformers without the plug-in points at this entry of config.json, and knows no more.
-_HINT = {"load_with": "import bitplan.transformers before from_pretrained, or bitplan.load_packed(folder)"}
+_HINT = "import bitplan.transformers before from_pretrained, or bitplan.load_packed(folder)"
+# transformers that does not know the method only warns of it, and goes on; where this is no file of weights, it stops
+# with these words at the end of its line.
+WEIGHTS_FILE = "transformers_weights"
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
-WriteShard = Callable[[Writer, Sequence[Promise]], None]
+WriteShard = Callable[[Writer, Sequence[TensorSpec]], None]
 
 
 # ---- config and plan of a folder -------------------------------------------------------------------------------------
@@ -123,14 +102,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def is_packed_config(config: Mapping[str, Any]) -> bool:
-    said = config.get("quantization_config")
-    return isinstance(said, dict) and said.get("quant_method") in QUANT_METHODS
+    settings = config.get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") in QUANT_METHODS
 
 
 def folder_inputs(config: Mapping[str, Any] | None) -> str | None:
     """The format that a packed folder's layers round their inputs to; None: they stay as they are."""
-    said = (config or {}).get("quantization_config")
-    return said.get("inputs") if isinstance(said, dict) and is_packed_config(config or {}) else None
+    settings = (config or {}).get("quantization_config")
+    return settings.get("inputs") if isinstance(settings, dict) and is_packed_config(config or {}) else None
 
 
 def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
@@ -150,30 +129,30 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
             "the folder of the model in bfloat16 or float32"
         )
     reader = Reader(where, FileFormatError, strict=False)  # transformers may add keys of its own
-    said: dict[str, Any] = config["quantization_config"]
-    version = said.get("version")
+    settings: dict[str, Any] = config["quantization_config"]
+    version = settings.get("version")
     if type(version) is int and version > VERSION:
         raise FileFormatError(
             f"{where}: version {version} of quant_method 'bitplan', and this bitplan reads up to {VERSION}; "
             "install a newer bitplan"
         )
-    reader.keys("", said, _KEYS, tuple(_KEYS))
+    reader.keys("", settings, _KEYS, tuple(_KEYS))
     try:
-        input_format(said.get("inputs"))
+        input_format(settings.get("inputs"))
     except FormatError as error:
         raise FileFormatError(f"{where}: {error}") from None
-    return said
+    return settings
 
 
 def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
     """The path of a packed folder's plan; the digest in the config must match it."""
-    said = check_packed_config(folder, read_config(folder) if config is None else config)
+    settings = check_packed_config(folder, read_config(folder) if config is None else config)
     where = f"{folder / CONFIG}: quantization_config"
-    name: str = said["plan"]
+    name: str = settings["plan"]
     path = folder / name
     if Path(name).name != name or not os.path.isfile(path):  # a Path raises for names that are too long
         raise FileFormatError(f"{where}: the plan {name[:80]!r} is not in the folder; copy or quantize it again")
-    if hashlib.sha256(read_bytes(path, what="plan")).hexdigest() != said["plan_sha256"]:
+    if hashlib.sha256(read_bytes(path, what="plan")).hexdigest() != settings["plan_sha256"]:
         raise FileFormatError(
             f"{path}: is not the plan by which this folder was packed (its sha256 differs from {CONFIG}'s); "
             "copy or quantize the folder again"
@@ -216,14 +195,15 @@ def plan_digest(plan: Plan) -> str:
 
 def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without a word on how its folder was quantized, by whatever library."""
-    return {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    return {key: value for key, value in config.items() if key not in {*QUANTIZATION_KEYS, WEIGHTS_FILE}}
 
 
 def packed_config(config: Mapping[str, Any], plan: Plan, inputs: str | None = None) -> dict[str, Any]:
     """A model's config for the folder that holds it packed; `inputs`: the format that its layers round inputs to."""
-    said = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan), **_HINT}
-    said |= {} if inputs is None else {"inputs": inputs}
-    return {**unquantized_config(config), "quantization_config": said}
+    settings = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan)}
+    settings["load_with"] = _HINT
+    settings |= {} if inputs is None else {"inputs": inputs}
+    return {**unquantized_config(config), "quantization_config": settings, WEIGHTS_FILE: f"packed by bitplan; {_HINT}"}
 
 
 def side_files(folder: Path) -> dict[str, Path]:
@@ -231,12 +211,12 @@ def side_files(folder: Path) -> dict[str, Path]:
 
     A model of sentence-transformers has folders of its own, which its modules.json names.
     """
-    found = {path.name: path for pattern in SIDE_FILES for path in folder.glob(pattern)}
+    candidates = {path.name: path for pattern in SIDE_FILES for path in folder.glob(pattern)}
     if (folder / SENTENCE_MODULES).is_file():
-        found |= {name: folder / name for name in SENTENCE_FILES if (folder / name).is_file()}
-        found |= {name: folder / name for name in _sentence_folders(folder)}
-    kept = {name: path for name, path in sorted(found.items()) if _is_of(folder, path)}
-    if outside := sorted(found.keys() - kept.keys()):
+        candidates |= {name: folder / name for name in SENTENCE_FILES if (folder / name).is_file()}
+        candidates |= {name: folder / name for name in _sentence_folders(folder)}
+    kept = {name: path for name, path in sorted(candidates.items()) if _is_of(folder, path)}
+    if outside := sorted(candidates.keys() - kept.keys()):
         log.warning("%s: links that lead out of the folder are not copied: %s", folder, visible(listed(outside, 3)))
     return kept
 
@@ -256,7 +236,7 @@ def _is_of(folder: Path, path: Path) -> bool:
     root = Path(os.path.realpath(folder))
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     paths = [path, *path.rglob("*")] if path.is_dir() else [path]
-    return all(any(Path(os.path.realpath(each)).is_relative_to(one) for one in roots) for each in paths)
+    return all(any(Path(os.path.realpath(link)).is_relative_to(one) for one in roots) for link in paths)
 
 
 def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
@@ -305,12 +285,8 @@ def _transposed_experts(file: TensorFile, config: Mapping[str, Any], *, packed: 
         for name, spec in file.specs.items()
         if is_packed_turned(name, kind if isinstance(kind, str) else "")
         and len(spec.shape) == 3
-        and packed == (spec.encoded and not _is_cast(spec.format))
+        and packed == (spec.encoded and not get_format(spec.format).is_cast)
     ]
-
-
-def _is_cast(fmt: str) -> bool:
-    return get_format(fmt).is_cast
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
@@ -321,34 +297,30 @@ class Shard:
     """One file of weights, as it will be written."""
 
     name: str
-    promises: tuple[Promise, ...]
+    tensors: tuple[TensorSpec, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=lambda: METADATA)
 
 
-def cut_shards(promises: Iterable[Promise], tied: Mapping[str, str], limit: int = SHARD_BYTES) -> list[Shard]:
+def cut_shards(tensors: Iterable[TensorSpec], tied: Mapping[str, str], limit: int = SHARD_BYTES) -> list[Shard]:
     """Tensors in natural order of names, in files of at most `limit` bytes; a larger tensor has a file of its own."""
-    by_name = {promise.name: promise for promise in promises}
-    groups: list[list[Promise]] = []
+    by_name = {spec.name: spec for spec in tensors}
+    groups: list[list[TensorSpec]] = []
     room = 0
     for name in natural_order(by_name):
-        promise = by_name[name]
-        if not groups or promise.nbytes > room:
+        spec = by_name[name]
+        if not groups or spec.nbytes > room:
             groups.append([])
             room = limit
-        groups[-1].append(promise)
-        room -= promise.nbytes
+        groups[-1].append(spec)
+        room -= spec.nbytes
     count = len(groups)
     names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)] if count > 1 else [WHOLE]
     aliases: dict[str, list[str]] = {}
-    for alias, own in tied.items():
-        aliases.setdefault(own, []).append(alias)
+    for alias, name_of_tied in tied.items():
+        aliases.setdefault(name_of_tied, []).append(alias)
     return [
-        Shard(
-            name,
-            tuple(group),
-            {alias: promise.name for promise in group for alias in aliases.get(promise.name, ())},
-        )
+        Shard(name, tuple(group), {alias: spec.name for spec in group for alias in aliases.get(spec.name, ())})
         for name, group in zip(names, groups, strict=True)
     ]
 
@@ -358,10 +330,10 @@ def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
     weight_map: dict[str, str] = {}
     total = 0
     for shard in shards:
-        for promise in shard.promises:
-            parts = promise.fmt.part_shapes(promise.shape) if promise.fmt else ("data",)
-            weight_map |= {part_name(promise.name, part): shard.name for part in parts}
-            total += promise.nbytes
+        for spec in shard.tensors:
+            parts = spec.fmt.part_shapes(spec.shape) if spec.fmt else ("data",)
+            weight_map |= {part_name(spec.name, part): shard.name for part in parts}
+            total += spec.nbytes
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
@@ -413,10 +385,10 @@ def write_packed_folder(
 ) -> list[Path]:
     """Write a folder under a temporary name, and rename it when it is complete. Returns what was written.
 
-    force            a model that is there is replaced: its weights, their index, configs and plan go, and the tokenizer
-                     where the new model brings one; every other file stays
-    keeps_tokenizer  where the new model brings none, the old one stays, as for transformers' save_pretrained; else it
-                     is put into a folder `replaced` there, with a generation config that the new model lacks
+    force            a model that is there is replaced: its weights, their index, config and plan go; files of its
+                     tokenizer and its generation config that the new model lacks are put into a folder `replaced`
+                     there; every other file stays
+    keeps_tokenizer  where the new model brings no tokenizer, the old one stays, as for transformers' save_pretrained
     """
     replaces = functools.partial(_model_files, keeps_tokenizer=keeps_tokenizer)
     with atomic_folder(output, replaces=replaces if force else None) as folder:
@@ -424,8 +396,8 @@ def write_packed_folder(
             place = folder / shard.name
             place.parent.mkdir(parents=True, exist_ok=True)
             metadata = {**shard.metadata, **({} if contents.plan is None else {CHECKSUMS: ""})}  # of our own layout
-            with write_tensors(place, shard.promises, metadata=metadata, tied=shard.tied) as writer:
-                write_shard(writer, shard.promises)
+            with write_tensors(place, shard.tensors, metadata=metadata, tied=shard.tied) as writer:
+                write_shard(writer, shard.tensors)
         if [shard.name for shard in contents.shards] != [WHOLE]:
             write_json(folder / INDEX, index_of(contents.shards))
         for name, path in contents.beside.items():
@@ -436,19 +408,18 @@ def write_packed_folder(
             write_json(folder / CONFIG, contents.config)
         require_unchanged(contents.inputs)
         written = sorted(path.name for path in folder.iterdir())
-        if force and not keeps_tokenizer:
-            _set_aside(Path(output), folder)
+        if force:
+            _set_aside(Path(output), folder, keeps_tokenizer=keeps_tokenizer)
     return [Path(output, name) for name in written]
 
 
-def _set_aside(old: Path, new: Path) -> None:
+def _set_aside(old: Path, new: Path, *, keeps_tokenizer: bool) -> None:
     """Keep the tokenizer and generation config of an old model, which the new one lacks, where no program reads them.
 
     They may be a user's own, so they are not lost; beside another model's weights they would make a mix.
     """
-    lacking = [] if (new / GENERATION).exists() else [GENERATION]
-    lacking += [] if _has_tokenizer(new) else sorted(TOKENIZER_FILES)
-    names = [name for name in lacking if (old / name).exists()]
+    gone = {GENERATION} if keeps_tokenizer and not _has_tokenizer(new) else {GENERATION, *TOKENIZER_FILES}
+    names = sorted(name for name in gone if (old / name).exists() and not (new / name).exists())
     if not names:
         return
     numbers = (f"{REPLACED}{number}" for number in itertools.chain([""], itertools.count(2)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from bitplan.base.errors import FileFormatError, FormatError
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
-from bitplan.files.tensor_file import TensorFile
+from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.plan.check_manifest import base_names
 
@@ -37,17 +37,14 @@ class StoredScales(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackedTensor:
+class PackedTensor(TensorSpec):
     """A packed tensor that is read in `steps` along its first axis: steps start to stop, as [rows, cols].
 
     With one step it is read whole, in its own shape. `grid` is the shape of its scales, by which blocks are counted.
     """
 
-    name: str
-    fmt: Format
-    shape: tuple[int, ...]
+    _: KW_ONLY
     grid: tuple[int, ...]
-    nbytes: int
     steps: int
     read: Callable[[int, int], Encoded]
     read_scales: Callable[[int, int], StoredScales] | None = None
@@ -78,7 +75,8 @@ def packed_tensor(file: TensorFile, name: str) -> PackedTensor:
         base = part_name(name, "base") if "base" in parts else None
         names = part_name(name, "data"), part_name(name, "scales")
         return _two_tensors(file, names, fmt, shape, grid, _read_base(file, base))
-    return PackedTensor(name, fmt, shape, grid, spec.nbytes, 1, functools.partial(_read_whole, file, name))
+    read = functools.partial(_read_whole, file, name)
+    return PackedTensor.of(name, shape, fmt, nbytes=spec.nbytes, grid=grid, steps=1, read=read)
 
 
 def scales_name(data: str) -> str:
@@ -147,18 +145,20 @@ def _two_tensors(
     cols = math.prod(shape) // rows if rows else 0
     nbytes = sum(checkpoint.tensors[name].nbytes for name in names) + (0 if base is None else base.nbytes)
 
-    def take(name: str, start: int, stop: int, dtype: torch.dtype, width: int) -> Tensor:
+    def rows_of(name: str, start: int, stop: int, dtype: torch.dtype, width: int) -> Tensor:
         rows_read = checkpoint.read(name) if one_row else checkpoint.read_rows(name, start, stop)
         return rows_read.view(dtype).reshape(rows // steps * (stop - start), width)
 
     def read_scales(start: int, stop: int) -> StoredScales:
-        return StoredScales(take(names[1], start, stop, scale_dtype, across), base)
+        return StoredScales(rows_of(names[1], start, stop, scale_dtype, across), base)
 
     def read(start: int, stop: int) -> Encoded:
-        data = take(names[0], start, stop, fmt.storage, fmt.data_cols(cols))
+        data = rows_of(names[0], start, stop, fmt.storage, fmt.data_cols(cols))
         return Encoded(fmt, (data.shape[0], cols), data, read_scales(start, stop).scales, base)
 
-    return PackedTensor(names[0], fmt, shape, grid, nbytes, steps if math.prod(shape) else 0, read, read_scales)
+    count = steps if math.prod(shape) else 0
+    spec = PackedTensor.of(names[0], shape, fmt, nbytes=nbytes, grid=grid, steps=count, read=read)
+    return replace(spec, read_scales=read_scales)
 
 
 def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ...]) -> PackedTensor:
@@ -176,7 +176,8 @@ def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ..
         return Encoded.from_bytes(fmt, (stop - start, cols), raw.numpy().data.cast("B"))
 
     rows, grid = math.prod(shape[:-1]), (*shape[:-1], across)
-    return PackedTensor(name, fmt, shape, grid, entry.nbytes, rows, read, read_scales)
+    spec = PackedTensor.of(name, shape, fmt, nbytes=entry.nbytes, grid=grid, steps=rows, read=read)
+    return replace(spec, read_scales=read_scales)
 
 
 def _opaque(file: GGUFTensors | NativeTensors, name: str, fmt: Format, shape: tuple[int, ...]) -> PackedTensor:
@@ -193,7 +194,7 @@ def _opaque(file: GGUFTensors | NativeTensors, name: str, fmt: Format, shape: tu
 
     steps = math.prod(shape[:-1]) if isinstance(file, GGUFTensors) else shape[0]
     grid = (*fmt.part_shapes(shape)["data"][1][:-1], fmt.grid(shape)[1])
-    return PackedTensor(name, fmt, shape, grid, fmt.nbytes(shape), steps if math.prod(shape) else 0, read)
+    return PackedTensor.of(name, shape, fmt, grid=grid, steps=steps if math.prod(shape) else 0, read=read)
 
 
 def _read_whole(file: TensorFile, name: str, start: int, stop: int) -> Encoded:

@@ -1,4 +1,4 @@
-"""Poly's network JSON (network.py) as a container."""
+"""Poly's network JSON (poly_network) as a container."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.base.errors import StoreError
 from bitplan.files.safetensors import INDEX_SUFFIX
-from bitplan.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
-from bitplan.formats.dtypes import dtype_name
+from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer, spec_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,19 +24,10 @@ class PolyTensors(TensorFile):
 
     def __init__(self, path: Path) -> None:
         from bitplan.files.poly_network import read_poly_json
-        from bitplan.formats import Encoded
 
         self.path = path
         self.network = read_poly_json(path)
-        self.specs = {}
-        for name, item in self.network.tensors.items():
-            if isinstance(item, Encoded):
-                kind = item.fmt.name
-                spec = TensorSpec(name, item.shape, "float32", format=kind, nbytes=item.nbytes, encoded=True)
-            else:
-                kind = dtype_name(item.dtype)
-                spec = TensorSpec(name, tuple(item.shape), kind, format=kind, nbytes=item.nbytes)
-            self.specs[name] = spec
+        self.specs = {name: spec_of(name, item) for name, item in self.network.tensors.items()}
 
     def read(self, name: str) -> Tensor | Encoded:
         self.spec(name)
@@ -65,7 +55,7 @@ class PolyJson(Container):
 
     @contextmanager
     def write(
-        self, path: Path, promises: Sequence[Promise], metadata: Mapping[str, Any], tied: Mapping[str, str]
+        self, path: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, Any], tied: Mapping[str, str]
     ) -> Iterator[Writer]:
         from bitplan.files.poly_network import PolyNetwork, write_poly_json
 
@@ -75,10 +65,10 @@ class PolyJson(Container):
             )
         writer = _PolyWriter()
         yield writer
-        missing = [promise.name for promise in promises if promise.name not in writer.tensors]
+        missing = [spec.name for spec in tensors if spec.name not in writer.tensors]
         if missing:
             raise StoreError(f"{path}: {len(missing)} tensors were promised and never came, {missing[0]!r} first")
-        write_poly_json(path, PolyNetwork.from_tensors({p.name: writer.tensors[p.name] for p in promises}))
+        write_poly_json(path, PolyNetwork.from_tensors({spec.name: writer.tensors[spec.name] for spec in tensors}))
 
 
 class _PolyWriter:

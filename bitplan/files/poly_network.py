@@ -42,7 +42,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from bitplan.base.documents import FLAG, LIST, MAX_RANK, NUMBER, OBJECT, SHAPE, SIZE, STRING, TEXT, Kind, Reader, show
-from bitplan.base.errors import FileFormatError, FormatError, StoreError, did_you_mean
+from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.base.records import atomic_file, check_input, read_json
 from bitplan.formats import DTYPE_NAMES, Encoded, Format, get_format
 from bitplan.formats.codec import decode, encode
@@ -93,10 +93,10 @@ def vote(dtype: str, payload: bytes, scale: float) -> Version | None:
 
 
 def _vote_of_halves(bits: Tensor, scale: float) -> Version | None:
-    own = bits[bits & 0x7FFF != 0]
-    if not len(own):
+    codes = bits[bits & 0x7FFF != 0]
+    if not len(codes):
         return None
-    half, upper = _halves(own).abs(), _uppers(own).abs()
+    half, upper = codes.view(torch.float16).float().abs(), codes.view(torch.bfloat16).float().abs()
     if not bool(half.isfinite().all()):
         return "older" if bool(upper.isfinite().all()) else None
     wanted = _STEPS_OF_SCALE * abs(scale)
@@ -105,26 +105,20 @@ def _vote_of_halves(bits: Tensor, scale: float) -> Version | None:
         as_upper = abs(float(upper.max()) / wanted - 1) < _UPPER_ROUNDING
         if as_half != as_upper:
             return "today" if as_half else "older"
-    if len(own) < ENOUGH:
+    if len(codes) < ENOUGH:
         return None
     spread = float(upper.median()) / float(upper.max())
     if spread < 2.0**-8:
         return "today"
-    negative = float((own < 0).float().mean())
+    negative = float((codes < 0).float().mean())
     return "older" if spread > 2.0**-6 and 0.2 < negative < 0.8 else None
-
-
-def decide(votes: Iterable[Version | None]) -> Version | None:
-    """The version on which all votes that are not None agree; None without such votes, or if they disagree."""
-    told = {each for each in votes if each is not None}
-    return told.pop() if len(told) == 1 else None
 
 
 def numbers_of(dtype: str, payload: bytes, scale: float, version: Version) -> Tensor:
     """The weights as float32, padding of the last byte included; fp4 of older versions has none."""
     raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if dtype == "float16":
-        return _halves(raw.view(torch.int16)) if version == "today" else _uppers(raw.view(torch.int16))
+        return raw.view(torch.float16 if version == "today" else torch.bfloat16).float()
     if version == "older":
         assert dtype != "fp4"
         return raw.view(torch.int8).float() * scale
@@ -148,14 +142,6 @@ def _small_floats(dtype: str) -> Tensor:
             value = float("nan") if mantissa else float("inf")
         values.append(value)
     return torch.tensor([*values, *(-value for value in values)])
-
-
-def _halves(bits: Tensor) -> Tensor:
-    return bits.view(torch.float16).float()
-
-
-def _uppers(bits: Tensor) -> Tensor:
-    return bits.view(torch.bfloat16).float()
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------
@@ -188,35 +174,17 @@ class PolyNetwork:
     damaged: frozenset[str] = frozenset()
     has_checksums: bool = False
 
-    @property
-    def codec(self) -> str | None:
-        """Whose rules the file follows: "bitplan-1", or None for the original's."""
-        return self.document.get("codec")
-
     @classmethod
-    def from_tensors(
-        cls,
-        tensors: Mapping[str, Weights],
-        *,
-        layer_types: Mapping[str, str] | None = None,
-        network_id: str = "bitplan",
-    ) -> PolyNetwork:
-        """A network of one cell with a layer per tensor, in the order given.
+    def from_tensors(cls, tensors: Mapping[str, Weights]) -> PolyNetwork:
+        """A network of one cell with a Dense layer per tensor, in the order given.
 
-        A layer is Dense unless `layer_types` names another type; Dense treats its tensor as [first axis, all others], a
-        vector as one row. Plain tensors must be of a float type that files know.
+        Dense treats its tensor as [first axis, all others], a vector as one row. Plain tensors must be of a float type
+        that files know.
         """
-        types = dict(layer_types or {})
-        for name in types:
-            if name not in tensors:
-                raise StoreError(f"layer_types names {name!r}, which is not a tensor{did_you_mean(name, tensors)}")
-        layers = [
-            _layer_of(name, _exportable(name, weights), index, types.get(name, "Dense"))
-            for index, (name, weights) in enumerate(tensors.items())
-        ]
+        layers = [_layer_of(name, _exportable(name, item), index) for index, (name, item) in enumerate(tensors.items())]
         cell = {"depth": 1, "rows": 1, "cols": 1, "layers_per_cell": len(layers)}
-        document = {"codec": CODEC, "id": network_id, **cell, "layers": layers}
-        return _NetworkReader(f"network {network_id!r}", document).network()
+        document = {"codec": CODEC, "id": "bitplan", **cell, "layers": layers}
+        return _NetworkReader("network 'bitplan'", document).network()
 
 
 def read_poly_json(path: str | Path) -> PolyNetwork:
@@ -268,13 +236,12 @@ def _exportable(name: str, weights: Weights) -> Encoded:
     return weights
 
 
-def _layer_of(name: str, encoded: Encoded, index: int, layer_type: str) -> dict[str, Any]:
+def _layer_of(name: str, encoded: Encoded, index: int) -> dict[str, Any]:
     layer: dict[str, Any] = {"name": name, "z": 0, "y": 0, "x": 0, "l": index}
-    layer |= {"type": layer_type, "activation": "Linear", "dtype": _TAGS[encoded.fmt.name], "shape": [*encoded.shape]}
-    if layer_type.lower() == "dense":
-        rows = encoded.shape[0] if len(encoded.shape) > 1 else 1
-        cols = math.prod(encoded.shape[1:] if len(encoded.shape) > 1 else encoded.shape)
-        layer |= {key: size for key, size in (("input_height", cols), ("output_height", rows)) if size}
+    layer |= {"type": "Dense", "activation": "Linear", "dtype": _TAGS[encoded.fmt.name], "shape": [*encoded.shape]}
+    rows = encoded.shape[0] if len(encoded.shape) > 1 else 1
+    cols = math.prod(encoded.shape[1:] if len(encoded.shape) > 1 else encoded.shape)
+    layer |= {key: size for key, size in (("input_height", cols), ("output_height", rows)) if size}
     if encoded.fmt.name != "float32":  # a float32 payload is the master itself
         layer["native"] = True
     if encoded.scales is not None:
@@ -302,11 +269,7 @@ _SHAPE = Kind(
 )
 _CODE = Kind("an integer from 0 to 2^64 - 1", lambda value: type(value) is int and 0 <= value < 2**64)
 
-_NETWORK_KEYS = {
-    "id": STRING,
-    **dict.fromkeys(("depth", "rows", "cols", "layers_per_cell"), SIZE),
-    "layers": LIST,
-}
+_NETWORK_KEYS = {"id": STRING, **dict.fromkeys(("depth", "rows", "cols", "layers_per_cell"), SIZE), "layers": LIST}
 _REQUIRED_KEYS = {**dict.fromkeys("zyxl", SIZE), **dict.fromkeys(("type", "activation", "dtype"), STRING)}
 _PLANE_SIZES = ("input_height", "input_width", "input_depth", "output_height", "output_width", "output_depth")
 _CONV_SIZES = ("input_channels", "filters", "kernel_size", "stride", "padding", "output_padding")
@@ -419,17 +382,12 @@ class _NetworkReader:
             expected = f"must be {nbytes} bytes for {layer['dtype']} of shape {show(layer['shape'])}"
             self.reader.stop(f"{path}: weights {expected}, got {len(payload)}")
         scale = None if fmt.scales is None else self._scale(path, layer, fmt.scales.dtype)
-        zero_point = self._zero_point(path, layer, fmt) if fmt.zero_point else None
-        encoded = _encoded(fmt, shape, payload, scale, zero_point)
-        self._check_codes(path, layer, encoded)
-        return encoded
-
-    def _zero_point(self, path: str, layer: dict[str, Any], fmt: Format) -> int:
-        assert fmt.element is not None
-        if layer["zero_point"] >> fmt.element.bits:
+        if fmt.zero_point and fmt.element is not None and layer["zero_point"] >> fmt.element.bits:
             expected = f"one of the {layer['dtype']} codes 0..{2**fmt.element.bits - 1}"
             self.reader.fail(f"{path}: zero_point", expected, layer["zero_point"])
-        return int(layer["zero_point"])
+        encoded = _encoded(fmt, shape, payload, scale, layer.get("zero_point"))
+        self._check_codes(path, layer, encoded)
+        return encoded
 
     def _check_codes(self, path: str, layer: dict[str, Any], encoded: Encoded) -> None:
         """Refuse a scale that is not above zero, unless all weights are zero, and ternary's fourth code."""
@@ -442,13 +400,14 @@ class _NetworkReader:
             self.reader.stop(f"{path}: weights must be the ternary codes 00, 01 and 11, got 10")
 
     def _version(self) -> Version | None:
-        """Which version of the original wrote the file, by the numbers of its layers."""
-        votes = []
+        """Which version of the original wrote the file: that on which all layers agree whose numbers show one."""
+        votes: set[Version | None] = set()
         for path, layer in self._layers("layers", self.document["layers"], 1):
             dtype = layer["dtype"].lower()
             if layer.get("native", False) and dtype in AMBIGUOUS and (payload := self._payload(path, layer)):
-                votes.append(vote(dtype, payload, float(layer.get("scale", 0))))
-        return decide(votes)
+                votes.add(vote(dtype, payload, float(layer.get("scale", 0))))
+        votes.discard(None)
+        return votes.pop() if len(votes) == 1 else None
 
     def _read_original(self, path: str, layer: dict[str, Any], version: Version | None) -> Tensor | None:
         """The weights of a layer in the original's files, as float32 in one row; None if it has none."""

@@ -6,15 +6,18 @@ output takes its final name only when it is complete.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
 
 from bitplan.base.errors import FormatError, StoreError
 from bitplan.base.records import Closing, Stamps, require_unchanged, stamps_of
 from bitplan.files.headers import is_gguf, is_packed_by, plan_for_file, plan_of_stored
+from bitplan.files.input_statistics import EvidenceFile
 from bitplan.files.open_files import container_for, open_tensors, require_container
 from bitplan.files.packed_folder import (
     SHARD_BYTES,
@@ -31,15 +34,16 @@ from bitplan.files.packed_folder import (
     without_packed_layer,
     write_packed_folder,
 )
-from bitplan.files.round_with_evidence import WeightEvidence, open_evidence
+from bitplan.files.round_with_evidence import WeightEvidence, evidence_for, open_evidence
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
-from bitplan.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
+from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import wider_types
 from bitplan.formats.input_formats import input_format
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted
+from bitplan.plan.manifest import needs_base
 from bitplan.plan.names import listed, without_expert
 from bitplan.plan.plan import Planned
 
@@ -59,6 +63,7 @@ WARN_SATURATED_SHARE = 0.05
 WARN_SQNR_DB = 10.0
 WARN_ZERO_SHARE = 0.6  # ternary absmean makes zeros of 31% of Gaussian weights
 NO_STATISTICS = "no statistics"
+P = ParamSpec("P")
 
 
 @dataclass
@@ -139,6 +144,35 @@ def _warning(fmt: str, rows: list[dict[str, Any]], lossy: list[dict[str, Any]]) 
 OnTensor = Callable[[TensorSpec], None]
 
 
+class WriteOptions(NamedTuple):
+    """How a quantized file is written.
+
+    shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
+    on_tensor    is called with every tensor of the source that is done
+    """
+
+    shard_bytes: int = SHARD_BYTES
+    on_tensor: OnTensor | None = None
+
+
+def _with_old_options(function: Callable[P, QuantizeReport]) -> Callable[P, QuantizeReport]:
+    """Fields of WriteOptions were keywords of their own: they work for one release, with a warning."""
+
+    @functools.wraps(function)
+    def quantize(*given: P.args, **options: P.kwargs) -> QuantizeReport:
+        if old := {name: options.pop(name) for name in WriteOptions._fields if name in options}:
+            warnings.warn(
+                f"quantize_file({next(iter(old))}=) is writing=WriteOptions({next(iter(old))}=) of bitplan.files now",
+                FutureWarning,
+                stacklevel=2,
+            )
+            options["writing"] = WriteOptions(**old)  # type: ignore[arg-type]
+        return function(*given, **options)
+
+    return quantize
+
+
+@_with_old_options
 def quantize_file(
     source: str | Path,
     output: str | Path,
@@ -152,8 +186,7 @@ def quantize_file(
     evidence: str | Path | None = None,
     inputs: str | None = None,
     force: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-    on_tensor: OnTensor | None = None,
+    writing: WriteOptions | None = None,
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or poly's JSON) to `output` in a format, or by a plan.
 
@@ -162,13 +195,14 @@ def quantize_file(
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
     inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.round_inputs`)
     force        replace an existing folder
-    shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
+    writing      the size of a folder's files, and a function that sees every tensor that is done
 
     The suffix of `output` says what is written; .gguf needs a GGUF source, whose names and metadata it keeps. Without a
     suffix `output` is a new folder: from a Hugging Face folder (one with config.json) a whole packed model, which
     `bitplan.load_packed` loads; from other sharded sources the same shards. Peak memory: the largest tensor in its old
     and its new form, and some megabytes.
     """
+    writing = writing or WriteOptions()
     if evidence is not None and scale_rule is not None:
         raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
     with Quantization(
@@ -181,9 +215,9 @@ def quantize_file(
         inputs=inputs,
         reads=[] if evidence is None else [Path(evidence)],
         force=force or container_for(output) is not None,
-        shard_bytes=shard_bytes,
+        shard_bytes=writing.shard_bytes,
     ) as prepared:
-        return prepared.write(evidence, scale_rule=scale_rule, nonfinite=nonfinite, on_tensor=on_tensor)
+        return prepared.write(evidence, scale_rule=scale_rule, nonfinite=nonfinite, on_tensor=writing.on_tensor)
 
 
 class Quantization(Closing):
@@ -267,9 +301,7 @@ class Quantization(Closing):
             self._scale_rule, self._nonfinite, self._on_tensor = scale_rule, nonfinite, on_tensor
             self._evidence: WeightEvidence | None = None
             if evidence is not None:
-                from bitplan.files.engines.gguf_names import evidence_of
-
-                self._evidence = evidence_of(opened.enter_context(open_evidence(evidence)), self._file)
+                self._evidence = _evidence_for(opened.enter_context(open_evidence(evidence)), self._file)
                 packed = (name for name in self._file.specs if not get_format(self.plan[name].format).is_cast)
                 self._evidence.require_use(packed)
                 self.report.notes += self._evidence.notes
@@ -284,10 +316,10 @@ class Quantization(Closing):
     def _write_file(self, stamps: Stamps) -> None:
         file, container = self._file, require_container(self._output)
         tied = file.tied if container.holds_ties else {}
-        promises = self._promises([*file.specs, *(file.tied if not tied else ())])
+        outputs = self._outputs([*file.specs, *(file.tied if not tied else ())])
         metadata = file.metadata if isinstance(file, container.file_type) else {}
-        with container.write(self._output, promises, metadata, tied) as writer:
-            self._write_each(writer, promises)
+        with container.write(self._output, outputs, metadata, tied) as writer:
+            self._write_each(writer, outputs)
             require_unchanged(stamps)
 
     def _folder_contents(self) -> FolderContents:
@@ -301,9 +333,9 @@ class Quantization(Closing):
                     f"{file.path}: is quantized already ({method!r:.60}), and its tensors are not plain numbers; "
                     "give the folder of the model in bfloat16 or float32"
                 )
-            shards = cut_shards(self._promises(list(file.specs)), file.tied, self._shard_bytes)
-            said = packed_config(config, self.plan, self._rounded)
-            return FolderContents(shards, said, self.plan, side_files(file.folder))
+            shards = cut_shards(self._outputs(list(file.specs)), file.tied, self._shard_bytes)
+            new_config = packed_config(config, self.plan, self._rounded)
+            return FolderContents(shards, new_config, self.plan, side_files(file.folder))
         if self._rounded is not None:
             raise StoreError(
                 f"{self._output}: only a model's folder, with config.json, says that inputs are in {self._rounded}"
@@ -322,7 +354,7 @@ class Quantization(Closing):
         return [
             Shard(
                 file.shard_name(shard).as_posix(),
-                tuple(self._promises(names[shard])),
+                tuple(self._outputs(names[shard])),
                 tied[shard],
                 file.metadata_of(shard),
             )
@@ -348,7 +380,7 @@ class Quantization(Closing):
         unstackable = {
             name: "int8_row" if file.specs[name].shape[-1] % 32 else "mxfp4"
             for name in packed
-            if name not in unpacked and without_expert(name) != name and _has_factor(plan[name].format)
+            if name not in unpacked and without_expert(name) != name and needs_base(plan[name].format)
         }
         for name, fmt in unstackable.items():
             reason = f"experts are packed as one weight, and {plan[name].format} has a factor for each"
@@ -364,8 +396,8 @@ class Quantization(Closing):
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
-    def _promises(self, names: Sequence[str]) -> list[Promise]:
-        promises = []
+    def _outputs(self, names: Sequence[str]) -> list[TensorSpec]:
+        outputs = []
         for name in names:
             spec, entry = self._file.spec(name), self.plan.entries[name]
             fmt = None if entry.stored is not None else get_format(entry.choice.format)
@@ -373,57 +405,57 @@ class Quantization(Closing):
                 self._file.require_numbers(spec)
             elif spec.encoded:  # a packed tensor that is left alone stays packed
                 fmt = get_format(spec.format)
-            promises.append(Promise(name, self._transposed.get(name, spec.shape), fmt, spec.torch_dtype))
-        return promises
+            outputs.append(TensorSpec.of(name, self._transposed.get(name, spec.shape), fmt, spec.dtype))
+        return outputs
 
-    def _write_each(self, writer: Writer, promises: Sequence[Promise]) -> None:
-        for promise in promises:
-            spec = self._file.spec(promise.name)
-            converted, lost = self._converted(spec, promise)
-            writer.write(promise.name, converted)
+    def _write_each(self, writer: Writer, outputs: Sequence[TensorSpec]) -> None:
+        for output in outputs:
+            spec = self._file.spec(output.name)
+            converted, lost = self._converted(spec, output)
+            writer.write(output.name, converted)
             del converted
             self.report.rows.append(
                 {
-                    "name": promise.name,
+                    "name": output.name,
                     "shape": list(spec.shape),
                     "from": spec.format,
-                    "to": promise.fmt.name if promise.fmt else spec.format,
-                    "reason": self.plan[promise.name].reason,
+                    "to": output.format if output.encoded else spec.format,
+                    "reason": self.plan[output.name].reason,
                     "bytes_before": spec.nbytes,
-                    "bytes_after": promise.nbytes,
+                    "bytes_after": output.nbytes,
                     **lost,
                 }
             )
             if self._on_tensor:
                 self._on_tensor(spec)
 
-    def _converted(self, spec: TensorSpec, promise: Promise) -> tuple[Tensor | Encoded, dict[str, Any]]:
+    def _converted(self, spec: TensorSpec, output: TensorSpec) -> tuple[Tensor | Encoded, dict[str, Any]]:
         """The tensor to write, and its errors."""
         from bitplan.formats.codec import finite, readable
         from bitplan.formats.dispatch import encode
         from bitplan.formats.quantization_error import error_report, sample
 
-        file, fmt, pad = self._file, promise.fmt, self.plan.pad
+        file, fmt, pad = self._file, output.fmt, self.plan.pad
         if fmt is None or (spec.encoded and spec.format == fmt.name):  # its bytes are copied, with their filling
-            return file.read(promise.name), _lost(None)
+            return file.read(output.name), _lost(None)
         where = f"{file.path}: {spec.name}"
         numbers = file.read_float(spec.name)
-        if promise.name in self._transposed:
+        if output.name in self._transposed:
             numbers = numbers.transpose(1, 2).contiguous()
-        said: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         owner = file.tied.get(spec.name, spec.name)
         if fmt.is_cast:
             encoded = _cast(finite(numbers, self._nonfinite, where), fmt, where)
         elif self._evidence is not None and self._evidence.has(owner):
             whole = finite(numbers, self._nonfinite, where)
             encoded, rounding = self._evidence.round(owner, whole, fmt, pad=pad, where=where)
-            said = {"rounding": rounding.to_dict()}
+            figures = {"rounding": rounding.to_dict()}
         else:
             rule, nonfinite = self._scale_rule, self._nonfinite
             encoded = encode(numbers, fmt, scale_rule=rule, pad=pad, nonfinite=nonfinite, name=where)
-            said = {} if self._evidence is None else {"rounding": NO_STATISTICS}
+            figures = {} if self._evidence is None else {"rounding": NO_STATISTICS}
         some, part = sample(numbers, encoded, MOST_COUNTED)
-        return encoded, _lost(error_report(finite(readable(some, where), self._nonfinite, where), part)) | said
+        return encoded, _lost(error_report(finite(readable(some, where), self._nonfinite, where), part)) | figures
 
 
 def _open(source: str | Path, *, is_folder: bool) -> TensorFile:
@@ -444,14 +476,17 @@ def _fitted(fmt: Wanted, file: TensorFile) -> Wanted:
     return fit_names(fmt, file)
 
 
+def _evidence_for(statistics: EvidenceFile, file: TensorFile) -> WeightEvidence:
+    """Statistics for a file's tensors, under its own names or, where it has none of them, under GGUF's."""
+    if not statistics.names.isdisjoint((*file.specs, *file.tied)):
+        return evidence_for(statistics, file)
+    from bitplan.files.engines.gguf_names import evidence_of
+
+    return evidence_of(statistics, file)
+
+
 def _with_reason(entry: Planned, reason: str, **changes: Any) -> Planned:
     return replace(entry, choice=replace(entry.choice, reason=reason, **changes))
-
-
-def _has_factor(fmt: str) -> bool:
-    """Whether a format has a factor for each tensor: a packed layer holds all experts as one weight, with one."""
-    scales = get_format(fmt).scales
-    return scales is not None and scales.needs_base
 
 
 def _packed_before(file: TensorFile, plan: Plan) -> list[str]:

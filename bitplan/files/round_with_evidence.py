@@ -96,13 +96,13 @@ class WeightEvidence:
                 return self._round(measured, numbers, fmt, pad, base, where)
         base = _base_of_all(numbers, fmt, pad, where) if base is None else base
         with parts_of(numbers.numel()):
-            each = [
+            rounded = [
                 self._round(
                     OtherName(expert_name(measured.name, index)), item, fmt, pad, base, f"{where}, expert {index}"
                 )
                 for index, item in enumerate(numbers)
             ]
-        return _stacked([encoded for encoded, _ in each]), _together([rounding for _, rounding in each])
+        return _stacked([encoded for encoded, _ in rounded]), _together([rounding for _, rounding in rounded])
 
     def _round(
         self,
@@ -152,13 +152,13 @@ def evidence_for(
             names[name] = OtherName(name)
             stacks.add(name)
             continue
-        called = [OtherName(each) for each in _own_names(file, name)]
+        called = [OtherName(alias) for alias in _own_names(file, name)]
         if other := (other_names or {}).get(name):
             item = [] if other.expert is None else [OtherName(expert_name(other.name, other.expert))]
             called += [*item, other]
-        found = next((each for each in called if each.name in known), None)
-        if found is not None:
-            names[name] = found
+        measured = next((other for other in called if other.name in known), None)
+        if measured is not None:
+            names[name] = measured
     if not names:
         theirs = min(known, default="nothing")
         ours = min((name for name in file.specs if name.endswith("weight")), default="")
@@ -196,9 +196,9 @@ def _base_of_all(numbers: Tensor, fmt: Format, pad: Literal["zero"] | None, wher
         )
     if fmt.scales is None or not fmt.scales.needs_base:
         return None
-    found = encode(numbers, fmt, pad=pad, name=where).base
-    assert found is not None
-    return float(found)
+    base = encode(numbers, fmt, pad=pad, name=where).base
+    assert base is not None
+    return float(base)
 
 
 def _stacked(items: Sequence[Encoded]) -> Encoded:
@@ -220,10 +220,10 @@ def _together(roundings: Sequence[Rounding]) -> Rounding:
     count = len(roundings)
     return replace(
         roundings[0],
-        before=sum(each.before for each in roundings) / count,
-        after=sum(each.after for each in roundings) / count,
-        strips=sum(each.strips for each in roundings),
-        plain=sum(each.plain for each in roundings),
+        before=sum(rounding.before for rounding in roundings) / count,
+        after=sum(rounding.after for rounding in roundings) / count,
+        strips=sum(rounding.strips for rounding in roundings),
+        plain=sum(rounding.plain for rounding in roundings),
     )
 
 

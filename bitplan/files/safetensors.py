@@ -29,8 +29,9 @@ from bitplan.base.documents import Kind, Reader, is_text
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, atomic_file, check_input, parse_json, read_json
 from bitplan.base.text import visible
-from bitplan.files.tensor_bytes import MOST_OPEN, ContainerFile, Payload, PayloadWriter, TensorSpec, parse_checksums
+from bitplan.files.tensor_bytes import MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums
 from bitplan.formats.dtypes import ITEM_BYTES, dtype_name
+from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -211,10 +212,10 @@ def write_safetensors(
     file appears when the block ends without an error and every tensor was written. With `checksums` the metadata
     say what the bytes of every tensor must be.
     """
-    said = _check_metadata(dict(metadata or {}), where=str(path))
+    strings = _check_metadata(dict(metadata or {}), where=str(path))
     if checksums:
-        said[CHECKSUMS] = "0" * 8 * len(entries)
-    header, payloads = _build_header(entries, said, where=str(path))
+        strings[CHECKSUMS] = "0" * 8 * len(entries)
+    header, payloads = _build_header(entries, strings, where=str(path))
     header = len(header).to_bytes(8, "little") + header
     with atomic_file(path) as file:
         file.write(header)
@@ -229,9 +230,9 @@ def write_safetensors(
 
 def _build_header(
     entries: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str], where: str
-) -> tuple[bytes, list[Payload]]:
+) -> tuple[bytes, list[TensorSpec]]:
     document: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    payloads: list[Payload] = []
+    payloads: list[TensorSpec] = []
     end = 0
     for name, dtype, sizes in sorted(entries, key=lambda entry: (-entry[1].itemsize, entry[0])):
         shape = tuple(sizes)
@@ -247,7 +248,7 @@ def _build_header(
             raise StoreError(f"{where}: tensor {name!r}: no {dtype} tensor can have shape {shape}")
         nbytes = math.prod(shape) * dtype.itemsize
         document[name] = {"dtype": tag, "shape": file_shape, "data_offsets": (end, end + nbytes)}
-        payloads.append(Payload(name, end, nbytes, {dtype: shape}))
+        payloads.append(TensorSpec.of(name, shape, dtype=dtype, start=end))
         end += nbytes
     header = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)

@@ -21,7 +21,7 @@ from bitplan.base.errors import BitplanError, FileFormatError, StoreError
 from bitplan.base.records import on_failure, parse_json
 from bitplan.files.safetensors import CHECKSUMS, Checkpoint, SafetensorsFile, open_checkpoint, write_safetensors
 from bitplan.files.tensor_bytes import PayloadWriter
-from bitplan.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
+from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer
 from bitplan.formats import Format, get_format
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class NativeTensors(TensorFile):
                 self.tied.update(tied)
             self._check_ties()
             self.specs = self._list()
-            said = [set(self.metadata_of(shard).items()) for shard in self.shards]
-            self.metadata = dict(sorted(set.intersection(*said)))  # keys with the same value in all shards
+            by_shard = [set(self.metadata_of(shard).items()) for shard in self.shards]
+            self.metadata = dict(sorted(set.intersection(*by_shard)))  # keys with the same value in all shards
 
     @property
     def files(self) -> list[Path]:
@@ -71,8 +71,8 @@ class NativeTensors(TensorFile):
 
     def metadata_of(self, shard: Path) -> dict[str, str]:
         """A shard's own metadata, without bitplan's key."""
-        said = self.checkpoint.file_at(shard).metadata
-        return {key: value for key, value in said.items() if key != METADATA_KEY}
+        metadata = self.checkpoint.file_at(shard).metadata
+        return {key: value for key, value in metadata.items() if key != METADATA_KEY}
 
     def read(self, name: str) -> Tensor | Encoded:
         name = self.spec(name).name
@@ -121,8 +121,7 @@ class NativeTensors(TensorFile):
                 )
             if name in self.formats:
                 fmt, shape = self.formats[name]
-                nbytes = fmt.nbytes(shape)
-                specs[name] = TensorSpec(name, shape, "float32", format=fmt.name, nbytes=nbytes, encoded=True)
+                specs[name] = TensorSpec.of(name, shape, fmt)
             elif name not in hidden:
                 specs[name] = entry
         return dict(sorted(specs.items()))
@@ -145,11 +144,11 @@ class Safetensors(Container):
 
     @contextmanager
     def write(
-        self, path: Path, promises: Sequence[Promise], metadata: Mapping[str, Any], tied: Mapping[str, str]
+        self, path: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, Any], tied: Mapping[str, str]
     ) -> Iterator[Writer]:
-        packed = {promise.name: (promise.fmt, promise.shape) for promise in promises if promise.fmt is not None}
-        names = {promise.name for promise in promises}
-        entries = [entry for promise in promises for entry in _entries(promise, names, path)]
+        packed = {spec.name: (spec.fmt, spec.shape) for spec in tensors if spec.fmt is not None}
+        names = {spec.name for spec in tensors}
+        entries = [entry for spec in tensors for entry in _entries(spec, names, path)]
         extra = dict(metadata)
         has_checksums = extra.pop(CHECKSUMS, None) is not None or bool(packed or tied)
         if packed or tied:
@@ -174,21 +173,22 @@ class _NativeWriter:
 
 
 def _entries(
-    promise: Promise, names: Collection[str], path: Path
+    spec: TensorSpec, names: Collection[str], path: Path
 ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
     """The file's entries for a tensor."""
-    if promise.fmt is None:
-        yield promise.name, promise.dtype, promise.shape
+    fmt = spec.fmt
+    if fmt is None:
+        yield spec.name, spec.torch_dtype, spec.shape
         return
-    for part, (dtype, shape) in promise.fmt.part_shapes(promise.shape).items():
-        own = part_name(promise.name, part)
-        if part != "data" and own in names:
+    for part, (dtype, shape) in fmt.part_shapes(spec.shape).items():
+        entry_name = part_name(spec.name, part)
+        if part != "data" and entry_name in names:
             raise StoreError(
-                f"{path}: two tensors would be {own!r}: the {part} of {promise.name!r} in {promise.fmt.name}, and "
-                f"the one of that name; rename one, or leave {promise.name!r} as it is",
-                settings={"keep": promise.name},
+                f"{path}: two tensors would be {entry_name!r}: the {part} of {spec.name!r} in {spec.format}, and "
+                f"the one of that name; rename one, or leave {spec.name!r} as it is",
+                settings={"keep": spec.name},
             )
-        yield own, dtype, _shape_in_file(promise.fmt, promise.shape, part, shape)
+        yield entry_name, dtype, _shape_in_file(fmt, spec.shape, part, shape)
 
 
 def _shape_in_file(fmt: Format, shape: tuple[int, ...], part: str, part_shape: tuple[int, ...]) -> tuple[int, ...]:

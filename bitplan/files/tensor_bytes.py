@@ -15,44 +15,17 @@ import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, check_input, on_failure, require_unchanged, stamps_of
-from bitplan.formats.dtypes import torch_dtype
-from bitplan.plan.structure.model_view import TensorRecord
+from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
     Data = torch.Tensor | bytes | bytearray | memoryview
-
-
-@dataclass(frozen=True)
-class TensorSpec(TensorRecord):
-    """A tensor of a file: bitplan's record of it, and where its bytes lie.
-
-    dtype     the type of its numbers; float32 for a packed tensor
-    format    one of ours, or the dtype, or `gguf:TYPE`, `gptq:TYPE` and so on for types that come decoded
-    encoded   it comes as an Encoded
-    start     an offset from the beginning of its file, where it lies in one piece
-    """
-
-    format: str = ""
-    nbytes: int = 0
-    encoded: bool = False
-    start: int = 0
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch_dtype(self.dtype)
-
-    @property
-    def held(self) -> str:
-        """What a plan calls the bytes: the format of a packed tensor, else the type of its numbers."""
-        return self.format if self.encoded else self.dtype
 
 
 Entry = TypeVar("Entry", bound=TensorSpec)
@@ -171,34 +144,25 @@ def parse_checksums(text: str, names: Sequence[str], where: str) -> dict[str, in
     return {name: int(text[8 * at : 8 * at + 8], 16) for at, name in enumerate(names)}
 
 
-@dataclass(frozen=True)
-class Payload:
-    """One tensor's place in a file being written: `start` is an offset from the beginning of the file.
-
-    `accepts` maps each dtype a tensor may come in to the shape it must then have.
-    """
-
-    name: str
-    start: int
-    nbytes: int
-    accepts: Mapping[torch.dtype, tuple[int, ...]]
-
-
 class PayloadWriter:
     """Puts payloads at the places that the header states, in any order; gaps between them are zeros."""
 
     def __init__(
-        self, file: BinaryIO, path: str | Path, payloads: Sequence[Payload], size: int, header: bytes, checksums: bool
+        self,
+        file: BinaryIO,
+        path: str | Path,
+        tensors: Sequence[TensorSpec],
+        size: int,
+        header: bytes,
+        checksums: bool,
     ) -> None:
         """The header is in the file already; `checksums` are wanted of every payload, for `fill` or for other files."""
         self.path = Path(path)
         self._header = header
-        self.checksums = dict.fromkeys((payload.name for payload in payloads), 0) if checksums else None
-        self.order = tuple(
-            payload.name for payload in payloads
-        )  # in file order: writing in this order never seeks back
+        self.checksums = dict.fromkeys((spec.name for spec in tensors), 0) if checksums else None
+        self.order = tuple(spec.name for spec in tensors)  # writing in this order never seeks back
         self._file = file
-        self._payloads = {payload.name: payload for payload in payloads}
+        self._payloads = {spec.name: spec for spec in tensors}
         self._written = dict.fromkeys(self._payloads, 0)
         file.truncate(size)
 
@@ -249,14 +213,14 @@ class PayloadWriter:
                     f"{self._written[name]} came; the file was not written"
                 )
 
-    def _promised(self, name: str) -> Payload:
+    def _promised(self, name: str) -> TensorSpec:
         if name not in self._payloads:
             raise StoreError(
                 f"{self.path}: tensor {name!r} came but was not promised{did_you_mean(name, self._payloads)}"
             )
         return self._payloads[name]
 
-    def _bytes(self, payload: Payload, data: Data) -> memoryview:
+    def _bytes(self, payload: TensorSpec, data: Data) -> memoryview:
         import torch
 
         if isinstance(data, torch.Tensor):
@@ -270,7 +234,7 @@ class PayloadWriter:
         view = memoryview(data)
         return view.cast("B") if view.nbytes else memoryview(b"")
 
-    def _put(self, payload: Payload, view: memoryview) -> None:
+    def _put(self, payload: TensorSpec, view: memoryview) -> None:
         self._file.seek(payload.start + self._written[payload.name])
         self._file.write(view)
         self._written[payload.name] += len(view)

@@ -7,25 +7,23 @@ so that none is kept in memory.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bitplan.base.errors import StoreError, did_you_mean
 from bitplan.base.folders import check_output_folder
 from bitplan.base.records import Closing, check_output
-from bitplan.files.tensor_bytes import TensorSpec as TensorSpec
-from bitplan.formats.dtypes import torch_dtype
+from bitplan.plan.structure.model_view import TensorRecord
+from bitplan.plan.structure.model_view import TensorSpec as TensorSpec
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from bitplan.formats import Encoded, Format
+    from bitplan.formats import Encoded
 
 # Floats with which torch cannot compute; most are numbers, E8M0 are powers of two.
 NARROW_FLOATS = (
@@ -64,10 +62,10 @@ class TensorFile(Closing, ABC):
 
         spec = self.spec(name)
         self.require_numbers(spec)
-        found = self.read(name)
-        if isinstance(found, Encoded):
-            return decode(found)
-        return found.float() if spec.dtype in NARROW_FLOATS else found
+        tensor = self.read(name)
+        if isinstance(tensor, Encoded):
+            return decode(tensor)
+        return tensor.float() if spec.dtype in NARROW_FLOATS else tensor
 
     def require_numbers(self, spec: TensorSpec) -> None:
         """Refuse 4- and 8-bit floats that are codes, whose scales lie beside them under another name."""
@@ -109,10 +107,10 @@ class TensorFile(Closing, ABC):
 
     def spec(self, name: str) -> TensorSpec:
         """The header entry of a tensor; a tied name gives that of the tensor it shares."""
-        own = self.tied.get(name, name)
-        if own not in self.specs:
+        known = self.tied.get(name, name)
+        if known not in self.specs:
             raise StoreError(f"{self.path}: no tensor {name!r}{did_you_mean(name, self.specs)}")
-        return self.specs[own]
+        return self.specs[known]
 
 
 def _scale_names(name: str) -> Iterator[str]:
@@ -121,20 +119,26 @@ def _scale_names(name: str) -> Iterator[str]:
         yield from (f"{stem}{mark}{suffix}" for mark in "_." for suffix in ("scale_inv", "scale", "scales"))
 
 
-@dataclass(frozen=True)
-class Promise:
-    """A tensor that will be written: in a format, or plain (fmt None) with its dtype."""
+def spec_of(name: str, item: Tensor | Encoded) -> TensorSpec:
+    """The record of a tensor that is in memory, as a file holds it."""
+    from bitplan.formats import Encoded
 
-    name: str
-    shape: tuple[int, ...]
-    fmt: Format | None = None
-    dtype: torch.dtype = field(default_factory=lambda: torch_dtype("float32"))
+    if isinstance(item, Encoded):
+        return TensorSpec.of(name, item.shape, item.fmt)
+    return TensorSpec.of(name, tuple(item.shape), dtype=item.dtype)
+
+
+@dataclass(frozen=True)
+class ReadableTensor(TensorRecord):
+    """A tensor of a model or of a file whose numbers are read in pieces, in order."""
+
+    _: KW_ONLY
+    pieces: Callable[[], Iterator[Tensor]]
 
     @property
-    def nbytes(self) -> int:
-        if self.fmt is not None:
-            return self.fmt.nbytes(self.shape)
-        return math.prod(self.shape) * self.dtype.itemsize
+    def is_integer(self) -> bool:
+        """Whether it is a buffer, not weights."""
+        return "float" not in self.dtype and "complex" not in self.dtype
 
 
 class Writer(Protocol):
@@ -163,9 +167,9 @@ class Container(ABC):
 
     @abstractmethod
     def write(
-        self, path: Path, promises: Sequence[Promise], metadata: Mapping[str, Any], tied: Mapping[str, str]
+        self, path: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, Any], tied: Mapping[str, str]
     ) -> AbstractContextManager[Writer]:
-        """A writer that takes every promised tensor, in any order; the file gets its name when all are written.
+        """A writer that takes each of these tensors, in any order; the file gets its name when all are written.
 
         metadata   metadata of a file of this kind, or empty
         tied       with `holds_ties`: alias -> name

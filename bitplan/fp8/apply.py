@@ -19,13 +19,11 @@ without FP8, or if it cannot be replaced; the summary says why. A policy of anot
     exclude         likewise: not these
     example         an input of the model: a tensor, a tuple of arguments or a dict of keywords. It is run without
                     numbers, to see what the model computes, and confirmed on. Most models need none
-    estimate        a count or shape that was not measured is estimated (`fp8.policy.choice`); False leaves it BF16
     recipe          a recipe's name; None takes the best that the policy knows for each layer
     confirm         times the first block of each make in turns, in BF16, as planned and all in FP8, and takes what is
-                    shown to be fastest; BF16 otherwise.
-                    `confirm_compiled` compiles the blocks first (True, or a mode of torch.compile such as
-                    "reduce-overhead"), `confirm_timing="graph"` times them as CUDA graphs: confirm as you will run
+                    shown to be fastest; BF16 otherwise. Its options say how: confirm as you will run
     emulate         also on a CPU, whose FP8 is emulated: for tests
+    options         an `Fp8Options`, for what is seldom set
 
 `apply_fp8_config` takes the same from a YAML's keys, a plan for each part of a vision-language model.
 """
@@ -34,18 +32,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from bitplan.base.errors import did_you_mean
-from bitplan.base.paired_timing import Stopwatch
-from bitplan.fp8.bench.confirm import ConfirmSettings, Example, confirm_blocks
+from bitplan.base.old_names import with_old_keywords
+from bitplan.fp8.bench.confirm import Example, confirm_blocks
 from bitplan.fp8.build import has_fp8, put_decided
-from bitplan.fp8.decide import LayerDecision, PartPlan, decide_layers
+from bitplan.fp8.decide import Fp8Options, LayerDecision, PartPlan, decide_layers
 from bitplan.fp8.find_linears import Sites, find_sites
-from bitplan.fp8.loongforge.model_yaml import Fp8Options, find_policy, open_yaml_model
+from bitplan.fp8.loongforge.model_yaml import find_policy, open_yaml_model
 from bitplan.fp8.policy.rules import Policy, load_policy
 from bitplan.fp8.policy.vocabulary import PARTS, Fp8Error, is_count
 from bitplan.fp8.self_check import compare_blocks
@@ -62,26 +62,20 @@ def apply_fp8(
     *,
     tokens: Tokens,
     recipe: str | None = None,
-    fp8: str = "e4m3",
-    fp8_param: bool = False,
-    tp: int = 1,
-    etp: int = 1,
     parts: Collection[str] = PARTS,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
-    extrapolate: bool = False,
-    estimate: bool = True,
     confirm: bool = False,
-    confirm_compiled: bool | str = False,
-    confirm_timing: str = "eager",
     example: Example | None = None,
     emulate: bool = False,
-    stopwatch: Stopwatch | None = None,
+    options: Fp8Options | None = None,
+    **old: Any,
 ) -> AppliedFp8:
     """Replace the layers of a model that the policy puts in FP8; return what was decided and why.
 
-    On an error the model stays as it was.
+    On an error the model stays as it was. Fields of `options` are still taken as keywords, with a warning.
     """
+    options = with_old_keywords("apply_fp8", options or Fp8Options(), old)
     if not isinstance(policy, Policy | str | Path | None):
         raise Fp8Error(f"policy must be a Policy, the path of its file, or None, got a {type(policy).__name__}")
     rules = load_policy(policy) if isinstance(policy, str | Path) else policy
@@ -89,15 +83,11 @@ def apply_fp8(
     if unknown or not parts:
         raise Fp8Error(f"parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown)) or 'none'}")
     _warn_of_unknown_parts(tokens, parts)
-    plans = {
-        part: PartPlan(rules, _tokens_of(tokens, part), recipe, fp8, fp8_param, tp, etp, extrapolate, estimate)
-        for part in parts
-    }
+    plans = {part: PartPlan(rules, _tokens_of(tokens, part), recipe, options) for part in parts}
     for name, patterns in (("include", include), ("exclude", exclude)):
         if isinstance(patterns, str):
             raise Fp8Error(f"{name} takes a list of patterns, got {patterns!r}; write {name}=[{patterns!r}]")
-    trial = ConfirmSettings(confirm_compiled, confirm_timing, example, stopwatch)
-    return _apply(model, plans, trial, confirm=confirm, emulate=emulate, include=include, exclude=exclude)
+    return _apply(model, plans, confirm, example, emulate, include, exclude)
 
 
 def apply_fp8_config(
@@ -106,34 +96,32 @@ def apply_fp8_config(
     *,
     tokens: Tokens | None = None,
     confirm: bool = False,
-    confirm_compiled: bool | str = False,
-    confirm_timing: str = "eager",
     example: Example | None = None,
     emulate: bool = False,
-    stopwatch: Stopwatch | None = None,
+    options: Fp8Options | None = None,
+    **old: Any,
 ) -> AppliedFp8:
-    """`apply_fp8` by the FP8 keys of a model's YAML. Tokens are the part's fp8_dynamic_num_tokens, else `tokens`, else
-    for the LLM its seq_length x micro_batch_size."""
+    """`apply_fp8` by the FP8 keys of a model's YAML, which win over `options`.
+
+    Tokens are the part's fp8_dynamic_num_tokens, else `tokens`, else for the LLM its seq_length x micro_batch_size.
+    """
+    options = with_old_keywords("apply_fp8_config", options or Fp8Options(), old)
     described = open_yaml_model(path)
     sizes = described.parallel()
+    options = replace(options, tp=sizes.tp, etp=sizes.etp)
     _warn_of_unknown_parts(tokens, described.options)
     plans = {}
-    for part, options in described.options.items():
-        if options.fp8 is not None:
+    for part, keys in described.options.items():
+        if keys.fp8 is not None:
             by_length = described.tokens if part == "llm" or len(described.options) == 1 else None
-            count = options.fp8_dynamic_num_tokens or _tokens_of(tokens, part) or by_length
-            plans[part] = _plan_of(options, path, count, sizes.tp, sizes.etp)
-    trial = ConfirmSettings(confirm_compiled, confirm_timing, example, stopwatch)
-    return _apply(model, plans, trial, confirm=confirm, emulate=emulate)
-
-
-def _plan_of(options: Fp8Options, path: str | Path, tokens: int | None, tp: int, etp: int) -> PartPlan:
-    policy = None
-    if options.selective_fp8:
-        assert options.fp8_dynamic_policy_path is not None  # the reader has checked it
-        policy = load_policy(find_policy(options.fp8_dynamic_policy_path, path))
-    assert options.fp8 is not None
-    return PartPlan(policy, tokens, options.fp8_recipe, options.fp8, options.fp8_param, tp, etp)
+            count = keys.fp8_dynamic_num_tokens or _tokens_of(tokens, part) or by_length
+            policy = None
+            if keys.selective_fp8:
+                assert keys.fp8_dynamic_policy_path is not None  # the reader has checked it
+                policy = load_policy(find_policy(keys.fp8_dynamic_policy_path, path))
+            stored = replace(options, fp8=keys.fp8, fp8_param=keys.fp8_param)
+            plans[part] = PartPlan(policy, count, keys.fp8_recipe, stored)
+    return _apply(model, plans, confirm, example, emulate)
 
 
 def _warn_of_unknown_parts(tokens: Tokens | None, parts: Collection[str]) -> None:
@@ -158,9 +146,8 @@ def _tokens_of(tokens: Tokens | None, part: str) -> int | None:
 def _apply(
     model: nn.Module,
     plans: Mapping[str, PartPlan],
-    trial: ConfirmSettings,
-    *,
     confirm: bool,
+    example: Example | None,
     emulate: bool,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
@@ -171,12 +158,12 @@ def _apply(
     if has_fp8(model):
         raise Fp8Error("the model has FP8 layers already; apply a policy to the model as it was loaded")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    sites = find_sites(model, include=include, exclude=exclude, example=trial.example)
+    sites = find_sites(model, include=include, exclude=exclude, example=example)
     decided = decide_layers(sites, plans, device, emulate=emulate)
     layers, compared = compare_blocks(model, sites, decided.layers) if decided.runs else (decided.layers, ())
     confirmed: tuple[Confirmed, ...] = ()
     if confirm and decided.runs:
-        layers, confirmed = confirm_blocks(model, sites, layers, plans, trial)
+        layers, confirmed = confirm_blocks(model, sites, layers, plans, example)
     notes = (*decided.notes, *_mlps_apart(sites, layers), *put_decided(model, layers, sites.mlps))
     rows = tuple(LayerRow.of(layer.site, layer.choice) for layer in layers)
     return AppliedFp8(rows, sites.left, confirmed, notes, compared)

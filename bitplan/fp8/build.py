@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.fp8.decide import LayerDecision
-from bitplan.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, join_rows, keep_names
+from bitplan.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, keep_names
 from bitplan.fp8.layer_settings import GemmChoice
 from bitplan.fp8.layers.grouped_linear import Fp8Experts
 from bitplan.fp8.layers.joined_mlp import JoinedMlp, joining_obstacle
@@ -230,10 +230,9 @@ def _join(linears: Sequence[nn.Linear], joins_biases: bool) -> nn.Linear:
     with torch.device("meta"):
         fused = nn.Linear(first.in_features, sum(linear.out_features for linear in linears), joins_biases)
     trained = first.weight.requires_grad
-    fused.weight = nn.Parameter(join_rows([linear.weight for linear in linears]), requires_grad=trained)
-    if joins_biases:
-        biases = [linear.bias for linear in linears]
-        fused.bias = nn.Parameter(join_rows(biases), requires_grad=trained)
+    for name in ("weight", "bias") if joins_biases else ("weight",):
+        rows = torch.cat([linear.get_parameter(name).detach() for linear in linears])
+        setattr(fused, name, nn.Parameter(rows, requires_grad=trained))
     return fused.train(first.training)
 
 

@@ -14,14 +14,59 @@ from typing import Any
 
 import torch
 
+from bitplan.base.paired_timing import Stopwatch
 from bitplan.fp8.bench.report_log import fingerprint_of
 from bitplan.fp8.find_linears import Site, Sites
 from bitplan.fp8.layer_settings import AmaxEps, Fp8Recipe, fp8_obstacle
 from bitplan.fp8.policy.choice import Fp8Choice, choose_products
 from bitplan.fp8.policy.policy import Question, asked_by_shape
+from bitplan.fp8.policy.report import TIMINGS
 from bitplan.fp8.policy.rules import Policy
-from bitplan.fp8.policy.vocabulary import DEFAULT_RECIPE, NORM_KIND, PRODUCTS, UNMEASURED, shape_obstacle
+from bitplan.fp8.policy.vocabulary import DEFAULT_RECIPE, NORM_KIND, PRODUCTS, UNMEASURED, Fp8Error, shape_obstacle
 from bitplan.fp8.recipes import expert_recipes
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """What is seldom set: how FP8 is computed and stored, how a policy is asked, and how blocks are confirmed.
+
+    fp8                "e4m3", or "hybrid": gradients are E5M2
+    fp8_param          weights are stored in FP8, and learn in float32
+    tp, etp            tensor and expert-tensor parallel sizes that a policy is asked for
+    estimate           a count or shape that was not measured is estimated (`policy.choice`); False leaves it BF16
+    extrapolate        a win at the largest measured count speaks for larger ones
+    confirm_compiled   compiles the blocks first: True, or a mode of torch.compile such as "reduce-overhead"
+    confirm_timing     "eager", or "graph": blocks are timed as CUDA graphs
+    stopwatch          what times them; None: the device's own
+    """
+
+    fp8: str = "e4m3"
+    fp8_param: bool = False
+    tp: int = 1
+    etp: int = 1
+    estimate: bool = True
+    extrapolate: bool = False
+    confirm_compiled: bool | str = False
+    confirm_timing: str = "eager"
+    stopwatch: Stopwatch | None = None
+
+    def __post_init__(self) -> None:
+        Fp8Recipe(fp8=self.fp8)  # type: ignore[arg-type]  # refuses names it does not know
+        compiled = self.confirm_compiled
+        if self.confirm_timing not in TIMINGS:
+            raise Fp8Error(f"confirm_timing must be one of {', '.join(TIMINGS)}, got {self.confirm_timing!r}")
+        if not isinstance(compiled, str):
+            return
+        from torch._inductor import list_mode_options
+
+        modes = list_mode_options()
+        if compiled not in modes:
+            raise Fp8Error(f"confirm_compiled must be True, False or one of {', '.join(modes)}, got {compiled!r}")
+        if self.confirm_timing == "graph" and modes[compiled].get("triton.cudagraphs"):
+            raise Fp8Error(
+                f"confirm_compiled={compiled!r} makes CUDA graphs by itself, which confirm_timing='graph' cannot "
+                "capture in another; leave confirm_timing at 'eager'"
+            )
 
 
 @dataclass(frozen=True)
@@ -31,15 +76,10 @@ class PartPlan:
     policy: Policy | None
     tokens: int | None
     recipe: str | None = None
-    fp8: str = "e4m3"
-    fp8_param: bool = False
-    tp: int = 1
-    etp: int = 1
-    extrapolate: bool = False
-    estimate: bool = True
+    options: Fp8Options = Fp8Options()
 
     def __post_init__(self) -> None:
-        Fp8Recipe(self.recipe or DEFAULT_RECIPE, self.fp8)  # type: ignore[arg-type]  # refuses names it does not know
+        Fp8Recipe(self.recipe or DEFAULT_RECIPE)  # refuses names it does not know
 
 
 @dataclass(frozen=True)
@@ -123,8 +163,8 @@ def _decide(
     obstacle = lacking or site.obstacle or (fp8_obstacle(device, (name,)) if choice else None)
     if obstacle is not None:
         choice = replace(choice, products=(), answer=UNMEASURED, reason=obstacle, speedup=None)
-    recipe = Fp8Recipe(name, plan.fp8, AmaxEps.from_environment(os.environ))  # type: ignore[arg-type]
-    return LayerDecision(site, choice, recipe, plan.fp8_param)
+    recipe = Fp8Recipe(name, plan.options.fp8, AmaxEps.from_environment(os.environ))  # type: ignore[arg-type]
+    return LayerDecision(site, choice, recipe, plan.options.fp8_param)
 
 
 def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> tuple[Fp8Choice, Site]:
@@ -141,10 +181,11 @@ def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> tup
             return _bf16(obstacle), site
         reason = "FP8 everywhere was asked for, without a policy"
         return Fp8Choice(PRODUCTS, name, UNMEASURED, reason, plan.tokens), site
-    how: dict[str, Any] = {"tp": plan.tp, "etp": plan.etp, "recipe": plan.recipe, "extrapolate": plan.extrapolate}
-    question = asked_by_shape(plan.policy, site.question(plan.tokens, **how))
+    keys = ("tp", "etp", "estimate", "extrapolate")
+    how: dict[str, Any] = {key: getattr(plan.options, key) for key in keys}
+    question = asked_by_shape(plan.policy, site.question(plan.tokens, recipe=plan.recipe, **how))
     if question not in asked:
-        asked[question] = choose_products(plan.policy, question, estimate=plan.estimate)
+        asked[question] = choose_products(plan.policy, question)
     choice, known = asked[question], replace(site, kind=question.kind, name=question.name or site.name)
     if choice and question.kind == NORM_KIND and site.norm is None:
         choice = replace(choice, reason=f"{choice.reason}; measured with its norm fused, which here stays apart")
@@ -158,7 +199,7 @@ def _unmeasured(plans: Mapping[str, PartPlan], decided: Sequence[LayerDecision])
         if plan.policy is None or plan.policy.version == 1:
             continue
         known = {rule.shape for rule in plan.policy.rules if rule.part == part}
-        sites = [each.site for each in decided if each.site.part == part and not each.site.is_grouped]
+        sites = [layer.site for layer in decided if layer.site.part == part and not layer.site.is_grouped]
         shapes = dict.fromkeys(
             f"{site.shape[0]}x{site.shape[1]}{':norm' if site.norm else ''}"
             for site in sites

@@ -33,8 +33,8 @@ from torch import nn
 from bitplan.base.errors import PlanError
 from bitplan.fp8.policy.policy import Question
 from bitplan.fp8.policy.vocabulary import Fp8Error, name_of_role
-from bitplan.fp8.recorded_wiring import MlpApart, MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
-from bitplan.plan.names import ShellPatterns
+from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
+from bitplan.plan.names import ShellPatterns, without_expert
 from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
 from bitplan.plan.structure.model_view import ExpertsUse, LinearUse, ModelView
@@ -82,13 +82,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Sites:
-    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined, and those that
-    cannot; what was run."""
+    """The sites of a model in its own order; linears that are left, and why; MLPs that can be joined; MLPs whose
+    activation stays apart; what was run."""
 
     sites: tuple[Site, ...]
     left: tuple[str, ...]
     mlps: tuple[MlpWiring, ...]
-    mlps_apart: tuple[MlpApart, ...]
+    mlps_apart: tuple[MlpWiring, ...]
     run: RecordedRun
 
     def block_of(self, path: str) -> str:
@@ -147,7 +147,7 @@ class _Finder:
             elif path in linears and path not in left and path == members[0]:
                 sites.append(self._dense(members))
         shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())
-        return Sites(tuple(sites), shown, tuple(self.wiring.mlps), tuple(self.wiring.mlps_apart), self.run)
+        return Sites(tuple(sites), shown, self.wiring.mlps, self.wiring.mlps_apart, self.run)
 
     def _check_patterns(self, paths: list[str]) -> None:
         for what, patterns in (("include", self.include), ("exclude", self.exclude)):
@@ -194,20 +194,21 @@ class _Finder:
         if norm is None:
             return None
         parameters = self.modules[norm.path]._parameters.values()
-        if norm.why is None and any(self.uses[id(each)] > 1 for each in parameters if each is not None):
+        if norm.why is None and any(self.uses[id(parameter)] > 1 for parameter in parameters if parameter is not None):
             norm = replace(norm, why=f"{norm.path} is shared with another module")
         return norm
 
     def _dense(self, paths: tuple[str, ...]) -> Site:
         linears = [self.modules[path] for path in paths]
-        shape = (sum(features_of(each)[0] for each in linears), features_of(linears[0])[1])
+        shape = (sum(features_of(linear)[0] for linear in linears), features_of(linears[0])[1])
         name = name_of_role(self.wiring.role(paths[0]), len(paths))
         norm = self._norm_before(paths)
         kind = "column" if name in ("qkv", "fc1") else "row"
         if norm is not None and norm.why is None:
             kind = "layernorm_column"
         obstacle = self._obstacle(paths)
-        if re.search(r"(^|\.)experts\.[0-9]+(\.|$)", paths[0]):
+        weight = f"{paths[0]}.weight"
+        if without_expert(weight) != weight:
             obstacle = "an expert of its own: experts were measured as one grouped product"
         parent = paths[0].rpartition(".")[0]
         label = "+".join([paths[0], *(path.removeprefix(f"{parent}.") for path in paths[1:])])
@@ -305,8 +306,8 @@ def _reads_images(view: ModelView) -> set[str]:
 
 def _topk(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
-    for each in (config, getattr(config, "text_config", None)):
-        topk = getattr(each, "num_experts_per_tok", None)
+    for part in (config, getattr(config, "text_config", None)):
+        topk = getattr(part, "num_experts_per_tok", None)
         if type(topk) is int and topk >= 1:
             return topk
     return None

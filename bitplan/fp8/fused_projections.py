@@ -101,7 +101,7 @@ class FusedProjections(_Projection):
 
 def _refuse_offloading(hook: Any) -> None:
     """accelerate looks weights up in the state dict by their module's name, where these have other names."""
-    if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
+    if any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,))):
         raise Fp8LayerError(
             "accelerate offloads this model, and does not find weights that apply_fp8 has joined (q, k, v; gate, up); "
             "leave the model on the GPU, or offload it without apply_fp8"
@@ -258,8 +258,3 @@ def keep_names(module: nn.Module) -> tuple[Any, Any]:
     Returns handles that end this.
     """
     return module.register_state_dict_post_hook(_Split()), module.register_load_state_dict_pre_hook(_Join())
-
-
-def join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Weights or biases of several projections as one."""
-    return torch.cat([tensor.detach() for tensor in tensors]) if len(tensors) > 1 else tensors[0].detach()

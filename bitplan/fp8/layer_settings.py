@@ -139,6 +139,20 @@ def require_fp8(device: torch.device | str, recipes: tuple[str, ...] = ()) -> No
         raise Fp8UnavailableError(missing)
 
 
+def usable_device(name: str, what: str, recipes: tuple[str, ...] | None = (), index: int = 0) -> torch.device:
+    """The device of this name, "cpu" or "cuda", for doing `what`; one that lacks it, or the recipes, is refused."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise Fp8UnavailableError(
+            f"torch sees no CUDA GPU, so there is nothing to {what}; run on the GPU that will train "
+            "(the CPU emulates FP8, to try the command)",
+            settings={"device": "cpu"},
+        )
+    device = torch.device("cuda", index) if name == "cuda" else torch.device(name)
+    if recipes is not None:
+        require_fp8(device, recipes)
+    return device
+
+
 @functools.cache
 def fp8_obstacle(device: torch.device, recipes: tuple[str, ...] = ()) -> str | None:
     """What this device lacks for FP8 products, or None."""

@@ -63,8 +63,8 @@ def torchao_filter(
     for site in find_sites(model).sites:
         if site.is_grouped or site.obstacle is not None:
             continue
-        question = asked_by_shape(policy, site.question(tokens, tp=tp, recipe=recipe, extrapolate=extrapolate))
-        if choose_products(policy, question, estimate=estimate, apart=False):
+        how: dict[str, Any] = {"tp": tp, "recipe": recipe, "extrapolate": extrapolate, "estimate": estimate}
+        if choose_products(policy, asked_by_shape(policy, site.question(tokens, **how)), apart=False):
             chosen.update(site.modules)
 
     def takes(module: nn.Module, path: str) -> bool:
@@ -116,7 +116,8 @@ def transformer_engine_decision(
             moe_router_topk=moe_router_topk,
             part=part,
             extrapolate=extrapolate,
+            estimate=estimate,
         )
-        return choose_products(policy, question, estimate=estimate, apart=False)
+        return choose_products(policy, question, apart=False)
 
     return decide

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 
 from bitplan.base.errors import PlanError
 from bitplan.fp8.kernels.activation import ACTIVATIONS, GATED
-from bitplan.plan.structure.describe import describe
+from bitplan.plan.structure.describe import arguments_of, describe
 from bitplan.plan.structure.example_inputs import examples_for
 from bitplan.plan.structure.joined_calls import plain_use, readers_of_one_tensor
 from bitplan.plan.structure.model_view import TRACED, GatedMlpUse, LinearUse, ModelView, ModuleUse, NormUse, PlainMlpUse
@@ -48,28 +48,23 @@ class NormBefore:
 
 @dataclass(frozen=True)
 class MlpWiring:
-    """A module that computes an MLP: paths of its projections (gate, then up, where there are two), and its tail."""
+    """An MLP: paths of its projections (gate, then up, where there are two), and `why` its activation stays apart.
 
-    path: str
+    Where it need not, `path` is the module that computes it and nothing else but its `tail`.
+    """
+
     first: tuple[str, ...]
     down: str
-    function: str
+    why: str | None = None
+    path: str = ""
+    function: str = ""
     tail: tuple[str, ...] = ()
 
     def within(self, block: str) -> MlpWiring:
         """The same by paths inside a block."""
         cut = len(block) + 1 if block else 0
         path, down, *first = (path[cut:] for path in (self.path, self.down, *self.first))
-        return MlpWiring(path, tuple(first), down, self.function, self.tail)
-
-
-@dataclass(frozen=True)
-class MlpApart:
-    """An MLP whose activation stays the model's own code: paths of its projections, and why."""
-
-    first: tuple[str, ...]
-    down: str
-    why: str
+        return replace(self, path=path, first=tuple(first), down=down)
 
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -142,13 +137,6 @@ def _see(model: nn.Module, example: Any) -> tuple[ModelView, Inputs] | str:
     return fault or f"{type(model).__name__}: no input was found that its forward takes"
 
 
-def arguments_of(example: Any) -> Inputs:
-    """An example as a forward is called with it: a tensor, a tuple of arguments, or a mapping of keywords."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
-
-
 @contextlib.contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
     """Every module as in training, where dropout shows; and as it was afterwards."""
@@ -168,18 +156,11 @@ class Wiring:
     def __init__(self, model: nn.Module, view: ModelView) -> None:
         self.model, self.view = model, view
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.mlps: list[MlpWiring] = []
-        self.mlps_apart: list[MlpApart] = []
         uses: list[GatedMlpUse | PlainMlpUse] = [*view.gated, *view.plain]
-        for use in uses:
-            if any(linear.experts for linear in (use.up, use.down)):
-                continue
-            wiring = self._mlp(use)
-            if isinstance(wiring, MlpWiring):
-                self.mlps.append(wiring)
-            else:
-                first = (use.gate.path, use.up.path) if isinstance(use, GatedMlpUse) else (use.up.path,)
-                self.mlps_apart.append(MlpApart(tuple(dict.fromkeys(first)), use.down.path, wiring))
+        mlps = [self._mlp(use) for use in uses if not use.up.experts and not use.down.experts]
+        self.mlps, self.mlps_apart = (
+            tuple(mlp for mlp in mlps if (mlp.why is None) == can_join) for can_join in (True, False)
+        )
 
     def role(self, path: str) -> str:
         """What a linear is for: "query", "gate", "head", ...; empty where it was not seen, or its uses differ."""
@@ -197,7 +178,7 @@ class Wiring:
         Gate comes before up in MLPs that can be joined, whichever is called first.
         """
         belongs = {weight: number for number, weights in enumerate(self.view.joined) for weight in weights}
-        in_mlps = {frozenset(wiring.first): wiring.first for wiring in self.mlps}
+        in_mlps = {frozenset(mlp.first): mlp.first for mlp in self.mlps}
         groups = []
         for readers in readers_of_one_tensor(self.view):
             together: dict[int, dict[str, str]] = {}
@@ -255,36 +236,39 @@ class Wiring:
 
     # ---- MLPs -------------------------------------------------------------------------------------------------------
 
-    def _mlp(self, use: GatedMlpUse | PlainMlpUse) -> MlpWiring | str:
-        """The module that computes an MLP and nothing else; or why there is none."""
+    def _mlp(self, use: GatedMlpUse | PlainMlpUse) -> MlpWiring:
+        """An MLP, with the module that computes it and nothing else; or why there is none."""
         is_gated = isinstance(use, GatedMlpUse)
         projections = (use.gate, use.up) if isinstance(use, GatedMlpUse) and not use.is_fused else (use.up,)
-        if use.activation not in ACTIVATIONS:
-            return "no cast computes its activation"
-        if not use.only_down:
-            return "something else reads what lies between its projections"
-        if use.has_casts:
-            return "numbers change their type between its projections"
-        if isinstance(use, GatedMlpUse) and (
-            use.is_interleaved or (use.is_fused and (use.gate_part, use.up_part) != (0, 1))
-        ):
-            return "gate does not come before up in its one projection"
-        if any(linear.path not in self.plain_uses for linear in (*projections, use.down)):
-            return "a projection is not a module of its own, called once"
         paths = tuple(linear.path for linear in projections)
+        mlp = MlpWiring(tuple(dict.fromkeys(paths)), use.down.path)
         path = holder_of((*paths, use.down.path))
         call = self.view.calls.get(path)
-        inputs = {linear.input for linear in projections}
-        if call is None or not path or call.inputs not in ((projections[0].input,), (projections[0].source,)):
-            return f"no module computes it alone: {path or 'the model'} computes more"
-        if len(inputs) != 1:
-            return "its projections read different tensors"
-        if self._is_changed(path):
-            return f"{path} has hooks, or a forward of somebody else's, or was not seen to its end"
+        alone = call is not None and path and call.inputs in ((projections[0].input,), (projections[0].source,))
+        more = f"no module computes it alone: {path or 'the model'} computes more"
+        in_order = not isinstance(use, GatedMlpUse) or not (
+            use.is_interleaved or (use.is_fused and (use.gate_part, use.up_part) != (0, 1))
+        )
+        for is_wrong, why in (
+            (use.activation not in ACTIVATIONS, "no cast computes its activation"),
+            (not use.only_down, "something else reads what lies between its projections"),
+            (use.has_casts, "numbers change their type between its projections"),
+            (not in_order, "gate does not come before up in its one projection"),
+            (
+                any(linear.path not in self.plain_uses for linear in (*projections, use.down)),
+                "a projection is not a module of its own, called once",
+            ),
+            (not alone, more),
+            (len({linear.input for linear in projections}) != 1, "its projections read different tensors"),
+            (self._is_changed(path), f"{path} has hooks, or a forward of somebody else's, or was not seen to its end"),
+        ):
+            if is_wrong:
+                return replace(mlp, why=why)
+        assert call is not None
         tail = self._tail(path, call, {linear.step for linear in (*projections, use.down)}, use.down)
         if tail is None:
-            return f"no module computes it alone: {path} computes more"
-        return MlpWiring(path, paths, use.down.path, use.activation + (GATED if is_gated else ""), tail)
+            return replace(mlp, why=more)
+        return replace(mlp, path=path, function=use.activation + (GATED if is_gated else ""), tail=tail)
 
     def _is_changed(self, path: str) -> bool:
         inside = [at for at in self.modules if at == path or at.startswith(f"{path}.")]
@@ -300,7 +284,7 @@ class Wiring:
             is_child = module.startswith(f"{path}.") and "." not in within
             if step < down.step:
                 return None
-            if self._shapes_product(name, module, down):
+            if module == down.path and name in ("view", "reshape"):  # which gives the product its shape
                 continue
             if name not in _BEHIND or not is_child:
                 return None
@@ -311,9 +295,6 @@ class Wiring:
             return tuple(behind)
         last = self.view.calls.get(down.path)  # where a product gives its result another shape
         return () if not behind and last is not None and call.outputs == last.outputs else None
-
-    def _shapes_product(self, name: str, module: str, down: LinearUse) -> bool:
-        return module == down.path and name in ("view", "reshape")
 
 
 def holder_of(paths: Sequence[str]) -> str:

@@ -33,13 +33,13 @@ BOUND = 0.2
 _SEED = 0
 
 
-class _NotCopiedError(Fp8Error):
-    """A block of which there can be no second one."""
+class _NotComparedError(Fp8Error):
+    """A block of which there can be no second one, or that was not reached."""
 
 
 def make_of(block: str, members: Sequence[LayerDecision]) -> tuple[object, ...]:
     """What blocks have in common that need be tried once: their layers, and what these become."""
-    inner = [each.within(block) for each in members]
+    inner = [member.within(block) for member in members]
     return tuple((one.site.path, one.site.shape, one.site.norm, one.choice.products, one.joins) for one in inner)
 
 
@@ -48,9 +48,9 @@ def built_block(plain: nn.Module, path: str, members: Sequence[LayerDecision], m
     try:
         block = copy.deepcopy(plain)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise _NotCopiedError(f"{_shown(path)} cannot be copied: {short(str(error), 200)}") from error
+        raise _NotComparedError(f"{_shown(path)} cannot be copied: {short(str(error), 200)}") from error
     inside = [wiring.within(path) for wiring in mlps if not path or wiring.path.startswith(f"{path}.")]
-    put_decided(block, [each.within(path) for each in members], inside, watch=False)
+    put_decided(block, [member.within(path) for member in members], inside, watch=False)
     return block
 
 
@@ -59,41 +59,40 @@ def compare_blocks(
 ) -> tuple[tuple[LayerDecision, ...], tuple[Compared, ...]]:
     """What is decided, less what was seen to compute something else, and a figure for each make of block."""
     blocks: dict[str, list[LayerDecision]] = {}
-    for each in decided:
-        blocks.setdefault(sites.block_of(each.site.path), []).append(each)
+    for layer in decided:
+        blocks.setdefault(sites.block_of(layer.site.path), []).append(layer)
     makes: dict[tuple[object, ...], list[str]] = {}
     for path, members in blocks.items():
-        if any(each.choice for each in members):
+        if any(member.choice for member in members):
             makes.setdefault(make_of(path, members), []).append(path)
     first = {paths[0] for paths in makes.values()}
     inputs, fault = _inputs_of(model, sites, first)
     results: list[Compared] = []
     for paths in makes.values():
-        if paths[0] not in inputs:
-            results.append(Compared(_shown(paths[0]), None, BOUND, "all", f"not compared: {fault}"))
-            continue
+        block = paths[0]
         try:
-            result, kept = _compare(model, paths[0], blocks[paths[0]], sites.mlps, inputs[paths[0]])
-        except _NotCopiedError as error:
-            results.append(Compared(_shown(paths[0]), None, BOUND, "all", f"not compared: {error}"))
-            continue
+            if block not in inputs:
+                raise _NotComparedError(fault)
+            result = _compare(model, block, blocks[block], sites.mlps, inputs[block])
+        except _NotComparedError as error:
+            result = Compared(_shown(block), None, BOUND, "all", f"not compared: {error}")
         results.append(result)
         for path in paths:
-            blocks[path] = [_after(each, result, kept) for each in blocks[path]]
-    by_path = {each.site.path: each for members in blocks.values() for each in members}
-    return tuple(by_path[each.site.path] for each in decided), tuple(results)
+            blocks[path] = [_after(member, result) for member in blocks[path]]
+    by_path = {member.site.path: member for members in blocks.values() for member in members}
+    return tuple(by_path[layer.site.path] for layer in decided), tuple(results)
 
 
-def _after(decided: LayerDecision, result: Compared, kept: str) -> LayerDecision:
-    if kept == "all" or not decided.choice:
+def _after(decided: LayerDecision, result: Compared) -> LayerDecision:
+    if result.kept == "all" or not decided.choice:
         return decided
     why = f"{result.block}: {result.reason}"
-    return decided.apart(why) if kept == "apart" else decided.in_bf16(why, UNMEASURED)
+    return decided.apart(why) if result.kept == "apart" else decided.in_bf16(why, UNMEASURED)
 
 
 def _compare(
     model: nn.Module, path: str, members: Sequence[LayerDecision], mlps: Sequence[MlpWiring], inputs: Inputs
-) -> tuple[Compared, str]:
+) -> Compared:
     plain = model.get_submodule(path)
     with _quiet(plain):
         expected = _call(plain, inputs)
@@ -110,17 +109,18 @@ def _compare(
             return math.inf
 
     faults: list[str] = []
-    found = difference(members)
-    if found <= BOUND:
-        reason = f"differs by {found:.3f} from its BF16 self (bound {BOUND})"
-        return Compared(_shown(path), found, BOUND, "all", reason), "all"
-    said = f"raised {faults[0]}" if faults else f"differed by {found:.3f} from its BF16 self (bound {BOUND})"
-    apart = [each.apart(said) for each in members]
-    again = difference(apart) if any(each.site.norm for each in members) or mlps else math.inf
+    joined = difference(members)
+    if joined <= BOUND:
+        return Compared(
+            _shown(path), joined, BOUND, "all", f"differs by {joined:.3f} from its BF16 self (bound {BOUND})"
+        )
+    wrong = f"raised {faults[0]}" if faults else f"differed by {joined:.3f} from its BF16 self (bound {BOUND})"
+    apart = [member.apart(wrong) for member in members]
+    again = difference(apart) if any(member.site.norm for member in members) or mlps else math.inf
     if again <= BOUND:
-        reason = f"{said} with norms and activations joined; they stay apart, which differs by {again:.3f}"
-        return Compared(_shown(path), again, BOUND, "apart", reason), "apart"
-    return Compared(_shown(path), None if faults else found, BOUND, "bf16", f"{said}, and stays BF16"), "bf16"
+        reason = f"{wrong} with norms and activations joined; they stay apart, which differs by {again:.3f}"
+        return Compared(_shown(path), again, BOUND, "apart", reason)
+    return Compared(_shown(path), None if faults else joined, BOUND, "bf16", f"{wrong}, and stays BF16")
 
 
 def _shown(path: str) -> str:

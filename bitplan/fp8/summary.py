@@ -32,19 +32,9 @@ class LayerRow:
     @classmethod
     def of(cls, site: Site, choice: Fp8Choice) -> LayerRow:
         apart = f"; its norm stays apart: {site.apart}" if choice and site.apart is not None else ""
-        return cls(
-            site.path,
-            site.part,
-            site.kind,
-            site.name,
-            site.shape,
-            choice.precision,
-            choice.recipe if choice else None,
-            choice.answer,
-            choice.tokens,
-            choice.speedup,
-            choice.reason + apart,
-        )
+        layer = (site.path, site.part, site.kind, site.name, site.shape)
+        outcome = (choice.precision, choice.recipe if choice else None, choice.answer, choice.tokens, choice.speedup)
+        return cls(*layer, *outcome, choice.reason + apart)
 
 
 @dataclass(frozen=True)
@@ -99,9 +89,8 @@ class AppliedFp8:
         lines = [f"{self.fp8_layers} of {len(self.rows)} layers in FP8", *_table(_grouped(self.rows))]
         if self.left:
             lines.append(f"left as they are: {_listed(self.left)}")
-        lines += [f"compared {each.block}: {each.reason}" for each in self.compared]
-        for each in self.confirmed:
-            lines.append(f"confirmed {each.block}: {each.answer}: {each.reason}")
+        lines += [f"compared {result.block}: {result.reason}" for result in self.compared]
+        lines += [f"confirmed {result.block}: {result.answer}: {result.reason}" for result in self.confirmed]
         return "\n".join([*lines, *self.notes])
 
 

@@ -51,10 +51,11 @@ from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import check_strategy
 from bitplan.packed.rounded_inputs import check_inputs, round_inputs
 from bitplan.packed.tile_cache import TileCache
-from bitplan.plan.format_choices import Stored, Wanted, choose_formats
+from bitplan.plan.format_choices import Wanted, choose_formats
 from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
 from bitplan.plan.structure.describe import is_norm
+from bitplan.plan.structure.model_view import TensorSpec
 
 # ---- dtype checks ----------------------------------------------------------------------------------------------------
 
@@ -270,13 +271,13 @@ class _Tensors:
     def __iter__(self) -> Iterator[str]:
         yield from (*self.places, *self.packed, *self.buffers)
 
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, TensorSpec]:
         """The tensors as `choose_formats` takes them."""
         held = {name: _held(self, name) for name in self}
         return {
-            name: Stored(tuple(item.shape), item.fmt.name, packed=True)
+            name: TensorSpec.of(name, tuple(item.shape), item.fmt)
             if isinstance(item, PackedWeight)
-            else Stored(self.packed_shape(name, tuple(item.shape)), dtype_name(item.dtype))
+            else TensorSpec.of(name, self.packed_shape(name, tuple(item.shape)), dtype=item.dtype)
             for name, item in held.items()
         }
 

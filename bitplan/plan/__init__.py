@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from bitplan.plan.manifest import Aliases as Aliases
     from bitplan.plan.check_manifest import (
         Finding as Finding,
-        Header as Header,
         check_headers as check_headers,
         require_clean as require_clean,
     )
-    from bitplan.plan.format_choices import Stored as Stored, choose_formats as choose_formats
+    from bitplan.plan.format_choices import choose_formats as choose_formats
     from bitplan.plan.manifest import manifest_schema as manifest_schema
     from bitplan.plan.manifest import (
         Manifest as Manifest,

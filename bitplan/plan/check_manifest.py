@@ -39,6 +39,7 @@ from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.manifest import Manifest, Tag, needs_base, rule_text
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Part, part_dtype
+from bitplan.plan.structure.model_view import TensorSpec
 
 CAST = "cast"
 OTHER_MODEL = "other-model"
@@ -52,14 +53,6 @@ _FUSED = (
 )
 
 
-class Header(NamedTuple):
-    """A tensor's entry in a file: a torch dtype's name or a format of bitplan's, its shape, its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
 class Finding(NamedTuple):
     """One fault: a code from the table, the tensor or rule it is about, and a line of text."""
 
@@ -68,14 +61,13 @@ class Finding(NamedTuple):
     message: str
 
 
-def check_headers(
-    manifest: Manifest, headers: Mapping[str, Header | tuple[str, tuple[int, ...], int]]
-) -> list[Finding]:
+# A tensor's entry in a file, or as much of it as is needed: a dtype's name or a format of ours, the shape, the bytes.
+Headers = Mapping[str, TensorSpec | tuple[str, tuple[int, ...], int]]
+
+
+def check_headers(manifest: Manifest, headers: Headers) -> list[Finding]:
     """Return all findings, in an order that depends on the content only; none means clean."""
-    tensors = {}
-    for name in natural_order(headers):
-        dtype, shape, nbytes = headers[name]
-        tensors[name] = Header(dtype, tuple(shape), nbytes)
+    tensors = {name: _as_spec(headers[name]) for name in natural_order(headers)}
     matches = {name: manifest.matches(name) for name in tensors}
     if tensors and not any(matches.values()):
         message = (
@@ -95,9 +87,14 @@ def check_headers(
     ]
 
 
-def require_clean(
-    manifest: Manifest, headers: Mapping[str, Header | tuple[str, tuple[int, ...], int]], *, checkpoint: str
-) -> None:
+def _as_spec(header: TensorSpec | tuple[str, tuple[int, ...], int]) -> TensorSpec:
+    if isinstance(header, TensorSpec):
+        return header
+    held, shape, nbytes = header
+    return TensorSpec("", tuple(shape), held, format=held, nbytes=nbytes)
+
+
+def require_clean(manifest: Manifest, headers: Headers, *, checkpoint: str) -> None:
     """Raise one line that names file, rule and tensor if there are findings."""
     findings = check_headers(manifest, headers)
     if findings:
@@ -114,7 +111,7 @@ def require_clean(
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def _unmatched(tensors: Mapping[str, Header], matches: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+def _unmatched(tensors: Mapping[str, TensorSpec], matches: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
     for name, indices in matches.items():
         if not indices:
             shape = tensors[name].shape
@@ -166,17 +163,17 @@ def _overlaps(manifest: Manifest, matches: Mapping[str, Sequence[int]]) -> Itera
 # ---- one tensor ------------------------------------------------------------------------------------------------------
 
 
-def _tensor(manifest: Manifest, name: str, header: Header, tag: Tag) -> Iterator[Finding]:
+def _tensor(manifest: Manifest, name: str, header: TensorSpec, tag: Tag) -> Iterator[Finding]:
     fmt = get_format(tag.format)
-    packed = header.dtype == fmt.name and not fmt.is_cast
-    item_bytes = ITEM_BYTES.get(header.dtype)
+    packed = header.format == fmt.name and not fmt.is_cast
+    item_bytes = ITEM_BYTES.get(header.format)
     expected = fmt.nbytes(header.shape) if packed else item_bytes and item_bytes * math.prod(header.shape)
     if expected is not None and expected != header.nbytes:
-        text = f"{header.dtype} of shape {header.shape} takes {expected} bytes, the file has {header.nbytes}"
+        text = f"{header.format} of shape {header.shape} takes {expected} bytes, the file has {header.nbytes}"
         yield Finding("size", name, text)
-    wrong = None if packed else _wrong_dtype(fmt, tag, header.dtype)
+    wrong = None if packed else _wrong_dtype(fmt, tag, header.format)
     if wrong:
-        is_cast = tag.part is None and fmt.is_cast and fmt.name in _FLOATS and header.dtype in _FLOATS
+        is_cast = tag.part is None and fmt.is_cast and fmt.name in _FLOATS and header.format in _FLOATS
         yield Finding(CAST if is_cast else "dtype", name, wrong)
     if tag.part is None and not packed and header.shape and not fmt.is_cast:
         yield from _rows(manifest, name, header.shape, fmt)
@@ -211,7 +208,7 @@ def _rows(manifest: Manifest, name: str, shape: tuple[int, ...], fmt: Format) ->
 # ---- codes and their scales ------------------------------------------------------------------------------------------
 
 
-def _halves(tensors: Mapping[str, Header], tags: Mapping[str, Tag]) -> Iterator[Finding]:
+def _halves(tensors: Mapping[str, TensorSpec], tags: Mapping[str, Tag]) -> Iterator[Finding]:
     for name, tag in tags.items():
         if tag.part is None:
             continue
@@ -236,7 +233,7 @@ def base_names(data: str) -> tuple[str, ...]:
     return f"{data}.base", f"{stem}.base", f"{stem}_base"
 
 
-def _bases(manifest: Manifest, tensors: Mapping[str, Header], tags: Mapping[str, Tag]) -> Iterator[Finding]:
+def _bases(manifest: Manifest, tensors: Mapping[str, TensorSpec], tags: Mapping[str, Tag]) -> Iterator[Finding]:
     if isinstance(manifest.scale_base, int | float):
         return
     for name, tag in tags.items():
@@ -255,7 +252,7 @@ def _partners(name: str, part: Part) -> list[str]:
     return [name.removesuffix("scales") + "blocks", *whole]
 
 
-def _pair(name: str, data: Header, scales: Header, fmt: Format) -> Iterator[Finding]:
+def _pair(name: str, data: TensorSpec, scales: TensorSpec, fmt: Format) -> Iterator[Finding]:
     """Codes [..., blocks, bytes] or [..., bytes], scales [..., blocks]."""
     block, per_byte = fmt.block.cols or 1, fmt.packing.per_byte if fmt.packing else 1
     numbers, count = per_byte * math.prod(data.shape), math.prod(scales.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from bitplan.base.errors import ArgumentError, FormatError, PlanError
@@ -19,6 +20,7 @@ from bitplan.plan.manifest import Manifest
 from bitplan.plan.names import ShellPatterns, listed
 from bitplan.plan.plan import Cause, Choice, Plan, Planned
 from bitplan.plan.structure.families import guess_role
+from bitplan.plan.structure.model_view import TensorSpec
 
 SMALL_NUMBERS = 1024
 NOT_FLOATS = "not floats"
@@ -35,37 +37,34 @@ NamedBy = Literal["any", "own name", "module", "whole name"]
 ONE_AXIS = "one axis: norms, biases and scalars stay"
 
 
-class Stored(NamedTuple):
-    """A tensor of a file or a model: its shape, and its torch dtype, or its format if it is `packed` already.
+@dataclass(frozen=True)
+class NamedTensor(TensorSpec):
+    """A tensor that a pattern of a mapping must name closely enough.
 
-    `named_by` says how closely a pattern of a mapping must name the tensor: "any" pattern that matches will do; or the
-    pattern must end in the tensor's "own name" (`*.bias`), be its whole name or that of its "module", or be its "whole
-    name". None is "any" for two axes or more, and the "whole name" for one axis. `else_stays` is the reason if no
-    pattern names it so closely.
+    `named_by`: "any" pattern that matches will do; or the pattern must end in the tensor's "own name" (`*.bias`), be
+    its whole name or that of its "module", or be its "whole name". `else_stays` is the reason if none does.
     """
 
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    packed: bool = False
-    named_by: NamedBy | None = None
-    else_stays: str = ONE_AXIS
+    named_by: NamedBy = "any"
+    else_stays: str = ""
 
-    @property
-    def is_float(self) -> bool:
-        """Whether a format can hold the numbers; powers of two (E8M0) count as scales, not as numbers."""
-        return self.packed or self.dtype in FLOAT_TYPES or self.dtype in _NARROW_FLOATS
 
-    def is_named(self, name: str, pattern: str) -> bool:
-        """Whether a pattern that matches names the tensor closely enough."""
-        module, _, own = name.rpartition(".")
-        match self.named_by or ("any" if len(self.shape) >= 2 else "whole name"):
-            case "any":
-                return True
-            case "own name":
-                return pattern.rpartition(".")[2] == own
-            case "module":
-                return pattern in (name, module)
-        return pattern == name
+def _is_named(tensor: TensorSpec, name: str, pattern: str) -> bool:
+    """Whether a pattern that matches names a tensor closely enough; one of a single axis by its whole name."""
+    module, _, last = name.rpartition(".")
+    match tensor.named_by if isinstance(tensor, NamedTensor) else "any" if len(tensor.shape) > 1 else "whole name":
+        case "any":
+            return True
+        case "own name":
+            return pattern.rpartition(".")[2] == last
+        case "module":
+            return pattern in (name, module)
+    return pattern == name
+
+
+def _is_float(tensor: TensorSpec) -> bool:
+    """Whether a format can hold the numbers; powers of two (E8M0) count as scales, not as numbers."""
+    return tensor.encoded or tensor.dtype in FLOAT_TYPES or tensor.dtype in _NARROW_FLOATS
 
 
 class Substitutes(NamedTuple):
@@ -98,7 +97,7 @@ _SENSITIVE_ROLES = {
 
 
 def choose_formats(
-    tensors: Mapping[str, Stored | tuple[int, ...]],
+    tensors: Mapping[str, TensorSpec | tuple[int, ...]],
     formats: Wanted,
     *,
     keep: Sequence[str] = (),
@@ -121,7 +120,7 @@ def choose_formats(
     """
     if not isinstance(tensors, Mapping):
         raise ArgumentError(f"tensors must map names to shapes, got a {type(tensors).__name__}")
-    stored = {name: _stored(item) for name, item in tensors.items()}
+    stored = {name: _as_spec(name, item) for name, item in tensors.items()}
     ShellPatterns((*keep, *only)).check(stored, where)
     if isinstance(formats, Plan):
         plan = formats.of_kind("weight")
@@ -133,15 +132,15 @@ def choose_formats(
     else:
         wanted = get_format(formats)
         if substitutes is None:
-            own = _OWN if _bits(wanted) < 8 else _OWN_WIDE
-            substitutes = GGUF_SUBSTITUTES if gguf or wanted.name in GGUF_FORMATS else own
+            ours = _OWN if _bits(wanted) < 8 else _OWN_WIDE
+            substitutes = GGUF_SUBSTITUTES if gguf or wanted.name in GGUF_FORMATS else ours
         rules = _Rules(wanted, _Kept(keep, only), pad, substitutes)
         entries = {name: rules.planned(name, item) for name, item in stored.items()}
         return Plan(entries, padding="zero" if pad else "none")
     return _keep_tensors(plan, stored, _Kept(keep, only), pad)
 
 
-def _check_fit(plan: Plan, tensors: Mapping[str, Stored], where: str) -> None:
+def _check_fit(plan: Plan, tensors: Mapping[str, TensorSpec], where: str) -> None:
     """Refuse a plan whose names and shapes are not those of the tensors."""
     begin = f"{where}: " if where else ""
     for kind, names in (("lacks", tensors.keys() - plan.keys()), ("has beyond them", plan.keys() - tensors.keys())):
@@ -156,7 +155,7 @@ def _check_fit(plan: Plan, tensors: Mapping[str, Stored], where: str) -> None:
 
 
 def _by_patterns(
-    formats: Mapping[str, Format | str | None], tensors: Mapping[str, Stored], base: Plan | None, where: str
+    formats: Mapping[str, Format | str | None], tensors: Mapping[str, TensorSpec], base: Plan | None, where: str
 ) -> Plan:
     if not isinstance(formats, Mapping):
         raise ArgumentError(
@@ -166,33 +165,34 @@ def _by_patterns(
     patterns = ShellPatterns(chosen)
     patterns.check(tensors, where)
 
-    def planned(name: str, tensor: Stored) -> Planned:
+    def planned(name: str, tensor: TensorSpec) -> Planned:
         reason, role = "not in the mapping" if formats else "nothing else is asked for", guess_role(name)
         for pattern in patterns.matching(name):
             fmt = chosen[pattern]
             if fmt is None:
                 return _stays(tensor, role, f"{pattern!r}: None in the mapping", "kept")
-            if tensor.is_float and tensor.is_named(name, pattern):
+            if _is_float(tensor) and _is_named(tensor, name, pattern):
                 why = f"{fmt} for all weights" if pattern == "*" else f"{pattern!r} in the mapping"
                 return Planned(Choice(fmt, why, cause="rule"), tensor.shape, role)
-            reason = tensor.else_stays if tensor.is_float else NOT_FLOATS
+            why_not = tensor.else_stays if isinstance(tensor, NamedTensor) else ONE_AXIS
+            reason = why_not if _is_float(tensor) else NOT_FLOATS
         return base.entries[name] if base is not None and name in base else _stays(tensor, role, reason, "held")
 
     return Plan({name: planned(name, tensor) for name, tensor in tensors.items()})
 
 
-def _keep_tensors(plan: Plan, tensors: Mapping[str, Stored], kept: _Kept, pad: bool) -> Plan:
+def _keep_tensors(plan: Plan, tensors: Mapping[str, TensorSpec], kept: _Kept, pad: bool) -> Plan:
     """The plan, except that tensors stay which `keep` names, `only` does not name, or which are no floats."""
-    found = dict(plan.entries)
+    entries = dict(plan.entries)
     for name, entry in plan.entries.items():
         reason = kept.why(name)
         cause: Cause = "kept"
-        is_number = tensors[name].packed or "float" in tensors[name].dtype
+        is_number = tensors[name].encoded or "float" in tensors[name].dtype
         if reason is None and entry.part is None and entry.stored is None and not is_number:
             reason, cause = NOT_FLOATS, "held"
         if reason is not None:
-            found[name] = _stays(tensors[name], entry.role, reason, cause)
-    return Plan(found, padding="zero" if pad else plan.padding)
+            entries[name] = _stays(tensors[name], entry.role, reason, cause)
+    return Plan(entries, padding="zero" if pad else plan.padding)
 
 
 class _Kept:
@@ -214,8 +214,8 @@ class _Rules(NamedTuple):
     pad: bool
     substitutes: Substitutes
 
-    def planned(self, name: str, tensor: Stored) -> Planned:
-        if not tensor.is_float:
+    def planned(self, name: str, tensor: TensorSpec) -> Planned:
+        if not _is_float(tensor):
             return _stays(tensor, "other", NOT_FLOATS, "held")
         kept = self.kept.why(name)
         if kept is not None:
@@ -225,7 +225,7 @@ class _Rules(NamedTuple):
             return Planned(choice, tensor.shape, guess_role(name))
         return self._by_role(name, tensor)
 
-    def _by_role(self, name: str, tensor: Stored) -> Planned:
+    def _by_role(self, name: str, tensor: TensorSpec) -> Planned:
         shape, role = tensor.shape, guess_role(name)
         if len(shape) < 2:
             return _stays(tensor, role, ONE_AXIS)
@@ -248,11 +248,11 @@ class _Rules(NamedTuple):
         why = "embedding or output head" if role == "embed" else "a weight of two axes or more"
         return self._fitting(tensor, role, [self.wanted.name, *self.substitutes.of(self.wanted.name)], why)
 
-    def _fitting(self, tensor: Stored, role: str, names: list[str], why: str) -> Planned:
+    def _fitting(self, tensor: TensorSpec, role: str, names: list[str], why: str) -> Planned:
         for name in names:
             fmt = get_format(name)
             cols = fmt.matrix_shape(tensor.shape)[1]
-            if self.pad or fmt.padded_cols(cols) == cols or (tensor.packed and tensor.dtype == name):
+            if self.pad or fmt.padded_cols(cols) == cols or (tensor.encoded and tensor.format == name):
                 first = get_format(names[0])
                 changed = (
                     f"; rows of {cols} are not whole blocks of {first.block.cols} ({first.name}), {name} holds them"
@@ -263,22 +263,22 @@ class _Rules(NamedTuple):
         return _stays(tensor, role, f"{why}; {text}")
 
 
-def _stored(item: Any) -> Stored:
-    if isinstance(item, Stored):
+def _as_spec(name: str, item: Any) -> TensorSpec:
+    if isinstance(item, TensorSpec):
         return item
     shape: object = item
     if not isinstance(shape, tuple | list) or not all(isinstance(size, int) for size in shape):
         raise ArgumentError(
-            f"tensors must map names to shapes or Stored, got a {type(item).__name__}; of a state_dict it is "
+            f"tensors must map names to shapes or TensorSpecs, got a {type(item).__name__}; of a state_dict it is "
             "{name: tuple(tensor.shape) for name, tensor in state.items()}"
         )
-    return Stored(tuple(shape))
+    return TensorSpec.of(name, tuple(shape))
 
 
-def _stays(tensor: Stored, role: str, reason: str, cause: Cause = "default") -> Planned:
+def _stays(tensor: TensorSpec, role: str, reason: str, cause: Cause = "default") -> Planned:
     """The tensor as it is: in its packed format, or in its own type."""
-    if tensor.packed:
-        return Planned(Choice(tensor.dtype, reason, cause=cause), tensor.shape, role)
+    if tensor.encoded:
+        return Planned(Choice(tensor.format, reason, cause=cause), tensor.shape, role)
     name = _CODES.get(tensor.dtype, tensor.dtype)
     try:
         get_format(name)

@@ -1,39 +1,27 @@
 """Manifest: rules in a file that say which tensor gets which format.
 
 The document is the gpt-oss manifest, JSON version 1, plus keys that decoding needs: `scale_base`, `axis`,
-`nibble_order`, `padding`, `aliases`; docs/manifest.md describes all of it. A rule's regex must match the whole name,
-the first rule that matches wins, and a tensor without a rule is an error. Patterns cannot run for ever: see
-name_patterns.py.
+`nibble_order`, `padding`, `aliases`; docs/manifest.md describes all of it, `manifest_schema` gives its JSON Schema to
+editors (the reader is stricter and says more). A rule's regex must match the whole name, the first rule that matches
+wins, and a tensor without a rule is an error. Manifests that come with bitplan (`SHIPPED`) are files in `manifests/`.
 
 A tag of the manifest (`BF16`, `FP4`, ...) stands for a format of bitplan's, or for a part of one: gpt-oss keeps the
 codes of an mxfp4 weight under one name (`FP4`) and its scales under another (`UE8`). `block_size` and `scale_encoding`
 decide which format `FP4` and `UE8` are together; a tag may also name it (`format`, `part`).
 
-The manifests that come with bitplan (`SHIPPED`) are files in `manifests/`, to copy and change.
+Patterns (`NamePatterns`) come from files that others wrote, and Python's `re` backtracks: `(a+)+$` takes for ever on 40
+letters, and no timer stops `re` inside its own process. So patterns are parsed by `re`'s own parser and run as one
+finite automaton, every alternative of every pattern at once, and a table keeps the sets of states it has met: a name is
+read once, however many patterns there are. Constructs without an automaton (back references, look-around, word
+boundaries, atomic and possessive parts, flags) are refused by name, and so is a pattern that counts too far, such as
+`a{100000}`. Patterns for the names of a model meet few sets of states; patterns that are made to meet new ones at every
+letter exceed `MAX_WORK` and are refused. A match agrees with `re.fullmatch`, except that `$` means the end only, not
+also before a last newline.
 
-Aliases: one map between two namings of the same tensors, read both ways.
-
-A name with its layer number left open is a template: `block.[i].attn.norm.scale`. A tensor of one naming may be
-several of the other (gpt-oss's `qkv` is Hugging Face's q, k and v), so a template maps to a list. Only parts of a
-name between dots are numbers; each placeholder of one side is used on the other.
-
-NamePatterns: matches many regular expressions against a whole name, in bounded time.
-
-Patterns come from files that others wrote, and Python's `re` backtracks: `(a+)+$` takes for ever on 40 letters. A timer
-cannot stop `re` inside its own process, and a helper process would make a pure function start one. So patterns are
-parsed by `re`'s own parser and run as one finite automaton, every alternative of every pattern at once, and a table
-keeps the sets of states it has met: a name is read once, however many patterns there are. Constructs without an
-automaton (back references, look-around, word boundaries, atomic and possessive parts, flags) are refused by name, and
-so is a pattern that counts too far, such as `a{100000}`.
-
-New sets of states cost time and memory. Patterns for the names of a model meet few; patterns that are made to meet new
-sets at every letter exceed `MAX_WORK` and are refused.
-
-A match agrees with `re.fullmatch`, except that `$` means the end only, not also before a last newline.
-
-JSON Schema of the manifest document, for editors; the reader in manifest.py is stricter and says more.
-
-It is written by hand; a test checks that reader and schema have the same keys and the same verdicts.
+Aliases are one map between two namings of the same tensors, read both ways. A name with its layer number left open is a
+template: `block.[i].attn.norm.scale`. A tensor of one naming may be several of the other (gpt-oss's `qkv` is Hugging
+Face's q, k and v), so a template maps to a list. Only parts of a name between dots are numbers; each placeholder of one
+side is used on the other.
 """
 
 from __future__ import annotations
@@ -599,7 +587,8 @@ def expand_raw_map(
     """
     if not is_raw_map(raw):
         raise ManifestError(f"{where}: expected a raw map of tensor names to formats; a manifest needs no expanding")
-    rules = [{"regex": _template_regex(name), "format": tag} for name, tag in raw.items()]
+    regexes = {name: "^" + r"(\d+)".join(map(re.escape, _INDEX.split(name))) + "$" for name in raw}
+    rules = [{"regex": regexes[name], "format": tag} for name, tag in raw.items()]
     bits = {"BF16": 16, "FP16": 16, "F16": 16, "FP32": 32, "F32": 32, "FP4": 4, "UE8": 8}
     formats = {tag: {"bits": bits[tag]} for tag in dict.fromkeys(raw.values()) if tag in bits}
     document: dict[str, Any] = {"version": VERSION, "formats": formats, "patterns": rules}
@@ -607,10 +596,6 @@ def expand_raw_map(
         document |= {"block_size": block_size, "scale_encoding": scale_encoding}
         document |= {"scale_base": scale_base} if scale_base is not None else {}
     return document
-
-
-def _template_regex(name: str) -> str:
-    return "^" + r"(\d+)".join(map(re.escape, _INDEX.split(name))) + "$"
 
 
 # ---- reading a document ----------------------------------------------------------------------------------------------
@@ -711,9 +696,6 @@ def _read_aliases(reader: Reader, value: Mapping[str, Any]) -> Aliases:
         reader.stop(f"aliases: {error}")
 
 
-__all__ = ["Manifest", "ManifestError", "Match", "Rule", "Tag", "expand_raw_map", "is_raw_map"]
-
-
 SHIPPED = ("bert", "gemma", "gpt-oss", "llama", "mistral", "mixtral", "phi3", "qwen", "qwen3-moe")
 
 
@@ -726,7 +708,7 @@ def shipped_text(name: str) -> bytes:
     """The document itself."""
     if name not in SHIPPED:
         raise ManifestError(f"no manifest {name!r}; there are {', '.join(SHIPPED)}{did_you_mean(name, SHIPPED)}")
-    return (resources.files("bitplan.plan") / "manifests" / f"{name}.json").read_bytes()
+    return _resource(name)
 
 
 def open_manifest(name_or_path: str | Path) -> Manifest:
@@ -739,67 +721,11 @@ def open_manifest(name_or_path: str | Path) -> Manifest:
     return shipped_manifest(str(name_or_path))
 
 
-# ---- json schema -----------------------------------------------------------------------------------------------------
-
-
-_NAME = {"type": "string", "minLength": 1}
-
-
 def manifest_schema() -> dict[str, Any]:
-    """The schema, a new dict each time."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "bitplan manifest",
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["version", "patterns"],
-        "properties": {
-            "version": {"const": VERSION},
-            "model": {"type": "string", "description": "what the manifest is for, in words"},
-            "formats": {
-                "type": "object",
-                "description": "tag -> what it stands for",
-                "additionalProperties": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {
-                        "bits": {"type": "integer", "minimum": 1, "maximum": 64},
-                        "role": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-                        "format": {**_NAME, "description": "a format of bitplan's; `bitplan inspect` lists them"},
-                        "part": {"enum": ["data", "scales"]},
-                    },
-                },
-            },
-            "patterns": {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": MAX_RULES,
-                "description": "rules in order; the first whose regex matches the whole name wins",
-                "items": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "required": ["regex", "format"],
-                    "properties": {
-                        "regex": _NAME,
-                        "format": {**_NAME, "description": "a tag in `formats`, or a format of bitplan's"},
-                        "role": _NAME,
-                        "optional": {"type": "boolean", "description": "may match no tensor"},
-                    },
-                },
-            },
-            "fused_dequant": {"const": True},
-            "block_size": {"type": "integer", "minimum": 2, "maximum": 2**20, "multipleOf": 2},
-            "scale_encoding": {"enum": list(SCALE_ENCODINGS)},
-            "scale_base": {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "tensor"}]},
-            "axis": {"const": -1},
-            "nibble_order": {"enum": list(NIBBLE_ORDERS)},
-            "padding": {"enum": list(PADDINGS)},
-            "aliases": {
-                "type": "object",
-                "description": "name with [i] -> the same tensor's name, or names, in another naming",
-                "additionalProperties": {"anyOf": [_NAME, {"type": "array", "minItems": 1, "items": _NAME}]},
-            },
-        },
-        "if": {"properties": {"scale_encoding": {"enum": list(BASED_ENCODINGS)}}, "required": ["scale_encoding"]},
-        "then": {"required": ["scale_base"]},
-    }
+    """The JSON Schema of the document, a new dict each time: written by hand, and held to the reader by a test."""
+    schema: dict[str, Any] = parse_json(_resource("schema"), where="schema")
+    return schema
+
+
+def _resource(name: str) -> bytes:
+    return (resources.files("bitplan.plan") / "manifests" / f"{name}.json").read_bytes()

@@ -31,9 +31,9 @@ class ShellPatterns:
     def matching(self, name: str) -> list[str]:
         """The patterns that match a tensor or a module that holds it, in order; a name may itself hold brackets."""
         prefixes = _prefixes(name)
-        found = {prefix for prefix in prefixes if prefix in self._order}
-        found |= {pattern for pattern, match in self._wild if any(map(match, prefixes))}
-        return sorted(found, key=self._order.__getitem__)
+        patterns = {prefix for prefix in prefixes if prefix in self._order}
+        patterns |= {pattern for pattern, match in self._wild if any(map(match, prefixes))}
+        return sorted(patterns, key=self._order.__getitem__)
 
     def check(self, names: Iterable[str], where: str = "") -> None:
         """Refuse a pattern that matches no name, as a spelling mistake; `*` is allowed."""

@@ -109,9 +109,11 @@ class Planned:
     def __post_init__(self) -> None:
         if self.kind not in PART_KINDS:
             raise PlanError(f"the kind of a part must be one of {', '.join(PART_KINDS)}, got {show(self.kind)}")
-        own = next((kind for kind, name in _OWN_FORMATS.items() if name.fullmatch(self.choice.format)), None)
-        if own is not None and (self.kind != own or self.shape is not None):
-            raise PlanError(f"{self.choice.format} is a format of a {own} and of no stored tensor, got a {self.kind}")
+        kind_of_format = next((kind for kind, name in _OWN_FORMATS.items() if name.fullmatch(self.choice.format)), None)
+        if kind_of_format is not None and (self.kind != kind_of_format or self.shape is not None):
+            raise PlanError(
+                f"{self.choice.format} is a format of a {kind_of_format} and of no stored tensor, got a {self.kind}"
+            )
         if self.shape is not None and not SHAPE.holds(self.shape):
             raise PlanError(f"a shape must be {SHAPE.text}, got {self.shape!r}")
         if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((2, 2)):
@@ -126,7 +128,8 @@ class Planned:
         """The number of weights in the tensor; 0 for scales."""
         if self.shape is None or self.part == "scales":
             return 0
-        return math.prod(self.shape) * (_per_item(get_format(self.choice.format)) if self.part == "data" else 1)
+        packing = get_format(self.choice.format).packing if self.part == "data" else None
+        return math.prod(self.shape) * (packing.per_byte if packing else 1)
 
     @cached_property
     def nbytes(self) -> int:
@@ -389,10 +392,6 @@ def part_dtype(fmt: Format, part: str) -> str:
     return fmt.part_layouts((2, 2))[part][0]
 
 
-def _per_item(fmt: Format) -> int:
-    return fmt.packing.per_byte if fmt.packing else 1
-
-
 def _size(role: str, name: str, entries: list[Planned]) -> SizeRow:
     numbers, nbytes = sum(entry.numbers for entry in entries), sum(entry.nbytes for entry in entries)
     return SizeRow(role, name, len(entries), numbers, nbytes, BF16_BYTES * numbers / nbytes if numbers else None)
@@ -416,12 +415,7 @@ def _to_document(entry: Planned) -> dict[str, Any]:
         item["evidence"] = dict(entry.choice.evidence)
     if entry.kind != "weight":
         item["kind"] = entry.kind
-    if entry.role:
-        item["role"] = entry.role
-    if entry.part:
-        item["part"] = entry.part
-    if entry.stored:
-        item["stored"] = entry.stored
+    item |= {key: value for key in ("role", "part", "stored") if (value := getattr(entry, key))}
     if entry.shape is not None:
         item |= {"shape": list(entry.shape), "bytes": entry.nbytes}
     return item

@@ -68,13 +68,16 @@ def build_sections(records: Sequence[Record]) -> list[Section]:
     return [*sections, machine_section(records)]
 
 
-def build_page(sections: Sequence[Section], *, title: str) -> str:
-    """The document's text."""
+def build_page(sections: Sequence[Section], *, title: str, stamp: str = "") -> str:
+    """The document's text. With a stamp of its records it asks its server for theirs, and loads again for another."""
     style = _resource("page.css").replace("$DARK", _resource("dark.css"))
-    script = _resource("page.js")
+    scripts = [_resource("page.js"), *([_resource("live.js")] if stamp else [])]
     policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src {_hash(style)}; script-src {' '.join(map(_hash, scripts))}; "
+        "base-uri 'none'; form-action 'none'"
     )
+    if stamp:
+        policy += "; connect-src 'self'"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -92,9 +95,9 @@ def build_page(sections: Sequence[Section], *, title: str) -> str:
         tag("main", _summary(sections, title), *(_part(section) for section in sections), id="top"),
         tag("footer", f"Made by bitplan {__version__} from the records named above; nothing was measured again."),
         tag("div", id="tip", role="tooltip", hidden=True),
-        tag("script", Markup(script)),
+        *(tag("script", Markup(script)) for script in scripts),
     )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    return f"<!doctype html>\n{tag('html', head, body, lang='en', data_stamp=stamp or None)}\n"
 
 
 def _bar(sections: Sequence[Section], title: str) -> Markup:

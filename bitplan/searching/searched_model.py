@@ -31,13 +31,14 @@ from bitplan.files.input_statistics import expert_name, weight_digest
 from bitplan.files.models.morph import places_of
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, read_config
+from bitplan.files.tensor_file import TensorSpec, spec_of
 from bitplan.packed.checkpoints.load import device_of
 from bitplan.packed.language.causal_lm import CausalLM, load_causal_lm, require_causal
 from bitplan.packed.language.model_on_disk import ModelOnDisk, is_plain_folder
 from bitplan.packed.language.perplexity import spread_windows
 from bitplan.packed.layer_replacement import are_columns, packed_kind, stack_of
 from bitplan.plan import shipped_manifest
-from bitplan.plan.format_choices import Stored, choose_formats
+from bitplan.plan.format_choices import choose_formats
 from bitplan.plan.names import natural_order, split_layer
 from bitplan.plan.plan import Plan, Planned
 from bitplan.plan.structure.describe import describe
@@ -406,7 +407,7 @@ def subject_of(
     runner = BlockRunner(model, model.get_parameter if read is None else read, place)
     runner.check_order(torch.zeros(1, 4, dtype=torch.int64))
     if path is None:
-        tensors = {name: _of_parameter(parameter) for name, parameter in model.named_parameters()}
+        tensors = {name: spec_of(name, parameter) for name, parameter in model.named_parameters()}
         names, where = {name: name for name in tensors}, type(model).__name__
     else:
         tensors, names = _of_file(model, Path(path))
@@ -437,23 +438,17 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if place.type == "meta" else place
 
 
-def _of_parameter(parameter: nn.Parameter) -> Stored:
-    return Stored(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
-
-
-def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """What the file holds, and under which name of the model each tensor lies."""
     known = {place.name for place in places_of(model)}
-    families = [shipped_manifest(family).aliases for family in GGUF_MANIFESTS]
-    tensors, names = {}, {}
     with open_tensors(path) as file:
-        for name, spec in file.specs.items():
-            tensors[name] = Stored(spec.shape, spec.held, spec.encoded)
-            ours = [name, *(aliases.to_ours(name) for aliases in families)]
-            found = next((each for each in ours if each in known), None)
-            if found is not None:
-                names[name] = found
-    return tensors, names
+        tensors = dict(file.specs)
+    names = {name: name for name in tensors if name in known}
+    if others := [name for name in tensors if name not in known]:
+        families = [shipped_manifest(family).aliases for family in GGUF_MANIFESTS]
+        called = {name: [aliases.to_ours(name) for aliases in families] for name in others}
+        names |= {name: ours for name in others for ours in called[name][::-1] if ours in known}
+    return tensors, {name: names[name] for name in tensors if name in names}
 
 
 def _split(

@@ -61,7 +61,7 @@ from bitplan.files.input_statistics import (
 )
 from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.safetensors import SafetensorsFile
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.plan.names import listed
 from bitplan.searching.blocks import BACK, BATCH, LOGITS_AT_ONCE, TokenStates, equal_lengths
 from bitplan.searching.goal import EvidenceFileError, SearchError
@@ -440,7 +440,7 @@ class InputStatistics:
         tensors = {key: self.sums.get(key) for key in rest if key in self.sums.small}
         shapes: dict[str, tuple[int, ...]] = {key: (columns_of[key],) * 2 for key in rest if key not in tensors}
         shapes |= {key: tuple(part.shape) for key, part in tensors.items() if part is not None}
-        promises = [Promise(key, shapes[key], None, torch.float32) for key in rest]
+        promises = [TensorSpec.of(key, shapes[key], None, torch.float32) for key in rest]
         with write_tensors(folder / STATISTICS, promises, metadata=facts) as writer:
             for key in rest:
                 part = self.sums.get(key)

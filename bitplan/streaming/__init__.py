@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         StreamStateError as StreamStateError,
         TransferError as TransferError,
     )
+    from bitplan.streaming.options import StreamOptions as StreamOptions
     from bitplan.streaming.selective.calibration import CalibrationError as CalibrationError
     from bitplan.streaming.selective.config import SelectiveError as SelectiveError
     from bitplan.streaming.selective.decide import (

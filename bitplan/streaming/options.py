@@ -1,4 +1,5 @@
-"""StreamOptions: what `stream_blocks` was asked for, checked as a whole before anything is allocated.
+"""StreamRequest: what `stream_blocks` was asked for, checked as a whole before anything is allocated; StreamOptions
+are the parts of it that few need.
 
 `formats`, which each parameter of each block crosses the bus in, may be
     None            every parameter in its own type: nothing is lost
@@ -22,12 +23,14 @@ from typing import Any, Literal, get_args
 import torch
 
 from bitplan.formats import Format, get_format
-from bitplan.plan.format_choices import Stored, Wanted, choose_formats
+from bitplan.plan.format_choices import Wanted, choose_formats
 from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.plan.structure.model_view import TensorSpec
 from bitplan.streaming.block_layout import ParameterSpec
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import Train
 from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S
 from bitplan.streaming.transfer.host_memory import HostKind
 from bitplan.streaming.transfer.schedule import Slots, check_slots
 
@@ -50,7 +53,7 @@ def resolve_formats(formats: Formats, blocks: BlockSpecs, current: BlockFormats 
         formats = base
     elif isinstance(formats, Format | str):
         formats = {"*": formats}
-    tensors = {name: Stored(spec.shape, own[name].name) for name, spec in specs.items()}
+    tensors = {name: TensorSpec.of(name, spec.shape, dtype=own[name].name) for name, spec in specs.items()}
     plan = choose_formats(tensors, formats, base=base, where="stream_blocks")
     plan.require_whole("stream_blocks")
     return {
@@ -69,9 +72,35 @@ def own_format(spec: ParameterSpec, name: str) -> Format:
     return get_format(text)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """The options of `stream_blocks`, by the same names."""
+    """What few streams need to say, for `stream_blocks(options=)`.
+
+    slot_bytes    size of a slot; by default that of the largest block
+    vram_bytes    memory that slots="auto" may take, instead of all spare memory
+    host_folder   where host="file" has its files, instead of a temporary folder
+    check_finite  look for NaN and infinity in the outputs of blocks, without waiting for the device
+    compile       run blocks through torch.compile, once for all blocks of one kind; a mapping has its arguments
+    timeout_s     how long any wait, for a transfer or for another process, may take before it is an error
+    shard_optimizer   with train="weights" in several processes (torchrun): each keeps the moments of its part of every
+                  weight, and steps that part; see `training.processes`
+    moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8;
+                  see `training.small_moments`
+    """
+
+    slot_bytes: int | None = None
+    vram_bytes: int | None = None
+    host_folder: str | Path | None = None
+    check_finite: bool = True
+    compile: bool | Mapping[str, Any] = False
+    timeout_s: float = WAIT_TIMEOUT_S
+    shard_optimizer: bool = False
+    moments: Moments = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamRequest(StreamOptions):
+    """All that one call of `stream_blocks` asks for, by the same names."""
 
     formats: Formats
     slots: Slots
@@ -79,16 +108,8 @@ class StreamOptions:
     train: Train
     optimizer: AdamWSettings | None
     clip_grad_norm: float | None
-    slot_bytes: int | None
-    vram_bytes: int | None
-    host_folder: str | Path | None
     telemetry: str | Path | None
-    check_finite: bool
     offload_activations: bool
-    compile: bool | Mapping[str, Any]
-    timeout_s: float
-    shard_optimizer: bool
-    moments: Moments
 
     def compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward, compiled if that was asked for."""

@@ -40,7 +40,7 @@ from bitplan.plan.names import listed
 from bitplan.streaming.block_layout import BlockLayout, Piece, lay_out
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter, Train
-from bitplan.streaming.options import BlockFormats, BlockSpecs, Formats, StreamOptions, resolve_formats
+from bitplan.streaming.options import BlockFormats, BlockSpecs, Formats, StreamRequest, resolve_formats
 from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.transfer.copies import alone
 from bitplan.streaming.transfer.host_memory import HostBlocks
@@ -325,7 +325,7 @@ class BlockUpkeep:
         host: HostBlocks,
         loader: WeightLoader,
         training: HostTraining | None,
-        options: StreamOptions,
+        options: StreamRequest,
     ) -> None:
         self._blocks, self._specs, self._options = blocks, specs, options
         self._host, self._loader, self._training = host, loader, training

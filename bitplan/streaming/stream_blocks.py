@@ -28,10 +28,18 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.errors import FormatError
+from bitplan.base.old_names import keywords_in
 from bitplan.base.records import on_failure
 from bitplan.streaming.errors import StreamError, StreamStateError
 from bitplan.streaming.find_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
-from bitplan.streaming.options import BlockFormats, Formats, Moments, StreamOptions, check_norm, resolve_formats
+from bitplan.streaming.options import (
+    BlockFormats,
+    Formats,
+    StreamOptions,
+    StreamRequest,
+    check_norm,
+    resolve_formats,
+)
 from bitplan.streaming.reencode_blocks import BlockUpkeep, lay_out_all, refuse_unmerging
 from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_weights_by_place
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
@@ -40,7 +48,7 @@ from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.training.processes import Processes, hide_from_ddp, refuse_subgroups, several_processes
 from bitplan.streaming.training.training_state import load_training, read_training, training_document, write_training
 from bitplan.streaming.transfer.activation_offload import ActivationOffload, Compute
-from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, SentFlags, Transfer, alone
+from bitplan.streaming.transfer.copies import FiniteCheck, SentFlags, Transfer, alone
 from bitplan.streaming.transfer.devices import StreamDevice, open_device
 from bitplan.streaming.transfer.host_memory import HostKind, open_host
 from bitplan.streaming.transfer.schedule import Slots
@@ -191,6 +199,7 @@ def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+@keywords_in(StreamOptions)
 def stream_blocks(
     model: nn.Module,
     blocks: str = "model.layers.*",
@@ -202,16 +211,9 @@ def stream_blocks(
     train: Train = "adapters",
     optimizer: AdamWSettings | None = None,
     clip_grad_norm: float | None = None,
-    slot_bytes: int | None = None,
-    vram_bytes: int | None = None,
-    host_folder: str | Path | None = None,
     telemetry: str | Path | None = None,
-    check_finite: bool = True,
     offload_activations: bool = False,
-    compile: bool | Mapping[str, Any] = False,
-    timeout_s: float = WAIT_TIMEOUT_S,
-    shard_optimizer: bool = False,
-    moments: Moments = "float32",
+    options: StreamOptions | None = None,
 ) -> BlockStream:
     """Stream the blocks of a model through a device; everything else of the model moves there and stays.
 
@@ -219,50 +221,37 @@ def stream_blocks(
     device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and trials
     formats       None (each parameter's own type), a format, a mapping or a Plan; see `options`
     slots         ring slots on the device; "auto" fills the memory that steps leave, with resident blocks first
-    host          "pinned", "pageable", or "file" (in `host_folder`, or a temporary folder)
+    host          "pinned", "pageable", or "file" (in `StreamOptions.host_folder`, or a temporary folder)
     train         "adapters": parameters of blocks that require gradients stay on the device, for your optimizer;
                   "weights": they are streamed, and trained on the host by AdamW (`optimizer`);
                   "nothing": all is streamed, without gradients
     clip_grad_norm    with train="weights": the largest norm of all streamed gradients, as in
                   torch.nn.utils.clip_grad_norm_; `clip_gradients` includes parameters outside of blocks
-    slot_bytes    size of a slot; by default that of the largest block
-    vram_bytes    memory that slots="auto" may take, instead of all spare memory
     telemetry     a file that gets one JSON line a step
-    check_finite  look for NaN and infinity in the outputs of blocks, without waiting for the device
     offload_activations   checkpoint every block, and keep its input in pinned memory from its forward to its backward
-    compile       run blocks through torch.compile, once for all blocks of one kind; a mapping has its arguments
-    timeout_s     how long any wait, for a transfer or for another process, may take before it is an error
-    shard_optimizer   with train="weights" in several processes (torchrun): each keeps the moments of its part of every
-                  weight, and steps that part; see `training.processes`
-    moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8;
-                  see `training.small_moments`
+    options       StreamOptions: what few need to say
     """
-    options = StreamOptions(
+    if not isinstance(options, StreamOptions | None):
+        raise StreamError(f"options={options!r}: expected StreamOptions(...) of bitplan.streaming")
+    request = StreamRequest(
+        **vars(StreamOptions() if options is None else options),
         formats=formats,
         slots=slots,
         host=host,
         train=train,
         optimizer=optimizer,
         clip_grad_norm=clip_grad_norm,
-        slot_bytes=slot_bytes,
-        vram_bytes=vram_bytes,
-        host_folder=host_folder,
         telemetry=telemetry,
-        check_finite=check_finite,
         offload_activations=offload_activations,
-        compile=compile,
-        timeout_s=timeout_s,
-        shard_optimizer=shard_optimizer,
-        moments=moments,
     )
-    return BlockStream(model, find_blocks(model, blocks, train), open_device(device), options)
+    return BlockStream(model, find_blocks(model, blocks, train), open_device(device), request)
 
 
 class BlockStream:
     """A model whose blocks are streamed, until `close`."""
 
     def __init__(
-        self, model: nn.Module, blocks: list[StreamedBlock], device: StreamDevice, options: StreamOptions
+        self, model: nn.Module, blocks: list[StreamedBlock], device: StreamDevice, options: StreamRequest
     ) -> None:
         check_torch()
         options.check()
@@ -296,7 +285,7 @@ class BlockStream:
         self._hooks = self._upkeep.hook_state_dicts()
         self._show_to_ddp = hide_from_ddp(model, _by_full_name(formats))
 
-    def _open_training(self, options: StreamOptions) -> HostTraining | None:
+    def _open_training(self, options: StreamRequest) -> HostTraining | None:
         if options.train != "weights":
             return None
         settings = options.optimizer or AdamWSettings()

@@ -66,7 +66,8 @@ from bitplan.files.quantize_files import quantize_file
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import encode
 from bitplan.fp8.bench.bench_options import BenchOptions
-from bitplan.fp8.bench.session import Request, Session, plan_session, run_session
+from bitplan.fp8.bench.layer_bench import BenchPlan
+from bitplan.fp8.bench.session import plan_session, run_session
 from bitplan.fp8.policy.merge import summary
 from bitplan.packed.crossover import (
     Crossover,
@@ -80,7 +81,7 @@ from bitplan.packed.crossover import (
 from bitplan.packed.language.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.packed.machine import examine_machine
 from bitplan.packed.products.fused import fused_for
-from bitplan.plan import Header, Manifest, Plan, check_headers
+from bitplan.plan import Manifest, Plan, check_headers
 from bitplan.report import TrainingLog, write_report
 from bitplan.searching.goal import Goal
 from bitplan.searching.run import SearchResult, search
@@ -292,7 +293,7 @@ class GpuSizes:
     rows: tuple[int, ...] = (1, 16, 128, 1024, 4096)
 
 
-def plan_fp8(output: Path, sizes: GpuSizes, device: str) -> Session:
+def plan_fp8(output: Path, sizes: GpuSizes, device: str) -> BenchPlan:
     """List what would be timed; writes the model's description to fp8-model.json."""
     described = output / "fp8-model.json"
     write_json(described, sizes.model)
@@ -303,13 +304,16 @@ def plan_fp8(output: Path, sizes: GpuSizes, device: str) -> Session:
         iters=sizes.iters,
         warmup=2,
         shape_sweep=sizes.sweep,
+        timings=sizes.timings,
+        products_apart=False,
+        device=device,
     )
-    return plan_session(Request(options, timings=sizes.timings, products_apart=False, device=device), {})
+    return plan_session(options, {})
 
 
-def measure_fp8(session: Session, advance: Advance) -> list[dict[str, Any]]:
+def measure_fp8(plan: BenchPlan, advance: Advance) -> list[dict[str, Any]]:
     """Write times to fp8.jsonl and their policy to fp8-policy.json; returns the policy's summary."""
-    result = run_session(session, on_way=lambda way: advance(1, way.label))
+    result = run_session(plan, on_way=lambda way: advance(1, way.label))
     assert result is not None
     return [] if result.merged is None else summary(result.merged.policy)
 
@@ -459,7 +463,7 @@ def pack_by_plan(output: Path, plan: Plan, manifest: Manifest, step: int) -> lis
     source, packed = model_file(output, REFERENCE), model_file(output, PLAN)
     quantize_file(source, packed, plan, evidence=output / "evidence.safetensors")
     with open_tensors(packed) as file, open_tensors(source) as masters, DriftLog(output / "drift.jsonl") as log:
-        headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
+        headers = file.specs
         findings = check_headers(manifest, headers)
         if findings:
             raise StoreError(f"{packed}: is not what the manifest says: {findings[0].where}: {findings[0].message}")
@@ -916,9 +920,9 @@ class _Demo:
             self._tell(begin, f"6. Not measured: {WITHOUT_GPU}")
             return {"measured": False, "reason": WITHOUT_GPU}
         sizes, gpu = GpuSizes(MODEL), torch.cuda.get_device_name()
-        session = plan_fp8(self.output, sizes, self.device)
-        with progress("6/6 FP8", len(session.plan.ways())) as advance:
-            fp8 = measure_fp8(session, advance)
+        plan = plan_fp8(self.output, sizes, self.device)
+        with progress("6/6 FP8", len(plan.ways())) as advance:
+            fp8 = measure_fp8(plan, advance)
         with progress("6/6 fused products", len(sizes.formats)) as advance:
             fused = measure_fused(self.output, sizes, self.device, advance, gpu_fingerprint(gpu))
         self._tell(show_gpu, gpu, fp8, fused)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 
 import pytest
 
 import bitplan
+from bitplan import choose_formats, get_format
 from bitplan.base import old_names
+from bitplan.plan import check_headers, shipped_manifest
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,27 @@ def test_an_old_name_is_the_new_one_and_warns(package: str, name: str, home: str
     assert warned[0].filename == __file__
 
 
+def test_keywords_that_became_options_still_count_and_warn() -> None:
+    @old_names.keywords_in(Options)
+    def act(what: str, *, options: Options | None = None) -> tuple[str, Options | None]:
+        return what, options
+
+    assert act("run") == ("run", None)
+    assert act("run", options=Options(depth=3)) == ("run", Options(depth=3))
+    says = r"act\(depth=\.\.\.\) is act\(options=Options\(depth=\.\.\.\)\) now"
+    with pytest.warns(FutureWarning, match=says) as warned:
+        assert act("run", depth=2) == ("run", Options(depth=2))  # type: ignore[call-arg]
+    with pytest.warns(FutureWarning, match=says):
+        assert act("run", depth=2, options=Options(width=4)) == ("run", Options(2, 4))  # type: ignore[call-arg]
+    assert warned[0].filename == __file__
+
+
+@dataclass(frozen=True)
+class Options:
+    depth: int = 1
+    width: int = 1
+
+
 def test_every_old_name_has_its_new_place() -> None:
     for names in old_names._HOMES.values():
         for name, home in names.items():
@@ -41,3 +65,17 @@ def test_what_never_was_is_no_old_name() -> None:
         bitplan.store.nothing  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from bitplan.store import nothing  # noqa: F401
+
+
+def test_old_records_of_a_tensor_make_the_one_that_is_left() -> None:
+    with pytest.warns(FutureWarning, match=r"bitplan.files.Promise is bitplan.files.TensorSpec.of\(name, shape, fmt"):
+        from bitplan.files import Promise  # type: ignore[attr-defined]
+    with pytest.warns(FutureWarning, match=r"bitplan.plan.Stored is bitplan.files.TensorSpec.of"):
+        from bitplan.plan import Stored  # type: ignore[attr-defined]
+    with pytest.warns(FutureWarning, match=r"bitplan.plan.Header is a tuple \(dtype, shape, nbytes\)"):
+        from bitplan.plan import Header  # type: ignore[attr-defined]
+    packed = Promise("w", (2, 32), get_format("mxfp4"))
+    assert (packed.format, packed.nbytes, packed.encoded) == ("mxfp4", 34, True)
+    assert choose_formats({"w": Stored((2, 32), "mxfp4", packed=True)}, {})["w"].format == "mxfp4"
+    assert choose_formats({"w": Stored((2, 32), "bfloat16")}, {}).entries["w"].stored == "bfloat16"
+    assert [finding.code for finding in check_headers(shipped_manifest("llama"), {"w": Header("float32", (2,), 8)})]

@@ -155,3 +155,12 @@ def test_help_shows_brackets(verb):
     texts = [ALL[verb].help, *(getattr(param, "help", None) for param in ALL[verb].params)]
     for text in filter(None, texts):
         assert Text.from_markup(text).plain == text.replace("\\[", "["), text
+
+
+@pytest.mark.parametrize("verb", ["quantize", "search"])
+def test_help_shows_what_to_type_and_no_types_of_python(verb, capsys):
+    assert run([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert not re.search(r"<(str|int|path|bool|list)|list\[", text)
+    assert re.search(r"--only +TEXT", text)
+    assert re.search(r"--force +Replace", text)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import bitplan
 from bitplan.base.errors import FormatError, MissingFolderError
@@ -94,7 +95,7 @@ def test_an_option_that_the_verb_lacks_is_shown_with_a_verb_that_has_it(verb, se
 
 
 def test_no_decision_reads_a_sentence() -> None:
-    foreign = {"files/models/transformers_names.py"}  # what another library raised: it has nothing else to go by
+    foreign = {"files/transformers_names.py"}  # what another library raised: it has nothing else to go by
     found = [
         f"{path}:{number}"
         for path, text in modules()
@@ -103,3 +104,9 @@ def test_no_decision_reads_a_sentence() -> None:
         if SENTENCE.search(line.partition("  #")[0]) and '"""' not in line
     ]
     assert found == []
+
+
+def test_a_gguf_output_of_other_weights_names_the_verb_that_writes_it_once(tmp_path: Path, capsys) -> None:
+    bitplan.save_packed(torch.nn.Linear(32, 32), tmp_path / "in.safetensors")
+    assert run(["quantize", str(tmp_path / "in.safetensors"), str(tmp_path / "out.gguf"), "-f", "q8_0_gguf"]) == 2
+    assert capsys.readouterr().err.count("bitplan export") == 1

@@ -17,7 +17,7 @@ from bitplan.files.engines.targets import export_model
 from bitplan.files.gpt_oss import convert_gpt_oss, make_checkpoint
 from bitplan.files.open_files import write_tensors
 from bitplan.files.quantize_files import quantize_file
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from tests.files.engines.tiny_models import save_tiny
 
 
@@ -144,7 +144,7 @@ def test_a_llama_under_ggufs_names_is_the_same_model(tmp_path):
 
 
 def test_a_gguf_file_and_what_was_quantized_from_it_share_their_names(tmp_path):
-    with write_tensors(tmp_path / "a.gguf", [Promise("blk.0.ffn_up.weight", (32, 64), dtype=torch.float32)]) as writer:
+    with write_tensors(tmp_path / "a.gguf", [TensorSpec.of("blk.0.ffn_up.weight", (32, 64))]) as writer:
         writer.write("blk.0.ffn_up.weight", torch.randn(32, 64))
     quantize_file(tmp_path / "a.gguf", tmp_path / "b.safetensors", "int8_row")
     result = compare_files(tmp_path / "a.gguf", tmp_path / "b.safetensors")

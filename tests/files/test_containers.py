@@ -17,7 +17,7 @@ from bitplan import encode, get_format, open_tensors, quantize_file
 from bitplan.base.errors import StoreError
 from bitplan.base.folders import atomic_folder
 from bitplan.cli import run
-from bitplan.files import Container, Promise, TensorFile, TensorSpec, morph_model, open_files, register_container
+from bitplan.files import Container, TensorFile, TensorSpec, morph_model, open_files, register_container
 from bitplan.files.models.save_load import load_model, write_model
 from bitplan.formats import Encoded
 
@@ -79,7 +79,7 @@ class Mlx(Container):
 
     @contextmanager
     def write(
-        self, path: Path, promises: Sequence[Promise], metadata: Mapping[str, Any], tied: Mapping[str, str]
+        self, path: Path, promises: Sequence[TensorSpec], metadata: Mapping[str, Any], tied: Mapping[str, str]
     ) -> Iterator[MlxWriter]:
         for promise in promises:
             if promise.fmt not in (None, FMT):

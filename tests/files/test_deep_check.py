@@ -17,11 +17,11 @@ from bitplan.base.errors import FileFormatError
 from bitplan.files import packed_rows
 from bitplan.files.deep_check import deep_check, index_of
 from bitplan.files.gguf import GGUFFile, GGUFValue, dequantize_rows, write_gguf
-from bitplan.files.gguf_split_write import write_parts
+from bitplan.files.gguf_split import write_parts
 from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.safetensors import SafetensorsFile
 from bitplan.files.tensor_bytes import ContainerFile
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, get_format, list_formats
 from bitplan.formats.codec import encode
 from bitplan.plan import Manifest, Rule, shipped_manifest
@@ -79,7 +79,7 @@ def flipped(path, place):
 def test_one_flipped_byte_of_a_gguf_file_that_we_wrote_is_found(tmp_path, parts):
     items = {"a.weight": encode(gaussian(4, 64), "q4_0_gguf"), "b.weight": gaussian(3, 5)}
     path = tmp_path / "m.gguf"
-    promises = [Promise("a.weight", (4, 64), items["a.weight"].fmt), Promise("b.weight", (3, 5))]
+    promises = [TensorSpec.of("a.weight", (4, 64), items["a.weight"].fmt), TensorSpec.of("b.weight", (3, 5))]
     with write_parts(path, promises, {}, 2**6 if parts else None) as writer:
         for name, item in items.items():
             writer.write(name, item)
@@ -134,9 +134,9 @@ def gaussian(*shape, seed=0):
 
 def write(path, items, **options):
     promises = [
-        Promise(name, item.shape, item.fmt)
+        TensorSpec.of(name, item.shape, item.fmt)
         if isinstance(item, Encoded)
-        else Promise(name, tuple(item.shape), dtype=item.dtype)
+        else TensorSpec.of(name, tuple(item.shape), dtype=item.dtype)
         for name, item in items.items()
     ]
     with write_tensors(path, promises, **options) as writer:

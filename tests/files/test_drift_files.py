@@ -13,7 +13,7 @@ from bitplan.files.compare import compare_files
 from bitplan.files.drift import drift_files
 from bitplan.files.open_files import write_tensors
 from bitplan.files.quantize_files import quantize_file
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import error_report, get_format
 from bitplan.formats.codec import decode, encode
 from bitplan.formats.scale_checks import scale_health
@@ -57,7 +57,7 @@ def test_every_format_has_the_figures_of_a_report(fmt, dtype, tmp_path):
 def test_gguf_against_safetensors(name, tmp_path):
     tensors = {"w": gaussian(3, 16, 64)}
     safetensors.torch.save_file(tensors, tmp_path / "m.safetensors")
-    with write_tensors(tmp_path / "p.gguf", [Promise("w", (3, 16, 64), get_format(name))]) as writer:
+    with write_tensors(tmp_path / "p.gguf", [TensorSpec.of("w", (3, 16, 64), get_format(name))]) as writer:
         writer.write("w", encode(tensors["w"], name))
     (row,) = drift_files(tmp_path / "m.safetensors", tmp_path / "p.gguf").rows
     agreement = compare_files(tmp_path / "m.safetensors", tmp_path / "p.gguf").overall

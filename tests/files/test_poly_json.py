@@ -194,7 +194,7 @@ def network(*layers: Json, **keys: Any) -> Json:
 
 def test_a_file_of_the_originals(tmp_path):
     result = read_poly_json(save(tmp_path / "net.json", ORIGINAL))
-    assert result.codec is None
+    assert "codec" not in result.document
     assert {name: tensor.tolist() for name, tensor in result.tensors.items()} == {
         "layers[0]": [0.25, -0.5, -2.0],  # nibbles 1 E 8; the 0 after them is padding
         "layers[2].parallel_branches[0]": [1.0, -2.5],
@@ -306,7 +306,7 @@ def test_ours_comes_back_bit_for_bit_and_byte_for_byte(dtype, tmp_path):
     result = read_poly_json(tmp_path / "one.json")
     write_poly_json(tmp_path / "two.json", result)
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
-    assert result.codec == "bitplan-1"
+    assert result.document["codec"] == "bitplan-1"
     assert result.document == built.document
     assert list(result.tensors) == list(built.tensors) == list(tensors)
     for name, encoded in tensors.items():
@@ -343,7 +343,7 @@ def test_the_bytes_of_ours(dtype, tmp_path):
 def test_the_text_of_ours(tmp_path):
     tensors = {"a.weight": encode(torch.tensor([[0.0, 2.0, 3.0]]), "uint4", scale=0.2, zero_point=1)}
     tensors |= {"ä": torch.zeros(0, dtype=torch.float64)}
-    write_poly_json(tmp_path / "net.json", PolyNetwork.from_tensors(tensors, layer_types={"ä": "LayerNorm"}))
+    write_poly_json(tmp_path / "net.json", PolyNetwork.from_tensors(tensors))
     assert (
         (tmp_path / "net.json").read_text()
         == """{
@@ -381,12 +381,13 @@ def test_the_text_of_ours(tmp_path):
       "y": 0,
       "x": 0,
       "l": 1,
-      "type": "LayerNorm",
+      "type": "Dense",
       "activation": "Linear",
       "dtype": "float64",
       "shape": [
         0
       ],
+      "output_height": 1,
       "native": true,
       "crc32": "0a6d355c"
     }
@@ -419,9 +420,9 @@ def test_plain_tensors_are_cast_dtypes(tmp_path):
     dtypes = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     tensors = {name: torch.nn.Parameter(numbers((4, 3)).to(dtype).T) for name, dtype in dtypes.items()}
     tensors["float32"].data[0, 0] = math.nan
-    write_poly_json(tmp_path / "net.json", PolyNetwork.from_tensors(tensors, network_id="plain"))
+    write_poly_json(tmp_path / "net.json", PolyNetwork.from_tensors(tensors))
     result = read_poly_json(tmp_path / "net.json")
-    assert result.document["id"] == "plain"
+    assert result.document["id"] == "bitplan"
     for name, tensor in tensors.items():
         assert result.tensors[name].fmt.name == name
         assert bits_of(result.tensors[name].data) == bits_of(tensor.detach())
@@ -455,18 +456,10 @@ def test_dense_sizes(shape, rows, cols):
     assert (result.get("output_height"), result.get("input_height")) == (rows, cols)
 
 
-def test_layer_types_and_places():
-    tensors = {"embed": numbers((4, 2)), "conv": numbers((2, 3, 3)), "out": numbers((2, 4))}
-    built = PolyNetwork.from_tensors(tensors, layer_types={"embed": "Embedding", "conv": "CNN1"})
-    layers = built.document["layers"]
-    assert [(result["type"], result["l"], "input_height" in result) for result in layers] == [
-        ("Embedding", 0, False),
-        ("CNN1", 1, False),
-        ("Dense", 2, True),
-    ]
+def test_layers_and_their_places():
+    built = PolyNetwork.from_tensors({"embed": numbers((4, 2)), "conv": numbers((2, 3, 3)), "out": numbers((2, 4))})
+    assert [(result["type"], result["l"]) for result in built.document["layers"]] == [("Dense", at) for at in range(3)]
     assert built.document["layers_per_cell"] == 3
-    with pytest.raises(StoreError, match="layer_types names 'cov', which is not a tensor; did you mean 'conv'"):
-        PolyNetwork.from_tensors(tensors, layer_types={"cov": "CNN1"})
 
 
 @pytest.mark.parametrize("fmt", ["q4_0_poly", "mxfp4", "int8_row", "ternary_absmean"])

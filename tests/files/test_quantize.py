@@ -19,9 +19,9 @@ from bitplan.files.compare import compare_files
 from bitplan.files.headers import plan_for_file
 from bitplan.files.models.save_load import load_model
 from bitplan.files.open_files import open_tensors, write_tensors
-from bitplan.files.quantize_files import quantize_file
+from bitplan.files.quantize_files import WriteOptions, quantize_file
 from bitplan.files.safetensors import write_safetensors
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec, spec_of
 from bitplan.formats import get_format
 from bitplan.formats.codec import encode
 from bitplan.plan import Choice, Manifest, Plan
@@ -165,14 +165,14 @@ def test_keep_and_only_choose_by_name(source, tmp_path):
 
 
 def write_as_gguf(weights, path):
-    with write_tensors(path, [Promise(name, tuple(t.shape), dtype=t.dtype) for name, t in weights.items()]) as writer:
+    with write_tensors(path, [spec_of(name, tensor) for name, tensor in weights.items()]) as writer:
         for name, tensor in weights.items():
             writer.write(name, tensor)
 
 
 def test_gguf_is_written_from_gguf_alone(source, tmp_path):
     """Other files have neither llama.cpp's names nor its metadata."""
-    with pytest.raises(StoreError, match=r"out.gguf: GGUF is written from GGUF alone: .*bitplan export.*\(to='gguf'\)"):
+    with pytest.raises(StoreError, match=r"out.gguf: GGUF is written from GGUF alone: .*, or export .*\(to='gguf'\)"):
         quantize_file(source, tmp_path / "out.gguf", "q8_0_gguf")
     assert not (tmp_path / "out.gguf").exists()
 
@@ -260,7 +260,7 @@ def test_shards_of_one_name_in_two_folders_stay_two(tmp_path):
 
 
 def test_a_tied_name_is_written_out_where_the_container_cannot_tie(tmp_path):
-    with write_tensors(tmp_path / "in.safetensors", [Promise("a", (2, 32))], tied={"b": "a"}) as writer:
+    with write_tensors(tmp_path / "in.safetensors", [TensorSpec.of("a", (2, 32))], tied={"b": "a"}) as writer:
         writer.write("a", torch.randn(2, 32))
     quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "int8")
     quantize_file(tmp_path / "in.safetensors", tmp_path / "out.json", "int8")
@@ -577,7 +577,7 @@ def test_an_input_that_is_written_to_meanwhile_is_refused(tmp_path, output, way)
             (folder / "model.safetensors").write_bytes(data)
 
     with pytest.raises(StoreError, match=r"in/model.safetensors: was changed while it was read.* nothing was written"):
-        quantize_file(folder, tmp_path / output, "int8", on_tensor=rewrite)
+        quantize_file(folder, tmp_path / output, "int8", writing=WriteOptions(on_tensor=rewrite))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
@@ -591,7 +591,8 @@ def model_folder(folder):
 def test_force_replaces_the_model_and_keeps_all_else(tmp_path):
     source, out = model_folder(tmp_path / "in"), model_folder(tmp_path / "out")
     (source / "tokenizer.json").write_text("{}")
-    for name in ("notes.md", "trainer_state.json", "tokenizer.model", "model-00001-of-00002.safetensors", "tokens.txt"):
+    theirs = ("tokenizer.model", "vocab.json", "added_tokens.json")  # beside another tokenizer they would make a mix
+    for name in ("notes.md", "trainer_state.json", "model-00001-of-00002.safetensors", "tokens.txt", *theirs):
         (out / name).write_text("kept")
     (out / "checkpoint-500").mkdir()
     (out / "checkpoint-500" / "config.json").write_text("kept")
@@ -599,8 +600,10 @@ def test_force_replaces_the_model_and_keeps_all_else(tmp_path):
     quantize_file(source, out, "int8", force=True)
     assert {path.name for path in out.iterdir()} == {
         *("config.json", "model.safetensors", "bitplan_plan.json", "tokenizer.json"),
-        *("notes.md", "trainer_state.json", "tokens.txt", "checkpoint-500"),
+        *("notes.md", "trainer_state.json", "tokens.txt", "checkpoint-500", "replaced"),
     }
+    assert {path.name for path in (out / "replaced").iterdir()} == {*theirs, "additional_chat_templates"}
+    assert (out / "replaced" / "vocab.json").read_text() == "kept"
     assert (out / "checkpoint-500" / "config.json").read_text() == (out / "notes.md").read_text() == "kept"
     open_tensors(out).close()
 

@@ -15,7 +15,7 @@ from bitplan.files.gguf import dequantizable_types
 from bitplan.files.gguf_tensors import GGUF_TYPES
 from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.safetensors_tensors import METADATA_KEY
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, list_formats
 from bitplan.formats.codec import decode, encode
 from tests.crosses import few
@@ -26,7 +26,7 @@ FORMATS = [fmt.name for fmt in list_formats()]
 def packed_file(path, fmt, *, shape=(6, 256)):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     encoded = encode(weight, fmt)
-    promises = [Promise("w", shape, encoded.fmt), Promise("bias", (3,), dtype=torch.float16)]
+    promises = [TensorSpec.of("w", shape, encoded.fmt), TensorSpec.of("bias", (3,), dtype=torch.float16)]
     with write_tensors(path, promises) as writer:
         writer.write("bias", torch.ones(3, dtype=torch.float16))
         writer.write("w", encoded)
@@ -144,7 +144,7 @@ def test_an_unknown_tensor_gets_a_suggestion(tmp_path):
 def test_gguf_holds_only_its_own_formats(tmp_path):
     with (
         pytest.raises(StoreError, match="GGUF cannot hold int8_row"),
-        write_tensors(tmp_path / "a.gguf", [Promise("w", (2, 32), encode(torch.ones(1, 1), "int8_row").fmt)]),
+        write_tensors(tmp_path / "a.gguf", [TensorSpec.of("w", (2, 32), encode(torch.ones(1, 1), "int8_row").fmt)]),
     ):
         pass
     assert not list(tmp_path.iterdir())

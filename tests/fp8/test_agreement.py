@@ -18,6 +18,7 @@ from torch import nn
 
 from bitplan.cli.verbs.fp8 import explain
 from bitplan.fp8.apply import apply_fp8
+from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.other_libraries import torchao_filter, transformer_engine_decision
 from bitplan.fp8.policy.merge import to_thresholds
@@ -50,8 +51,9 @@ def explained(path, name, tokens, **options):
 def check(path, tokens, recipe, estimate, extrapolate):
     policy = load_policy(path)
     how = {"tokens": tokens, "estimate": estimate, "extrapolate": extrapolate}
+    asked = Fp8Options(estimate=estimate, extrapolate=extrapolate)
     built = model()
-    applied = apply_fp8(built, policy, recipe=recipe, emulate=True, **how)
+    applied = apply_fp8(built, policy, tokens=tokens, recipe=recipe, emulate=True, options=asked)
     takes = torchao_filter(model(), policy, recipe=None, **how) if recipe is None else None
     engine = transformer_engine_decision(policy, **how)
     options = {"recipe": recipe, "estimate": estimate, "extrapolate": extrapolate}

@@ -16,6 +16,7 @@ from bitplan.fp8 import build as replacements
 from bitplan.fp8 import decide as fp8_decide
 from bitplan.fp8.apply import apply_fp8, apply_fp8_config
 from bitplan.fp8.build import has_fp8
+from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.policy.layers import layers_of_shapes
@@ -94,7 +95,7 @@ def test_each_layer_by_its_own_rule():
     model = llama()
     before = dict(model.named_modules())
     policy = policy_of(qkv={64: 0.8, 128: 0.9}, fc1=WINS, fc2={64: 1.2, 128: 1.3})
-    applied = apply_fp8(model, policy, tokens=128, emulate=True, estimate=False)
+    applied = apply_fp8(model, policy, tokens=128, emulate=True, options=Fp8Options(estimate=False))
     chosen = {row.path: (row.precision, row.answer) for row in applied.rows if ".0." in row.path}
     assert chosen == {
         "model.layers.0.self_attn.q_proj+k_proj+v_proj": ("bf16", "lose"),
@@ -152,7 +153,7 @@ def test_plain_transformers_loads_what_was_saved(way, fp8_param, tmp_path):
     if way == "peft":
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
-    apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, fp8_param=fp8_param)
+    apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, options=Fp8Options(fp8_param=fp8_param))
     if way == "accelerate":
         pytest.importorskip("accelerate").Accelerator(cpu=True).save_model(model, tmp_path)
         model.config.save_pretrained(tmp_path)
@@ -196,7 +197,7 @@ def test_compiles_without_a_graph_break():
 
 def test_counts_outside_the_band_are_said_once(caplog):
     model = llama()
-    apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, estimate=False)
+    apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, options=Fp8Options(estimate=False))
     with caplog.at_level(logging.WARNING, "bitplan"):
         for count in (64, 100, 128):
             model(input_ids=tokens_of(count))
@@ -218,7 +219,9 @@ def test_estimates_between_counts_and_only_there():
     applied = apply_fp8(llama(num_hidden_layers=1), policy, tokens=100, emulate=True)
     assert [row.precision for row in applied.rows] == ["fp8", "bf16", "fp8", "bf16"]
     assert applied.rows[0].reason.startswith("estimated 1.1")
-    applied = apply_fp8(llama(num_hidden_layers=1), policy, tokens=100, emulate=True, estimate=False)
+    applied = apply_fp8(
+        llama(num_hidden_layers=1), policy, tokens=100, emulate=True, options=Fp8Options(estimate=False)
+    )
     assert applied.fp8_layers == 0
 
 
@@ -320,7 +323,6 @@ def test_policies_that_cannot_be_read_leave_the_model(text, error, message, tmp_
         ({"tokens": 1.5}, "tokens must be an integer from 1"),
         ({"parts": ("audio",)}, "parts must be among llm, vit, got audio"),
         ({"recipe": "int8"}, "recipe must be one of"),
-        ({"fp8": "e3m4"}, "fp8 must be 'e4m3' or 'hybrid'"),
     ],
 )
 def test_bad_arguments(given, message):
@@ -355,7 +357,7 @@ def test_an_error_half_way_leaves_the_model_as_it_was(fp8_param, held, monkeypat
         return build_or_fail
 
     monkeypatch.setattr(replacements, "build_layer", fail_late(replacements.build_layer))
-    given = {"tokens": 100, "recipe": "tensorwise", "emulate": True, "fp8_param": fp8_param}
+    given = {"tokens": 100, "recipe": "tensorwise", "emulate": True, "options": Fp8Options(fp8_param=fp8_param)}
     with pytest.raises(RuntimeError, match="out of memory"):
         apply_fp8(model, None, **given)
     assert {name: type(one) for name, one in model.named_modules()} == modules
@@ -373,7 +375,7 @@ def test_frozen_weights_stored_in_fp8_before_an_error_are_named(monkeypatch):
     calls = []
     monkeypatch.setattr(replacements, "cast_weights_together", lambda _: calls.append(1) or 1 / (len(calls) - 2))
     with pytest.raises(ZeroDivisionError) as raised:
-        apply_fp8(model, None, tokens=100, recipe="tensorwise", emulate=True, fp8_param=True)
+        apply_fp8(model, None, tokens=100, recipe="tensorwise", emulate=True, options=Fp8Options(fp8_param=True))
     assert "self_attn.q_proj" in raised.value.__notes__[0]
     assert "load the model again" in raised.value.__notes__[0]
     assert not has_fp8(model)
@@ -403,7 +405,7 @@ def test_a_parametrized_layer_has_a_state_dict():
 
 def test_fp8_param_stores_weights_in_fp8():
     model = llama()
-    applied = apply_fp8(model, policy_of(**ALL), tokens=100, fp8_param=True, emulate=True)
+    applied = apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, options=Fp8Options(fp8_param=True))
     assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
     assert any("weight_master" in note for note in applied.notes)
 
@@ -411,7 +413,7 @@ def test_fp8_param_stores_weights_in_fp8():
 @pytest.mark.parametrize("trainer", ["AdamW", "Trainer"])
 def test_every_tensor_learns_with_fp8_param(trainer, tmp_path):
     model = llama()
-    apply_fp8(model, policy_of(**ALL), tokens=100, fp8_param=True, emulate=True)
+    apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, options=Fp8Options(fp8_param=True))
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     ids = tokens_of(100)
     if trainer == "AdamW":
@@ -491,7 +493,9 @@ class SetClock(CpuStopwatch):
 def test_confirm(fp8_ms, answer, layers, monkeypatch):
     model = llama()
     clock = SetClock(fp8_ms).watch(monkeypatch)
-    applied = apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, confirm=True, stopwatch=clock)
+    applied = apply_fp8(
+        model, policy_of(**ALL), tokens=100, emulate=True, confirm=True, options=Fp8Options(stopwatch=clock)
+    )
     (confirmed,) = applied.confirmed  # both blocks are of one make
     assert (confirmed.block, confirmed.answer) == ("model.layers.0", answer)
     assert applied.fp8_layers == layers
@@ -519,7 +523,9 @@ def test_confirm_takes_all_fp8_where_that_is_faster(wins, times, taken, layers, 
     model = llama()
     clock = SetClock(times).watch(monkeypatch)
     speedups = {name: WINS if name in wins else {64: 0.5, 128: 0.6} for name in LAYERS}
-    applied = apply_fp8(model, policy_of(**speedups), tokens=100, emulate=True, confirm=True, stopwatch=clock)
+    applied = apply_fp8(
+        model, policy_of(**speedups), tokens=100, emulate=True, confirm=True, options=Fp8Options(stopwatch=clock)
+    )
     (confirmed,) = applied.confirmed
     assert confirmed.taken == taken
     assert applied.fp8_layers == layers
@@ -534,14 +540,16 @@ def test_confirm_times_as_it_is_told(timing, captured, monkeypatch):
     clock = SetClock(8.0).watch(monkeypatch)
     seen = []
     monkeypatch.setattr(clock, "capture", lambda call: seen.append(call) or call, raising=False)
-    given = {"tokens": 100, "emulate": True, "confirm": True, "stopwatch": clock}
-    apply_fp8(llama(), policy_of(**ALL), **given, confirm_timing=timing)
+    options = Fp8Options(confirm_timing=timing, stopwatch=clock)
+    apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, options=options)
     assert len(seen) == captured
 
 
 def test_confirm_refuses_a_timing_that_it_does_not_know():
     with pytest.raises(Fp8Error, match="confirm_timing must be one of eager, graph, got 'cuda'"):
-        apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, confirm_timing="cuda")
+        apply_fp8(
+            llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, options=Fp8Options(confirm_timing="cuda")
+        )
 
 
 @pytest.mark.parametrize(
@@ -552,18 +560,35 @@ def test_confirm_refuses_a_timing_that_it_does_not_know():
             "must be True, False or one of .*reduce-overhead.*, got 'reduce_overhead'",
         ),
         ({"confirm_compiled": "reduce-overhead", "confirm_timing": "graph"}, "makes CUDA graphs by itself"),
+        ({"fp8": "e3m4"}, "fp8 must be 'e4m3' or 'hybrid'"),
     ],
 )
-def test_confirm_refuses_modes_that_cannot_be(given, message):
+def test_options_that_cannot_be_are_refused(given, message):
     with pytest.raises(Fp8Error, match=message):
-        apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, **given)
+        Fp8Options(**given)
+
+
+def test_keywords_that_became_options_warn_and_work():
+    message = r"apply_fp8\(fp8_param=True\) is apply_fp8\(options=Fp8Options\(fp8_param=True\)\) now"
+    with pytest.warns(FutureWarning, match=message):
+        applied = apply_fp8(llama(num_hidden_layers=1), None, tokens=100, emulate=True, fp8_param=True)
+    assert any("fp8_param" in note for note in applied.notes)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'extrapolates'"):
+        apply_fp8(llama(num_hidden_layers=1), None, tokens=100, extrapolates=True)
 
 
 def test_confirm_compiles_every_block_or_says_that_it_could_not(monkeypatch):
     limits = []
     clock = SetClock(8.0).watch(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda call, **_mode: limits.append(dynamo_limits()) or call)
-    apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, confirm_compiled=True, stopwatch=clock)
+    apply_fp8(
+        llama(),
+        policy_of(**ALL),
+        tokens=100,
+        emulate=True,
+        confirm=True,
+        options=Fp8Options(confirm_compiled=True, stopwatch=clock),
+    )
     assert limits == [{"recompile_limit": 256, "fail_on_recompile_limit_hit": True}] * 2
     assert dynamo_limits()["recompile_limit"] < 256  # the user's own again
 
@@ -659,7 +684,13 @@ def test_a_vlm_has_a_policy_for_each_part(tmp_path):
 
 def test_shapes_that_were_never_measured_are_named_with_the_command_that_measures_them(tmp_path):
     policy_of(fc2=WINS).save(tmp_path / "policy.json")
-    applied = apply_fp8(llama(num_hidden_layers=1), tmp_path / "policy.json", tokens=100, emulate=True, estimate=False)
+    applied = apply_fp8(
+        llama(num_hidden_layers=1),
+        tmp_path / "policy.json",
+        tokens=100,
+        emulate=True,
+        options=Fp8Options(estimate=False),
+    )
     assert applied.fp8_layers == 1
     (note,) = [note for note in applied.notes if note.startswith("never measured")]
     command = note.partition("measure them: ")[2]

@@ -12,7 +12,6 @@ from typing import Any
 
 from bitplan.base.records import read_json
 from bitplan.plan import Manifest, Plan, check_headers, expand_raw_map
-from bitplan.plan.check_manifest import Header
 from bitplan.searching import SearchEvidence
 from bitplan.searching.solver import front
 from tests.fuzz.weight_files import written
@@ -56,9 +55,9 @@ def read_plan(path: Path) -> None:
 
 
 HEADERS = {
-    "model.embed_tokens.weight": Header("bfloat16", (64, 32), 4096),
-    "model.layers.0.mlp.up_proj.weight": Header("bfloat16", (64, 32), 4096),
-    "model.norm.weight": Header("bfloat16", (32,), 64),
+    "model.embed_tokens.weight": ("bfloat16", (64, 32), 4096),
+    "model.layers.0.mlp.up_proj.weight": ("bfloat16", (64, 32), 4096),
+    "model.norm.weight": ("bfloat16", (32,), 64),
 }
 
 

@@ -162,15 +162,15 @@ def make_packed(folder: Path) -> list[Path]:
     import torch
 
     from bitplan.files.open_files import write_tensors
-    from bitplan.files.tensor_file import Promise
+    from bitplan.files.tensor_file import TensorSpec
     from bitplan.formats.codec import encode
 
     x = torch.linspace(-1, 1, 4 * 128).reshape(4, 128)
     packed = {fmt: encode(x, fmt) for fmt in ("mxfp4", "nvfp4", "int8_g128", "q4_0_poly")}
     path = folder / "packed.safetensors"
     promises = [
-        *(Promise(name, one.shape, one.fmt) for name, one in packed.items()),
-        Promise("plain", (4, 128), dtype=x.dtype),
+        *(TensorSpec.of(name, one.shape, one.fmt) for name, one in packed.items()),
+        TensorSpec.of("plain", (4, 128), dtype=x.dtype),
     ]
     with write_tensors(path, promises, tied={"alias": "mxfp4"}) as writer:
         for name, one in packed.items():

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
-from bitplan.plan import Header
-
-ITEM_BYTES = {"bfloat16": 2, "float32": 4, "uint8": 1}
+from bitplan.files import TensorSpec
 
 
-def header(shape: tuple[int, ...], dtype: str = "bfloat16") -> Header:
-    return Header(dtype, shape, ITEM_BYTES[dtype] * math.prod(shape))
+def header(shape: tuple[int, ...], dtype: str = "bfloat16") -> TensorSpec:
+    return TensorSpec.of("", shape, dtype=dtype)
 
 
-def shapes(headers: dict[str, Header]) -> dict[str, tuple[int, ...]]:
+def shapes(headers: dict[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
     return {name: item.shape for name, item in headers.items()}
 
 
-def gpt_oss_openai(layers: int = 24, experts: int = 32, hidden: int = 2880, middle: int = 2880) -> dict[str, Header]:
+def gpt_oss_openai(
+    layers: int = 24, experts: int = 32, hidden: int = 2880, middle: int = 2880
+) -> dict[str, TensorSpec]:
     result = {"embedding.weight": header((201088, hidden))}
     for layer in range(layers):
         own = {
@@ -41,7 +39,7 @@ def gpt_oss_openai(layers: int = 24, experts: int = 32, hidden: int = 2880, midd
     return result | {"norm.scale": header((hidden,)), "unembedding.weight": header((201088, hidden))}
 
 
-def gpt_oss_hugging_face(layers: int = 24, experts: int = 32, hidden: int = 2880) -> dict[str, Header]:
+def gpt_oss_hugging_face(layers: int = 24, experts: int = 32, hidden: int = 2880) -> dict[str, TensorSpec]:
     result = {"model.embed_tokens.weight": header((201088, hidden))}
     for layer in range(layers):
         own = {
@@ -69,7 +67,7 @@ def gpt_oss_hugging_face(layers: int = 24, experts: int = 32, hidden: int = 2880
     return result | {"model.norm.weight": header((hidden,)), "lm_head.weight": header((201088, hidden))}
 
 
-def llama(layers: int = 2, hidden: int = 576, middle: int = 1536) -> dict[str, Header]:
+def llama(layers: int = 2, hidden: int = 576, middle: int = 1536) -> dict[str, TensorSpec]:
     result = {"model.embed_tokens.weight": header((512, hidden)), "model.norm.weight": header((hidden,))}
     for layer in range(layers):
         own = {f"self_attn.{part}_proj.weight": header((hidden, hidden)) for part in "qkvo"}
@@ -80,7 +78,7 @@ def llama(layers: int = 2, hidden: int = 576, middle: int = 1536) -> dict[str, H
     return result
 
 
-def mixtral(layers: int = 2, experts: int = 8, hidden: int = 64, middle: int = 96) -> dict[str, Header]:
+def mixtral(layers: int = 2, experts: int = 8, hidden: int = 64, middle: int = 96) -> dict[str, TensorSpec]:
     result = {name: item for name, item in llama(layers, hidden, middle).items() if ".mlp." not in name}
     for layer in range(layers):
         moe = f"model.layers.{layer}.block_sparse_moe"

@@ -11,7 +11,6 @@ import pytest
 from bitplan.formats import list_formats
 from bitplan.plan import (
     Finding,
-    Header,
     Manifest,
     ManifestError,
     Rule,
@@ -102,11 +101,11 @@ def test_a_last_rule_for_everything_is_a_default_and_no_fault(pattern):
     [
         ({"norm.scale": header((64,), "float32")}, ("cast", "norm.scale", "must be bfloat16, the file has float32")),
         (
-            {BLOCKS: Header("bfloat16", (2, 64, 2, 16), 8192)},
+            {BLOCKS: ("bfloat16", (2, 64, 2, 16), 8192)},
             ("dtype", BLOCKS, "the data of mxfp4 must be uint8, the file has bfloat16"),
         ),
         (
-            {"norm.scale": Header("bfloat16", (64,), 127)},
+            {"norm.scale": ("bfloat16", (64,), 127)},
             ("size", "norm.scale", "bfloat16 of shape (64,) takes 128 bytes, the file has 127"),
         ),
         ({SCALES: None}, ("missing-scales", BLOCKS, f"its scales ({SCALES}) are not in the checkpoint")),
@@ -180,7 +179,7 @@ def test_two_halves_of_one_format(rules, expected):
     "change",
     [
         {},
-        {SCALES: Header("float8_e8m0fnu", (2, 64, 2), 256)},
+        {SCALES: ("float8_e8m0fnu", (2, 64, 2), 256)},
         {BLOCKS: header((2, 64, 32), "uint8")},  # rows of bytes, as bitplan's own files have them
     ],
 )
@@ -217,7 +216,7 @@ def test_rows_still_to_be_encoded(cols, name, padding, expected):
     ],
 )
 def test_a_format_of_bitplans_in_the_header(dtype, nbytes, expected):
-    result = check_headers(manifest(("w", "mxfp4")), {"w": Header(dtype, (64, 32), nbytes)})
+    result = check_headers(manifest(("w", "mxfp4")), {"w": (dtype, (64, 32), nbytes)})
     assert [finding.code for finding in result] == expected
 
 

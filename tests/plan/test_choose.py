@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bitplan.base.errors import ArgumentError, PlanError
-from bitplan.plan import Choice, Manifest, Plan, Planned, Stored, choose_formats
+from bitplan.files import TensorSpec
+from bitplan.plan import Choice, Manifest, Plan, Planned, choose_formats
 
 ROWS = [
     # name, shape, what --format mxfp4 gives it, a word of the reason
@@ -43,7 +44,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("name", "shape", "expected", "why"), ROWS)
 def test_one_tensor(name, shape, expected, why):
-    choice = choose_formats({name: Stored(shape, "bfloat16")}, "mxfp4")[name]
+    choice = choose_formats({name: TensorSpec.of(name, shape, dtype="bfloat16")}, "mxfp4")[name]
     assert (choice.format, why in choice.reason) == (expected, True), choice
 
 
@@ -60,7 +61,7 @@ def test_one_tensor(name, shape, expected, why):
     ],
 )  # fmt: skip
 def test_other_formats(wanted, name, shape, expected):
-    assert choose_formats({name: Stored(shape, "bfloat16")}, wanted)[name].format == expected
+    assert choose_formats({name: TensorSpec.of(name, shape, dtype="bfloat16")}, wanted)[name].format == expected
 
 
 def test_a_kernel_of_one_dimension_is_no_matrix():
@@ -70,10 +71,10 @@ def test_a_kernel_of_one_dimension_is_no_matrix():
 
 def test_tensors_that_are_no_floats_stay_and_keep_their_bytes(tmp_path):
     tensors = {
-        "position_ids": Stored((1, 512), "int64"),
-        "mask": Stored((8, 8), "bool"),
-        "w.blocks": Stored((64, 32), "uint8"),
-        "w.scales": Stored((64, 64), "float8_e8m0fnu"),
+        "position_ids": TensorSpec.of("position_ids", (1, 512), dtype="int64"),
+        "mask": TensorSpec.of("mask", (8, 8), dtype="bool"),
+        "w.blocks": TensorSpec.of("w.blocks", (64, 32), dtype="uint8"),
+        "w.scales": TensorSpec.of("w.scales", (64, 64), dtype="float8_e8m0fnu"),
     }
     plan = choose_formats(tensors, "mxfp4")
     assert {entry.choice.reason for entry in plan.entries.values()} == {"not floats"}
@@ -99,14 +100,19 @@ def test_keep_and_only_take_names_patterns_and_modules():
 
 
 def test_packed_tensors_are_copied_or_encoded_again():
-    tensors = {"w.weight": Stored((64, 33), "mxfp4", packed=True), "norm.weight": Stored((64,), "int8", packed=True)}
+    tensors = {
+        "w.weight": TensorSpec.of("w.weight", (64, 33), "mxfp4"),
+        "norm.weight": TensorSpec.of("norm.weight", (64,), "int8"),
+    }
     plan = choose_formats(tensors, "mxfp4")
     assert (plan["w.weight"].format, plan["norm.weight"].format) == ("mxfp4", "int8")
     assert choose_formats(tensors, "int8_row")["w.weight"].format == "int8_row"
 
 
 def test_tensors_in_place_of_shapes_are_refused():
-    with pytest.raises(ArgumentError, match="must map names to shapes or Stored, got a float; of a state_dict it is"):
+    with pytest.raises(
+        ArgumentError, match="must map names to shapes or TensorSpecs, got a float; of a state_dict it is"
+    ):
         choose_formats({"w": 1.5}, "int8_row")
     with pytest.raises(TypeError, match="must map names to shapes, got a list"):
         choose_formats(["w"], "int8_row")
@@ -118,8 +124,8 @@ MODEL = {
     "layers.0.up.weight": (64, 64),
     "layers.0.norm.weight": (64,),
     "layers.1.up.weight": (64, 64),
-    "layers.1.up.bias": Stored((64,), "bfloat16"),
-    "steps": Stored((), "int64"),
+    "layers.1.up.bias": TensorSpec.of("layers.1.up.bias", (64,), dtype="bfloat16"),
+    "steps": TensorSpec.of("steps", (), dtype="int64"),
 }
 
 
@@ -187,17 +193,22 @@ def test_a_plan_for_other_tensors_is_refused():
 
 def test_types_that_are_no_formats_stay():
     for dtype in ("complex64", "complex128", "float8_e4m3fnuz", "float4_e2m1fn_x2"):
-        assert choose_formats({"w": Stored((64,), dtype)}, "mxfp4").entries["w"].stored == dtype
+        assert choose_formats({"w": TensorSpec.of("w", (64,), dtype=dtype)}, "mxfp4").entries["w"].stored == dtype
 
 
 def test_a_matrix_of_few_columns_is_no_convolution():
     name = "w.weight"
-    choice = choose_formats({name: Stored((1024, 8), "bfloat16")}, "int8_row")[name]
+    choice = choose_formats({name: TensorSpec.of(name, (1024, 8), dtype="bfloat16")}, "int8_row")[name]
     assert (choice.format, "weight of two axes" in choice.reason) == ("int8_row", True), choice
 
 
 def test_causes_say_who_decided():
-    shapes = {"a.weight": (64, 64), "b.weight": (64, 64), "norm.weight": (64,), "count": Stored((), "int64")}
+    shapes = {
+        "a.weight": (64, 64),
+        "b.weight": (64, 64),
+        "norm.weight": (64,),
+        "count": TensorSpec.of("count", (), dtype="int64"),
+    }
     by_keep = choose_formats(shapes, "mxfp4", keep=["b.*"])
     assert [by_keep[name].cause for name in shapes] == ["default", "kept", "default", "held"]
     by_only = choose_formats(shapes, "mxfp4", only=["a.*"])

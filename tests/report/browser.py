@@ -81,7 +81,7 @@ class Browser:
         self.close()
         raise TimeoutError(f"the browser was not ready after {START_S} s")
 
-    def open(self, path: Path, **view: Any) -> Page:
+    def open(self, path: Path | str, **view: Any) -> Page:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/json/list", timeout=ANSWER_S) as answer:
             targets = json.load(answer)
         target = next(each for each in targets if each["type"] == "page")
@@ -106,7 +106,9 @@ class Browser:
 class Page:
     """A file that was opened: `requests` are the addresses it asked for, `problems` what it complained of."""
 
-    def __init__(self, address: str, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    def __init__(
+        self, address: str, path: Path | str, *, width: int = 1280, height: int = 900, dark: bool = False
+    ) -> None:
         import websocket
 
         self._socket = websocket.create_connection(address, timeout=ANSWER_S)
@@ -124,7 +126,7 @@ class Page:
         self.requests.clear()
         self.problems.clear()
         self._loaded = False
-        self.address = path.resolve().as_uri()
+        self.address = path if isinstance(path, str) else path.resolve().as_uri()
         self.call("Page.navigate", url=self.address)
         self._listen(until_loaded=True)
         self._listen(seconds=QUIET_S)

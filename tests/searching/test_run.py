@@ -22,10 +22,11 @@ from bitplan.files.engines.mlx import QUANTIZATIONS
 from bitplan.files.engines.targets import FORMATS as EXPORTED
 from bitplan.files.engines.targets import ExportRequest, prepare_export
 from bitplan.files.gguf_tensors import GGUF_TYPES
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats.dispatch import decode, encode
 from bitplan.packed.checkpoints.load import empty_model
 from bitplan.plan import Plan
-from bitplan.plan.format_choices import Stored, choose_formats
+from bitplan.plan.format_choices import choose_formats
 from bitplan.report.page import write_report
 from bitplan.rounding import round_weight
 from bitplan.searching import (
@@ -466,8 +467,8 @@ def test_a_target_loads_what_its_files_hold(target, held):
 
 
 def test_what_is_packed_already_stays_where_it_is_kept():
-    packed = Stored((64, 64), "q4_0_gguf", True)
-    tensors = {"kept": packed, "free": packed, "same": Stored((64, 64), searched_model.ANY_ROWS, True)}
+    packed = TensorSpec.of("", (64, 64), "q4_0_gguf")
+    tensors = {"kept": packed, "free": packed, "same": TensorSpec.of("same", (64, 64), searched_model.ANY_ROWS)}
     plan = choose_formats(tensors, searched_model.ANY_ROWS, keep=["kept", "same"], pad=True)
     assert {name for name, entry in plan.entries.items() if searched_model._may_change(entry)} == {"free"}
 

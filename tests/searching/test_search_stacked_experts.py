@@ -17,7 +17,7 @@ from bitplan.cli import run
 from bitplan.files.input_statistics import expert_name
 from bitplan.files.open_files import write_tensors
 from bitplan.files.round_with_evidence import open_evidence
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.rounding.weights import round_weight
 from bitplan.searching import timing
 from bitplan.searching.damage import ExpertDamage, RoundedWeights
@@ -187,7 +187,7 @@ def test_experts_of_a_gguf_file_are_rows_of_the_models(in_memory, tmp_path):
     gate_up, down = (model.get_parameter(name).detach() for name in (GATE_UP, DOWN))
     tensors = {"gate": gate_up[:, :INNER], "up": gate_up[:, INNER:], "down": down + 1}  # the last is another model's
     named = {f"blk.0.ffn_{part}_exps.weight": numbers.contiguous() for part, numbers in tensors.items()}
-    promises = [Promise(name, tuple(each.shape), None, torch.float32) for name, each in named.items()]
+    promises = [TensorSpec.of(name, tuple(each.shape), None, torch.float32) for name, each in named.items()]
     with write_tensors(tmp_path / "some.gguf", promises) as writer:
         for name, each in named.items():
             writer.write(name, each)

@@ -83,7 +83,9 @@ def test_gradients_of_another_model_are_refused_by_name(model, tmp_path):
 def save_policy(path, shape):
     """FP8 wins twice the speed in down_proj, at 64 tokens."""
     point = Point(64, "win", 2.0, 1.9, 2.1, 20)
-    rule = LayerRule("llm", "row", shape, "rowwise", "module", (point,), name="fc2", tp=1)
+    rule = LayerRule(
+        part="llm", kind="row", shape=shape, recipe="rowwise", gemm="module", points=(point,), name="fc2", tp=1
+    )
     nothing = dict.fromkeys(("gpu", "driver", "torch", "triton", "bitplan", "commit"), "x")
     Policy([rule], Fingerprint(**nothing), 1.0, 0.95).save(path)
     return path

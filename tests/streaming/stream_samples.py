@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,12 +13,52 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bitplan import decode, encode
+from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.streaming.transfer.devices import SimulatedDevice
+from bitplan.streaming.transfer.devices import Copied, Mark, SimulatedDevice
 
 WIDTH, COUNT = 128, 6
-TIMEOUT_S = 60.0  # a machine may be busy: what is late is not lost
+TIMEOUT_S = 240.0  # a machine may be busy: what is late is not lost
+OPTIONS = StreamOptions(timeout_s=TIMEOUT_S)
 CHECKPOINTING = ["none", "non-reentrant", "reentrant", "pairs"]
+
+
+class ClockedDevice(SimulatedDevice):
+    """A device with a clock of its own, which no machine's speed moves.
+
+    A copy is made at once and ends, by that clock, after as long as its bytes take, behind the copies of its queue;
+    computing takes no time unless `compute` is called.
+    """
+
+    copies_in_background = True
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__(bytes_per_s=bytes_per_s)
+        self.now_s = 0.0
+        self._free_s: dict[tuple[str, str], float] = {}
+
+    def compute(self, seconds: float) -> None:
+        """The computation goes on for as long."""
+        self.now_s += seconds
+
+    def mark(self) -> Mark:
+        return Mark(time_s=self.now_s)
+
+    def has_passed(self, mark: Mark) -> bool:
+        return mark.time_s <= self.now_s
+
+    def wait(self, copied: Copied) -> None:
+        self.finish(copied.end)
+
+    def finish(self, mark: Mark) -> None:
+        self.now_s = max(self.now_s, mark.time_s)
+
+    def _copy(self, direction: Any, queue: Any, target: Tensor, source: Tensor, after: tuple[Mark, ...]) -> Copied:
+        assert self.bytes_per_s is not None
+        start = max(self.now_s, self._free_s.get((direction, queue), 0.0), *(mark.time_s for mark in after))
+        end = self._free_s[direction, queue] = start + target.nbytes / self.bytes_per_s
+        target.copy_(source)
+        return Copied(Mark(time_s=start), Mark(time_s=end))
 
 
 class LowRank(nn.Module):
@@ -98,8 +139,14 @@ def decoded_twin(model: nn.Module, formats: dict[str, str]) -> nn.Module:
 @contextmanager
 def streaming(model: nn.Module, device: Any = None, **options: Any) -> Iterator[BlockStream]:
     options = {"blocks": "layers.*", "slots": 3, "timeout_s": TIMEOUT_S} | options
-    with stream_blocks(model, device=device or SimulatedDevice(), **options) as stream:
+    with stream_blocks(model, device=device or SimulatedDevice(), **arguments_of(options)) as stream:
         yield stream
+
+
+def arguments_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of stream_blocks: fields of StreamOptions are gathered in `options`."""
+    few = {one.name: options.pop(one.name) for one in fields(StreamOptions) if one.name in options}
+    return {**options, "options": StreamOptions(**few)}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

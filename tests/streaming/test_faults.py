@@ -6,7 +6,6 @@ import _thread
 import copy
 import os
 import threading
-import time
 from contextlib import suppress
 
 import pytest
@@ -14,9 +13,12 @@ import torch
 
 from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.transfer import copies
 from bitplan.streaming.transfer.copies import Latch, wait_for
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.streaming.stream_samples import TIMEOUT_S, assert_equal, batch, gradients, make_stack, streaming
+
+CAUGHT = threading.Event()
 
 
 class Trouble:
@@ -43,8 +45,10 @@ def break_bus() -> None:
 
 
 def interrupt() -> None:
+    """Send Ctrl-C to the main thread, and hold the copy until that was caught."""
+    CAUGHT.clear()
     _thread.interrupt_main()
-    time.sleep(0.2)
+    assert CAUGHT.wait(TIMEOUT_S)
 
 
 def one_step(model, stream, step: int) -> dict[str, torch.Tensor]:
@@ -81,6 +85,7 @@ def test_a_copy_that_fails(act, error, says, after):
         trouble.arm(act, after=after)
         with pytest.raises(error, match=says):
             one_step(model, stream, 1)
+        CAUGHT.set()
         assert_equal(one_step(model, stream, 1), wanted[1])
         assert_equal(one_step(model, stream, 2), wanted[2])
         stream.synchronize()
@@ -141,13 +146,31 @@ def test_a_file_that_is_deleted_is_still_read(tmp_path):
         assert_equal(one_step(model, stream, 1), wanted)
 
 
-def test_a_copy_that_never_ends_is_an_error():
-    model, release = make_stack(adapters=True), threading.Event()
+class HurriedClock:
+    """Stands still, but for half a minute at every look while something hangs."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.now_s, self.hangs = 0.0, hangs
+
+    def monotonic(self) -> float:
+        self.now_s += 30.0 * self.hangs
+        return self.now_s
+
+
+def test_a_copy_that_never_ends_is_an_error(monkeypatch):
+    model, release, clock = make_stack(adapters=True), threading.Event(), HurriedClock()
+    monkeypatch.setattr(copies, "time", clock)
     trouble = Trouble()
-    trouble.arm(lambda: release.wait(5), after=1)
-    with streaming(model, SimulatedDevice(before_copy=trouble), timeout_s=0.3) as stream:
-        with pytest.raises(StreamError, match=r"layers\.1, step 0: nothing came within 0\.3 s"):
+
+    def hang() -> None:
+        clock.hangs = True
+        assert release.wait(TIMEOUT_S)
+
+    trouble.arm(hang, after=1)
+    with streaming(model, SimulatedDevice(before_copy=trouble), timeout_s=90.0) as stream:
+        with pytest.raises(StreamError, match=r"layers\.1, step 0: nothing came within 90 s"):
             one_step(model, stream, 0)
+        clock.hangs = False
         release.set()
         assert one_step(model, stream, 1)
 
@@ -304,7 +327,7 @@ def test_a_wait_lasts_until_its_deadline():
         wait_for(Latch(), None, 0.0, "a block")
 
 
-def test_an_optimizer_thread_that_dies_before_its_update_is_said_at_once():
+def test_an_optimizer_thread_that_dies_before_its_update_is_said_at_once(monkeypatch):
     model = make_stack(adapters=False, count=2)
     with streaming(model, train="weights") as stream:
         stream.begin_step(0)
@@ -318,10 +341,11 @@ def test_an_optimizer_thread_that_dies_before_its_update_is_said_at_once():
             stream.end_step()
         stream.training.finish()
         del stream.training._apply
-        started = time.monotonic()
-        with suppress(StreamError):
+        clock = HurriedClock(hangs=True)
+        with monkeypatch.context() as patch, suppress(StreamError):
+            patch.setattr(copies, "time", clock)
             stream.begin_step(1)
-        assert time.monotonic() - started < 2
+        assert clock.now_s < TIMEOUT_S  # no wait came to its end
         stream.begin_step(1)
         model(batch(1)).square().mean().backward()
         stream.end_step()

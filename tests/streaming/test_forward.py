@@ -15,7 +15,7 @@ from bitplan.streaming.find_blocks import move_resident
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.crosses import few
-from tests.streaming.stream_samples import COUNT, TIMEOUT_S, batch, decoded_twin, make_stack, streaming
+from tests.streaming.stream_samples import COUNT, OPTIONS, batch, decoded_twin, make_stack, streaming
 
 FORMATS = ["float32", "bfloat16", "int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4"]
 MIXED = {
@@ -114,7 +114,7 @@ def test_auto_spends_spare_memory_on_resident_blocks():
         assert stream.stats.last.loads == COUNT - 2
     with pytest.raises(StreamError, match="fits no slot"):
         stream_blocks(
-            make_stack(adapters=False), "layers.*", device=SimulatedDevice(size), train="nothing", timeout_s=TIMEOUT_S
+            make_stack(adapters=False), "layers.*", device=SimulatedDevice(size), train="nothing", options=OPTIONS
         )
 
 

@@ -19,11 +19,10 @@ from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.streaming.interrupts import Interrupter
-from tests.streaming.stream_samples import WIDTH, Stack, batch
+from tests.streaming.stream_samples import OPTIONS, TIMEOUT_S, WIDTH, Stack, batch
 
 SOME = 4  # lines of each quick test
-TIMEOUT_S = 60.0
-AT_ONCE_S = TIMEOUT_S / 2  # a jam would be the stream's timeout
+AT_ONCE_S = TIMEOUT_S / 2  # minutes, on the slowest machine: a jam takes the stream's timeout
 SETTINGS = AdamWSettings(lr=1e-2)
 
 
@@ -58,7 +57,7 @@ def run(scene: str, interrupter: Interrupter | None, steps=(0, 1, 2)) -> tuple[d
     interrupter = interrupter or Interrupter(None)
     model, device, errors = make_model(), SimulatedDevice(), []
     with interrupter.in_threads():
-        stream = stream_blocks(model, "layers.*", device=device, slots=2, timeout_s=TIMEOUT_S, **options)
+        stream = stream_blocks(model, "layers.*", device=device, slots=2, options=OPTIONS, **options)
     with stream:
         for step in steps:
             if step == 1 and before is not None:

@@ -14,7 +14,15 @@ from bitplan.streaming.errors import StreamError
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from bitplan.streaming.transfer.schedule import Load, Walk, allowed_loads
 from bitplan.streaming.transfer.transfer_limits import HeuristicPolicyBridge, Phase, RuntimeLimitHints
-from tests.streaming.stream_samples import CHECKPOINTING, assert_equal, batch, gradients, make_stack, streaming
+from tests.streaming.stream_samples import (
+    CHECKPOINTING,
+    TIMEOUT_S,
+    assert_equal,
+    batch,
+    gradients,
+    make_stack,
+    streaming,
+)
 from tests.streaming.test_weights import SETTINGS, masters_of, run_streamed
 
 WIDE = RuntimeLimitHints(max_inflight_h2d=8, max_inflight_d2h=8, prefetch_window_cap=8)
@@ -119,7 +127,7 @@ class Gate:
         self.permits = threading.Semaphore(0)
 
     def __call__(self) -> None:
-        assert self.permits.acquire(timeout=60)
+        assert self.permits.acquire(timeout=TIMEOUT_S)
 
 
 def test_copies_in_flight_are_capped_and_seen_as_pressure():

@@ -11,7 +11,7 @@ from torch import nn
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
-from tests.streaming.stream_samples import TIMEOUT_S, LowRank, assert_equal, decoded_twin, gradients
+from tests.streaming.stream_samples import OPTIONS, LowRank, assert_equal, decoded_twin, gradients
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.arange(24).reshape(2, 12) % 50
@@ -49,7 +49,7 @@ def test_adapters_of_a_llama(checkpointing, formats):
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         model.enable_input_require_grads()
     source = copy.deepcopy(model)
-    with stream_blocks(model, device="cpu", formats=formats, slots=2, timeout_s=TIMEOUT_S) as stream:
+    with stream_blocks(model, device="cpu", formats=formats, slots=2, options=OPTIONS) as stream:
         twin = decoded_twin(source, stream.formats)
         for step in range(2):
             stream.begin_step(step)
@@ -66,7 +66,7 @@ def test_a_llama_with_offloaded_activations():
     model = make_llama(adapters=True).train()
     resident = copy.deepcopy(model)
     loss_of(resident).backward()
-    options = {"device": "cpu", "slots": 2, "timeout_s": TIMEOUT_S, "offload_activations": True}
+    options = {"device": "cpu", "slots": 2, "options": OPTIONS, "offload_activations": True}
     with stream_blocks(model, **options) as stream:
         stream.begin_step(0)
         loss_of(model).backward()
@@ -83,7 +83,7 @@ def test_a_llama_with_offloaded_activations():
 def test_weights_of_a_llama():
     model = make_llama(adapters=False).train()
     resident = copy.deepcopy(model)
-    options = {"device": "cpu", "slots": 2, "timeout_s": TIMEOUT_S}
+    options = {"device": "cpu", "slots": 2, "options": OPTIONS}
     settings = AdamWSettings(lr=1e-3, weight_decay=0.0)
     with stream_blocks(model, **options, train="weights", optimizer=settings) as stream:
         outside = [one for name, one in model.named_parameters() if name not in stream.formats]
@@ -107,5 +107,5 @@ def test_generation_with_a_cache():
     model = make_llama(adapters=False).eval()
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(IDS[:1], **settings)
-    with stream_blocks(model, device="cpu", slots=2, train="nothing", timeout_s=TIMEOUT_S):
+    with stream_blocks(model, device="cpu", slots=2, train="nothing", options=OPTIONS):
         assert torch.equal(model.generate(IDS[:1], **settings), expected)

@@ -19,7 +19,9 @@ from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints
 from tests.crosses import few
 from tests.streaming.stream_samples import (
     COUNT,
+    TIMEOUT_S,
     WIDTH,
+    ClockedDevice,
     assert_equal,
     batch,
     decoded_twin,
@@ -282,7 +284,7 @@ def test_slow_copies_are_waited_for():
 def test_limits_hold_for_activations_too():
     model = make_stack(adapters=True)
     expected = train_steps(copy.deepcopy(model), 2)
-    with offloading(model, SimulatedDevice(before_copy=lambda: time.sleep(0.001)), slots=2) as stream:
+    with offloading(model, ClockedDevice(bytes_per_s=1e6), slots=2) as stream:  # computing takes no time there
         start = stream.begin_step
 
         def begin(step: int) -> None:
@@ -318,9 +320,14 @@ def break_bus() -> None:
     raise RuntimeError("the bus fell off")
 
 
+CAUGHT = threading.Event()
+
+
 def interrupt() -> None:
+    """Send Ctrl-C to the main thread, and hold the copy until that was caught."""
+    CAUGHT.clear()
     _thread.interrupt_main()
-    time.sleep(0.2)
+    assert CAUGHT.wait(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
@@ -344,6 +351,7 @@ def test_a_copy_that_fails(act, error, says, when):
                 one.copy_(other)
         with pytest.raises(error, match=says):
             broken_step(model, stream, trouble, when)
+        CAUGHT.set()
         model.zero_grad()
         stream.begin_step(2)
         model(batch(2)).square().mean().backward()
@@ -357,7 +365,7 @@ def broken_step(model, stream, trouble, when) -> None:
     trouble.armed = when == "forward"
     loss = model(batch(1)).square().mean()
     if when == "backward":
-        stream._loader.activations._worker.drain(60)
+        stream._loader.activations._worker.drain(TIMEOUT_S)
         trouble.armed = True
     loss.backward()
 

@@ -10,13 +10,13 @@ from bitplan.base.errors import FormatError, PlanError
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.transfer.devices import SimulatedDevice, open_device
-from tests.streaming.stream_samples import batch, make_stack, streaming
+from tests.streaming.stream_samples import arguments_of, batch, make_stack, streaming
 
 
 def refuse(model: nn.Module, says: str, **options) -> None:
     before = [one.data_ptr() for one in model.parameters()]
     with pytest.raises((StreamError, FormatError, PlanError), match=says):
-        stream_blocks(model, **{"blocks": "layers.*", "device": "cpu", "timeout_s": 5.0} | options)
+        stream_blocks(model, **{"blocks": "layers.*", "device": "cpu"} | arguments_of(options))
     assert [one.data_ptr() for one in model.parameters()] == before
     assert not any("forward" in module.__dict__ for module in model.modules())
 
@@ -117,6 +117,8 @@ def test_other_arguments():
         refuse(model, "expected 'cuda', 'cuda:1', or 'cpu' to try it out", device=device)
     with pytest.raises(StreamError, match=r"expected a model \(torch.nn.Module\), got str"):
         stream_blocks("a name", device="cpu")
+    with pytest.raises(StreamError, match=r"options={}: expected StreamOptions\(\.\.\.\) of bitplan\.streaming"):
+        stream_blocks(model, "layers.*", device="cpu", options={})
     with streaming(model) as stream, pytest.raises(StreamError, match="give one of the two"):
         stream.set_slots(3, vram_bytes=2**30)
     with pytest.raises(StreamError, match="streamed to CUDA devices"):

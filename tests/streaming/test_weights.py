@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bitplan import decode, encode
 from bitplan.streaming.errors import StreamError
+from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training import host_training
 from bitplan.streaming.training import host_training as adamw_kernels
@@ -227,8 +228,9 @@ def test_a_rate_that_is_no_rate_is_refused_where_it_is_set():
 
 @pytest.mark.parametrize("bad", ["yes", 1, None, ["a"]])
 def test_what_compile_cannot_be(bad):
+    options = StreamOptions(compile=bad)
     with pytest.raises(StreamError, match=r"compile=.*: expected True, False or a mapping"):
-        stream_blocks(make_stack(adapters=False, count=1), "layers.*", device="cpu", train="nothing", compile=bad)
+        stream_blocks(make_stack(adapters=False, count=1), "layers.*", device="cpu", train="nothing", options=options)
 
 
 def test_an_expanded_weight_is_refused_by_name():

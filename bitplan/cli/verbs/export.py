@@ -42,6 +42,14 @@ def export(
     only: Only = None,
     scale_rule: ScaleRule = None,
     evidence: Evidence = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Refuse formats that it has no kernel for: vllm-cpu, vllm-cuda or transformers."),
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(help="Packed layers round inputs, too (compressed-tensors): int8_row or fp8, as the weights are."),
+    ] = None,
     pretokenizer: Annotated[
         str | None, typer.Option(help="llama.cpp's name of how the tokenizer splits text, where it is not known.")
     ] = None,
@@ -64,6 +72,8 @@ def export(
         raise typer.BadParameter("give one of --format, --manifest and --plan, or none: tensors stay as they are")
     if evidence is not None and scale_rule is not None:
         raise typer.BadParameter("give one of --evidence and --scale-rule: each chooses the scales")
+    if to is None and engine is not None:
+        to = "compressed-tensors"
     if to is None and output.suffix != ".gguf":
         raise typer.BadParameter(f"give --to, for which engine {output} is: {', '.join(TARGETS)}")
     given: Wanted = fmt or {}
@@ -82,6 +92,8 @@ def export(
             evidence=evidence,
             pretokenizer=pretokenizer,
             part_bytes=None if split is None else _bytes(split),
+            engine=engine,
+            inputs=inputs,
             force=force,
         ),
         to or "gguf",
@@ -114,6 +126,8 @@ def export(
         table(f"{source} -> {', '.join(report.files)}", grouped)
     for name, why in report.left_out.items():
         say(f"left out: {name}: {why}")
+    for note in report.notes:
+        say(note)
     say(f"{len(report.rows)} tensors, {human_bytes(report.nbytes)}")
     if report.rounded:
         held = {row.name: row for row in report.rows if row.name in report.rounded}

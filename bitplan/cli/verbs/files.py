@@ -164,7 +164,8 @@ def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
         print(draw_view(view), end="")
     elif view.source == "table":
         rows = [
-            {"name": each.name, "role": each.role, "shape": "x".join(map(str, each.shape))} for each in view.tensors
+            {"name": tensor.name, "role": tensor.role, "shape": "x".join(map(str, tensor.shape))}
+            for tensor in view.tensors
         ]
         table(f"{file}: by its names alone, {counted(len(rows), 'tensor')}", rows)
     else:
@@ -373,8 +374,8 @@ def drift(
     """Show how far each packed tensor is from its master and what its scales and codes do, worst first."""
     from bitplan.files.open_files import open_tensors
 
-    for each in (master, packed):
-        open_tensors(each).close()  # refuses a file that cannot be read before torch is imported
+    for path in (master, packed):
+        open_tensors(path).close()  # refuses a file that cannot be read before torch is imported
 
     from bitplan.files.drift import DriftLog, drift_files
 

@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -90,16 +90,17 @@ def bench(
             "shape_sweep": ("--sweep", sweep),
         }
     )
-    from bitplan.fp8.bench.session import Request, plan_session
+    from bitplan.fp8.bench.session import plan_session
 
-    timings = ("eager", "graph") if timing == "both" else (timing,)
-    routings = ("uniform", "zipf") if routing == "both" else (routing,)
-    session = plan_session(Request(options, fp8, timings, routings, products, part, device, shapes))
+    more: dict[str, Any] = {"fp8": fp8, "products_apart": products, "part": part, "device": device, "shapes": shapes}
+    more |= {} if timing == "both" else {"timings": (timing,)}
+    more |= {} if routing == "both" else {"routings": (routing,)}
+    plan = plan_session(replace(options, **more))
     if dry_run:
-        _show_plan(session, as_json)
+        _show_plan(plan, as_json)
         return
-    _prepare_outputs(session, force)
-    raise typer.Exit(_measure(session, as_json))
+    _prepare_outputs(plan.options, force)
+    raise typer.Exit(_measure(plan, as_json))
 
 
 def _options(given: dict[str, tuple[str, Any]]) -> Any:
@@ -119,15 +120,14 @@ def _options(given: dict[str, tuple[str, Any]]) -> Any:
     return options
 
 
-def _prepare_outputs(session: Any, force: bool) -> None:
+def _prepare_outputs(options: Any, force: bool) -> None:
     """Make the folders of report and policy, and check that the policy can be written, before the work; the report is
     a log and is continued.
     """
     from bitplan.base.records import check_output
     from bitplan.fp8.bench.bench_options import BenchOptionsError
 
-    options = session.request.options
-    for path in (session.report_path(), options.fp8_policy_path):
+    for path in (options.report_file(), options.fp8_policy_path):
         if path is not None:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -137,32 +137,29 @@ def _prepare_outputs(session: Any, force: bool) -> None:
     if options.fp8_policy_path is None:
         return
     target = check_output(options.fp8_policy_path, inputs=[options.omni_config_path], force=force)
-    if target == Path(os.path.realpath(session.report_path())):
+    if target == Path(os.path.realpath(options.report_file())):
         raise BenchOptionsError(f"{target}: is the report and the policy; give --policy another name")
 
 
-def _show_plan(session: Any, as_json: bool) -> None:
+def _show_plan(plan: Any, as_json: bool) -> None:
     """Show what would be timed."""
-    plan = session.plan
     minutes = plan.estimated_minutes()
     cases = [_shown_case(case) for case in plan.cases]
     if as_json:
-        settings = session.settings()
-        show_json({"model": session.model, "settings": settings, "cases": cases, "estimated_minutes": minutes})
+        settings = plan.settings()
+        show_json({"model": plan.model, "settings": settings, "cases": cases, "estimated_minutes": minutes})
         return
     layers: dict[tuple[Any, ...], dict[str, Any]] = {}
     for case in cases:
         key = tuple(case[key] for key in ("part", "kind", "name", "shape", "size"))
         row = layers.setdefault(key, case | {"tokens": []})
         row["tokens"].append(str(case["tokens"]))
-    table(
-        f"{session.model}: layers of one GPU", [row | {"tokens": ", ".join(row["tokens"])} for row in layers.values()]
-    )
+    table(f"{plan.model}: layers of one GPU", [row | {"tokens": ", ".join(row["tokens"])} for row in layers.values()])
     say(
-        f"{len(plan.ways())} measurements of {len(plan.choices())} arms, {plan.turns} samples each: "
+        f"{len(plan.ways())} measurements of {len(plan.choices())} arms, {plan.options.iters} samples each: "
         f"very roughly {minutes:.1f} minutes on a GPU of the H100's class"
     )
-    if session.ranks == 1 and max(session.parallel.tp, session.parallel.ep, session.parallel.etp) > 1:
+    if plan.ranks == 1 and max(plan.parallel.tp, plan.parallel.ep, plan.parallel.etp) > 1:
         say("one process: the shard of one GPU alone, without communication; use torchrun for both")
 
 
@@ -182,17 +179,17 @@ def _shown_case(case: Any) -> dict[str, Any]:
     }
 
 
-def _measure(session: Any, as_json: bool) -> int:
+def _measure(plan: Any, as_json: bool) -> int:
     """Run the benchmark and show its result; returns 1 if rows failed for another reason than memory."""
     from bitplan.fp8.bench.session import run_session
     from bitplan.fp8.policy.merge import summary
 
-    path = session.report_path()
-    with progress("measuring", len(session.plan.ways())) as advance:
-        result = run_session(session, on_way=lambda way: advance(1, way.label))
+    path = plan.options.report_file()
+    with progress("measuring", len(plan.ways())) as advance:
+        result = run_session(plan, on_way=lambda way: advance(1, way.label))
     if result is None:  # another rank shows it
         return 0
-    written = session.request.options.fp8_policy_path
+    written = plan.options.fp8_policy_path
     merged = result.merged
     if as_json:
         show_json(
@@ -208,7 +205,7 @@ def _measure(session: Any, as_json: bool) -> int:
         )
     else:
         if merged is not None:
-            table(f"{session.model} on {result.report.fingerprint.gpu}", summary(merged.policy))
+            table(f"{plan.model} on {result.report.fingerprint.gpu}", summary(merged.policy))
             for finding in merged.findings:
                 say(finding)
         failed = "".join(f", {count} {status}" for status, count in result.failures.items())
@@ -271,56 +268,41 @@ def merge(
         check_output(output, inputs=paths, force=force)
     lists = merge_lists(paths, speedup_threshold)
     if lists is not None:
-        _write_thresholds(*lists, paths, policy_version, output, as_json)
-    merged = merge_reports(
-        [Report.load(path) for path in paths],
-        speedup_threshold=speedup_threshold,
-        confidence=confidence,
-        timing=timing,
-        across_recipes=across_recipes,
-    )
-    banded = merged.policy if into is None else extend_policy(load_policy(into), merged.policy)
-    policy = banded if policy_version == "2" else to_thresholds(banded, part=part)
+        if policy_version != "1":
+            raise MergeError(
+                f"{paths[0]}: a list of one time for each layer, without samples or the GPU's name, gives a policy of "
+                "version 1 only; add --policy-version 1"
+            )
+        merged, title = lists, f"{len(paths)} list reports"
+        rows = [
+            {"layer": rule.where, "fp8 from tokens": rule.min_tokens, "speedup": rule.measured_speedup}
+            for rule in lists.policy.rules
+        ]
+    else:
+        merged = merge_reports(
+            [Report.load(path) for path in paths],
+            speedup_threshold=speedup_threshold,
+            confidence=confidence,
+            timing=timing,
+            across_recipes=across_recipes,
+        )
+        banded = merged.policy if into is None else extend_policy(load_policy(into), merged.policy)
+        title, rows = f"{len(paths)} reports of {banded.gpu}", summary(banded)
+        merged = replace(merged, policy=banded if policy_version == "2" else to_thresholds(banded, part=part))
+    policy = merged.policy
     if output is not None:
         policy.save(output)
     if as_json:
         show_json({"policy": policy.to_document(), "findings": list(merged.findings)})
     else:
-        table(f"{len(paths)} reports of {banded.gpu}", summary(banded))
-        if policy_version == "1":
-            say(f"version 1: {len(policy.rules)} of {len(banded.rules)} rules can be said in it")
+        table(title, rows)
+        if policy_version == "1" and lists is None:
+            say(f"version 1: {len(policy.rules)} of {len(rows)} rules can be said in it")
         for finding in merged.findings:
             say(finding)
         if output is not None:
             say(f"policy: {output}")
     raise typer.Exit(1 if merged.findings else 0)
-
-
-def _write_thresholds(
-    policy: Any, findings: list[str], paths: list[Path], version: str, output: Path | None, as_json: bool
-) -> NoReturn:
-    from bitplan.fp8.policy.vocabulary import MergeError
-
-    if version != "1":
-        raise MergeError(
-            f"{paths[0]}: a list of one time for each layer, without samples or the GPU's name, gives a policy of "
-            "version 1 only; add --policy-version 1"
-        )
-    if output is not None:
-        policy.save(output)
-    if as_json:
-        show_json({"policy": policy.to_document(), "findings": findings})
-    else:
-        rows = [
-            {"layer": rule.where, "fp8 from tokens": rule.min_tokens, "speedup": rule.measured_speedup}
-            for rule in policy.rules
-        ]
-        table(f"{len(paths)} list reports", rows)
-        for finding in findings:
-            say(finding)
-        if output is not None:
-            print(f"policy: {output}")
-    raise typer.Exit(1 if findings else 0)
 
 
 @fp8_app.command(cls=QuickCommand)
@@ -357,9 +339,9 @@ def explain(
 
     rules = load_policy(policy)
     question = Question(
-        kind, tokens, name, tp, etp, num_gemms, expert, topk, _shape(shape), recipe, gemm, part, extrapolate
+        kind, tokens, name, tp, etp, num_gemms, expert, topk, _shape(shape), recipe, gemm, part, extrapolate, estimate
     )
-    choice = choose_products(rules, question, estimate=estimate)
+    choice = choose_products(rules, question)
     alone = {product: decide(rules, replace(question, gemm=product)) for product in PRODUCTS}
     rules_there = matching_rules(rules, question)
     precision = choice.precision if gemm == MODULE else choice.precision_of(gemm)
@@ -391,10 +373,10 @@ def _shape(text: str | None) -> tuple[int, int] | None:
 
     if text is None:
         return None
-    found = re.fullmatch(r"([0-9]{1,9})[xX,]([0-9]{1,9})", text)
-    if found is None:
+    sizes = re.fullmatch(r"([0-9]{1,9})[xX,]([0-9]{1,9})", text)
+    if sizes is None:
         raise Fp8Error(f"--shape must be OUTxIN such as 4096x14336, got {text!r}")
-    return int(found[1]), int(found[2])
+    return int(sizes[1]), int(sizes[2])
 
 
 def _shown(point: Any) -> dict[str, Any]:
@@ -436,19 +418,19 @@ def confirm(
     Example: bitplan fp8 confirm policy.json config.json --tokens 64,128 --device cpu
     """
     counts = _counts(tokens)
-    from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
-    from bitplan.fp8.bench.confirm_policy import plan_small_model
+    from bitplan.fp8.bench.confirm_policy import confirm_policy, plan_small_model, require_device
+    from bitplan.fp8.decide import Fp8Options
     from bitplan.fp8.policy.rules import load_policy
 
     rules = load_policy(policy)
-    trial = fp8_confirm_policy.BlockTiming(timing, compiled, recipe, tp)
-    place = fp8_confirm_policy.require_device(device, rules, recipe)
+    options = Fp8Options(tp=tp, confirm_timing=timing, confirm_compiled=compiled)
+    chosen = require_device(device, rules, recipe)
     small = plan_small_model(model, tp=tp)
     with progress("confirming", len(counts)) as advance:
-        results = fp8_confirm_policy.confirm_policy(
-            rules, small, counts, place, trial, on_count=lambda count: advance(1, f"{count} tokens")
+        results = confirm_policy(
+            rules, small, counts, chosen, options, recipe=recipe, on_count=lambda count: advance(1, f"{count} tokens")
         )
-    how = {"policy": str(policy), "model": small.where, "device": _name(place), "emulated": place.type == "cpu"}
+    how = {"policy": str(policy), "model": small.where, "device": _name(chosen), "emulated": chosen.type == "cpu"}
     how |= {"timing": timing, "compiled": compiled, "recipe": recipe, "tp": tp}
     how |= {"blocks_built": small.blocks, "of_blocks": small.of_blocks, "why": small.reason}
     if as_json:

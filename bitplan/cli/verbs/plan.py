@@ -48,7 +48,7 @@ def check(
     """
     from bitplan.files.open_files import open_tensors
     from bitplan.files.packed_folder import plan_findings, read_config, read_packed_plan
-    from bitplan.plan import Finding, Header, check_headers, open_manifest
+    from bitplan.plan import Finding, check_headers, open_manifest
     from bitplan.plan.check_manifest import CAST
 
     if len(arguments) > 2:
@@ -71,7 +71,7 @@ def check(
         else:
             under = ""
     with open_tensors(checkpoint) as file:
-        headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
+        headers = file.specs
         problems: list[Finding] = []
         if rules is not None:
             problems = check_headers(rules, headers)

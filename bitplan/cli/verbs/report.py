@@ -22,23 +22,25 @@ def report(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page: one HTML file.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="The heading of the page.")] = "bitplan report",
+    live: Annotated[bool, typer.Option("--live", help="Serve the page of a running job on this machine.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --live; 0 takes a free one.")] = 0,
     force: Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Make one self-contained HTML page from records: plans, findings, logs, benchmarks, policies.
 
-    A record is recognised by what it holds. Nothing is measured again, and the page needs no network.
+    A record is recognised by what it holds. Nothing is measured again, and the page needs no network. With --live the
+    page is served at an address of this machine alone, and follows the records while a run writes them.
 
     Example: bitplan report plan.json drift.jsonl -o report.html
     """
     from bitplan.base.records import check_output
     from bitplan.report import write_report
 
-    given, records = records, []
-    left_out: list[str] = []
-    for path in given:
-        known, others = records_of_folder(path) if path.is_dir() else ([path], [])
-        records, left_out = records + known, left_out + others
+    if live:
+        serve(records, title=title, port=port)
+        return
+    records, left_out = records_among(records)
     check_output(output, inputs=records, force=force)
     sections = write_report(records, output, title=title)
     size = output.stat().st_size
@@ -49,6 +51,33 @@ def report(
     say(f"{output}: {human_bytes(size)}, {counted(len(records), 'record')}: {', '.join(titles)}")
     for reason in left_out:
         say(f"left out: {reason}")
+
+
+def serve(given: list[Path], *, title: str, port: int) -> None:
+    """Serve the page until Ctrl-C."""
+    from bitplan.report.live import LiveReport
+
+    for path in given:
+        if not path.exists() and not path.parent.is_dir():
+            raise FileFormatError(f"{path}: neither it nor its folder exists; give the folder that the run writes to")
+    server = LiveReport(lambda: records_among(given)[0], title=title, port=port)
+    say(f"{server.address} shows {', '.join(map(str, given))} as it grows; Ctrl-C ends it")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        say("")
+    finally:
+        server.server_close()
+
+
+def records_among(given: list[Path]) -> tuple[list[Path], list[str]]:
+    """Files as they are, and what is in folders; and what is left out of those, with the reason."""
+    records: list[Path] = []
+    left_out: list[str] = []
+    for path in given:
+        known, others = records_of_folder(path) if path.is_dir() else ([path], [])
+        records, left_out = records + known, left_out + others
+    return records, left_out
 
 
 def records_of_folder(folder: Path) -> tuple[list[Path], list[str]]:

@@ -8,15 +8,19 @@
 | mxfp8_e4m3 | mxfp8-quantized: codes and E8M0 scales as they are |
 | mxfp4 | mxfp4-pack-quantized: codes and E8M0 scales as they are |
 | nvfp4 | nvfp4-pack-quantized: codes and E4M3 scales as they are, the base as its reciprocal |
+| int8_row with inputs in int8_row | int-quantized: codes as they are, inputs rounded token by token |
+| fp8_e4m3_row with inputs in fp8_e4m3_row | float-quantized, inputs rounded token by token |
 
 Codes and scales are ours, bit for bit. 8-bit integers are pack-quantized because vLLM has no kernel for int-quantized
-weights without quantized activations. Layers that engines join into one (q, k and v; gate and up) must have one format,
-and in nvfp4 they share one base.
+weights without quantized activations. Layers that engines join into one (q, k and v; gate and up; all experts of a
+layer) must have one format, and in nvfp4 those that read one input share one base. An output head stays unless a plan
+names it. `kernels` says which engine has a kernel for what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +30,9 @@ from torch import Tensor
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
 from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
-from bitplan.files.engines.targets import ExportRequest
-from bitplan.files.tensor_file import Promise
+from bitplan.files.engines.kernels import Engine, get_engine
+from bitplan.files.engines.targets import EXPERT, ExportRequest
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
 
@@ -36,15 +41,21 @@ TARGET = "compressed-tensors"
 
 @dataclass(frozen=True)
 class Scheme:
-    """How compressed-tensors names a format of ours."""
+    """How compressed-tensors names a format of ours; `inputs` where layers round them at each call."""
 
     container: str
     weights: dict[str, Any]
+    inputs: dict[str, Any] | None = None
 
 
 def _scheme(container: str, bits: int, kind: str, strategy: str, **more: Any) -> Scheme:
     weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False, **more}
     return Scheme(container, weights)
+
+
+def _with_inputs(container: str, kind: str) -> Scheme:
+    weights = _scheme(container, 8, kind, "channel").weights
+    return Scheme(container, weights, {**weights, "strategy": "token", "dynamic": True})
 
 
 _PACKED, _FLOAT, _MXFP4, _NVFP4 = (
@@ -64,6 +75,11 @@ SCHEMES = {
     "mxfp4": _scheme(_MXFP4, 4, "float", "group", **_E8M0),
     "nvfp4": _scheme(_NVFP4, 4, "float", "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"),
 }
+# Weights and inputs in one format.
+WITH_INPUTS = {
+    "int8_row": _with_inputs("int-quantized", "int"),
+    "fp8_e4m3_row": _with_inputs(_FLOAT, "float"),
+}
 _FOUR_BITS = ("int4_g64", "int4_g32", "nvfp4", "int8_row")
 SUBSTITUTES = Substitutes(
     "int8_row",
@@ -76,52 +92,104 @@ SUBSTITUTES = Substitutes(
     },
 )
 STAYS = "only linear layers are packed in compressed-tensors"
+HEAD = "an output head: it stays, unless a plan names it"
 
 
 def prepare(request: ExportRequest) -> FolderExport:
     """Everything that can be refused is, before a weight is read."""
+    engine = get_engine(request.engine)
     source = open_folder(request, TARGET, SUBSTITUTES)
     with on_failure(source.file.close):
-        layers = [_layer(source, name) for name in source.file.specs]
+        schemes = _schemes(source)
+        layers = [_layer(source, name, schemes) for name in source.file.specs]
         joined = _joined_groups(source, layers)
         if not any(layer.is_packed for layer in layers):
             raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
-    config = {**source.config, "quantization_config": quantization_config(layers)}
-    return FolderExport(request, TARGET, source, layers, config, _pack, joined)
+        if engine is not None:
+            _check_kernels(source, layers, joined, engine)
+    config = {**source.config, "quantization_config": quantization_config(layers, schemes)}
+    pack = functools.partial(_pack, schemes)
+    export = FolderExport(request, TARGET, source, layers, config, pack, joined)
+    export.report.notes += [engine.note] if engine is not None and engine.note else []
+    return export
 
 
-def _layer(source: FolderSource, name: str) -> OutputLayer:
+def _schemes(source: FolderSource) -> Mapping[str, Scheme]:
+    """The formats that layers can have: where they round their inputs, the one of the inputs alone."""
+    if source.inputs is None:
+        return SCHEMES
+    if source.inputs not in WITH_INPUTS:
+        raise StoreError(
+            f"{source.file.path}: compressed-tensors has no inputs in {source.inputs}; take one of "
+            f"{', '.join(WITH_INPUTS)} for weights and inputs, or leave inputs as they are (keep)",
+            settings={"inputs": None},
+        )
+    return {source.inputs: WITH_INPUTS[source.inputs]}
+
+
+def _layer(source: FolderSource, name: str, schemes: Mapping[str, Scheme]) -> OutputLayer:
     spec = source.file.spec(name)
     fmt, reason = source.format_of(name)
     if fmt is None or fmt.is_cast or not source.is_linear(name):
         return source.unpacked(name, fmt, reason if fmt is None or fmt.is_cast else STAYS)
-    if fmt.name not in SCHEMES:
+    if source.plan.entries[name].choice.cause == "default" and source.view.role(name) == "head":
+        return source.unpacked(name, fmt, HEAD)
+    if fmt.name not in schemes:
+        beside = "" if source.inputs is None else f" with inputs in {source.inputs}"
         raise StoreError(
-            f"{source.file.path}: compressed-tensors has no {fmt.name} ({name!r}); take one of {', '.join(SCHEMES)}"
+            f"{source.file.path}: compressed-tensors has no {fmt.name}{beside} ({name!r}); "
+            f"take one of {', '.join(schemes)}"
         )
-    return OutputLayer((name,), fmt, reason, tuple(promises(name, spec.shape, fmt)))
+    return OutputLayer((name,), fmt, reason, tuple(promises(name, spec.shape, fmt, schemes)))
 
 
-def promises(name: str, shape: tuple[int, ...], fmt: Format) -> list[Promise]:
+def _check_kernels(
+    source: FolderSource, layers: Sequence[OutputLayer], joined: Sequence[Sequence[str]], engine: Engine
+) -> None:
+    """Refuse a packed layer that the engine could load and not multiply by."""
+    rows_of = {name: sum(source.file.spec(each).shape[0] for each in group) for group in joined for name in group}
+    for layer in layers:
+        if layer.fmt is None or not layer.is_packed:
+            continue
+        (name,), fmt = layer.sources, layer.fmt.name
+        rows, cols = source.file.spec(name).shape
+        if not engine.has_kernel(fmt, source.inputs, of_expert=EXPERT.fullmatch(name) is not None):
+            beside = "" if source.inputs is None else f" with inputs in {source.inputs}"
+            raise StoreError(
+                f"{source.file.path}: {engine.version} has no kernel for {fmt}{beside} ({name!r}); "
+                f"the nearest that it has is {engine.instead(fmt)}, or keep the layer",
+                settings={"keep": name},
+            )
+        if rows_of.get(name, rows) % engine.multiple or cols % engine.multiple:
+            raise StoreError(
+                f"{source.file.path}: {engine.version} has kernels for sizes that are multiples of {engine.multiple}, "
+                f"and {name!r} is {rows_of.get(name, rows)} x {cols}; keep the layer",
+                settings={"keep": name},
+            )
+
+
+def promises(
+    name: str, shape: tuple[int, ...], fmt: Format, schemes: Mapping[str, Scheme] = SCHEMES
+) -> list[TensorSpec]:
     parts = fmt.part_shapes(shape)
     (data_dtype, data_shape), (scale_dtype, scale_shape) = parts["data"], parts["scales"]
-    scales = Promise(f"{name}_scale", scale_shape, None, scale_dtype)
-    container = SCHEMES[fmt.name].container
+    scales = TensorSpec.of(f"{name}_scale", scale_shape, None, scale_dtype)
+    container = schemes[fmt.name].container
     if container == _PACKED:
         width = data_shape[-1] * data_dtype.itemsize // 4
-        packed = Promise(f"{name}_packed", (*data_shape[:-1], width), None, torch.int32)
-        return [packed, scales, Promise(f"{name}_shape", (2,), None, torch.int64)]
+        packed = TensorSpec.of(f"{name}_packed", (*data_shape[:-1], width), None, torch.int32)
+        return [packed, scales, TensorSpec.of(f"{name}_shape", (2,), None, torch.int64)]
     if container == _MXFP4:
-        return [Promise(f"{name}_packed", data_shape, None, data_dtype), scales]
+        return [TensorSpec.of(f"{name}_packed", data_shape, None, data_dtype), scales]
     if container == _NVFP4:
-        base = Promise(f"{name}_global_scale", (1,), None, torch.float32)
-        return [base, Promise(f"{name}_packed", data_shape, None, data_dtype), scales]
-    return [Promise(name, data_shape, None, data_dtype), scales]
+        base = TensorSpec.of(f"{name}_global_scale", (1,), None, torch.float32)
+        return [base, TensorSpec.of(f"{name}_packed", data_shape, None, data_dtype), scales]
+    return [TensorSpec.of(name, data_shape, None, data_dtype), scales]
 
 
-def _pack(encoded: Encoded, where: str) -> list[Tensor]:
+def _pack(schemes: Mapping[str, Scheme], encoded: Encoded, where: str) -> list[Tensor]:
     assert encoded.scales is not None
-    container, data = SCHEMES[encoded.fmt.name].container, encoded.data
+    container, data = schemes[encoded.fmt.name].container, encoded.data
     if container == _PACKED:
         if data.shape[-1] * data.dtype.itemsize % 4:
             raise StoreError(f"{where}: rows of {encoded.shape[-1]} do not fill whole int32 words; keep the layer")
@@ -135,21 +203,28 @@ def _pack(encoded: Encoded, where: str) -> list[Tensor]:
 
 
 def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[list[str]]:
-    """The layers that engines compute as one, as the model's view has them; those must have one format."""
+    """The layers that engines compute as one, as the model's view has them.
+
+    Those must have one format, and so must all experts of a layer, each of which reads inputs of its own.
+    """
     by_name = {layer.sources[0]: layer for layer in layers}
-    groups = [[by_name[name] for name in names] for names in source.view.joined]
-    for group in groups:
-        names = [layer.fmt.name if layer.fmt is not None and layer.is_packed else "not packed" for layer in group]
-        for layer, own in zip(group, names, strict=True):
-            if own != names[0]:
-                raise StoreError(
-                    f"{source.file.path}: {group[0].sources[0]!r} is {names[0]}, {layer.sources[0]!r} {own}; "
-                    "engines compute them as one layer, so give them one format"
-                )
-    return [[layer.sources[0] for layer in group] for group in groups]
+    experts: dict[str, list[str]] = {}
+    for name in by_name:
+        if expert := EXPERT.fullmatch(name):
+            experts.setdefault(expert["before"], []).append(name)
+    for group in (*source.view.joined, *experts.values()):
+        formats = {name: layer.fmt for name in group if (layer := by_name[name]).is_packed}
+        named = {name: fmt.name if (fmt := formats.get(name)) is not None else "not packed" for name in group}
+        other = next((name for name in group if named[name] != named[group[0]]), None)
+        if other is not None:
+            raise StoreError(
+                f"{source.file.path}: {group[0]!r} is {named[group[0]]}, {other!r} {named[other]}; "
+                "engines compute them as one layer, so give them one format"
+            )
+    return [list(group) for group in source.view.joined]
 
 
-def quantization_config(layers: Sequence[OutputLayer]) -> dict[str, Any]:
+def quantization_config(layers: Sequence[OutputLayer], schemes: Mapping[str, Scheme] = SCHEMES) -> dict[str, Any]:
     """What config.json says: a group for each format, by the names of its layers; others are ignored by name."""
     modules: dict[str, list[str]] = {}
     ignored = []
@@ -162,20 +237,20 @@ def quantization_config(layers: Sequence[OutputLayer]) -> dict[str, Any]:
     groups = {
         f"group_{number}": {
             "targets": names,
-            "weights": SCHEMES[fmt].weights,
-            "input_activations": None,
+            "weights": schemes[fmt].weights,
+            "input_activations": schemes[fmt].inputs,
             "output_activations": None,
-            "format": SCHEMES[fmt].container,
+            "format": schemes[fmt].container,
         }
         for number, (fmt, names) in enumerate(modules.items())
     }
-    containers = {SCHEMES[fmt].container for fmt in modules}
+    containers = {schemes[fmt].container for fmt in modules}
     return {
         "quant_method": TARGET,
         "quantization_status": "compressed",
         "format": next(iter(containers)) if len(containers) == 1 else "mixed-precision",
         "config_groups": groups,
-        "ignore": sorted({*ignored, "lm_head"}),
+        "ignore": sorted({*ignored, "lm_head"} - {name for names in modules.values() for name in names}),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }

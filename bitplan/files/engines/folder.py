@@ -29,6 +29,7 @@ from bitplan.files.packed_folder import (
     FolderContents,
     check_packed_output,
     cut_shards,
+    folder_inputs,
     is_packed_config,
     read_config,
     side_files,
@@ -37,11 +38,12 @@ from bitplan.files.packed_folder import (
 )
 from bitplan.files.round_with_evidence import WeightEvidence, open_evidence
 from bitplan.files.schemes.tensors import SchemeTensors
-from bitplan.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
+from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
 from bitplan.formats.dtypes import dtype_name, wider_types
+from bitplan.formats.input_formats import input_format
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.structure.model_view import ModelView
@@ -59,7 +61,7 @@ class OutputLayer:
     sources: tuple[str, ...]
     fmt: Format | None
     reason: str
-    promises: tuple[Promise, ...]
+    promises: tuple[TensorSpec, ...]
 
     @property
     def is_packed(self) -> bool:
@@ -71,12 +73,14 @@ class FolderSource:
     """A model, open for reading, its config without a word on how it was packed, and the plan for it.
 
     folder   where config and tokenizer lie
+    inputs   the format that its packed layers round their inputs to, if any
     """
 
     file: TensorFile
     folder: Path
     config: dict[str, Any]
     plan: Plan
+    inputs: str | None = None
 
     def format_of(self, name: str) -> tuple[Format | None, str]:
         """The format that the plan has for a tensor, None where it stays in its own type, and the reason."""
@@ -88,7 +92,7 @@ class FolderSource:
         spec = self.file.spec(name)
         cast = fmt if fmt is not None and fmt.is_cast else self.wide if is_quantized(spec) else None
         dtype = spec.torch_dtype if cast is None else cast.storage
-        return OutputLayer((name,), cast, reason, (Promise(name, spec.shape, None, dtype),))
+        return OutputLayer((name,), cast, reason, (TensorSpec.of(name, spec.shape, None, dtype),))
 
     @cached_property
     def view(self) -> ModelView:
@@ -151,7 +155,8 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             substitutes=substitutes,
             how_to_fill=None,
         )
-    return FolderSource(file, folder, unquantized_config(config), plan)
+        inputs = folder_inputs(config) if request.inputs is None else input_format(request.inputs, "export")
+    return FolderSource(file, folder, unquantized_config(config), plan, inputs)
 
 
 def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[str]) -> WeightEvidence | None:
@@ -203,7 +208,7 @@ class FolderExport:
     def _row(self, layer: OutputLayer) -> ExportRow:
         spec = self._file.spec(layer.sources[0])
         count = len(layer.sources)
-        name = layer.fmt.name if layer.fmt is not None else dtype_name(layer.promises[0].dtype)
+        name = layer.fmt.name if layer.fmt is not None else layer.promises[0].dtype
         return ExportRow(
             layer.promises[0].name,
             layer.sources[0] + (f" and {count - 1} more" if count > 1 else ""),
@@ -219,7 +224,7 @@ class FolderExport:
         shards = [replace(shard, metadata=self._metadata) for shard in cut_shards(promises, {})]
         contents = FolderContents(shards, self._config, None, side_files(self._folder), self._stamps)
 
-        def write_shard(writer: Writer, own: Sequence[Promise]) -> None:
+        def write_shard(writer: Writer, own: Sequence[TensorSpec]) -> None:
             for promise in own:
                 writer.write(promise.name, self._part(promise.name))
                 if on_bytes:
@@ -251,7 +256,7 @@ class FolderExport:
             return self._pack(self._encoded(layer.fmt, source), where)
         numbers = self._file.read_float(source) if spec.encoded else self._file.read(source)
         assert isinstance(numbers, Tensor)
-        dtype = layer.promises[0].dtype
+        dtype = layer.promises[0].torch_dtype
         narrow = numbers.to(dtype)
         if narrow.dtype != numbers.dtype and bool((narrow.isinf() & numbers.isfinite()).any()):
             raise StoreError(

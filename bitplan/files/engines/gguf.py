@@ -25,7 +25,7 @@ from bitplan.files.engines.gguf_names import GGUFNames, fit_names, heads_of, is_
 from bitplan.files.engines.gguf_tokenizer import tokenizer_metadata
 from bitplan.files.engines.targets import EXPERT, ExportReport, ExportRequest, ExportRow, OnBytes, experts_in_order
 from bitplan.files.gguf import GGUFValue
-from bitplan.files.gguf_split_write import check_gguf_output, write_parts
+from bitplan.files.gguf_split import check_gguf_output, write_parts
 from bitplan.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
 from bitplan.files.gpt_oss.convert import save_gpt_oss
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
@@ -34,7 +34,7 @@ from bitplan.files.headers import plan_for_file
 from bitplan.files.imatrix import ImatrixFile
 from bitplan.files.open_files import open_tensors
 from bitplan.files.round_with_evidence import OtherName, WeightEvidence, evidence_for, open_evidence
-from bitplan.files.tensor_file import Promise, TensorFile
+from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
@@ -126,10 +126,10 @@ class Outgoing:
     made: Tensor | None = None
 
     @property
-    def promise(self) -> Promise:
+    def promise(self) -> TensorSpec:
         if self.fmt.is_cast:
-            return Promise(self.name, self.shape, None, self.fmt.storage)
-        return Promise(self.name, self.shape, self.fmt)
+            return TensorSpec.of(self.name, self.shape, None, self.fmt.storage)
+        return TensorSpec.of(self.name, self.shape, self.fmt)
 
 
 def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
@@ -153,7 +153,7 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
         for item in outgoing:
             gguf_type(item.promise, request.output)
         promises = [item.promise for item in outgoing]
-        check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force, promises=promises)
+        check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force, tensors=promises)
         metadata = file_metadata(metadata, promises)
         evidence = None
         if statistics is not None:

@@ -13,7 +13,7 @@ from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
 from bitplan.files.engines.folder import PLAIN, FolderExport, FolderSource, OutputLayer, is_quantized, open_folder
 from bitplan.files.engines.targets import ExportRequest
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Format, get_format
 
 TARGET = "hf"
@@ -55,8 +55,8 @@ def _layer(source: FolderSource, name: str, wide: Format) -> OutputLayer:
     return source.unpacked(name, fmt, reason)
 
 
-def _promise(name: str, shape: tuple[int, ...], fmt: Format) -> Promise:
-    return Promise(name, shape, None, fmt.storage)
+def _promise(name: str, shape: tuple[int, ...], fmt: Format) -> TensorSpec:
+    return TensorSpec.of(name, shape, None, fmt.storage)
 
 
 def _config(config: dict[str, Any], wide: Format) -> dict[str, Any]:

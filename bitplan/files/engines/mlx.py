@@ -27,7 +27,7 @@ from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
 from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
 from bitplan.files.engines.targets import EXPERT, ExportRequest, experts_in_order
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, Format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.plan.format_choices import Substitutes
@@ -128,21 +128,23 @@ def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputLayer:
     if fmt is None or fmt.is_cast or not source.is_linear(first, or_embedding=True):
         plain = source.unpacked(first, fmt, reason if fmt is None or fmt.is_cast else STAYS)
         promise = plain.promises[0]
-        return OutputLayer(sources, plain.fmt, plain.reason, (Promise(new, (*count, *shape), None, promise.dtype),))
+        return OutputLayer(
+            sources, plain.fmt, plain.reason, (TensorSpec.of(new, (*count, *shape), None, promise.dtype),)
+        )
     if fmt.name not in QUANTIZATIONS:
         why, instead = _NEAREST.get(fmt.name, ("no mode of MLX has these numbers", ", ".join(QUANTIZATIONS)))
         raise StoreError(f"{file.path}: MLX has no {fmt.name} ({first!r}): {why}; take {instead}")
     return OutputLayer(sources, fmt, reason, promises(new, (*count, *shape), fmt))
 
 
-def promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[Promise, ...]:
+def promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpec, ...]:
     held = QUANTIZATIONS[fmt.name]
     stem, lead, columns = name.removesuffix(".weight"), shape[:-1], shape[-1]
-    words = Promise(name, (*lead, columns * held.bits // 32), None, torch.uint32)
-    scales = Promise(f"{stem}.scales", (*lead, columns // held.group_size), None, held.scales)
+    words = TensorSpec.of(name, (*lead, columns * held.bits // 32), None, torch.uint32)
+    scales = TensorSpec.of(f"{stem}.scales", (*lead, columns // held.group_size), None, held.scales)
     if held.mode != "affine":
         return words, scales
-    return words, scales, Promise(f"{stem}.biases", scales.shape, None, held.scales)
+    return words, scales, TensorSpec.of(f"{stem}.biases", scales.shape, None, held.scales)
 
 
 def _pack(encoded: Encoded, where: str) -> list[Tensor]:

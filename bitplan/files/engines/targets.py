@@ -59,6 +59,8 @@ class ExportRequest:
     evidence     statistics of the inputs, evidence.safetensors or imatrix.gguf: the same bytes, better numbers
     pretokenizer GGUF's name of how the tokenizer splits text, where its rules are none that are known
     part_bytes   GGUF: split into files of at most so many bytes of tensors
+    engine       compressed-tensors: refuse what this engine of `kernels.ENGINES` has no kernel for
+    inputs       compressed-tensors: the format that packed layers round their inputs to; a packed folder may say it
     """
 
     source: Path
@@ -71,6 +73,8 @@ class ExportRequest:
     evidence: Path | None = None
     pretokenizer: str | None = None
     part_bytes: int | None = None
+    engine: str | None = None
+    inputs: str | None = None
     force: bool = False
 
 
@@ -92,6 +96,7 @@ class ExportReport:
     """Every tensor of the output, what of the source was left out, and what a reader should know.
 
     rounded   once written: tensors of plain numbers, and how many of these their type does not hold exactly
+    notes     what a user of the output must know
     """
 
     source: str
@@ -101,6 +106,7 @@ class ExportReport:
     left_out: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     rounded: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -136,6 +142,11 @@ def prepare_export(request: ExportRequest, to: str) -> Prepared:
         hint = did_you_mean(to.lower(), TARGETS) if read is None else f"; {to} reads what the target {read} writes"
         settings = {} if read is None else {"to": read}
         raise StoreError(f"no target {to!r}; there are {', '.join(TARGETS)}{hint}", settings=settings)
+    if to != "compressed-tensors" and (request.engine is not None or request.inputs is not None):
+        settings = {"engine": None} if request.engine is not None else {"inputs": None}
+        raise StoreError(
+            f"{request.output}: what is for compressed-tensors alone was given, and {to} asked for", settings=settings
+        )
     prepared: Prepared = importlib.import_module(TARGETS[to]).prepare(request)
     return prepared
 

@@ -10,6 +10,9 @@
 
 Codes and scales are ours. The metadata of every file says which class each tensor is of, so that torchao itself and
 transformers build them again; torchao is not needed to write them. Layouts are those of torchao 0.18.
+
+Tensors of all formats but int8_row keep the type that they were made for, whatever type the model is loaded in: in
+another one the first product fails. The folder's config and the report say so.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
 from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
 from bitplan.files.engines.targets import EXPERT, ExportRequest
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
 
@@ -58,7 +61,9 @@ def prepare(request: ExportRequest) -> FolderExport:
         "include_input_output_embeddings": False,
         "untie_embedding_weights": False,
     }
-    return FolderExport(
+    notes = _notes(source, layers)
+    said |= {"load_with": notes[0]} if notes else {}
+    export = FolderExport(
         request,
         TARGET,
         source,
@@ -67,6 +72,22 @@ def prepare(request: ExportRequest) -> FolderExport:
         _pack,
         metadata=_metadata(source, layers),
     )
+    export.report.notes += notes
+    return export
+
+
+def _notes(source: FolderSource, layers: Sequence[OutputLayer]) -> list[str]:
+    types = {
+        _computes(source, layer.sources[0])
+        for layer in layers
+        if layer.fmt is not None and layer.is_packed and layer.fmt.name != "int8_row"
+    }
+    if not types:
+        return []
+    return [
+        f'load it with dtype="auto" ({", ".join(sorted(types))}): torchao multiplies by these tensors in no other '
+        "type, and stops at the first product"
+    ]
 
 
 def _layer(source: FolderSource, name: str) -> OutputLayer:
@@ -85,7 +106,7 @@ def _layer(source: FolderSource, name: str) -> OutputLayer:
     return OutputLayer((name,), fmt, reason, _promises(name, spec.shape, fmt))
 
 
-def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[Promise, ...]:
+def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpec, ...]:
     module, _, own = name.rpartition(".")
     parts = fmt.part_shapes(shape)
     codes = (shape, torch.int8) if fmt.name in _GROUPS else (parts["data"][1], parts["data"][0])
@@ -95,7 +116,7 @@ def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[Promise, 
         found["zero_point"] = (scale_shape, torch.int8)
     if fmt.name == "nvfp4":
         found["per_tensor_scale"] = ((), torch.float32)
-    return tuple(Promise(f"{module}._{own}_{part}", size, None, dtype) for part, (size, dtype) in found.items())
+    return tuple(TensorSpec.of(f"{module}._{own}_{part}", size, None, dtype) for part, (size, dtype) in found.items())
 
 
 def _pack(encoded: Encoded, _where: str) -> list[Tensor]:
@@ -160,14 +181,20 @@ def fqn_to_config(layers: Sequence[OutputLayer]) -> dict[str, Any]:
 
 def _metadata(source: FolderSource, layers: Sequence[OutputLayer]) -> dict[str, str]:
     """What every file says: of which class each tensor is, and with what."""
-    computes = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
     said: dict[str, str] = {"tensor_names": json.dumps([layer.sources[0] for layer in layers])}
     for layer in layers:
         spec = source.file.spec(layer.sources[0])
-        own = spec.dtype if not computes or not spec.encoded else computes
-        document = {"_type": "Tensor"} if layer.fmt is None or not layer.is_packed else _class(layer, own, spec.shape)
-        said[layer.sources[0]] = json.dumps(document)
+        is_plain = layer.fmt is None or not layer.is_packed
+        computes = _computes(source, layer.sources[0])
+        said[layer.sources[0]] = json.dumps({"_type": "Tensor"} if is_plain else _class(layer, computes, spec.shape))
     return said
+
+
+def _computes(source: FolderSource, name: str) -> str:
+    """The type in which torchao multiplies by a packed weight: that of the source, or of the model if it is packed."""
+    spec = source.file.spec(name)
+    said = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
+    return said if said and spec.encoded else spec.dtype
 
 
 def _class(layer: OutputLayer, computes: str, shape: tuple[int, ...]) -> Mapping[str, Any]:

@@ -64,61 +64,44 @@ class Settings:
     only_here: tuple[str, ...] = ()
 
 
-_SIZES_HF = {
-    "layers": "num_hidden_layers",
-    "experts": "num_local_experts",
-    "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocab": "vocab_size",
-}
-_SIZES_OPENAI = {**_SIZES_HF, "experts": "num_experts"}
-_SETTINGS_HF = {
-    "experts_per_token": "num_experts_per_tok",
-    "sliding_window": "sliding_window",
-    "initial_context": "initial_context_length",
-    "max_positions": "max_position_embeddings",
-    "rope_theta": "rope_theta",
-    "swiglu_limit": "swiglu_limit",
-    "norm_epsilon": "rms_norm_eps",
-}
+# Sizes and settings under the names of Hugging Face's config, OpenAI's config and GGUF's metadata; rotary
+# positions are in a part of Hugging Face's config of their own (`_ROPE_HF`).
+_SPELLINGS = """
+layers            | num_hidden_layers       | num_hidden_layers      | block_count
+experts           | num_local_experts       | num_experts            | expert_count
+hidden            | hidden_size             | hidden_size            | embedding_length
+intermediate      | intermediate_size       | intermediate_size      | expert_feed_forward_length
+heads             | num_attention_heads     | num_attention_heads    | attention.head_count
+kv_heads          | num_key_value_heads     | num_key_value_heads    | attention.head_count_kv
+head_dim          | head_dim                | head_dim               | attention.key_length
+vocab             | vocab_size              | vocab_size             | vocab_size
+experts_per_token | num_experts_per_tok     | experts_per_token      | expert_used_count
+sliding_window    | sliding_window          | sliding_window         | attention.sliding_window
+initial_context   | initial_context_length  | initial_context_length | rope.scaling.original_context_length
+max_positions     | max_position_embeddings |                        | context_length
+rope_theta        | rope_theta              | rope_theta             | rope.freq_base
+rope_factor       |                         | rope_scaling_factor    | rope.scaling.factor
+rope_beta_slow    |                         | rope_ntk_alpha         |
+rope_beta_fast    |                         | rope_ntk_beta          |
+swiglu_limit      | swiglu_limit            | swiglu_limit           |
+norm_epsilon      | rms_norm_eps            |                        | attention.layer_norm_rms_epsilon
+"""
+
+
+def _named(column: int, owner: type[GptOssShape] | type[Settings]) -> dict[str, str]:
+    rows = [[cell.strip() for cell in line.split("|")] for line in _SPELLINGS.strip().splitlines()]
+    known = {item.name for item in fields(owner)}
+    return {row[0]: row[column] for row in rows if row[0] in known and row[column]}
+
+
+_SIZES_HF, _SIZES_OPENAI, _SIZES_GGUF = (_named(column, GptOssShape) for column in (1, 2, 3))
+_SETTINGS_HF, _SETTINGS_OPENAI, _SETTINGS_GGUF = (_named(column, Settings) for column in (1, 2, 3))
 _ROPE_HF = {
     "rope_theta": "rope_theta",
     "rope_factor": "factor",
     "rope_beta_slow": "beta_slow",
     "rope_beta_fast": "beta_fast",
     "initial_context": "original_max_position_embeddings",
-}
-_SETTINGS_OPENAI = {
-    "experts_per_token": "experts_per_token",
-    "sliding_window": "sliding_window",
-    "initial_context": "initial_context_length",
-    "rope_theta": "rope_theta",
-    "rope_factor": "rope_scaling_factor",
-    "rope_beta_slow": "rope_ntk_alpha",
-    "rope_beta_fast": "rope_ntk_beta",
-    "swiglu_limit": "swiglu_limit",
-}
-_SIZES_GGUF = {
-    "layers": "block_count",
-    "experts": "expert_count",
-    "hidden": "embedding_length",
-    "intermediate": "expert_feed_forward_length",
-    "heads": "attention.head_count",
-    "kv_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "vocab": "vocab_size",
-}
-_SETTINGS_GGUF = {
-    "experts_per_token": "expert_used_count",
-    "sliding_window": "attention.sliding_window",
-    "initial_context": "rope.scaling.original_context_length",
-    "max_positions": "context_length",
-    "rope_theta": "rope.freq_base",
-    "rope_factor": "rope.scaling.factor",
-    "norm_epsilon": "attention.layer_norm_rms_epsilon",
 }
 
 
@@ -259,10 +242,10 @@ def read_metadata(path: Path, metadata: Mapping[str, GGUFValue], shape: GptOssSh
 
 
 def _check_sizes(path: Path, names: Mapping[str, str], document: Mapping[str, Any], shape: GptOssShape) -> None:
-    for own, key in names.items():
-        if document.get(key) is not None and document[key] != getattr(shape, own):
+    for size, key in names.items():
+        if document.get(key) is not None and document[key] != getattr(shape, size):
             raise FileFormatError(
-                f"{path}: {key} is {show(document[key])}, and the tensors give {getattr(shape, own)}; "
+                f"{path}: {key} is {show(document[key])}, and the tensors give {getattr(shape, size)}; "
                 "the checkpoint is incomplete, or this is another model's"
             )
 
@@ -271,12 +254,12 @@ def _settings(
     path: Path, names: Mapping[str, str], document: Mapping[str, Any], base: Settings | None = None
 ) -> Settings:
     given, whole = Fields(document, str(path)), {field.name for field in fields(Settings) if field.type == "int"}
-    found: dict[str, Any] = {}
-    for own, key in names.items():
-        value = given.get(key, _INT if own in whole else _FLOAT, None)
+    values: dict[str, Any] = {}
+    for setting, key in names.items():
+        value = given.get(key, _INT if setting in whole else _FLOAT, None)
         if value is not None:
-            found[own] = int(value) if own in whole else float(value)
-    return replace(base or Settings(), **found)
+            values[setting] = int(value) if setting in whole else float(value)
+    return replace(base or Settings(), **values)
 
 
 def hf_config(shape: GptOssShape, settings: Settings, *, packed: bool) -> dict[str, Any]:
@@ -297,8 +280,8 @@ def hf_config(shape: GptOssShape, settings: Settings, *, packed: bool) -> dict[s
         "torch_dtype": "bfloat16",
         "use_cache": True,
     }
-    document |= {key: getattr(shape, own) for own, key in _SIZES_HF.items()}
-    document |= {key: getattr(settings, own) for own, key in _SETTINGS_HF.items()}
+    document |= {key: getattr(shape, name) for name, key in _SIZES_HF.items()}
+    document |= {key: getattr(settings, name) for name, key in _SETTINGS_HF.items()}
     if shape.vocab > _END_OF_TEXT:  # torch refuses a padding token beyond the vocabulary
         document |= {"eos_token_id": _END_OF_TEXT, "pad_token_id": _PAD}
     return dict(sorted(with_quantization(document, packed=packed).items()))
@@ -334,10 +317,10 @@ def with_quantization(document: Mapping[str, Any], *, packed: bool) -> dict[str,
 
 def openai_config(shape: GptOssShape, settings: Settings) -> dict[str, Any]:
     """config.json as the openai/gpt-oss package reads it."""
-    sizes = {key: getattr(shape, own) for own, key in _SIZES_OPENAI.items()}
+    sizes = {key: getattr(shape, name) for name, key in _SIZES_OPENAI.items()}
     if settings.rope_type == "default":
         settings = replace(settings, rope_factor=1.0, initial_context=settings.max_positions)
-    return sizes | {key: getattr(settings, own) for own, key in _SETTINGS_OPENAI.items()}
+    return sizes | {key: getattr(settings, name) for name, key in _SETTINGS_OPENAI.items()}
 
 
 def gguf_metadata(shape: GptOssShape, settings: Settings, *, packed: bool) -> dict[str, GGUFValue]:
@@ -348,24 +331,24 @@ def gguf_metadata(shape: GptOssShape, settings: Settings, *, packed: bool) -> di
         "general.file_type": _FILE_TYPE_MXFP4 if packed else _FILE_TYPE_BF16,
         "general.quantization_version": _QUANTIZATION_VERSION,
     }
-    own: dict[str, int | float | str] = {key: getattr(shape, name) for name, key in _SIZES_GGUF.items()}
-    own |= {key: getattr(settings, name) for name, key in _SETTINGS_GGUF.items()}
-    own |= {
+    architecture_values: dict[str, int | float | str] = {key: getattr(shape, name) for name, key in _SIZES_GGUF.items()}
+    architecture_values |= {key: getattr(settings, name) for name, key in _SETTINGS_GGUF.items()}
+    architecture_values |= {
         "attention.value_length": shape.head_dim,
         "feed_forward_length": shape.intermediate,
         "rope.dimension_count": shape.head_dim,
         "rope.scaling.type": next(name for name, kind in _TYPES_GGUF.items() if kind == settings.rope_type),
     }
     if settings.rope_type != "yarn":
-        del own["rope.scaling.original_context_length"]
+        del architecture_values["rope.scaling.original_context_length"]
     if settings.rope_type == "default":
-        del own["rope.scaling.factor"]
+        del architecture_values["rope.scaling.factor"]
     usual = Settings()
-    own |= {
+    architecture_values |= {
         key: getattr(settings, name)
         for name, key in BETAS_GGUF.items()
         if getattr(settings, name) != getattr(usual, name)
     }
-    values |= {f"{ARCHITECTURE}.{key}": value for key, value in own.items()}
+    values |= {f"{ARCHITECTURE}.{key}": value for key, value in architecture_values.items()}
     values["tokenizer.ggml.model"] = "none"
     return {key: GGUFValue(kinds[type(value)], value) for key, value in values.items()}

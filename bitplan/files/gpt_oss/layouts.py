@@ -14,12 +14,13 @@ GptOssExperts (floats lie transposed there), llama.cpp's gpt-oss architecture in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from itertools import groupby
 from typing import Literal, NamedTuple, get_args
 
 from bitplan.base.errors import StoreError, did_you_mean
+from bitplan.plan.structure.model_view import TensorRecord
 
 Layout = Literal["openai", "hf", "gguf"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -89,13 +90,13 @@ def make_shape(preset: str, **sizes: int | None) -> GptOssShape:
 
 
 @dataclass(frozen=True)
-class LayoutTensor:
-    """One tensor of a file, which holds some parts of a layer (None: of the whole model)."""
+class LayoutTensor(TensorRecord):
+    """One tensor of a file, which holds some parts of a layer (None: of the whole model); its type is the file's."""
 
-    name: str
+    dtype: str = ""
+    _: KW_ONLY
     kind: Kind
     parts: tuple[str, ...]
-    shape: tuple[int, ...]
     layer: int | None = None
 
     @property
@@ -116,58 +117,40 @@ class _Part(NamedTuple):
     openai: str
     hf: str
     gguf: str
-    shape: Callable[[GptOssShape], tuple[int, ...]]
+    sizes: str
+
+    def shape(self, sizes: GptOssShape) -> tuple[int, ...]:
+        return tuple(getattr(sizes, size) for size in self.sizes.split())
 
 
-# Neighbours with the same name in a column are one tensor in that layout.
-_FIRST = (
-    _Part("embed", "embedding.weight", "model.embed_tokens.weight", "token_embd.weight", lambda s: (s.vocab, s.hidden)),
-)
-_LAST = (
-    _Part("final_norm", "norm.scale", "model.norm.weight", "output_norm.weight", lambda s: (s.hidden,)),
-    _Part("unembed", "unembedding.weight", "lm_head.weight", "output.weight", lambda s: (s.vocab, s.hidden)),
-)
-_LAYER = (
-    _Part("attn_norm", "attn.norm.scale", "input_layernorm.weight", "attn_norm.weight", lambda s: (s.hidden,)),
-    _Part("q", "attn.qkv.weight", "self_attn.q_proj.weight", "attn_q.weight", lambda s: (s.q_rows, s.hidden)),
-    _Part("k", "attn.qkv.weight", "self_attn.k_proj.weight", "attn_k.weight", lambda s: (s.kv_rows, s.hidden)),
-    _Part("v", "attn.qkv.weight", "self_attn.v_proj.weight", "attn_v.weight", lambda s: (s.kv_rows, s.hidden)),
-    _Part("q_bias", "attn.qkv.bias", "self_attn.q_proj.bias", "attn_q.bias", lambda s: (s.q_rows,)),
-    _Part("k_bias", "attn.qkv.bias", "self_attn.k_proj.bias", "attn_k.bias", lambda s: (s.kv_rows,)),
-    _Part("v_bias", "attn.qkv.bias", "self_attn.v_proj.bias", "attn_v.bias", lambda s: (s.kv_rows,)),
-    _Part("sinks", "attn.sinks", "self_attn.sinks", "attn_sinks.weight", lambda s: (s.heads,)),
-    _Part("out", "attn.out.weight", "self_attn.o_proj.weight", "attn_output.weight", lambda s: (s.hidden, s.q_rows)),
-    _Part("out_bias", "attn.out.bias", "self_attn.o_proj.bias", "attn_output.bias", lambda s: (s.hidden,)),
-    _Part(
-        "mlp_norm",
-        "mlp.norm.scale",
-        "post_attention_layernorm.weight",
-        "post_attention_norm.weight",
-        lambda s: (s.hidden,),
-    ),
-    _Part("router", "mlp.gate.weight", "mlp.router.weight", "ffn_gate_inp.weight", lambda s: (s.experts, s.hidden)),
-    _Part("router_bias", "mlp.gate.bias", "mlp.router.bias", "ffn_gate_inp.bias", lambda s: (s.experts,)),
-    _Part(
-        "gate_bias",
-        "mlp.mlp1_bias",
-        "mlp.experts.gate_up_proj_bias",
-        "ffn_gate_exps.bias",
-        lambda s: (s.experts, s.intermediate),
-    ),
-    _Part(
-        "up_bias",
-        "mlp.mlp1_bias",
-        "mlp.experts.gate_up_proj_bias",
-        "ffn_up_exps.bias",
-        lambda s: (s.experts, s.intermediate),
-    ),
-    _Part(
-        "down_bias",
-        "mlp.mlp2_bias",
-        "mlp.experts.down_proj_bias",
-        "ffn_down_exps.bias",
-        lambda s: (s.experts, s.hidden),
-    ),
+# A part, its names in OpenAI's, Hugging Face's and GGUF's layout, its sizes. Neighbours with the same name in a column
+# are one tensor in that layout.
+_BEFORE_LAYERS = "embed | embedding.weight | model.embed_tokens.weight | token_embd.weight | vocab hidden"
+_OF_LAYER = """
+attn_norm   | attn.norm.scale | input_layernorm.weight          | attn_norm.weight           | hidden
+q           | attn.qkv.weight | self_attn.q_proj.weight         | attn_q.weight              | q_rows hidden
+k           | attn.qkv.weight | self_attn.k_proj.weight         | attn_k.weight              | kv_rows hidden
+v           | attn.qkv.weight | self_attn.v_proj.weight         | attn_v.weight              | kv_rows hidden
+q_bias      | attn.qkv.bias   | self_attn.q_proj.bias           | attn_q.bias                | q_rows
+k_bias      | attn.qkv.bias   | self_attn.k_proj.bias           | attn_k.bias                | kv_rows
+v_bias      | attn.qkv.bias   | self_attn.v_proj.bias           | attn_v.bias                | kv_rows
+sinks       | attn.sinks      | self_attn.sinks                 | attn_sinks.weight          | heads
+out         | attn.out.weight | self_attn.o_proj.weight         | attn_output.weight         | hidden q_rows
+out_bias    | attn.out.bias   | self_attn.o_proj.bias           | attn_output.bias           | hidden
+mlp_norm    | mlp.norm.scale  | post_attention_layernorm.weight | post_attention_norm.weight | hidden
+router      | mlp.gate.weight | mlp.router.weight               | ffn_gate_inp.weight        | experts hidden
+router_bias | mlp.gate.bias   | mlp.router.bias                 | ffn_gate_inp.bias          | experts
+gate_bias   | mlp.mlp1_bias   | mlp.experts.gate_up_proj_bias   | ffn_gate_exps.bias         | experts intermediate
+up_bias     | mlp.mlp1_bias   | mlp.experts.gate_up_proj_bias   | ffn_up_exps.bias           | experts intermediate
+down_bias   | mlp.mlp2_bias   | mlp.experts.down_proj_bias      | ffn_down_exps.bias         | experts hidden
+"""
+_AFTER_LAYERS = """
+final_norm | norm.scale         | model.norm.weight | output_norm.weight | hidden
+unembed    | unembedding.weight | lm_head.weight    | output.weight      | vocab hidden
+"""
+_FIRST, _LAYER, _LAST = (
+    tuple(_Part(*map(str.strip, row.split("|"))) for row in table.strip().splitlines())
+    for table in (_BEFORE_LAYERS, _OF_LAYER, _AFTER_LAYERS)
 )
 _GGUF_EXPERTS: _ExpertNames = {
     "ffn_gate_exps.weight": ("gate",),
@@ -238,22 +221,24 @@ def _plain_slots(
     for name, group in groupby(parts, key=lambda part: str(getattr(part, layout))):
         held = list(group)
         names, shapes = tuple(part.name for part in held), [part.shape(shape) for part in held]
+        kind: Kind
+        sizes: tuple[int, ...]
         if names == ("gate_bias", "up_bias"):
-            yield LayoutTensor(prefix + name, "woven", names, (shape.experts, 2 * shape.intermediate), layer)
+            sizes, kind = (shape.experts, 2 * shape.intermediate), "woven"
         else:
-            rows = sum(own[0] for own in shapes)
-            yield LayoutTensor(prefix + name, "plain", names, (rows, *shapes[0][1:]), layer)
+            sizes, kind = (sum(rows for rows, *_ in shapes), *shapes[0][1:]), "plain"
+        yield LayoutTensor(prefix + name, sizes, kind=kind, parts=names, layer=layer)
 
 
 def _expert_slots(layout: Layout, shape: GptOssShape, packed: bool, layer: int) -> Iterator[LayoutTensor]:
     for stem, parts in _EXPERTS[layout, packed].items():
         name = f"{LAYER_PREFIX[layout]}{layer}.{stem}"
         outputs, inputs = shape.matrix(parts)
+        blocks = (shape.experts, outputs, inputs // BLOCK)
+        tensors: dict[str, tuple[Kind, tuple[int, ...]]] = {name: ("transposed", (shape.experts, inputs, outputs))}
         if layout == "gguf":
-            yield LayoutTensor(name, "matrix", parts, (shape.experts, outputs, inputs), layer)
+            tensors = {name: ("matrix", (shape.experts, outputs, inputs))}
         elif packed:
-            blocks = (shape.experts, outputs, inputs // BLOCK)
-            yield LayoutTensor(f"{name}blocks", "blocks", parts, (*blocks, BLOCK // 2), layer)
-            yield LayoutTensor(f"{name}scales", "scales", parts, blocks, layer)
-        else:
-            yield LayoutTensor(name, "transposed", parts, (shape.experts, inputs, outputs), layer)
+            tensors = {f"{name}blocks": ("blocks", (*blocks, BLOCK // 2)), f"{name}scales": ("scales", blocks)}
+        for tensor, (kind, sizes) in tensors.items():
+            yield LayoutTensor(tensor, sizes, kind=kind, parts=parts, layer=layer)

@@ -3,26 +3,29 @@
 Nothing larger than that is ever in memory. Its headers are checked first, each fault an error of one line that names
 file and tensor: layout and layers, names, halves of packed weights (by the shipped manifest), gate and up alternating,
 sizes, shapes, dtypes.
+
+Between layouts an expert's matrix is either an `Encoded` in mxfp4 or a float tensor, always [outputs, inputs], with
+gate in the even rows and up in the odd ones. Packed bytes are moved, never decoded: a change of layout picks rows and
+reorders nibbles.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
+from bitplan.base.errors import FileFormatError, FormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, on_failure
-from bitplan.files.gguf import GGUFFile, GGUFValue
-from bitplan.files.gguf_split_read import open_gguf
+from bitplan.files.gguf import GGUFFile, GGUFValue, open_gguf
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss.config import ARCHITECTURE, CONFIG, Settings, read_config, read_metadata
-from bitplan.files.gpt_oss.experts import Matrix, group_experts, join_expert
 from bitplan.files.gpt_oss.layouts import (
     LAYER_PREFIX,
     LAYOUT_TITLES,
@@ -35,8 +38,9 @@ from bitplan.files.gpt_oss.layouts import (
 from bitplan.files.safetensors import Checkpoint, open_checkpoint
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec
+from bitplan.formats import Encoded, get_format, repack
 from bitplan.formats.dtypes import torch_dtype
-from bitplan.plan import Header, require_clean, shipped_manifest
+from bitplan.plan import require_clean, shipped_manifest
 from bitplan.plan.names import listed, natural_order
 
 # ---- the checks of headers -------------------------------------------------------------------------------------------
@@ -55,6 +59,12 @@ def check_gpt_oss(
     layers = _count_layers(where, layout, tensors)
     packed = _is_packed(layout, tensors)
     expected = list_slots(layout, GptOssShape(layers=layers), packed=packed)
+    if not any(slot.name in tensors for slot in expected if slot.is_expert or slot.parts == ("sinks",)):
+        mark = next(slot.name for slot in expected if slot.parts == ("sinks",))
+        raise FileFormatError(
+            f"{where}: is no gpt-oss: it has neither its experts nor its sinks ({mark!r}), and begins with "
+            f"{listed(natural_order(tensors), 2)}; `bitplan inspect` shows what it is"
+        )
     _check_names(where, layout, layers, [slot.name for slot in expected], tensors)
     if packed and layout != "gguf":
         require_clean(shipped_manifest("gpt-oss"), _as_published(tensors), checkpoint=where)
@@ -131,14 +141,12 @@ def _check_names(where: str, layout: Layout, layers: int, expected: list[str], t
         )
 
 
-def _as_published(tensors: Mapping[str, TensorSpec]) -> dict[str, Header]:
-    """Headers for the manifest of the published gpt-oss: other float types of a fine-tuned model pass as bfloat16."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        is_float = tensor.format in FLOATS
-        nbytes = 2 * math.prod(tensor.shape) if is_float else tensor.nbytes
-        renamed[name] = Header("bfloat16" if is_float else tensor.format, tensor.shape, nbytes)
-    return renamed
+def _as_published(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Tensors for the manifest of the published gpt-oss: other float types of a fine-tuned model pass as bfloat16."""
+    return {
+        name: TensorSpec.of(name, tensor.shape, dtype="bfloat16") if tensor.format in FLOATS else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _check_alternating(slot: LayoutTensor, file: Checkpoint | GGUFFile) -> None:
@@ -206,14 +214,94 @@ def _sizes(shape: GptOssShape) -> str:
     )
 
 
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+MXFP4, MXFP4_GGUF = get_format("mxfp4"), get_format("mxfp4_gguf")
+GATE_UP, DOWN = ("gate", "up"), ("down",)
+GGUF_BLOCK_BYTES = 17  # the scale, then 32 nibbles
+Matrix = Encoded | Tensor
+
+
+def group_experts(slots: Sequence[LayoutTensor]) -> dict[tuple[int, tuple[str, ...]], list[LayoutTensor]]:
+    """The tensors that hold the experts, by layer and matrix: (0, ("gate", "up")) -> those with gate and up."""
+    groups: dict[tuple[int, tuple[str, ...]], list[LayoutTensor]] = {}
+    for slot in slots:
+        if slot.is_expert and slot.layer is not None:
+            groups.setdefault((slot.layer, DOWN if slot.parts == DOWN else GATE_UP), []).append(slot)
+    return groups
+
+
+def join_expert(slots: Sequence[LayoutTensor], read: Callable[[LayoutTensor], Tensor], index: int) -> Matrix:
+    """The matrix of expert `index`; `read` gives this expert's part of each tensor (uint8 if it is packed)."""
+    kinds = {slot.kind: slot for slot in slots}
+    if "blocks" in kinds:
+        blocks, scales = read(kinds["blocks"]), read(kinds["scales"])
+        rows, across = scales.shape
+        return Encoded(MXFP4, (rows, across * 32), blocks.reshape(rows, across * 16), scales)
+    if "transposed" in kinds:
+        return read(kinds["transposed"]).T.contiguous()
+    parts = {slot.parts[0]: _from_gguf(slot, read(slot), index) for slot in slots}
+    return parts["down"] if "down" in parts else _weave(parts["gate"], parts["up"])
+
+
+def split_expert(slots: Sequence[LayoutTensor], matrix: Matrix) -> Iterator[tuple[str, Tensor | bytes]]:
+    """The part of each tensor for one expert."""
+    for slot in slots:
+        if slot.kind == "matrix":
+            rows = matrix if slot.parts == DOWN else _every_second(matrix, GATE_UP.index(slot.parts[0]))
+            yield slot.name, repack(rows, MXFP4_GGUF).to_bytes() if isinstance(rows, Encoded) else rows
+        elif slot.kind == "transposed":
+            assert isinstance(matrix, Tensor)
+            yield slot.name, matrix.T
+        else:
+            assert isinstance(matrix, Encoded)
+            part = matrix.data if slot.kind == "blocks" else matrix.scales
+            assert part is not None
+            yield slot.name, part
+
+
+def _from_gguf(slot: LayoutTensor, raw: Tensor, index: int) -> Matrix:
+    """Rows of GGUF blocks, each a scale and 16 bytes, with the nibbles as gpt-oss has them; floats as they are."""
+    if raw.dtype != torch.uint8:
+        return raw
+    blocks = raw.unflatten(-1, (-1, GGUF_BLOCK_BYTES))
+    packed = Encoded(MXFP4_GGUF, slot.shape[1:], blocks[..., 1:].flatten(-2), blocks[..., 0])
+    try:
+        return repack(packed, MXFP4)
+    except FormatError as error:
+        raise FormatError(f"{slot.name!r}, expert {index}: {error}") from None
+
+
+def _weave(even: Matrix, odd: Matrix) -> Matrix:
+    if isinstance(even, Encoded) and isinstance(odd, Encoded):
+        parts = {name: weave_rows(part, odd.parts[name]) for name, part in even.parts.items()}
+        return Encoded(MXFP4, (2 * even.shape[0], even.shape[1]), **parts)
+    assert isinstance(even, Tensor)
+    assert isinstance(odd, Tensor)
+    return weave_rows(even, odd)
+
+
+def _every_second(matrix: Matrix, first: int) -> Matrix:
+    if isinstance(matrix, Encoded):
+        parts = {name: part[first::2].contiguous() for name, part in matrix.parts.items()}
+        return Encoded(MXFP4, (matrix.shape[0] // 2, matrix.shape[1]), **parts)
+    return matrix[first::2]
+
+
+def weave_rows(even: Tensor, odd: Tensor) -> Tensor:
+    """The rows of two tensors, alternating."""
+    return torch.stack((even, odd), dim=1).flatten(0, 1)
+
+
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 CHUNK_BYTES = 2**26
 
 
-class GptOssSource(Protocol):
-    """A source from which a checkpoint can be written: a file, or random numbers.
+class GptOssSource(ABC):
+    """A source from which a checkpoint can be written: a file, or random numbers, which lie in no file.
 
     `where` begins the errors; `experts` is the float type of the experts, None where they are MXFP4; `is_widened`
     says that float32 may stand for bfloat16, as it does in GGUF.
@@ -223,33 +311,37 @@ class GptOssSource(Protocol):
     shape: GptOssShape
     settings: Settings
     experts: torch.dtype | None
-    is_widened: bool
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout of the file; None where there is none."""
+    layout: Layout | None = None  # of the file
+    is_widened = False
 
     @property
     def files(self) -> list[Path]:
-        """Every file that is read; random numbers have none."""
+        """Every file that is read."""
+        return []
 
+    @abstractmethod
     def dtype(self, part: str, layer: int | None) -> torch.dtype:
         """The type of a part that is not an expert's matrix."""
 
+    @abstractmethod
     def rows(self, part: str, layer: int | None) -> Iterator[Tensor]:
         """The rows of a part that is not an expert's matrix, some at a time."""
 
+    @abstractmethod
     def expert(self, layer: int, parts: tuple[str, ...], index: int) -> Matrix:
         """One expert's matrix [outputs, inputs]: ("gate", "up") alternating by rows, or ("down",)."""
 
     def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
         """The name, for errors, of the tensor that holds these matrices."""
+        return f"{' and '.join(parts)} of layer {layer}"
 
     def twin(self, slot: LayoutTensor) -> LayoutTensor | None:
         """The source's tensor with the same parts in the same arrangement as a tensor of another layout."""
+        return None
 
     def raw(self, slot: LayoutTensor) -> Iterator[Tensor]:
         """The bytes of one of the source's own tensors, some rows at a time."""
+        raise NotImplementedError("drawn numbers lie in no file")
 
 
 def plain_rows(source: GptOssSource, slot: LayoutTensor) -> Iterator[Tensor]:
@@ -264,8 +356,10 @@ def plain_rows(source: GptOssSource, slot: LayoutTensor) -> Iterator[Tensor]:
             yield from source.rows(part, slot.layer)
 
 
-class GptOssFile(Closing):
-    """A checkpoint in OpenAI's, Hugging Face's or GGUF's layout, completely checked; see `GptOssSource`."""
+class GptOssFile(GptOssSource, Closing):
+    """A checkpoint in OpenAI's, Hugging Face's or GGUF's layout, completely checked."""
+
+    layout: Layout
 
     def __init__(self, source: str | Path | TensorFile) -> None:
         """A file that is open already stays so when this is closed."""

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from bitplan.base.devices import known_device
 from bitplan.files.gpt_oss.config import Settings
-from bitplan.files.gpt_oss.convert import ConvertReport, ExpertFormat, open_destination, save_gpt_oss
-from bitplan.files.gpt_oss.experts import MXFP4, Matrix
-from bitplan.files.gpt_oss.layouts import GptOssShape, Layout, LayoutTensor, make_shape, part_shape
-from bitplan.files.gpt_oss.write import OnBytes
+from bitplan.files.gpt_oss.convert import ConvertReport, ExpertFormat, OnBytes, open_destination, save_gpt_oss
+from bitplan.files.gpt_oss.layouts import GptOssShape, Layout, make_shape, part_shape
+from bitplan.files.gpt_oss.source import MXFP4, GptOssSource, Matrix
 from bitplan.formats.dispatch import encode
 
 CHUNK_NUMBERS = 2**25
@@ -57,11 +56,8 @@ def make_checkpoint(
     return report
 
 
-class DrawnCheckpoint:
-    """A `GptOssSource` without a file behind it."""
-
-    layout = None
-    is_widened = False
+class DrawnCheckpoint(GptOssSource):
+    """A source without a file behind it."""
 
     def __init__(self, shape: GptOssShape, *, packed: bool, seed: int, device: str | torch.device) -> None:
         self.where = f"seed {seed}"
@@ -87,19 +83,6 @@ class DrawnCheckpoint:
         drawn = self._draw((outputs, inputs), "+".join(parts), layer, index)
         numbers = drawn.div_(math.sqrt(inputs)).to(torch.bfloat16)
         return numbers if self.experts is not None else encode(numbers, MXFP4)
-
-    @property
-    def files(self) -> list[Path]:
-        return []
-
-    def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
-        return f"{' and '.join(parts)} of layer {layer}"
-
-    def twin(self, slot: LayoutTensor) -> LayoutTensor | None:
-        return None
-
-    def raw(self, slot: LayoutTensor) -> Iterator[Tensor]:
-        raise NotImplementedError("drawn numbers lie in no file")
 
     def _draw(self, shape: tuple[int, ...], part: str, layer: int | None, index: int) -> Tensor:
         digest = hashlib.blake2b(f"{self._seed}/{part}/{layer}/{index}".encode(), digest_size=7).digest()

@@ -14,7 +14,7 @@ Experts come one at a time, all else tensor by tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,13 +28,12 @@ from bitplan.files.engines.gguf_names import gguf_name, is_plus_one, name_table
 from bitplan.files.engines.targets import EXPERT
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss.config import ARCHITECTURE
-from bitplan.files.gpt_oss.experts import DOWN, GATE_UP
 from bitplan.files.gpt_oss.layouts import LayoutTensor, list_slots
-from bitplan.files.gpt_oss.source import GptOssFile, plain_rows
+from bitplan.files.gpt_oss.source import DOWN, GATE_UP, GptOssFile, plain_rows
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import transposed_in
 from bitplan.files.safetensors_tensors import NativeTensors
-from bitplan.files.tensor_file import TensorFile
+from bitplan.files.tensor_file import ReadableTensor, TensorFile
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.dtypes import dtype_name
@@ -46,21 +45,11 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Values:
-    """One tensor of a model; its numbers are read in pieces, in order. `is_integer`: a buffer, not weights."""
-
-    shape: tuple[int, ...]
-    format: str
-    is_integer: bool
-    pieces: Callable[[], Iterator[Tensor]]
-
-
-@dataclass(frozen=True)
 class ModelValues:
     """The tensors of one file; `note` says why its names may differ from those of another layout."""
 
     path: Path
-    values: Mapping[str, Values]
+    values: Mapping[str, ReadableTensor]
     note: str | None = None
 
 
@@ -82,7 +71,9 @@ def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tup
 
 def _values(file: TensorFile, opened: ExitStack, *, layouts: bool) -> ModelValues:
     if layouts and _is_gpt_oss(file):
-        return ModelValues(file.path, _gpt_oss(opened.enter_context(GptOssFile(file))))
+        opened_file = opened.enter_context(GptOssFile(file))
+        slots = list_slots("hf", opened_file.shape, packed=False)
+        return ModelValues(file.path, {slot.name: _of_slot(opened_file, slot) for slot in slots})
     turned = transposed_in(file)
     return ModelValues(file.path, {name: _plain(file, name, turned=name in turned) for name in file.specs})
 
@@ -106,42 +97,42 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
     left, right = {name: own for name, own in ours.values.items() if name != ROTATIONS}, dict(theirs.values)
     grouped: dict[str, list[str]] = {}
     for name in theirs.values:
-        if (found := gguf_name(table, name)) in left and found is not None:
-            grouped.setdefault(found, []).append(name)
-    for found, names in grouped.items():
-        values, name = left.pop(found), names[0]
+        if (theirs_name := gguf_name(table, name)) in left and theirs_name is not None:
+            grouped.setdefault(theirs_name, []).append(name)
+    for theirs_name, names in grouped.items():
+        values, name = left.pop(theirs_name), names[0]
         if expert := EXPERT.fullmatch(name):
             name = f"{expert['before']}.experts.*.{expert['after']}"
-            right[name] = _stacked([right.pop(each) for each in sorted(names, key=_expert_number)])
-        if family.permutes and (heads := _head_count(file, kind, found)) != 0:
-            values = _in_order(values, heads, f"{file.path}: {found}")
-        if is_plus_one(family, found):
+            right[name] = _stacked([right.pop(expert_name) for expert_name in sorted(names, key=_expert_number)])
+        if family.permutes and (heads := _head_count(file, kind, theirs_name)) != 0:
+            values = _in_order(values, heads, f"{file.path}: {theirs_name}")
+        if is_plus_one(family, theirs_name):
             right[name] = _plus_one(right[name])
         left[name] = values
     return ModelValues(file.path, left), ModelValues(theirs.path, right)
 
 
 def _expert_number(name: str) -> int:
-    found = EXPERT.fullmatch(name)
-    return -1 if found is None else int(found["number"])
+    match = EXPERT.fullmatch(name)
+    return -1 if match is None else int(match["number"])
 
 
 def _head_count(file: GGUFTensors, kind: str, name: str) -> object:
     """How many heads the rows of q or k are of, as the metadata says; 0 for other tensors."""
     for part, keys in ((".attn_q.", ("head_count",)), (".attn_k.", ("head_count_kv", "head_count"))):
         if part in name:
-            said = [file.file.metadata.get(f"{kind}.attention.{key}") for key in keys]
-            return next((each.value for each in said if each is not None), None)
+            counts = [file.file.metadata.get(f"{kind}.attention.{key}") for key in keys]
+            return next((value.value for value in counts if value is not None), None)
     return 0
 
 
-def _stacked(experts: list[Values]) -> Values:
+def _stacked(experts: list[ReadableTensor]) -> ReadableTensor:
     first = experts[0]
-    shape = (len(experts), *first.shape) if len({each.shape for each in experts}) == 1 else ()
-    return Values(shape, first.format, first.is_integer, lambda: (piece for each in experts for piece in each.pieces()))
+    shape = (len(experts), *first.shape) if len({expert.shape for expert in experts}) == 1 else ()
+    return replace(first, shape=shape, pieces=lambda: (piece for expert in experts for piece in expert.pieces()))
 
 
-def _plus_one(values: Values) -> Values:
+def _plus_one(values: ReadableTensor) -> ReadableTensor:
     return replace(values, pieces=lambda: (piece.float() + 1 for piece in values.pieces()))
 
 
@@ -157,20 +148,19 @@ def _architecture(file: TensorFile) -> str | None:
     return None if field is None else str(field.value)
 
 
-def _plain(file: TensorFile, name: str, *, turned: bool) -> Values:
+def _plain(file: TensorFile, name: str, *, turned: bool) -> ReadableTensor:
     """A tensor as the file has it; `turned`: with its last two axes exchanged, as the model has it."""
     spec = file.specs[name]
     shape = (*spec.shape[:-2], *spec.shape[:-3:-1]) if turned else spec.shape
-    is_integer = not spec.encoded and not spec.torch_dtype.is_floating_point and not spec.torch_dtype.is_complex
 
     def pieces() -> Iterator[Tensor]:
         numbers = file.read_float(name).mT if turned else file.read_float(name)
         yield torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
-    return Values(shape, spec.format, is_integer, pieces)
+    return ReadableTensor(name, shape, spec.dtype, format=spec.format, pieces=pieces)
 
 
-def _in_order(values: Values, heads: object, where: str) -> Values:
+def _in_order(values: ReadableTensor, heads: object, where: str) -> ReadableTensor:
     """Rows in Hugging Face's order: llama.cpp interleaves the two halves of each head's rotation."""
     rows = values.shape[0]
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
@@ -180,22 +170,20 @@ def _in_order(values: Values, heads: object, where: str) -> Values:
         for piece in values.pieces():
             yield piece.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
 
-    return Values(values.shape, values.format, values.is_integer, pieces)
+    return replace(values, pieces=pieces)
 
 
 # ---- gpt-oss ---------------------------------------------------------------------------------------------------------
 
 
-def _gpt_oss(file: GptOssFile) -> dict[str, Values]:
-    return {slot.name: _of_slot(file, slot) for slot in list_slots("hf", file.shape, packed=False)}
+def _of_slot(file: GptOssFile, slot: LayoutTensor) -> ReadableTensor:
+    dtype = file.experts if slot.is_expert else file.dtype(slot.parts[0], slot.layer)
+    fmt = "mxfp4" if dtype is None else dtype_name(dtype)
 
+    def pieces() -> Iterator[Tensor]:
+        return _experts(file, slot) if slot.is_expert else iter((torch.cat(list(plain_rows(file, slot))),))
 
-def _of_slot(file: GptOssFile, slot: LayoutTensor) -> Values:
-    if slot.is_expert:
-        fmt = "mxfp4" if file.experts is None else dtype_name(file.experts)
-        return Values(slot.shape, fmt, False, lambda: _experts(file, slot))
-    fmt = dtype_name(file.dtype(slot.parts[0], slot.layer))
-    return Values(slot.shape, fmt, False, lambda: iter((torch.cat(list(plain_rows(file, slot))),)))
+    return ReadableTensor(slot.name, slot.shape, "float32", format=fmt, pieces=pieces)
 
 
 def _experts(file: GptOssFile, slot: LayoutTensor) -> Iterator[Tensor]:

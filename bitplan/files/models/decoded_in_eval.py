@@ -130,8 +130,8 @@ class MorphedRNN(Morphed):
     @property
     def _flat_weights(self) -> list[Tensor | None]:
         if self.training or not _frames.stack:
-            own: list[Tensor | None] = self.__dict__["_flat_weights"]
-            return own
+            kept: list[Tensor | None] = self.__dict__["_flat_weights"]
+            return kept
         frame = _frames.stack[-1]
         key = (id(self), "_flat_weights")
         if frame.module is not self or key not in frame.weights:

@@ -7,7 +7,6 @@ quantization happens after training, not in it.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,26 +19,14 @@ from bitplan.base.errors import StoreError, did_you_mean
 from bitplan.files.models.decoded_in_eval import MorphedParameter, set_slots, slots_of
 from bitplan.files.models.weight_store import ActivationObserver, CalibrationGain, EncodeOptions, WeightStore
 from bitplan.formats import Encoded, Format, get_format
-from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.scale_rules import ScaleRule
-from bitplan.plan.format_choices import NamedBy, Stored, Wanted, choose_formats
+from bitplan.plan.format_choices import Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
-from bitplan.plan.structure.describe import is_norm
-
-_LAYERS = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.modules.conv._ConvNd,
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.MultiheadAttention,
-)
-_WEIGHT = re.compile(r"weight|weight_(ih|hh|hr)(_l\d+(_reverse)?)?|(in|q|k|v)_proj_weight")
-
+from bitplan.plan.structure.parameters import LAYERS
+from bitplan.plan.structure.parameters import ParameterPlace as ParameterPlace
+from bitplan.plan.structure.parameters import places_of as places_of
 
 # ---- which weight gets which format ----------------------------------------------------------------------------------
 
@@ -71,45 +58,6 @@ class MorphReport:
         return {name: asdict(choice) for name, choice in self.choices.items()}
 
 
-@dataclass(frozen=True)
-class ParameterPlace:
-    """A Parameter by one of its names."""
-
-    name: str
-    module: nn.Module
-    local: str
-    parameter: nn.Parameter
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """A key that is the same for all names of a module's Parameter."""
-        return id(self.module), self.local
-
-    @property
-    def owner(self) -> str:
-        return self.name[: -len(self.local)].rstrip(".")
-
-    @property
-    def role(self) -> Literal["weight", "bias", "norm", "other"]:
-        if "bias" in self.local:
-            return "bias"
-        if isinstance(self.module, _LAYERS) and _WEIGHT.fullmatch(self.local):
-            return "weight"
-        return "norm" if is_norm(self.module) else "other"
-
-    def stored(self, norms: bool = False) -> Stored:
-        """As `choose_formats` takes it: biases, norms and parameters of unknown layers must be asked for by name."""
-        named_by: dict[str, NamedBy] = {"weight": "any", "norm": "any" if norms else "module"}
-        unknown = f"not a weight of a known layer ({type(self.module).__name__}): left alone unless named"
-        shape = (0, 0) if nn.parameter.is_lazy(self.parameter) else tuple(self.parameter.shape)
-        return Stored(
-            shape,
-            dtype_name(self.parameter.dtype),
-            named_by=named_by.get(self.role, "own name"),
-            else_stays=unknown if self.role == "other" else f"{self.role}: left alone",
-        )
-
-
 class EncodedModule(nn.Module, ABC):
     """A module in the place of a Parameter, which it holds encoded; its name is the Parameter's."""
 
@@ -130,16 +78,6 @@ def encoded_modules_of(model: nn.Module) -> dict[str, EncodedModule]:
     return {name: module for name, module in modules if isinstance(module, EncodedModule)}
 
 
-def places_of(model: nn.Module) -> list[ParameterPlace]:
-    """Every Parameter under every name it has: modules used twice and tied weights appear twice."""
-    return [
-        ParameterPlace(f"{path}.{local}".lstrip("."), module, local, parameter)
-        for path, module in model.named_modules(remove_duplicate=False)
-        for local, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-
-
 def _plan(places: list[ParameterPlace], formats: Wanted, norms: bool) -> tuple[Plan, dict[str, Planned]]:
     """The plan, and the entries of parameters that were morphed before; those that a mapping does not name keep theirs.
 
@@ -153,7 +91,7 @@ def _plan(places: list[ParameterPlace], formats: Wanted, norms: bool) -> tuple[P
     if isinstance(formats, Plan):  # a plan may have only one of the names of a tied parameter
         named = {id(place.parameter) for place in places if place.name in formats}
         places = [place for place in places if place.name in formats or id(place.parameter) not in named]
-    tensors = {place.name: place.stored(norms) for place in places}
+    tensors = {place.name: place.spec(norms) for place in places}
     wanted = {"*": formats} if isinstance(formats, Format | str) else formats
     plan = choose_formats(tensors, wanted, base=Plan(before), where="morph_model")
     plan.require_whole("morph_model")
@@ -286,7 +224,7 @@ def observe_model(model: nn.Module) -> Iterator[dict[str, ActivationObserver]]:
     handles = [
         module.register_forward_pre_hook(watch, with_kwargs=True)
         for module in model.modules()
-        if isinstance(module, _LAYERS)
+        if isinstance(module, LAYERS)
     ]
     try:
         yield observers

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from bitplan.base.errors import FileFormatError
 from bitplan.files.models.morph import EncodedModule, attach_encoded, encoded_modules_of, formats_of, stores_of
-from bitplan.files.models.transformers_names import listed_names, model_from_tensors
 from bitplan.files.open_files import open_tensors, require_container, write_tensors
-from bitplan.files.tensor_file import NARROW_FLOATS, Promise, TensorFile
+from bitplan.files.tensor_file import NARROW_FLOATS, TensorFile, spec_of
+from bitplan.files.transformers_names import listed_names, model_from_tensors
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.dtypes import dtype_name
@@ -35,13 +35,7 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     if not require_container(path).holds_ties:
         items |= {alias: items[name] for alias, name in tied.items()}
         tied = {}
-    promises = [
-        Promise(name, item.shape, item.fmt)
-        if isinstance(item, Encoded)
-        else Promise(name, tuple(item.shape), dtype=item.dtype)
-        for name, item in items.items()
-    ]
-    with write_tensors(path, promises, tied=tied) as writer:
+    with write_tensors(path, [spec_of(name, item) for name, item in items.items()], tied=tied) as writer:
         for name, item in items.items():
             writer.write(name, item)
 
@@ -58,20 +52,20 @@ def fill_model(file: TensorFile, model: nn.Module) -> nn.Module:
     Every name and shape is checked before the first value is changed. A tied parameter may come under any of its names;
     a model of transformers takes files under the names that its save_pretrained writes. A packed tensor fits a
     parameter of any float type: the file's bytes become the version, and the decoded numbers, rounded to the
-    parameter's type, the parameter. A parameter that a plan packed takes only its own format.
+    parameter's type, the parameter. A parameter that a plan packed takes only its held format.
     """
-    path, own = file.path, own_tensors(model)
+    path, held = file.path, own_tensors(model)
     names = [*file.specs, *file.tied]
-    unsaved = {name: item for name, item in model.named_buffers(remove_duplicate=False) if name not in own}
-    given = {id(own[name]) for name in names if name in own}
-    missing = sorted(name for name, tensor in own.items() if name not in names and id(tensor) not in given)
-    unknown = sorted(name for name in names if name not in own and name not in unsaved)
+    unsaved = {name: item for name, item in model.named_buffers(remove_duplicate=False) if name not in held}
+    given = {id(held[name]) for name in names if name in held}
+    missing = sorted(name for name, tensor in held.items() if name not in names and id(tensor) not in given)
+    unknown = sorted(name for name in names if name not in held and name not in unsaved)
     if not missing and not unknown:
         _check_buffers(path, file, {name: unsaved[name] for name in names if name in unsaved})
         for name in names:
-            if name in own:
-                _check_shape(path, name, file.spec(name).shape, own[name])
-        items = {name: file.read(name) for name in file.specs if name in own}
+            if name in held:
+                _check_shape(path, name, file.spec(name).shape, held[name])
+        items = {name: file.read(name) for name in file.specs if name in held}
     elif _is_of_transformers(model):
         items = _under_the_models_names(path, file, model)
     else:
@@ -80,39 +74,39 @@ def fill_model(file: TensorFile, model: nn.Module) -> nn.Module:
             f"{listed_names('unknown to the model', unknown)}"
         )
     for name, item in items.items():
-        _check_fits(path, item, name, own[name])
+        _check_fits(path, item, name, held[name])
     plain = {name: item for name, item in items.items() if not isinstance(item, Encoded)}
-    _check_ties(path, plain, own)
+    _check_ties(path, plain, held)
     with torch.no_grad():
         for name, item in items.items():
-            place = own[name]
+            place = held[name]
             if isinstance(place, EncodedModule):
                 assert isinstance(item, Encoded)
                 place.replace(item)
             elif not isinstance(item, Encoded):
                 place.copy_(item)
     versions = {name: item for name, item in items.items() if isinstance(item, Encoded)}
-    attach_encoded(model, {name: item for name, item in versions.items() if isinstance(own[name], Tensor)})
+    attach_encoded(model, {name: item for name, item in versions.items() if isinstance(held[name], Tensor)})
     return model
 
 
 def _check_buffers(path: str | Path, file: TensorFile, unsaved: Mapping[str, Tensor]) -> None:
     """Refuse a file whose buffers differ from those that the model computes itself (positions, rotary frequencies)."""
-    for name, own in unsaved.items():
-        if not _same_buffer(file.read_float(name), own):
+    for name, computed in unsaved.items():
+        if not _same_buffer(file.read_float(name), computed):
             raise FileFormatError(
                 f"{path}: {name!r} holds other numbers than the model's own buffer, which is computed and not loaded; "
                 "the file is of another model or config"
             )
 
 
-def _same_buffer(came: Tensor, own: Tensor) -> bool:
+def _same_buffer(came: Tensor, computed: Tensor) -> bool:
     """Whether buffers are equal: integers exactly, floats to 16-bit precision. On meta they count as equal."""
-    if came.shape != own.shape or own.is_meta:
-        return came.shape == own.shape
-    if not own.is_floating_point():
-        return torch.equal(came.to(own.dtype), own.cpu())
-    return torch.allclose(came.float(), own.float().cpu(), rtol=1e-2, atol=1e-6)
+    if came.shape != computed.shape or computed.is_meta:
+        return came.shape == computed.shape
+    if not computed.is_floating_point():
+        return torch.equal(came.to(computed.dtype), computed.cpu())
+    return torch.allclose(came.float(), computed.float().cpu(), rtol=1e-2, atol=1e-6)
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
@@ -143,15 +137,15 @@ def _under_the_models_names(path: str | Path, file: TensorFile, model: Any) -> d
     return tensors
 
 
-def _check_shape(path: str | Path, name: str, shape: tuple[int, ...], own: Tensor | EncodedModule) -> None:
-    if shape != tuple(own.shape):
-        raise FileFormatError(f"{path}: {name!r} is {shape}, the model's is {tuple(own.shape)}")
+def _check_shape(path: str | Path, name: str, shape: tuple[int, ...], held: Tensor | EncodedModule) -> None:
+    if shape != tuple(held.shape):
+        raise FileFormatError(f"{path}: {name!r} is {shape}, the model's is {tuple(held.shape)}")
 
 
-def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, own: Tensor | EncodedModule) -> None:
-    _check_shape(path, name, tuple(item.shape), own)
-    if isinstance(own, EncodedModule):
-        came, packed = item.fmt.name if isinstance(item, Encoded) else str(item.dtype), own.encoded.fmt.name
+def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, held: Tensor | EncodedModule) -> None:
+    _check_shape(path, name, tuple(item.shape), held)
+    if isinstance(held, EncodedModule):
+        came, packed = item.fmt.name if isinstance(item, Encoded) else str(item.dtype), held.encoded.fmt.name
         if came != packed:
             raise FileFormatError(
                 f"{path}: {name!r} is {came}, the model holds it packed as {packed}; load the file into the model "
@@ -159,27 +153,27 @@ def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, own: Tensor
             )
         return
     if isinstance(item, Encoded):
-        holds, what = own.is_floating_point(), item.fmt.name
+        holds, what = held.is_floating_point(), item.fmt.name
     else:
-        holds, what = _holds(own.dtype, item.dtype), str(item.dtype)
+        holds, what = _holds(held.dtype, item.dtype), str(item.dtype)
     if not holds:
-        raise FileFormatError(f"{path}: {name!r} is {what}, which the model's {own.dtype} cannot hold exactly")
+        raise FileFormatError(f"{path}: {name!r} is {what}, which the model's {held.dtype} cannot hold exactly")
 
 
-def _holds(own: torch.dtype, came: torch.dtype) -> bool:
+def _holds(held: torch.dtype, came: torch.dtype) -> bool:
     """Whether the type `own` holds every number of the type `came`."""
     if dtype_name(came) not in NARROW_FLOATS:  # torch does not promote narrow floats
-        return torch.promote_types(came, own) == own
+        return torch.promote_types(came, held) == held
     if came == torch.float8_e8m0fnu:
-        return own in (torch.bfloat16, torch.float32, torch.float64)
-    return came != torch.float4_e2m1fn_x2 and own.is_floating_point and own.itemsize > 1
+        return held in (torch.bfloat16, torch.float32, torch.float64)
+    return came != torch.float4_e2m1fn_x2 and held.is_floating_point and held.itemsize > 1
 
 
-def _check_ties(path: str | Path, plain: Mapping[str, Tensor], own: Mapping[str, Tensor | EncodedModule]) -> None:
+def _check_ties(path: str | Path, plain: Mapping[str, Tensor], held: Mapping[str, Tensor | EncodedModule]) -> None:
     """Refuse a file with different numbers under names that are one parameter of the model."""
     first: dict[int, str] = {}
     for name, item in plain.items():
-        place = own[name]
+        place = held[name]
         assert isinstance(place, Tensor)
         other = first.setdefault(id(place), name)
         kind = place.dtype
@@ -190,11 +184,11 @@ def _check_ties(path: str | Path, plain: Mapping[str, Tensor], own: Mapping[str,
 def own_tensors(model: nn.Module) -> dict[str, Tensor | EncodedModule]:
     """Everything a model saves, by its own names: a packed parameter is one thing, not its parts."""
     packed = encoded_modules_of(model)
-    own: dict[str, Tensor | EncodedModule] = {}
+    by_name: dict[str, Tensor | EncodedModule] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         owner = name.rpartition(".")[0]
-        own[owner if owner in packed else name] = packed.get(owner, tensor)
-    return own
+        by_name[owner if owner in packed else name] = packed.get(owner, tensor)
+    return by_name
 
 
 def _model_items(model: nn.Module) -> tuple[dict[str, Tensor | Encoded], dict[str, str]]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bitplan.files.schemes.integers import IntegerGroups, decode_integers, integer_weight, unpack_words
-from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight
 
 if TYPE_CHECKING:
     from torch import Tensor

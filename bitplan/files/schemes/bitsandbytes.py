@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bitplan.base.documents import NAME, NUMBER, SHAPE, SIZE, Reader, one_of
 from bitplan.base.errors import FileFormatError
 from bitplan.base.records import parse_json
 from bitplan.files.schemes.integers import PIECE_NUMBERS
-from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight
 from bitplan.formats import get_format
 
 if TYPE_CHECKING:
@@ -42,25 +41,10 @@ _KEYS = {
 }
 
 
-@dataclass(frozen=True)
-class FourBits:
-    """The quantization state of a weight."""
-
-    shape: tuple[int, ...]
-    dtype_name: str
-    blocksize: int
-    nested_blocksize: int | None
-    nested_offset: float
-
-    @property
-    def blocks(self) -> int:
-        return -(-math.prod(self.shape) // self.blocksize)
-
-
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
     for name in folder.checkpoint.tensors:
-        owner, found, kind = name.partition(STATE)
-        if found:
+        owner, is_state, kind = name.partition(STATE)
+        if is_state:
             yield _four_bits(folder, owner, name, kind)
         elif name.endswith(".SCB"):
             yield _int8(folder, name.removesuffix(".SCB"))
@@ -68,69 +52,62 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
 
 def _four_bits(folder: QuantizedFolder, name: str, state_name: str, kind: str) -> SchemeWeight:
     state = _read_state(folder, name, state_name)
-    count = math.prod(state.shape)
-    codes = folder.checkpoint.tensors.get(name)
+    shape, size, nested = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize")
+    count, codes = math.prod(shape), folder.checkpoint.tensors.get(name)
     if codes is None or codes.nbytes != -(-count // 2) or not count:
         held = "none" if codes is None else codes.nbytes
-        folder.stop(name, f"{list(state.shape)} numbers of 4 bits take {-(-count // 2)} bytes, the file has {held}")
-    parts = [name, state_name, f"{name}.quant_map", f"{name}.absmax"]
+        folder.stop(name, f"{list(shape)} numbers of 4 bits take {-(-count // 2)} bytes, the file has {held}")
+    parts, blocks = [name, state_name, f"{name}.quant_map", f"{name}.absmax"], -(-count // size)
     folder.part(f"{name}.quant_map", ("float32",), (16,), of=name)
-    if state.nested_blocksize is None:
-        folder.part(f"{name}.absmax", ("float32",), (state.blocks,), of=name)
-    else:
-        folder.part(f"{name}.absmax", ("uint8",), (state.blocks,), of=name)
+    folder.part(f"{name}.absmax", ("float32" if nested is None else "uint8",), (blocks,), of=name)
+    if nested is not None:
         folder.part(f"{name}.nested_quant_map", ("float32",), (256,), of=name)
-        folder.part(f"{name}.nested_absmax", ("float32",), (-(-state.blocks // state.nested_blocksize),), of=name)
+        folder.part(f"{name}.nested_absmax", ("float32",), (-(-blocks // nested),), of=name)
         parts += [f"{name}.nested_quant_map", f"{name}.nested_absmax"]
-    reason = f"no format of bitplan has blocks of {state.blocksize} {kind.upper()} codes over the flattened weight"
+    reason = f"no format of bitplan has blocks of {size} {kind.upper()} codes over the flattened weight"
     read = functools.partial(_decode, folder, name, state)
-    label = f"{kind}_b{state.blocksize}{'' if state.nested_blocksize is None else '_nested'}"
-    return SchemeWeight(name, state.shape, state.dtype_name, parts=tuple(parts), label=label, reason=reason, read=read)
+    label = f"{kind}_b{size}{'' if nested is None else '_nested'}"
+    return SchemeWeight(name, shape, state["dtype"], parts=tuple(parts), label=label, reason=reason, read=read)
 
 
-def _read_state(folder: QuantizedFolder, name: str, state_name: str) -> FourBits:
+def _read_state(folder: QuantizedFolder, name: str, state_name: str) -> dict[str, Any]:
+    """The quantization state of a weight, as `_KEYS` has it; without `nested_blocksize` its scales are plain."""
     entry = folder.part(state_name, ("uint8",), (None,), of=name)
     if entry.nbytes > MOST_STATE_BYTES:
         folder.stop(name, f"its quant_state takes {entry.nbytes} bytes, of which {MOST_STATE_BYTES} are the most")
     where = f"{folder.path}: {state_name!r}"
     document: Any = parse_json(folder.checkpoint.read_bytes(state_name), where=where)
-    reader = Reader(where, FileFormatError, strict=False)
     required = ["quant_type", "blocksize", "dtype", "shape"]
     nested = isinstance(document, dict) and "nested_blocksize" in document
-    reader.keys("", document, _KEYS, [*required, "nested_offset"] if nested else required)
-    if not document["blocksize"] or (nested and not document["nested_blocksize"]):
-        folder.stop(name, "its quant_state has blocks of nothing")
-    return FourBits(
-        tuple(document["shape"]),
-        document["dtype"],
-        document["blocksize"],
-        document["nested_blocksize"] if nested else None,
-        float(document.get("nested_offset", 0.0)),
+    state: dict[str, Any] = Reader(where, FileFormatError, strict=False).keys(
+        "", document, _KEYS, [*required, "nested_offset"] if nested else required
     )
+    if not state["blocksize"] or (nested and not state["nested_blocksize"]):
+        folder.stop(name, "its quant_state has blocks of nothing")
+    return state
 
 
-def _decode(folder: QuantizedFolder, name: str, state: FourBits) -> Tensor:
+def _decode(folder: QuantizedFolder, name: str, state: Mapping[str, Any]) -> Tensor:
     """Products in float32, rounded once to the weight's type, as bitsandbytes' own."""
     import torch
 
     from bitplan.formats.dtypes import torch_dtype
 
     absmax = folder.read(f"{name}.absmax")
-    if state.nested_blocksize is not None:
-        codes, levels = absmax.long(), folder.read(f"{name}.nested_quant_map")
-        of_block = torch.arange(state.blocks) // state.nested_blocksize
-        absmax = levels[codes] * folder.read(f"{name}.nested_absmax")[of_block] + state.nested_offset
-    table, count = folder.read(f"{name}.quant_map"), math.prod(state.shape)
+    if "nested_blocksize" in state:
+        levels = folder.read(f"{name}.nested_quant_map")[absmax.long()]
+        of_block = torch.arange(len(absmax)) // state["nested_blocksize"]
+        absmax = levels * folder.read(f"{name}.nested_absmax")[of_block] + float(state["nested_offset"])
+    table, count = folder.read(f"{name}.quant_map"), math.prod(state["shape"])
     raw = folder.read(name).reshape(-1).view(torch.uint8)
-    out = torch.empty(count, dtype=torch_dtype(state.dtype_name))
-    step = PIECE_NUMBERS
-    for start in range(0, count, step):
-        stop = min(start + step, count)
+    out = torch.empty(count, dtype=torch_dtype(state["dtype"]))
+    for start in range(0, count, PIECE_NUMBERS):
+        stop = min(start + PIECE_NUMBERS, count)
         some = raw[start // 2 : -(-stop // 2)]
         codes = torch.stack((some >> 4, some & 15), dim=-1).flatten()[: stop - start]
-        scales = absmax[torch.arange(start, stop) // state.blocksize]
+        scales = absmax[torch.arange(start, stop) // state["blocksize"]]
         out[start:stop] = (table[codes.long()] * scales).to(out.dtype)
-    return out.reshape(state.shape)
+    return out.reshape(state["shape"])
 
 
 def _int8(folder: QuantizedFolder, owner: str) -> SchemeWeight:
@@ -139,7 +116,7 @@ def _int8(folder: QuantizedFolder, owner: str) -> SchemeWeight:
     rows, cols = codes.shape
     folder.part(f"{owner}.SCB", ("float32",), (rows,), of=name)
     parts = [name, f"{owner}.SCB", f"{owner}.weight_format"]
-    found = tuple(part for part in parts if part in folder.checkpoint.tensors)
+    there = tuple(part for part in parts if part in folder.checkpoint.tensors)
     layout = folder.checkpoint.tensors.get(f"{owner}.weight_format")
     if layout is not None and any(folder.checkpoint.read_bytes(layout.name)):
         folder.stop(name, "its weight_format is not rows in order, which bitplan does not read")
@@ -147,7 +124,7 @@ def _int8(folder: QuantizedFolder, owner: str) -> SchemeWeight:
     read = functools.partial(_keep_int8, folder, owner)
     kind = "int8_row"
     return SchemeWeight(
-        name, (rows, cols), folder.dtype_name, format=kind, parts=found, label=kind, reason=reason, read=read
+        name, (rows, cols), folder.dtype_name, format=kind, parts=there, label=kind, reason=reason, read=read
     )
 
 

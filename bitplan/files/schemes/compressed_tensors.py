@@ -25,7 +25,7 @@ from bitplan.files.schemes.integers import (
     keep_packed,
     unpack_words,
 )
-from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight, is_tile
+from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight, is_tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,37 +33,24 @@ if TYPE_CHECKING:
     from bitplan.formats import Encoded, Format
 
 FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-    "mxfp8-quantized",
-    "mixed-precision",
-    "dense",
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"),
 )
 # Scales of activations and of the cache of keys and values, which are not quantized here.
-_LEFT_OUT = (
-    "input_scale",
-    "input_zero_point",
-    "input_global_scale",
-    "input_g_idx",
-    "output_scale",
-    "output_zero_point",
-)
+_LEFT_OUT = tuple(f"input_{part}" for part in ("scale", "zero_point", "global_scale", "g_idx"))
+_LEFT_OUT += ("output_scale", "output_zero_point")
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
     groups = _check_config(folder)
     weights = [group["weights"] for group in groups if isinstance(group.get("weights"), dict)]
-    integers = [each.get("num_bits") for each in weights if each.get("type", "int") == "int"]
+    integers = [weight.get("num_bits") for weight in weights if weight.get("type", "int") == "int"]
     bits = {count for count in integers if type(count) is int}
-    tile = next((each["block_structure"] for each in weights if is_tile(each.get("block_structure"))), TILE)
+    tile = next((weight["block_structure"] for weight in weights if is_tile(weight.get("block_structure"))), TILE)
     tensors = folder.checkpoint.tensors
     for name in tensors:
         owner, _, part = name.rpartition(".")
-        beside = tuple(each for left in _LEFT_OUT if (each := f"{owner}.{left}") in tensors)
+        beside = tuple(name_beside for left in _LEFT_OUT if (name_beside := f"{owner}.{left}") in tensors)
         if part == "weight_packed" and tensors[name].dtype == "uint8":
             base = f"{owner}.weight_global_scale"
             factor = base if base in tensors else None
@@ -81,15 +68,15 @@ def _check_config(folder: QuantizedFolder) -> list[dict[str, Any]]:
     groups = folder.said.get("config_groups")
     if not isinstance(groups, dict):
         folder.refuse("config.json: quantization_config has no config_groups")
-    found = [group for group in groups.values() if isinstance(group, dict)]
-    for each in (folder.said, *found):
-        if each.get("format") not in (None, *FORMATS):
-            folder.refuse(f"compressed-tensors in format {str(each['format'])[:40]!r}")
+    known = [group for group in groups.values() if isinstance(group, dict)]
+    for settings in (folder.said, *known):
+        if settings.get("format") not in (None, *FORMATS):
+            folder.refuse(f"compressed-tensors in format {str(settings['format'])[:40]!r}")
     for key in ("sparsity_config", "transform_config"):
-        said = folder.said.get(key)
-        if isinstance(said, dict) and said and said.get("format", "") != "dense" and said.get("config_groups", True):
+        part = folder.said.get(key)
+        if isinstance(part, dict) and part and part.get("format", "") != "dense" and part.get("config_groups", True):
             folder.refuse(f"compressed-tensors with a {key}")
-    return found
+    return known
 
 
 def _packed_layout(folder: QuantizedFolder, owner: str, known_bits: set[int]) -> IntegerGroups:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from bitplan.base.documents import show
 from bitplan.files.schemes.integers import pieces
-from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight, is_tile
+from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight, is_tile
 from bitplan.formats import get_format
 
 if TYPE_CHECKING:
@@ -37,16 +37,16 @@ ACTIVATION_SCALES = ("input_scale", "input_scale_ub", "activation_scale")
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
-    said = folder.said.get("weight_block_size") or TILE
-    if not is_tile(said):
-        folder.refuse(f"config.json: quantization_config: weight_block_size is {show(said)}, not two sizes")
+    tile = folder.said.get("weight_block_size") or TILE
+    if not is_tile(tile):
+        folder.refuse(f"config.json: quantization_config: weight_block_size is {show(tile)}, not two sizes")
     tensors = folder.checkpoint.tensors
     for name, entry in tensors.items():
-        scales = next((each for each in (f"{name}_scale_inv", f"{name}_scale") if each in tensors), None)
+        scales = next((suffixed for suffixed in (f"{name}_scale_inv", f"{name}_scale") if suffixed in tensors), None)
         if entry.dtype in FP8 and scales is not None:
             owner = name.rpartition(".")[0]
-            beside = tuple(each for part in ACTIVATION_SCALES if (each := f"{owner}.{part}") in tensors)
-            yield fp8_weight(folder, name, name, scales, (said[0], said[1]), beside)
+            beside = tuple(name_beside for part in ACTIVATION_SCALES if (name_beside := f"{owner}.{part}") in tensors)
+            yield fp8_weight(folder, name, name, scales, (tile[0], tile[1]), beside)
 
 
 def fp8_weight(

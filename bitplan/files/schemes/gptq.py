@@ -21,7 +21,7 @@ from bitplan.files.schemes.integers import (
     keep_packed,
     unpack_words,
 )
-from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,9 +68,9 @@ def _layout(
             f"{list(words.shape)} int32 do not hold {cols} columns of {bits} bits, {list(scales.shape)} scales",
         )
     group = -(-cols // groups)
-    said = folder.said.get("group_size", -1)
-    if groups > 1 and type(said) is int and said > 0 and not may_vary:
-        group = said
+    stated = folder.said.get("group_size", -1)
+    if groups > 1 and type(stated) is int and stated > 0 and not may_vary:
+        group = stated
     if -(-cols // group) != groups:
         folder.stop(owner, f"{groups} groups of {group} are not {cols} columns")
     folder.part(f"{owner}.qzeros", ("int32",), (groups, -(-rows * bits // 32)), of=owner)
@@ -100,9 +100,10 @@ def _groups(folder: QuantizedFolder, owner: str, layout: IntegerGroups) -> Tenso
 
     if f"{owner}.g_idx" not in folder.checkpoint.tensors:
         return None
-    found = folder.read(f"{owner}.g_idx").long()
-    if bool(((found < 0) | (found >= layout.groups)).any()):
+    groups = folder.read(f"{owner}.g_idx").long()
+    if bool(((groups < 0) | (groups >= layout.groups)).any()):
         folder.stop(
-            owner, f"g_idx must be groups from 0 to {layout.groups - 1}, got {int(found.min())} and {int(found.max())}"
+            owner,
+            f"g_idx must be groups from 0 to {layout.groups - 1}, got {int(groups.min())} and {int(groups.max())}",
         )
-    return None if bool((found == torch.arange(layout.cols) // layout.group).all()) else found
+    return None if bool((groups == torch.arange(layout.cols) // layout.group).all()) else groups

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bitplan.files.schemes.scheme import QuantizedFolder, SchemeWeight
+from bitplan.files.schemes.tensors import QuantizedFolder, SchemeWeight
 from bitplan.formats import Format, list_formats
 from bitplan.formats.elements import IntegerElement
 from bitplan.formats.scale_rules import ScaleStorage
@@ -27,7 +27,10 @@ PIECE_NUMBERS = 2**22
 
 @dataclass(frozen=True)
 class IntegerGroups:
-    """A matrix [rows, cols] of unsigned codes of `bits` bits, a scale for every `group` of columns."""
+    """A matrix [rows, cols] of unsigned codes of `bits` bits, a scale for every `group` of columns.
+
+    It is no record of a tensor, but how codes lie in a folder: what a `Format` is where bitplan has one for them.
+    """
 
     rows: int
     cols: int
@@ -58,7 +61,7 @@ class IntegerGroups:
                 None,
                 f"no format of bitplan has {self.bits} bits, groups of {self.group} and {self.scale_type} scales",
             )
-        fmt = max(fitting, key=lambda each: (self._block(each), each.scales.dtype_name == self.scale_type))  # type: ignore[union-attr]
+        fmt = max(fitting, key=lambda fmt: (self._block(fmt), fmt.scales.dtype_name == self.scale_type))  # type: ignore[union-attr]
         times = self.group // self._block(fmt)
         return fmt, "the same codes and scales" + (f", each scale {times} times" if times > 1 else "")
 
@@ -86,9 +89,9 @@ def integer_weight(
     fmt, reason = layout.format()
     there = tuple(part for part in parts if part in folder.checkpoint.tensors)
     kept, shape = fmt.name if fmt else None, (layout.rows, layout.cols)
-    made = functools.partial(read, layout, fmt)
+    reads = functools.partial(read, layout, fmt)
     return SchemeWeight(
-        name, shape, layout.scale_type, format=kept, parts=there, label=layout.label, reason=reason, read=made
+        name, shape, layout.scale_type, format=kept, parts=there, label=layout.label, reason=reason, read=reads
     )
 
 

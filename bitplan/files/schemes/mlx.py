@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.base.documents import show
 from bitplan.files.schemes.integers import IntegerGroups, keep_packed, pieces, unpack_words
-from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight
 from bitplan.formats import Format, get_format
 from bitplan.plan.structure.families import FAMILIES
 
@@ -70,9 +70,9 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
 
 
 def _modules(folder: QuantizedFolder, owner: str, axes: int) -> Iterator[Module]:
-    own = folder.said.get(owner)
-    said: dict[str, Any] = {"mode": AFFINE, **(own if isinstance(own, dict) else folder.said)}
-    mode, bits, group = said["mode"], said.get("bits"), said.get("group_size")
+    of_module = folder.said.get(owner)
+    settings: dict[str, Any] = {"mode": AFFINE, **(of_module if isinstance(of_module, dict) else folder.said)}
+    mode, bits, group = settings["mode"], settings.get("bits"), settings.get("group_size")
     fits = type(group) is int and 0 < group < 2**31
     if mode == AFFINE:
         fits = fits and type(bits) is int and bits in (2, 3, 4, 5, 6, 8)
@@ -95,8 +95,8 @@ def _modules(folder: QuantizedFolder, owner: str, axes: int) -> Iterator[Module]
 
 def _expert_name(folder: QuantizedFolder, name: str, expert: int) -> str:
     """Hugging Face's name of an expert that MLX holds in a layer's tensor."""
-    before, found, layer = name.partition(EXPERTS)
-    if not found:
+    before, is_expert, layer = name.partition(EXPERTS)
+    if not is_expert:
         folder.stop(name, "has three axes and is not a layer's experts (switch_mlp), so its weights have no names")
     local, _, kind = layer.partition(".")
     named = next((names for path, names in _EXPERTS.items() if f"{before}.experts".endswith(f".{path}")), None)
@@ -117,9 +117,9 @@ def _shape(module: Module, scale_types: tuple[str, ...]) -> tuple[int, int]:
             f"{list(words.shape)} words are not rows of {module.bits} bits in groups of {module.group}",
         )
     scales = (*words.shape[:-1], cols // module.group)
-    found = folder.part(f"{module.owner}{SCALES}", scale_types, scales, of=module.name)
+    scale_part = folder.part(f"{module.owner}{SCALES}", scale_types, scales, of=module.name)
     if module.mode == AFFINE:
-        folder.part(f"{module.owner}.biases", (found.dtype,), scales, of=module.name)
+        folder.part(f"{module.owner}.biases", (scale_part.dtype,), scales, of=module.name)
     return rows, cols
 
 

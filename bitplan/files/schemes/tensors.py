@@ -1,4 +1,10 @@
-"""A folder that another library quantized, as a file of weights: each weight under its own name, not by its parts."""
+"""A folder that another library quantized, as a file of weights: each weight under its own name, not by its parts.
+
+A scheme is how a library keeps quantized weights in the safetensors of a Hugging Face folder: a module with
+`list_weights(folder) -> Iterator[SchemeWeight]`. From names, shapes and config alone it says which tensors of the files
+are parts of which weight, and how that weight is read. Tensors that no weight claims are plain. Everything is checked
+against the headers before a byte of a payload is read, and memory is bounded by the largest weight.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +12,19 @@ import functools
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from bitplan.base.documents import OBJECT, Reader, or_null
+from bitplan.base.documents import show
 from bitplan.base.errors import FileFormatError
 from bitplan.base.records import on_failure, read_json
 from bitplan.base.text import counted, visible
-from bitplan.files.safetensors import INDEX_SUFFIX, Checkpoint, open_checkpoint
-from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.files.safetensors import Checkpoint, open_checkpoint
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import get_format
+from bitplan.plan.structure.model_view import TensorRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,48 +44,96 @@ SCHEMES = {
     "torchao": "torchao",
     "mlx": "mlx",
 }
-# Files beside the config in which older versions keep the settings, and their schemes.
-_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
-def scheme_of(path: Path) -> dict[str, Any] | None:
-    """The quantization settings of a folder, or of an index's folder, if bitplan reads their scheme; else None."""
-    if not path.is_dir() and not path.name.endswith(INDEX_SUFFIX):
-        return None
-    folder = path if path.is_dir() else path.parent
-    config = folder / CONFIG
-    if not config.is_file():
-        return None
-    said = _quantization(config)
-    if said is None:
-        old = next((name for name in _OLD_FILES if (folder / name).is_file()), None)
-        if old is not None:
-            reader = Reader(str(folder / old), FileFormatError, strict=False)
-            document = reader.keys("", read_json(folder / old), {}, ())
-            said = {"quant_method": _OLD_FILES[old], **document}
-    method = None if said is None else said.get("quant_method")
-    return said if isinstance(method, str) and method in SCHEMES else None
+FLOATS = ("float16", "bfloat16", "float32")
 
 
-def _quantization(config: Path) -> dict[str, Any] | None:
-    keys = {"quantization_config": or_null(OBJECT), "compression_config": or_null(OBJECT)}
-    document = Reader(str(config), FileFormatError, strict=False).keys("", read_json(config), keys, ())
-    mlx = document.get("quantization")
-    if isinstance(mlx, dict) and "bits" in mlx and "group_size" in mlx:
-        return {**mlx, "quant_method": "mlx"}  # mlx_lm names no method, and repeats it as quantization_config
-    said: dict[str, Any] | None = document.get("quantization_config") or document.get("compression_config")
-    return said
+@dataclass(frozen=True)
+class SchemeWeight(TensorRecord):
+    """A weight that lies in the files as `parts`.
+
+    format   a format of bitplan's, if `read` gives an Encoded; None if `read` gives numbers of type `dtype`
+    label    what the scheme holds, such as int4_g128
+    reason   why it is kept as it is, or decoded
+    """
+
+    _: KW_ONLY
+    parts: tuple[str, ...]
+    label: str
+    reason: str
+    read: Callable[[], Tensor | Encoded]
+
+
+@dataclass(frozen=True)
+class QuantizedFolder:
+    """An open folder for its scheme: the quantization in its config, and the type of the model."""
+
+    path: Path
+    said: Mapping[str, Any]
+    checkpoint: Checkpoint
+    dtype_name: str
+
+    def part(
+        self, name: str, dtypes: Sequence[str], shape: Sequence[int | None] | None = None, *, of: str
+    ) -> TensorSpec:
+        """A tensor of the files, which must have one of these types and this shape (None: any size)."""
+        entry = self.checkpoint.tensors.get(name)
+        if entry is None:
+            self.stop(of, f"its part {name!r} is missing; download the folder again, or open the whole folder")
+        fits = shape is None or (
+            len(shape) == len(entry.shape)
+            and all(want in (None, got) for want, got in zip(shape, entry.shape, strict=True))
+        )
+        if entry.dtype not in dtypes or not fits:
+            sizes = "" if shape is None else f" {['any' if size is None else size for size in shape]}"
+            self.stop(of, f"{name!r} must be {' or '.join(dtypes)}{sizes}, got {entry.dtype} {list(entry.shape)}")
+        return entry
+
+    def read(self, name: str) -> Tensor:
+        return self.checkpoint.read(name)
+
+    def read_sizes(self, name: str, count: int, *, of: str) -> tuple[int, ...]:
+        """A tensor of a few integers that are sizes."""
+        entry = self.part(name, ("int64", "int32"), (count,), of=of)
+        raw, width = self.checkpoint.read_bytes(name), entry.nbytes // count
+        sizes = tuple(
+            int.from_bytes(raw[start : start + width], "little", signed=True) for start in range(0, len(raw), width)
+        )
+        if any(size < 1 for size in sizes):
+            self.stop(of, f"{name!r} must be sizes from 1, got {list(sizes)}")
+        return sizes
+
+    def stop(self, weight: str, fault: str) -> NoReturn:
+        raise FileFormatError(f"{self.path}: {weight!r}: {fault}")
+
+    def refuse(self, fault: str) -> NoReturn:
+        """Refuse a variant of the scheme that bitplan does not read."""
+        raise FileFormatError(
+            f"{self.path}: {fault}, which bitplan does not read; give the folder of the model in bfloat16 or float32"
+        )
+
+    def setting(self, key: str, default: Any, *allowed: Any) -> Any:
+        """A key of the config that must have one of these values."""
+        value = self.said.get(key, default)
+        if not any(type(value) is type(known) and value == known for known in allowed):
+            self.refuse(f"config.json: quantization_config: {key} is {show(value)}, not {allowed}")
+        return value
+
+
+def is_tile(value: object) -> bool:
+    """Whether a config's value is the two sizes of a tile."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return all(type(size) is int and 0 < size < 2**31 for size in value)
 
 
 class SchemeTensors(TensorFile):
     """Weights kept packed where bitplan has the format bit for bit, else decoded; the log says which, and why."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        said = scheme_of(path)
-        if said is None:
-            raise FileFormatError(f"{path}: its {CONFIG} names no quantization that bitplan reads")
-        self.kind: str = said["quant_method"]
+    def __init__(self, path: Path, said: Mapping[str, Any]) -> None:
+        """`said` are the quantization settings of the folder's config."""
+        self.path, self.kind = path, said["quant_method"]
         self._checkpoint: Checkpoint = open_checkpoint(path)
         with on_failure(self.close):
             folder = QuantizedFolder(path, said, self._checkpoint, _model_type(path))
@@ -112,8 +166,8 @@ class SchemeTensors(TensorFile):
         ]
 
     def read(self, name: str) -> Tensor | Encoded:
-        own = self.spec(name).name
-        return self._weights[own].read() if own in self._weights else self._checkpoint.read(own)
+        known = self.spec(name).name
+        return self._weights[known].read() if known in self._weights else self._checkpoint.read(known)
 
     def decode_where(self, fault: Callable[[Format], str | None]) -> None:
         """From now on decode weights whose format has a fault, to the type of the model."""
@@ -157,13 +211,13 @@ def _decoded(weight: SchemeWeight) -> Tensor:
     from bitplan.formats.dispatch import decode
     from bitplan.formats.dtypes import torch_dtype
 
-    found = weight.read()
-    assert isinstance(found, Encoded)
-    return decode(found).to(torch_dtype(weight.dtype))
+    packed = weight.read()
+    assert isinstance(packed, Encoded)
+    return decode(packed).to(torch_dtype(weight.dtype))
 
 
 def _model_type(path: Path) -> str:
     """The type in which the model computes, by its config."""
     config = read_json((path if path.is_dir() else path.parent) / CONFIG)
-    said = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    return said if said in FLOATS else "bfloat16"
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return dtype if dtype in FLOATS else "bfloat16"

@@ -23,7 +23,7 @@ from bitplan.base.errors import FileFormatError
 from bitplan.base.records import parse_json
 from bitplan.files.schemes.floats import TILE, fp4_weight, fp8_weight
 from bitplan.files.schemes.integers import IntegerGroups, decode_integers, integer_weight, keep_packed
-from bitplan.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight, is_tile
+from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight, is_tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,11 +38,11 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
     for file in folder.checkpoint.files:
         where = f"{file.path}: metadata"
         for name in _names(file.metadata.get(NAMES), where):
-            said = parse_json(file.metadata.get(name, "null").encode(), where=f"{where} {name[:80]!r}")
-            if not isinstance(said, dict) or not isinstance(said.get("_type"), str):
-                raise FileFormatError(f"{where}: {name[:80]!r} must be an object with _type, got {show(said)}")
-            if said["_type"] != "Tensor":
-                yield _weight(folder, name, said)
+            facts = parse_json(file.metadata.get(name, "null").encode(), where=f"{where} {name[:80]!r}")
+            if not isinstance(facts, dict) or not isinstance(facts.get("_type"), str):
+                raise FileFormatError(f"{where}: {name[:80]!r} must be an object with _type, got {show(facts)}")
+            if facts["_type"] != "Tensor":
+                yield _weight(folder, name, facts)
 
 
 def _names(text: str | None, where: str) -> list[str]:
@@ -54,15 +54,15 @@ def _names(text: str | None, where: str) -> list[str]:
     return names
 
 
-def _weight(folder: QuantizedFolder, name: str, said: Mapping[str, Any]) -> SchemeWeight:
+def _weight(folder: QuantizedFolder, name: str, facts: Mapping[str, Any]) -> SchemeWeight:
     module, _, local = name.rpartition(".")
     prefix = f"{module}._{local}_"
-    kind, data = said["_type"], said.get("_data")
+    kind, data = facts["_type"], facts.get("_data")
     if not isinstance(data, dict):
         folder.stop(name, f"{kind} has no _data")
     if f"{prefix}act_pre_scale" in folder.checkpoint.tensors:
         folder.refuse(f"{name!r} multiplies its inputs first (act_pre_scale)")
-    beside = tuple(each for part in _ACTIVATIONS if (each := prefix + part) in folder.checkpoint.tensors)
+    beside = tuple(name_beside for part in _ACTIVATIONS if (name_beside := prefix + part) in folder.checkpoint.tensors)
     block = data.get("block_size")
     if kind == "Float8Tensor":
         tile = (block[0], block[1]) if isinstance(block, list) and is_tile(block) else TILE
@@ -80,9 +80,9 @@ def _weight(folder: QuantizedFolder, name: str, said: Mapping[str, Any]) -> Sche
     return _microscaling(folder, name, prefix, beside)
 
 
-def _bits(said: object) -> int:
+def _bits(dtype: object) -> int:
     """Bits of the codes by {"_type": "torch.dtype", "_data": "int4"}; a byte holds any of them."""
-    name = said.get("_data") if isinstance(said, dict) else None
+    name = dtype.get("_data") if isinstance(dtype, dict) else None
     return int(name[3]) if isinstance(name, str) and re.fullmatch("int[1-8]", name) else 8
 
 

@@ -1,4 +1,4 @@
-"""What a layer benchmark is asked to do: LoongForge's TE_LAYER_PERF_* variables, with its defaults.
+"""What a layer benchmark is asked to do: LoongForge's TE_LAYER_PERF_* variables with its defaults, and options of ours.
 
 The environment is passed as a mapping, so that tests need not set variables. An unknown variable with our prefix is
 refused: with a misspelt name, the default would be measured and nobody would notice.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bitplan.base.errors import did_you_mean
+from bitplan.fp8.policy.report import ROUTINGS, TIMINGS
 from bitplan.fp8.policy.vocabulary import DEFAULT_RECIPE, DEFAULT_THRESHOLD, PRECISIONS, Fp8Error
 from bitplan.fp8.recipes import RECIPES
 
@@ -27,7 +30,7 @@ class BenchOptionsError(Fp8Error):
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The variables, in LoongForge's order. Sizes of None: the model's own."""
+    """The variables, in LoongForge's order, then what no variable sets. Sizes of None: the model's own."""
 
     omni_config_path: str | None = None
     tp_size: int | None = None
@@ -41,19 +44,30 @@ class BenchOptions:
     fp8_policy_path: str | None = None
     speedup_threshold: float = DEFAULT_THRESHOLD
     shape_sweep: tuple[tuple[int, int], ...] = AUTO_SWEEP
+    fp8: str = "e4m3"
+    timings: tuple[str, ...] = TIMINGS
+    routings: tuple[str, ...] = ROUTINGS
+    products_apart: bool = True
+    part: str | None = None
+    device: str = "cuda"
+    shapes: str | None = None
+
+    def report_file(self) -> Path:
+        """Where the report goes: beside the policy, if only that has a path."""
+        if not self.report_path and not self.fp8_policy_path:
+            raise BenchOptionsError("no report path (nor TE_LAYER_PERF_REPORT_PATH)", settings={"report_path": "FILE"})
+        return Path(self.report_path or f"{self.fp8_policy_path}.report.jsonl")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> BenchOptions:
         """The options that the variables set; an empty variable counts as not set."""
         readers: dict[str, Callable[[str, str], Any]] = {
             "OMNI_CONFIG_PATH": lambda text, _: text,
-            "TP_SIZE": _size,
-            "EP_SIZE": _size,
-            "ETP_SIZE": _size,
+            **dict.fromkeys(("TP_SIZE", "EP_SIZE", "ETP_SIZE"), _size),
             "PRECISIONS": _precisions,
             "FP8_RECIPE": _recipe,
-            "WARMUP": _from_zero,
-            "ITERS": _from_one,
+            "WARMUP": partial(_whole, least=0),
+            "ITERS": partial(_whole, least=1),
             "REPORT_PATH": lambda text, _: text,
             "FP8_POLICY_PATH": lambda text, _: text,
             "SPEEDUP_THRESHOLD": _number,
@@ -92,14 +106,6 @@ def _is_count(text: str) -> bool:
 def _size(text: str, name: str) -> int | None:
     """A parallel size; 0 is the model's own, as in LoongForge."""
     return _whole(text, name, 0) or None
-
-
-def _from_zero(text: str, name: str) -> int:
-    return _whole(text, name, 0)
-
-
-def _from_one(text: str, name: str) -> int:
-    return _whole(text, name, 1)
 
 
 def _whole(text: str, name: str, least: int) -> int:

@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ from bitplan.base.paired_timing import (
     OK,
     OOM,
     Call,
-    Stopwatch,
     Timed,
     is_out_of_memory,
     release_workspaces,
@@ -39,42 +38,16 @@ from bitplan.base.paired_timing import (
 from bitplan.fp8.decide import LayerDecision, PartPlan, all_in_fp8
 from bitplan.fp8.find_linears import Sites
 from bitplan.fp8.layers.grouped_linear import cast_dropper
-from bitplan.fp8.policy.report import TIMINGS
 from bitplan.fp8.policy.speedup_interval import speedup_interval
 from bitplan.fp8.policy.vocabulary import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error
-from bitplan.fp8.recorded_wiring import Inputs, arguments_of
+from bitplan.fp8.recorded_wiring import Inputs
 from bitplan.fp8.self_check import built_block, make_of, record_inputs
 from bitplan.fp8.summary import Confirmed
+from bitplan.plan.structure.describe import arguments_of
 
 TURNS, WARMUP = 20, 3
 EXAMPLE_LENGTH = 4096
 Example = Tensor | Mapping[str, Any] | tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class ConfirmSettings:
-    """How blocks are confirmed; a setting that cannot work is refused before anything is timed."""
-
-    compiled: bool | str = False
-    timing: str = "eager"
-    example: Example | None = None
-    stopwatch: Stopwatch | None = None
-
-    def __post_init__(self) -> None:
-        if self.timing not in TIMINGS:
-            raise Fp8Error(f"confirm_timing must be one of {', '.join(TIMINGS)}, got {self.timing!r}")
-        if not isinstance(self.compiled, str):
-            return
-        from torch._inductor import list_mode_options
-
-        modes = list_mode_options()
-        if self.compiled not in modes:
-            raise Fp8Error(f"confirm_compiled must be True, False or one of {', '.join(modes)}, got {self.compiled!r}")
-        if self.timing == "graph" and modes[self.compiled].get("triton.cudagraphs"):
-            raise Fp8Error(
-                f"confirm_compiled={self.compiled!r} makes CUDA graphs by itself, which confirm_timing='graph' cannot "
-                "capture in another; leave confirm_timing at 'eager'"
-            )
 
 
 def confirm_blocks(
@@ -82,7 +55,7 @@ def confirm_blocks(
     sites: Sites,
     layers: Sequence[LayerDecision],
     plans: Mapping[str, PartPlan],
-    trial: ConfirmSettings,
+    example: Example | None,
 ) -> tuple[tuple[LayerDecision, ...], tuple[Confirmed, ...]]:
     """Time the first block of each make; all blocks of that make get what is shown to be fastest, or stay BF16."""
     blocks: dict[str, list[tuple[LayerDecision, LayerDecision]]] = {}
@@ -96,7 +69,7 @@ def confirm_blocks(
             continue
         make = make_of(path, [layer for layer, _ in members])
         if make not in results:
-            results[make] = _confirm_make(model, sites, path, members, plans, trial)
+            results[make] = _confirm_make(model, sites, path, members, plans, example)
         by_site |= {layer.site: _after(layer, everything, results[make]) for layer, everything in members}
     return tuple(by_site[layer.site] for layer in layers), tuple(results.values())
 
@@ -107,30 +80,30 @@ def _confirm_make(
     path: str,
     members: Sequence[tuple[LayerDecision, LayerDecision]],
     plans: Mapping[str, PartPlan],
-    trial: ConfirmSettings,
+    example: Example | None,
 ) -> Confirmed:
+    """Time a block forward and backward in turns: in BF16, and as planned and all in FP8 where these have FP8."""
     plan = next(plans[layer.site.part] for layer, everything in members if everything.choice)
-    if trial.example is not None:
-        inputs = seen_inputs(model, path, trial.example)
+    if example is not None:
+        inputs = seen_inputs(model, path, example)
     else:
         inputs = inputs_without_example(model, path, members[0][0].site.shape[1], plan.tokens or 1)
-    plain = model.get_submodule(path)
+    plain, compiled = model.get_submodule(path), plan.options.confirm_compiled
+    device = next(plain.parameters()).device
     planned, everything = ([pair[index] for pair in members] for index in (0, 1))
-    arms = [
-        built_block(plain, path, chosen, sites.mlps) if any(layer.choice for layer in chosen) else None
-        for chosen in (planned, everything if everything != planned else [])
-    ]
-    return confirm_block(
-        path or "the model",
-        plain,
-        arms[0],
-        inputs,
-        everything=arms[1],
-        threshold=1.0 if plan.policy is None else plan.policy.speedup_threshold,
-        compiled=trial.compiled,
-        graph=trial.timing == "graph",
-        stopwatch=trial.stopwatch,
-    )
+    arms = {"bf16": partial(_step, plain, inputs, compiled)}
+    for name, chosen in (("plan", planned), ("all", everything if everything != planned else [])):
+        if any(layer.choice for layer in chosen):
+            arms[name] = partial(_step, built_block(plain, path, chosen, sites.mlps), inputs, compiled)
+    stopwatch, graph = plan.options.stopwatch or stopwatch_of(device), plan.options.confirm_timing == "graph"
+    try:
+        with _compiling_all() if compiled else nullcontext():
+            timed = time_in_turns(arms, stopwatch, turns=TURNS, warmup=WARMUP, graph=graph)
+    finally:
+        if device.type == "cuda":
+            release_workspaces()
+    threshold = 1.0 if plan.policy is None else plan.policy.speedup_threshold
+    return fastest_of(path or "the model", timed, threshold)
 
 
 def _after(decided: LayerDecision, everything: LayerDecision, verdict: Confirmed) -> LayerDecision:
@@ -194,7 +167,7 @@ def _random_tokens(model: nn.Module, tokens: int) -> Example | None:
     if type(vocabulary) is int:
         shape = example_shape(tokens, longest if type(longest) is int else EXAMPLE_LENGTH)
         return {"input_ids": torch.randint(0, vocabulary, shape, device=device), "use_cache": False}
-    sizes = sorted(each.num_embeddings for each in model.modules() if type(each) is nn.Embedding)
+    sizes = sorted(module.num_embeddings for module in model.modules() if type(module) is nn.Embedding)
     if not sizes or len(_required_arguments(model)) != 1:
         return None
     # The smaller of two embeddings may be of positions: no number is too large for either, no sequence too long.
@@ -206,7 +179,11 @@ def _required_arguments(module: nn.Module) -> list[str]:
     """The arguments that a module cannot be called without."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()
-    return [each.name for each in parameters if each.default is inspect.Parameter.empty and each.kind in positional]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is inspect.Parameter.empty and parameter.kind in positional
+    ]
 
 
 def example_shape(tokens: int, longest: int) -> tuple[int, int]:
@@ -216,35 +193,6 @@ def example_shape(tokens: int, longest: int) -> tuple[int, int]:
     """
     sequences = math.ceil(tokens / min(longest, EXAMPLE_LENGTH))
     return sequences, math.ceil(tokens / sequences)
-
-
-def confirm_block(
-    path: str,
-    plain: nn.Module,
-    planned: nn.Module | None,
-    inputs: Inputs,
-    *,
-    everything: nn.Module | None = None,
-    threshold: float = 1.0,
-    compiled: bool | str = False,
-    graph: bool = False,
-    stopwatch: Stopwatch | None = None,
-    turns: int = TURNS,
-) -> Confirmed:
-    """Time the block forward and backward in turns: in BF16, and as planned and all in FP8 if these are not None.
-
-    Kernels are launched one by one, or as a CUDA graph. `compiled` may be a mode of torch.compile.
-    """
-    device = next(plain.parameters()).device
-    blocks = {"bf16": plain, "plan": planned, "all": everything}
-    arms = {name: partial(_step, block, inputs, compiled) for name, block in blocks.items() if block is not None}
-    try:
-        with _compiling_all() if compiled else nullcontext():
-            timed = time_in_turns(arms, stopwatch or stopwatch_of(device), turns=turns, warmup=WARMUP, graph=graph)
-    finally:
-        if device.type == "cuda":
-            release_workspaces()
-    return fastest_of(path, timed, threshold)
 
 
 def _compiling_all() -> AbstractContextManager[None]:
@@ -295,7 +243,7 @@ def _step(block: nn.Module, inputs: Inputs, compiled: bool | str) -> Call:
     mode = compiled if isinstance(compiled, str) else None
     # As block.compile() does: a model that compiles its layers then reuses what was compiled here.
     run: Callable[..., Any] = torch.compile(block._call_impl, mode=mode) if compiled else block
-    parameters = [each for each in block.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
     with torch.no_grad():  # eager: compiling a pass without gradients would serve this line only
         shape = _first_tensor(block(*args, **kwargs))
     gradient = torch.randn_like(shape)

@@ -34,12 +34,13 @@ from torch import nn
 
 from bitplan.base.documents import load_document, short
 from bitplan.base.optional import require
-from bitplan.base.paired_timing import Stopwatch, is_out_of_memory
+from bitplan.base.paired_timing import is_out_of_memory
 from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.bench.confirm import EXAMPLE_LENGTH, Example, example_shape
 from bitplan.fp8.bench.report_log import fingerprint_of
+from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.find_linears import block_of, find_sites
-from bitplan.fp8.layer_settings import Fp8Recipe, Fp8UnavailableError, require_fp8
+from bitplan.fp8.layer_settings import usable_device
 from bitplan.fp8.policy.layers import Attention, ModelPart, Parallel, local_layers
 from bitplan.fp8.policy.model_parts import ConfigObject, model_parts
 from bitplan.fp8.policy.rules import Policy
@@ -195,34 +196,13 @@ def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: t
 # ---- confirming -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BlockTiming:
-    """How blocks are timed: launched one by one or as CUDA graphs, compiled or not, and by which recipe, if any."""
-
-    timing: str = "eager"
-    compiled: bool = False
-    recipe: str | None = None
-    tp: int = 1
-
-    def __post_init__(self) -> None:
-        if self.recipe is not None:
-            Fp8Recipe(self.recipe)  # raises for an unknown recipe
-
-
-@dataclass(frozen=True)
-class BlockResult:
+@dataclass(frozen=True, kw_only=True)
+class BlockResult(Confirmed):
     """One make of block at one count: of its `layers`, the plan put `planned` in FP8, and `fp8_layers` stay in FP8."""
 
-    block: str
-    answer: str
-    taken: str
     planned: int
     fp8_layers: int
     layers: int
-    reason: str
-    speedup: float | None = None
-    low: float | None = None
-    high: float | None = None
 
     @property
     def turned_down(self) -> bool:
@@ -267,14 +247,8 @@ class CountResult:
 
 def require_device(name: str, policy: Policy, recipe: str | None = None) -> torch.device:
     """The device to confirm on, before anything is built: one with FP8, and the GPU that the policy is of."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise Fp8UnavailableError(
-            "torch sees no CUDA GPU, so there is nothing to confirm; run on the GPU that will train "
-            "(the CPU emulates FP8, to try the command)",
-            settings={"device": "cpu"},
-        )
-    device = torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
-    require_fp8(device, () if recipe is None else (recipe,))
+    index = torch.cuda.current_device() if name == "cuda" and torch.cuda.is_available() else 0
+    device = usable_device(name, "confirm", () if recipe is None else (recipe,), index)
     if device.type == "cuda":
         policy.require_same_gpu(fingerprint_of(device))
     return device
@@ -285,9 +259,9 @@ def confirm_policy(
     model: SmallModel,
     counts: Sequence[int],
     device: torch.device,
-    trial: BlockTiming | None = None,
+    options: Fp8Options | None = None,
     *,
-    stopwatch: Stopwatch | None = None,
+    recipe: str | None = None,
     on_count: Callable[[int], None] = lambda _: None,
 ) -> list[CountResult]:
     """A result for every token count."""
@@ -299,7 +273,7 @@ def confirm_policy(
         )
     results = []
     for count in counts:
-        results.append(_confirm_count(policy, model, count, device, trial or BlockTiming(), stopwatch))
+        results.append(_confirm_count(policy, model, count, device, options or Fp8Options(), recipe))
         on_count(count)
     return results
 
@@ -309,25 +283,16 @@ def _confirm_count(
     model: SmallModel,
     tokens: int,
     device: torch.device,
-    trial: BlockTiming,
-    stopwatch: Stopwatch | None,
+    options: Fp8Options,
+    recipe: str | None,
 ) -> CountResult:
     run_as = model.example_shape(tokens)
-    asked: dict[str, Any] = {"tokens": tokens, "recipe": trial.recipe, "tp": trial.tp, "emulate": device.type == "cpu"}
+    asked: dict[str, Any] = {"tokens": tokens, "recipe": recipe, "emulate": device.type == "cpu", "options": options}
     try:
         planned = apply_fp8(model.build(device), policy, **asked)
-        if trial.compiled:
+        if options.confirm_compiled:
             torch.compiler.reset()  # after graphs of other counts torch would make shapes dynamic, or stop compiling
-        applied = apply_fp8(
-            model.build(device),
-            policy,
-            **asked,
-            confirm=True,
-            confirm_compiled=trial.compiled,
-            confirm_timing=trial.timing,
-            example=model.example(tokens, device),
-            stopwatch=stopwatch,
-        )
+        applied = apply_fp8(model.build(device), policy, **asked, confirm=True, example=model.example(tokens, device))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -343,7 +308,7 @@ def _confirm_count(
 def _block_results(planned: AppliedFp8, applied: AppliedFp8) -> tuple[BlockResult, ...]:
     """A result for each make of block, also for blocks in which nothing could be timed."""
     before, after = _by_block(planned.rows), _by_block(applied.rows)
-    confirmed = {each.block: each for each in applied.confirmed}
+    confirmed = {verdict.block: verdict for verdict in applied.confirmed}
     first: dict[tuple[object, ...], str] = {}
     for block, rows in before.items():
         first.setdefault(tuple((row.path[len(block) :], row.shape, row.precision) for row in rows), block)
@@ -353,12 +318,11 @@ def _block_results(planned: AppliedFp8, applied: AppliedFp8) -> tuple[BlockResul
 def _block_result(
     block: str, before: list[LayerRow], after: list[LayerRow], confirmed: Confirmed | None
 ) -> BlockResult:
-    counts = (_fp8_layers(before), _fp8_layers(after), len(after))
     if confirmed is None:
         reasons = "; ".join(dict.fromkeys(row.reason for row in after))
-        return BlockResult(block, UNMEASURED, "bf16", *counts, f"not timed, no layer can be FP8: {reasons}")
-    figures = (confirmed.speedup, confirmed.low, confirmed.high)
-    return BlockResult(block, confirmed.answer, confirmed.taken, *counts, confirmed.reason, *figures)
+        confirmed = Confirmed(block, UNMEASURED, f"not timed, no layer can be FP8: {reasons}", "bf16")
+    planned, fp8_layers = (sum(row.precision != "bf16" for row in rows) for rows in (before, after))
+    return BlockResult(**asdict(confirmed), planned=planned, fp8_layers=fp8_layers, layers=len(after))
 
 
 def _by_block(rows: Sequence[LayerRow]) -> dict[str, list[LayerRow]]:
@@ -367,7 +331,3 @@ def _by_block(rows: Sequence[LayerRow]) -> dict[str, list[LayerRow]]:
     for row in rows:
         blocks.setdefault(block_of(row.path) or "the model", []).append(row)
     return blocks
-
-
-def _fp8_layers(rows: Sequence[LayerRow]) -> int:
-    return sum(row.precision != "bf16" for row in rows)

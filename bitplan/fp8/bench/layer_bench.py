@@ -25,18 +25,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bitplan.base.paired_timing import ERROR, OK, OOM, Arm, Peers, Stopwatch, Timed, time_in_turns
+from bitplan.fp8.bench.bench_options import BenchOptions
 from bitplan.fp8.bench.report_log import ReportLog
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.fp8.policy.layers import Case, Parallel
-from bitplan.fp8.policy.report import ROUTINGS, TIMINGS, Row
-from bitplan.fp8.policy.vocabulary import GROUPED_KINDS, MODULE, PRECISIONS, PRODUCTS
+from bitplan.fp8.policy.report import Row
+from bitplan.fp8.policy.vocabulary import GROUPED_KINDS, MODULE, PRODUCTS
 from bitplan.fp8.recipes import BF16
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ class RankPeers(Peers):
     def slowest(self, samples_ms: Sequence[float]) -> list[float]:
         times_ms = torch.tensor(list(samples_ms), dtype=torch.float64)
         dist.all_reduce(times_ms, op=dist.ReduceOp.MAX, group=self.group)
-        return [float(each) for each in times_ms]
+        return [float(time_ms) for time_ms in times_ms]
 
 
 @contextmanager
@@ -130,7 +131,7 @@ def _own_group(count: int, groups: Sequence[range]) -> Any:
     return mine
 
 
-# ---- layer bench -----------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 # Only for the estimate of a dry run: sustained rates of an H100 or H200, and the time to build and compile a case.
@@ -145,37 +146,35 @@ Builder = Callable[["Way", GemmChoice], Arm]  # what is timed for a way: BF16 wh
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What is measured and how often; all of it goes into the report's settings."""
+    """What is measured, how often, and how layers are divided; all of it goes into the report's settings."""
 
     cases: tuple[Case, ...]
     recipe: Fp8Recipe
-    turns: int = 10
-    warmup: int = 10
-    precisions: tuple[str, ...] = PRECISIONS
-    timings: tuple[str, ...] = TIMINGS
-    routings: tuple[str, ...] = ROUTINGS
-    products_apart: bool = True
+    options: BenchOptions = field(default_factory=BenchOptions)
+    model: str = ""
+    parallel: Parallel = field(default_factory=Parallel)
+    ranks: int = 1
 
     def ways(self) -> list[Way]:
         """Every way to time every case, in the order of the run; a layer that occurs twice is timed once."""
         ways: dict[tuple[Any, ...], Way] = {}
         for case in self.cases:
-            routings = self.routings if case.layer.kind in GROUPED_KINDS else (None,)
+            routings = self.options.routings if case.layer.kind in GROUPED_KINDS else (None,)
             for routing in routings:
-                for timing in self.timings:
+                for timing in self.options.timings:
                     way = Way(case, timing, routing)
                     ways.setdefault(way.key, way)
         return list(ways.values())
 
     def gemms(self) -> tuple[str, ...]:
         """What rows are written for: the whole module, and each product if that was asked for."""
-        apart = self.products_apart and "fp8" in self.precisions
+        apart = self.options.products_apart and "fp8" in self.options.precisions
         return (MODULE, *(PRODUCTS if apart else ()))
 
     def choices(self) -> dict[str, GemmChoice]:
         """The arms of every way, by name."""
-        choices = {"bf16": GemmChoice.all(BF16)} if "bf16" in self.precisions else {}
-        if "fp8" in self.precisions:
+        choices = {"bf16": GemmChoice.all(BF16)} if "bf16" in self.options.precisions else {}
+        if "fp8" in self.options.precisions:
             choices["fp8"] = GemmChoice.all(self.recipe.name)
             for product in self.gemms()[1:]:
                 choices[product] = GemmChoice(**(dict.fromkeys(PRODUCTS, BF16) | {product: self.recipe.name}))
@@ -183,16 +182,22 @@ class BenchPlan:
 
     def settings(self) -> dict[str, Any]:
         """The settings that a resumed run must have in common with the first."""
-        return {
+        options = self.options
+        settings = {
             "fp8": self.recipe.fp8,
-            "turns": self.turns,
-            "warmup": self.warmup,
-            "precisions": list(self.precisions),
-            "timings": list(self.timings),
-            "routings": list(self.routings),
-            "products_apart": self.products_apart,
+            "turns": options.iters,
+            "warmup": options.warmup,
+            "precisions": list(options.precisions),
+            "timings": list(options.timings),
+            "routings": list(options.routings),
+            "products_apart": options.products_apart,
             "weight_casts": "every step",
+            **asdict(self.parallel),
+            "ranks": self.ranks,
+            "sweep": [f"{length}x{batch}" for length, batch in options.shape_sweep],
+            "part": options.part or "all",
         }
+        return settings | ({"shapes": options.shapes} if options.shapes else {})
 
     def estimated_minutes(self) -> float:
         """Very roughly, how long a run takes on a GPU of the H100's class."""
@@ -206,7 +211,7 @@ class BenchPlan:
         flops, numbers = 6 * tokens * out * width, 12 * (tokens * (out + width) + gemms * out * width)
         call = flops / _FLOPS_PER_S + numbers / _BYTES_PER_S
         sample = max(call, _EAGER_SAMPLE_S) if way.timing == "eager" else call
-        return _BUILD_S + len(self.choices()) * (self.warmup * call + self.turns * (sample + _FLUSH_S))
+        return _BUILD_S + len(self.choices()) * (self.options.warmup * call + self.options.iters * (sample + _FLUSH_S))
 
 
 @dataclass(frozen=True)
@@ -256,7 +261,7 @@ class Way:
     ) -> Iterator[Row]:
         """The rows of the arms; the BF16 arm stands against each product."""
         for gemm in plan.gemms():
-            for precision in plan.precisions:
+            for precision in plan.options.precisions:
                 arm = gemm if precision == "fp8" and gemm != MODULE else precision
                 rows = padded if precision == "fp8" else None
                 yield self.row(gemm, precision, timed[arm], padded=rows, in_turns=in_turns)
@@ -304,9 +309,8 @@ def _time(plan: BenchPlan, way: Way, builder: Builder, stopwatch: Stopwatch, pee
     if way.case.obstacle is not None:
         return {arm: Timed(ERROR, message=way.case.obstacle) for arm in plan.choices()}
     arms = {arm: builder(way, gemms) for arm, gemms in plan.choices().items()}
-    return time_in_turns(
-        arms, stopwatch, turns=plan.turns, warmup=plan.warmup, graph=way.timing == "graph", peers=peers
-    )
+    turns, warmup = plan.options.iters, plan.options.warmup
+    return time_in_turns(arms, stopwatch, turns=turns, warmup=warmup, graph=way.timing == "graph", peers=peers)
 
 
 def count_failures(rows: Sequence[Row]) -> dict[str, int]:

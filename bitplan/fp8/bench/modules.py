@@ -114,7 +114,7 @@ class ModuleBuilder:
 def step_of(module: nn.Module, x: Tensor, *more: Tensor) -> Call:
     """A forward and backward with a random gradient, for the input and every parameter."""
     x.requires_grad_()
-    wanted = [x, *(each for each in module.parameters() if each.requires_grad)]
+    wanted = [x, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
     with torch.no_grad():
         gradient = torch.randn_like(module(x, *more))
     drop_casts = cast_dropper(module)
@@ -138,14 +138,15 @@ def route_tokens(tokens: int, experts: int, routing: str) -> tuple[int, ...]:
 
 def _ranks(experts: int) -> list[int]:
     """A fixed shuffle: steps of about 0.618 of the count, the nearest that shares no factor with it."""
-    step = next(each for each in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(each, experts) == 1)
+    steps = range(max(1, round(experts * 0.618)), 2 * experts + 1)
+    step = next(step for step in steps if math.gcd(step, experts) == 1)
     return [index * step % experts for index in range(experts)]
 
 
 def _whole(total: int, shares: Sequence[float]) -> tuple[int, ...]:
     """Whole numbers in proportion to the shares, which add up to the total: the largest remainders are rounded up."""
     exact = [total * share / math.fsum(shares) for share in shares]
-    counts = [math.floor(each) for each in exact]
+    counts = [math.floor(share) for share in exact]
     order = sorted(range(len(shares)), key=lambda index: (counts[index] - exact[index], index))
     for index in order[: total - sum(counts)]:
         counts[index] += 1

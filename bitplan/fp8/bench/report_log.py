@@ -6,7 +6,6 @@ The file's fingerprint, recipe, model and settings must be those of this run: ro
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import subprocess
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from bitplan.base.documents import show
-from bitplan.base.fingerprints import describe_gpu
+from bitplan.base.fingerprints import describe_gpu, version_of
 from bitplan.base.logs import JsonLog
 from bitplan.base.records import on_failure, read_bytes
 from bitplan.base.version import __version__
@@ -65,13 +64,13 @@ class ReportLog(JsonLog):
     def _resume(self, mine: Mapping[str, Any]) -> tuple[list[Row], bool]:
         """The rows in the file, and whether the report is finished."""
         head, rows, finished = split_report(read_bytes(self.path, what="report"), where=str(self.path))
-        found = report_of(head, rows, where=str(self.path))
-        for key, theirs in found.head().items():
+        begun = report_of(head, rows, where=str(self.path))
+        for key, theirs in begun.head().items():
             if theirs != mine[key]:
                 raise BenchReportError(
                     f"{self.path}: begun with {key} {show(theirs)}, this run has {show(mine[key])}; use another path"
                 )
-        return list(found.rows), finished
+        return list(begun.rows), finished
 
 
 EMULATED = "none: FP8 emulated on the CPU"
@@ -87,15 +86,8 @@ def fingerprint_of(device: torch.device) -> Fingerprint:
         stated = describe_gpu(torch.cuda.get_device_name(device))
         gpu, driver, triton = stated["gpu"], stated["driver"], stated["triton"]
     else:
-        gpu, driver, triton = EMULATED, "none", _triton_version()
+        gpu, driver, triton = EMULATED, "none", version_of("triton")
     return Fingerprint(gpu, driver, str(torch.__version__), triton, __version__, commit())
-
-
-def _triton_version() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 @functools.cache

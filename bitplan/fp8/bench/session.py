@@ -11,61 +11,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from bitplan.base.paired_timing import stopwatch_of
 from bitplan.fp8.bench.bench_options import BenchOptions, BenchOptionsError
 from bitplan.fp8.bench.layer_bench import BenchPlan, Way, count_failures, run_bench
 from bitplan.fp8.bench.report_log import ReportLog, fingerprint_of
-from bitplan.fp8.layer_settings import AmaxEps, Fp8Recipe, Fp8UnavailableError, require_fp8
+from bitplan.fp8.layer_settings import AmaxEps, Fp8Recipe, usable_device
 from bitplan.fp8.loongforge.model_yaml import open_model
 from bitplan.fp8.policy.layers import Layer, Parallel, bench_cases, layers_of_shapes, local_layers
 from bitplan.fp8.policy.merge import Merged, merge_reports
-from bitplan.fp8.policy.report import ROUTINGS, TIMINGS, Report
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asks of a run, beside environment variables."""
-
-    options: BenchOptions
-    fp8: str = "e4m3"
-    timings: tuple[str, ...] = TIMINGS
-    routings: tuple[str, ...] = ROUTINGS
-    products_apart: bool = True
-    part: str | None = None
-    device: str = "cuda"
-    shapes: str | None = None
-
-
-@dataclass(frozen=True)
-class Session:
-    """What will be timed: which layers of which model, and how they are divided."""
-
-    request: Request
-    model: str
-    parallel: Parallel
-    plan: BenchPlan
-    ranks: int = 1
-
-    def settings(self) -> dict[str, Any]:
-        sizes = {"tp": self.parallel.tp, "ep": self.parallel.ep, "etp": self.parallel.etp}
-        sweep = [f"{length}x{batch}" for length, batch in self.request.options.shape_sweep]
-        asked = {"ranks": self.ranks, "sweep": sweep, "part": self.request.part or "all"}
-        return self.plan.settings() | sizes | asked | ({"shapes": self.request.shapes} if self.request.shapes else {})
-
-    def report_path(self) -> Path:
-        options = self.request.options
-        if options.report_path:
-            return Path(options.report_path)
-        if options.fp8_policy_path:
-            return Path(f"{options.fp8_policy_path}.report.jsonl")
-        raise BenchOptionsError("no report path (nor TE_LAYER_PERF_REPORT_PATH)", settings={"report_path": "FILE"})
+from bitplan.fp8.policy.report import Report
 
 
 @dataclass(frozen=True)
@@ -78,52 +38,42 @@ class Result:
     merged: Merged | None
 
 
-def plan_session(request: Request, environment: Mapping[str, str] = os.environ) -> Session:
+def plan_session(options: BenchOptions, environment: Mapping[str, str] = os.environ) -> BenchPlan:
     """Read the model, divide it, and list the cases; no GPU is needed."""
-    options = request.options
-    name, make_layers, parallel = _layers(request)
+    name, make_layers, parallel = _layers(options)
     if options.fp8_policy_path and set(options.precisions) != {"bf16", "fp8"}:
         raise BenchOptionsError("a policy compares BF16 with FP8; leave precisions at bf16,fp8, or merge reports later")
     ranks = _ranks(environment, parallel)
-    timings = request.timings if ranks == 1 else tuple(each for each in request.timings if each == "eager")
-    if not timings:
+    if ranks > 1:
+        options = replace(options, timings=tuple(timing for timing in options.timings if timing == "eager"))
+    if not options.timings:
         raise BenchOptionsError(
             "under torchrun layers are timed eager alone; use one process", settings={"timings": "eager"}
         )
-    recipe = Fp8Recipe(options.fp8_recipe, request.fp8, AmaxEps.from_environment(environment))  # type: ignore[arg-type]
-    plan = BenchPlan(
-        tuple(bench_cases(make_layers(), options.shape_sweep, recipe.name)),
-        recipe,
-        options.iters,
-        options.warmup,
-        options.precisions,
-        timings,
-        request.routings,
-        request.products_apart,
-    )
-    return Session(request, name, parallel, plan, ranks)
+    recipe = Fp8Recipe(options.fp8_recipe, options.fp8, AmaxEps.from_environment(environment))  # type: ignore[arg-type]
+    cases = tuple(bench_cases(make_layers(), options.shape_sweep, recipe.name))
+    return BenchPlan(cases, recipe, options, name, parallel, ranks)
 
 
-def _layers(request: Request) -> tuple[str, Callable[[], list[Layer]], Parallel]:
+def _layers(options: BenchOptions) -> tuple[str, Callable[[], list[Layer]], Parallel]:
     """The layers to time, of a model or of shapes, where they come from, and how they are divided."""
-    options = request.options
-    if request.shapes is not None:
+    if options.shapes is not None:
         if options.omni_config_path:
             raise BenchOptionsError(
-                f"a model and shapes are given, and one is wanted: {options.omni_config_path} and {request.shapes}"
+                f"a model and shapes are given, and one is wanted: {options.omni_config_path} and {options.shapes}"
             )
         tp = options.tp_size or 1
-        return "shapes", partial(layers_of_shapes, request.shapes, request.part or "llm", tp), Parallel(tp=tp)
+        return "shapes", partial(layers_of_shapes, options.shapes, options.part or "llm", tp), Parallel(tp=tp)
     if not options.omni_config_path:
         raise BenchOptionsError(
             "no model: give MODEL (or TE_LAYER_PERF_OMNI_CONFIG_PATH), a config.json or a YAML, or shapes",
             settings={"shapes": "OUTxIN,..."},
         )
     model = open_model(options.omni_config_path)
-    parts = [part for part in model.parts if request.part in (None, part.part)]
+    parts = [part for part in model.parts if options.part in (None, part.part)]
     if not parts:
         there = ", ".join(part.part for part in model.parts)
-        raise BenchOptionsError(f"{options.omni_config_path}: has no part {request.part!r}; it has {there}")
+        raise BenchOptionsError(f"{options.omni_config_path}: has no part {options.part!r}; it has {there}")
     parallel = model.parallel(options.tp_size, options.ep_size, options.etp_size)
     return Path(options.omni_config_path).name, partial(local_layers, parts, parallel), parallel
 
@@ -142,63 +92,31 @@ def _ranks(environment: Mapping[str, str], parallel: Parallel) -> int:
     return ranks
 
 
-def require_hardware(session: Session) -> torch.device:
-    """The device of this process; an error says what it lacks."""
-    wanted = session.request.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise Fp8UnavailableError(
-            "torch sees no CUDA GPU, so there is nothing to measure; run on the GPU that will train "
-            "(the CPU emulates FP8, to try the command)",
-            settings={"device": "cpu"},
-        )
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", index) if wanted == "cuda" else torch.device("cpu")
-    if "fp8" in session.plan.precisions:
-        require_fp8(device, (session.plan.recipe.name,))
-    return device
-
-
-def run_session(session: Session, *, on_way: Callable[[Way], None] = lambda _: None) -> Result | None:
+def run_session(plan: BenchPlan, *, on_way: Callable[[Way], None] = lambda _: None) -> Result | None:
     """Time all that is not in the report yet. Under torchrun the result is the first rank's; the others get None."""
     from bitplan.fp8.bench.layer_bench import join_ranks
     from bitplan.fp8.bench.modules import ModuleBuilder
 
-    device = require_hardware(session)
-    with join_ranks(session.ranks, session.parallel, device) as ranks:
-        builder = ModuleBuilder(session.plan.recipe, device, ranks.groups)
-        path = session.report_path()
+    recipes = (plan.recipe.name,) if "fp8" in plan.options.precisions else None
+    device = usable_device(plan.options.device, "measure", recipes, int(os.environ.get("LOCAL_RANK", "0")))
+    path = plan.options.report_file()
+    with join_ranks(plan.ranks, plan.parallel, device) as ranks, ExitStack() as opened:
+        builder = ModuleBuilder(plan.recipe, device, ranks.groups)
         log = None
         if ranks.first:
-            log = ReportLog(
-                path,
-                fingerprint_of(device),
-                session.plan.recipe.name,
-                model=session.model,
-                settings=session.settings(),
-            )
-        try:
-            done = ranks.share(None if log is None else sorted(log.done, key=repr))
-            timed = 0
-            if not ranks.share(log is not None and log.finished):
-                timed = run_bench(
-                    session.plan,
-                    log,
-                    builder,
-                    stopwatch_of(device),
-                    padded_tokens=builder.padded_tokens,
-                    peers=ranks.peers,
-                    done=done,
-                    on_way=on_way,
-                )
-        finally:
-            if log is not None:
-                log.close()
-    return _result(session, path, timed) if ranks.first else None
+            described: dict[str, Any] = {"model": plan.model, "settings": plan.settings()}
+            log = opened.enter_context(ReportLog(path, fingerprint_of(device), plan.recipe.name, **described))
+        done = ranks.share(None if log is None else sorted(log.done, key=repr))
+        timed = 0
+        if not ranks.share(log is not None and log.finished):
+            padded, peers = builder.padded_tokens, ranks.peers
+            arms = (builder, stopwatch_of(device))
+            timed = run_bench(plan, log, *arms, padded_tokens=padded, peers=peers, done=done, on_way=on_way)
+    return _result(plan.options, path, timed) if ranks.first else None
 
 
-def _result(session: Session, path: Path, timed: int) -> Result:
+def _result(options: BenchOptions, path: Path, timed: int) -> Result:
     report = Report.load(path)
-    options = session.request.options
     merged = None
     if set(options.precisions) == {"bf16", "fp8"}:
         merged = merge_reports([report], speedup_threshold=options.speedup_threshold)

@@ -3,9 +3,10 @@
     rows_product    a_TK  rows sorted by expert          b_ENK  a matrix of each expert     -> out [T, N]
     sums_product    a_NP  columns padded per expert      b_KP   likewise                    -> out [E, N, K]
 
-The same products as in `triton_products`, faster. There a program makes one tile, and loads wait while results are
-written. Here a program stays on its multiprocessor and takes tile after tile; its loading warp runs ahead of the others
-by a ring of stages, also into the next tile. Only the device knows the number of tiles: it is in the layout's tables.
+The same products as in `experts_triton_products`, faster. There a program makes one tile, and loads wait while results
+are written. Here a program stays on its multiprocessor and takes tile after tile; its loading warp runs ahead of the
+others by a ring of stages, also into the next tile. Only the device knows the number of tiles: it is in the layout's
+tables.
 
 A tile is 128 rows by 256 columns, 64 rows for each group of warps. `fast_accum`: the running sum stays in the tensor
 cores, which keep about 14 bits, over the whole contraction. Without it they add STEP products from zero, and the result
@@ -16,8 +17,6 @@ Beyond the end, in a last step or tile, loads give zeros and stores write nothin
 whole tiles. `bitplan.fp8.kernels.experts_products.gluon_obstacle` says where all this can run.
 
 Legend: T rows of tokens, E experts, N outputs, K inputs, P padded rows.
-
-The kernel of `hopper_products`: a warp that loads, two groups of warps that multiply, tile after tile.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -44,7 +43,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from bitplan.base.loops.launch import is_watched
 from bitplan.fp8.kernels.experts_layout import GLUON_COLS, TILE_ROWS, GroupedFp8, GroupLayout
 
-# ---- experts hopper kernels ------------------------------------------------------------------------------------------
+# ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
 STEP = 128  # numbers of one step of the contraction
@@ -320,7 +319,7 @@ def _halve(x):
     return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
 
 
-# ---- experts hopper products -----------------------------------------------------------------------------------------
+# ---- products --------------------------------------------------------------------------------------------------------
 
 
 WARPS = 4  # in the first group; Gluon adds the others
@@ -433,7 +432,7 @@ class _Launch:
             self._launch(matrices, pointers)
 
     def _launch(self, matrices: tuple[Tensor, ...], pointers: tuple[Tensor, ...]) -> None:
-        addresses = [each.data_ptr() for each in pointers]
+        addresses = [pointer.data_ptr() for pointer in pointers]
         odd = 0
         for address in addresses:
             odd |= address & 15
@@ -459,7 +458,9 @@ class _Launch:
         )
 
     def _launch_ordinarily(self, matrices: tuple[Tensor, ...], pointers: tuple[Tensor, ...]) -> Any:
-        made = [TensorDescriptor.from_tensor(each, *block) for each, block in zip(matrices, self._blocks, strict=True)]
+        made = [
+            TensorDescriptor.from_tensor(matrix, *block) for matrix, block in zip(matrices, self._blocks, strict=True)
+        ]
         grid = (self._constants["PROGRAMS"],)
         return tile_product[grid](*made, *pointers, *self._tail, num_warps=WARPS, enable_fp_fusion=False)
 

@@ -39,6 +39,7 @@ from torch import Tensor
 from bitplan.base.errors import FormatError
 from bitplan.fp8.casts import FP8_DTYPES, cast_reference, pad_rows, scale_of_amax, scaling_of
 from bitplan.fp8.kernels.experts_layout import GLUON_COLS, TILE_ROWS, GroupedFp8, GroupLayout, scale_kind
+from bitplan.fp8.kernels.product import capability_of
 from bitplan.fp8.recipes import BLOCK, RECIPES
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def pick_impl(
     """
     if impl not in IMPLEMENTATIONS:
         raise FormatError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    by_torch = device.type == "cuda" and fp8 == "e4m3" and scale_kind(recipe) == "vector" and _capability(device) == 9
+    by_torch = (
+        device.type == "cuda" and fp8 == "e4m3" and scale_kind(recipe) == "vector" and capability_of(device)[0] == 9
+    )
     if impl == "auto" and device.type != "cuda":
         return "reference"
     if impl in ("auto", "gluon"):
@@ -95,7 +98,7 @@ def gluon_obstacle(
     """
     if scale_kind(recipe) != "vector":
         return f"it takes scales of rows and columns (tensorwise, rowwise), got {recipe}"
-    if device.type != "cuda" or _capability(device) != 9:
+    if device.type != "cuda" or capability_of(device)[0] != 9:
         return f"it runs on compute capability 9 (Hopper), got {device}"
     if width is not None and width % GLUON_COLS:
         return f"its result is a multiple of {GLUON_COLS} wide, got {width}"
@@ -123,11 +126,6 @@ def _gluon_lacks() -> str | None:
     if not missing and "functions_and_args" not in inspect.signature(language.warp_specialize).parameters:
         missing = ["warp_specialize(functions_and_args, ...)"]  # it had another signature before 3.6
     return f"Triton {triton.__version__} has no {', '.join(missing)} in Gluon" if missing else None
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
@@ -295,11 +293,11 @@ def _token_cols_reference(x_TK: Tensor, recipe: str, layout: GroupLayout, fp8: s
 
 def _experts_reference(w_ENK: Tensor, recipe: str, eps: float) -> GroupedFp8:
     made = [cast_reference(w_NK, scaling_of(recipe, is_weight=True), "e4m3", eps) for w_NK in w_ENK]
-    codes = torch.stack([each.codes for each in made])
+    codes = torch.stack([part.codes for part in made])
     kind = scale_kind(recipe)
     if kind == "block":
-        return GroupedFp8(codes, torch.stack([each.scale for each in made]).contiguous(), kind)
-    scale = torch.stack([each.scale.view(-1).expand(w_ENK.shape[1]) for each in made])
+        return GroupedFp8(codes, torch.stack([part.scale for part in made]).contiguous(), kind)
+    scale = torch.stack([part.scale.view(-1).expand(w_ENK.shape[1]) for part in made])
     return GroupedFp8(codes, scale, kind, uniform=RECIPES[recipe].has_one_scale)
 
 

@@ -125,8 +125,52 @@ def drift_on(device: torch.device) -> Tensor:
     return drift
 
 
-class GuessPlan:
-    """The two launches and the memory of casts of one shape: x and its transpose, each if asked for, by one scale.
+class CheckedCast:
+    """A cast by a guess and its check: two launches, and the shapes of the layouts, None for one that is not wanted."""
+
+    launches: tuple[PreparedLaunch, PreparedLaunch]
+    rows: tuple[int, int] | None
+    cols: tuple[int, int] | None
+    dtype: torch.dtype
+
+    def cast(self, sources: tuple[Tensor | None, ...], state: Tensor) -> CastPair:
+        """The cast of what these hold, contiguous, into new memory."""
+        device = state.device
+        # Sizes are passed as numbers: torch takes longer for a tuple.
+        codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
+        codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
+        scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
+        launch_in_turn(self.launches, (*sources, codes, codes_t, state, drift_on(device), scale))
+        return CastPair(
+            None if codes is None else ScaledFp8(codes, scale, "tensor"),
+            None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
+        )
+
+    def bind(self, device: torch.device) -> BoundCast | None:
+        """The cast with little work for the host, on the current device; None before the first launch.
+
+        The caller ensures that addresses are multiples of 16; a source that is not there has the address 0.
+        """
+        cast, check = (launch.bind(index_of(device)) for launch in self.launches)
+        if cast is None or check is None:
+            return None
+        drift, rows, cols, dtype = drift_on(device).data_ptr(), self.rows, self.cols, self.dtype
+
+        def run(stream: int, state: int, *sources: int) -> tuple[Tensor | None, Tensor | None, Tensor]:
+            codes = None if rows is None else empty_on_gpu(rows, (rows[1], 1), dtype)
+            codes_t = None if cols is None else empty_on_gpu(cols, (cols[1], 1), dtype)
+            scale = empty_on_gpu((), (), torch.float32)
+            first = 0 if codes is None else codes.data_ptr()
+            second = 0 if codes_t is None else codes_t.data_ptr()
+            cast(stream, *sources, first, second, state, drift)
+            check(stream, *sources, first, second, state, drift, scale.data_ptr())
+            return codes, codes_t, scale
+
+        return run
+
+
+class GuessPlan(CheckedCast):
+    """The casts of one shape: x and its transpose, each if asked for, by one scale.
 
     The result has `padded` rows; those beyond x's are zeros. `aligned`: x begins at a multiple of 16 bytes.
     """
@@ -161,55 +205,14 @@ class GuessPlan:
 
     def run(self, x: Tensor, state: Tensor, into: CastPair | None = None) -> CastPair:
         """The cast of a contiguous x; `into`: memory to write it to, of both layouts."""
-        device = x.device
         if into is not None and into.rows is not None and into.cols is not None:
-            pointers = (x, into.rows.codes, into.cols.codes, state, drift_on(device), into.rows.scale)
+            pointers = (x, into.rows.codes, into.cols.codes, state, drift_on(x.device), into.rows.scale)
             launch_in_turn(self.launches, pointers)
             return into
-        # Sizes are passed as numbers: torch takes longer for a tuple.
-        codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
-        codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
-        scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
-        launch_in_turn(self.launches, (x, codes, codes_t, state, drift_on(device), scale))
-        return CastPair(
-            None if codes is None else ScaledFp8(codes, scale, "tensor"),
-            None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
-        )
-
-    def bind(self, device: torch.device) -> BoundCast | None:
-        return bind_cast(self.launches, device, self.rows, self.cols, self.dtype)
+        return self.cast((x,), state)
 
 
 plan_guess = functools.lru_cache(maxsize=4096)(GuessPlan)
-
-
-def bind_cast(
-    launches: tuple[PreparedLaunch, PreparedLaunch],
-    device: torch.device,
-    rows: tuple[int, int] | None,
-    cols: tuple[int, int] | None,
-    dtype: torch.dtype,
-) -> BoundCast | None:
-    """A cast and its check with little work for the host, on the current device; None before their first launch.
-
-    The caller ensures that addresses are multiples of 16.
-    """
-    cast, check = (each.bind(index_of(device)) for each in launches)
-    if cast is None or check is None:
-        return None
-    drift = drift_on(device).data_ptr()
-
-    def run(stream: int, state: int, *sources: int) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        codes = None if rows is None else empty_on_gpu(rows, (rows[1], 1), dtype)
-        codes_t = None if cols is None else empty_on_gpu(cols, (cols[1], 1), dtype)
-        scale = empty_on_gpu((), (), torch.float32)
-        first = 0 if codes is None else codes.data_ptr()
-        second = 0 if codes_t is None else codes_t.data_ptr()
-        cast(stream, *sources, first, second, state, drift)
-        check(stream, *sources, first, second, state, drift, scale.data_ptr())
-        return codes, codes_t, scale
-
-    return run
 
 
 # ---- the state -------------------------------------------------------------------------------------------------------

@@ -72,13 +72,13 @@ def pick_product(a_MK: ScaledFp8, b_NK: ScaledFp8) -> str:
         return "emulate"
     if a_MK.scaling != "1x128":
         return "cublas"
-    hopper = _capability(a_MK.codes.device)[0] == 9
+    hopper = capability_of(a_MK.codes.device)[0] == 9
     # The library's block scaled product takes E4M3 alone, on Hopper alone.
     return "cublas" if hopper and a_MK.fp8 == b_NK.fp8 == "e4m3" else "triton"
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 

@@ -25,16 +25,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from bitplan.base.loops.launch import INTERPRETED, PreparedLaunch, can_overlap, dependent_options, launch_in_turn
-from bitplan.fp8.casts import FP8_DTYPES, CastPair, ScaledFp8, padded_tokens
+from bitplan.base.loops.launch import INTERPRETED, PreparedLaunch, can_overlap, dependent_options
+from bitplan.fp8.casts import FP8_DTYPES, CastPair, padded_tokens
 from bitplan.fp8.kernels.fast_tile import amax_of_tile, load_tile, place_of, store_by_one_scale
 from bitplan.fp8.kernels.guessed_cast import (
     CHECKING_PROGRAMS,
     LARGEST,
     USED,
-    BoundCast,
-    bind_cast,
-    drift_on,
+    CheckedCast,
     guess_of,
     settle,
 )
@@ -64,7 +62,9 @@ _INVERSE = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 def fits_activated(y: Tensor, dh_RF: Tensor | None, gated: bool) -> bool:
     """Whether `cast_by_guess` takes these tensors."""
     tensors = (y,) if dh_RF is None else (y, dh_RF)
-    fits = all(each.dtype == torch.bfloat16 and each.is_contiguous() and not each.data_ptr() & 15 for each in tensors)
+    fits = all(
+        tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and not tensor.data_ptr() & 15 for tensor in tensors
+    )
     return fits and 0 not in y.shape and fits_width(y.shape[1], gated)
 
 
@@ -93,8 +93,8 @@ def cast_by_guess(
     return plan.run(y, dh_RF, state, sums)
 
 
-class _ActivatedPlan:
-    """The two launches and the memory of casts of one shape."""
+class _ActivatedPlan(CheckedCast):
+    """The casts of one shape; sources are y, dh and the sums of tiles."""
 
     def __init__(
         self,
@@ -131,21 +131,9 @@ class _ActivatedPlan:
     def run(
         self, y: Tensor, dh: Tensor | None, state: Tensor, sums: torch.dtype | None
     ) -> tuple[CastPair, Tensor | None]:
-        device = y.device
-        codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
-        codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
-        scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
-        parts = torch.empty(*self.sums, dtype=torch.float32, device=device) if self.sums is not None else None
-        launch_in_turn(self.launches, (y, dh, parts, codes, codes_t, state, drift_on(device), scale))
-        pair = CastPair(
-            None if codes is None else ScaledFp8(codes, scale, "tensor"),
-            None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
-        )
+        parts = torch.empty(*self.sums, dtype=torch.float32, device=y.device) if self.sums is not None else None
+        pair = self.cast((y, dh, parts), state)
         return pair, None if parts is None or sums is None else sum_of_parts(parts, sums)
-
-    def bind(self, device: torch.device) -> BoundCast | None:
-        """The cast of the addresses of y, of dh and of the sums of tiles, each 0 without one."""
-        return bind_cast(self.launches, device, self.rows, self.cols, self.dtype)
 
 
 plan_activated = functools.lru_cache(maxsize=1024)(_ActivatedPlan)

@@ -213,9 +213,9 @@ class _CastPlan:
         if self.plain:
             normed = torch.empty_like(x)
         if self.is_empty:
-            for each in (scale, scale_t):
-                if each is not None and each.numel():  # for an empty matrix, the scale of zeros
-                    each.copy_(scale_of_amax(torch.tensor(self.eps), self.fp8, power_of_two=self.scaling == "tensor"))
+            for empty in (scale, scale_t):
+                if empty is not None and empty.numel():  # for an empty matrix, the scale of zeros
+                    empty.copy_(scale_of_amax(torch.tensor(self.eps), self.fp8, power_of_two=self.scaling == "tensor"))
         elif not self.is_idle:
             of_norm = norm.pointers if norm is not None else NO_NORM
             if self.scaling == "tensor":

@@ -8,5 +8,5 @@ Which module does which step:
     weight_source                          where they get the weight: cast, kept cast, stored in FP8, shared scale
     weight_casts, scale_guesses            what is kept from one step to the next
     bound_operators                        what generated code calls, with little work for the host
-    parallel, shared_amax_cast, sharded_weight  layers over several processes
+    parallel, sharded_weight               layers over several processes
 """

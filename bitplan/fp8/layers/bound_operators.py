@@ -64,8 +64,8 @@ def _fit_biases(*biases: Tensor | None) -> bool:
     return all(bias is None or bias.dtype == _BF16 for bias in biases)
 
 
-def _fit_norm(weight: Tensor, bias: Tensor | None) -> bool:
-    return bias is None or bias.dtype == weight.dtype
+def _fit_norm(weight: Tensor | None, bias: Tensor | None) -> bool:
+    return weight is None or bias is None or bias.dtype == weight.dtype
 
 
 def _address_of(tensor: Tensor | None) -> int:
@@ -77,12 +77,12 @@ def _is_ready(device: int, weight: Tensor, *tensors: Tensor | None) -> bool:
     if _current_device() != device or _is_capturing() or in_compiled_graphs(weight):
         return False
     addresses = 0
-    for each in tensors:
-        if each is None:
+    for tensor in tensors:
+        if tensor is None:
             continue
-        if not each.is_contiguous():
+        if not tensor.is_contiguous():
             return False
-        addresses |= each.data_ptr()
+        addresses |= tensor.data_ptr()
     return not addresses & 15
 
 
@@ -127,64 +127,13 @@ def _bind_gradient_cast(dy: Tensor, text: str) -> tuple[str, BoundCast | None]:
     return recipe.grad_fp8, plan_guess(dy.shape, dy.dtype, *cast).bind(dy.device)
 
 
-# ---- one linear layer ------------------------------------------------------------------------------------------------
-
-
-def linear_key(x: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any) -> Key:
-    return x.get_device(), x.shape, weight.shape, _types_of(x, weight, bias), constants
-
-
-def bind_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, reuse: bool
-) -> Bound | None:
-    if not _fit_biases(bias) or not _fits_products(x, (weight, text)):
-        return _never
-    device, products = x.get_device(), BoundProducts(text, x.shape[0], weight, need_x, reuse)
-    eps = Fp8Settings.from_text(text).recipe.eps.input
-    cast = plan_guess(x.shape, x.dtype, True, "e4m3", eps, x.shape[0], True, need_w, None).bind(x.device)
-    if cast is None:
-        return None
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Made | None:
-        if not _is_ready(device, weight, x) or (state := guess_for(RECIPE, weight, INPUT)) is None:
-            return None
-        codes, kept, scale = cast(current_stream(device), state.data_ptr(), x.data_ptr())
-        y = products.y(codes, scale, weight, bias)
-        return (y, kept, scale) if kept is not None else (y, *_empty_tensors(2))
-
-    return run
-
-
-def linear_backward_key(dy: Tensor, _kept: Tensor, _scale: Tensor, weight: Tensor, *constants: Any) -> Key:
-    return dy.get_device(), dy.shape, weight.shape, dy.dtype, weight.dtype, constants
-
-
-def bind_linear_backward(
-    dy: Tensor, _kept: Tensor, _scale: Tensor, weight: Tensor, text: str, need_x: bool, need_w: bool, reuse: bool
-) -> Bound | None:
-    if not (need_x and need_w) or not _fits_products(dy, (weight, text)):
-        return _never
-    device, products = dy.get_device(), BoundProducts(text, dy.shape[0], weight, need_x, reuse)
-    fp8, cast = _bind_gradient_cast(dy, text)
-    if cast is None:
-        return None
-
-    def run(dy: Tensor, kept: Tensor, kept_scale: Tensor, weight: Tensor, *_: Any) -> Made | None:
-        if not _is_ready(device, weight, dy) or (state := guess_for(RECIPE, weight, GRAD, fp8)) is None:
-            return None
-        made = cast(current_stream(device), state.data_ptr(), dy.data_ptr())
-        return products.gradients(made, kept, kept_scale, weight)
-
-    return run
-
-
-# ---- a norm and a linear layer ---------------------------------------------------------------------------------------
+# ---- a linear layer, behind a norm or not ----------------------------------------------------------------------------
 
 
 # (stream, addresses of x, of the norm's weight and bias) -> codes, of the transpose, their scale, 1 / deviation, mean
 NormCast = Callable[[int, int, int, int], tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]]
-# (stream, addresses of dy, x, the weight, 1 / deviation and mean) -> dx, the weight's gradient, the bias's
-NormGradient = Callable[[int, int, int, int, int, int], tuple[Tensor, Tensor, Tensor | None]]
+# (stream, dy, x, the weight, 1 / deviation, mean) -> dx, the weight's gradient, the bias's
+NormGradient = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
 
 def _bind_norm_cast(
@@ -231,47 +180,42 @@ def _bind_norm_cast(
     return run
 
 
-def _bind_norm_gradient(
-    shape: Sequence[int],
-    types: tuple[torch.dtype, torch.dtype, torch.dtype],
-    kind: str,
-    device: torch.device,
-    *,
-    has_bias: bool,
+def _bind_gradient_of_norm(
+    x: Tensor, of_grad: torch.dtype, norm_weight: Tensor, norm_bias: Tensor | None, text: str
 ) -> NormGradient | None:
-    """The gradient of a norm. `types`: of dy, x and the norm's weight."""
-    of_grad, of_x, of_weight = types
-    rows, width = shape
+    """The gradient of a norm, for a gradient of this type behind it."""
+    settings = Fp8Settings.from_text(text)
+    assert settings.norm is not None
+    kind, has_bias, device = settings.norm[0], norm_bias is not None, index_of(x.device)
+    of_x, of_weight, (rows, width) = x.dtype, norm_weight.dtype, x.shape
     named = (("SOURCE", of_x), ("GRAD", of_grad), ("WEIGHT", of_weight))
     programs, find = plan_norm((rows, width), kind, named, (("HAS_BIAS", has_bias),))
-    gradient = find.bind(index_of(device)) if find is not None else None
+    gradient = find.bind(device) if find is not None else None
     matrices = 2 if has_bias else 1
-    plan = plan_sum(programs, width, matrices, float_name(of_weight))
-    add = plan.bind(index_of(device)) if gradient is not None else None
+    add = plan_sum(programs, width, matrices, float_name(of_weight)).bind(device) if gradient is not None else None
     if gradient is None or add is None:
         return None
 
-    def run(stream: int, dy: int, x: int, weight: int, rstd: int, mean: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def run(stream: int, dy: Tensor, x: Any, weight: Any, rstd: Any, mean: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         dx = empty_on_gpu((rows, width), (width, 1), of_x)
         sums = empty_on_gpu((matrices * programs, width), (width, 1), torch.float32)
         total = empty_on_gpu((matrices, width), (width, 1), of_weight)
-        at_sums = sums.data_ptr()
-        gradient(stream, dy, x, weight, rstd, mean, dx.data_ptr(), at_sums)
+        addresses = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), rstd.data_ptr())
+        at_mean, at_sums = mean.data_ptr() if kind == "layer" else 0, sums.data_ptr()
+        gradient(stream, *addresses, at_mean, dx.data_ptr(), at_sums)
         add(stream, at_sums, total.data_ptr())
         return dx, total[0], total[1] if has_bias else None
 
     return run
 
 
-def norm_linear_key(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *constants: Any
-) -> Key:
-    return x.get_device(), x.shape, weight.shape, _types_of(x, weight, norm_weight, norm_bias, bias), constants
+def linear_key(x: Tensor, *rest: Any) -> Key:
+    return x.get_device(), x.shape, rest[2].shape, _types_of(x, *rest[:4]), rest[4:]
 
 
-def bind_norm_linear(
+def bind_linear(
     x: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
@@ -281,72 +225,74 @@ def bind_norm_linear(
     reuse: bool,
 ) -> Bound | None:
     settings = Fp8Settings.from_text(text)
-    fits = _fit_biases(bias) and _fit_norm(norm_weight, norm_bias) and settings.norm is not None
-    if not fits or not _fits_products(x, (weight, text)):
+    if not _fit_biases(bias) or not _fit_norm(norm_weight, norm_bias) or not _fits_products(x, (weight, text)):
         return _never
-    assert settings.norm is not None
     device, products = x.get_device(), BoundProducts(text, x.shape[0], weight, need_x, reuse)
-    types, eps = (x.dtype, norm_weight.dtype), settings.recipe.eps.input
-    cast = _bind_norm_cast(
-        x.shape, types, settings.norm, eps, has_bias=norm_bias is not None, cols=need_w, device=x.device
-    )
-    if cast is None:
+    eps = settings.recipe.eps.input
+    cast: BoundCast | None = None
+    normed: NormCast | None = None
+    if norm_weight is None:
+        cast = plan_guess(x.shape, x.dtype, True, "e4m3", eps, x.shape[0], True, need_w, None).bind(x.device)
+    else:
+        assert settings.norm is not None
+        types, has_bias = (x.dtype, norm_weight.dtype), norm_bias is not None
+        normed = _bind_norm_cast(x.shape, types, settings.norm, eps, has_bias=has_bias, cols=need_w, device=x.device)
+    if cast is None and normed is None:
         return None
 
     def run(
-        x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *_rest: Any
+        x: Tensor,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        *_: Any,
     ) -> Made | None:
         if not _is_ready(device, weight, x, norm_weight, norm_bias):
             return None
-        addresses = (x.data_ptr(), norm_weight.data_ptr(), _address_of(norm_bias))
-        codes, kept, scale, rstd, mean = cast(current_stream(device), *addresses)
+        codes: Tensor | None
+        rstd = mean = None
+        if norm_weight is not None and normed is not None:
+            addresses = (x.data_ptr(), norm_weight.data_ptr(), _address_of(norm_bias))
+            codes, kept, scale, rstd, mean = normed(current_stream(device), *addresses)
+        else:
+            if cast is None or (state := guess_for(RECIPE, weight, INPUT)) is None:
+                return None
+            codes, kept, scale = cast(current_stream(device), state.data_ptr(), x.data_ptr())
         y = products.y(codes, scale, weight, bias)
-        of_wgrad = (kept, scale) if kept is not None else _empty_tensors(2)
-        return y, *of_wgrad, rstd, *((mean,) if mean is not None else _empty_tensors(1))
+        return y, *_without_none((kept, None if kept is None else scale, rstd, mean))
 
     return run
 
 
-def norm_linear_backward_key(
+def linear_backward_key(dy: Tensor, *rest: Any) -> Key:
+    return dy.get_device(), dy.shape, rest[2].shape, _types_of(dy, *rest[2:6]), rest[8:]
+
+
+def bind_linear_backward(
     dy: Tensor,
     _kept: Tensor,
     _scale: Tensor,
     weight: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
+    x: Tensor | None,
+    norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-    _rstd: Tensor,
-    _mean: Tensor,
-    *constants: Any,
-) -> Key:
-    return dy.get_device(), dy.shape, weight.shape, _types_of(dy, weight, x, norm_weight, norm_bias), constants
-
-
-def bind_norm_linear_backward(
-    dy: Tensor,
-    _kept: Tensor,
-    _scale: Tensor,
-    weight: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    _rstd: Tensor,
-    _mean: Tensor,
+    _rstd: Tensor | None,
+    _mean: Tensor | None,
     text: str,
     need_x: bool,
     need_w: bool,
     reuse: bool,
 ) -> Bound | None:
-    settings = Fp8Settings.from_text(text)
-    fits = _fit_norm(norm_weight, norm_bias) and need_x and need_w and settings.norm is not None
+    fits = need_x and need_w and _fit_norm(norm_weight, norm_bias)
     if not fits or not _fits_products(dy, (weight, text)):
         return _never
-    assert settings.norm is not None
     device, products = dy.get_device(), BoundProducts(text, dy.shape[0], weight, need_x, reuse)
-    is_layer = settings.norm[0] == "layer"
     fp8, cast = _bind_gradient_cast(dy, text)
-    of_norm = _bind_gradient_of_norm(x, dy.dtype, norm_weight, norm_bias, settings)
-    if cast is None or of_norm is None:
+    of_norm = None
+    if norm_weight is not None and x is not None:
+        of_norm = _bind_gradient_of_norm(x, dy.dtype, norm_weight, norm_bias, text)
+    if cast is None or (norm_weight is not None and of_norm is None):
         return None
 
     def run(
@@ -354,11 +300,11 @@ def bind_norm_linear_backward(
         kept: Tensor,
         kept_scale: Tensor,
         weight: Tensor,
-        x: Tensor,
-        norm_weight: Tensor,
+        x: Tensor | None,
+        norm_weight: Tensor | None,
         _: Tensor | None,
-        rstd: Tensor,
-        mean: Tensor,
+        rstd: Tensor | None,
+        mean: Tensor | None,
         *_rest: Any,
     ) -> Made | None:
         if not _is_ready(device, weight, dy, x, norm_weight, rstd, mean):
@@ -367,30 +313,16 @@ def bind_norm_linear_backward(
             return None
         stream = current_stream(device)
         made = cast(stream, state.data_ptr(), dy.data_ptr())
-        d_normed, dw = products.gradients(made, kept, kept_scale, weight)
-        at_mean = mean.data_ptr() if is_layer else 0
-        addresses = (d_normed.data_ptr(), x.data_ptr(), norm_weight.data_ptr(), rstd.data_ptr(), at_mean)
-        return *_without_none(of_norm(stream, *addresses)), dw
+        dx, dw = products.gradients(made, kept, kept_scale, weight)
+        of_x = (dx, None, None) if of_norm is None else of_norm(stream, dx, x, norm_weight, rstd, mean)
+        return *_without_none(of_x), dw
 
     return run
 
 
-def _bind_gradient_of_norm(
-    x: Tensor, of_gradient: torch.dtype, norm_weight: Tensor, norm_bias: Tensor | None, settings: Fp8Settings
-) -> NormGradient | None:
-    assert settings.norm is not None
-    types, has_bias = (of_gradient, x.dtype, norm_weight.dtype), norm_bias is not None
-    return _bind_norm_gradient(x.shape, types, settings.norm[0], x.device, has_bias=has_bias)
-
-
 def _without_none(made: tuple[Tensor | None, ...]) -> list[Tensor]:
-    """What an operator returns, with empty tensors for None."""
-    return [_empty_tensors(1)[0] if tensor is None else tensor for tensor in made]
-
-
-def _empty_tensors(count: int) -> list[Tensor]:
-    """Operators return tensors only: empty ones for what is not wanted."""
-    return [empty_on_gpu((0,), (1,), _BF16) for _ in range(count)]
+    """What an operator returns: tensors only, empty ones for None."""
+    return [empty_on_gpu((0,), (1,), _BF16) if tensor is None else tensor for tensor in made]
 
 
 # ---- a joined MLP ----------------------------------------------------------------------------------------------------
@@ -418,11 +350,7 @@ def bind_mlp(
     need_down: bool,
     reuse: bool,
 ) -> Bound | None:
-    wanted = (first_text, need_x, need_first, reuse)
-    if norm_weight is None:
-        of_first = bind_linear(x, first, first_bias, *wanted)
-    else:
-        of_first = bind_norm_linear(x, norm_weight, norm_bias, first, first_bias, *wanted)
+    of_first = bind_linear(x, norm_weight, norm_bias, first, first_bias, first_text, need_x, need_first, reuse)
     if of_first is None:
         return None
     fits = of_first is not _never and _fit_biases(down_bias) and fits_width(first.shape[0], split_function(function)[1])
@@ -449,15 +377,13 @@ def bind_mlp(
     ) -> Made | None:
         if (state := guess_for(RECIPE, down, INPUT)) is None:
             return None
-        of_norm = () if norm_weight is None else (norm_weight, norm_bias)
-        made = of_first(x, *of_norm, first, first_bias)
+        made = of_first(x, norm_weight, norm_bias, first, first_bias)
         if made is None:
             return None
         y, *others = made
         codes, kept, scale = cast(current_stream(device), state.data_ptr(), y.data_ptr(), 0, 0)
         out = products.y(codes, scale, down, down_bias)
-        others += _empty_tensors(4 - len(others))
-        return out, y, *others, *((kept, scale) if kept is not None else _empty_tensors(2))
+        return out, y, *others, *_without_none((kept, None if kept is None else scale))
 
     return run
 
@@ -480,17 +406,17 @@ def bind_mlp_backward(
     first_text, down_text, function, need_x, need_first, need_bias, need_down, reuse = rest[7:]
     settings, device, tokens = Fp8Settings.from_text(first_text), dy.get_device(), dy.shape[0]
     fits = need_x and need_first and need_down and fits_width(first.shape[0], split_function(function)[1])
-    fits = fits and (norm_weight is None or _fit_norm(norm_weight, norm_bias))
+    fits = fits and _fit_norm(norm_weight, norm_bias)
     if not fits or not _fits_products(dy, (down, down_text)) or not _fits_products(x, (first, first_text)):
         return _never
     of_down = BoundProducts(down_text, tokens, down, True, reuse)
     of_first = BoundProducts(first_text, tokens, first, True, reuse)
-    is_layer, eps = settings.norm is not None and settings.norm[0] == "layer", settings.recipe.eps.grad
+    eps = settings.recipe.eps.grad
     down_fp8, cast = _bind_gradient_cast(dy, down_text)
     fp8, width = settings.recipe.grad_fp8, first.shape[0]
     plan = plan_activated((tokens, width), *split_function(function), True, fp8, eps, True, True, need_bias, None)
     cast_between = plan.bind(x.device)
-    of_norm = None if norm_weight is None else _bind_gradient_of_norm(x, _BF16, norm_weight, norm_bias, settings)
+    of_norm = None if norm_weight is None else _bind_gradient_of_norm(x, _BF16, norm_weight, norm_bias, first_text)
     tiles, bias_type = plan.sums, None if first_bias is None else first_bias.dtype
     add = None
     if tiles is not None and bias_type is not None:
@@ -532,10 +458,7 @@ def bind_mlp_backward(
             total = empty_on_gpu((width,), (1,), bias_type)
             add(stream, sums.data_ptr(), total.data_ptr())
         dx, d_first = of_first.gradients(made, kept, kept_scale, first)
-        of_x: tuple[Tensor | None, ...] = (dx, None, None)
-        if norm_weight is not None and of_norm is not None:
-            at_mean = mean.data_ptr() if is_layer else 0
-            of_x = of_norm(stream, dx.data_ptr(), x.data_ptr(), norm_weight.data_ptr(), rstd.data_ptr(), at_mean)
+        of_x = (dx, None, None) if of_norm is None else of_norm(stream, dx, x, norm_weight, rstd, mean)
         return *_without_none(of_x), d_first, *_without_none((total,)), d_down
 
     return run
@@ -543,10 +466,8 @@ def bind_mlp_backward(
 
 # Operators by name: what a bound call depends on, and how it is bound.
 BINDERS: dict[str, tuple[Callable[..., Key], Callable[..., Bound | None]]] = {
-    "fp8_linear_forward": (linear_key, bind_linear),
-    "fp8_linear_backward": (linear_backward_key, bind_linear_backward),
-    "fp8_norm_linear_forward": (norm_linear_key, bind_norm_linear),
-    "fp8_norm_linear_backward": (norm_linear_backward_key, bind_norm_linear_backward),
+    "fp8_norm_linear_forward": (linear_key, bind_linear),
+    "fp8_norm_linear_backward": (linear_backward_key, bind_linear_backward),
     "fp8_mlp_forward": (mlp_key, bind_mlp),
     "fp8_mlp_backward": (mlp_backward_key, bind_mlp_backward),
 }

@@ -15,12 +15,10 @@ that the two can be timed against each other. A scale belongs to one expert, and
 starts from (`scale_guesses`); mxfp8 has no grouped product here. A CPU computes in float32 of the decoded values.
 torch.compile runs the layer eagerly, between graphs: it could not trace prepared launches.
 
-The experts of an MoE block as two grouped products, FP8 or BF16 by choice.
-
-A module that holds the experts of a block (`experts_of`: gate and up [E, 2 F, H], down [E, H, F]) is called with hidden
-states [T, H] and, for each token, its experts and their weights [T, k]. Here tokens are sorted by expert once, both
-products use that order, and the results are weighted and added to the tokens that they belong to. How many tokens each
-expert has stays on the GPU: nothing waits for the host.
+`Fp8Experts` computes the experts of a block as two such layers. A module that holds them (`experts_of`: gate and up
+[E, 2 F, H], down [E, H, F]) is called with hidden states [T, H] and, for each token, its experts and their weights
+[T, k]: tokens are sorted by expert once, both products use that order, and the results are weighted and added to the
+tokens that they belong to.
 """
 
 from __future__ import annotations
@@ -147,19 +145,6 @@ class GroupedLinear(CastsWeight):
         return token_pad(wgrad, picked)
 
 
-def find_weight_casts(
-    weight: Tensor, recipe: str, call: _Call, *, rows: bool, cols: bool
-) -> tuple[GroupedFp8, GroupedFp8]:
-    """The casts of the weight that are asked for, plain and transposed; kept with the casts of all other weights."""
-    eps = call.recipe.eps.weight
-
-    def make(rows: bool, cols: bool) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
-        guess = guess_for(recipe, weight, WEIGHT, experts=weight.shape[0])
-        return kernels.cast_experts(weight.detach(), recipe, eps, rows=rows, cols=cols, guess=guess)
-
-    return derived_layouts(weight, ("grouped " + recipe, eps), make, rows=rows, cols=cols, reuse=call.reuse)
-
-
 @dataclass(frozen=True)
 class _Call:
     """What a forward and its backward share, apart from tensors."""
@@ -170,11 +155,15 @@ class _Call:
     layout: GroupLayout
     reuse: bool
 
-    def weight_rows(self, weight: Tensor, *, with_cols: bool) -> GroupedFp8:
-        return find_weight_casts(weight, self.gemms.fprop, self, rows=True, cols=with_cols and self.reuse)[0]
+    def weight_casts(self, weight: Tensor, recipe: str, *, rows: bool, cols: bool) -> tuple[GroupedFp8, GroupedFp8]:
+        """The casts of the weight that are asked for, plain and transposed; kept with the casts of other weights."""
+        eps = self.recipe.eps.weight
 
-    def weight_cols(self, weight: Tensor) -> GroupedFp8:
-        return find_weight_casts(weight, self.gemms.dgrad, self, rows=False, cols=True)[1]
+        def make(rows: bool, cols: bool) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
+            guess = guess_for(recipe, weight, WEIGHT, experts=weight.shape[0])
+            return kernels.cast_experts(weight.detach(), recipe, eps, rows=rows, cols=cols, guess=guess)
+
+        return derived_layouts(weight, ("grouped " + recipe, eps), make, rows=rows, cols=cols, reuse=self.reuse)
 
     def tokens(
         self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, weight: Tensor, role: str
@@ -206,7 +195,8 @@ class _Grouped(torch.autograd.Function):
         if x_rows is None:
             y = plain_rows(x, weight, call.layout, bias)
         else:
-            cast = call.weight_rows(weight, with_cols=need_x and gemms.dgrad == gemms.fprop)
+            with_cols = call.reuse and need_x and gemms.dgrad == gemms.fprop
+            cast, _ = call.weight_casts(weight, gemms.fprop, rows=True, cols=with_cols)
             y = kernels.grouped_rows(x_rows, cast, call.layout, x.dtype, bias=bias, **call.options("fprop"))
         keep_x = need_w and gemms.wgrad == BF16
         kept = (x, x) if keep_x else (x_cols.codes, x_cols.scale) if x_cols is not None else (None, None)
@@ -225,7 +215,7 @@ class _Grouped(torch.autograd.Function):
         dy_rows, dy_cols = call.tokens(dy, dgrad, wgrad, call.recipe.grad_fp8, call.recipe.eps.grad, weight, GRAD)
         dx = dw = db = None
         if need_x and dy_rows is not None:
-            cast = call.weight_cols(weight)
+            _, cast = call.weight_casts(weight, dgrad, rows=False, cols=True)
             dx = kernels.grouped_rows(dy_rows, cast, call.layout, dy.dtype, **call.options("dgrad"))
         elif need_x:
             dx = plain_rows(dy, weight.transpose(1, 2), call.layout, None)
@@ -316,5 +306,5 @@ def grouped_of(weight: nn.Parameter, recipe: Fp8Recipe, gemms: GemmChoice) -> Gr
 
 def cast_dropper(module: nn.Module) -> Callable[[], None]:
     """A function that makes all FP8 layers of a module cast their weights anew, as after an optimizer's step."""
-    weights = [each for each in module.parameters() if each.ndim >= 2]
+    weights = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
     return lambda: expire_casts(weights)

@@ -24,13 +24,7 @@ from bitplan.fp8.casts import FP8_DTYPES, CastPair, empty_scale, padded_tokens
 from bitplan.fp8.kernels.activation import RECIPE, activation_gradient, cast_activated
 from bitplan.fp8.layer_settings import GemmChoice
 from bitplan.fp8.layers.linear import Fp8Linear
-from bitplan.fp8.layers.linear_function import (
-    INPUT_TYPES,
-    define_layer_operator,
-    forward_shapes,
-    norm_backward_shapes,
-    norm_forward_shapes,
-)
+from bitplan.fp8.layers.linear_function import INPUT_TYPES, backward_shapes, define_layer_operator, forward_shapes
 from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.layers.products import (
     Fp8Settings,
@@ -39,7 +33,6 @@ from bitplan.fp8.layers.products import (
     product_of,
     run_backward,
     run_forward,
-    run_norm_forward,
 )
 from bitplan.fp8.layers.scale_guesses import GRAD, INPUT, guess_for
 from bitplan.fp8.layers.sharded_weight import GatheredWeight
@@ -108,8 +101,8 @@ class JoinedMlp(nn.Module):
             return not has_hooks(self._watched)
         if torch.nn.modules.module._has_any_global_hook():
             return False
-        for each in self._watched:  # their dictionaries: this is done in each call, and an attribute takes longer
-            own = each.__dict__
+        for module in self._watched:  # their dictionaries: this is done in each call, and an attribute takes longer
+            own = module.__dict__
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
                 return False
             if own["_backward_hooks"] or own["_backward_pre_hooks"]:
@@ -136,8 +129,8 @@ def joining_obstacle(first: nn.Module, down: nn.Module) -> str | None:
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
     return any(
-        each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
-        for each in modules
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        for module in modules
     )
 
 
@@ -205,12 +198,7 @@ def run_mlp_forward(
     source: WeightSource,
 ) -> tuple[Tensor | None, ...]:
     """(output; the first product; its input for wgrad, scale, 1 / deviation, mean; the activated for wgrad, scale)."""
-    of_first: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-    if norm_weight is None:
-        of_first = (*run_forward(x_MK, first, first_bias, first_text, need_x, need_first, source), None, None)
-    else:
-        norm = (norm_weight, norm_bias)
-        of_first = run_norm_forward(x_MK, *norm, first, first_bias, first_text, need_x, need_first, source)
+    of_first = run_forward(x_MK, norm_weight, norm_bias, first, first_bias, first_text, need_x, need_first, source)
     y = of_first[0]
     settings = Fp8Settings.from_text(down_text)
     (rows, cols), _ = _cast(y, None, down, INPUT, settings, function, rows=True, cols=need_down)
@@ -244,7 +232,10 @@ def run_mlp_backward(
 ) -> tuple[Tensor | None, ...]:
     """(dx, the norm's weight's gradient, its bias's, the first weight's, its bias's, down's); None if not wanted."""
     need_between = need_x or need_first or need_bias
-    dh, d_down = run_backward(dy_MN, activated, activated_scale, down, down_text, need_between, need_down, source)
+    no_norm = (None,) * 5
+    dh, _, _, d_down = run_backward(
+        dy_MN, activated, activated_scale, down, *no_norm, down_text, need_between, need_down, source
+    )
     if dh is None:
         return None, None, None, None, None, d_down
     sums = first_bias.dtype if need_bias and first_bias is not None else None
@@ -254,9 +245,7 @@ def run_mlp_backward(
     settings = Fp8Settings.from_text(first_text)
     cast, of_bias = _cast(y, dh, first, GRAD, settings, function, rows=need_x, cols=need_first, sums=sums)
     dx, d_first = gradients_of(cast, dh, kept, kept_scale, first, settings, need_x, need_first, source)
-    if norm_weight is None:
-        return dx, None, None, d_first, of_bias, d_down
-    of_norm = norm_gradients(dx, x_MK, norm_weight, norm_bias, rstd, mean, first_text)
+    of_norm = norm_gradients(dx, x_MK, norm_weight, norm_bias, rstd, mean, settings)
     return *of_norm, d_first, of_bias, d_down
 
 
@@ -284,11 +273,8 @@ def _cast(
 
 def _forward_shapes(x_MK, norm_weight, norm_bias, first, first_bias, down, down_bias, first_text, *rest):  # type: ignore[no-untyped-def]  # noqa: ARG001
     _, _, need_x, need_first, _, need_down, reuse = rest
-    wanted = (first_text, need_x, need_first, reuse)
-    if norm_weight is None:
-        of_first = (*forward_shapes(x_MK, first, first_bias, *wanted), x_MK.new_empty(0), x_MK.new_empty(0))  # type: ignore[no-untyped-call]
-    else:
-        of_first = norm_forward_shapes(x_MK, norm_weight, norm_bias, first, first_bias, *wanted)  # type: ignore[no-untyped-call]
+    given = (x_MK, norm_weight, norm_bias, first, first_bias, first_text, need_x, need_first, reuse)
+    of_first = forward_shapes(*given)  # type: ignore[no-untyped-call]
     y = x_MK.new_empty((x_MK.shape[0], down.shape[0]))
     if not need_down:
         return y, *of_first, x_MK.new_empty(0), x_MK.new_empty(0)
@@ -301,14 +287,9 @@ def _backward_shapes(dy_MN, x_MK, norm_weight, norm_bias, first, first_bias, dow
     need_x, need_first, need_bias, need_down, reuse = rest[-5:]
     d_down = down.new_empty(down.shape) if need_down else dy_MN.new_empty(0)
     total = first_bias.new_empty(first_bias.shape) if need_bias else dy_MN.new_empty(0)
-    if norm_weight is not None:
-        given = (dy_MN, None, None, first, x_MK, norm_weight, norm_bias, need_x, need_first, reuse)
-        *of_norm, d_first = norm_backward_shapes(*given)  # type: ignore[no-untyped-call]
-        return *of_norm, d_first, total, d_down
-    nothing = dy_MN.new_empty(0)
-    dx = x_MK.new_empty(x_MK.shape) if need_x else nothing
-    d_first = first.new_empty(first.shape) if need_first else dy_MN.new_empty(0)
-    return dx, dy_MN.new_empty(0), dy_MN.new_empty(0), d_first, total, d_down
+    given = (dy_MN, None, None, first, x_MK, norm_weight, norm_bias, need_x, need_first, reuse)
+    *of_norm, d_first = backward_shapes(*given)  # type: ignore[no-untyped-call]
+    return *of_norm, d_first, total, d_down
 
 
 forward_op = define_layer_operator(

@@ -22,8 +22,8 @@ from bitplan.fp8.layers.linear_function import INPUT_TYPES, run_linear
 from bitplan.fp8.layers.products import Fp8Settings
 from bitplan.fp8.layers.sharded_weight import (
     GatheredWeight,
+    ShardGroup,
     linear_of_gathered,
-    new_group,
     plain_numbers,
     shard_in_fp8,
 )
@@ -144,7 +144,7 @@ def gather_weights_in_fp8(module: nn.Module) -> dict[str, str]:
 
     Returns the layers whose weights cross as they are, and why.
     """
-    group, left = new_group(), {}
+    group, left = ShardGroup(), {}
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, CastsWeight)}
     if not layers:
         raise Fp8LayerError("gather_weights_in_fp8: the model has no FP8 layers; call apply_fp8 first")

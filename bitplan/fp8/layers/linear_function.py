@@ -3,7 +3,7 @@
 Layers differ in where the weight comes from (a `WeightSource`), where its gradient goes (to the weight, or to a master
 beside it), and whether x is normalised first.
 
-Under torch.compile the two halves are single operators (`bitplan::fp8_linear_forward`, `..._backward`), so a model
+Under torch.compile the two halves are single operators (`bitplan::fp8_norm_linear_forward`, `..._backward`), so a model
 compiles without a graph break, and kept casts of weights stay outside the graph, whose memory planning would otherwise
 reuse their memory. Eager mode calls the two halves directly.
 """
@@ -21,13 +21,7 @@ from bitplan.base.compiled_code import FUNCTIONS as FUNCTIONS  # code that was g
 from bitplan.base.compiled_code import define_operator
 from bitplan.fp8.casts import FP8_DTYPES, empty_scale, padded_tokens, scaling_of
 from bitplan.fp8.layer_settings import Fp8LayerError
-from bitplan.fp8.layers.products import (
-    Fp8Settings,
-    run_backward,
-    run_forward,
-    run_norm_backward,
-    run_norm_forward,
-)
+from bitplan.fp8.layers.products import Fp8Settings, run_backward, run_forward
 from bitplan.fp8.layers.weight_source import CASTS, WeightSource
 from bitplan.fp8.recipes import BF16
 
@@ -78,18 +72,16 @@ class _Fp8Product(torch.autograd.Function):
         needs = ctx.needs_input_grad
         need_x, need_w = keep and (needs[0] or needs[4] or needs[5]), keep and (needs[1] or needs[2])
         in_graph = torch.compiler.is_compiling()
+        run: Any = forward_op if in_graph else run_forward
         reads = source.reuse if in_graph else source
-        if norm_weight is None:
-            run: Any = forward_op if in_graph else run_forward
-            y, kept, kept_scale = run(x_MK, weight, bias, text, need_x, need_w, reads)
+        made = run(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reads)
+        y, kept, kept_scale, *stats = made
+        if norm_weight is not None:
+            ctx.save_for_backward(kept, kept_scale, weight, x_MK, norm_weight, norm_bias, *stats)
+        else:
             if need_w and text.split("/")[5] == BF16:  # wgrad's recipe; Dynamo would warn of from_text's cache
                 kept = x_MK
             ctx.save_for_backward(kept, kept_scale, weight)
-        else:
-            run = norm_forward_op if in_graph else run_norm_forward
-            made = run(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reads)
-            y, kept, kept_scale, rstd, mean = made
-            ctx.save_for_backward(kept, kept_scale, weight, x_MK, norm_weight, norm_bias, rstd, mean)
         ctx.settings = (text, source)
         ctx.bias_dtype = bias.dtype if bias is not None else None
         return y  # type: ignore[no-any-return]
@@ -101,16 +93,14 @@ class _Fp8Product(torch.autograd.Function):
         text, source = ctx.settings
         needs = ctx.needs_input_grad
         need_x, need_w = needs[0] or needs[4] or needs[5], needs[1] or needs[2]
-        in_graph = torch.compiler.is_compiling()
-        reads = source.reuse if in_graph else source
         dx = dw = d_norm_weight = d_norm_bias = None
-        if normed:
-            run: Any = norm_backward_op if in_graph else run_norm_backward
-            made = run(dy_MN, kept, kept_scale, weight, *normed, text, need_x, need_w, reads)
+        if need_x or need_w:
+            in_graph = torch.compiler.is_compiling()
+            run: Any = backward_op if in_graph else run_backward
+            of_norm = normed or (None,) * 5
+            reads = source.reuse if in_graph else source
+            made = run(dy_MN, kept, kept_scale, weight, *of_norm, text, need_x, need_w, reads)
             dx, d_norm_weight, d_norm_bias, dw = made
-        elif need_x or need_w:
-            run = backward_op if in_graph else run_backward
-            dx, dw = run(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reads)
         db = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs[3] else None
         return (
             dx if needs[0] else None,
@@ -138,7 +128,7 @@ def define_layer_operator(
     def in_graph(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         """Operators return tensors only: empty ones for None."""
         made = run(x, *rest[:-1], CASTS[rest[-1]])
-        return tuple(x.new_empty(0) if each is None else each for each in made)
+        return tuple(x.new_empty(0) if part is None else part for part in made)
 
     return define_operator(signature, with_bound_calls(signature.split("(")[0], in_graph), fake)
 
@@ -172,62 +162,45 @@ def with_bound_calls(name: str, operator: Callable[..., tuple[Tensor, ...]]) -> 
     return run
 
 
-def forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    wgrad = Fp8Settings.from_text(text).gemms.wgrad
-    y = x_MK.new_empty((x_MK.shape[0], weight.shape[0]))
-    if not need_w or wgrad == BF16:
-        return y, x_MK.new_empty(0), x_MK.new_empty(0)
-    shape = (x_MK.shape[1], padded_tokens(wgrad, x_MK.shape[0]))
-    scale = empty_scale(shape, scaling_of(wgrad), x_MK.device)
-    return y, x_MK.new_empty(shape, dtype=FP8_DTYPES["e4m3"]), scale
-
-
-def norm_forward_shapes(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def forward_shapes(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
     settings = Fp8Settings.from_text(text)
-    y, kept, scale = forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse)  # type: ignore[no-untyped-call]
-    if need_w and settings.gemms.wgrad == BF16:
-        kept = x_MK.new_empty(x_MK.shape)
-    rstd = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)
-    has_mean = settings.norm is not None and settings.norm[0] == "layer"
-    return y, kept, scale, rstd, x_MK.new_empty(x_MK.shape[0], dtype=torch.float32) if has_mean else x_MK.new_empty(0)
+    wgrad = settings.gemms.wgrad
+    y, kept, scale, rstd, mean = (x_MK.new_empty(size) for size in ((x_MK.shape[0], weight.shape[0]), 0, 0, 0, 0))
+    if need_w and wgrad != BF16:
+        shape = (x_MK.shape[1], padded_tokens(wgrad, x_MK.shape[0]))
+        kept = x_MK.new_empty(shape, dtype=FP8_DTYPES["e4m3"])
+        scale = empty_scale(shape, scaling_of(wgrad), x_MK.device)
+    if norm_weight is not None:
+        if need_w and wgrad == BF16:
+            kept = x_MK.new_empty(x_MK.shape)
+        rstd = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)
+        if settings.norm is not None and settings.norm[0] == "layer":
+            mean = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)
+    return y, kept, scale, rstd, mean
 
 
-def _backward_shapes(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    dx = dy_MN.new_empty((dy_MN.shape[0], weight.shape[1]) if need_x else 0)
-    return dx, weight.new_empty(weight.shape) if need_w else dy_MN.new_empty(0)
-
-
-def norm_backward_shapes(dy_MN, kept, kept_scale, weight, x_MK, norm_weight, norm_bias, *rest):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def backward_shapes(dy_MN, kept, kept_scale, weight, x_MK, norm_weight, norm_bias, *rest):  # type: ignore[no-untyped-def]  # noqa: ARG001
     need_x, need_w = rest[-3:-1]
+    dx, d_weight, d_bias = (dy_MN.new_empty(0) for _ in range(3))
     dw = weight.new_empty(weight.shape) if need_w else dy_MN.new_empty(0)
-    if not need_x:
-        return dy_MN.new_empty(0), dy_MN.new_empty(0), dy_MN.new_empty(0), dw
-    d_bias = dy_MN.new_empty(0) if norm_bias is None else norm_weight.new_empty(norm_weight.shape)
-    return x_MK.new_empty(x_MK.shape), norm_weight.new_empty(norm_weight.shape), d_bias, dw
+    if need_x:
+        dx = (dy_MN if x_MK is None else x_MK).new_empty((dy_MN.shape[0], weight.shape[1]))
+    if need_x and norm_weight is not None:
+        d_weight = norm_weight.new_empty(norm_weight.shape)
+        d_bias = dy_MN.new_empty(0) if norm_bias is None else norm_weight.new_empty(norm_weight.shape)
+    return dx, d_weight, d_bias, dw
 
 
 forward_op = define_layer_operator(
-    "fp8_linear_forward(Tensor x, Tensor weight, Tensor? bias, str text, bool need_x, bool need_w, bool reuse) "
-    "-> (Tensor, Tensor, Tensor)",
+    "fp8_norm_linear_forward(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, str text, "
+    "bool need_x, bool need_w, bool reuse) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     run_forward,
     forward_shapes,
 )
 backward_op = define_layer_operator(
-    "fp8_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, str text, bool need_x, "
-    "bool need_w, bool reuse) -> (Tensor, Tensor)",
+    "fp8_norm_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, Tensor? x, "
+    "Tensor? norm_weight, Tensor? norm_bias, Tensor? rstd, Tensor? mean, str text, bool need_x, bool need_w, "
+    "bool reuse) -> (Tensor, Tensor, Tensor, Tensor)",
     run_backward,
-    _backward_shapes,
-)
-norm_forward_op = define_layer_operator(
-    "fp8_norm_linear_forward(Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, str text, "
-    "bool need_x, bool need_w, bool reuse) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    run_norm_forward,
-    norm_forward_shapes,
-)
-norm_backward_op = define_layer_operator(
-    "fp8_norm_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, Tensor x, Tensor norm_weight, "
-    "Tensor? norm_bias, Tensor rstd, Tensor mean, str text, bool need_x, bool need_w, bool reuse) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    run_norm_backward,
-    norm_backward_shapes,
+    backward_shapes,
 )

@@ -1,8 +1,7 @@
-"""Linear layers divided over processes: tensor parallel by columns or rows, duplicated, and experts spread out.
+"""Linear layers divided over processes: tensor parallel by columns or rows, and experts spread out.
 
     ColumnParallel(local, group)    local has a share of the outputs; x whole; its gradient summed over the group
     RowParallel(local, group)       local has a share of the inputs; x divided; outputs summed over the group, then bias
-    Duplicated(local, group)        the whole layer on every process, for the same x: nothing is sent
     ExpertParallel(experts, group)  each process has a share of the experts; tokens go to them and come back
 
 `local` is an Fp8Linear, Fp8NormLinear, nn.Linear or, with tokens_per_expert as a second argument, a GroupedLinear
@@ -23,14 +22,8 @@ Layers compare sizes and recipes when they are made, and name the processes that
 connections: the others get a `ParallelError` that names the step. With NCCL, and for a process that hangs, that takes
 as long as the timeout given to `init_process_group`.
 
-A tensorwise FP8 linear whose processes share the scale of an operand that is divided among them.
-
-With tensor parallelism an Fp8Linear would scale each share of a divided operand by the share's own maximum, and results
-would depend on the number of shares. Here that maximum is replaced by the group's before anything is cast. Maxima are
-compared as integers on the device, which have the order of the magnitudes (NaN above infinity). Nothing waits for the
-host on a GPU.
-
-Only products by the recipe tensorwise agree; others in the same layer are what `Fp8Linear` does.
+An Fp8Linear by itself would scale each share of a divided operand by the share's own maximum. `SharedAmax` takes the
+group's instead, before anything is cast, for tensorwise products alone.
 """
 
 from __future__ import annotations
@@ -52,13 +45,12 @@ from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.layers.linear_function import run_linear
 from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.layers.scale_guesses import WEIGHT
-from bitplan.fp8.layers.shared_amax_cast import Largest, shared_amax_cast
 from bitplan.fp8.layers.weight_casts import derived_layouts
-from bitplan.fp8.layers.weight_source import WeightSource
+from bitplan.fp8.layers.weight_source import Largest, WeightSource, shared_amax_cast
 from bitplan.fp8.policy.vocabulary import Fp8Error
 from bitplan.fp8.recipes import RECIPES
 
-# ---- shared amax -----------------------------------------------------------------------------------------------------
+# ---- scales by the maximum of a group --------------------------------------------------------------------------------
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the operators of graphs cast by a maximum of their own
@@ -107,7 +99,7 @@ class SharedAmax(WeightSource):
         return derived_layouts(weight, how, make, rows=rows, cols=cols, reuse=self.reuse)
 
 
-# ---- parallel --------------------------------------------------------------------------------------------------------
+# ---- layers ----------------------------------------------------------------------------------------------------------
 
 
 class ParallelError(Fp8Error):
@@ -115,66 +107,56 @@ class ParallelError(Fp8Error):
 
 
 class _Parallel(nn.Module):
-    def __init__(self, local: nn.Module, group: Any = None) -> None:
+    divided: tuple[str, ...] = ()  # operands of the local product of which each process has a share
+
+    def __init__(self, local: nn.Module, group: Any = None, *, agree: bool = True) -> None:
         super().__init__()
         self.local: Any = local
         self.group = group
-        check_alike(self._description(), _device(local), group)
+        self.agree = agree and _can_agree(local)
+        sizes = {name: int(getattr(local, name, 0)) for name in ("in_features", "out_features", "num_experts")}
+        words = f"{type(self).__name__} {local} {next(local.parameters()).dtype}"
+        check_alike(sizes | {"kind, recipe or type": zlib.crc32(words.encode())}, _device(local), group)
 
-    def _description(self) -> dict[str, int]:
-        """What all processes must have in common."""
-        sizes = {name: int(getattr(self.local, name, 0)) for name in ("in_features", "out_features", "num_experts")}
-        words = f"{type(self).__name__} {self.local} {next(self.local.parameters()).dtype}"
-        return sizes | {"kind, recipe or type": zlib.crc32(words.encode())}
-
-
-class Duplicated(_Parallel):
-    """The whole layer everywhere."""
-
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        y: Tensor = self.local(x, *more)
+    def _product(self, x: Tensor, *more: Tensor) -> Tensor:
+        """The local product; scales of divided operands are agreed on over the group, where they can be."""
+        y: Tensor
+        if self.agree:
+            y = shared_amax_linear(x, self.local, divided=self.divided, largest=partial(_largest, group=self.group))
+        else:
+            y = self.local(x, *more)
         return y
 
 
 class ColumnParallel(_Parallel):
     """y of this process's outputs [..., N / processes]; the gradient of x is that of the whole layer."""
 
+    divided = ("weight", "grad")
+
     def __init__(self, local: nn.Module, group: Any = None, *, agree: bool = True) -> None:
-        super().__init__(local, group)
-        self.agree = agree and _can_agree(local)
+        super().__init__(local, group, agree=agree)
         for norm in _norm_parameters(local):  # their gradients pass through the divided product, as x's does
             norm.register_hook(lambda gradient: _sum(gradient, group, "gradients of a norm"))
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        x = sum_backward(x, self.group)
-        if self.agree:
-            largest = partial(_largest, group=self.group)
-            y: Tensor = shared_amax_linear(x, self.local, divided=("weight", "grad"), largest=largest)
-        else:
-            y = self.local(x, *more)
-        return y
+        return self._product(sum_backward(x, self.group), *more)
 
 
 class RowParallel(_Parallel):
     """y of the whole layer from this process's inputs [..., K / processes]; `bias` [N] is added once."""
+
+    divided = ("input", "weight")
 
     def __init__(
         self, local: nn.Module, group: Any = None, *, bias: nn.Parameter | None = None, agree: bool = True
     ) -> None:
         if getattr(local, "bias", None) is not None:
             raise Fp8LayerError("RowParallel: every process would add the bias of its local layer; give it as `bias`")
-        super().__init__(local, group)
+        super().__init__(local, group, agree=agree)
         self.bias = bias
-        self.agree = agree and _can_agree(local)
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        if self.agree:
-            y = shared_amax_linear(
-                x, self.local, divided=("input", "weight"), largest=partial(_largest, group=self.group)
-            )
-        else:
-            y = self.local(x, *more)
-        y = sum_forward(y, self.group)
+        y = sum_forward(self._product(x, *more), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -236,14 +218,11 @@ def check_alike(description: dict[str, int], device: torch.device, group: Any = 
         dist.all_gather(descriptions, own, group=group)
     for name, values in zip(description, torch.stack(descriptions).t().tolist(), strict=True):
         if len(set(values)) > 1:
-            values_text = f"got {values}" if "," not in name else f"processes {_odd_ones(values)} differ from process 0"
+            others = [rank for rank, value in enumerate(values) if value != values[0]]
+            values_text = f"got {values}" if "," not in name else f"processes {others} differ from process 0"
             raise ParallelError(
                 f"the processes of a group must make the same layer: {name} differs, {values_text} by rank"
             )
-
-
-def _odd_ones(values: list[int]) -> list[int]:
-    return [rank for rank, value in enumerate(values) if value != values[0]]
 
 
 @contextmanager

@@ -53,20 +53,8 @@ class Fp8Settings:
 
 
 def run_forward(
-    x_MK: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, source: WeightSource
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, x as wgrad will read it, its scale); the last two are None where wgrad is BF16 or not wanted."""
-    settings = Fp8Settings.from_text(text)
-    gemms = settings.gemms
-    wgrad = gemms.wgrad if need_w else BF16
-    x_rows, x_cols = source.cast_for(x_MK, gemms.fprop, wgrad, "e4m3", settings.recipe.eps.input, weight, INPUT)
-    y = product_of(x_MK, x_rows, weight, bias, settings, need_x, source)
-    return (y, None, None) if x_cols is None else (y, x_cols.codes, x_cols.scale)
-
-
-def run_norm_forward(
     x_MK: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
@@ -74,16 +62,21 @@ def run_norm_forward(
     need_x: bool,
     need_w: bool,
     source: WeightSource,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """(y, normalised x as wgrad will read it, its scale, 1 / deviation, mean); None for what is not needed."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(y, x as wgrad will read it, its scale, 1 / deviation, mean); None for what is not needed.
+
+    With a norm (`norm_weight`) x is normalised first. Where wgrad is BF16 it reads x itself, or x after the norm.
+    """
     settings = Fp8Settings.from_text(text)
-    gemms = settings.gemms
-    rows_by = gemms.fprop if gemms.fprop != BF16 else None
-    cols_by = gemms.wgrad if need_w and gemms.wgrad != BF16 else None
-    keep_plain = need_w and gemms.wgrad == BF16
+    fprop, wgrad, eps = settings.gemms.fprop, settings.gemms.wgrad if need_w else BF16, settings.recipe.eps.input
+    if norm_weight is None:
+        x_rows, x_cols = source.cast_for(x_MK, fprop, wgrad, "e4m3", eps, weight, INPUT)
+        y = product_of(x_MK, x_rows, weight, bias, settings, need_x, source)
+        return y, *((None, None) if x_cols is None else (x_cols.codes, x_cols.scale)), None, None
+    keep_plain = need_w and wgrad == BF16
+    rows_by, cols_by = (None if recipe == BF16 else recipe for recipe in (fprop, wgrad))
     norm = _norm(settings, norm_weight, norm_bias)
-    plain = keep_plain or rows_by is None
-    normed = norm_and_cast(x_MK, norm, rows_by, cols_by, "e4m3", settings.recipe.eps.input, plain=plain)
+    normed = norm_and_cast(x_MK, norm, rows_by, cols_by, "e4m3", eps, plain=keep_plain or rows_by is None)
     normed_MK = x_MK if normed.plain is None else normed.plain
     y = product_of(normed_MK, normed.rows, weight, bias, settings, need_x, source)
     if normed.cols is not None:
@@ -115,17 +108,23 @@ def run_backward(
     kept: Tensor,
     kept_scale: Tensor | None,
     weight: Tensor,
+    x_MK: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    rstd: Tensor | None,
+    mean: Tensor | None,
     text: str,
     need_x: bool,
     need_w: bool,
     source: WeightSource,
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dW); None for one that is not wanted."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, the norm's weight gradient, its bias's, dW); None where not wanted, or where there is no norm."""
     settings = Fp8Settings.from_text(text)
     recipe, gemms = settings.recipe, settings.gemms
     dgrad, wgrad = gemms.dgrad if need_x else BF16, gemms.wgrad if need_w else BF16
     cast = source.cast_for(dy_MN, dgrad, wgrad, recipe.grad_fp8, recipe.eps.grad, weight, GRAD)
-    return gradients_of(cast, dy_MN, kept, kept_scale, weight, settings, need_x, need_w, source)
+    dx, dw = gradients_of(cast, dy_MN, kept, kept_scale, weight, settings, need_x, need_w, source)
+    return *norm_gradients(dx, x_MK, norm_weight, norm_bias, rstd, mean, settings), dw
 
 
 def gradients_of(
@@ -139,7 +138,7 @@ def gradients_of(
     need_w: bool,
     source: WeightSource,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same of a dy that was cast, in the layouts that are not None; dy itself is then read for its type alone."""
+    """(dx, dW) of a dy that was cast, in the layouts that are not None; dy itself is then read for its type alone."""
     recipe, gemms = settings.recipe, settings.gemms
     dy_rows, dy_cols = cast
     grad_type = source.grad_type or weight.dtype
@@ -162,39 +161,21 @@ def gradients_of(
     return dx, dw
 
 
-def run_norm_backward(
-    dy_MN: Tensor,
-    kept: Tensor,
-    kept_scale: Tensor | None,
-    weight: Tensor,
-    x_MK: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    rstd: Tensor,
-    mean: Tensor | None,
-    text: str,
-    need_x: bool,
-    need_w: bool,
-    source: WeightSource,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, the norm's weight gradient, its bias's, dW); None where not wanted."""
-    d_normed, dw = run_backward(dy_MN, kept, kept_scale, weight, text, need_x, need_w, source)
-    return *norm_gradients(d_normed, x_MK, norm_weight, norm_bias, rstd, mean, text), dw
-
-
 def norm_gradients(
     d_normed: Tensor | None,
-    x_MK: Tensor,
-    norm_weight: Tensor,
+    x_MK: Tensor | None,
+    norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-    rstd: Tensor,
+    rstd: Tensor | None,
     mean: Tensor | None,
-    text: str,
+    settings: Fp8Settings,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, the norm's weight gradient, its bias's) of the gradient behind the norm, if there is one."""
-    if d_normed is None:
-        return None, None, None
-    norm = _norm(Fp8Settings.from_text(text), norm_weight, norm_bias)
+    """(dx, the norm's weight gradient, its bias's) of the gradient behind the norm; that gradient without a norm."""
+    if d_normed is None or norm_weight is None:
+        return d_normed, None, None
+    assert x_MK is not None
+    assert rstd is not None
+    norm = _norm(settings, norm_weight, norm_bias)
     return norm_gradient(d_normed, x_MK, norm, mean if norm.kind == "layer" else None, rstd)
 
 

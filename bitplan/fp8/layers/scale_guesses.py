@@ -11,15 +11,12 @@ docs/adaptive-fp8.md has the rules that were compared.
 
 A state is used by one cast at a time. Where a layer runs on another stream than last time, that stream first waits for
 the last one. A CUDA graph uses the states that are there when it is captured; if there are none yet, the graph runs
-without. Under torch.compile(mode="reduce-overhead") they are made while torch warms up, outside its graphs' memory
-(`fp8.layers.scale_guesses`).
+without.
 
-Allocates memory that outlives the CUDA graphs of torch.compile(mode="reduce-overhead").
-
-Those graphs share a pool of memory, and torch must know every tensor in it: one that stays and is no graph's output is
-an error. While torch warms up or records a graph, everything that its thread allocates comes from that pool. So the
-guesses of scales, which FP8 layers keep from step to step, are allocated by another thread; casts of weights are not
-kept then.
+The graphs of torch.compile(mode="reduce-overhead") share a pool of memory, and torch must know every tensor in it: one
+that stays and is no graph's output is an error. While torch warms up or records a graph, everything that its thread
+allocates comes from that pool. So guesses, which stay from step to step, are allocated by another thread
+(`allocate_outside`); casts of weights are not kept then.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bitplan.base.weight_changes import KeptByStorage
 from bitplan.fp8.recipes import RECIPES
 
-# ---- compiled graphs -------------------------------------------------------------------------------------------------
+# ---- memory outside of compiled graphs -------------------------------------------------------------------------------
 
 
 Made = TypeVar("Made")
@@ -62,7 +59,7 @@ def allocate_outside(make: Callable[[], Made]) -> Made:
         return another.submit(make).result()
 
 
-# ---- scale guesses ---------------------------------------------------------------------------------------------------
+# ---- guesses ---------------------------------------------------------------------------------------------------------
 
 
 INPUT, WEIGHT, GRAD = "input", "weight", "grad"

@@ -32,9 +32,8 @@ from bitplan.fp8.kernels.cast import cast_layouts
 from bitplan.fp8.layer_settings import Fp8LayerError
 from bitplan.fp8.layers.linear_function import run_linear
 from bitplan.fp8.layers.scale_guesses import GRAD, ROOM
-from bitplan.fp8.layers.shared_amax_cast import amax_bits, shared_amax_cast
 from bitplan.fp8.layers.stored_weight import transposed
-from bitplan.fp8.layers.weight_source import WeightSource
+from bitplan.fp8.layers.weight_source import WeightSource, amax_bits, shared_amax_cast
 from bitplan.fp8.recipes import RECIPES
 
 TENSORWISE = "tensorwise"
@@ -48,18 +47,18 @@ _KEEP = {
 
 
 @dataclass
-class _Group:
+class ShardGroup:
     """The weights of one model: their largest numbers are found together."""
 
     members: list[ReferenceType[ShardedWeight]] = field(default_factory=list)
 
     def largest_of(self, weight: ShardedWeight, mesh: Any) -> Tensor:
         """int32 [1]: the largest magnitude of all shards of a weight. Every process asks in the same order."""
-        if all(each() is not weight for each in self.members):
+        if all(member() is not weight for member in self.members):
             self.members.append(ref(weight))
         state = weight.state
         if state.largest is None or state.known_at != state.writes:
-            present = [one for each in self.members if (one := each()) is not None]
+            present = [one for member in self.members if (one := member()) is not None]
             bits = torch.cat([amax_bits(one.numbers) for one in present])
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=mesh.get_group())
             for index, one in enumerate(present):
@@ -73,7 +72,7 @@ class _State:
     """What all views of one weight share: `writes` counts changes, the others hold for one count of them."""
 
     eps: float
-    group: _Group
+    group: ShardGroup
     writes: int = 0
     known_at: int = -1
     largest: Tensor | None = None
@@ -117,7 +116,7 @@ class ShardedWeight(Tensor):
 
         numbers = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
         if func._schema.is_mutable:
-            for shard in {id(each.state): each for each in shards}.values():
+            for shard in {id(shard.state): shard for shard in shards}.values():
                 shard.state.writes += 1
             return args[0] if args and isinstance(args[0], ShardedWeight) else numbers
         if func not in _KEEP:
@@ -232,7 +231,7 @@ def linear_of_gathered(x: Tensor, weight: Tensor, bias: Tensor | None, text: str
     return run_linear(x, weight, bias, text, Gathered(weight), None, *norm)
 
 
-def shard_in_fp8(layer: Any, group: _Group) -> str | None:
+def shard_in_fp8(layer: Any, group: ShardGroup) -> str | None:
     """Make an FP8 layer's weight one that FSDP2 gathers in FP8; or why it cannot be."""
     used = {layer.gemms.fprop, layer.gemms.dgrad}
     if layer.fp8_param:
@@ -243,10 +242,6 @@ def shard_in_fp8(layer: Any, group: _Group) -> str | None:
     state = _State(layer.recipe.eps.weight, group)
     layer.weight = nn.Parameter(ShardedWeight(weight.detach(), state), requires_grad=weight.requires_grad)
     return None
-
-
-def new_group() -> _Group:
-    return _Group()
 
 
 def plain_numbers(weight: Tensor) -> Tensor:

@@ -164,8 +164,8 @@ class StoredWeight(WeightSource):
     def cols(self, weight: Tensor, recipe: str, eps: float) -> ScaledFp8:
         """The weight's transpose, made once for each state of the weight."""
         how, make = ("stored " + recipe, eps), lambda *_: (None, transposed(self.stored))
-        found: ScaledFp8 = derived_layouts(weight, how, make, rows=False, cols=True, reuse=True)[1]
-        return found
+        cols: ScaledFp8 = derived_layouts(weight, how, make, rows=False, cols=True, reuse=True)[1]
+        return cols
 
     def plain(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return decode_scaled(self.stored, dtype)

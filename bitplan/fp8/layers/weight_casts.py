@@ -77,7 +77,7 @@ class _Together:
 
     def refresh(self, asked: Tensor, how: _How) -> bool:
         """Cast all weights. False if at most half have changed, if one is gone, or if `asked` has another cast here."""
-        present = [weight for each in self.weights if (weight := each()) is not None]
+        present = [weight for reference in self.weights if (weight := reference()) is not None]
         keys = [_memory_key(weight) for weight in present]
         if len(present) < len(self.weights) or (_memory_key(asked), how) not in zip(keys, self.hows, strict=True):
             return False
@@ -89,10 +89,10 @@ class _Together:
             self.keys = keys
         assert self.graph is not None
         self.graph.replay()
-        for weight, key, each, pair in zip(present, keys, self.hows, self.made, strict=True):
+        for weight, key, way, pair in zip(present, keys, self.hows, self.made, strict=True):
             kept = _kept.get(key)
             if kept is None or not kept.held:  # held casts stay at their address
-                _keep(weight, each, pair, captured=False, key=key)
+                _keep(weight, way, pair, captured=False, key=key)
         return True
 
     def _record(self, weights: Sequence[Tensor]) -> None:
@@ -221,7 +221,7 @@ def _empty_pair(weight: Tensor) -> CastPair:
     codes = [
         torch.empty(shape, dtype=FP8_DTYPES["e4m3"], device=weight.device) for shape in ((rows, cols), (cols, rows))
     ]
-    return CastPair(*(ScaledFp8(each, scale, "tensor") for each in codes))
+    return CastPair(*(ScaledFp8(code, scale, "tensor") for code in codes))
 
 
 def derived_layouts(
@@ -316,8 +316,8 @@ def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
         key = _memory_key(weight)
         _kept.pop(key, None)
         together = _together.get(key)
-        for each in [each for each, other in _together.items() if other is together]:
-            del _together[each]  # their casts share one piece of memory
+        for other_key in [other for other, those in _together.items() if those is together]:
+            del _together[other_key]  # their casts share one piece of memory
 
 
 def expire_casts(weights: Iterable[Tensor]) -> None:

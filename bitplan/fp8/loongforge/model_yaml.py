@@ -10,19 +10,15 @@ under Megatron's names and its own FP8 keys:
     fp8_dynamic_policy_path: ...   the policy's file, relative to the YAML or to a folder above it
     fp8_dynamic_num_tokens: 4096   tokens per step in this part, where it is not seq_length x micro_batch_size
 
-`defaults` includes other files, as in Hydra; the caller reads them (`open_base`), so that this module stays pure. Other
-keys are ignored, but an unknown key with one of our prefixes is a spelling mistake, and refused.
+`defaults` includes other files, as in Hydra, searched beside the file and in the folders above it. Other keys are
+ignored, but an unknown key with one of our prefixes is a spelling mistake, and refused. A config.json describes a model
+too (`open_model`); it has no FP8 keys.
 
-Model descriptions from files: a Hugging Face config.json, or a YAML with the files that its `defaults` name.
-
-load_yaml: reads a YAML mapping from an untrusted file, within limits and without surprises.
-
-PyYAML only splits the text into events here. Their meaning is decided below, because PyYAML's own is that of YAML 1.1:
-`1:30` is 90, `010` is 8, `!!int ''` is an IndexError, and ten lines of aliases or merge keys make a billion nodes.
-Every fault of the text is one ModelConfigError with file and line.
-
-Scalars are null, booleans, integers, floats and strings; dates and base-60 numbers are strings, as in YAML 1.2. Keys
-are text. An alias counts as many nodes as it stands for, and so does a merge key (`<<`).
+The text is untrusted, so it is read within limits and without surprises. PyYAML only splits it into events; their
+meaning is decided here, because PyYAML's own is that of YAML 1.1: `1:30` is 90, `010` is 8, `!!int ''` is an
+IndexError, and ten lines of aliases or merge keys make a billion nodes. Scalars are null, booleans, integers, floats
+and strings; dates and base-60 numbers are strings, as in YAML 1.2. Keys are text. An alias counts as many nodes as it
+stands for, and so does a merge key (`<<`). Every fault of the text is one ModelConfigError with file and line.
 """
 
 from __future__ import annotations
@@ -36,11 +32,12 @@ from typing import Any, NoReturn
 from bitplan.base.documents import FLAG, NAME, document_key, is_text, keys_of, load_bytes, one_of, short, show
 from bitplan.base.errors import did_you_mean
 from bitplan.fp8.policy.layers import ModelPart, Parallel
-from bitplan.fp8.policy.model_parts import MAX_BLOCKS, ConfigObject, PartKeys, load_model_parts, read_part
+from bitplan.fp8.policy.model_parts import ConfigObject, load_model_parts, read_part
 from bitplan.fp8.policy.vocabulary import COUNT, DEFAULT_RECIPE, ModelConfigError
 from bitplan.fp8.recipes import RECIPES
+from bitplan.plan.structure.families import MEGATRON_KEYS
 
-# ---- yaml reader -----------------------------------------------------------------------------------------------------
+# ---- text to values --------------------------------------------------------------------------------------------------
 
 
 MAX_YAML_CHARACTERS = 2**17
@@ -245,7 +242,7 @@ class _Reading:
         return kind
 
 
-# ---- model yaml ------------------------------------------------------------------------------------------------------
+# ---- values to a model -----------------------------------------------------------------------------------------------
 
 
 MAX_FILES = 32
@@ -256,7 +253,7 @@ OpenBase = Callable[[str], str]  # the name of another file, as written in `defa
 
 
 @dataclass(frozen=True)
-class Fp8Options:
+class Fp8Keys:
     """What the YAML asks of FP8 in one part of a model."""
 
     fp8: str | None = document_key(one_of("e4m3", "hybrid"), None)
@@ -272,7 +269,7 @@ class YamlModel:
     """The parts of a model, the FP8 keys of each, and the parallel sizes that the file sets (else None)."""
 
     parts: tuple[ModelPart, ...]
-    options: Mapping[str, Fp8Options]
+    options: Mapping[str, Fp8Keys]
     tp: int | None = None
     ep: int | None = None
     etp: int | None = None
@@ -315,8 +312,8 @@ def read_yaml_model(
             config = ConfigObject({**config.values, **(overrides or {})}, prefix, where)
         options[part] = _options(config)
         # A file that only switches FP8 on need not describe a model.
-        if options[part] == Fp8Options() or any(key in config.values for key in _SIZE_KEYS):
-            parts.append(read_part(config, part, _MEGATRON))
+        if options[part] == Fp8Keys() or any(key in config.values for key in _SIZE_KEYS):
+            parts.append(read_part(config, part, MEGATRON_KEYS))
         if part == "llm" or len(components) == 1:
             sizes["tokens"] = _tokens(config) or _tokens(ConfigObject(document, "", where))
         for word, key in _PARALLEL_KEYS.items():
@@ -386,8 +383,8 @@ def _single_part(document: Mapping[str, Any]) -> str:
     return "vit" if ".encoder." in target or model_type.endswith("_vit") else "llm"
 
 
-def _options(config: ConfigObject) -> Fp8Options:
-    known = keys_of(Fp8Options)
+def _options(config: ConfigObject) -> Fp8Keys:
+    known = keys_of(Fp8Keys)
     for name in config.values:
         if str(name).startswith(("fp8", "selective_fp8")) and name not in known:
             raise config.fail(f"unknown key {config.prefix}{name}{did_you_mean(name, known)}")
@@ -395,7 +392,7 @@ def _options(config: ConfigObject) -> Fp8Options:
     for name, value in given.items():
         if not known[name].holds(value):
             raise config.fail(f"{config.prefix}{name} must be {known[name].text}, got {show(value)}")
-    options = Fp8Options(**given)
+    options = Fp8Keys(**given)
     if options.selective_fp8 and options.fp8 is None:
         raise config.fail(
             f'{config.prefix}selective_fp8 chooses where FP8 is used, and fp8 is not set; add fp8: "e4m3"'
@@ -410,58 +407,7 @@ def _tokens(config: ConfigObject) -> int | None:
     return length * batch if length and batch else None
 
 
-def _moe_blocks(config: ConfigObject, blocks: int) -> int:
-    """How many blocks have experts: every n-th, or by a list of 0 and 1, which may be spelt `[0]*3+[1]*58`."""
-    value: Any = config.values.get("moe_layer_freq")
-    value = 1 if value is None else value
-    if COUNT.holds(value):
-        return sum(block % value == 0 for block in range(blocks))
-    pattern = _spelt_out(value) if isinstance(value, str) else value
-    if not isinstance(pattern, list) or len(pattern) != blocks or not all(each in (0, 1) for each in pattern):
-        raise config.fail(
-            f"{config.prefix}moe_layer_freq must be a count, or {blocks} times 0 or 1 as a list or spelt like "
-            f"[0]*3+[1]*58, got {show(value)}"
-        )
-    return sum(pattern)
-
-
-def _spelt_out(text: str) -> list[int] | None:
-    """`[0]*3+[1]*58`, also as an argument: `${moe_freq:"[0]*3+[1]*58"}`. No regular expression: it could backtrack."""
-    if text.startswith("${") and text.endswith("}"):
-        text = text[2:-1].partition(":")[2].strip()
-    result: list[int] = []
-    for term in text.strip("\"'() ").split("+"):
-        inner, _, times = term.strip().partition("]")
-        times = times.removeprefix("*") if times else "1"
-        digits = [digit.strip() for digit in inner.removeprefix("[").split(",")]
-        if not inner.startswith("[") or "]" not in term or not times.isascii() or not times.isdecimal():
-            return None
-        if len(times) > 4 or len(result) > MAX_BLOCKS or any(digit not in ("0", "1") for digit in digits):
-            return None
-        result += [int(digit) for digit in digits] * int(times)
-    return result
-
-
-_MEGATRON = PartKeys(
-    blocks="num_layers",
-    kv_heads="num_query_groups",
-    grouped_if="group_query_attention",
-    head_dim="kv_channels",
-    ffn="ffn_hidden_size",
-    experts=("num_experts", "num_moe_experts"),
-    needs_experts=False,
-    expert_ffn=("moe_ffn_hidden_size", "ffn_hidden_size"),
-    topk="moe_router_topk",
-    shared_ffn="moe_shared_expert_intermediate_size",
-    moe_blocks=_moe_blocks,
-    latent=("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    latent_if="multi_latent_attention",
-    latent_norm="qk_layernorm",
-    gated=("swiglu", "gated_linear_unit"),
-)
-
-
-# ---- model files -----------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 _SUFFIXES = (".yaml", ".yml")

@@ -17,6 +17,7 @@ from typing import Any
 
 from bitplan.base.documents import NAME, Kind, Reader, one_of
 from bitplan.base.records import read_json
+from bitplan.fp8.policy.merge import Merged
 from bitplan.fp8.policy.rules import LayerRule, Policy
 from bitplan.fp8.policy.vocabulary import COUNT, GROUPED_KINDS, KIND, PRECISIONS, TIME_MS, BenchReportError, MergeError
 
@@ -55,7 +56,7 @@ def load_list_report(path: str | Path) -> list[ListRow] | None:
     return [_row(reader, f"[{index}]", item) for index, item in enumerate(document)]
 
 
-def thresholds_of(rows: Sequence[ListRow], speedup_threshold: float) -> tuple[Policy, list[str]]:
+def thresholds_of(rows: Sequence[ListRow], speedup_threshold: float) -> Merged:
     """A version 1 policy, and a sentence for everything that could not be used."""
     runs: dict[tuple[Any, ...], dict[str, ListRow]] = {}
     findings: set[str] = set()
@@ -74,10 +75,10 @@ def thresholds_of(rows: Sequence[ListRow], speedup_threshold: float) -> tuple[Po
         counts[pair["bf16"].tokens] = min(speedup, counts.get(pair["bf16"].tokens, speedup))
     thresholds = (_threshold(rule, counts, speedup_threshold) for rule, counts in speedups.items())
     policy = Policy([rule for rule in thresholds if rule is not None], None, speedup_threshold)
-    return policy, sorted(findings)
+    return Merged(policy, tuple(sorted(findings)))
 
 
-def merge_lists(paths: Sequence[Path], speedup_threshold: float) -> tuple[Policy, list[str]] | None:
+def merge_lists(paths: Sequence[Path], speedup_threshold: float) -> Merged | None:
     """The policy of list reports; None where all reports are our own. A mixture is refused."""
     loaded = {path: load_list_report(path) for path in paths}
     lists = [path for path, rows in loaded.items() if rows is not None]

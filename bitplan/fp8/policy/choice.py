@@ -15,16 +15,13 @@ alone may still gain beside the others, whose casts it uses at no cost; so a mod
 products lose alone, unless the others alone are worth more. If neither way wins: BF16, with the reason. Among recipes
 the one with the larger speedup is taken. Version 1 knows whole modules only, and its answers are taken as they are.
 
-Where nothing was measured `estimate` is asked, unless `estimate=False`; the reason says that it is an estimate.
-Without a shape, all shapes that were measured under the key must agree.
-
-A choice is made for one token count. Between `holds_from` and `holds_to` the policy chooses the same products under the
-same recipe; a model that is given other counts should warn.
-
-Estimates a layer's speedup where it was never measured: at other token counts, and at other shapes.
+Without a shape, all shapes that were measured under the key must agree. A choice is made for one token count. Between
+`holds_from` and `holds_to` the policy chooses the same products under the same recipe; a model that is given other
+counts should warn.
 
 A policy itself answers BF16 between a loss and a win, and for a shape that was not measured. That gives speed away
-where the neighbours leave little doubt: so there is an estimate, and every reason that rests on one says so.
+where the neighbours leave little doubt: so, if `Question.estimate`, the speedup of a whole module is estimated there,
+and every reason that rests on an estimate says so.
 
     counts    between two measured ones FP8's share of BF16's time runs along a curve over 1 / tokens that follows the
               points around and stays between the two: FP8's fixed costs in a step (casts of weights, launches) are
@@ -69,7 +66,7 @@ from bitplan.fp8.policy.vocabulary import (
 from bitplan.fp8.recipes import RECIPES
 from bitplan.plan.structure.model_view import ModelView
 
-# ---- estimate --------------------------------------------------------------------------------------------------------
+# ---- estimates -------------------------------------------------------------------------------------------------------
 
 
 # How many times the largest measured count an estimate reaches. One doubling: over every measured doubling the speedup
@@ -102,7 +99,7 @@ def estimate_speedup(policy: Policy, question: Question) -> SpeedupEstimate | No
     known = [(rule, estimate) for rule, estimate in estimates if estimate is not None]
     if not known:
         return None
-    rule, best = max(known, key=lambda each: each[1].low)  # the first of equals
+    rule, best = max(known, key=lambda pair: pair[1].low)  # the first of equals
     reason = best.reason
     if rule is not own:
         reason = f"never measured itself; it has no less work and intensity than {reason}"
@@ -132,8 +129,8 @@ def _easier_loss(policy: Policy, near: Iterable[tuple[LayerRule, tuple[float, fl
     estimates = [
         _at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens
     ]
-    lost = [each for each in estimates if each is not None and each.speedup < policy.speedup_threshold]
-    return min(lost, key=lambda each: each.speedup, default=None)
+    lost = [estimate for estimate in estimates if estimate is not None and estimate.speedup < policy.speedup_threshold]
+    return min(lost, key=lambda estimate: estimate.speedup, default=None)
 
 
 # ---- one measured shape at any count ---------------------------------------------------------------------------------
@@ -207,7 +204,7 @@ def _speedup(point: Point) -> float:
     return point.speedup
 
 
-# ---- choice ----------------------------------------------------------------------------------------------------------
+# ---- choices ---------------------------------------------------------------------------------------------------------
 
 
 # The gain over BF16, or over the whole module, that some products must promise. A single product has casts and launches
@@ -295,31 +292,28 @@ def policy_choices(policy: Policy, view: ModelView, tokens: int, **more: Any) ->
     return choices
 
 
-def choose_products(policy: Policy, question: Question, *, estimate: bool = True, apart: bool = True) -> Fp8Choice:
+def choose_products(policy: Policy, question: Question, *, apart: bool = True) -> Fp8Choice:
     """The products of one layer that run in FP8, by `question.recipe` or else by the recipe that is fastest in the
     policy.
 
     `apart=False` is for layers that run all three products in FP8 or none.
     """
     question = replace(question, gemm=MODULE)
-    choices = [
-        _by_recipe(policy, replace(question, recipe=recipe), estimate, apart)
-        for recipe in _recipes(policy, question, estimate)
-    ]
-    wins = [each for each in choices if each]
+    choices = [_by_recipe(policy, replace(question, recipe=recipe), apart) for recipe in _recipes(policy, question)]
+    wins = [choice for choice in choices if choice]
     if not wins:
         return choices[0] if len(choices) == 1 else _none_of(choices)
-    best = max(wins, key=lambda each: each.speedup or 0.0)  # the first of equals
+    best = max(wins, key=lambda win: win.speedup or 0.0)  # the first of equals
     others = f"; the best of {len(choices)} recipes" if len(choices) > 1 else ""
     return replace(best, reason=best.reason + others)
 
 
-def _recipes(policy: Policy, question: Question, estimate: bool) -> Sequence[str | None]:
+def _recipes(policy: Policy, question: Question) -> Sequence[str | None]:
     if question.recipe is not None:
         return (question.recipe,)
     if policy.version == 1:
         return (DEFAULT_RECIPE,)  # it names no recipe
-    recipes = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
+    recipes = {rule.recipe for rule in (policy.rules if question.estimate else _rules_of(policy, question))}
     return [recipe for recipe in RECIPES if recipe in recipes] or (None,)
 
 
@@ -329,12 +323,12 @@ def _rules_of(policy: Policy, question: Question) -> list[LayerRule]:
 
 
 def _none_of(choices: list[Fp8Choice]) -> Fp8Choice:
-    first = next((each for each in choices if each.answer in (UNDECIDED, LOSE)), choices[0])
-    reasons = "; ".join(f"{each.recipe}: {each.reason}" for each in choices)
+    first = next((choice for choice in choices if choice.answer in (UNDECIDED, LOSE)), choices[0])
+    reasons = "; ".join(f"{choice.recipe}: {choice.reason}" for choice in choices)
     return replace(first, recipe=None, reason=reasons)
 
 
-def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
+def _by_recipe(policy: Policy, question: Question, apart: bool) -> Fp8Choice:
     """The choice under one recipe, and how far it holds."""
     if policy.version == 1:
         return _by_threshold(policy, question)
@@ -342,10 +336,10 @@ def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) 
     if question.shape is None:  # all shapes measured under the key, by any recipe
         shapes = sorted({rule.shape for rule in _rules_of(policy, replace(question, recipe=None))})
     if len(shapes) > 1:
-        return _of_all_shapes([_by_recipe(policy, replace(question, shape=shape), estimate, apart) for shape in shapes])
+        return _of_all_shapes([_by_recipe(policy, replace(question, shape=shape), apart) for shape in shapes])
     asked = replace(question, shape=shapes[0]) if shapes else question
-    choice = _at_count(policy, asked, estimate, apart)
-    return _bounded(policy, asked, choice, estimate, apart) if choice else choice
+    choice = _at_count(policy, asked, apart)
+    return _bounded(policy, asked, choice, apart) if choice else choice
 
 
 def _by_threshold(policy: Policy, question: Question) -> Fp8Choice:
@@ -362,19 +356,19 @@ def _by_threshold(policy: Policy, question: Question) -> Fp8Choice:
 
 def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:
     """One choice for all shapes under a key: FP8 only if every shape has the same products in FP8."""
-    first = next((each for each in choices if not each), choices[0])
+    first = next((choice for choice in choices if not choice), choices[0])
     prefix = f"no shape was given and {len(choices)} were measured"
     if not first:
         return replace(first, reason=f"{prefix}; one of them is against FP8: {first.reason}")
-    if any(each.products != first.products for each in choices):
+    if any(choice.products != first.products for choice in choices):
         reason = f"{prefix}, which differ in the products that win; give the shape"
         return Fp8Choice((), first.recipe, UNDECIDED, reason, first.tokens)
-    least = min(choices, key=lambda each: each.speedup or 0.0)
-    highs = [each.holds_to for each in choices if each.holds_to is not None]
+    least = min(choices, key=lambda choice: choice.speedup or 0.0)
+    highs = [choice.holds_to for choice in choices if choice.holds_to is not None]
     return replace(
         least,
         reason=f"{prefix}; all are for FP8: {least.reason}",
-        holds_from=max(each.holds_from or 1 for each in choices),
+        holds_from=max(choice.holds_from or 1 for choice in choices),
         holds_to=min(highs, default=None),
     )
 
@@ -382,10 +376,10 @@ def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:
 # ---- at one count ----------------------------------------------------------------------------------------------------
 
 
-def _at_count(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
+def _at_count(policy: Policy, question: Question, apart: bool) -> Fp8Choice:
     """The whole module, some of its products, or BF16."""
     whole = decide(policy, question)
-    if estimate and not whole and whole.answer == UNMEASURED:
+    if question.estimate and not whole and whole.answer == UNMEASURED:
         whole = _estimated(policy, question, whole)
     alone = _winning_alone(policy, question)
     some = tuple(alone)
@@ -429,7 +423,7 @@ def _winning_alone(policy: Policy, question: Question) -> dict[str, Fp8Decision]
 
 def _promise(alone: dict[str, Fp8Decision]) -> float:
     """The speedup of products together: they save at least what each saves alone."""
-    saved = sum(1 - 1 / max(each.speedup or 1.0, 1.0) for each in alone.values())
+    saved = sum(1 - 1 / max(decision.speedup or 1.0, 1.0) for decision in alone.values())
     return 1 / max(1 - saved, 1e-3)
 
 
@@ -449,7 +443,7 @@ def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Fp8Dec
 # ---- how far it holds ------------------------------------------------------------------------------------------------
 
 
-def _bounded(policy: Policy, question: Question, choice: Fp8Choice, estimate: bool, apart: bool) -> Fp8Choice:
+def _bounded(policy: Policy, question: Question, choice: Fp8Choice, apart: bool) -> Fp8Choice:
     """The choice with the counts between which it stays the same."""
     tokens = question.tokens or 1
     near = [rule for gemm in GEMMS for rule in alike_rules(policy, replace(question, gemm=gemm))]
@@ -457,11 +451,11 @@ def _bounded(policy: Policy, question: Question, choice: Fp8Choice, estimate: bo
 
     def same(rows: int) -> bool:
         asked = replace(question, num_tokens=rows, moe_router_topk=1)  # rows are counted after topk
-        return _at_count(rules, asked, estimate, apart).products == choice.products
+        return _at_count(rules, asked, apart).products == choice.products
 
     counts = _turning_counts(_rules_of(rules, question), near)
-    low = _last_same(same, tokens, sorted((each for each in counts if each < tokens), reverse=True))
-    high = _last_same(same, tokens, sorted(each for each in counts if each > tokens))
+    low = _last_same(same, tokens, sorted((count for count in counts if count < tokens), reverse=True))
+    high = _last_same(same, tokens, sorted(count for count in counts if count > tokens))
     return replace(choice, holds_from=low, holds_to=None if high == _ANY_COUNT else high)
 
 
@@ -473,12 +467,12 @@ def _turning_counts(own: Iterable[LayerRule], near: Iterable[LayerRule]) -> set[
     """
     measured = {point.tokens for rule in own for point in rule.points}
     ends = {REACH * rule.points[-1].tokens for rule in near}
-    counts = {1, _ANY_COUNT} | {each + by for each in measured | ends for by in (-1, 0, 1)}
+    counts = {1, _ANY_COUNT} | {count + by for count in measured | ends for by in (-1, 0, 1)}
     at = 1.0
     while at < max(ends):
         counts.add(int(at))
         at *= _STEP
-    return {each for each in counts if each > 0}
+    return {count for count in counts if count > 0}
 
 
 def _last_same(same: Callable[[int], bool], tokens: int, counts: Iterable[int]) -> int:

@@ -109,16 +109,10 @@ class Layer:
 
     def question(self) -> dict[str, Any]:
         """The arguments of `should_use_fp8`, and fields of a report's row, for this layer, without tokens."""
+        size: dict[str, Any] = {"name": self.name, "tp": self.parallel.tp}
         if self.kind in GROUPED_KINDS:
-            size: dict[str, Any] = {"etp": self.parallel.etp, "num_gemms": self.num_gemms}
-            return {"part": self.part, "kind": self.kind, "shape": self.shape} | size
-        return {
-            "part": self.part,
-            "kind": self.kind,
-            "shape": self.shape,
-            "name": self.name,
-            "tp": self.parallel.tp,
-        }
+            size = {"etp": self.parallel.etp, "num_gemms": self.num_gemms}
+        return {"part": self.part, "kind": self.kind, "shape": self.shape} | size
 
 
 @dataclass(frozen=True)
@@ -187,7 +181,7 @@ def _part_layers(part: ModelPart, parallel: Parallel) -> list[Layer]:
         shared = tp(part.experts.shared_ffn, "shared_ffn")
         shapes.append(("column", "fc1", "shared expert", (_fc1(part, shared), part.hidden), part.moe_blocks))
         shapes.append(("row", "fc2", "shared expert", (part.hidden, shared), part.moe_blocks))
-    layers = [Layer(part.part, *each, parallel) for each in shapes]
+    layers = [Layer(part.part, *shape, parallel) for shape in shapes]
     return layers + (_expert_layers(part, part.experts, parallel) if part.experts is not None else [])
 
 

@@ -58,9 +58,15 @@ def merge_reports(
     if timing not in (None, *TIMINGS):
         raise MergeError(f"timing must be one of {', '.join(TIMINGS)}, got {timing!r}")
     check_confidence(confidence)
-    _check_one_machine(reports)
-    if not across_recipes:
-        _check_one_recipe(reports)
+    first = reports[0]
+    for other in reports[1:]:
+        _check_one_machine(first, other, "merge them into two policies, or measure one again")
+        if other.recipe != first.recipe and not across_recipes:
+            raise MergeError(
+                f"{first.where} is of the recipe {first.recipe!r}, {other.where} of {other.recipe!r}; "
+                "a policy has one recipe unless several are asked for",
+                settings={"across_recipes": True},
+            )
     layers: dict[tuple[Any, ...], dict[int, list[Row]]] = {}
     findings: list[str] = []
     for recipe, row in _rows(reports, findings):
@@ -82,11 +88,7 @@ def extend_policy(base: Policy, more: Policy) -> Policy:
     if base.fingerprint is None or more.fingerprint is None:
         old = base if base.fingerprint is None else more
         raise MergeError(f"{old.where}: a policy of version 1 keeps no points to add to; merge its reports again")
-    for key, (ours, theirs) in base.fingerprint.differences(more.fingerprint).items():
-        raise FingerprintError(
-            f"{base.where} was measured with {key} {ours!r}, {more.where} with {theirs!r}; times of the two are not "
-            "comparable: make a policy of each"
-        )
+    _check_one_machine(base, more, "make a policy of each")
     for setting in ("speedup_threshold", "confidence"):
         ours, theirs = getattr(base, setting), getattr(more, setting)
         if ours != theirs:
@@ -135,9 +137,9 @@ def to_thresholds(policy: Policy, *, part: str | None = None) -> Policy:
         by_key.setdefault((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms), []).append(_threshold(rule))
     chosen = []
     for group in by_key.values():
-        known = [each for each in group if each is not None]
+        known = [threshold for threshold in group if threshold is not None]
         if len(known) == len(group):
-            chosen.append(max(known, key=lambda each: (each.min_tokens, -each.measured_speedup)))
+            chosen.append(max(known, key=lambda rule: (rule.min_tokens, -rule.measured_speedup)))
     return Policy(chosen, None, policy.speedup_threshold)
 
 
@@ -153,25 +155,14 @@ def _threshold(rule: LayerRule) -> LayerRule | None:
 # ---- checks of reports, and their rows -------------------------------------------------------------------------------
 
 
-def _check_one_machine(reports: Sequence[Report]) -> None:
-    first = reports[0]
-    for other in reports[1:]:
-        for key, (ours, theirs) in first.fingerprint.differences(other.fingerprint).items():
-            raise FingerprintError(
-                f"{first.where} was measured with {key} {ours!r}, {other.where} with {theirs!r}; times of the two "
-                "are not comparable: merge them into two policies, or measure one again"
-            )
-
-
-def _check_one_recipe(reports: Sequence[Report]) -> None:
-    first = reports[0]
-    for other in reports[1:]:
-        if other.recipe != first.recipe:
-            raise MergeError(
-                f"{first.where} is of the recipe {first.recipe!r}, {other.where} of {other.recipe!r}; "
-                "a policy has one recipe unless several are asked for",
-                settings={"across_recipes": True},
-            )
+def _check_one_machine(one: Report | Policy, other: Report | Policy, advice: str) -> None:
+    assert one.fingerprint is not None
+    assert other.fingerprint is not None
+    for key, (ours, theirs) in one.fingerprint.differences(other.fingerprint).items():
+        raise FingerprintError(
+            f"{one.where} was measured with {key} {ours!r}, {other.where} with {theirs!r}; times of the two are not "
+            f"comparable: {advice}"
+        )
 
 
 def _rows(reports: Sequence[Report], findings: list[str]) -> list[tuple[str, Row]]:
@@ -201,7 +192,7 @@ def _pooled(rows: list[Row], findings: list[str]) -> Row:
     if failed:
         findings.append(f"{describe_row(failed[0])} failed in one of {len(rows)} reports: {failed[0].message}")
         return failed[0]
-    samples = [each for row in rows for each in row.samples_ms][:MAX_SAMPLES]
+    samples = [sample for row in rows for sample in row.samples_ms][:MAX_SAMPLES]
     return replace(rows[0], samples_ms=tuple(samples), in_turns=all(row.in_turns for row in rows), padded_tokens=None)
 
 
@@ -211,9 +202,9 @@ def _pooled(rows: list[Row], findings: list[str]) -> Row:
 def _rule(
     key: tuple[Any, ...], counts: dict[int, list[Row]], threshold: float, confidence: float, findings: list[str]
 ) -> LayerRule:
-    recipe, part, kind, name, shape, tp, etp, num_gemms, gemm = key
-    points = [_point(counts[tokens], threshold, confidence, recipe, findings) for tokens in sorted(counts)]
-    return LayerRule(part, kind, shape, recipe, gemm, tuple(points), name, tp, etp, num_gemms)
+    names = ("recipe", "part", "kind", "name", "shape", "tp", "etp", "num_gemms", "gemm")
+    points = [_point(counts[tokens], threshold, confidence, key[0], findings) for tokens in sorted(counts)]
+    return LayerRule(points=tuple(points), **dict(zip(names, key, strict=True)))
 
 
 def _point(rows: list[Row], threshold: float, confidence: float, recipe: str, findings: list[str]) -> Point:

@@ -1,19 +1,14 @@
 """From a Hugging Face config.json to the parts of a model: sizes, experts, dense first layers, a VLM's two halves.
 
-Sizes are read by the key names of each family (`PartKeys`, a row of a table), and nothing is guessed: an unknown
+Sizes are read by the keys that the table of families has (`ConfigKeys`), and nothing is guessed: an unknown
 architecture or a missing size is an error that names the key, because a wrong shape would be measured, merged and
-believed.
-
-    dense      llama, mistral, qwen2, qwen3 and the text halves of qwen2_vl, qwen2_5_vl, qwen3_vl
-    MoE        mixtral; qwen2_moe, qwen3_moe, qwen3_vl_moe (decoder_sparse_step, mlp_only_layers, a shared expert)
-    MLA        deepseek_v2, deepseek_v3 (n_shared_experts, first_k_dense_replace, moe_layer_freq)
-    ViT        the vision_config of qwen2_vl, qwen2_5_vl, qwen3_vl(_moe), clip and siglip
+believed. Known are dense models, mixtures of experts, latent attention (MLA), and the halves that read images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +16,7 @@ from bitplan.base.documents import Reader, load_document, show
 from bitplan.base.errors import did_you_mean
 from bitplan.fp8.policy.layers import Attention, Experts, LatentAttention, ModelPart
 from bitplan.fp8.policy.vocabulary import COUNT, ModelConfigError
+from bitplan.plan.structure.families import TEXT_KEYS, VISION_KEYS, ConfigKeys
 
 
 @dataclass(frozen=True)
@@ -71,85 +67,6 @@ class ConfigObject:
 MAX_BLOCKS = 10_000
 
 
-@dataclass(frozen=True)
-class PartKeys:
-    """Under which keys a family's configuration has the sizes of its blocks; of several keys the first that is there.
-
-    kv_heads       empty: as many as heads. `grouped_if`: only where this key is not False
-    ffn            of dense blocks; "mlp_ratio" is a factor of `hidden`
-    experts        how many a layer has; empty where there are none. `needs_experts`: the key must be there
-    shared_ffn     width of the shared expert, or with `shared_count` of each of so many
-    moe_blocks     how many of the blocks have experts
-    latent         queries' and keys' and values' rank, and the dimensions without rotation, with it, and of values;
-                   `latent_if`: only where this key is set; `latent_norm`: the key for a norm between down and up
-    gated          whether the MLP is, or the keys that say so
-    """
-
-    blocks: str = "num_hidden_layers"
-    hidden: str = "hidden_size"
-    heads: str = "num_attention_heads"
-    kv_heads: str = "num_key_value_heads"
-    grouped_if: str = ""
-    head_dim: str = "head_dim"
-    ffn: str = "intermediate_size"
-    experts: tuple[str, ...] = ()
-    needs_experts: bool = True
-    expert_ffn: tuple[str, ...] = ("moe_intermediate_size",)
-    topk: str = "num_experts_per_tok"
-    shared_ffn: str = ""
-    shared_count: str = ""
-    moe_blocks: Callable[[ConfigObject, int], int] = lambda _, blocks: blocks
-    latent: tuple[str, ...] = ()
-    latent_if: str = ""
-    latent_norm: str = ""
-    gated: bool | tuple[str, ...] = True
-
-
-def _qwen_moe_blocks(config: ConfigObject, blocks: int) -> int:
-    step, dense_only = config.size("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or []
-    if not isinstance(dense_only, list | tuple) or not all(type(block) is int for block in dense_only):
-        raise config.fail(f"{config.prefix}mlp_only_layers must be a list of block numbers, got {show(dense_only)}")
-    return sum((block + 1) % step == 0 and block not in dense_only for block in range(blocks))
-
-
-def _deepseek_moe_blocks(config: ConfigObject, blocks: int) -> int:
-    first, every = config.optional("first_k_dense_replace") or 0, config.size("moe_layer_freq", 1)
-    return sum(block >= first and block % every == 0 for block in range(blocks))
-
-
-_DENSE = PartKeys()
-_QWEN_MOE = PartKeys(
-    experts=("num_experts", "num_local_experts"),
-    shared_ffn="shared_expert_intermediate_size",
-    moe_blocks=_qwen_moe_blocks,
-)
-_DEEPSEEK = PartKeys(
-    experts=("n_routed_experts",),
-    needs_experts=False,
-    shared_ffn="moe_intermediate_size",
-    shared_count="n_shared_experts",
-    moe_blocks=_deepseek_moe_blocks,
-    latent=("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-)
-_TEXT = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_vl_text"), _DENSE),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"), _DENSE),
-    "mixtral": PartKeys(experts=("num_local_experts",), expert_ffn=("intermediate_size",)),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text"), _QWEN_MOE),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
-}
-_CLIP = PartKeys(kv_heads="", head_dim="", gated=False)
-_QWEN_VIT = replace(_CLIP, heads="num_heads", blocks="depth")
-_VISION = {
-    "clip_vision_model": _CLIP,
-    "siglip_vision_model": _CLIP,
-    "qwen2_vl": replace(_QWEN_VIT, hidden="embed_dim", ffn="mlp_ratio"),
-    "qwen2_5_vl": replace(_QWEN_VIT, gated=True),
-    "qwen3_vl": _QWEN_VIT,
-    "qwen3_vl_moe": _QWEN_VIT,
-}
-
-
 def load_model_parts(path: str | Path) -> list[ModelPart]:
     """The parts of the model in a config.json, or in the folder that has one."""
     source = Path(path)
@@ -179,9 +96,9 @@ def model_parts(config: Any, *, where: str = "config.json") -> list[ModelPart]:
 
 
 def _text_part(config: ConfigObject, model_type: Any) -> ModelPart:
-    keys = _TEXT.get(model_type) if isinstance(model_type, str) else None
+    keys = TEXT_KEYS.get(model_type) if isinstance(model_type, str) else None
     if keys is None:
-        known = sorted(_TEXT)
+        known = sorted(TEXT_KEYS)
         hint = did_you_mean(model_type[:80], known) if isinstance(model_type, str) else ""
         raise config.fail(
             f"{config.prefix}model_type {show(model_type)} is not known; known are {', '.join(known)}{hint}; "
@@ -193,14 +110,14 @@ def _text_part(config: ConfigObject, model_type: Any) -> ModelPart:
 def _vision_part(config: ConfigObject, model_type: Any) -> ModelPart:
     given = config.values.get("model_type", model_type)
     names = [str(name).removesuffix("_vision") for name in (given, model_type)]
-    keys = next((_VISION[name] for name in names if name in _VISION), None)
+    keys = next((VISION_KEYS[name] for name in names if name in VISION_KEYS), None)
     if keys is None:
-        known = ", ".join(sorted(_VISION))
+        known = ", ".join(sorted(VISION_KEYS))
         raise config.fail(f"vision_config.model_type {show(given)} is not known; known are {known}")
     return read_part(config, "vit", keys)
 
 
-def read_part(config: ConfigObject, part: str, keys: PartKeys) -> ModelPart:
+def read_part(config: ConfigObject, part: str, keys: ConfigKeys) -> ModelPart:
     """A part by the sizes that its configuration has under these keys."""
     blocks, hidden, heads = config.blocks(keys.blocks), config.size(keys.hidden), config.size(keys.heads)
     named = {"heads": keys.heads, "kv_heads": keys.kv_heads or keys.heads, "ffn": keys.ffn}
@@ -212,7 +129,7 @@ def read_part(config: ConfigObject, part: str, keys: PartKeys) -> ModelPart:
         if keys.shared_count:
             shared *= config.optional(keys.shared_count) or 0
         experts = Experts(config.size(count), config.size(width), config.size(keys.topk), shared)
-        moe = keys.moe_blocks(config, blocks)
+        moe = _count_moe_blocks(config, keys, blocks)
         shared_key = keys.shared_ffn + (f" x {keys.shared_count}" if keys.shared_count else "")
         named |= {"experts": count, "expert_ffn": width, "shared_ffn": shared_key}
     if keys.ffn == "mlp_ratio":
@@ -225,7 +142,7 @@ def read_part(config: ConfigObject, part: str, keys: PartKeys) -> ModelPart:
     return ModelPart(part, hidden, blocks - moe, moe, attention, ffn, gated, used, config.names(**named), config.where)
 
 
-def _attention(config: ConfigObject, keys: PartKeys, hidden: int, heads: int) -> Attention | LatentAttention:
+def _attention(config: ConfigObject, keys: ConfigKeys, hidden: int, heads: int) -> Attention | LatentAttention:
     if keys.latent and (not keys.latent_if or config.values.get(keys.latent_if)):
         kv_rank, nope, rope, values = (config.size(key) for key in keys.latent[1:])
         fused = not keys.latent_norm or bool(config.values.get(keys.latent_norm))
@@ -245,3 +162,49 @@ def _ratio(config: ConfigObject, hidden: int) -> int:
     if type(ratio) not in (int, float) or not 0 < ratio < 1000 or (hidden * ratio) % 1:
         raise config.fail(f"vision_config.mlp_ratio must be a number that gives a whole size, got {show(ratio)}")
     return int(hidden * ratio)
+
+
+def _count_moe_blocks(config: ConfigObject, keys: ConfigKeys, blocks: int) -> int:
+    """How many of the blocks have experts."""
+    step = config.size(keys.moe_step, 1) if keys.moe_step else 1
+    first = (config.optional(keys.moe_first) or 0) if keys.moe_first else 0
+    dense: Any = (config.values.get(keys.moe_except) or []) if keys.moe_except else []
+    if not isinstance(dense, list | tuple) or not all(type(block) is int for block in dense):
+        raise config.fail(f"{config.prefix}{keys.moe_except} must be a list of block numbers, got {show(dense)}")
+    pattern = _moe_pattern(config, keys.moe_every, blocks) if keys.moe_every else [1] * blocks
+    return sum(
+        bool(is_moe) and (block + 1) % step == 0 and block >= first and block not in dense
+        for block, is_moe in enumerate(pattern)
+    )
+
+
+def _moe_pattern(config: ConfigObject, key: str, blocks: int) -> list[int]:
+    """0 or 1 for each block: every n-th has experts, or a list says which, which may be spelt `[0]*3+[1]*58`."""
+    value: Any = config.values.get(key)
+    value = 1 if value is None else value
+    if COUNT.holds(value):
+        return [int(block % value == 0) for block in range(blocks)]
+    pattern = _spelt_out(value) if isinstance(value, str) else value
+    if not isinstance(pattern, list) or len(pattern) != blocks or not all(flag in (0, 1) for flag in pattern):
+        raise config.fail(
+            f"{config.prefix}{key} must be a count, or {blocks} times 0 or 1 as a list or spelt like "
+            f"[0]*3+[1]*58, got {show(value)}"
+        )
+    return pattern
+
+
+def _spelt_out(text: str) -> list[int] | None:
+    """`[0]*3+[1]*58`, also as an argument: `${moe_freq:"[0]*3+[1]*58"}`. No regular expression: it could backtrack."""
+    if text.startswith("${") and text.endswith("}"):
+        text = text[2:-1].partition(":")[2].strip()
+    result: list[int] = []
+    for term in text.strip("\"'() ").split("+"):
+        inner, _, times = term.strip().partition("]")
+        times = times.removeprefix("*") if times else "1"
+        digits = [digit.strip() for digit in inner.removeprefix("[").split(",")]
+        if not inner.startswith("[") or "]" not in term or not times.isascii() or not times.isdecimal():
+            return None
+        if len(times) > 4 or len(result) > MAX_BLOCKS or any(digit not in ("0", "1") for digit in digits):
+            return None
+        result += [int(digit) for digit in digits] * int(times)
+    return result

@@ -74,7 +74,8 @@ class Question:
     `moe_router_topk`. Experts are looked up by `etp` and `num_gemms`, the experts on one GPU; others by `name` and
     `tp`. `shape` (local out_features, in_features), `recipe`, `gemm` and `part` narrow a version 2 lookup: without a
     shape all shapes under the key must win, without a recipe the best one is taken. `extrapolate` takes a win at the
-    largest measured count for larger counts too, and the reason says so.
+    largest measured count for larger counts too, and the reason says so. `estimate`: what was not measured is estimated
+    by `choice.choose_products`; `should_use_fp8` knows measurements alone.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Question:
     gemm: str = MODULE
     part: str = "llm"
     extrapolate: bool = False
+    estimate: bool = True
 
     def __post_init__(self) -> None:
         check_kind(self.kind, "the question", Fp8Error)
@@ -248,23 +250,23 @@ def _by_bands(policy: Policy, question: Question) -> Fp8Decision:
     for recipe in [recipe for recipe in RECIPES if any(rule.recipe == recipe for rule in rules)]:
         shapes = [_at(rule, question) for rule in rules if rule.recipe == recipe]
         decisions.append(_of_all_shapes(shapes))
-    wins = [each for each in decisions if each]
+    wins = [decision for decision in decisions if decision]
     if wins:
-        best = max(wins, key=lambda each: each.speedup or 0.0)  # the first of equals
+        best = max(wins, key=lambda win: win.speedup or 0.0)  # the first of equals
         others = f"; the best of {len(decisions)} recipes" if len(decisions) > 1 else ""
         return replace(best, reason=best.reason + others)
     if len(decisions) == 1:
         return decisions[0]
-    answer = next(each for each in (UNDECIDED, LOSE, UNMEASURED) if any(each == one.answer for one in decisions))
-    return _bf16(question, answer, "; ".join(f"{each.recipe}: {each.reason}" for each in decisions))
+    answer = next(word for word in (UNDECIDED, LOSE, UNMEASURED) if any(word == one.answer for one in decisions))
+    return _bf16(question, answer, "; ".join(f"{decision.recipe}: {decision.reason}" for decision in decisions))
 
 
 def _of_all_shapes(shapes: list[Fp8Decision]) -> Fp8Decision:
     """One answer for all shapes under a key: FP8 only if it is the answer for every shape."""
     if len(shapes) == 1:
         return shapes[0]
-    against = [each for each in shapes if not each]
-    chosen = against[0] if against else min(shapes, key=lambda each: each.speedup or 0.0)
+    against = [decision for decision in shapes if not decision]
+    chosen = against[0] if against else min(shapes, key=lambda decision: decision.speedup or 0.0)
     why = "one of them is against FP8" if against else "all are for FP8"
     return replace(chosen, reason=f"no shape was given, {len(shapes)} were measured and {why}: {chosen.reason}")
 

@@ -104,7 +104,7 @@ class Fingerprint:
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
-FINGERPRINT_KEYS = tuple(each.name for each in fields(Fingerprint))
+FINGERPRINT_KEYS = tuple(field.name for field in fields(Fingerprint))
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from bitplan.base.documents import (
     Reader,
     document_key,
     is_number,
+    keys_of,
     load_document,
     one_of,
     show,
@@ -77,22 +78,8 @@ DOCUMENT = "bitplan-fp8-policy"
 VERSIONS = (1, 2)
 
 _CONFIDENCE = Kind("a number from 0.5 up to, and not with, 1", lambda value: is_number(value) and 0.5 <= value < 1)
-_RULE_KEYS = {
-    "part": one_of(*PARTS),
-    "kind": TEXT,
-    "name": NAME,
-    "shape": LOCAL_SHAPE,
-    "tp": COUNT,
-    "etp": COUNT,
-    "num_gemms": COUNT,
-    "recipe": one_of(*RECIPES),
-    "gemm": one_of(*GEMMS),
-    "points": LIST,
-    "bands": LIST,
-}
 _DENSE_KEYS = {"tp": COUNT, "min_tokens": SIZE, "measured_speedup": SPEEDUP}  # of version 1
 _GROUPED_KEYS = {"etp": COUNT, "num_gemms": COUNT, "min_tokens": SIZE, "measured_speedup": SPEEDUP}
-_RULE_ALWAYS = ("part", "kind", "shape", "recipe", "gemm", "points", "bands")
 
 
 @dataclass(frozen=True)
@@ -119,28 +106,29 @@ class Point:
         return f"{self.answer} at {self.tokens} tokens ({self.speedup:.3f}x{between}{note})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerRule:
     """All measurements of one layer shape and product by one recipe.
 
     A rule of version 1 has no shape, recipe and part, and one point: FP8 from its tokens on (`from_tokens`).
     """
 
-    part: str
-    kind: str
-    shape: tuple[int, int]
-    recipe: str
-    gemm: str
-    points: tuple[Point, ...]
-    name: str | None = None
-    tp: int | None = None
-    etp: int | None = None
-    num_gemms: int | None = None
+    part: str = document_key(one_of(*PARTS))
+    kind: str = document_key(TEXT)
+    name: str | None = document_key(NAME, None)
+    shape: tuple[int, int] = document_key(LOCAL_SHAPE)
+    tp: int | None = document_key(COUNT, None)
+    etp: int | None = document_key(COUNT, None)
+    num_gemms: int | None = document_key(COUNT, None)
+    recipe: str = document_key(one_of(*RECIPES))
+    gemm: str = document_key(one_of(*GEMMS))
+    points: tuple[Point, ...] = document_key(LIST)
 
     @classmethod
     def from_tokens(cls, kind: str, min_tokens: int, measured_speedup: float, **size: Any) -> Self:
         """A rule of version 1; `size`: name and tp of dense kinds, etp and num_gemms of grouped ones."""
-        return cls("", kind, (0, 0), "", MODULE, (Point(min_tokens, WIN, measured_speedup),), **size)
+        points = (Point(min_tokens, WIN, measured_speedup),)
+        return cls(part="", kind=kind, shape=(0, 0), recipe="", gemm=MODULE, points=points, **size)
 
     @property
     def min_tokens(self) -> int:
@@ -177,7 +165,7 @@ class LayerRule:
         if not self.recipe:
             keys = _GROUPED_KEYS if self.kind in GROUPED_KINDS else _DENSE_KEYS
             return {key: getattr(self, key) for key in keys}
-        document = {name: getattr(self, name) for name in _RULE_KEYS if getattr(self, name) is not None}
+        document = {name: value for name in keys_of(LayerRule) if (value := getattr(self, name)) is not None}
         document["shape"] = list(self.shape)
         document["points"] = [point.to_document() for point in self.points]
         document["bands"] = [list(band) for band in self.bands]
@@ -363,7 +351,8 @@ def _read_thresholds(reader: Reader, kinds: Mapping[str, Any]) -> list[LayerRule
 
 
 def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> LayerRule:
-    values = dict(reader.keys(path, value, _RULE_KEYS, _RULE_ALWAYS))
+    required = ("part", "kind", "shape", "recipe", "gemm", "points", "bands")
+    values = dict(reader.keys(path, value, keys_of(LayerRule) | {"bands": LIST}, required))
     check_kind(values["kind"], f"{reader.where}: {path}")
     grouped = values["kind"] in GROUPED_KINDS
     needed, others = (("etp", "num_gemms"), ("tp", "name")) if grouped else (("tp", "name"), ("etp", "num_gemms"))

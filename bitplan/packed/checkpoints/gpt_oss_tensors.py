@@ -8,6 +8,7 @@ are moved as bytes: from the safetensors layouts unchanged, from GGUF into gpt-o
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,16 +19,14 @@ from bitplan.base.records import on_failure, read_json, write_json
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss import GptOssFile
 from bitplan.files.gpt_oss.config import ARCHITECTURE, check_settings_held, hf_config
-from bitplan.files.gpt_oss.experts import GATE_UP, MXFP4
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
-from bitplan.files.gpt_oss.source import plain_rows
+from bitplan.files.gpt_oss.source import GATE_UP, MXFP4, plain_rows
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, is_packed_config
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded
-from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.scale_rules import E8M0_NAN
-from bitplan.plan import Finding, Header, Manifest, check_headers, open_manifest, require_clean
+from bitplan.plan import Finding, Manifest, check_headers, open_manifest, require_clean
 from bitplan.plan.check_manifest import CAST, OTHER_MODEL
 
 ManifestLike = Manifest | str | Path
@@ -49,8 +48,7 @@ class GptOssTensors(TensorFile):
         is_gguf = isinstance(stored, GGUFTensors)
         if not is_gguf:
             _refuse_floats(stored)
-            headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in stored.specs.items()}
-            require_clean(self.rules, headers, checkpoint=str(stored.path))
+            require_clean(self.rules, stored.specs, checkpoint=str(stored.path))
         self._file = GptOssFile(stored)
         with on_failure(self.close):
             _refuse_float_experts(self._file)
@@ -86,12 +84,8 @@ class GptOssTensors(TensorFile):
 
     def _spec(self, slot: LayoutTensor) -> TensorSpec:
         if slot.is_expert:
-            shape = (self._file.shape.experts, *self._file.shape.matrix(slot.parts))
-            nbytes = MXFP4.nbytes(shape)
-            return TensorSpec(slot.name, shape, "float32", format=MXFP4.name, nbytes=nbytes, encoded=True)
-        dtype = self._type_of(slot)
-        nbytes, kind = torch.Size(slot.shape).numel() * dtype.itemsize, dtype_name(dtype)
-        return TensorSpec(slot.name, slot.shape, kind, format=kind, nbytes=nbytes)
+            return TensorSpec.of(slot.name, (self._file.shape.experts, *self._file.shape.matrix(slot.parts)), MXFP4)
+        return TensorSpec.of(slot.name, slot.shape, dtype=self._type_of(slot))
 
     def _type_of(self, slot: LayoutTensor) -> torch.dtype:
         first, *others = (self._file.dtype(part, slot.layer) for part in slot.parts)
@@ -156,8 +150,8 @@ def holds_gpt_oss(file: TensorFile) -> bool:
 
 
 def gpt_oss_findings(
-    path: Path, rules: Manifest, headers: dict[str, Header]
-) -> tuple[dict[str, Header], list[Finding]]:
+    path: Path, rules: Manifest, headers: Mapping[str, TensorSpec]
+) -> tuple[Mapping[str, TensorSpec], list[Finding]]:
     """What `load_packed` would refuse: by the manifest, then by what a gpt-oss checkpoint and its config must be.
 
     The headers come back under the names that the manifest knows, which are not GGUF's.
@@ -195,16 +189,12 @@ def _floats(path: Path, name: str, dtype: torch.dtype) -> FileFormatError:
     )
 
 
-def _translated(file: GptOssFile) -> dict[str, Header]:
+def _translated(file: GptOssFile) -> dict[str, TensorSpec]:
     """A GGUF file's headers under Hugging Face's names; tensors that GGUF stores wider count as bfloat16."""
     headers = {}
     for slot in list_slots("hf", file.shape):
-        count = torch.Size(slot.shape).numel()
-        if slot.is_expert:
-            headers[slot.name] = Header("uint8", slot.shape, count)
-            continue
-        dtypes = {file.dtype(part, slot.layer) for part in slot.parts}
+        dtypes = {torch.uint8} if slot.is_expert else {file.dtype(part, slot.layer) for part in slot.parts}
         is_wide = dtypes == {torch.float32} and set(slot.parts) <= GGUF_WIDE
         dtype = torch.bfloat16 if is_wide else dtypes.pop()
-        headers[slot.name] = Header(dtype_name(dtype), slot.shape, count * dtype.itemsize)
+        headers[slot.name] = TensorSpec.of(slot.name, slot.shape, dtype=dtype)
     return headers

@@ -32,16 +32,16 @@ from bitplan.base.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.base.optional import remote_code_allowed, require
 from bitplan.base.records import on_failure
 from bitplan.base.text import counted
+from bitplan.files import describe_files
 from bitplan.files.deep_check import deep_check
-from bitplan.files.describe_files import model_class
 from bitplan.files.engines.gguf_source import GGUFModel
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.models.save_load import fill_model
-from bitplan.files.models.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, read_config, read_packed_plan
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
+from bitplan.files.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.formats.gguf.blocks import GgufBlocks
@@ -155,7 +155,8 @@ def load_packed(
         layers = make_layers(target.get_submodule, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
         rounded = folder_inputs(config) if inputs is None else rounded
         check_inputs(layers.items(), rounded)
-        if model is not None and hasattr(target, "initialize_weights") and _is_on_meta(target):
+        is_on_meta = all(tensor.is_meta for tensor in (*target.parameters(), *target.buffers()))
+        if model is not None and hasattr(target, "initialize_weights") and is_on_meta:
             _compute_buffers(target, place)
         place_all(target, values, parameters, layers)
         round_inputs(target, rounded)
@@ -309,33 +310,20 @@ def _read_folder(source: Path, file: TensorFile, *, has_model: bool) -> tuple[di
 
 def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """The model of a folder's config; its parameters lie on meta, its computed buffers on the device."""
-    import transformers
-    from transformers import initialization
-
+    wanted = dtype or _stored_type(config)
+    model = describe_files.empty_model(folder, wanted, ties=False, remote_code=remote_code_allowed())
     with silence_transformers():
         with foreign_faults(FileFormatError, f"{folder / CONFIG}: no model can be made of it"):
-            allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
-            loaded = transformers.AutoConfig.from_pretrained(str(folder), **allowed)
-            if hasattr(loaded, "quantization_config"):
-                del loaded.quantization_config  # bitplan loads the weights, not a quantizer of transformers
-            kind = model_class(folder, loaded)
-            wanted = dtype or _stored_type(config)
-            with torch.device("meta"), initialization.no_tie_weights():
-                model: nn.Module = kind._from_config(loaded, dtype=wanted)
             _compute_buffers(model, device)
         if model.can_generate():  # type: ignore[operator]
             read_generation_config(model, folder)
-    return model.eval()
+    return model
 
 
 def _stored_type(config: Mapping[str, Any]) -> torch.dtype:
     """The type in which the model was saved, by its config; float32 where the config names none."""
-    said = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return torch_dtype(str(said).removeprefix("torch."))
-
-
-def _is_on_meta(model: nn.Module) -> bool:
-    return all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return torch_dtype(str(dtype).removeprefix("torch."))
 
 
 def _compute_buffers(model: Any, device: torch.device) -> None:
@@ -565,7 +553,7 @@ def make_layers(
     layers: dict[str, nn.Module] = {}
     for owner, weights in packed.items():
         dtype = dtypes[f"{owner}.{next(iter(weights))}"]
-        layers[owner] = made = packed_layer(
+        layers[owner] = layer = packed_layer(
             layer_of(owner),
             weights,
             plain={
@@ -576,7 +564,7 @@ def make_layers(
             strategy=strategy,
             cache=cache,
         )
-        explain = getattr(made, "explain", None)
+        explain = getattr(layer, "explain", None)
         if strategy != "auto" and explain is not None:
             explain(1, dtype)
     return layers
@@ -584,13 +572,13 @@ def make_layers(
 
 def make_parameters(model: nn.Module, values: Mapping[str, Value]) -> dict[str, nn.Parameter]:
     """The plain parameters by name; tied ones are one object."""
-    made: dict[int, nn.Parameter] = {}
+    by_value: dict[int, nn.Parameter] = {}
     parameters: dict[str, nn.Parameter] = {}
     for name, before in model.named_parameters(remove_duplicate=False):
         value = values.get(name)
         if isinstance(value, Tensor):
             grad = before.requires_grad and value.is_floating_point()
-            parameters[name] = made.setdefault(id(value), nn.Parameter(value, requires_grad=grad))
+            parameters[name] = by_value.setdefault(id(value), nn.Parameter(value, requires_grad=grad))
     return parameters
 
 

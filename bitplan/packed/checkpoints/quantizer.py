@@ -30,6 +30,7 @@ from bitplan.files.packed_folder import (
     QUANT_METHOD,
     QUANT_METHODS,
     VERSION,
+    WEIGHTS_FILE,
     check_packed_config,
     folder_inputs,
     read_config,
@@ -122,6 +123,14 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         self._device = device_of(next(iter(places)))
         return {"": self._device}
 
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The config without the words that stop a transformers which lacks this plug-in; they name no file."""
+        if hasattr(config, WEIGHTS_FILE):
+            delattr(config, WEIGHTS_FILE)
+        return config
+
+    update_tp_plan = update_attn_implementation  # what transformers calls with the config up to 5.17
+
     def _process_model_before_weight_loading(
         self, model: Any, *, checkpoint_files: list[str] | None = None, **_theirs: Any
     ) -> Any:
@@ -138,14 +147,16 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             self._all, self._dtypes = decide(model, file, self._plan, None, self._device, str(self._folder))
             check_norms(file)  # transformers will read the norms, and accepts NaN
             recipes = tuple(recipe for recipe in self._all.recipes if recipe.format_in(file) is not None)
-        made = {recipe.targets[0] for recipe in recipes}
-        ties = {target: source for target, source in self._all.ties.items() if source in made}
+        packed_targets = {recipe.targets[0] for recipe in recipes}
+        ties = {target: source for target, source in self._all.ties.items() if source in packed_targets}
         self._packed = Assignment(recipes, ties)
-        for owner in sorted({target.rpartition(".")[0] for target in (*made, *ties)}):
+        for owner in sorted({target.rpartition(".")[0] for target in (*packed_targets, *ties)}):
             self._layers[owner] = model.get_submodule(owner)
             model.set_submodule(owner, _Unfilled(self._layers[owner]))
         model.all_tied_weights_keys = {
-            target: source for target, source in model.all_tied_weights_keys.items() if source not in {*made, *ties}
+            target: source
+            for target, source in model.all_tied_weights_keys.items()
+            if source not in {*packed_targets, *ties}
         }
         model._keys_to_ignore_on_load_unexpected = {".*"}  # `assign` has refused unexpected tensors already
         return model

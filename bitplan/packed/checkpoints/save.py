@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,13 @@ from bitplan.files.packed_folder import (
     side_files,
     write_packed_folder,
 )
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, TensorRecipe, config_of, remembered
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.rounded_inputs import inputs_of, shown_inputs
-from bitplan.plan.format_choices import Stored, choose_formats
+from bitplan.plan.format_choices import choose_formats
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.plan.structure.families import guess_role
 
@@ -51,7 +51,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
 
     A file holds what `apply_plan` or `morph_model` packed under the model's own names, and the rest as it is.
 
-    force        the folder may exist: files of a model there are replaced, all others stay
+    force        the file may exist, or the folder: files of a model there are replaced, all others stay
     shard_bytes  the most that a file of weights may hold; a model that was loaded keeps its files
 
     Tokenizer and generation config are copied from the folder that the model was loaded from, where there is one.
@@ -62,13 +62,15 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
             f"got a {type(model).__name__} and a {type(path).__name__}"
         )
     is_packed = any(isinstance(module, PackedWeight) for module in model.modules())
-    if container_for(path) is None and not is_packed:
+    container = container_for(path)
+    if container is None and not is_packed:
         raise StoreError(f"{path}: nothing in this {type(model).__name__} is packed; apply_plan packs it")
     if hasattr(model, "peft_config"):
         raise StoreError(
             f"{path}: the model has adapters; save them with its save_pretrained, and pack the model alone"
         )
-    if container_for(path) is not None:
+    if container is not None:
+        container.check_output(path, inputs=(), force=force)
         write_model(model, path)
         if (rounded := shown_inputs(model)) is not None:
             warnings.warn(
@@ -87,16 +89,16 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
         plan = _plan(saved, source)
         config = None if config is None else packed_config(config, plan, inputs_of(model))
     else:  # in Hugging Face's layout; `bitplan gpt-oss convert` brings it into the others
-        saved = {part.promise.name: part for one in saved.values() for part in _in_gpt_oss_layout(one)}
+        saved = {part.name: part for one in saved.values() for part in _in_gpt_oss_layout(one)}
         if source.folder is not None and config is source.config:
             beside, config = beside | {CONFIG: source.folder / CONFIG}, None  # as it is, to the byte
         else:
             config = with_quantization(config or {}, packed=True)
-    shards = _shards({name: one.promise for name, one in saved.items()}, tied, source, shard_bytes)
+    shards = _shards(saved, tied, source, shard_bytes)
 
-    def write(writer: Any, promises: Any) -> None:
-        for promise in promises:
-            writer.write(promise.name, saved[promise.name].read())
+    def write(writer: Any, tensors: Any) -> None:
+        for spec in tensors:
+            writer.write(spec.name, saved[spec.name].read())
 
     contents = FolderContents(shards, config, plan, beside)
     write_packed_folder(path, contents, write, force=force, keeps_tokenizer=True)
@@ -142,45 +144,45 @@ def _save_pretrained(model: nn.Module, save_directory: str | Path, **options: An
 
 
 @dataclass(frozen=True)
-class _SavedTensor:
-    """A tensor of the file: its name, shape and type, and a function that gives its numbers when they are written."""
+class _SavedTensor(TensorSpec):
+    """A tensor of the file, and a function that gives its numbers when they are written."""
 
-    promise: Promise
+    _: KW_ONLY
     read: Callable[[], Tensor | Encoded]
 
 
 def _in_gpt_oss_layout(one: _SavedTensor) -> list[_SavedTensor]:
     """Experts in mxfp4 as two tensors of bytes, blocks and scales; others as they are."""
-    if one.promise.fmt is None:
+    if not one.encoded:
         return [one]
     encoded = one.read()
     assert isinstance(encoded, Encoded)
     blocks = encoded.parts["data"].unflatten(-1, (-1, _BLOCK // 2))
-    stem = one.promise.name
-    return [_saved(f"{stem}_blocks", blocks, None), _saved(f"{stem}_scales", encoded.parts["scales"], None)]
+    scales = encoded.parts["scales"]
+    return [_saved(f"{one.name}_blocks", blocks, None), _saved(f"{one.name}_scales", scales, None)]
 
 
 def _items(model: nn.Module, source: LoadedFrom | None) -> tuple[dict[str, _SavedTensor], dict[str, str]]:
     """Every tensor of the file by name, and the names that share one."""
-    own = {name: item if isinstance(item, Tensor) else item.encoded for name, item in own_tensors(model).items()}
+    held = {name: item if isinstance(item, Tensor) else item.encoded for name, item in own_tensors(model).items()}
     objects = {name: id(item) for name, item in own_tensors(model).items()}
     recipes = {} if source is None else {target: recipe for recipe in source.recipes for target in recipe.targets}
     saved: dict[str, _SavedTensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name in sorted(own, key=lambda name: name not in recipes):
+    for name in sorted(held, key=lambda name: name not in recipes):
         if objects[name] in first and name not in recipes:
             tied[name] = first[objects[name]]
             continue
         first.setdefault(objects[name], name)
         recipe = recipes.get(name)
         if recipe is None:
-            saved[name] = _saved(name, own[name], None)
+            saved[name] = _saved(name, held[name], None)
             continue
         _require_pieces(recipe)
         for piece in recipe.pieces:
             dtype = None if source is None else source.dtypes.get(piece.name)
-            part = own[name] if recipe.is_one and piece.item is None else _cut(own[name], piece.place, piece.shape)
+            part = held[name] if recipe.is_one and piece.item is None else _cut(held[name], piece.place, piece.shape)
             saved[piece.name] = _saved(piece.name, part, dtype)
     if hasattr(model, "all_tied_weights_keys"):
         tied = {}  # its config says which tensors are tied
@@ -207,11 +209,11 @@ def _cut(item: Tensor | Encoded, place: tuple[int | slice, ...], shape: tuple[in
 
 def _saved(name: str, item: Tensor | Encoded, stored: torch.dtype | None) -> _SavedTensor:
     if isinstance(item, Encoded):
-        return _SavedTensor(Promise(name, item.shape, item.fmt), lambda: item)
+        return _SavedTensor.of(name, item.shape, item.fmt, read=lambda: item)
     dtype = item.dtype
     if stored is not None and stored != dtype and _holds(item, stored):
         dtype = stored
-    return _SavedTensor(Promise(name, tuple(item.shape), dtype=dtype), lambda: item.detach().to(dtype))
+    return _SavedTensor.of(name, tuple(item.shape), dtype=dtype, read=lambda: item.detach().to(dtype))
 
 
 def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -222,19 +224,11 @@ def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
 def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
     """The plan that the model was packed by; tensors that have changed since get new entries."""
     known = {} if source is None or source.plan is None else source.plan.entries
-    stays = choose_formats(
-        {
-            name: Stored(one.promise.shape, dtype_name(one.promise.dtype))
-            for name, one in saved.items()
-            if one.promise.fmt is None
-        },
-        {},
-    )
+    stays = choose_formats({name: one for name, one in saved.items() if not one.encoded}, {})
     entries = {}
     for name, one in saved.items():
-        promise = one.promise
-        if promise.fmt is not None:
-            entry = Planned(Choice(promise.fmt.name, _HELD, cause="held"), promise.shape, guess_role(name))
+        if one.encoded:
+            entry = Planned(Choice(one.format, _HELD, cause="held"), one.shape, guess_role(name))
         else:
             entry = stays.entries[name]
             held = Choice(entry.choice.format, _HELD, cause="held")
@@ -255,14 +249,14 @@ def _layout(entry: Planned) -> tuple[Any, ...]:
 
 
 def _shards(
-    promises: Mapping[str, Promise], tied: Mapping[str, str], source: LoadedFrom | None, shard_bytes: int
+    tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], source: LoadedFrom | None, shard_bytes: int
 ) -> list[Shard]:
-    if source is None or {name for names in source.shards.values() for name in names} != set(promises):
-        return cut_shards(promises.values(), tied, shard_bytes)
+    if source is None or {name for names in source.shards.values() for name in names} != set(tensors):
+        return cut_shards(tensors.values(), tied, shard_bytes)
     return [
         Shard(
             file,
-            tuple(promises[name] for name in names),
+            tuple(tensors[name] for name in names),
             {alias: name for alias, name in tied.items() if name in names},
             source.metadata[file],
         )

@@ -79,28 +79,28 @@ class Assignment:
 
 def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
     """A recipe for every tensor of a model, from a file's headers; one error lists all that does not fit."""
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    targets, converters = _targets(model, own, [*file.specs, *file.tied])
+    held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    targets, converters = _targets(model, held, [*file.specs, *file.tied])
     grouped: dict[str, dict[str, list[str]]] = {}
     for name in targets:
         target, pattern = targets[name]
-        if target in own and name in file.specs:
+        if target in held and name in file.specs:
             grouped.setdefault(target, {}).setdefault(pattern or name, []).append(name)
-    unknown = [name for name, (target, _) in targets.items() if target not in own]
+    unknown = [name for name, (target, _) in targets.items() if target not in held]
     recipes = []
     for target, sources in grouped.items():
         converter = converters.get(next(iter(sources)))
         if converter is None:
             unknown += sorted(sources)[1:]  # two names of the file for one tensor
         recipes.append(_recipe(target, sources, converter, file))
-    made = {target for recipe in recipes for target in recipe.targets}
+    filled = {target for recipe in recipes for target in recipe.targets}
     pairs = _ties_of(model) | {targets[alias][0]: targets[name][0] for alias, name in file.tied.items()}
-    half_made = [pair for pair in pairs.items() if len(made.intersection(pair)) == 1]
-    ties = dict((one, other) if other in made else (other, one) for one, other in half_made)
-    missing = [name for name in own if name not in made and name not in ties]
+    half_made = [pair for pair in pairs.items() if len(filled.intersection(pair)) == 1]
+    ties = dict((one, other) if other in filled else (other, one) for one, other in half_made)
+    missing = [name for name in held if name not in filled and name not in ties]
     unread = [name for name in unknown if _is_computed(model, name)]
     unknown = [name for name in unknown if name not in unread]
-    shapes = [text for recipe in recipes if (text := _shape_fault(recipe, _shapes_in(model, recipe, own, file)))]
+    shapes = [text for recipe in recipes if (text := _shape_fault(recipe, _shapes_in(model, recipe, held, file)))]
     mixed = [text for recipe in recipes if (text := _packing_fault(recipe, file))]
     kinds = (
         ("missing", missing),
@@ -125,7 +125,7 @@ def shortened(faults: Sequence[str]) -> str:
 
 
 def _targets(
-    model: nn.Module, own: Mapping[str, tuple[int, ...]], names: Sequence[str]
+    model: nn.Module, held: Mapping[str, tuple[int, ...]], names: Sequence[str]
 ) -> tuple[dict[str, tuple[str, str | None]], dict[str, Any]]:
     """For each name of the file the model's name and the pattern of its converter; and the converters by pattern."""
     if not hasattr(model, "base_model_prefix"):
@@ -139,13 +139,13 @@ def _targets(
     prefix: Any = model.base_model_prefix
     targets: dict[str, tuple[str, str | None]] = {}
     for name in sorted(names, key=theirs.dot_natural_key):
-        renamed = theirs.rename_source_key(name, renamings, converters, prefix, own)
-        targets[name] = (name, None) if renamed[0] not in own and name in own else renamed
+        renamed = theirs.rename_source_key(name, renamings, converters, prefix, held)
+        targets[name] = (name, None) if renamed[0] not in held and name in held else renamed
     return targets, {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
 
 def _recipe(target: str, sources: Mapping[str, list[str]], converter: Any, file: TensorFile) -> TensorRecipe:
-    shapes = {name: file.spec(name).shape for found in sources.values() for name in found}
+    shapes = {name: file.spec(name).shape for names in sources.values() for name in names}
     if converter is None:
         name = next(iter(shapes))
         return TensorRecipe((target,), (FilePiece(name, shapes[name]),))
@@ -153,8 +153,8 @@ def _recipe(target: str, sources: Mapping[str, list[str]], converter: Any, file:
     pieces = _side_by_side(converter.operations, ordered, shapes)
     if pieces is not None:
         return TensorRecipe((target,), pieces)
-    targets = tuple(target.replace(converter.target_patterns[0], each) for each in converter.target_patterns)
-    flat = [(pattern, name) for pattern, found in ordered.items() for name in found]
+    targets = tuple(target.replace(converter.target_patterns[0], pattern) for pattern in converter.target_patterns)
+    flat = [(pattern, name) for pattern, names in ordered.items() for name in names]
     return TensorRecipe(
         targets,
         tuple(FilePiece(name, shapes[name]) for _, name in flat),
@@ -176,11 +176,11 @@ def _side_by_side(
     if any(len(shape) < 2 for shape in shapes.values()) or (not rest and len(sources) > 1):
         return None
     pieces, start = [], 0
-    for found in sources.values():
-        for index, name in enumerate(found):
+    for names in sources.values():
+        for index, name in enumerate(names):
             pieces.append(FilePiece(name, shapes[name], index if stacks else None, start))
             start += 0 if stacks else shapes[name][0]
-        start += shapes[found[0]][0] if stacks else 0
+        start += shapes[names[0]][0] if stacks else 0
     return tuple(pieces)
 
 
@@ -206,10 +206,10 @@ def _is_computed(model: nn.Module, name: str) -> bool:
 
 
 def _shapes_in(
-    model: nn.Module, recipe: TensorRecipe, own: Mapping[str, tuple[int, ...]], file: TensorFile
+    model: nn.Module, recipe: TensorRecipe, held: Mapping[str, tuple[int, ...]], file: TensorFile
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of a recipe's tensors in the file: packed ones have outputs as rows, however the model holds them."""
-    shapes = {target: own[target] for target in recipe.targets if target in own}
+    shapes = {target: held[target] for target in recipe.targets if target in held}
     if recipe.format_in(file) is None:
         return shapes
     parts = {target: target.rpartition(".") for target in shapes}
@@ -219,11 +219,11 @@ def _shapes_in(
     }
 
 
-def _shape_fault(recipe: TensorRecipe, own: Mapping[str, tuple[int, ...]]) -> str | None:
+def _shape_fault(recipe: TensorRecipe, held: Mapping[str, tuple[int, ...]]) -> str | None:
     if recipe.converter is not None:
-        return None  # transformers' own steps decide; their result is compared with the model later
+        return None  # transformers' held steps decide; their result is compared with the model later
     target, came = recipe.targets[0], shape_of(recipe.pieces)
-    return None if came == own[target] else f"{target} (the file has {came}, the model {own[target]})"
+    return None if came == held[target] else f"{target} (the file has {came}, the model {held[target]})"
 
 
 def shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
@@ -264,8 +264,8 @@ def convert_plain(recipe: TensorRecipe, tensors: Sequence[torch.Tensor], model: 
     converter = deepcopy(recipe.converter)
     for piece, pattern, tensor in zip(recipe.pieces, recipe.patterns, tensors, strict=True):
         converter.add_tensor(recipe.targets[0], piece.name, pattern, tensor)
-    made = converter.convert(recipe.targets[0], model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    converted = converter.convert(recipe.targets[0], model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 # ---- source ----------------------------------------------------------------------------------------------------------
@@ -315,8 +315,8 @@ def forget(model: nn.Module) -> None:
 
 
 def remembered(model: nn.Module) -> LoadedFrom | None:
-    found: LoadedFrom | None = getattr(model, _ATTRIBUTE, None)
-    return found
+    source: LoadedFrom | None = getattr(model, _ATTRIBUTE, None)
+    return source
 
 
 def remember(

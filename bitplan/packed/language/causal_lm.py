@@ -41,18 +41,18 @@ from bitplan.base.errors import MeasureError
 from bitplan.base.optional import remote_code_allowed, require
 from bitplan.files.engines.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.files.headers import check_model_source, is_gguf
-from bitplan.files.models.transformers_names import (
+from bitplan.files.open_files import open_tensors
+from bitplan.files.packed_folder import packed_experts, read_config
+from bitplan.files.safetensors_tensors import NativeTensors
+from bitplan.files.schemes.tensors import SchemeTensors
+from bitplan.files.tensor_file import TensorFile
+from bitplan.files.transformers_names import (
     REPORTED,
     foreign_faults,
     model_from_tensors,
     require_complete,
     silence_transformers,
 )
-from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import packed_experts, read_config
-from bitplan.files.safetensors_tensors import NativeTensors
-from bitplan.files.schemes.tensors import SchemeTensors
-from bitplan.files.tensor_file import TensorFile
 from bitplan.packed.language.perplexity import LateLogits, windows_of
 
 # ---- gguf reader -----------------------------------------------------------------------------------------------------

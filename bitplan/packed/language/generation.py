@@ -28,9 +28,9 @@ from bitplan.base.documents import show
 from bitplan.base.errors import MeasureError
 from bitplan.files.engines.gguf_source import is_folder_like, read_gguf_tokenizer
 from bitplan.files.headers import is_gguf
-from bitplan.files.models.transformers_names import foreign_faults, silence_transformers
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import is_packed_config, read_config
+from bitplan.files.transformers_names import foreign_faults, silence_transformers
 from bitplan.formats.input_formats import KEEP, input_format
 from bitplan.packed.checkpoints.gpt_oss_tensors import is_gpt_oss
 from bitplan.packed.checkpoints.load import device_of, load_packed, require_transformers

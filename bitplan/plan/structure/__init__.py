@@ -2,14 +2,15 @@
 
 Which module does which step:
 
-    model_view      the records: ModelView, TensorRecord, LinearUse, NormUse, ...; they need no torch
+    model_view      the records: ModelView, TensorRecord, TensorSpec, LinearUse, NormUse, ...; they need no torch
+    parameters      the Parameters of a module under every name, and how a user may name them
     families        the one table of names, for files without code
     describe        from a module to its view; `bitplan.describe` takes paths, too (store.describe_files)
     example_inputs  what a forward is called with, where the user gives nothing
     recorder        one run: every torch function with what goes in and out; `untouched` keeps the model as it was and
                     says what others put on it
     graph           walks through a recording
-    recognise       the parts: `products`, `norms`, then MLPs, attention, residuals; `activations` names functions
-    blocks          blocks that repeat
+    recognise       the parts: products, norms, then MLPs, attention, residuals, and blocks that repeat; `activations`
+                    names functions
     joined_calls    layers that read one tensor as one product, whose parts are given to them call by call
 """

@@ -42,7 +42,7 @@ def describe(model: nn.Module, example: Any = None) -> ModelView:
     from bitplan.plan.structure.recorder import NumbersNeededError
 
     if example is not None:
-        return _view(model, _run(model, *_arguments(example)))
+        return _view(model, _run(model, *arguments_of(example)))
     faults = []
     for args, kwargs in examples_for(model):
         try:
@@ -98,7 +98,7 @@ def scale_of_rows(table: nn.Module) -> float | None:
     import torch
 
     from bitplan.plan.structure.graph import CASTS, Graph
-    from bitplan.plan.structure.products import Products
+    from bitplan.plan.structure.recognise import Products
     from bitplan.plan.structure.recorder import record
 
     if type(table).forward is torch.nn.Embedding.forward:
@@ -285,18 +285,16 @@ def _beside_experts(recording: Recording, parts: Recogniser) -> str | None:
 
 def _is_made_of(graph: Graph, value: int, source: int) -> bool:
     """Whether a value is rows of another, in some order and type."""
-    waiting, done = [value], set[int]()
-    while waiting:
-        if (index := waiting.pop()) == source:
-            return True
-        step = graph.maker(index)
-        if index not in done and step is not None and step.name in _ROUTING_STEPS:
-            done.add(index)
-            waiting += step.inputs[:1]
-    return False
+    while value != source:
+        step = graph.maker(value)
+        if step is None or step.name not in _ROUTING_STEPS or not step.inputs:
+            return False
+        value = step.inputs[0]
+    return True
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as a forward is called with it: a tensor, a tuple of arguments, or a mapping of keywords."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
@@ -315,9 +313,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rec
 
 
 def _view(model: nn.Module, recording: Recording) -> ModelView:
-    from bitplan.plan.structure.blocks import find_stacks
     from bitplan.plan.structure.graph import Graph
-    from bitplan.plan.structure.recognise import Recogniser, describe_step
+    from bitplan.plan.structure.recognise import Recogniser, describe_step, find_stacks
     from bitplan.plan.structure.untouched import changes_of
 
     graph = Graph(recording)

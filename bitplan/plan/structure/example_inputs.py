@@ -34,9 +34,9 @@ def _ids(size: int, length: int = TOKENS) -> Tensor:
 def _setting(config: Any, *names: str) -> Any:
     """The first setting that a config or one of its inner configs has."""
     inner = [config, *(getattr(config, key, None) for key in ("text_config", "vision_config", "audio_config"))]
-    for each in inner:
+    for part in inner:
         for name in names:
-            value = getattr(each, name, None)
+            value = getattr(part, name, None)
             if value is not None:
                 return value
     return None
@@ -84,8 +84,8 @@ def _pixels(config: Any) -> Iterator[Tensor]:
     sides = [side] if isinstance(side, int) else []
     if isinstance(side, list | tuple) and len(side) == 2:
         yield torch.zeros(1, channels, *side)
-    for each in (*sides, 32, 64, 224):
-        yield torch.zeros(1, channels, each, each)
+    for pixels in (*sides, 32, 64, 224):
+        yield torch.zeros(1, channels, pixels, pixels)
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -100,7 +100,7 @@ def _from_signature(model: nn.Module) -> Iterator[Example]:
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    variadic = any(each.kind is each.VAR_POSITIONAL for each in _parameters(model).values())
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in _parameters(model).values())
     if not required and not variadic:
         required = [next(iter(_parameters(model).values()), None)]  # type: ignore[list-item]
     kinds = list(_kinds(model))
@@ -115,7 +115,7 @@ def _kinds(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             channels.setdefault(len(module.kernel_size), module.in_channels)
-    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     for rank in sorted(channels, reverse=True):
         yield torch.zeros(1, channels[rank], *(32,) * rank, dtype=dtype)
     if tables:

@@ -8,13 +8,14 @@ says so: such a view has the source "table".
     _ROLES     patterns of names -> the coarser roles that manifests and plans have
     FAMILIES   model type of transformers -> llama.cpp's architecture, how it differs, where its experts are, and which
                of its matrices no packed layer can hold
+    TEXT_KEYS, VISION_KEYS    model type -> under which keys of its config.json the sizes of its blocks are
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bitplan.plan.names import natural_order, split_layer, without_expert
 from bitplan.plan.structure.model_view import TABLE, UNKNOWN, ModelView, Stack, TensorRecord
@@ -155,6 +156,96 @@ FAMILIES = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(read_directly="weights_proj")),
     "rwkv": Family(read_directly=r"attention\.output|feed_forward\.value"),  # which it divides before it runs
 }
+
+
+@dataclass(frozen=True)
+class ConfigKeys:
+    """Under which keys a configuration has the sizes of a stack of blocks; of several keys the first that is there.
+
+    kv_heads       empty: as many as heads. `grouped_if`: only where this key is not False
+    ffn            of dense blocks; "mlp_ratio" is a factor of `hidden`
+    experts        how many a layer has; empty where there are none. `needs_experts`: the key must be there
+    shared_ffn     width of the shared expert, or with `shared_count` of each of so many
+    moe_*          which blocks have experts: every n-th counted from one (`step`) or from zero (`every`, or a list of 0
+                   and 1), all from a number on (`first`), all but these (`except`); without keys all
+    latent         queries' and keys' and values' rank, and the dimensions without rotation, with it, and of values;
+                   `latent_if`: only where this key is set; `latent_norm`: the key for a norm between down and up
+    gated          whether the MLP is, or the keys that say so
+    """
+
+    blocks: str = "num_hidden_layers"
+    hidden: str = "hidden_size"
+    heads: str = "num_attention_heads"
+    kv_heads: str = "num_key_value_heads"
+    grouped_if: str = ""
+    head_dim: str = "head_dim"
+    ffn: str = "intermediate_size"
+    experts: tuple[str, ...] = ()
+    needs_experts: bool = True
+    expert_ffn: tuple[str, ...] = ("moe_intermediate_size",)
+    topk: str = "num_experts_per_tok"
+    shared_ffn: str = ""
+    shared_count: str = ""
+    moe_step: str = ""
+    moe_every: str = ""
+    moe_first: str = ""
+    moe_except: str = ""
+    latent: tuple[str, ...] = ()
+    latent_if: str = ""
+    latent_norm: str = ""
+    gated: bool | tuple[str, ...] = True
+
+
+_QWEN_MOE = ConfigKeys(
+    experts=("num_experts", "num_local_experts"),
+    shared_ffn="shared_expert_intermediate_size",
+    moe_step="decoder_sparse_step",
+    moe_except="mlp_only_layers",
+)
+_DEEPSEEK = ConfigKeys(
+    experts=("n_routed_experts",),
+    needs_experts=False,
+    shared_ffn="moe_intermediate_size",
+    shared_count="n_shared_experts",
+    moe_every="moe_layer_freq",
+    moe_first="first_k_dense_replace",
+    latent=("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+TEXT_KEYS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_vl_text"), ConfigKeys()),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"), ConfigKeys()),
+    "mixtral": ConfigKeys(experts=("num_local_experts",), expert_ffn=("intermediate_size",)),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text"), _QWEN_MOE),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+}
+_CLIP = ConfigKeys(kv_heads="", head_dim="", gated=False)
+_QWEN_VIT = replace(_CLIP, heads="num_heads", blocks="depth")
+VISION_KEYS = {
+    "clip_vision_model": _CLIP,
+    "siglip_vision_model": _CLIP,
+    "qwen2_vl": replace(_QWEN_VIT, hidden="embed_dim", ffn="mlp_ratio"),
+    "qwen2_5_vl": replace(_QWEN_VIT, gated=True),
+    "qwen3_vl": _QWEN_VIT,
+    "qwen3_vl_moe": _QWEN_VIT,
+}
+MEGATRON_KEYS = ConfigKeys(
+    blocks="num_layers",
+    kv_heads="num_query_groups",
+    grouped_if="group_query_attention",
+    head_dim="kv_channels",
+    ffn="ffn_hidden_size",
+    experts=("num_experts", "num_moe_experts"),
+    needs_experts=False,
+    expert_ffn=("moe_ffn_hidden_size", "ffn_hidden_size"),
+    topk="moe_router_topk",
+    shared_ffn="moe_shared_expert_intermediate_size",
+    moe_every="moe_layer_freq",
+    latent=("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    latent_if="multi_latent_attention",
+    latent_norm="qk_layernorm",
+    gated=("swiglu", "gated_linear_unit"),
+)
+
 GGUF_FAMILIES = {kind: family for kind, family in FAMILIES.items() if family.architecture}
 GGUF_MANIFESTS = ("llama", "qwen", "gemma", "phi3")  # manifests that say what tensors are called in GGUF files
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|fc1\.weight|fc2\.weight)$")

@@ -10,32 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from bitplan.plan.structure.recorder import Recording, Ref, Step, Value
+from bitplan.plan.structure.recorder import Recording, Ref, Step
 
 # Steps that give the same numbers in the same order along the last dimension, in another shape or memory.
 SAME_NUMBERS = {"view", "reshape", "flatten", "unflatten", "contiguous", "unsqueeze", "squeeze", "clone", "detach"}
 SAME_NUMBERS |= {"alias", "view_as", "data", "reshape_as", "identity", "requires_grad"}
 CASTS = {"to", "float", "type", "type_as", "half", "bfloat16", "double"}
 # Steps that give each number by itself, from numbers at the same place and constants.
-POINTWISE = {
-    "silu",
-    "gelu",
-    "relu",
-    "sigmoid",
-    "tanh",
-    "mul",
-    "add",
-    "sub",
-    "div",
-    "pow",
-    "square",
-    "exp",
-    "erf",
-    "neg",
-}
+POINTWISE = {"silu", "gelu", "relu", "sigmoid", "tanh", "mul", "add", "sub", "div", "pow", "square", "exp", "erf"}
 POINTWISE |= {"clamp", "clamp_min", "clamp_max", "relu6", "hardswish", "hardtanh", "leaky_relu", "softplus", "mish"}
 POINTWISE |= {"elu", "selu", "celu", "logsigmoid", "log_sigmoid", "sqrt", "rsub", "rdiv", "abs", "softsign", "log"}
-POINTWISE |= {"hardsigmoid", "reciprocal", "rpow", "log1p", "expm1"}
+POINTWISE |= {"neg", "hardsigmoid", "reciprocal", "rpow", "log1p", "expm1"}
 DROPOUTS = {"dropout", "feature_dropout", "dropout1d", "dropout2d", "alpha_dropout"}
 TURNS = {"T", "t", "mT", "transpose", "swapaxes", "permute", "adjoint", "H", "mH"}
 _PICKS = {"getitem", "select", "narrow", "chunk", "split", "unbind", "expand", "split_with_sizes"}
@@ -199,26 +184,17 @@ class Graph:
 
     def made_of_parameters(self, value: int) -> tuple[str, ...]:
         """Names of the parameters from which alone a value is computed; empty where anything else goes in."""
-        found: dict[str, None] = {}
-        waiting, done = [value], set()
-        while waiting:
-            index = waiting.pop()
-            if index in done:
-                continue
-            done.add(index)
+        names: dict[str, None] = {}
+        waiting = [value]
+        for count, index in enumerate(each_once(waiting)):
             known, step = self.values[index], self.maker(index)
-            if step is None:
-                if not known.names:
-                    return ()
-                if known.is_parameter:
-                    found[known.names[0]] = None
-            elif step.name == "unknown":
+            if count == 200 or (step is not None and step.name == "unknown") or (step is None and not known.names):
                 return ()
-            else:
+            if step is not None:
                 waiting += step.inputs
-            if len(done) > 200:
-                return ()
-        return tuple(found)
+            elif known.is_parameter:
+                names[known.names[0]] = None
+        return tuple(names)
 
     def derives_from(self, value: int, ancestor: int, through: Iterable[int]) -> bool:
         """Whether a value is computed from another by way of one of these steps; values count up with the run."""
@@ -233,41 +209,31 @@ class Graph:
                 step = self.maker(index)
                 if step is not None:
                     passed = passed or step.index in via
-                    waiting += [(each, passed) for each in step.inputs]
+                    waiting += [(value_in, passed) for value_in in step.inputs]
         return False
 
     def behind(self, value: int, stops: Iterable[int]) -> set[int]:
         """The steps among `stops` that a value comes from, walking past none of them."""
-        stop, found, waiting, done = set(stops), set(), [value], set()
-        while waiting:
-            index = waiting.pop()
-            if index in done:
-                continue
-            done.add(index)
+        stop, reached, waiting = set(stops), set(), [value]
+        for index in each_once(waiting):
             step = self.maker(index)
-            if step is None:
-                continue
-            if step.index in stop:
-                found.add(step.index)
-            else:
+            if step is not None and step.index in stop:
+                reached.add(step.index)
+            elif step is not None:
                 waiting += step.inputs
-        return found
+        return reached
 
     def ahead(self, value: int, stops: Iterable[int]) -> tuple[set[int], bool]:
         """The steps among `stops` that read what comes of a value, walking past none; and whether it is returned."""
-        stop, found, waiting, done, is_returned = set(stops), set(), [value], set(), False
-        while waiting:
-            index = waiting.pop()
-            if index in done:
-                continue
-            done.add(index)
+        stop, reached, waiting, is_returned = set(stops), set(), [value], False
+        for index in each_once(waiting):
             is_returned = is_returned or index in self.outputs
             for step in self.readers(index):
                 if step.index in stop:
-                    found.add(step.index)
+                    reached.add(step.index)
                 else:
                     waiting += step.outputs
-        return found, is_returned
+        return reached, is_returned
 
     # Chains of small steps
 
@@ -352,28 +318,24 @@ class Graph:
 
     def slots_behind(self, value: int, projections: dict[int, Any]) -> tuple[set[Slot], set[int]] | None:
         """The shares from which a value is computed point by point, and the steps between; None if anything else."""
-        found: set[Slot] = set()
+        slots: set[Slot] = set()
         between: set[int] = set()
-        waiting, done = [value], set()
-        while waiting:
-            index = waiting.pop()
-            if index in done:
-                continue
-            done.add(index)
+        waiting = [value]
+        for count, index in enumerate(each_once(waiting)):
             if (slot := self.slot(index, projections)) is not None:
-                found.add(slot)
+                slots.add(slot)
                 continue
             step = self.maker(index)
             if self.weight(index) is not None:  # an activation with weights of its own
                 continue
-            if step is None or step.writes or len(done) > 60:
+            if step is None or step.writes or count >= 60:
                 return None
             is_passed = step.name in CASTS or step.name in DROPOUTS or self.is_same_numbers(step)
             if not (step.name in POINTWISE or is_passed):
                 return None
             between.add(step.index)
             waiting += step.inputs if step.name in POINTWISE else step.inputs[:1]
-        return found, between
+        return slots, between
 
     def replay(self, value: int, given: Callable[[int], Tensor | None]) -> Tensor | None:
         """Compute a value anew from others, in float64 and without its casts and dropouts."""
@@ -396,15 +358,22 @@ class Graph:
         result = step.function(*args, **kwargs)
         return result if isinstance(result, Tensor) else None
 
-    def value_of(self, index: int) -> Value:
-        return self.values[index]
+
+def each_once(waiting: list[int]) -> Iterator[int]:
+    """Every number of a list that may grow meanwhile, the last first."""
+    done: set[int] = set()
+    while waiting:
+        index = waiting.pop()
+        if index not in done:
+            done.add(index)
+            yield index
 
 
 def _integers(arguments: Iterable[Any]) -> list[int]:
-    found: list[int] = []
+    items: list[int] = []
     for argument in arguments:
-        found += argument if isinstance(argument, list | tuple) else [argument]
-    return [item for item in found if isinstance(item, int)]
+        items += argument if isinstance(argument, list | tuple) else [argument]
+    return [item for item in items if isinstance(item, int)]
 
 
 def sample(count: int, seed: int) -> Tensor:

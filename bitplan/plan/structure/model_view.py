@@ -21,12 +21,18 @@ Nothing here is decided by the name of a class or of an attribute. What was not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
+from bitplan.formats import Format, get_format
+from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from bitplan.plan.names import number_ranges
+
+if TYPE_CHECKING:
+    import torch
 
 TRACED, TABLE = "traced", "table"
 UNKNOWN, UNUSED = "unknown", "unused"
@@ -56,6 +62,60 @@ class TensorRecord:
 
 
 @dataclass(frozen=True)
+class TensorSpec(TensorRecord):
+    """A tensor of a file, or one that is to be written: the record of it, and where its bytes lie.
+
+    dtype     the type of its numbers; float32 for a packed tensor
+    format    one of ours, or the dtype, or `gguf:TYPE`, `gptq:TYPE` and so on for types that come decoded
+    encoded   it comes as an Encoded
+    start     an offset from the beginning of its file, where it lies in one piece
+    """
+
+    format: str = ""
+    nbytes: int = 0
+    encoded: bool = False
+    start: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        fmt: Format | str | None = None,
+        dtype: torch.dtype | str = "float32",
+        **more: Any,
+    ) -> Self:
+        """A tensor in a format, or plain (without one) with numbers of this type; the bytes follow from the shape."""
+        facts: dict[str, Any]
+        if fmt is not None:
+            fmt, kind = get_format(fmt), "float32"
+            facts = {"format": fmt.name, "nbytes": fmt.nbytes(shape), "encoded": True}
+        else:
+            kind = dtype if isinstance(dtype, str) else dtype_name(dtype)
+            facts = {"format": kind, "nbytes": math.prod(shape) * ITEM_BYTES.get(kind, 0)}
+        return cls(name, shape, kind, **facts | more)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch_dtype(self.dtype)
+
+    @property
+    def fmt(self) -> Format | None:
+        """The format of a tensor that comes as an Encoded; None for plain numbers."""
+        return get_format(self.format) if self.encoded else None
+
+    @property
+    def held(self) -> str:
+        """What a plan calls the bytes: the format of a packed tensor, else the type of its numbers."""
+        return self.format if self.encoded else self.dtype
+
+    @property
+    def accepts(self) -> dict[torch.dtype, tuple[int, ...]]:
+        """The types in which a writer takes the tensor, and the shape that it must then have."""
+        return {self.torch_dtype: self.shape}
+
+
+@dataclass(frozen=True)
 class WeightUse:
     """One use of weights: where the weights are, which value goes in and which comes out."""
 
@@ -68,8 +128,8 @@ class WeightUse:
     @property
     def what(self) -> str:
         """Its role or kind in a word."""
-        said = getattr(self, "role", None) or getattr(self, "kind", None) or getattr(self, "function", None)
-        return str(said or "embedding")
+        word = getattr(self, "role", None) or getattr(self, "kind", None) or getattr(self, "function", None)
+        return str(word or "embedding")
 
     @property
     def shown_path(self) -> str:
@@ -301,11 +361,11 @@ class ModelView:
     @cached_property
     def parts(self) -> dict[str, tuple[WeightUse, ...]]:
         """All parts by the path of the module that holds their weights."""
-        found: dict[str, list[WeightUse]] = {}
+        by_path: dict[str, list[WeightUse]] = {}
         every: Iterable[WeightUse] = (*self.linears, *self.norms, *self.embeddings, *self.convolutions)
         for part in sorted(every, key=lambda part: part.step):
-            found.setdefault(part.path, []).append(part)
-        return {path: tuple(parts) for path, parts in found.items()}
+            by_path.setdefault(part.path, []).append(part)
+        return {path: tuple(parts) for path, parts in by_path.items()}
 
     def shown_parts(self) -> list[tuple[str, WeightUse]]:
         """Parts in the order of the run under a name to show; of blocks that compute the same the first one alone."""
@@ -332,8 +392,8 @@ class ModelView:
 
     def linear(self, path: str) -> LinearUse | None:
         """The projection that a module holds; None where it holds none, several, or uses it several times."""
-        found = [part for part in self.parts.get(path, ()) if isinstance(part, LinearUse)]
-        return found[0] if len(found) == 1 else None
+        products = [part for part in self.parts.get(path, ()) if isinstance(part, LinearUse)]
+        return products[0] if len(products) == 1 else None
 
     def uses(self, weight: str) -> tuple[LinearUse, ...]:
         """All products with a weight: several where it is shared, or its module is called several times."""
@@ -413,13 +473,6 @@ class ModelView:
             )
         return rows
 
-    def why_unknown(self, path: str) -> str | None:
-        """Why a module was not seen, or one that it lies in; None where it was."""
-        for known in _and_parents(path):
-            if known in self.unknown:
-                return self.unknown[known]
-        return None
-
     def to_dict(self) -> dict[str, Any]:
         """For JSON: everything but what the methods derive."""
         plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
@@ -450,10 +503,3 @@ def _as_dict(item: Any) -> Any:
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return dataclasses.asdict(item)
     return dict(item) if isinstance(item, Mapping) else item
-
-
-def _and_parents(path: str) -> Iterator[str]:
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path

@@ -2,7 +2,9 @@
 
 Every rule here looks at functions, their arguments and who feeds whom; none at the name of a class or an attribute.
 
-Norms: as one function, or spelled out in small steps, with or without a weight.
+Products with weights, however they are written, rows of tables and convolutions come first, then norms, as one function
+or spelled out in small steps, then what is made of them. Blocks that repeat are modules side by side, called one after
+the other, each with products of its own.
 """
 
 from __future__ import annotations
@@ -12,10 +14,222 @@ from dataclasses import replace
 from typing import Any
 
 from bitplan.plan.structure import activations
-from bitplan.plan.structure.graph import CASTS, Graph, ReadWeight, Slot, sample
-from bitplan.plan.structure.model_view import AttentionUse, GatedMlpUse, LinearUse, NormUse, PlainMlpUse, Residual
-from bitplan.plan.structure.products import Products, holder
-from bitplan.plan.structure.recorder import Step
+from bitplan.plan.structure.graph import CASTS, Graph, ReadWeight, Slot, each_once, sample
+from bitplan.plan.structure.model_view import (
+    AttentionUse,
+    ConvolutionUse,
+    EmbeddingUse,
+    GatedMlpUse,
+    LinearUse,
+    NormUse,
+    PlainMlpUse,
+    Residual,
+    Stack,
+)
+from bitplan.plan.structure.recorder import Recording, Ref, Step
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+# function -> positions of input, weight and bias, and whether the weight is [inputs, outputs] there
+_PRODUCTS: dict[str, tuple[int, int, int | None, bool]] = {
+    "linear": (0, 1, 2, False),
+    "matmul": (0, 1, None, True),
+    "mm": (0, 1, None, True),
+    "bmm": (0, 1, None, True),
+    "grouped_mm": (0, 1, None, True),
+    "rmatmul": (1, 0, None, True),
+    "addmm": (1, 2, 0, True),
+    "baddbmm": (1, 2, 0, True),
+}
+_ARGUMENTS = {"linear": ("input", "weight", "bias"), "addmm": ("mat1", "mat2", "input")}
+_PICKERS = {"embedding": (1, 0, "weight", "input"), "index_select": (0, 2, "input", "index")}
+
+
+def holder(name: str) -> str:
+    """The module that holds a parameter of this name."""
+    return name.rpartition(".")[0]
+
+
+class Products:
+    """All parts of a recording that read a matrix: by step, in the order of the run."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.linears: dict[int, LinearUse] = {}
+        self.embeddings: list[EmbeddingUse] = []
+        self.convolutions: list[ConvolutionUse] = []
+        for step in graph.steps:
+            if step.name in _PRODUCTS:
+                self._product(step)
+            elif step.name == "einsum":
+                self._einsum(step)
+            elif step.name == "multi_head_attention_forward":
+                self._joined_attention(step)
+            elif step.name in _PICKERS or (step.name == "getitem" and len(step.inputs) > 1):
+                self._embedding(step)
+            elif step.name.startswith("conv"):
+                self._convolution(step)
+
+    def _product(self, step: Step) -> None:
+        at, weight_at, bias_at, columns = _PRODUCTS[step.name]
+        names = _ARGUMENTS.get(step.name, ("", "", ""))
+        value = self.graph.value_at(step, at, names[0])
+        weight = self.graph.value_at(step, weight_at, names[1])
+        if value is None or weight is None:
+            return
+        if step.name == "bmm" and self._product_with_columns(step, value, weight):
+            return
+        bias = self.graph.value_at(step, bias_at, names[2]) if bias_at is not None else None
+        self._add_linear(step, value, weight, bias, columns)
+
+    def _product_with_columns(self, step: Step, weight: int, column: int) -> bool:
+        """A matrix for each row of the input, which is made a column for the product: squeeze(w @ x[..., None])."""
+        before, after = self.graph.maker(column), self.graph.readers(step.outputs[0])
+        is_column = before is not None and before.name == "unsqueeze" and self.graph.values[column].shape[-1] == 1
+        if not is_column or self.graph.weight(weight) is None or [reader.name for reader in after] != ["squeeze"]:
+            return False
+        assert before is not None
+        self._add_linear(after[0], before.inputs[0], weight, None, columns=False)
+        return True
+
+    def _add_linear(self, step: Step, value: int, weight: int, bias: int | None, columns: bool) -> None:
+        read = self.graph.weight(weight)
+        computed = () if read is not None else self.graph.made_of_parameters(weight)
+        if read is None and not computed:
+            return
+        shape = self.graph.values[read.value if read is not None else weight].shape
+        if len(shape) < 2:
+            return
+        columns = columns != (read.is_turned if read is not None else False)
+        outputs, inputs = (shape[-1], shape[-2]) if columns else (shape[-2], shape[-1])
+        name = self.graph.name_of(read, step.module) if read is not None else ""
+        if not name and not computed:
+            return  # a weight that the model does not hold: of a module that a forward keeps elsewhere
+        bias_read = self.graph.weight(bias) if bias is not None else None
+        self.linears[step.index] = LinearUse(
+            path=holder(name or computed[0]),
+            module=step.module,
+            input=value,
+            output=step.outputs[0],
+            step=step.index,
+            weight=name,
+            bias=self.graph.name_of(bias_read, step.module) if bias_read is not None else self._bias_added(step),
+            shape=(outputs, inputs),
+            is_columns=columns,
+            source=self.graph.origin(value),
+            experts=shape[0] if len(shape) == 3 else 0,
+            item=read.item if read is not None else None,
+            function=step.name,
+            computed=computed,
+            is_whole=read.is_whole if read is not None else True,
+        )
+
+    def _bias_added(self, step: Step) -> str | None:
+        """A parameter that is added to a product and nothing else, as after Falcon's and Conv1D's products."""
+        readers = list(self.graph.final_readers(step.outputs[0]))
+        if len(readers) != 1 or readers[0][0].name != "add":
+            return None
+        reads = (self.graph.bias(value) for value in readers[0][0].inputs)
+        return next((self.graph.name_of(read, step.module) for read in reads if read is not None), None)
+
+    def _einsum(self, step: Step) -> None:
+        equation, operands = step.args[0], [item for item in step.args[1:] if isinstance(item, Ref)]
+        if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
+            return
+        left, _, result = equation.replace(" ", "").partition("->")
+        terms = left.split(",")
+        for weight, value in ((1, 0), (0, 1)):
+            letters, others = terms[weight], terms[value].replace("...", "")
+            if self.graph.weight(operands[weight].value) is None or len(letters) < 2 or "." in letters:
+                continue
+            summed = [letter for letter in letters if letter not in result]
+            if letters[:-2] in summed:  # a matrix of rank 3, as XLNet's of attention, not one for each expert
+                continue
+            if len(summed) == 1 and others.endswith(summed[0]) and letters[-1] in (summed[0], result[-1:]):
+                self._add_linear(
+                    step, operands[value].value, operands[weight].value, None, columns=letters[-1] != summed[0]
+                )
+                return
+
+    def _joined_attention(self, step: Step) -> None:
+        """torch's own attention: its projections in and out are arguments of one function.
+
+        They have keys below zero here, since the step is theirs together; what the last one reads is never seen, so
+        its source is a number that no value has.
+        """
+        at = self.graph.value_at
+        query, key, value = at(step, 0, "query"), at(step, 1, "key"), at(step, 2, "value")
+        joined = query if query == key == value else None
+        given = [
+            (joined, at(step, 5, "in_proj_weight"), at(step, 6, "in_proj_bias"), "qkv"),
+            (query, at(step, 18, "q_proj_weight"), None, "query"),
+            (key, at(step, 19, "k_proj_weight"), None, "key"),
+            (value, at(step, 20, "v_proj_weight"), None, "value"),
+            (step.outputs[0], at(step, 11, "out_proj_weight"), at(step, 12, "out_proj_bias"), "attention_output"),
+        ]
+        for number, (source, weight, bias, role) in enumerate(given):
+            if source is None or weight is None:
+                continue
+            self._add_linear(step, source, weight, bias, columns=False)
+            linear = self.linears.pop(step.index, None)
+            if linear is not None:
+                unseen = -(8 * step.index + number) - 2
+                kept = linear.source if role != "attention_output" else unseen
+                self.linears[unseen] = replace(linear, role=role, source=kept)
+
+    def _embedding(self, step: Step) -> None:
+        if step.name == "getitem":
+            table, index = step.inputs[0], step.inputs[-1]
+            if not isinstance(step.args[1], Ref):
+                return
+        else:
+            at, weight_at, index_name, weight_name = _PICKERS[step.name]
+            first, second = self.graph.value_at(step, at, index_name), self.graph.value_at(step, weight_at, weight_name)
+            if first is None or second is None:
+                return
+            table, index = first, second
+        read = self.graph.weight(table)
+        if read is None or self.graph.values[index].dtype.is_floating_point:
+            return
+        known = self.graph.values[read.value]
+        if len(known.shape) != 2:
+            return
+        name, by = self.graph.name_of(read, step.module), "input" if self._comes_from_input(index) else "positions"
+        self.embeddings.append(
+            EmbeddingUse(holder(name), step.module, index, step.outputs[0], step.index, name, known.shape, by)
+        )
+
+    def _comes_from_input(self, value: int) -> bool:
+        waiting = [value]
+        for index in each_once(waiting):
+            step = self.graph.maker(index)
+            if step is None and not self.graph.values[index].names:
+                return True
+            waiting += step.inputs if step is not None and not self.graph.values[index].is_chosen else ()
+        return False
+
+    def _convolution(self, step: Step) -> None:
+        value, weight = self.graph.value_at(step, 0, "input"), self.graph.value_at(step, 1, "weight")
+        read = self.graph.weight(weight)
+        if value is None or read is None:
+            return
+        bias = self.graph.weight(self.graph.value_at(step, 2, "bias"))
+        name = self.graph.name_of(read, step.module)
+        self.convolutions.append(
+            ConvolutionUse(
+                holder(name),
+                step.module,
+                value,
+                step.outputs[0],
+                step.index,
+                name,
+                self.graph.name_of(bias, step.module) if bias is not None else None,
+                self.graph.values[read.value].shape,
+                step.name,
+            )
+        )
+
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
@@ -46,29 +260,24 @@ class Norms:
         given = graph.argument(step, 1, "normalized_shape")
         size = tuple(given) if isinstance(given, list | tuple) else (graph.values[value].shape[-1],)
         eps = graph.argument(step, at[2], "eps") if at[2] is not None else None
-        name = graph.name_of(weight, step.module) if weight is not None else None
-        self.norms.append(
-            NormUse(
-                holder(name) if name else step.module,
-                step.module,
-                value,
-                step.outputs[0],
-                step.index,
-                kind=step.name,
-                weight=name,
-                bias=graph.name_of(bias, step.module) if bias is not None else None,
-                eps=eps if isinstance(eps, float) else None,
-                size=size,
-            )
-        )
+        eps = eps if isinstance(eps, float) else None
+        self._add(step, value, step.outputs[0], weight, bias, kind=step.name, eps=eps, size=size)
+
+    def _add(
+        self, step: Step, value: int, output: int, weight: ReadWeight | None, bias: ReadWeight | None, **facts: Any
+    ) -> None:
+        names = [None if read is None else self.graph.name_of(read, step.module) for read in (weight, bias)]
+        path = holder(names[0]) if names[0] else step.module
+        use = NormUse(path, step.module, value, output, step.index, weight=names[0], bias=names[1], **facts)
+        self.norms.append(use)
 
     def _spelled_norm(self, step: Step) -> None:
         """x * rsqrt(mean(x * x) + eps), and with the mean taken off first: in many orders and casts."""
         graph = self.graph
-        found = self._mean_of_squares(step.inputs[0])
-        if found is None:
+        mean_of_squares = self._mean_of_squares(step.inputs[0])
+        if mean_of_squares is None:
             return
-        squared, eps, mean = found
+        squared, eps, mean = mean_of_squares
         scale = step.outputs[0]
         if step.name == "sqrt":  # 1 / sqrt(x), or a division by it
             after = graph.readers(scale)
@@ -89,25 +298,9 @@ class Norms:
         computes = graph.values[value].dtype
         inner = "" if computes == graph.values[source].dtype else str(computes).removeprefix("torch.")
         output, weight, bias, plus_one, before = self._factor_after(normed.outputs[0], graph.values[source].dtype)
-        name = graph.name_of(weight, step.module) if weight is not None else None
-        self.norms.append(
-            NormUse(
-                holder(name) if name else step.module,
-                step.module,
-                source,
-                output,
-                step.index,
-                kind=kind,
-                weight=name,
-                bias=graph.name_of(bias, step.module) if bias is not None else None,
-                eps=eps,
-                size=graph.values[mean.inputs[0]].shape[-1:],
-                plus_one=plus_one,
-                is_spelled=True,
-                computes_in=inner,
-                casts_before_weight=before,
-            )
-        )
+        size = graph.values[mean.inputs[0]].shape[-1:]
+        spelled = {"plus_one": plus_one, "is_spelled": True, "computes_in": inner, "casts_before_weight": before}
+        self._add(step, source, output, weight, bias, kind=kind, eps=eps, size=size, **spelled)
 
     def _mean_of_squares(self, value: int) -> tuple[int, float | None, Step] | None:
         """x, eps and the mean's step where a value is mean(x * x) + eps over the last dimension."""
@@ -342,7 +535,7 @@ class Recogniser:
         value = step.outputs[0]
         for _ in range(8):
             readers = self.graph.readers(value)
-            product = next((each for each in readers if each.name in ("matmul", "bmm", "einsum")), None)
+            product = next((reader for reader in readers if reader.name in ("matmul", "bmm", "einsum")), None)
             if product is not None:
                 others = [index for index in product.inputs if index != value]
                 return (product.outputs[0], others[0]) if others and product.index not in self.linears else None
@@ -402,8 +595,8 @@ class Recogniser:
                 yield Residual(step.module, first, second, step.outputs[0])
 
 
-def graph_weights(found: Recogniser, steps: set[int]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(found.linears[index].weight for index in sorted(steps)))
+def graph_weights(parts: Recogniser, steps: set[int]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(parts.linears[index].weight for index in sorted(steps)))
 
 
 def _attention_role(roles: set[str]) -> str | None:
@@ -432,19 +625,83 @@ def roles_by_function(graph: Graph) -> dict[str, str]:
     return roles
 
 
-def parameter_roles(found: Recogniser) -> dict[str, str]:
+def parameter_roles(parts: Recogniser) -> dict[str, str]:
     """What parameters are for, each under the name by which a part reads it."""
     roles: dict[str, str] = {}
-    for norm in found.norms:
+    for norm in parts.norms:
         roles |= {name: "norm" for name in (norm.weight, norm.bias) if name}
-    for convolution in found.convolutions:
+    for convolution in parts.convolutions:
         roles |= {convolution.weight: "convolution"} | ({convolution.bias: "bias"} if convolution.bias else {})
-    for embedding in found.embeddings:
+    for embedding in parts.embeddings:
         roles[embedding.weight] = "embedding" if embedding.by == "input" else "position_embedding"
-    for linear in found.linears.values():
+    for linear in parts.linears.values():
         if linear.bias:
             roles[linear.bias] = "bias"
         for name in (linear.weight, *linear.computed):
             if name and roles.get(name) not in ("embedding", "position_embedding"):
                 roles[name] = linear.role
     return roles
+
+
+# ---- blocks that repeat ----------------------------------------------------------------------------------------------
+
+
+def find_stacks(recording: Recording, parts: Recogniser) -> tuple[Stack, ...]:
+    """The outermost stacks: numbered modules side by side; else modules side by side that compute the same."""
+    first_call: dict[str, int] = {}
+    for index, call in enumerate(recording.calls):
+        first_call.setdefault(call.path, index)
+    heavy = _with_several_products(parts)
+    siblings: dict[str, list[str]] = {}
+    for path in first_call:
+        if path and path in heavy:
+            siblings.setdefault(path.rpartition(".")[0], []).append(path)
+    kinds = {path: _kind(recording, parts, path, first_call[path]) for paths in siblings.values() for path in paths}
+    contained = {
+        parent: paths for parent, paths in siblings.items() if all(path.rpartition(".")[2].isdigit() for path in paths)
+    }
+    chosen = {parent: paths for parent, paths in contained.items() if not _lies_in(parent, contained)}
+    for parent, paths in siblings.items():
+        equal = [path for path in paths if sum(kinds[path] == kinds[other] for other in paths) > 1]
+        is_free = not any(_is_within(path, parent) or _is_within(parent, path) for path in chosen)
+        if parent not in contained and len(equal) > 1 and is_free:
+            chosen[parent] = equal
+    return tuple(_stack(parent, paths, kinds, first_call) for parent, paths in chosen.items())
+
+
+def _stack(parent: str, paths: list[str], kinds: dict[str, object], first_call: dict[str, int]) -> Stack:
+    ordered = sorted(paths, key=first_call.__getitem__)
+    distinct = list(dict.fromkeys(kinds[path] for path in ordered))
+    return Stack(parent, tuple(ordered), tuple(distinct.index(kinds[path]) for path in ordered))
+
+
+def _with_several_products(parts: Recogniser) -> set[str]:
+    """Paths of modules below which there are at least two weights of products or convolutions, however often called."""
+    weights: dict[str, set[str]] = {}
+    uses = [(part.path, part.weight) for part in parts.linears.values()]
+    for path, weight in uses + [(part.path, part.weight) for part in parts.convolutions]:
+        while path:
+            weights.setdefault(path, set()).add(weight)
+            path = path.rpartition(".")[0]
+    return {path for path, below in weights.items() if len(below) > 1}
+
+
+def _kind(recording: Recording, parts: Recogniser, path: str, call: int) -> object:
+    """What a block computes: its functions in order, and its weights' shapes under names within the block."""
+    block = recording.calls[call]
+    names = tuple(step.name for step in recording.steps[block.first : block.last])
+    weights = tuple(
+        (linear.weight[len(path) :], linear.shape)
+        for linear in parts.linears.values()
+        if _is_within(linear.path, path) and block.first <= linear.step < block.last
+    )
+    return names, weights
+
+
+def _lies_in(parent: str, others: dict[str, list[str]]) -> bool:
+    """Whether a container lies within a block of another container."""
+    return any(_is_within(parent, path) for other, paths in others.items() if other != parent for path in paths)
+
+
+def _is_within(path: str, block: str) -> bool:
+    return path == block or path.startswith(f"{block}.") or not block

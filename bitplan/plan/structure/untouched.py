@@ -112,11 +112,11 @@ _HOOKS = {
 
 def changes_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """By path: what a module has beside its class's own code; modules with nothing are left out."""
-    found: dict[str, tuple[str, ...]] = {}
+    by_path: dict[str, tuple[str, ...]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if changes := tuple(_changes(module)):
-            found[path] = changes
-    return found
+            by_path[path] = changes
+    return by_path
 
 
 def _changes(module: nn.Module) -> list[str]:

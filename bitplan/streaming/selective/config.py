@@ -33,8 +33,17 @@ from bitplan.base.errors import BitplanError, FileFormatError, FormatError, did_
 from bitplan.formats import get_format
 from bitplan.plan.names import listed
 
-Precision = Literal["bf16", "int8", "fp8", "int4"]
-PRECISIONS: tuple[Precision, ...] = ("bf16", "int8", "fp8", "int4")
+Precision = Literal["bf16", "int8"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "int8")
+# Keys of FP8 and of a ladder down to four bits, which were measured and lost, with the values that did not use them.
+TURNED_DOWN: dict[str, Any] = {
+    "low_precisions": ["int8"],
+    "fp8_format": "fp8_e4m3_row",
+    "force_fp8_blocks": [],
+    "int4_format": "int4_g32",
+    "force_int4_blocks": [],
+    "byte_share": 1.0,
+}
 NESTED_UNDER = ("memory", "stagehand", "selective_precision")
 
 
@@ -50,17 +59,11 @@ def _names(value: Any) -> bool:
     return type(value) in (list, tuple) and all(is_text(item) and item != "" for item in value)
 
 
-def _formats(*allowed: str) -> Kind:
-    text = f"a list with at least one of {', '.join(map(repr, allowed))}, each once"
-    return Kind(text, lambda value: _names(value) and 0 < len(value) == len(set(value)) and set(value) <= set(allowed))
-
-
 _COUNT = Kind("an integer from 1", lambda value: type(value) is int and 1 <= value < 2**31)
 _STEPS = Kind("an integer from 0", lambda value: type(value) is int and 0 <= value < 2**31)
 _SHARE = Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
 _WEIGHT = Kind("a number from 0", lambda value: is_number(value) and value >= 0)
 _POSITIVE = Kind("a number above 0", lambda value: is_number(value) and value > 0)
-_PART = Kind("a number above 0, at most 1", lambda value: is_number(value) and 0 < value <= 1)
 _BLOCKS = Kind("a list of block names (strings)", _names)
 
 
@@ -98,13 +101,7 @@ class SelectivePrecisionConfig:
     impact_steps: int = document_key(_COUNT, 1)
     impact_tokens: int = document_key(_STEPS, 1024)
     impact_turns: int = document_key(_COUNT, 4)
-    low_precisions: tuple[str, ...] = document_key(_formats("int8", "fp8", "int4"), ("int8",))
     int8_format: str = document_key(NAME, "int8_row")
-    fp8_format: str = document_key(NAME, "fp8_e4m3_row")
-    force_fp8_blocks: tuple[str, ...] = document_key(_BLOCKS, ())
-    int4_format: str = document_key(NAME, "int4_g32")
-    force_int4_blocks: tuple[str, ...] = document_key(_BLOCKS, ())
-    byte_share: float = document_key(_PART, 1.0)
     bandwidth_aware: bool = document_key(FLAG, False)
     loss_feedback: bool = document_key(FLAG, False)
     loss_tolerance: float = document_key(_WEIGHT, 0.01)
@@ -126,18 +123,7 @@ class SelectivePrecisionConfig:
 
     def format_of(self, precision: str) -> str:
         """The bitplan format in which a block of this precision is sent."""
-        low = {"int8": self.int8_format, "fp8": self.fp8_format, "int4": self.int4_format}
-        return "bfloat16" if precision == "bf16" else low[precision]
-
-    @property
-    def low_in_use(self) -> list[Precision]:
-        """The low precisions that a unit may get: those that are allowed, and those that are forced on some."""
-        return [name for name in PRECISIONS[1:] if name in self.low_precisions or _forced_names(self, name)]
-
-    @property
-    def has_byte_budget(self) -> bool:
-        """Whether units descend a ladder of precisions until their bytes fit, instead of by thresholds."""
-        return self.byte_share < 1
+        return "bfloat16" if precision == "bf16" else self.int8_format
 
     def forced(self, name: str) -> tuple[Precision, str] | None:
         """The forced precision of a block or layer, and the forced name: its own or its block's (the longer wins)."""
@@ -171,7 +157,7 @@ class SelectivePrecisionConfig:
         """A config from the parameters, bare or nested; missing ones have their default."""
         reader = Reader(where, SelectiveFileError)
         path, section = _section(reader, document)
-        item = reader.fields_of(cls, path, section)
+        item = reader.fields_of(cls, path, _without_turned_down(reader, section))
         values: dict[str, Any] = {name: tuple(value) if type(value) is list else value for name, value in item.items()}
         try:
             return cls(**values)
@@ -217,25 +203,23 @@ def _check(config: SelectivePrecisionConfig, where: str) -> None:
     if config.grad_weight == config.error_weight == 0:
         reader.stop("grad_weight and error_weight are both 0: every score would be 0; raise one of them")
     _check_force_lists(reader, config)
-    _check_byte_budget(reader, config)
-    for name in ("int8_format", "fp8_format", "int4_format"):
-        try:
-            get_format(getattr(config, name))
-        except FormatError as error:
-            reader.stop(f"{name}: {error}")
+    try:
+        get_format(config.int8_format)
+    except FormatError as error:
+        reader.stop(f"int8_format: {error}")
 
 
-def _check_byte_budget(reader: Reader, config: SelectivePrecisionConfig) -> None:
-    """A byte budget is a rule of its own; and four bits beside eight are a ladder, which needs one."""
-    for name in ("bandwidth_aware", "loss_feedback"):
-        if config.has_byte_budget and getattr(config, name):
-            reader.stop(f"byte_share and {name} both decide how many bytes are sent; set one of them")
-    if not config.has_byte_budget and "int4" in config.low_precisions and len(config.low_precisions) > 1:
-        others = ", ".join(name for name in config.low_precisions if name != "int4")
-        reader.stop(
-            f"low_precisions names int4 beside {others}, a ladder: say with byte_share (below 1) how many bytes of "
-            "bf16's may be sent, or name int4 alone"
-        )
+def _without_turned_down(reader: Reader, section: Any) -> Any:
+    """The parameters of a file that an earlier version wrote or read, without keys that are gone."""
+    if type(section) is not dict:
+        return section
+    for name, unused in TURNED_DOWN.items():
+        if section.get(name, unused) != unused:
+            reader.stop(
+                f"{name} is {section[name]!r}: FP8 and four bits beside INT8 were measured and lost, and are gone; "
+                "leave it out, and set int8_format where another format shall be the low one"
+            )
+    return {name: value for name, value in section.items() if name not in TURNED_DOWN}
 
 
 def _check_force_lists(reader: Reader, config: SelectivePrecisionConfig) -> None:

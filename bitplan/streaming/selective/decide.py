@@ -11,18 +11,12 @@ the scores. With `scoring="gradient"`:
 
 In mode off the stream's formats stay as they are (the state says bf16), but force lists hold in every mode. Until its
 first assignment a block runs as bf16. With `scoring="impact"` the units share one damage budget, in units of loss. Low
-is int8 or fp8, by hardware and error.
+is int8, in the config's `int8_format`.
 
 `choose_low_set` picks the units that go low within a damage budget, and only as many as hide the transfer: INT8 saves
 time only while computing does not hide it. It is greedy by damage per byte saved, then drops units that are not needed,
 so that without any one that may leave the transfer would show. (Least damage is a knapsack problem; for equal blocks,
 the usual case, the answer is the same.)
-
-With `byte_share` the units share one byte budget instead, and `choose_rungs` lets them descend a ladder of bf16, 8 and
-4 bits, the least damage per saved byte first, until the bytes fit, and then lets those rise again that need not have
-descended. For each unit only rungs on the lower convex hull of (bytes, damage) count. Damage is the measured impact, or
-the gradient's relative magnitude times the calibration error; before any gradient is known, calibration errors alone. A
-unit's present rung counts as better by `hysteresis_margin`; one without a usable figure keeps its precision.
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from bitplan.plan.names import natural_order
 from bitplan.streaming.selective.config import Precision, SelectiveError, SelectivePrecisionConfig
@@ -171,7 +165,6 @@ class Evidence:
     quant_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # unit -> precision -> error
     unit_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # unit -> precision -> bytes
     transfer: TransferFacts | None = None
-    has_fp8: bool = False
 
 
 class Decision(NamedTuple):
@@ -185,14 +178,10 @@ class Decision(NamedTuple):
 NO_EVIDENCE = Evidence()
 
 
-def damages_of(state: PolicyState, name: str) -> dict[str, float]:
-    """Precision -> estimated damage, for precisions with impacts in the window."""
-    samples: dict[str, list[float]] = {}
-    for step in state.history:
-        for precision, impact in step.impacts.get(name, {}).items():
-            samples.setdefault(precision, []).append(impact)
-    estimates = {precision: estimate_damage(impacts) for precision, impacts in samples.items()}
-    return {precision: damage for precision, damage in estimates.items() if damage is not None}
+def damage_of(state: PolicyState, name: str) -> float | None:
+    """The estimated damage of int8, if there are impacts of it in the window."""
+    rows = [step.impacts.get(name, {}) for step in state.history]
+    return estimate_damage([row["int8"] for row in rows if "int8" in row])
 
 
 def steps_since_switch_of(unit: UnitState, step: int) -> int | None:
@@ -218,153 +207,6 @@ def why_unmeasured(state: PolicyState, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class RungCandidate:
-    """A unit: bytes and damage of each precision that it may have, and its present one. `locked`: it may not change."""
-
-    name: str
-    nbytes: Mapping[str, int]
-    damage: Mapping[str, float]
-    current: str
-    locked: bool = False
-
-
-class Descent(NamedTuple):
-    """One step down for one unit."""
-
-    damage_per_byte: float
-    order: int
-    name: str
-    above: str
-    below: str
-    saved: int
-
-
-@dataclass(frozen=True)
-class Rungs:
-    """The precision of every candidate, the reason, and all bytes together."""
-
-    precisions: Mapping[str, str]
-    reasons: Mapping[str, str]
-    nbytes: int
-
-
-def choose_rungs(candidates: Iterable[RungCandidate], byte_limit: int, *, margin: float = 0.0) -> Rungs:
-    """The rungs with the least damage, greedily, whose bytes together are at most `byte_limit`.
-
-    Where even the lowest rungs exceed it (locked units), all that may descend are at their lowest.
-    """
-    by_name = {unit.name: unit for unit in candidates}
-    units = [by_name[name] for name in natural_order(by_name)]
-    precisions = {unit.name: unit.current if unit.locked else _largest(unit) for unit in units}
-    reasons = {unit.name: "kept: may not change now" for unit in units if unit.locked}
-    total = sum(unit.nbytes[precisions[unit.name]] for unit in units)
-    descents = sorted(one for index, unit in enumerate(units) for one in _descents(unit, index, margin))
-    taken: list[Descent] = []
-    for one in descents:
-        if total <= byte_limit:
-            break
-        taken.append(one)
-        precisions[one.name] = one.below
-        total -= one.saved
-    for one in reversed(taken):  # the last descent may have saved more than was needed
-        if total + one.saved <= byte_limit and precisions[one.name] == one.below:
-            precisions[one.name] = one.above
-            total += one.saved
-    for unit in units:
-        damage = unit.damage.get(precisions[unit.name], 0.0)
-        reasons.setdefault(unit.name, f"damage {damage:.3g}, {total} of {byte_limit} bytes together")
-    return Rungs(precisions, reasons, total)
-
-
-def _largest(unit: RungCandidate) -> str:
-    return max(unit.nbytes, key=lambda precision: unit.nbytes[precision])
-
-
-def _descents(unit: RungCandidate, order: int, margin: float) -> Iterable[Descent]:
-    """The steps along the lower hull, from the most bytes to the fewest; each costs more per byte than the last."""
-    if unit.locked:
-        return
-    damage = {
-        precision: value * (1.0 - margin) if precision == unit.current else value
-        for precision, value in unit.damage.items()
-    }
-    at = _largest(unit)
-    while True:
-        lower = [precision for precision in damage if unit.nbytes[precision] < unit.nbytes[at]]
-        if not lower:
-            return
-
-        def per_byte(precision: str, above: str = at) -> float:
-            return (damage[precision] - damage[above]) / (unit.nbytes[above] - unit.nbytes[precision])
-
-        below = min(lower, key=lambda precision: (per_byte(precision), unit.nbytes[precision]))
-        yield Descent(per_byte(below), order, unit.name, at, below, unit.nbytes[at] - unit.nbytes[below])
-        at = below
-
-
-def decide_by_bytes(
-    state: PolicyState, step: int, config: SelectivePrecisionConfig, evidence: Evidence
-) -> dict[str, Decision]:
-    """A precision for every unit, so that all bytes are at most `byte_share` of bf16's, with the least damage."""
-    lows = [name for name in config.low_precisions if name != "fp8" or evidence.has_fp8]
-    damages = _damages(state, config, evidence, lows)
-    why = why_unmeasured if config.scoring == "impact" else why_unscored
-    candidates = []
-    for name, unit in state.units.items():
-        forced = config.forced(name)
-        current = forced[0] if forced else unit.running
-        known = all(low in damages[name] for low in lows)
-        locked = forced is not None or not known or is_cooling(steps_since_switch_of(unit, step), config)
-        damage = {"bf16": 0.0} | {low: damages[name].get(low, 0.0) for low in lows}
-        nbytes = {rung: evidence.unit_bytes[name][rung] for rung in (*damage, current)}
-        candidates.append(RungCandidate(name, nbytes, damage, current, locked))
-    limit = int(config.byte_share * sum(evidence.unit_bytes[name]["bf16"] for name in state.units))
-    chosen = choose_rungs(candidates, limit, margin=config.hysteresis_margin)
-    decided = {}
-    for one in candidates:
-        if not damages[one.name]:
-            decided[one.name] = Decision(state.units[one.name].precision, why(state, one.name))
-        else:
-            score = max(one.damage.values())
-            precision = cast(Precision, chosen.precisions[one.name])
-            decided[one.name] = Decision(precision, chosen.reasons[one.name], score)
-    return decided
-
-
-def knows_errors(state: PolicyState, config: SelectivePrecisionConfig, evidence: Evidence) -> bool:
-    """Whether every unit has a calibration error of every low precision."""
-    return not any(set(config.low_precisions) - set(evidence.quant_errors.get(name, {})) for name in state.units)
-
-
-def require_errors(state: PolicyState, config: SelectivePrecisionConfig, evidence: Evidence) -> None:
-    """Refuse to compare precisions by gradients alone: they say nothing about what four bits do and eight do not."""
-    if config.scoring == "gradient" and not knows_errors(state, config, evidence):
-        raise SelectiveError(
-            f"byte_share compares the errors of {', '.join(config.low_precisions)}, and no unit may lack them; "
-            "calibrate before the first step (policy.calibrate), or use scoring 'impact'"
-        )
-
-
-def _damages(
-    state: PolicyState, config: SelectivePrecisionConfig, evidence: Evidence, lows: list[str]
-) -> dict[str, Mapping[str, float]]:
-    """Unit -> precision -> damage; nothing for units without a usable figure."""
-    averages = average_stats(state.history)
-    damages: dict[str, Mapping[str, float]] = {}
-    for name in state.units:
-        errors = evidence.quant_errors.get(name, {})
-        if not state.history:
-            damages[name] = {low: errors[low] for low in lows}
-        elif config.scoring == "impact":
-            damages[name] = damages_of(state, name)
-        elif name in averages:
-            damages[name] = {low: averages[name].relative_magnitude * errors[low] for low in lows}
-        else:
-            damages[name] = {}
-    return damages
-
-
-@dataclass(frozen=True)
 class BlockPrecisionHint:
     """The precision of one block from this step on, and why; `changed`: it differs from the precision before."""
 
@@ -386,21 +228,20 @@ def decide_with_hysteresis(
     config: SelectivePrecisionConfig,
     *,
     steps_since_switch: int | None = None,
-    low: Precision = "int8",
 ) -> Decision:
-    """The hysteresis rule for one block; `current` None: never assigned; `low`: the precision it would get."""
+    """The hysteresis rule for one block; `current` None: never assigned."""
     score = f"score {sensitivity:.4g}"
     wanted: Precision
     if current is None:
         if sensitivity >= config.bf16_threshold:
             wanted, why = "bf16", f"{score} >= {config.bf16_threshold}"
         elif sensitivity < config.int8_threshold:
-            wanted, why = low, f"{score} < {config.int8_threshold}"
+            wanted, why = "int8", f"{score} < {config.int8_threshold}"
         else:
-            wanted = "bf16" if config.ambiguous_default == "bf16" else low
+            wanted = "bf16" if config.ambiguous_default == "bf16" else "int8"
             why = f"{score} between {config.int8_threshold} and {config.bf16_threshold}: ambiguous_default"
     elif current == "bf16" and sensitivity < config.go_low_below:
-        wanted, why = low, f"{score} < {config.go_low_below}"
+        wanted, why = "int8", f"{score} < {config.go_low_below}"
     elif current != "bf16" and sensitivity >= config.bf16_threshold:
         wanted, why = "bf16", f"{score} >= {config.bf16_threshold}"
     else:
@@ -430,8 +271,7 @@ def compute_hints(
     due = is_update_due(state, step, config)
     if due:
         _require_evidence(state, config, evidence)
-        by_damage = _by_score if config.scoring == "gradient" else _by_impact
-        decided = (decide_by_bytes if config.has_byte_budget else by_damage)(state, step, config, evidence)
+        decided = (_by_score if config.scoring == "gradient" else _by_impact)(state, step, config, evidence)
     state, hints = _assign(state, step, config, decided)
     return replace(state, last_update_step=step if due else state.last_update_step), hints
 
@@ -439,16 +279,6 @@ def compute_hints(
 def assign_forced(state: PolicyState, step: int, config: SelectivePrecisionConfig) -> tuple[PolicyState, Hints]:
     """Apply the force lists and the mode, which hold from the first step on, before anything is scored."""
     return _assign(state, step, config, {})
-
-
-def assign_first(
-    state: PolicyState, step: int, config: SelectivePrecisionConfig, evidence: Evidence
-) -> tuple[PolicyState, Hints]:
-    """Before the first step: force lists and mode, and a byte budget where calibration has the errors it needs."""
-    by_errors = config.enabled and config.mode == "dynamic" and config.has_byte_budget and not state.history
-    if by_errors and knows_errors(state, config, evidence):
-        return _assign(state, step, config, decide_by_bytes(state, step, config, evidence))
-    return assign_forced(state, step, config)
 
 
 def _assign(
@@ -524,33 +354,24 @@ def _by_score(
     averages = average_stats(state.history)
     decided = {}
     for name, unit in state.units.items():
-        low, why = pick_low(unit, evidence.quant_errors.get(name, {}), config, has_fp8=evidence.has_fp8)
         if name not in averages:
             decided[name] = Decision(unit.precision, why_unscored(state, name))
             continue
-        error = evidence.quant_errors.get(name, {}).get(low or "int8")
-        score = compute_sensitivity_score(averages[name], error, config)
-        if low is None:
-            decided[name] = Decision("bf16", f"{why}: bf16", score)
-            continue
-        # A low precision that this hardware lacks (a run resumed elsewhere) becomes one that it has.
-        current = unit.precision if unit.precision in (None, "bf16") else low
-        decision = decide_with_hysteresis(
-            score, current, config, steps_since_switch=steps_since_switch_of(unit, step), low=low
+        score = compute_sensitivity_score(averages[name], evidence.quant_errors.get(name, {}).get("int8"), config)
+        since = steps_since_switch_of(unit, step)
+        decided[name] = _hold_back(
+            unit, decide_with_hysteresis(score, unit.precision, config, steps_since_switch=since), step
         )
-        decided[name] = _hold_back(unit, decision, step, why)
     if config.bandwidth_aware:
         decided |= _only_what_hides(state, step, config, evidence, decided)
     return decided
 
 
-def _hold_back(unit: UnitState, decision: Decision, step: int, why: str) -> Decision:
-    """Keep a unit that raised the loss in bf16 until its back-off ends; else add to the reason why this low format."""
-    if decision.precision in (None, "bf16") or unit.running != "bf16":
+def _hold_back(unit: UnitState, decision: Decision, step: int) -> Decision:
+    """Keep a unit that raised the loss in bf16 until its back-off ends."""
+    if decision.precision in (None, "bf16") or unit.running != "bf16" or not _backing_off(unit, step):
         return decision
-    if _backing_off(unit, step):
-        return Decision("bf16", f"{decision.reason}, but {_backoff_text(unit)}", decision.score)
-    return decision._replace(reason=f"{decision.reason}; {why}" if why else decision.reason)
+    return Decision("bf16", f"{decision.reason}, but {_backoff_text(unit)}", decision.score)
 
 
 def _only_what_hides(
@@ -568,7 +389,7 @@ def _only_what_hides(
         if precision not in (None, "bf16"):
             is_low = unit.running != "bf16" or forced is not None
             locked = forced is not None or (is_low and is_cooling(steps_since_switch_of(unit, step), config))
-            saved = _bytes_saved(evidence, name, precision)
+            saved = _bytes_saved(evidence, name)
             # Without a new score the last one counts; without any, 1.0: the unit leaves first.
             score = next((one for one in (decided[name].score, unit.score) if one is not None), 1.0)
             candidates.append(Candidate(name, score, saved, is_low, locked))
@@ -591,29 +412,25 @@ def _by_impact(
 ) -> dict[str, Decision]:
     decided: dict[str, Decision] = {}
     candidates: list[Candidate] = []
-    picked: dict[str, Precision] = {}
     known: dict[str, float] = {}
     for name, unit in state.units.items():
         forced = config.forced(name)
-        damages = damages_of(state, name)
-        low, why = pick_low(unit, damages, config, has_fp8=evidence.has_fp8)
-        if forced:
-            low, why = (None, "forced to bf16") if forced[0] == "bf16" else (forced[0], "")
-        is_low = unit.running != "bf16" or bool(low and forced)
-        # A low unit without a fresh figure still does damage: the last known figure counts.
-        cost = damages.get(low or "", unit.score if is_low else None)
-        if low is None:
-            decided[name] = Decision("bf16", f"{why}: bf16")
-        elif cost is None and not forced:
+        if forced and forced[0] == "bf16":
+            decided[name] = Decision("bf16", "forced to bf16: bf16")
+            continue
+        is_low = unit.running != "bf16" or forced is not None
+        cost = damage_of(state, name)
+        if cost is None and is_low:  # it does damage still: the last known figure counts
+            cost = unit.score
+        if cost is None and not forced:
             precision = None if unit.precision is None else unit.precision if not is_low else "bf16"
             decided[name] = Decision(precision, why_unmeasured(state, name))
-        else:
-            backing_off = not is_low and _backing_off(unit, step)
-            locked = bool(forced) or is_cooling(steps_since_switch_of(unit, step), config) or backing_off
-            picked[name] = low
-            if cost is not None:
-                known[name] = cost
-            candidates.append(Candidate(name, cost or 0.0, _bytes_saved(evidence, name, low), is_low, locked))
+            continue
+        backing_off = not is_low and _backing_off(unit, step)
+        locked = bool(forced) or is_cooling(steps_since_switch_of(unit, step), config) or backing_off
+        if cost is not None:
+            known[name] = cost
+        candidates.append(Candidate(name, cost or 0.0, _bytes_saved(evidence, name), is_low, locked))
     needed = _bytes_to_save(state, evidence) if config.bandwidth_aware else None
     share = 1.0 - config.hysteresis_margin
     chosen = choose_low_set(candidates, budget=config.damage_budget, entry_share=share, bytes_to_save=needed)
@@ -623,31 +440,8 @@ def _by_impact(
         if candidate.locked and not candidate.is_low and _backing_off(state.units[name], step):
             why = _backoff_text(state.units[name])
         damage = f"damage {known[name]:.3g} in loss" if name in known else "damage not known"
-        precision = picked[name] if name in chosen.names else "bf16"
-        decided[name] = Decision(precision, f"{damage}: {why}", known.get(name))
+        decided[name] = Decision("int8" if name in chosen.names else "bf16", f"{damage}: {why}", known.get(name))
     return decided
-
-
-def pick_low(
-    unit: UnitState, errors: Mapping[str, float], config: SelectivePrecisionConfig, *, has_fp8: bool
-) -> tuple[Precision | None, str]:
-    """The low precision that a unit would get, and why: one that the hardware has, with the smaller error.
-
-    Equal errors are decided by the order of `low_precisions`. A unit that is low keeps its precision: both cost one
-    byte, and a change is a risk.
-    """
-    allowed = [cast(Precision, name) for name in config.low_precisions if name != "fp8" or has_fp8]
-    if not allowed:
-        return None, "fp8 is the only low precision allowed, and this hardware has none"
-    if unit.running in allowed:
-        return unit.running, ""
-    if len(allowed) == 1:
-        return allowed[0], "" if len(config.low_precisions) == 1 else "fp8 is not in this hardware"
-    if not all(name in errors for name in allowed):
-        return allowed[0], f"{allowed[0]} first: not all errors are known"
-    best = min(allowed, key=lambda name: errors[name])  # the first of equals
-    shown = ", ".join(f"{name} {errors[name]:.3g}" for name in allowed)
-    return best, f"{best} has the smaller error ({shown})"
 
 
 def _backing_off(unit: UnitState, step: int) -> bool:
@@ -658,9 +452,8 @@ def _backoff_text(unit: UnitState) -> str:
     return f"it raised the loss {unit.rollbacks} times: bf16 until step {unit.backoff_until}"
 
 
-def _bytes_saved(evidence: Evidence, name: str, precision: str | None) -> int:
-    sizes = evidence.unit_bytes[name]
-    return sizes["bf16"] - sizes[precision or "bf16"]
+def _bytes_saved(evidence: Evidence, name: str) -> int:
+    return evidence.unit_bytes[name]["bf16"] - evidence.unit_bytes[name]["int8"]
 
 
 def _bytes_to_save(state: PolicyState, evidence: Evidence) -> int:
@@ -669,15 +462,11 @@ def _bytes_to_save(state: PolicyState, evidence: Evidence) -> int:
 
 
 def _require_evidence(state: PolicyState, config: SelectivePrecisionConfig, evidence: Evidence) -> None:
-    if config.has_byte_budget:
-        require_errors(state, config, evidence)
-    if not (config.bandwidth_aware or config.scoring == "impact" or config.has_byte_budget):
+    if not (config.bandwidth_aware or config.scoring == "impact"):
         return
-    setting = "byte_share" if config.has_byte_budget else 'scoring "impact"'
-    setting = "bandwidth_aware" if config.bandwidth_aware else setting
-    needed = {"bf16", *config.low_precisions, *_forced_precisions(state.units, config)}
+    setting = "bandwidth_aware" if config.bandwidth_aware else 'scoring "impact"'
     for name in state.units:
-        missing = sorted(needed - set(evidence.unit_bytes.get(name, {})))
+        missing = sorted({"bf16", "int8"} - set(evidence.unit_bytes.get(name, {})))
         if missing:
             raise SelectiveError(
                 f"{setting} needs to know how many bytes {name!r} is in {', '.join(missing)}; "
@@ -685,7 +474,3 @@ def _require_evidence(state: PolicyState, config: SelectivePrecisionConfig, evid
             )
     if config.bandwidth_aware and evidence.transfer is None:
         raise SelectiveError("bandwidth_aware needs compute time and bus speed; give them in Evidence.transfer")
-
-
-def _forced_precisions(names: Iterable[str], config: SelectivePrecisionConfig) -> set[str]:
-    return {forced[0] for forced in map(config.forced, names) if forced}

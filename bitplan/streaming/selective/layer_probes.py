@@ -45,7 +45,7 @@ from torch.utils.hooks import RemovableHandle
 from bitplan.base.devices import to_device
 from bitplan.streaming.saved_tensors import outer_hooks
 from bitplan.streaming.selective.gradient_statistics import GradStatsCollector, impact_of, rounding_error
-from bitplan.streaming.selective.precision_units import LinearPlace, PrecisionUnits, high_or_low
+from bitplan.streaming.selective.precision_units import LinearPlace, PrecisionUnits
 
 
 def sample_rows(count: int, most: int, key: str) -> list[int] | None:
@@ -68,7 +68,6 @@ class LayerProbes:
         self.unseen: dict[str, str] = {}  # weight -> why its impact cannot be measured
         self._blind: set[str] = set()  # units of the weights in `unseen`
         self._precisions: Mapping[str, str] | None = None  # of the step that is measured
-        self._lows: tuple[str, ...] = ()
         self._due: frozenset[str] = frozenset()  # units to be measured in this step
         self._step = 0
         self._places: dict[str, dict[_Key, str]] = {}  # unit -> where its weights are used -> their names
@@ -105,19 +104,19 @@ class LayerProbes:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def watch(self, precisions: Mapping[str, str], lows: tuple[str, ...], step: int, *, all_high: bool) -> None:
-        """Measure this step's gradients, and impacts of `lows`, the precisions a unit might get (empty: no impacts).
+    def watch(self, precisions: Mapping[str, str], step: int, *, impacts: bool, all_high: bool) -> None:
+        """Measure this step's gradients, and where asked the impacts of INT8.
 
         all_high: measure all units that are bf16, not only the ones whose turn it is.
         """
-        self._precisions, self._lows, self._step, self._rows = precisions, lows, step, {}
+        self._precisions, self._step, self._rows = precisions, step, {}
         self._measured, self._pathless = set(), set()
         config = self.units.config
         turn, turns = step // config.update_interval_steps, {"bf16": 1 if all_high else config.impact_turns}
         self._due = frozenset(
             unit
             for index, unit in enumerate(self.units.names)
-            if lows and (index - turn) % turns.get(precisions[unit], LOW_UNITS_IN_TURN) == 0
+            if impacts and (index - turn) % turns.get(precisions[unit], LOW_UNITS_IN_TURN) == 0
         )
 
     def sleep(self) -> None:
@@ -191,7 +190,7 @@ class LayerProbes:
         return self._rows[key]
 
     def _measure(self, place: LinearPlace, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Saved], None]:
-        config, lows, weight = self.units.config, self._lows, place.weight
+        fmt, weight = self.units.config.int8_format, place.weight
 
         def measure(gradient: Tensor, saved: _Saved) -> None:
             inputs, on_device = saved.take()
@@ -201,9 +200,8 @@ class LayerProbes:
             scale = 1.0 if rows is None else len(flat) / len(rows)
             flat = flat if rows is None else flat.index_select(0, rows)
             true = to_device(self.units.truth(weight), on_device.device) if is_low else on_device
-            for precision in lows:
-                difference = rounding_error(true, high_or_low(config, precision, weight.dtype))
-                self.collector.add_impact(weight.unit, precision, impact_of(flat, inputs, difference), scale)
+            impact = impact_of(flat, inputs, rounding_error(true, fmt))
+            self.collector.add_impact(weight.unit, "int8", impact, scale)
             self._measured.add(_key_of(place))
 
         return measure

@@ -24,7 +24,7 @@ from bitplan.formats.codec import check_whole_blocks
 from bitplan.plan.structure.describe import product_of
 from bitplan.streaming.block_layout import lay_out
 from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter
-from bitplan.streaming.selective.config import SelectiveError, SelectivePrecisionConfig
+from bitplan.streaming.selective.config import PRECISIONS, SelectiveError, SelectivePrecisionConfig
 from bitplan.streaming.selective.state import layout_of
 from bitplan.streaming.stream_blocks import BlockStream
 
@@ -81,7 +81,7 @@ class PrecisionUnits:
     def unit_bytes(self) -> dict[str, dict[str, int]]:
         """Unit -> precision -> bytes sent: for a block all its bytes, with padding; for a layer its own parts."""
         sizes: dict[str, dict[str, int]] = {name: {} for name in self.names}
-        for precision in ("bf16", *self.config.low_in_use):
+        for precision in PRECISIONS:
             for block in self.stream.blocks:
                 layout = lay_out(block.specs, self._block_formats(block, precision))
                 for weight in self.weights:
@@ -177,13 +177,12 @@ def _weights(stream: BlockStream, granularity: str) -> Iterator[Weight]:
 
 def _check_whole(weights: list[Weight], config: SelectivePrecisionConfig) -> None:
     """Refuse a format that cannot hold a matrix before training, not at the first switch."""
-    for precision in config.low_in_use:
-        fmt = get_format(config.format_of(precision))
-        for weight in weights:
-            try:
-                check_whole_blocks(fmt, tuple(weight.one.parameter.shape), None, weight.full_name)
-            except FormatError as error:
-                raise SelectiveError(f"{precision}_format {fmt.name} does not fit this model: {error}") from None
+    fmt = get_format(config.int8_format)
+    for weight in weights:
+        try:
+            check_whole_blocks(fmt, tuple(weight.one.parameter.shape), None, weight.full_name)
+        except FormatError as error:
+            raise SelectiveError(f"int8_format {fmt.name} does not fit this model: {error}") from None
 
 
 def _why_not_linear(weight: Weight, held: Mapping[int, int]) -> str:

@@ -46,6 +46,7 @@ from bitplan.base.records import write_json
 from bitplan.plan.names import listed, natural_order
 from bitplan.streaming.selective.config import (
     PRECISIONS,
+    TURNED_DOWN,
     Precision,
     SelectiveError,
     SelectiveFileError,
@@ -242,11 +243,11 @@ def _require_same_layout(reader: Reader, saved: Mapping[str, Any], layout: Mappi
 
 
 def _require_same_config(reader: Reader, saved: Mapping[str, Any], config: SelectivePrecisionConfig) -> None:
-    now = config.to_document()
+    now = {**TURNED_DOWN, **config.to_document()}
     differences = [
         f"{name} was {show(saved.get(name))}, is {show(now.get(name))}"
         for name in dict.fromkeys((*now, *saved))
-        if name not in NOT_DECIDING and saved.get(name) != now.get(name)
+        if name not in NOT_DECIDING and saved.get(name, TURNED_DOWN.get(name)) != now.get(name)
     ]
     if differences:
         reader.stop(
@@ -316,8 +317,7 @@ def _read_step(reader: Reader, path: str, value: Any, units: Mapping[str, UnitSt
 
 def _read_trial(reader: Reader, value: Any, units: Mapping[str, UnitState]) -> Trial:
     item = reader.fields_of(Trial, "state.trial", value)
-    low = one_of(*(name for name in PRECISIONS if name != "bf16"))
-    switched = reader.keys("state.trial.switched", item["switched"], dict.fromkeys(units, low), ())
+    switched = reader.keys("state.trial.switched", item["switched"], dict.fromkeys(units, one_of("int8")), ())
     suspects, probing = item["suspects"], item["probing"]
     for key in ("suspects", "probing"):
         for name in item[key]:

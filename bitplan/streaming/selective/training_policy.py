@@ -1,4 +1,4 @@
-"""SelectivePrecisionPolicy: decides in training, on a stream, which block crosses as BF16, INT8, FP8 or in 4 bits.
+"""SelectivePrecisionPolicy: decides in training, on a stream, which block crosses as BF16 and which as INT8.
 
     stream = stream_blocks(model, "model.layers.*", device="cuda")
     policy = SelectivePrecisionPolicy(stream, SelectivePrecisionConfig.load("config.json"))
@@ -46,7 +46,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from bitplan.base.documents import OBJECT, SIZE, Kind, Reader, is_number, load_document, one_of
@@ -66,7 +65,6 @@ from bitplan.streaming.selective.decide import (
     Evidence,
     Hints,
     TransferFacts,
-    assign_first,
     assign_forced,
     compute_hints,
     current_hints,
@@ -189,10 +187,8 @@ class PrecisionStepMetrics:
     precision_changes: int
     estimated_bandwidth_saving_pct: float
     block_details: Mapping[str, Any] = field(default_factory=dict)
-    blocks_fp8: int = 0
     bytes_sent: int | None = None
     bytes_not_sent: int | None = None
-    blocks_int4: int = 0
 
 
 def step_metrics(
@@ -229,10 +225,8 @@ def step_metrics(
             }
             for name, hint in hints.items()
         },
-        blocks_fp8=counts["fp8"],
         bytes_sent=sent,
         bytes_not_sent=None if sent is None or in_bf16 is None else in_bf16 - sent,
-        blocks_int4=counts["int4"],
     )
 
 
@@ -384,48 +378,27 @@ def check_setup(stream: BlockStream, config: SelectivePrecisionConfig, probe: Ca
         raise SelectiveError("loss_feedback needs a probe: a function that gives the loss of a fixed batch (probe=)")
 
 
-def check_byte_share(unit_bytes: Mapping[str, Mapping[str, int]], config: SelectivePrecisionConfig) -> None:
-    """Refuse a byte budget that no choice can meet."""
-    if not (config.has_byte_budget and config.enabled and config.mode == "dynamic"):
-        return
-    least = 0
-    for name, sizes in unit_bytes.items():
-        forced = config.forced(name)
-        least += sizes[forced[0]] if forced else min(sizes[low] for low in ("bf16", *config.low_precisions))
-    share = least / sum(sizes["bf16"] for sizes in unit_bytes.values())
-    if share > config.byte_share:
-        raise SelectiveError(
-            f"byte_share is {config.byte_share:g}, and with all units as low as they may be {share:.4g} of bf16's "
-            "bytes are sent; raise it, or allow a smaller format (low_precisions, int4_format)"
-        )
-
-
 def decides_on(config: SelectivePrecisionConfig, unit: str) -> bool:
     """Whether the policy decides on a unit; in mode "off" only on forced ones: others keep the stream's formats."""
     return config.enabled and (config.mode != "off" or config.forced(unit) is not None)
 
 
 def errors_of(units: PrecisionUnits, calibration: CalibrationResult | None) -> dict[str, dict[str, float]]:
-    """Unit -> precision -> error, for the formats of this config."""
+    """Unit -> precision -> error, for the format of this config."""
     errors: dict[str, dict[str, float]] = {}
     if calibration is None:
         return errors
+    fmt = units.config.int8_format
     for name in units.names:
-        row = {low: calibration.of(name, units.config.format_of(low)) for low in PRECISIONS[1:]}
-        errors[name] = {low: error for low, error in row.items() if error is not None}
-    wanted = units.config.low_precisions
-    lacking = [name for name in units.names if not set(wanted) <= set(errors[name])]
+        error = calibration.of(name, fmt)
+        errors[name] = {} if error is None else {"int8": error}
+    lacking = [name for name in units.names if not errors[name]]
     if lacking:
-        needed = ", ".join(units.config.format_of(low) for low in wanted)
         raise SelectiveError(
-            f"the calibration has no error of {lacking[0]!r} ({len(lacking)} units) in {needed}; calibrate this model "
-            "with these formats, or leave calibration out"
+            f"the calibration has no error of {lacking[0]!r} ({len(lacking)} units) in {fmt}; calibrate this model "
+            "with this format, or leave calibration out"
         )
     return errors
-
-
-def device_has_fp8(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class Reminders:
@@ -509,7 +482,6 @@ class SelectivePrecisionPolicy(Closing):
     calibration  errors from `run_calibration`
     probe        a function that gives the loss of a fixed batch; needed for loss_feedback
     bridge       other conductor rules
-    has_fp8      whether FP8 may be chosen; None: on GPUs from compute capability 8.9, and on the simulated device
     """
 
     def __init__(
@@ -521,7 +493,6 @@ class SelectivePrecisionPolicy(Closing):
         calibration: CalibrationResult | None = None,
         probe: Probe | None = None,
         bridge: HeuristicPolicyBridge | None = None,
-        has_fp8: bool | None = None,
         folder: str | Path = ".",
     ) -> None:
         self.stream, self.config, self.probe = stream, config or SelectivePrecisionConfig(), probe
@@ -529,10 +500,8 @@ class SelectivePrecisionPolicy(Closing):
         self.units = PrecisionUnits(stream, self.config)
         self.state = PolicyState.start(self.units.names)
         self.unit_bytes = self.units.unit_bytes()
-        check_byte_share(self.unit_bytes, self.config)
         self.quant_errors = errors_of(self.units, calibration)
         self.meter = TransferMeter()
-        self.has_fp8 = device_has_fp8(stream.device.torch_device) if has_fp8 is None else has_fp8
         self.applied: dict[str, str] | None = None  # the precisions that the stream runs with
         self.metrics: PrecisionStepMetrics | None = None  # of the last update
         self.reminders = Reminders(self.config)
@@ -587,7 +556,7 @@ class SelectivePrecisionPolicy(Closing):
         result = run_calibration(
             self.stream,
             batches,
-            formats=[self.config.format_of(low) for low in self.config.low_precisions],
+            formats=[self.config.int8_format],
             samples=self.config.calibration_samples,
             cache=cache,
             on_stale=on_stale,
@@ -611,13 +580,12 @@ class SelectivePrecisionPolicy(Closing):
         self._step, self._has_collected = None, False
         self.reminders.step_begins(self.quant_errors)
         if self.applied is None:  # the first step, or after a state that was saved before the first step
-            self.state, _ = assign_first(self.state, step, self.config, self._evidence(due=False))
+            self.state, _ = assign_forced(self.state, step, self.config)
         self._apply(step)
         self._step = step
         self.conductor.begin_step(step, current_hints(self.state, step, self.config))
-        self.probes.watch(
-            self.precisions, self._lows_to_measure(step), step, all_high=self.state.last_update_step is None
-        )
+        is_first = self.state.last_update_step is None
+        self.probes.watch(self.precisions, step, impacts=self._measures_impacts(step), all_high=is_first)
 
     def collect_block_grad_stats(self) -> None:
         """After backward, before the optimizer: enqueue the statistics of this step's gradients."""
@@ -735,7 +703,7 @@ class SelectivePrecisionPolicy(Closing):
 
     def _evidence(self, *, due: bool) -> Evidence:
         transfer = self.meter.settle() if due else self.meter.facts
-        return Evidence(self.quant_errors, self.unit_bytes, transfer, self.has_fp8)
+        return Evidence(self.quant_errors, self.unit_bytes, transfer)
 
     def _lacks_transfer(self, evidence: Evidence) -> bool:
         """Whether bandwidth is unknown: the first update came before the clocks of the first step could be read."""
@@ -744,13 +712,11 @@ class SelectivePrecisionPolicy(Closing):
             log.info("bitplan: bandwidth_aware: no step's clocks have been read yet; the next update decides")
         return lacking
 
-    def _lows_to_measure(self, step: int) -> tuple[str, ...]:
-        """The precisions whose impact this step measures; none unless an update follows within `impact_steps`."""
+    def _measures_impacts(self, step: int) -> bool:
+        """Whether this step measures impacts: an update follows within `impact_steps`."""
         config = self.config
         left = config.update_interval_steps - step % config.update_interval_steps
-        if not self._is_dynamic or config.scoring != "impact" or left > config.impact_steps:
-            return ()
-        return tuple(name for name in config.low_precisions if name != "fp8" or self.has_fp8)
+        return self._is_dynamic and config.scoring == "impact" and left <= config.impact_steps
 
     # ---- reports -----------------------------------------------------------------------------------------------------
 

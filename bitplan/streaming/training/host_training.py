@@ -50,7 +50,7 @@ from bitplan.streaming.find_blocks import StreamedBlock
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
 from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, pieces, step_by_torch
-from bitplan.streaming.training.processes import ROLL_CALL_S, Processes
+from bitplan.streaming.training.processes import ROLL_CALL_S, Processes, listed_ranks
 from bitplan.streaming.training.small_moments import SmallMoments
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
@@ -328,7 +328,7 @@ class StepGradients:
     def make_alike(self, kinds: Mapping[Key, int]) -> None:
         """Give weights the kinds of gradients that they have in other processes; those without one get zeros."""
         for key, kind in kinds.items():
-            if kind:
+            if kind > 0:
                 gradient = self.sums[key] if key in self.sums else self.places.zeros(key)
                 self.sums[key] = gradient if kind == 1 else self.places.wide(key, gradient)
 
@@ -370,6 +370,7 @@ def _norm_of(norms: Sequence[Tensor]) -> Tensor:
 
 
 Result = TypeVar("Result")
+FROZEN = -1  # in the place of a gradient's kind: the weight does not require one in this process
 GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a llama block has nine
 
 
@@ -420,6 +421,7 @@ class HostTraining:
         shards: where several processes train, each steps and keeps the moments of its part of every weight.
         """
         self._device, self._timeout_s, self._shards = device, timeout_s, shards
+        self._blocks = {block.name: block for block in blocks}
         self.processes: Processes | None = None
         self.settings, self.max_norm = settings, max_norm
         self.lr = settings.lr
@@ -617,17 +619,33 @@ class HostTraining:
             is_finite = check()
         except Exception as error:
             failure = error
-        keys, kinds = self._keys, [gradients.kind(key) for key in self._keys]
+        keys = self._keys
+        kinds = [gradients.kind(key) or FROZEN * self._is_frozen(key) for key in keys]
         rows = self.processes.agree(call, gradients.step, failure, [int(is_finite), *kinds])
         if not all(row[0] for row in rows):
             return False
         if not gradients.is_averaged:
             gradients.apply_factor()
+            self._refuse_partly_frozen([row[1:] for row in rows], gradients.step)
             kinds = [max(row[at] for row in rows) for at in range(1, len(keys) + 1)]
             gradients.make_alike(dict(zip(keys, kinds, strict=True)))
-            self.processes.average([gradients.sums[key] for key, kind in zip(keys, kinds, strict=True) if kind])
+            self.processes.average([gradients.sums[key] for key, kind in zip(keys, kinds, strict=True) if kind > 0])
             gradients.is_averaged = True
         return True
+
+    def _is_frozen(self, key: Key) -> bool:
+        block, name = key
+        return not self._blocks[block].parameters[name].parameter.requires_grad
+
+    def _refuse_partly_frozen(self, kinds: Sequence[Sequence[int]], step: int) -> None:
+        """Refuse a weight that is frozen in some processes: the others would train it by their gradients alone."""
+        for key, of_ranks in zip(self._keys, zip(*kinds, strict=True), strict=True):
+            frozen = [rank for rank, kind in enumerate(of_ranks) if kind == FROZEN]
+            if 0 < len(frozen) < len(of_ranks):
+                raise StreamError(
+                    f"{'.'.join(key)}, step {step}: frozen (requires_grad=False) in {listed_ranks(frozen)} and trained "
+                    "in the others: all processes train the same weights; call requires_grad_ on it alike in each"
+                )
 
     def _in_turn(self, call: Callable[[], Result]) -> Result:
         """Run a call that talks to other processes: on the optimizer's thread, so that all have it in one order."""

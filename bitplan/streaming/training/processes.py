@@ -67,14 +67,15 @@ def refuse_subgroups() -> None:
             store.add(f"bitplan.streaming/opened by {rank}", -1)
             raise StreamError(
                 f"train='weights' trains with all {count} processes of the default group, and rank {rank}, which is in "
-                f"a smaller group ({_listed(smaller[0])}), waits for {_listed(sorted(absent))}: there are no streams "
-                "of subgroups. Start the processes that train as a job of their own, with init_process_group for these "
-                "alone; or if the others are only late, call torch.distributed.barrier() before stream_blocks in all"
+                f"a smaller group ({listed_ranks(smaller[0])}), waits for {listed_ranks(sorted(absent))}: there are no "
+                "streams of subgroups. Start the processes that train as a job of their own, with init_process_group "
+                "for these alone; or if the others are only late, call torch.distributed.barrier() before "
+                "stream_blocks in all"
             )
         time.sleep(0.02 if absent else 0)
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bitplan.cli import run
+from bitplan.fp8 import layer_settings
 from bitplan.fp8.bench import confirm as fp8_confirm
 from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
 from tests.fp8.bench.test_confirm_model import LLAMA
@@ -167,7 +168,7 @@ def test_no_gpu_and_another_gpu(capsys, monkeypatch):
     assert "torch sees no CUDA GPU, so there is nothing to confirm" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr(fp8_confirm_policy, "require_fp8", lambda *_: None)
+    monkeypatch.setattr(layer_settings, "require_fp8", lambda *_: None)
     monkeypatch.setattr(fp8_confirm_policy, "fingerprint_of", lambda _: replace(H200, gpu="NVIDIA B200"))
     assert confirm(device="cuda") == 2
     captured = capsys.readouterr()

@@ -11,7 +11,7 @@ import torch
 from bitplan.base.errors import BitplanError, StoreError
 from bitplan.files.engines.compressed_tensors import SCHEMES
 from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
-from bitplan.files.models.transformers_names import silence_transformers
+from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 from tests.files.engines.tiny_models import save_tiny
@@ -168,3 +168,83 @@ def test_evidence_chooses_the_numbers(folder, tmp_path):
         )
     with pytest.raises(StoreError, match="statistics of other tensors"):
         export_model(folder, tmp_path / "b.gguf", "gguf", "q8_0_gguf", evidence=tmp_path / "other/e.safetensors")
+
+
+def test_an_output_head_stays_unless_a_plan_names_it(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    save_tiny(tmp_path / "in", "llama3", hidden_size=128, vocab_size=64)
+    head = "lm_head.weight"
+    report = export_model(tmp_path / "in", tmp_path / "all", "compressed-tensors", "int4_g32")
+    assert next(row.format for row in report.rows if row.source == head) == "float32"
+    report = export_model(
+        tmp_path / "in",
+        tmp_path / "named",
+        "compressed-tensors",
+        {head: "int8_row", UP: "int4_g32", UP.replace("up", "gate"): "int4_g32"},
+    )
+    assert next(row.format for row in report.rows if row.source == head) == "int8_row"
+    config = json.loads((tmp_path / "named" / "config.json").read_text())["quantization_config"]
+    assert "lm_head" not in config["ignore"]
+    assert ["lm_head"] in [group["targets"] for group in config["config_groups"].values()]
+    with silence_transformers():
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "named", dtype=torch.float32)
+    with torch.no_grad():
+        found = theirs(torch.arange(3, 9)[None], output_hidden_states=True)
+        wanted = found.hidden_states[-1] @ decode(encode(plain.lm_head.weight, "int8_row")).T
+    torch.testing.assert_close(found.logits, wanted)
+
+
+def test_weights_and_inputs_in_one_format(folder, tmp_path):
+    from bitplan import quantize_file
+
+    quantize_file(folder, tmp_path / "packed", "int8_row", inputs="int8_row")
+    report = export_model(tmp_path / "packed", tmp_path / "out", "compressed-tensors", {})  # the folder says it
+    export_model(folder, tmp_path / "same", "compressed-tensors", "int8_row", inputs="int8_row", engine="vllm-cpu")
+    packed = safetensors.torch.load_file(tmp_path / "same" / "model.safetensors")
+    assert packed[UP].dtype == torch.int8
+    source = safetensors.torch.load_file(folder / "model.safetensors")[UP]
+    assert torch.equal(packed[UP].float() * packed[f"{UP}_scale"], decode(encode(source, "int8_row")))
+    for path in ("out", "same"):
+        (group,) = json.loads((tmp_path / path / "config.json").read_text())["quantization_config"][
+            "config_groups"
+        ].values()
+        assert group["format"] == "int-quantized"
+        assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
+    assert any(row.format == "int8_row" for row in report.rows)
+    with pytest.raises(StoreError, match=r"no int4_g32 with inputs in int8_row .*; take one of int8_row"):
+        export_model(folder, tmp_path / "a", "compressed-tensors", "int4_g32", inputs="int8_row")
+    with pytest.raises(StoreError, match="no inputs in q8_0_gguf; take one of int8_row, fp8_e4m3_row"):
+        export_model(folder, tmp_path / "a", "compressed-tensors", "int8_row", inputs="int8")
+    with pytest.raises(StoreError, match=r"is for compressed-tensors alone was given, and mlx asked for \(inputs\)"):
+        export_model(folder, tmp_path / "a", "mlx", "int8_g64", inputs="int8_row")
+
+
+@pytest.mark.parametrize(
+    ("engine", "fmt", "message"),
+    [
+        ("vllm-cpu", "int8_row", r"vLLM 0.32.0 on a CPU has no kernel for int8_row \('model.layers.0.\S+'\); the"),
+        ("vllm-cpu", "fp8_e4m3_row", r"the nearest that it has is int8_row with inputs in int8_row, or keep the layer"),
+        ("vllm-cpu", "nvfp4", r"the nearest that it has is int4_g32, or keep the layer \(keep='model.layers"),
+        ("vllm-gpu", "nvfp4", "no engine 'vllm-gpu'; there are vllm-cpu, vllm-cuda, transformers"),
+    ],
+)  # fmt: skip
+def test_what_an_engine_has_no_kernel_for_is_said_before_writing(engine, fmt, message, folder, tmp_path):
+    with pytest.raises(StoreError, match=message):
+        export_model(folder, tmp_path / "out", "compressed-tensors", fmt, engine=engine)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_and_experts_that_an_engine_has_no_kernel_for(tmp_path):
+    save_tiny(tmp_path / "odd", "llama", hidden_size=48)
+    down = {"*down_proj*": "int4_g32"}
+    with pytest.raises(StoreError, match=r"multiples of 32, and '\S+down_proj.weight' is 48 x 96"):
+        export_model(tmp_path / "odd", tmp_path / "a", "compressed-tensors", down, engine="vllm-cpu")
+    save_tiny(tmp_path / "moe", "mixtral")
+    with pytest.raises(StoreError, match=r"vLLM 0.32.0 on CUDA has no kernel for fp8_e4m3_row .*experts.* int8_row"):
+        export_model(tmp_path / "moe", tmp_path / "a", "compressed-tensors", "fp8_e4m3_row", engine="vllm-cuda")
+    mixed = {"*.experts.*.w2*": "int8_row", "*.experts.*": "int4_g32"}
+    with pytest.raises(StoreError, match=r"w1.weight' is int4_g32, '\S+w2.weight' int8_row; engines compute them"):
+        export_model(tmp_path / "moe", tmp_path / "a", "compressed-tensors", mixed)

@@ -15,12 +15,12 @@ from bitplan.cli import run
 from bitplan.files.engines.gguf_metadata import ModelConfig, model_metadata
 from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
 from bitplan.files.gguf import GGUFValue
-from bitplan.files.gguf_split_write import write_parts
+from bitplan.files.gguf_split import write_parts
 from bitplan.files.headers import plan_for_file
-from bitplan.files.models.transformers_names import silence_transformers
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
+from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats import Encoded
 from bitplan.formats.codec import decode
 from bitplan.packed.language.causal_lm import load_causal_lm
@@ -238,7 +238,7 @@ def test_from_gguf_to_gguf_in_parts(folders, tmp_path):
 
 
 def test_parts_are_read_as_one(tmp_path):
-    promises = [Promise(f"t{place}", (4, 8)) for place in range(5)]
+    promises = [TensorSpec.of(f"t{place}", (4, 8)) for place in range(5)]
     kept = {"general.architecture": GGUFValue(gguf.GGUFValueType.STRING, "llama")}
     with write_parts(tmp_path / "a.gguf", promises, kept, 256) as writer:
         for place in range(5):

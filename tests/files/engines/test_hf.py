@@ -15,7 +15,7 @@ from bitplan.base.errors import BitplanError, StoreError
 from bitplan.cli import run
 from bitplan.files.engines.gguf_source import open_model
 from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
-from bitplan.files.models.transformers_names import silence_transformers
+from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats.codec import decode, encode
 from tests.crosses import few
 from tests.files.engines.tiny_models import LLAMA3_ROPE, save_tiny

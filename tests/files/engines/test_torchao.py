@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import safetensors
@@ -12,11 +13,13 @@ import safetensors.torch
 import torch
 
 from bitplan.base.errors import StoreError
+from bitplan.cli import run
 from bitplan.files import packed_folder
 from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
 from bitplan.files.engines.torchao import FORMATS
-from bitplan.files.models.transformers_names import silence_transformers
+from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats.codec import decode, encode
+from tests.crosses import few
 from tests.files.engines.tiny_models import save_tiny
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -85,3 +88,27 @@ def test_what_torchao_cannot_hold_is_refused(folder, tmp_path):
         with pytest.raises(StoreError, match=f"torchao has no {fmt} .*{why}"):
             prepare_export(ExportRequest(folder, tmp_path / "a", {"*up_proj*": fmt}), "torchao")
     assert not (tmp_path / "a").exists()
+
+
+def test_the_type_that_a_folder_must_be_loaded_in_is_said(folder, tmp_path, capsys):
+    assert run(["export", str(folder), str(tmp_path / "int4"), "--to", "torchao", "--format", "int4_g32"]) == 0
+    words = 'load it with dtype="auto" (float32): torchao multiplies by these tensors in no other type'
+    assert words in " ".join(capsys.readouterr().out.split())
+    said = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
+    assert said["load_with"].startswith(words)
+    report = export_model(folder, tmp_path / "int8", "torchao", "int8_row")
+    assert not report.notes
+
+
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.parametrize("fmt", few(FORMATS, 2))
+def test_every_other_type_fails_in_torchao_but_for_int8_row(fmt, folder, tmp_path):
+    import transformers
+
+    export_model(folder, tmp_path / "out", "torchao", fmt)
+    for dtype, runs in (("auto", True), (torch.bfloat16, fmt == "int8_row")):
+        with silence_transformers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+        with nullcontext() if runs else pytest.raises(RuntimeError, match="same dtype"):
+            model(torch.arange(3, 9)[None])

@@ -118,7 +118,16 @@ OPENAI_FAULTS = {
         "has 33 tensors, unknown to it: 'block.1.attn.rope'",
     ),
 }
+
+
+def to_llama(tensors):
+    """Leave what a llama has, too."""
+    for name in [name for name in tensors if "experts" in name or "router" in name or "sinks" in name]:
+        del tensors[name]
+
+
 HF_FAULTS = {
+    "a llama": (to_llama, "is no gpt-oss: it has neither its experts nor its sinks .*begins with 'lm_head.weight'"),
     "no scales": (
         lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"),
         "Hugging Face's layout of gpt-oss with 2 layers has 41 tensors, missing: "

@@ -183,3 +183,13 @@ def test_the_one_way_to_load_and_to_save_does_what_the_old_names_do(tmp_path):
     assert (report.packed_tensors, report.plain_tensors) == (1, 1)
     with pytest.raises(ArgumentError, match="masters=True fills the Parameters of your own model"):
         bitplan.load_packed(tmp_path / "new.safetensors", masters=True)
+
+
+def test_a_file_that_exists_is_replaced_with_force_alone(tmp_path):
+    bitplan.save_packed(nn.Linear(4, 4), tmp_path / "a.safetensors")
+    before = (tmp_path / "a.safetensors").read_bytes()
+    with pytest.raises(StoreError, match=r"a.safetensors: exists already"):
+        bitplan.save_packed(nn.Linear(4, 4), tmp_path / "a.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == before
+    bitplan.save_packed(nn.Linear(4, 4), tmp_path / "a.safetensors", force=True)
+    assert (tmp_path / "a.safetensors").read_bytes() != before

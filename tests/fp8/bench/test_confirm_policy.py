@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bitplan.fp8 import layer_settings
 from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
-from bitplan.fp8.bench.confirm_policy import BlockTiming, SmallModel, confirm_policy, plan_small_model, require_device
+from bitplan.fp8.bench.confirm_policy import SmallModel, confirm_policy, plan_small_model, require_device
+from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8UnavailableError
 from bitplan.fp8.policy.merge import to_thresholds
 from bitplan.fp8.policy.rules import Policy
@@ -42,7 +44,7 @@ def small(tmp_path_factory):
 def test_what_is_taken(wins, times, taken, planned, stored, turned_down, small, monkeypatch):
     policy = policy_of(**{name: WINS if name in wins else LOSES for name in LAYERS})
     clock = SetClock(times).watch(monkeypatch)
-    (result,) = confirm_policy(policy, small, [100], CPU, stopwatch=clock)
+    (result,) = confirm_policy(policy, small, [100], CPU, Fp8Options(stopwatch=clock))
     (block,) = result.blocks
     assert (block.block, block.taken, block.planned, block.fp8_layers, block.layers) == (
         "model.layers.0",
@@ -67,7 +69,7 @@ def test_each_count_by_itself(small, monkeypatch):
     policy = policy_of(**dict.fromkeys(LAYERS, falling))
     seen = []
     clock = SetClock(12.0).watch(monkeypatch)
-    results = confirm_policy(policy, small, [64, 128], CPU, stopwatch=clock, on_count=seen.append)
+    results = confirm_policy(policy, small, [64, 128], CPU, Fp8Options(stopwatch=clock), on_count=seen.append)
     assert [(result.tokens, result.turned_down) for result in results] == [(64, True), (128, False)]
     assert [result.blocks[0].planned for result in results] == [4, 0]
     assert seen == [64, 128]
@@ -76,7 +78,7 @@ def test_each_count_by_itself(small, monkeypatch):
 def test_every_make_of_block_has_a_result(tmp_path, monkeypatch):
     small = plan_small_model(save(tmp_path, FAMILIES["dense first"][0]))
     clock = SetClock(8.0).watch(monkeypatch)
-    (result,) = confirm_policy(policy_of(fc1=WINS, fc2=WINS), small, [128], CPU, stopwatch=clock)
+    (result,) = confirm_policy(policy_of(fc1=WINS, fc2=WINS), small, [128], CPU, Fp8Options(stopwatch=clock))
     assert [block.block for block in result.blocks] == ["model.layers.0", "model.layers.3"]
     assert [block.taken for block in result.blocks] == ["plan", "plan"]  # all FP8 takes as long
     assert all(0 < block.planned == block.fp8_layers < block.layers for block in result.blocks)
@@ -95,11 +97,11 @@ def test_a_block_that_cannot_be_fp8_is_said_too(tmp_path):
 def test_version_1_with_a_recipe_and_a_size(small, tmp_path, monkeypatch):
     policy = to_thresholds(policy_of(**ALL))
     clock = SetClock(8.0).watch(monkeypatch)
-    (result,) = confirm_policy(policy, small, [128], CPU, BlockTiming(recipe="tensorwise"), stopwatch=clock)
+    (result,) = confirm_policy(policy, small, [128], CPU, Fp8Options(stopwatch=clock), recipe="tensorwise")
     assert {row.recipe for row in result.applied.rows} == {"tensorwise"}
     assert any("version 1 does not say on which GPU" in note for note in result.applied.notes)
     shard = plan_small_model(save(tmp_path, LLAMA), tp=2)
-    (result,) = confirm_policy(policy, shard, [128], CPU, BlockTiming(recipe="tensorwise", tp=2), stopwatch=clock)
+    (result,) = confirm_policy(policy, shard, [128], CPU, Fp8Options(tp=2, stopwatch=clock), recipe="tensorwise")
     assert result.blocks[0].planned == 0
     assert "no rule for layernorm_column, qkv, tp 2" in result.planned.rows[0].reason
 
@@ -112,7 +114,8 @@ def test_timed_as_it_will_run(timing, captured, small, monkeypatch):
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda call, mode: compiled.append(mode) or call)
-    confirm_policy(policy_of(**ALL), small, [64, 128], CPU, BlockTiming(timing, compiled=True), stopwatch=clock)
+    options = Fp8Options(confirm_timing=timing, confirm_compiled=True, stopwatch=clock)
+    confirm_policy(policy_of(**ALL), small, [64, 128], CPU, options)
     assert len(graphs) == 2 * captured
     assert compiled == [None] * 4
     assert len(resets) == 2  # a graph of another count would make shapes dynamic
@@ -128,7 +131,7 @@ def test_memory_that_runs_out_ends_one_count(small, monkeypatch):
         return real(self, tokens, device)
 
     monkeypatch.setattr(SmallModel, "example", example)
-    results = confirm_policy(policy_of(**ALL), small, [64, 128, 100], CPU, stopwatch=clock)
+    results = confirm_policy(policy_of(**ALL), small, [64, 128, 100], CPU, Fp8Options(stopwatch=clock))
     assert [result.turned_down for result in results] == [False, True, False]
     assert results[1].failure == "1 blocks did not fit into memory: CUDA out of memory. Tried to allocate 9 GiB"
     assert json.loads(json.dumps(results[1].to_dict()))["layers"] == []
@@ -148,9 +151,9 @@ def test_bad_arguments(small):
         with pytest.raises(Fp8Error, match="token counts must be integers from 1"):
             confirm_policy(policy_of(**ALL), small, counts, CPU)
     with pytest.raises(Fp8LayerError, match="recipe must be one of tensorwise"):
-        BlockTiming(recipe="int8")
+        confirm_policy(policy_of(**ALL), small, [64], CPU, recipe="int8")
     with pytest.raises(Fp8Error, match="confirm_timing must be one of eager, graph, got 'cuda'"):
-        confirm_policy(policy_of(**ALL), small, [64], CPU, BlockTiming("cuda"))
+        confirm_policy(policy_of(**ALL), small, [64], CPU, Fp8Options(confirm_timing="cuda"))
 
 
 def test_the_device(monkeypatch):
@@ -162,7 +165,7 @@ def test_the_device(monkeypatch):
     asked = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr(fp8_confirm_policy, "require_fp8", lambda *given: asked.append(given))
+    monkeypatch.setattr(layer_settings, "require_fp8", lambda *given: asked.append(given))
     monkeypatch.setattr(fp8_confirm_policy, "fingerprint_of", lambda _: replace(H200, gpu="NVIDIA B200"))
     with pytest.raises(FingerprintError, match="measured on 'NVIDIA H200', this is 'NVIDIA B200'"):
         require_device("cuda", policy, "mxfp8")
@@ -183,8 +186,8 @@ def test_gpu_confirm_gives_intervals_and_leaves_no_memory(tmp_path):
     policy = Policy(results.rules, fingerprint_of(device), results.speedup_threshold, results.confidence)
     small = plan_small_model(save(tmp_path, LLAMA))
     before = torch.cuda.memory_allocated(device)
-    for trial in (BlockTiming(), BlockTiming("graph"), BlockTiming("graph", compiled=True)):
-        for result in confirm_policy(policy, small, [64, 128], require_device("cuda", policy), trial):
+    for trial in ({}, {"confirm_timing": "graph"}, {"confirm_timing": "graph", "confirm_compiled": True}):
+        for result in confirm_policy(policy, small, [64, 128], require_device("cuda", policy), Fp8Options(**trial)):
             (block,) = result.blocks
             assert block.planned == 4
             assert block.speedup is not None, (trial, block.reason)

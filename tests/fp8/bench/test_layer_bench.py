@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bitplan.base.paired_timing import CpuStopwatch
+from bitplan.fp8.bench.bench_options import BenchOptions
 from bitplan.fp8.bench.layer_bench import BenchPlan, count_failures, run_bench
 from bitplan.fp8.bench.report_log import ReportLog
 from bitplan.fp8.layer_settings import Fp8Recipe
@@ -24,7 +25,7 @@ RECIPE = Fp8Recipe("blockwise")
 
 
 def plan_of(*cases, **more):
-    return BenchPlan(tuple(cases), RECIPE, **({"turns": 8, "warmup": 1, "timings": ("graph",)} | more))
+    return BenchPlan(tuple(cases), RECIPE, BenchOptions(**({"iters": 8, "warmup": 1, "timings": ("graph",)} | more)))
 
 
 class Clock:
@@ -168,12 +169,12 @@ def test_arms(change, arms, tmp_path):
     assert list(plan.choices()) == arms
     run(tmp_path / "r.jsonl", plan, Clock())
     rows = Report.load(tmp_path / "r.jsonl").rows
-    assert {row.precision for row in rows} == set(plan.precisions)
+    assert {row.precision for row in rows} == set(plan.options.precisions)
 
 
 def test_the_estimate_grows_with_the_work():
     small = plan_of(Case(FC2, 512)).estimated_minutes()
     assert 0 < small < plan_of(Case(FC2, 512), Case(FC2, 1024)).estimated_minutes()
-    assert plan_of(Case(FC2, 512), turns=100).estimated_minutes() > small
+    assert plan_of(Case(FC2, 512), iters=100).estimated_minutes() > small
     assert plan_of(Case(FC2, 512, "cannot")).estimated_minutes() == 0
     assert plan_of(Case(replace(FC2, shape=FC2.shape[::-1]), 512)).estimated_minutes() == small

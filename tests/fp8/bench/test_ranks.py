@@ -31,11 +31,11 @@ import os, pathlib, torch
 os.chdir(pathlib.Path(__file__).parent)
 torch.set_num_threads(1)
 from bitplan.fp8.bench.bench_options import BenchOptions
-from bitplan.fp8.bench.session import Request, plan_session, run_session
+from bitplan.fp8.bench.session import plan_session, run_session
 
 options = BenchOptions("config.json", tp_size=2, ep_size=2, etp_size=1, warmup=1, iters=4, shape_sweep=((16, 1),),
-                       report_path="r.jsonl", fp8_policy_path="p.json")
-result = run_session(plan_session(Request(options, products_apart=False, device="cpu")))
+                       report_path="r.jsonl", fp8_policy_path="p.json", products_apart=False, device="cpu")
+result = run_session(plan_session(options))
 pathlib.Path(f"rank{os.environ['RANK']}").write_text("first" if result is not None else "other")
 """
 

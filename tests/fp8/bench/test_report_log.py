@@ -105,8 +105,8 @@ def test_killed_in_the_middle(tmp_path):
     code = (
         "from tests.fp8.bench.test_report_log import open_log\n"
         "from tests.fp8.policy.fp8_samples import series\n"
-        f"log = open_log({str(path)!r})\n"
-        "for row in series({tokens: 1.1 for tokens in range(1, 3000)}): log.append(row)\n"
+        f"import itertools\nlog = open_log({str(path)!r})\n"
+        "for tokens in itertools.count(1):\n    for row in series({tokens: 1.1}): log.append(row)\n"
     )
     program = Program(code, folder=tmp_path)
     program.wait_until(lambda: path.exists() and path.stat().st_size >= 4096)

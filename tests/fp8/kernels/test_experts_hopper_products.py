@@ -42,7 +42,7 @@ ROUTINGS = {
 @pytest.fixture
 def hopper(monkeypatch) -> None:
     """A GPU of compute capability 9 with a Triton that has Gluon, as far as the choice can see."""
-    monkeypatch.setattr(fp8_grouped, "_capability", lambda _: 9)
+    monkeypatch.setattr(fp8_grouped, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(fp8_grouped, "_gluon_lacks", lambda: None)
 
 
@@ -79,7 +79,7 @@ def test_what_stands_against_it_is_told(recipe, given, why) -> None:
 def test_other_devices_are_told(monkeypatch) -> None:
     assert pick_impl("rowwise", CPU) == "reference"
     assert gluon_obstacle("rowwise", CPU) == "it runs on compute capability 9 (Hopper), got cpu"
-    monkeypatch.setattr(fp8_grouped, "_capability", lambda _: 10)
+    monkeypatch.setattr(fp8_grouped, "capability_of", lambda _: (10, 0))
     assert gluon_obstacle("rowwise", GPU) == "it runs on compute capability 9 (Hopper), got cuda:0"
     assert pick_impl("rowwise", GPU) == "triton"
     layout = lay_out(torch.tensor([4]), 4, 128)

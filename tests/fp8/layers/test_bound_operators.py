@@ -21,10 +21,8 @@ from bitplan.fp8.layers.products import Fp8Settings
 
 TOKENS, WIDTH, FEATURES = 48, 64, 128
 GENERAL = {
-    "fp8_linear_forward": linear_function.run_forward,
-    "fp8_linear_backward": linear_function.run_backward,
-    "fp8_norm_linear_forward": linear_function.run_norm_forward,
-    "fp8_norm_linear_backward": linear_function.run_norm_backward,
+    "fp8_norm_linear_forward": linear_function.run_forward,
+    "fp8_norm_linear_backward": linear_function.run_backward,
     "fp8_mlp_forward": joined_mlp.run_mlp_forward,
     "fp8_mlp_backward": joined_mlp.run_mlp_backward,
 }
@@ -57,7 +55,7 @@ class Layer:
         """Run every operator, the backward after the forward; all results."""
         x, norm, weight, first, down = self.x, self.norm, self.weight, self.first, self.down
         norm_bias, bias, first_bias, down_bias = self.biases.values()
-        linear = call("fp8_linear_forward", x, weight, bias, self.plain, wgrad, wgrad, True)
+        linear = call("fp8_norm_linear_forward", x, None, None, weight, bias, self.plain, wgrad, wgrad, True)
         normed = call("fp8_norm_linear_forward", x, norm, norm_bias, weight, bias, self.normed, wgrad, wgrad, True)
         made = [*linear, *normed]
         flags = (wgrad, wgrad, wgrad, wgrad, True)
@@ -71,7 +69,8 @@ class Layer:
                 made += call("fp8_mlp_backward", *given, *of_bias)
         if not wgrad:
             return made
-        of_linear = call("fp8_linear_backward", linear[0], *linear[1:], weight, self.plain, True, True, True)
+        kept_of_linear = (*linear[1:3], weight, *(None,) * 5)
+        of_linear = call("fp8_norm_linear_backward", linear[0], *kept_of_linear, self.plain, True, True, True)
         kept_of_norm = (*normed[1:3], weight, x, norm, norm_bias, *normed[3:])
         of_normed = call("fp8_norm_linear_backward", normed[0], *kept_of_norm, self.normed, True, True, True)
         return [*made, *of_linear, *of_normed]

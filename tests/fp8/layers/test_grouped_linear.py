@@ -272,7 +272,7 @@ def test_gluon_products_are_close_to_float64(recipe, fp8, counts) -> None:
 def test_rows_are_padded_for_the_product_that_sums_them(in_features, pad, monkeypatch) -> None:
     from bitplan.fp8.kernels import experts_products as kernels
 
-    monkeypatch.setattr(kernels, "_capability", lambda _: 9)
+    monkeypatch.setattr(kernels, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(kernels, "_gluon_lacks", lambda: None)
     layer = GroupedLinear(2, in_features, 256, recipe=Fp8Recipe("rowwise"), device="meta")
     assert layer._pad(torch.device("cuda", 0)) == pad

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,6 @@ from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.layers.parallel import (
     ColumnParallel,
-    Duplicated,
     ExpertParallel,
     ParallelError,
     RowParallel,
@@ -131,7 +129,7 @@ def divide_by_rows(rank: int) -> None:
         close(bias.grad, dy.sum(0), 1e-6)
 
 
-def divide_a_norm_and_duplicate(rank: int) -> None:
+def divide_a_norm(rank: int) -> None:
     x, dy = numbers()
     layer = whole("blockwise", Fp8NormLinear)
     local = ColumnParallel(share(layer, rank, 0, Fp8NormLinear))
@@ -144,8 +142,6 @@ def divide_a_norm_and_duplicate(rank: int) -> None:
     (_, dx), (_, dx_own) = ran(apart, x, dy), ran(local, x, dy.chunk(PROCESSES, 1)[rank])
     close(dx_own, dx, 1e-5)
     close(local.local[0].weight.grad, apart[0].weight.grad, 1e-5)
-    same = whole("tensorwise")
-    assert torch.equal(ran(Duplicated(same), x, dy)[0], ran(whole("tensorwise"), x, dy)[0])
 
 
 class Mlp(nn.Module):
@@ -214,7 +210,7 @@ def divide_the_experts_themselves(rank: int) -> None:
 def everything(rank: int) -> None:
     divide_by_columns(rank)
     divide_by_rows(rank)
-    divide_a_norm_and_duplicate(rank)
+    divide_a_norm(rank)
     spread_experts(rank)
     divide_the_experts_themselves(rank)
 
@@ -238,10 +234,8 @@ def disagree_and_die(rank: int) -> None:
     layer(torch.ones(4, 16))
     if rank == 1:
         os._exit(0)  # as a process that is killed: nothing is closed in good order
-    started = time.monotonic()
     with pytest.raises(ParallelError, match=r"process 0 of 2 failed at .*another process of the group has ended"):
         call_often(layer)
-    assert time.monotonic() - started < 120
     os._exit(0)
 
 

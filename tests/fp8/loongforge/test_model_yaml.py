@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bitplan.fp8.bench.bench_options import AUTO_SWEEP, BenchOptions, BenchOptionsError, parse_sweep
-from bitplan.fp8.loongforge.model_yaml import Fp8Options, read_yaml_model
+from bitplan.fp8.loongforge.model_yaml import Fp8Keys, read_yaml_model
 from bitplan.fp8.policy.layers import Parallel, local_layers
 from bitplan.fp8.policy.model_parts import model_parts
 from bitplan.fp8.policy.vocabulary import ModelConfigError
@@ -117,7 +117,7 @@ def test_yaml_and_config_json_give_the_same_layers():
 def test_a_standalone_model():
     result = read_yaml_model(SELECTIVE, open_base=FILES.__getitem__)
     path = "configs/models/deepseek3/fp8_policy_deepseek_v3.json"
-    assert result.options == {"llm": Fp8Options("e4m3", "blockwise", True, True, path)}
+    assert result.options == {"llm": Fp8Keys("e4m3", "blockwise", True, True, path)}
     assert result.parts == read_yaml_model(DEEPSEEK).parts
 
 
@@ -130,7 +130,7 @@ def test_a_vision_language_model():
 
 def test_an_image_encoder_alone():
     assert [part.part for part in read_yaml_model(VIT).parts] == ["vit"]
-    assert read_yaml_model(VIT).options == {"vit": Fp8Options()}
+    assert read_yaml_model(VIT).options == {"vit": Fp8Keys()}
 
 
 def test_what_stands_above_the_file():

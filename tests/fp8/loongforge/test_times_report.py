@@ -29,7 +29,8 @@ def write(path, *cases):
 
 
 def rules(path, threshold=1.0):
-    policy, findings = thresholds_of(load_list_report(path), threshold)
+    merged = thresholds_of(load_list_report(path), threshold)
+    policy, findings = merged.policy, list(merged.findings)
     return {rule.where: (rule.min_tokens, rule.measured_speedup) for rule in policy.rules}, findings
 
 

@@ -25,7 +25,8 @@ def random_policy(seed):
             for gemm in ("module", "fprop", "dgrad", "wgrad"):
                 points = _points(draw, threshold)
                 if points and draw.random() < 0.8:
-                    rules.append(LayerRule("llm", "row", shape, recipe, gemm, points, name, 1))
+                    layer = {"part": "llm", "kind": "row", "name": name, "shape": shape, "tp": 1}
+                    rules.append(LayerRule(**layer, recipe=recipe, gemm=gemm, points=points))
     return Policy(rules, H200, threshold, 0.95)
 
 

@@ -158,7 +158,7 @@ def test_without_a_shape_all_that_were_measured_must_agree():
         return merge_reports([report([*rows, *series(**more, **dense)] if more else rows)]).policy
 
     asked = replace(FC2, shape=None)
-    both = choose_products(policy({4096: 1.3, 8192: 1.4}, {4096: 1.2}), asked, estimate=False)
+    both = choose_products(policy({4096: 1.3, 8192: 1.4}, {4096: 1.2}), replace(asked, estimate=False))
     assert (both.products, both.speedup, both.holds_from, both.holds_to) == (PRODUCTS, pytest.approx(1.2), 4096, 4096)
     assert "2 were measured; all are for FP8" in both.reason
     one = choose_products(policy({4096: 1.3}, {4096: 0.9}), asked)
@@ -184,7 +184,7 @@ def test_version_1_and_experts():
     choice = choose_products(policy, asked)
     assert (choice.tokens, choice.holds_from) == (424, 424)
     grouped = merge_reports([report(series({424: 1.2, 848: 1.3}, **experts("row_grouped")))]).policy
-    choice = choose_products(grouped, replace(asked, num_tokens=100), estimate=False)
+    choice = choose_products(grouped, replace(asked, num_tokens=100, estimate=False))
     assert (choice.tokens, choice.holds_from, choice.holds_to) == (800, 424, 848)
 
 
@@ -195,7 +195,7 @@ def test_what_is_missing_means_bf16():
         assert (choice.products, choice.answer) == ((), "unmeasured")
     other = choose_products(policy, replace(FC2, name="fc9"))  # the same shape under another name
     assert other.reason.startswith("estimated 1.400x: never measured itself")
-    assert not choose_products(policy, replace(FC2, name="fc9"), estimate=False)
+    assert not choose_products(policy, replace(FC2, name="fc9", estimate=False))
 
 
 # ---- how far a choice holds ------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_bounds_of_a_band():
     policy = merge_reports([report(series({512: 0.8, 2048: 1.2, 4096: 1.3, 8192: 0.9, 16384: 1.4}))]).policy
 
     def bounds(tokens, **more):
-        result = choose_products(policy, replace(FC2, num_tokens=tokens, **more), estimate=False)
+        result = choose_products(policy, replace(FC2, num_tokens=tokens, **more, estimate=False))
         return result.products == PRODUCTS and (result.holds_from, result.holds_to)
 
     assert bounds(3000) == (2048, 4096)
@@ -238,9 +238,9 @@ def test_bounds_of_some_products():
     rows = series({512: 0.7, 1024: 0.8, 2048: 0.9, 4096: 1.3, 8192: 1.4}, noise=STILL)
     rows += series({512: 1.2, 1024: 1.15, 2048: 1.12, 4096: 1.05, 8192: 1.1}, gemm="wgrad", noise=STILL)
     policy = merge_reports([report(rows)]).policy
-    result = choose_products(policy, replace(FC2, num_tokens=1024), estimate=False)
+    result = choose_products(policy, replace(FC2, num_tokens=1024, estimate=False))
     assert (result.products, result.holds_from, result.holds_to) == (("wgrad",), 512, 2048)
-    result = choose_products(policy, replace(FC2, num_tokens=4096), estimate=False)
+    result = choose_products(policy, replace(FC2, num_tokens=4096, estimate=False))
     assert (result.products, result.holds_from, result.holds_to) == (PRODUCTS, 4096, 8192)
 
 
@@ -250,8 +250,8 @@ def test_bounds_of_some_products():
 @given(POLICIES, TOKENS, st.booleans(), st.booleans(), st.sampled_from([None, "tensorwise"]))
 @example(random_policy(22), 22, True, True, None)  # another choice at 19 and 20 alone
 def test_inside_the_bounds_the_choice_is_the_same_and_beyond_it_is_another(policy, tokens, estimate, apart, recipe):
-    asked = Question("row", tokens, name="fc2", shape=(128, 256), recipe=recipe)
-    choice = choose_products(policy, asked, estimate=estimate, apart=apart)
+    asked = Question("row", tokens, name="fc2", shape=(128, 256), recipe=recipe, estimate=estimate)
+    choice = choose_products(policy, asked, apart=apart)
     if not choice:
         assert (choice.holds_from, choice.holds_to, choice.speedup) == (None, None, None)
         return
@@ -259,7 +259,7 @@ def test_inside_the_bounds_the_choice_is_the_same_and_beyond_it_is_another(polic
 
     def products(count):
         again = replace(asked, num_tokens=count, recipe=choice.recipe)
-        return choose_products(policy, again, estimate=estimate, apart=apart).products
+        return choose_products(policy, again, apart=apart).products
 
     inside = {choice.holds_from, (choice.holds_from + tokens) // 2, choice.holds_to or 10**6}
     assert {products(count) for count in inside} == {choice.products}

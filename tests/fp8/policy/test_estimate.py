@@ -156,7 +156,7 @@ def test_experts_by_their_count():
 
 
 def test_a_choice_by_estimate_says_so_and_only_where_it_is_wanted():
-    assert not choose_products(ONE, ASKED, estimate=False)
+    assert not choose_products(ONE, replace(ASKED, estimate=False))
     choice = choose_products(ONE, ASKED)
     assert choice.products == PRODUCTS
     assert choice.answer == "unmeasured"

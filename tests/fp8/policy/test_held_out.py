@@ -39,8 +39,8 @@ def share_of_the_better(gpu, policy, model, tokens, timing, **how):
     """The time of the better of a BF16 and a full FP8 block over that of the block by the policy."""
     plain = full = ours = 0.0
     for kind, name, shape in model.layers:
-        question = Question(kind, tokens, name=name, shape=shape, recipe="tensorwise")
-        chosen = choose_products(policy, question, **how).products
+        question = Question(kind, tokens, name=name, shape=shape, recipe="tensorwise", **how)
+        chosen = choose_products(policy, question).products
         plain, full, ours = (
             total + gpu.layer_us(kind, shape, tokens, products, timing)
             for total, products in ((plain, ()), (full, PRODUCTS), (ours, chosen))

@@ -197,7 +197,6 @@ def test_what_depends_on_numbers_is_unknown_and_the_rest_is_seen() -> None:
     assert view.unknown == {"1": "bool of numbers that weights decide"}
     assert view.role("1.never.weight") == "unknown"
     assert view.role("2.weight") == "head"
-    assert view.why_unknown("1.never") == "bool of numbers that weights decide"
     assert view.plain_mlps() == ()
 
 

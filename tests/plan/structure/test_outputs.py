@@ -30,6 +30,7 @@ from bitplan import apply_plan, describe
 from bitplan.base.errors import BitplanError
 from bitplan.fp8.apply import apply_fp8
 from bitplan.packed import fuse_projections
+from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
@@ -144,7 +145,7 @@ def difference(ours: Any, theirs: Any) -> float:
 
 def trained_streamed(model: nn.Module, pattern: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """One step of training, streamed, beside the plain model: of the weights of blocks, then of their vectors alone."""
-    options: Any = {"slots": 3, "device": SimulatedDevice(), "timeout_s": 60.0}
+    options: Any = {"slots": 3, "device": SimulatedDevice(), "options": StreamOptions(timeout_s=240.0)}
 
     def backward(twin: nn.Module) -> dict[str, Tensor]:
         output = twin(*args, **kwargs)
@@ -235,7 +236,7 @@ def test_outputs_stay_what_they_were(name: str) -> None:
     pattern = f"{view.blocks()[-1].path}.*".lstrip(".")
     for formats, bound in ((None, 0.0), ("int8_row", STREAMED)):
         streamed = copy.deepcopy(model)
-        options: Any = {"slots": 3, "train": "nothing", "formats": formats, "timeout_s": 60.0}
+        options: Any = {"slots": 3, "train": "nothing", "formats": formats, "options": StreamOptions(timeout_s=240.0)}
         with stream_blocks(streamed, pattern, device=SimulatedDevice(), **options), torch.no_grad():
             assert difference(streamed(*args, **kwargs), expected) <= bound
     trained_streamed(model, pattern, args, kwargs)

@@ -94,7 +94,7 @@ def test_a_file(tmp_path):
 
 
 def test_the_document_round_trips():
-    changed = config(force_fp8_blocks=("a",), scoring="impact", bf16_threshold=1, low_precisions=("fp8", "int8"))
+    changed = config(force_int8_blocks=("a",), scoring="impact", bf16_threshold=1)
     assert from_json(json.loads(json.dumps(changed.to_document()))) == changed
     assert type(changed.bf16_threshold) is float
 
@@ -136,13 +136,7 @@ WRONG = [
         {"force_bf16_blocks": ["a", "b"], "force_int8_blocks": ["b"]},
         "'b' is in force_bf16_blocks and in force_int8_blocks",
     ),
-    ({"force_fp8_blocks": ["b"], "force_int8_blocks": ["b"]}, "'b' is in force_int8_blocks and in force_fp8_blocks"),
     ({"scoring": "ours"}, "scoring must be one of 'gradient', 'impact'"),
-    (
-        {"low_precisions": []},
-        "low_precisions must be a list with at least one of 'int8', 'fp8', 'int4', each once, got []",
-    ),
-    ({"low_precisions": ["int2"]}, "low_precisions must be"),
     ({"int8_format": "int8_rwo"}, "int8_format: no format 'int8_rwo'"),
     ({"damage_budget": 0}, "damage_budget must be a number above 0"),
 ]
@@ -188,7 +182,6 @@ def test_a_config_built_in_python_is_checked_too():
             "force_int8_blocks names 'block.3'.* did you mean 'blocks.3'",
         ),
         ({"force_bf16_blocks": ["zzz"]}, "force_bf16_blocks names 'zzz'.*the model has 'blocks.0'"),
-        ({"force_fp8_blocks": ["blocks.12"]}, "force_fp8_blocks names 'blocks.12'"),
     ],
 )
 def test_unknown_blocks_in_force_lists(change, message):
@@ -219,7 +212,7 @@ def test_a_forced_block_forces_its_layers_and_the_longer_name_wins(name, expecte
 
 def test_formats_of_precisions():
     result = config(int8_format="int8_g128")
-    assert [result.format_of(name) for name in ("bf16", "int8", "fp8")] == ["bfloat16", "int8_g128", "fp8_e4m3_row"]
+    assert [result.format_of(name) for name in ("bf16", "int8")] == ["bfloat16", "int8_g128"]
 
 
 def test_the_old_name_of_gradient_scoring_is_read_with_a_warning():
@@ -229,8 +222,11 @@ def test_the_old_name_of_gradient_scoring_is_read_with_a_warning():
         assert from_json({"scoring": "seed"}).to_document()["scoring"] == "gradient"
 
 
-def test_int4_beside_others_needs_a_byte_budget():
-    with pytest.raises(SelectiveError, match=r"low_precisions names int4 beside int8, a ladder: say with byte_share"):
-        config(low_precisions=("int8", "int4"))
-    assert config(low_precisions=("int8", "int4"), byte_share=0.5).has_byte_budget
-    assert not config(low_precisions=("int4",)).has_byte_budget
+def test_precisions_that_lost_are_read_where_they_were_not_used_and_refused_where_they_were():
+    unused = {"low_precisions": ["int8"], "fp8_format": "fp8_e4m3_row", "byte_share": 1.0, "force_int4_blocks": []}
+    assert from_json({**unused, "bf16_threshold": 0.7}) == config(bf16_threshold=0.7)
+    for change in ({"low_precisions": ["int8", "fp8"]}, {"byte_share": 0.4}, {"force_fp8_blocks": ["b.1"]}):
+        with pytest.raises(
+            SelectiveError, match=f"{next(iter(change))} is .*: FP8 and four bits .* lost, .*int8_format"
+        ):
+            from_json(change)

@@ -21,10 +21,9 @@ from bitplan.streaming.selective.decide import (
     decide_with_hysteresis,
     describe_changes,
     is_update_due,
-    pick_low,
 )
 from bitplan.streaming.selective.score import BlockGradStats, StepStats
-from bitplan.streaming.selective.state import PolicyState, UnitState, observe
+from bitplan.streaming.selective.state import PolicyState, observe
 
 CONFIG = SelectivePrecisionConfig()
 EAGER = SelectivePrecisionConfig(
@@ -51,8 +50,6 @@ ROWS = [
     (below(0.6), "int8", None, "int8"),
     (0.3, "int8", None, "int8"),
     (0.2, "int8", None, "int8"),
-    (0.6, "fp8", None, "bf16"),
-    (below(0.6), "fp8", None, "fp8"),
     # "Blocks cannot change precision within min_steps_between_switches (default: 20) steps of their last change"
     (0.0, "bf16", 0, "bf16"),
     (0.0, "bf16", 19, "bf16"),
@@ -198,49 +195,10 @@ def test_calibration_errors_enter_the_score():
     assert result[0]["a"].sensitivity == pytest.approx(0.65)
 
 
-# ---- fp8 -------------------------------------------------------------------------------------------------------------
-
-BOTH = replace(EAGER, low_precisions=("int8", "fp8"))
-# allowed, hardware has fp8, errors, expected
-LOW = [
-    (("int8",), True, {"int8": 0.05, "fp8": 0.001}, "int8"),
-    (("int8", "fp8"), False, {"int8": 0.05, "fp8": 0.001}, "int8"),
-    (("int8", "fp8"), True, {"int8": 0.0087, "fp8": 0.022}, "int8"),  # Gaussian weights per row
-    (("int8", "fp8"), True, {"int8": 0.078, "fp8": 0.027}, "fp8"),  # outlier columns
-    (("int8", "fp8"), True, {"int8": 0.02, "fp8": 0.02}, "int8"),
-    (("fp8", "int8"), True, {"int8": 0.02, "fp8": 0.02}, "fp8"),
-    (("int8", "fp8"), True, {"fp8": 0.02}, "int8"),
-    (("fp8",), False, {}, None),
-]
-
-
-@pytest.mark.parametrize(("allowed", "has_fp8", "errors", "expected"), LOW)
-def test_int8_or_fp8(allowed, has_fp8, errors, expected):
-    config = replace(EAGER, low_precisions=allowed)
-    assert pick_low(UnitState(), errors, config, has_fp8=has_fp8)[0] == expected
-
-
-def test_a_low_unit_keeps_its_format():
-    unit = UnitState(precision="fp8")
-    assert pick_low(unit, {"int8": 0.0, "fp8": 1.0}, BOTH, has_fp8=True) == ("fp8", "")
-
-
-def test_fp8_in_a_run_and_what_a_resumed_run_does_without_it():
-    evidence = Evidence(quant_errors={"a": {"int8": 0.02, "fp8": 0.01}}, has_fp8=True)
-    state, result = run(BOTH, [{"a": 0.0}], evidence)
-    assert result[0]["a"].precision == "fp8"
-    assert "fp8 has the smaller error (int8 0.02, fp8 0.01)" in result[0]["a"].reason
-    state = observe(state, step_of(2, {"a": 0.5}), BOTH)
-    _, hints = compute_hints(state, 2, BOTH, replace(evidence, has_fp8=False))
-    assert hints["a"].precision == "int8"
-    _, hints = compute_hints(state, 2, replace(BOTH, low_precisions=("fp8",)), replace(evidence, has_fp8=False))
-    assert hints["a"].precision == "bf16"
-
-
 # ---- bandwidth -------------------------------------------------------------------------------------------------------
 
 NAMES = [f"b.{index}" for index in range(4)]
-BYTES = {name: {"bf16": 1000, "int8": 520, "fp8": 520} for name in NAMES}
+BYTES = {name: {"bf16": 1000, "int8": 520} for name in NAMES}
 
 
 def with_transfer(compute_ms):
@@ -299,7 +257,7 @@ def impact_run(config, steps, evidence=None):
     """steps: {unit: impact}; None is not measured."""
     state, result = PolicyState.start(NAMES), []
     for number, damages in enumerate(steps, 1):
-        impacts = {name: {"int8": value, "fp8": value / 2} for name, value in damages.items() if value is not None}
+        impacts = {name: {"int8": value} for name, value in damages.items() if value is not None}
         state = observe(state, StepStats(number, {}, {}, impacts), config)
         state, hints = compute_hints(state, number, config, evidence or Evidence(unit_bytes=BYTES))
         result.append("".join("b" if hint.precision == "bf16" else hint.precision[0] for hint in hints.values()))
@@ -337,10 +295,7 @@ def test_a_low_unit_without_a_fresh_figure_keeps_its_last():
     assert state.units["b.0"].score == 0.6
 
 
-def test_fp8_by_its_smaller_damage_and_forced_units_use_the_budget():
-    config = replace(IMPACT, low_precisions=("int8", "fp8"))
-    _, result = impact_run(config, [dict.fromkeys(NAMES, 0.5)], Evidence(unit_bytes=BYTES, has_fp8=True))
-    assert result == ["fffb"]  # 0.25 each
+def test_forced_units_use_the_budget():
     config = replace(IMPACT, force_int8_blocks=("b.3",), force_bf16_blocks=("b.0",))
     _, result = impact_run(config, [dict.fromkeys(NAMES, 0.4)])
     assert result == ["bibi"]
@@ -374,7 +329,6 @@ configs = st.builds(
     min_steps_between_switches=st.integers(0, 6),
     force_bf16_blocks=st.sampled_from([(), ("b.0",)]),
     force_int8_blocks=st.sampled_from([(), ("b.1",)]),
-    force_fp8_blocks=st.sampled_from([(), ("b.2",)]),
     bandwidth_aware=st.booleans(),
     scoring=st.sampled_from(["gradient", "impact"]),
     damage_budget=st.sampled_from([0.5, 2.0]),
@@ -417,7 +371,7 @@ def test_inside_the_budgets_margin_nothing_moves(rows):
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.floats(0.2, below(0.6)), min_size=1, max_size=50), st.sampled_from(["bf16", "int8", "fp8"]))
+@given(st.lists(st.floats(0.2, below(0.6)), min_size=1, max_size=50), st.sampled_from(["bf16", "int8"]))
 def test_inside_the_margin_nothing_ever_moves(scores, start):
     """Between 0.2 and 0.6 a block keeps what it has, however the score wanders."""
     current = start

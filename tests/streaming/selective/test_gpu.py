@@ -44,7 +44,7 @@ def run_step(policy, model, step):
 def test_no_host_synchronisation_in_a_step(scoring, train):
     model = adapted() if train == "adapters" else make_stack(adapters=False, dtype=torch.bfloat16)
     options = {"train": train, **({"optimizer": AdamWSettings(lr=1e-5)} if train == "weights" else {})}
-    config = config_of(scoring=scoring, granularity="layer", damage_budget=10.0, low_precisions=("int8", "fp8"))
+    config = config_of(scoring=scoring, granularity="layer", damage_budget=10.0)
     with streaming(model, "cuda", **options) as stream, SelectivePrecisionPolicy(stream, config) as policy:
         for step in range(10):  # compiles kernels, and everything is low at the end
             run_step(policy, model, step)

@@ -56,7 +56,7 @@ def test_fields_and_their_order(tmp_path):
     with PrecisionTelemetry(path, clock=lambda: 1234567.89) as telemetry:
         telemetry.record(50, example_hints())
     line = json.loads(path.read_text())
-    assert list(line) == [*EXAMPLE_LINE, "blocks_fp8", "bytes_sent", "bytes_not_sent", "blocks_int4"]
+    assert list(line) == [*EXAMPLE_LINE, "bytes_sent", "bytes_not_sent"]
     assert line["timestamp"] == 1234567.89
     assert line["block_details"]["b.0"] == {
         "precision": "int8",
@@ -78,11 +78,11 @@ def test_the_estimate_counts_blocks(low, blocks, expected):
 
 def test_bytes_that_are_really_saved_stand_beside_it():
     """A large block at bf16 and a small one at int8: half the blocks, a fraction of the bytes."""
-    sizes = {"big": {"bf16": 900, "int8": 460, "fp8": 455}, "small": {"bf16": 100, "int8": 60, "fp8": 55}}
+    sizes = {"big": {"bf16": 900, "int8": 460}, "small": {"bf16": 100, "int8": 60}}
     line = step_metrics(1, {"big": hint("big", "bf16"), "small": hint("small", "int8")}, 0.0, unit_bytes=sizes)
     assert (line.estimated_bandwidth_saving_pct, line.bytes_sent, line.bytes_not_sent) == (25.0, 960, 40)
-    line = step_metrics(1, {"big": hint("big", "fp8"), "small": hint("small", "int8")}, 0.0, unit_bytes=sizes)
-    assert (line.blocks_bf16, line.blocks_int8, line.blocks_fp8, line.bytes_not_sent) == (0, 1, 1, 485)
+    line = step_metrics(1, {"big": hint("big", "int8"), "small": hint("small", "int8")}, 0.0, unit_bytes=sizes)
+    assert (line.blocks_bf16, line.blocks_int8, line.bytes_not_sent) == (0, 2, 480)
 
 
 def test_no_score_is_null_and_exclusions_are_said():

@@ -52,7 +52,7 @@ def test_the_experiment_runs_in_small(program, monkeypatch, tmp_path, capsys):
     shares = {row["arm"]: row["share_by_format"] for row in document["rows"] if row["task"] == "full"}
     assert shares["fp8_row"]["fp8_e4m3_row"] == 1.0
     assert shares["static"] == pytest.approx({"bfloat16": 1 / 3, "int8_row": 2 / 3})
-    assert shares["dynamic_impact"].keys() & {"int8_row", "fp8_e4m3_row"}
+    assert "int8_row" in shares["dynamic_impact"]
     assert capsys.readouterr().out.count("dynamic_impact") == 4
     assert program["harness"].save("selective_precision", document, options.into).exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.run_calibration import run_calibration
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.streaming.training.adamw_settings import AdamWSettings
-from tests.streaming.stream_samples import COUNT, batch, make_stack, streaming
+from tests.streaming.stream_samples import batch, streaming
+from tests.streaming.stream_samples import make_stack as make_any_stack
 
 FORMATS = ["int8_row", "fp8_e4m3_row"]
 BATCHES = [batch(seed) for seed in range(3)]
+COUNT = 4
+make_stack = partial(make_any_stack, count=COUNT)
 
 
 def rounded(weight, fmt):
@@ -164,8 +168,8 @@ def test_a_stale_cache_is_refused_by_name(tmp_path):
         run_calibration(make_stack(adapters=True), BATCHES[:2], **options)
     with pytest.raises(CalibrationError, match=r"the quantizer settings of .*int8_g128.* differ"):
         run_calibration(make_stack(adapters=True), BATCHES, **options | {"formats": ["int8_g128"]})
-    with pytest.raises(CalibrationError, match=r"the block layout of 'layers\.5' differ"):
-        run_calibration(make_stack(adapters=True, count=5), BATCHES, **options)
+    with pytest.raises(CalibrationError, match=r"the block layout of 'layers\.3' differ"):
+        run_calibration(make_stack(adapters=True, count=3), BATCHES, **options)
     document = json.loads(before)
     document["fingerprint"]["versions"]["torch"] = "1.0"
     cache.write_text(json.dumps(document))
@@ -281,7 +285,7 @@ def test_the_policy_uses_it():
     model = make_stack(adapters=True)
     with streaming(model) as stream:
         result = run_calibration(stream, BATCHES, progress=quiet)
-        config = SelectivePrecisionConfig(telemetry_enabled=False, low_precisions=("int8", "fp8"))
+        config = SelectivePrecisionConfig(telemetry_enabled=False)
         with SelectivePrecisionPolicy(stream, config, calibration=result) as policy:
             assert policy.quant_errors["layers.0"]["int8"] == result.blocks["layers.0"]["int8_row"]
         layered = SelectivePrecisionConfig(telemetry_enabled=False, granularity="layer")

@@ -32,14 +32,12 @@ CONFIG = SelectivePrecisionConfig(
     history_window=3,
     min_steps_between_switches=3,
     loss_feedback=True,
-    low_precisions=("int8", "fp8"),
     backoff_steps=4,
 )
 EVIDENCE = Evidence(
-    quant_errors={name: {"int8": 0.01, "fp8": 0.02} for name in NAMES},
-    unit_bytes={name: {"bf16": 1000, "int8": 520, "fp8": 510} for name in NAMES},
+    quant_errors={name: {"int8": 0.01} for name in NAMES},
+    unit_bytes={name: {"bf16": 1000, "int8": 520} for name in NAMES},
     transfer=TransferFacts(5.0, 1000.0, 1),
-    has_fp8=True,
 )
 
 
@@ -48,7 +46,7 @@ def advance(state, number, numbers, config):
     raw = {}
     for name, value in zip(NAMES, numbers, strict=False):
         raw[name] = None if value is None else RawGradStats(value, value, value * value)
-    impacts = {name: {"int8": value, "fp8": -value / 3} for name, value in zip(NAMES, numbers, strict=False) if value}
+    impacts = {name: {"int8": value} for name, value in zip(NAMES, numbers, strict=False) if value}
     step = compare_blocks(number, raw, impacts)
     state = observe(state, step, config)
     state, hints = compute_hints(state, number, config, EVIDENCE)
@@ -164,7 +162,7 @@ WRONG = [
     (lambda d: d["state"].update(last_step=-1), "state: last_step must be an integer from 0"),
     (lambda d: d["state"].pop("history"), "state: history is missing"),
     (lambda d: d["state"]["units"].pop("b.4"), "state.units must be the blocks of the layout"),
-    (lambda d: d["state"]["units"]["b.4"].update(precision="int2"), "precision must be one of 'bf16', 'int8', 'fp8'"),
+    (lambda d: d["state"]["units"]["b.4"].update(precision="int2"), "precision must be one of 'bf16', 'int8'"),
     (lambda d: d["state"]["units"]["b.4"].update(excluded={"odd": 1}), "excluded: unknown key 'odd'"),
     (lambda d: d["state"]["units"]["b.4"].pop("rollbacks"), "state.units['b.4']: rollbacks is missing"),
     (
@@ -190,7 +188,7 @@ WRONG = [
         lambda d: d["state"].update(
             trial={"step": 1, "loss_before": 1.0, "switched": {"b.1": "bf16"}, "suspects": [], "probing": []}
         ),
-        "state.trial.switched: b.1 must be one of 'int8', 'fp8'",
+        "state.trial.switched: b.1 must be one of 'int8'",
     ),
 ]
 

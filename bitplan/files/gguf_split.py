@@ -20,19 +20,18 @@ from bitplan.base.records import check_output
 from bitplan.files.gguf import GGUFValue, write_gguf
 from bitplan.files.gguf_tensors import GGUFTensorWriter, gguf_type
 from bitplan.files.tensor_bytes import PayloadWriter
-from bitplan.files.tensor_file import Promise
+from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bitplan.formats import Encoded
 
-
 RUN = "bitplan-"
 
 
 class PartWriter:
-    """Takes every promised tensor, in any order, and puts it into its part."""
+    """Takes every tensor, in any order, and puts it into its part."""
 
     def __init__(self, paths: list[Path], writers: Mapping[str, GGUFTensorWriter]) -> None:
         self.paths, self._writers = paths, writers
@@ -42,7 +41,7 @@ class PartWriter:
 
 
 def check_gguf_output(
-    output: Path, part_bytes: int | None, *, inputs: Iterable[Path], force: bool, promises: Sequence[Promise] = ()
+    output: Path, part_bytes: int | None, *, inputs: Iterable[Path], force: bool, tensors: Sequence[TensorSpec] = ()
 ) -> None:
     """Refuse an output that is not .gguf, is one of the inputs, or exists without `force`, and parts below 1 MiB."""
     if output.is_dir():
@@ -52,7 +51,7 @@ def check_gguf_output(
     if part_bytes is not None and part_bytes < 2**20:
         raise StoreError(f"{output}: parts of {part_bytes} bytes; at least {2**20} (1 MiB) make sense")
     inputs = list(inputs)
-    for path in _paths(output, len(_grouped(promises, part_bytes)), part_bytes):
+    for path in _paths(output, len(_grouped(tensors, part_bytes)), part_bytes):
         check_output(path, inputs=inputs, force=force)
 
 
@@ -62,43 +61,43 @@ def _paths(output: Path, count: int, part_bytes: int | None) -> list[Path]:
     return [output.with_name(f"{output.stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
 
 
-def _grouped(promises: Sequence[Promise], part_bytes: int | None) -> list[list[Promise]]:
+def _grouped(tensors: Sequence[TensorSpec], part_bytes: int | None) -> list[list[TensorSpec]]:
     """Consecutive tensors, at most `part_bytes` in a part; a larger tensor has a part of its own."""
     if part_bytes is None:
-        return [list(promises)]
-    groups: list[list[Promise]] = [[]]
+        return [list(tensors)]
+    groups: list[list[TensorSpec]] = [[]]
     size = 0
-    for promise in promises:
-        if groups[-1] and size + promise.nbytes > part_bytes:
+    for spec in tensors:
+        if groups[-1] and size + spec.nbytes > part_bytes:
             groups.append([])
             size = 0
-        groups[-1].append(promise)
-        size += promise.nbytes
+        groups[-1].append(spec)
+        size += spec.nbytes
     return groups
 
 
 @contextmanager
 def write_parts(
-    output: Path, promises: Sequence[Promise], metadata: Mapping[str, GGUFValue], part_bytes: int | None
+    output: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, GGUFValue], part_bytes: int | None
 ) -> Iterator[PartWriter]:
     """One file, or parts of at most `part_bytes` bytes of tensors; the first part has the metadata."""
-    groups = _grouped(promises, part_bytes)
+    groups = _grouped(tensors, part_bytes)
     paths = _paths(output, len(groups), part_bytes)
     writers: dict[str, GGUFTensorWriter] = {}
     files: list[PayloadWriter] = []
     run = f"{RUN}{secrets.token_hex(16)}"  # until the numbers are known
     with ExitStack() as opened:
-        for place, (path, group) in enumerate(zip(paths, groups, strict=True)):
-            own = dict(metadata) if place == 0 else {}
+        for number, (path, group) in enumerate(zip(paths, groups, strict=True)):
+            part_metadata = dict(metadata) if number == 0 else {}
             if part_bytes is not None:
-                own |= {
-                    "split.no": GGUFValue(GGUFValueType.UINT16, place),
+                part_metadata |= {
+                    "split.no": GGUFValue(GGUFValueType.UINT16, number),
                     "split.count": GGUFValue(GGUFValueType.UINT16, len(groups)),
-                    "split.tensors.count": GGUFValue(GGUFValueType.INT32, len(promises)),
+                    "split.tensors.count": GGUFValue(GGUFValueType.INT32, len(tensors)),
                     "split.run": GGUFValue(GGUFValueType.STRING, run),
                 }
             entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in group]
-            payloads = opened.enter_context(write_gguf(path, entries, own, checksums=True))
+            payloads = opened.enter_context(write_gguf(path, entries, part_metadata, checksums=True))
             files.append(payloads)
             writers |= {item.name: GGUFTensorWriter(payloads) for item in group}
         yield PartWriter(paths, writers)

@@ -11,10 +11,10 @@ import torch
 
 from bitplan.base.errors import FileFormatError
 from bitplan.cli import run
-from bitplan.files.gguf_split_write import write_parts
+from bitplan.files.gguf_split import write_parts
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
-from bitplan.files.tensor_file import Promise
+from bitplan.files.tensor_file import TensorSpec
 
 NAMES = ["a.weight", "b.weight", "c.weight", "d.weight", "e.weight"]
 PARTS = [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
@@ -54,7 +54,7 @@ def test_a_split_model_is_quantized_into_one_file(split):
 def test_parts_of_two_runs_are_not_one_model_and_the_same_run_gives_the_same_bytes(tmp_path):
     def write(folder, number):
         folder.mkdir()
-        promises = [Promise(name, (512, 1024), dtype=torch.float32) for name in "ab"]
+        promises = [TensorSpec.of(name, (512, 1024), dtype=torch.float32) for name in "ab"]
         with write_parts(folder / "m.gguf", promises, {}, 2**20) as writer:
             for name in "ab":
                 writer.write(name, torch.full((512, 1024), float(number)))
