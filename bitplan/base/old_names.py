@@ -7,7 +7,7 @@ import importlib
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -135,16 +135,3 @@ def keywords_in(kind: type) -> Callable[[Callable[Given, Result]], Callable[Give
 
 def _name_of_old_part(package: str, name: str) -> Any:
     return old_name(package, name)
-
-
-def with_old_keywords(function: str, options: Any, old: Mapping[str, Any]) -> Any:
-    """A function's options with fields that were keywords of its own; each warns, and an unknown one is refused."""
-    for name in old:
-        if name not in {field.name for field in fields(options)}:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    if old:
-        kind = type(options).__name__
-        now = ", ".join(f"{name}={value!r}" for name, value in old.items())
-        message = f"{function}({now}) is {function}(options={kind}({now})) now; the next version refuses the first"
-        warnings.warn(message, FutureWarning, stacklevel=3)
-    return replace(options, **old)

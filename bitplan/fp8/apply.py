@@ -34,13 +34,12 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from bitplan.base.errors import did_you_mean
-from bitplan.base.old_names import with_old_keywords
+from bitplan.base.old_names import keywords_in
 from bitplan.fp8.bench.confirm import Example, confirm_blocks
 from bitplan.fp8.build import has_fp8, put_decided
 from bitplan.fp8.decide import Fp8Options, LayerDecision, PartPlan, decide_layers
@@ -56,6 +55,7 @@ log = logging.getLogger("bitplan")
 Tokens = int | Mapping[str, int]
 
 
+@keywords_in(Fp8Options)
 def apply_fp8(
     model: nn.Module,
     policy: Policy | str | Path | None,
@@ -69,13 +69,12 @@ def apply_fp8(
     example: Example | None = None,
     emulate: bool = False,
     options: Fp8Options | None = None,
-    **old: Any,
 ) -> AppliedFp8:
     """Replace the layers of a model that the policy puts in FP8; return what was decided and why.
 
     On an error the model stays as it was. Fields of `options` are still taken as keywords, with a warning.
     """
-    options = with_old_keywords("apply_fp8", options or Fp8Options(), old)
+    options = options or Fp8Options()
     if not isinstance(policy, Policy | str | Path | None):
         raise Fp8Error(f"policy must be a Policy, the path of its file, or None, got a {type(policy).__name__}")
     rules = load_policy(policy) if isinstance(policy, str | Path) else policy
@@ -90,6 +89,7 @@ def apply_fp8(
     return _apply(model, plans, confirm, example, emulate, include, exclude)
 
 
+@keywords_in(Fp8Options)
 def apply_fp8_config(
     model: nn.Module,
     path: str | Path,
@@ -99,13 +99,12 @@ def apply_fp8_config(
     example: Example | None = None,
     emulate: bool = False,
     options: Fp8Options | None = None,
-    **old: Any,
 ) -> AppliedFp8:
     """`apply_fp8` by the FP8 keys of a model's YAML, which win over `options`.
 
     Tokens are the part's fp8_dynamic_num_tokens, else `tokens`, else for the LLM its seq_length x micro_batch_size.
     """
-    options = with_old_keywords("apply_fp8_config", options or Fp8Options(), old)
+    options = options or Fp8Options()
     described = open_yaml_model(path)
     sizes = described.parallel()
     options = replace(options, tp=sizes.tp, etp=sizes.etp)

@@ -55,11 +55,17 @@ class BoostSettings:
 
 @dataclass(frozen=True)
 class Rows:
-    """Features, targets and weights (none: empty)."""
+    """Features, targets and weights (none: empty), and scores (rows, outputs) to begin with (None: the objective's)."""
 
     x: Array | TablePieces
     y: Array
     weights: Array = field(default_factory=lambda: NO_WEIGHTS)
+    first_scores: Array | None = None
+
+    def at(self, rows: Array) -> Rows:
+        """Some of the rows, by their numbers or by a mask."""
+        weights = self.weights[rows] if len(self.weights) else self.weights
+        return Rows(self.x[rows], self.y[rows], weights, None if self.first_scores is None else self.first_scores[rows])
 
 
 @dataclass(frozen=True)
@@ -148,16 +154,18 @@ def boost(
     if len(rows.x) > SAMPLE_ROWS:
         give_back_memory()
     grower = grow_on(_binned(rows.x, bins, objective, settings), bins, settings.rules, shards)
-    if initial is None:
+    if rows.first_scores is not None:
+        booster = Booster(np.zeros(objective.outputs), rows.x.shape[1])
+    elif initial is None:
         booster = Booster(objective.start(rows.y, rows.weights, shards), rows.x.shape[1])
     else:
         booster = Booster(initial.start, initial.features, list(initial.trees), rounds_before=initial.rounds)
     booster_made(booster)
-    held = _scores_of(rows, objective, settings, grower, booster.scores(rows.x), span)
+    held = _scores_of(rows, objective, settings, grower, _first_scores(rows, booster), span)
     trainer = _Trainer(rows, settings, grower, held, span)
     shards.sent_for("bins and start")
     watched = [replace(each, rows=replace(each.rows, x=np.asarray(each.rows.x))) for each in watched]
-    scores = [booster.scores(each.rows.x) for each in watched]
+    scores = [_first_scores(each.rows, booster) for each in watched]
     for number in range(settings.rounds):
         new = trainer.round(booster.rounds_before + number, booster.outputs)
         seen = [_watch(each, sums, new, booster, shards) for each, sums in zip(watched, scores, strict=True)]
@@ -170,6 +178,10 @@ def boost(
     if settings.patience is not None and booster.best_rounds is not None:
         del booster.trees[booster.best_rounds * booster.outputs :]
     return booster
+
+
+def _first_scores(rows: Rows, booster: Booster) -> Array:
+    return booster.scores(rows.x) if rows.first_scores is None else rows.first_scores.copy()
 
 
 def _grower_of(settings: BoostSettings, categorical: Array, shards: Shards) -> type[TreeGrower]:

@@ -165,12 +165,24 @@ def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE, name: str =
     return weights
 
 
+def first_scores_of(given: Any, count: int, outputs: int, name: str) -> Array | None:
+    """Raw scores to begin with as float64 (rows, outputs); flat ones are of one output, or as LightGBM has them."""
+    if given is None:
+        return None
+    scores: Array = check_array(given, dtype=np.float64, ensure_2d=False, ensure_min_samples=0, input_name=name)
+    if scores.shape == (count * outputs,):  # LightGBM's flat order: all rows of the first class, then of the second
+        scores = scores.reshape(outputs, count).T
+    if scores.shape != (count, outputs):
+        each = "a number" if outputs == 1 else f"{outputs} numbers"
+        raise TreesError(f"{name}: expected {each} for each of {count} rows, got shape {scores.shape}")
+    return np.ascontiguousarray(scores)
+
+
 def with_weight(rows: Rows) -> Rows:
     """Without the rows of weight zero: they must not count in bins or leaves either."""
     if not len(rows.weights) or rows.weights.all():
         return rows
-    weighted = rows.weights > 0
-    return Rows(rows.x[weighted], rows.y[weighted], rows.weights[weighted])
+    return rows.at(rows.weights > 0)
 
 
 def split_rows(rows: Rows, share: float, seed: int, shards: Shards = ALONE) -> tuple[Rows, Rows]:
@@ -187,12 +199,7 @@ def split_rows(rows: Rows, share: float, seed: int, shards: Shards = ALONE) -> t
     is_held = np.zeros(count, np.bool_)
     is_held[order[:watched]] = True
     is_held = is_held[span.first : span.first + len(rows.x)]
-    fitted, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
-
-    def part(at: Array) -> Rows:
-        return Rows(rows.x[at], rows.y[at], rows.weights[at] if len(rows.weights) else NO_WEIGHTS)
-
-    return part(fitted), part(held)
+    return rows.at(np.flatnonzero(~is_held)), rows.at(np.flatnonzero(is_held))
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:

@@ -27,6 +27,7 @@ from bitplan.trees.boost import DEVICES, Booster, BoostSettings, EvalSet, Rows, 
 from bitplan.trees.categories import category_flags, encode, interaction_groups, learn_categories, monotone_signs
 from bitplan.trees.checks import (
     dense,
+    first_scores_of,
     naming_set,
     number,
     one_of,
@@ -53,11 +54,16 @@ from bitplan.trees.threads import has_infinity, is_large_table, threads_of
 # ---- evaluation sets -------------------------------------------------------------------------------------------------
 
 
-def eval_pairs(eval_set: Any, eval_sample_weight: Any = None) -> list[tuple[Any, Any, Any]]:
-    """(X, y, weights) of each set. Several sets are a list or tuple of tuples; anything else of two parts is a pair."""
+def eval_pairs(
+    eval_set: Any, eval_sample_weight: Any = None, eval_init_score: Any = None
+) -> list[tuple[Any, Any, Any, Any]]:
+    """(X, y, weights, scores to begin with) of each set. Several sets are a list or tuple of tuples; anything else of
+    two parts is a pair."""
+    more = {"eval_sample_weight": eval_sample_weight, "eval_init_score": eval_init_score}
     if eval_set is None:
-        if eval_sample_weight is not None:
-            raise TreesError("eval_sample_weight: there is no eval_set to weigh; give both or neither")
+        for name, given in more.items():
+            if given is not None:
+                raise TreesError(f"{name}: there is no eval_set that it is of; give both or neither")
         return []
     is_list = isinstance(eval_set, (list, tuple))
     several = is_list and len(eval_set) > 0 and all(isinstance(pair, tuple) for pair in eval_set)
@@ -67,17 +73,17 @@ def eval_pairs(eval_set: Any, eval_sample_weight: Any = None) -> list[tuple[Any,
             f"eval_set: expected (X, y) or a list of such pairs, got {type(eval_set).__name__} of "
             f"{len(eval_set) if is_list else 'no'} parts"
         )
-    weights = _weights_of(eval_sample_weight, len(pairs), several)
-    return [(x, y, weight) for (x, y), weight in zip(pairs, weights, strict=True)]
+    weights, scores = (_of_each_set(name, given, len(pairs), several) for name, given in more.items())
+    return [(x, y, weight, first) for (x, y), weight, first in zip(pairs, weights, scores, strict=True)]
 
 
-def _weights_of(given: Any, sets: int, several: bool) -> Sequence[Any]:
+def _of_each_set(name: str, given: Any, sets: int, several: bool) -> Sequence[Any]:
     if given is None:
         return [None] * sets
     if not several:
         return [given]
     if not isinstance(given, (list, tuple)) or len(given) != sets:
-        raise TreesError(f"eval_sample_weight: expected a list with the weights of each of {sets} sets, or None")
+        raise TreesError(f"{name}: expected a list with those of each of {sets} sets, or None")
     return given
 
 
@@ -172,6 +178,8 @@ class FitOptions:
     eval_metric: Any = None
     callbacks: Any = None
     init_model: Any = None
+    init_score: Any = None
+    eval_init_score: Any = None
 
 
 def leaves_model_if_refused(fit: Fit) -> Fit:
@@ -292,13 +300,17 @@ class BoostedTreesBase(FittedTrees):
     def _eval_sets(self, objective: Objective, eval_set: Any, options: FitOptions, shards: Shards) -> list[EvalSet]:
         sets = []
         custom_metrics(objective, options.eval_metric)  # refuses what is none without a set to watch, too
-        for place, (x, y, weight) in enumerate(eval_pairs(eval_set, options.eval_sample_weight)):
+        pairs = eval_pairs(eval_set, options.eval_sample_weight, options.eval_init_score)
+        for place, (x, y, weight, first) in enumerate(pairs):
+            if (first is None) != (options.init_score is None):
+                raise TreesError("eval_init_score: watched sets begin with scores where the rows do; give both or none")
             with naming_set(place):
                 table = self._read(x, shards)
                 targets = self._targets(np.asarray(y))
                 if targets.shape != (len(table),):
                     raise TreesError(f"y: expected a target for each of {len(table)} rows, got shape {targets.shape}")
-            rows = Rows(table, targets, weights_of(weight, table, shards, "eval_sample_weight"))
+            scores = first_scores_of(first, len(table), objective.outputs, "eval_init_score")
+            rows = Rows(table, targets, weights_of(weight, table, shards, "eval_sample_weight"), scores)
             sets.append(EvalSet(f"valid_{place}", rows, metrics_of(objective, options.eval_metric)))
         return sets
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -16,13 +16,13 @@ from sklearn.utils.multiclass import check_classification_targets  # type: ignor
 
 from bitplan.base.loops.jit import use_threads
 from bitplan.trees.boost import Rows
-from bitplan.trees.checks import number, one_of, targets_of, weights_of
+from bitplan.trees.checks import first_scores_of, number, one_of, targets_of, weights_of
 from bitplan.trees.continuing import Initial
 from bitplan.trees.distributed.agreement import merge_classes
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.estimator_base import BoostedTreesBase, FitOptions, leaves_model_if_refused
 from bitplan.trees.gradients import Array, TreesError
-from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, Multiclass, Objective
+from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, CustomOfClasses, Multiclass, Objective
 from bitplan.trees.threads import distinct_labels, places_among, threads_of
 
 # ---- class weights ---------------------------------------------------------------------------------------------------
@@ -80,10 +80,16 @@ class _FitToTargets(BoostedTreesBase):
         eval_metric: Any = None,
         callbacks: Any = None,
         init_model: Any = None,
+        init_score: Any = None,
+        eval_init_score: Any = None,
     ) -> Self:
         """Fit; with `early_stopping_rounds`, `eval_set` ((X, y), or the last of a list) is watched, or else a share of
-        the rows. `init_model` is a model to train further, ours or LightGBM's."""
-        options = FitOptions(eval_sample_weight, eval_metric, callbacks, init_model)
+        the rows. `init_model` is a model to train further, ours or LightGBM's.
+
+        `init_score` are raw scores of the rows that trees are added to (another model's, the logarithm of an exposure),
+        `eval_init_score` those of `eval_set`. Predictions are without them: add them to raw scores.
+        """
+        options = FitOptions(eval_sample_weight, eval_metric, callbacks, init_model, init_score, eval_init_score)
         return self._fit(X, y, sample_weight, eval_set, ALONE, options)
 
     @leaves_model_if_refused
@@ -97,6 +103,10 @@ class _FitToTargets(BoostedTreesBase):
             x = self._agree(x, targets, sample_weight, eval_set, initial, shards)
             rows = self._rows(x, targets, sample_weight, shards)
         objective = self._objective()
+        first = first_scores_of(options.init_score, len(rows.x), objective.outputs, "init_score")
+        if first is not None and initial is not None:
+            raise TreesError("init_score: a model that is trained further has scores of its own; give one of the two")
+        rows = replace(rows, first_scores=first)
         watched = self._eval_sets(objective, eval_set, options, shards)
         self._boost(rows, objective, watched, options, initial, shards)
         return self
@@ -108,9 +118,14 @@ class _FitToTargets(BoostedTreesBase):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BoostedTreesClassifier(ClassifierMixin, _FitToTargets):  # type: ignore[misc]
-    """Boosted trees for two or more classes."""
+    """Boosted trees for two or more classes.
+
+    objective   None, or a function of (y, scores) that returns gradients and hessians: y has the places of the classes
+                in `classes_`, scores a number for each row, or of more than two classes (rows, classes)
+    """
 
     file_kind = "classifier"
+    objective: Any = None
     class_weight: Any = None
     scale_pos_weight: float | None = None
 
@@ -141,7 +156,20 @@ class BoostedTreesClassifier(ClassifierMixin, _FitToTargets):  # type: ignore[mi
         return np.searchsorted(self.classes_, y).astype(np.float64)
 
     def _objective(self) -> Objective:
-        return Binary() if len(self.classes_) == 2 else Multiclass(len(self.classes_))
+        plain = Binary() if len(self.classes_) == 2 else Multiclass(len(self.classes_))
+        return plain if self._refuse_named() is None else CustomOfClasses(self.objective, plain)
+
+    def _refuse_named(self) -> Any:
+        if self.objective is not None and not callable(self.objective):
+            raise TreesError(
+                "objective: a classifier's follows from its classes; expected None or a function of (y, scores), got "
+                f"{self.objective!r:.60}"
+            )
+        return self.objective
+
+    def _check_parameters(self, features: int) -> None:
+        super()._check_parameters(features)
+        self._refuse_named()
 
     def decision_function(self, X: Any) -> Array:
         """Raw scores: (rows,) for two classes, else (rows, classes)."""

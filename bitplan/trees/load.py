@@ -112,8 +112,9 @@ def _from_text(text: str, where: str) -> BoostedTrees:
 def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
     """With its features, which parameters may name, and its classes."""
     kind, parameters, features = _KINDS[document["kind"]], document["parameters"], document["features"]
-    known = dict.fromkeys(kind().get_params(), _ANY)
-    model = kind(**reader.keys("parameters", parameters, known, set(known) - LATER_PARAMETERS))
+    defaults = kind().get_params()
+    later = LATER_PARAMETERS | ({"objective"} if defaults.get("objective") is None else set())
+    model = kind(**reader.keys("parameters", parameters, dict.fromkeys(defaults, _ANY), set(defaults) - later))
     if isinstance(parameters.get("class_weight"), list):
         model.class_weight = _class_weights(reader, parameters["class_weight"])
     model.n_features_in_ = features

@@ -181,26 +181,37 @@ class Custom(OneScore):
         self._function = function
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
-        return np.zeros(1)
+        return np.zeros(self.outputs)
 
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
         if not len(y):  # a process without rows
             return
-        returned = self._function(y, scores[:, 0].copy())
-        if not (
-            isinstance(returned, tuple) and len(returned) == 2 and all(np.shape(part) == y.shape for part in returned)
-        ):
+        given = scores[:, 0].copy() if self.outputs == 1 else scores.copy()
+        returned = self._function(y, given)
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        if not is_pair or any(np.shape(part) != given.shape for part in returned):
+            size = " x ".join(map(str, given.shape))
             raise TreesError(
-                f"custom objective: expected (gradients, hessians), two arrays of {len(y)} numbers, "
-                f"got {returned!r:.80}"
+                f"custom objective: expected (gradients, hessians), two arrays of {size} numbers, got {returned!r:.80}"
             )
         factor = weights if len(weights) else 1.0
         with np.errstate(over="ignore"):  # what becomes infinite is refused by row, in `largest`
-            grads[0] = np.asarray(returned[0]) * factor
-            hess[0] = np.asarray(returned[1]) * factor
+            for held, part in zip((grads, hess), returned, strict=True):
+                held[:] = np.asarray(part).T * factor
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         raise TreesError("early stopping: a custom objective has no loss to watch; set early_stopping_rounds=None")
+
+
+class CustomOfClasses(Custom):
+    """The same for classes: scores are read as those of the objective that classes have else, for probabilities."""
+
+    def __init__(self, function: CustomObjective, plain: Binary | Multiclass) -> None:
+        super().__init__(function)
+        self._plain, self.outputs = plain, plain.outputs
+
+    def mean(self, scores: Array) -> Array:
+        return self._plain.mean(scores)
 
 
 # ---- regression losses -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from bitplan.trees.distributed.shards import ALONE
 from bitplan.trees.estimator_base import BoostedTreesBase, FitOptions, eval_pairs, leaves_model_if_refused
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.objectives import Objective, custom_metrics
-from bitplan.trees.ranking_loss import LambdaRank, Queries, ndcg_metrics, places_of, relevance_of
+from bitplan.trees.ranking_loss import LambdaRank, Queries, ndcg_metrics, places_of, relevance_of, sizes_of_queries
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -39,14 +39,23 @@ class BoostedTreesRanker(BoostedTreesBase):
         eval_set: Any = None,
         *,
         eval_group: Any = None,
+        qid: Any = None,
+        eval_qid: Any = None,
         eval_metric: Any = None,
         callbacks: Any = None,
         init_model: Any = None,
     ) -> Self:
         """Fit to whole numbers of relevance; `group` has the number of rows of each query, in the order of the rows.
 
-        `eval_set` is (X, y) with its groups in `eval_group`, or a list of pairs with a list of them.
+        `eval_set` is (X, y) with its groups in `eval_group`, or a list of pairs with a list of them. In the place of
+        sizes, `qid` and `eval_qid` say for each row which query it is of, as XGBoost has it; rows of a query follow
+        each other.
         """
+        group = sizes_of_queries(group, qid, "qid")
+        if eval_qid is not None:
+            several = isinstance(eval_qid, (list, tuple)) and len(eval_qid) > 0 and np.ndim(eval_qid[0]) == 1
+            by_set = [sizes_of_queries(eval_group, ids, "eval_qid") for ids in (eval_qid if several else [eval_qid])]
+            eval_group = by_set if several else by_set[0]
         options = FitOptions(None, eval_metric, callbacks, init_model)
         initial = self._initial(options)
         x, targets = self._read_both(X, y, initial, ALONE)
@@ -71,7 +80,7 @@ class BoostedTreesRanker(BoostedTreesBase):
         if len(groups) != len(pairs):
             raise TreesError(f"eval_group: expected the rows of each query for {len(pairs)} sets, got {len(groups)}")
         sets, own = [], custom_metrics(self._objective(), options.eval_metric)
-        for place, ((x, y, _), group) in enumerate(zip(pairs, groups, strict=True)):
+        for place, ((x, y, *_), group) in enumerate(zip(pairs, groups, strict=True)):
             with naming_set(place):
                 rows = Rows(self._read(x), targets_of(np.asarray(y)))
                 relevance_of(rows.y)

@@ -26,6 +26,22 @@ def relevance_of(y: Array) -> Array:
     return y
 
 
+def sizes_of_queries(group: Any, ids: Any, name: str) -> Any:
+    """The number of rows of each query: as given, or by the query of each row."""
+    if ids is None:
+        return group
+    if group is not None:
+        raise TreesError(f"{name}: the sizes of queries are given, too; give one of the two")
+    labels = np.asarray(ids)
+    if labels.ndim != 1 or not len(labels):
+        raise TreesError(f"{name}: expected the query of each row, got shape {labels.shape}")
+    starts = np.flatnonzero(np.concatenate([[True], labels[1:] != labels[:-1]]))
+    again = len(np.unique(labels[starts])) < len(starts)
+    if again:
+        raise TreesError(f"{name}: rows of one query lie apart; sort X, y and {name} by query")
+    return np.diff(np.append(starts, len(labels)))
+
+
 class Queries:
     """Which rows belong together, and what each is worth: 2^relevance - 1."""
 

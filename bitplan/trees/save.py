@@ -54,6 +54,7 @@ def save_trees(model: Any, path: str | Path) -> None:
         name: value
         for name, value in model.get_params().items()
         if name != "device" and (name not in LATER_PARAMETERS or value != defaults[name])
+        if name != "objective" or value is not None  # a classifier's follows from its classes
     }
     document = {
         "format": FORMAT,

@@ -80,3 +80,19 @@ def test_a_query_may_have_one_row():
     assert Queries("group", [1, 7], np.zeros(8)).starts.tolist() == [0, 1, 8]
     with pytest.raises(TreesError, match="group: expected whole numbers above 0"):
         Queries("group", [0, 8], np.zeros(8))
+
+
+def test_queries_of_rows_are_as_good_as_sizes():
+    x, y, sizes = queries(20)
+    ids = np.repeat([f"query {number}" for number in range(len(sizes))], sizes)
+    settings = SETTINGS | {"n_estimators": 3}
+    plain = BoostedTreesRanker(**settings).fit(x, y, sizes, eval_set=(x, y), eval_group=sizes)
+    by_row = BoostedTreesRanker(**settings).fit(x, y, qid=ids, eval_set=[(x, y)], eval_qid=[ids])
+    np.testing.assert_array_equal(by_row.predict(x), plain.predict(x))
+    assert by_row.evals_result_ == plain.evals_result_
+    with pytest.raises(TreesError, match="qid: rows of one query lie apart; sort X, y and qid by query"):
+        plain.fit(x, y, qid=np.arange(len(y)) % 7)
+    with pytest.raises(TreesError, match="qid: the sizes of queries are given, too"):
+        plain.fit(x, y, sizes, qid=ids)
+    with pytest.raises(TreesError, match=r"eval_qid: expected the query of each row, got shape \(0,\)"):
+        plain.fit(x, y, sizes, eval_set=(x, y), eval_qid=[])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from scipy import sparse
 from sklearn import metrics
 
@@ -128,3 +129,81 @@ def test_a_generator_is_a_seed_and_numpys_bools_end_a_fit(rows):
     assert models[0].to_lightgbm() == models[1].to_lightgbm() != models[2].to_lightgbm()
     stopped = BoostedTreesRegressor(**SMALL).fit(x, y, callbacks=[lambda state: np.float64(state.round) >= 2])
     assert stopped.n_iter_ == 2
+
+
+# ---- scores to begin with, and objectives of one's own ---------------------------------------------------------------
+
+
+def focal(y, scores):
+    """Of two classes: errors that are nearly right count less."""
+    share = 1 / (1 + np.exp(-scores))
+    grads = (share - y) * np.abs(share - y)
+    return grads, np.maximum(share * (1 - share), 1e-3)
+
+
+def softmax_by_hand(y, scores):
+    shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    return shares - np.eye(scores.shape[1])[y.astype(int)], 1.5 * shares * (1 - shares)
+
+
+def test_scores_to_begin_with_are_added_to_and_are_not_in_predictions():
+    x, y = table(300)
+    first = BoostedTreesRegressor(n_estimators=3, max_leaves=4).fit(x, y)
+    rest = BoostedTreesRegressor(n_estimators=2, max_leaves=4)
+    rest.fit(x, y, init_score=first.predict(x))
+    both = BoostedTreesRegressor(n_estimators=5, max_leaves=4).fit(x, y)
+    assert_allclose(first.predict(x) + rest.predict(x), both.predict(x), rtol=1e-12, atol=1e-12)
+    assert not rest.booster_.start.any()
+    weights = np.r_[np.zeros(100), np.ones(200)]  # rows that are left out take their scores with them
+    part = BoostedTreesRegressor(n_estimators=2, max_leaves=4).fit(x, y, weights, init_score=first.predict(x))
+    alone = BoostedTreesRegressor(n_estimators=2, max_leaves=4)
+    alone.fit(x[100:], y[100:], init_score=first.predict(x[100:]))
+    assert_array_equal(part.predict(x), alone.predict(x))
+
+
+def test_watched_rows_begin_with_scores_too():
+    x, y = table(300)
+    offset = np.full(len(y), 5.0)
+    settings = {"n_estimators": 2, "max_leaves": 4}
+    model = BoostedTreesRegressor(**settings)
+    model.fit(x, y, eval_set=(x, y), init_score=offset, eval_init_score=offset)
+    expected = np.mean((model.predict(x) + 5.0 - y) ** 2)
+    assert_allclose(model.evals_result_["valid_0"]["squared_error"][-1], expected, rtol=1e-6)
+    held = BoostedTreesRegressor(**settings, early_stopping_rounds=5).fit(x, y, init_score=offset)
+    assert held.best_iteration_ == 2
+    with pytest.raises(TreesError, match="eval_init_score: watched sets begin with scores where the rows do"):
+        model.fit(x, y, eval_set=(x, y), init_score=offset)
+    with pytest.raises(TreesError, match="eval_init_score: there is no eval_set"):
+        model.fit(x, y, eval_init_score=offset)
+    with pytest.raises(TreesError, match=r"init_score: expected a number for each of 300 rows, got shape \(3,\)"):
+        model.fit(x, y, init_score=offset[:3])
+    with pytest.raises(TreesError, match="init_score: a model that is trained further has scores of its own"):
+        model.fit(x, y, init_score=offset, init_model=held)
+
+
+def test_scores_of_classes_are_by_row_or_in_lightgbms_order():
+    x, y = table(300)
+    labels = np.digitize(y, [-0.5, 0.5])
+    scores = np.random.default_rng(0).normal(size=(300, 3))
+    by_row, flat = (BoostedTreesClassifier(n_estimators=2, max_leaves=4) for _ in range(2))
+    by_row.fit(x, labels, init_score=scores)
+    flat.fit(x, labels, init_score=scores.T.ravel())
+    assert_array_equal(by_row.decision_function(x), flat.decision_function(x))
+
+
+def test_a_classifier_takes_an_objective():
+    x, y = table(300)
+    labels = np.digitize(y, [-0.5, 0.5])
+    settings = {"n_estimators": 3, "max_leaves": 4}
+    own = BoostedTreesClassifier(**settings, objective=softmax_by_hand).fit(x, labels)
+    plain = BoostedTreesClassifier(**settings).fit(x, labels, init_score=np.zeros((300, 3)))
+    assert_allclose(own.predict_proba(x), plain.predict_proba(x), rtol=1e-5)
+    assert_allclose(own.predict_proba(x).sum(axis=1), 1.0)
+    two = BoostedTreesClassifier(**settings, objective=focal).fit(x, np.array(["a", "b"])[(y > 0).astype(int)])
+    assert set(two.predict(x)) == {"a", "b"}
+    assert two.score(x, np.array(["a", "b"])[(y > 0).astype(int)]) > 0.8
+    with pytest.raises(TreesError, match=r"two arrays of 300 x 3 numbers, got"):
+        BoostedTreesClassifier(objective=lambda y, _: (y, y)).fit(x, labels)
+    with pytest.raises(TreesError, match="objective: a classifier's follows from its classes; expected None or a func"):
+        BoostedTreesClassifier(objective="binary").fit(x, y > 0)

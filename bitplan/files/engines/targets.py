@@ -143,9 +143,9 @@ def prepare_export(request: ExportRequest, to: str) -> Prepared:
         settings = {} if read is None else {"to": read}
         raise StoreError(f"no target {to!r}; there are {', '.join(TARGETS)}{hint}", settings=settings)
     if to != "compressed-tensors" and (request.engine is not None or request.inputs is not None):
-        settings = {"engine": None} if request.engine is not None else {"inputs": None}
         raise StoreError(
-            f"{request.output}: what is for compressed-tensors alone was given, and {to} asked for", settings=settings
+            f"{request.output}: what is for compressed-tensors alone was given, and {to} asked for",
+            settings={"engine" if request.engine is not None else "inputs": None},
         )
     prepared: Prepared = importlib.import_module(TARGETS[to]).prepare(request)
     return prepared
