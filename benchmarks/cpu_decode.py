@@ -36,9 +36,9 @@ from torch import nn
 from torch.nn import functional
 
 import bitplan
+from bitplan.base.hardware import cpu_model
 from bitplan.formats.dispatch import encode
 from bitplan.packed.language.token_steps import Decoding
-from bitplan.packed.machine import cpu_model
 from bitplan.packed.products.cpu_fused import OF_INTEGERS
 from bitplan.packed.quant_linear import QuantLinear
 

@@ -38,8 +38,7 @@ from bitplan.fp8.kernels.product import scaled_product
 from bitplan.fp8.kernels.triton_cast import CastLaunch
 from bitplan.fp8.kernels.triton_product import block_scaled_product
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.fp8.layers.linear import Fp8Linear, hold_weight_casts
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear, hold_weight_casts
 from bitplan.fp8.layers.weight_casts import drop_weight_casts
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")

@@ -21,7 +21,7 @@ import torch
 from bitplan.base.records import read_json, read_text
 from bitplan.formats.dispatch import decode, encode
 from bitplan.packed.language.perplexity import measure_perplexity
-from bitplan.searching import Goal, Searcher
+from bitplan.searching import Goal, Searcher, SearchOptions
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.plan_meter import PlanMeter, summary_of
 from bitplan.searching.runtime_formats import candidates, target_of
@@ -99,7 +99,7 @@ def main() -> None:
     subject, cut = prepare(options.model, None, text, None, windows=options.windows)
     subject.aim_at(runtime)
     names = candidates(runtime, options.formats.split(",") if options.formats else None)
-    searcher = Searcher(subject, cut, names, options.out, all_rivals=options.all_rivals)
+    searcher = Searcher(subject, cut, names, options.out, SearchOptions(all_rivals=options.all_rivals))
     for bits in options.bits:
         if str(bits) in found.get("searches", {}):
             continue

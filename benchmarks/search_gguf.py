@@ -39,7 +39,7 @@ from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, get_format
 from bitplan.plan.plan import Plan
-from bitplan.searching import Goal, GoalError, Searcher, SearchEvidence, explain_plan
+from bitplan.searching import Goal, GoalError, Searcher, SearchEvidence, SearchOptions, explain_plan
 from bitplan.searching.damage import RoundedWeights
 from bitplan.searching.forecast import Advance, no_stage
 from bitplan.searching.plan_meter import PlanMeter
@@ -154,7 +154,7 @@ class Run:
         folder = options.work / "found"
         folder.mkdir(exist_ok=True)
         names = candidates(target, options.formats)
-        searcher = Searcher(subject, text, names, folder, self.stage, workers=options.workers)
+        searcher = Searcher(subject, text, names, folder, SearchOptions(stage=self.stage, workers=options.workers))
         evidence, meter = searcher.collect(Goal(bits=options.near_bits))
         if any(not size[0].isdigit() and size not in self.found["their_bytes"] for size in options.sizes):
             self.wait()

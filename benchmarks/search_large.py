@@ -25,7 +25,7 @@ import torch
 from llama_layers import LlamaDecoderLayer, Size, angles
 from torch import Tensor, nn
 
-from bitplan.searching import Goal, search
+from bitplan.searching import Goal, SearchOptions, search
 
 SIZES = {
     "8b": (Size(4096, 14336, 32, 8), 128256),
@@ -177,10 +177,8 @@ def main() -> None:
         [ids],
         goal=Goal(bits=options.bits),
         formats=options.formats.split(",") if options.formats else None,
-        windows=options.windows,
-        device=str(device),
         out=options.out,
-        stage=stages,
+        options=SearchOptions(device=str(device), windows=options.windows, stage=stages),
     )
     row["complete"] = True
     row["corrections"] = result.corrections

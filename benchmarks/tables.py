@@ -16,12 +16,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 CPU_FORMATS = ("int8_row", "q4_0_gguf", "mxfp4", "bfloat16")
 STREAMED = {"bf16": "BF16", "int8": "INT8", "mix60": "60% INT8"}
-TASKS = {
-    "lora": "adapters",
-    "full": "all weights",
-    "lora_fast": "adapters, 3 times the rate",
-    "full_fast": "all weights, 3 times the rate",
-}
+TASKS = {"lora": "adapters", "full": "all weights"}
 GPU_FORMATS = ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4")
 
 

@@ -14,6 +14,7 @@ from torch import nn
 import bitplan
 from bitplan.base.documents import keys_of
 from bitplan.base.records import read_json
+from bitplan.files.certificate import read_certificate
 from bitplan.files.drift import DriftLog, log_drift, read_drift
 from bitplan.fp8.policy import report as fp8_report
 from bitplan.fp8.policy import rules as fp8_rules
@@ -111,6 +112,11 @@ def test_plan(example):
 
 def test_evidence(example):
     assert SearchEvidence.load(example("evidence")).to_document() == read_json(example("evidence"))
+
+
+def test_certificate(example):
+    text = example("certificate").read_text()
+    assert read_certificate(example("certificate"), text) == json.loads(text)
 
 
 def test_calibration(example):

@@ -85,10 +85,10 @@ def test_import_plans_help_and_simple_refusals_load_no_heavy_library_and_headers
         ["generate", "missing", "text"],
         ["bench", "."],
         ["check", "a.safetensors"],
-        ["perplexity", "missing", "--text", "text.txt"],
-        ["perplexity", "a.safetensors", "--text", "text.txt"],
-        ["perplexity", "a.safetensors", "--text", "missing.txt"],
-        ["perplexity", "a.safetensors", "--text", "text.txt", "-f", "int9"],
+        ["judge", "missing", "--text", "text.txt"],
+        ["judge", "a.safetensors", "--text", "text.txt"],
+        ["judge", "a.safetensors", "--text", "missing.txt"],
+        ["judge", "a.safetensors", "--text", "text.txt", "-f", "int9"],
     ]
     read = [
         ["inspect", "llama.safetensors"],

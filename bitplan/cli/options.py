@@ -29,7 +29,7 @@ Config = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Config and tokenizer for weights alone: a folder, or a GGUF file."),
 ]
-PlanFile = Annotated[Path | None, typer.Option(help="By a plan that `bitplan plan -o` wrote.")]
+PlanFile = Annotated[Path | None, typer.Option(help="By a plan, or the folder of a `search`, with its evidence.")]
 Keep = Annotated[list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")]
 Only = Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")]
 ScaleRule = Annotated[Rule | None, typer.Option(help="How scales are chosen.")]

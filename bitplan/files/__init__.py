@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TensorFile as TensorFile,
         TensorSpec as TensorSpec,
     )
-    from bitplan.files.quantize_files import WriteOptions as WriteOptions
+    from bitplan.files.quantize_files import QuantizeOptions as QuantizeOptions
     from bitplan.files.models.weight_store import WeightStore as WeightStore
     from bitplan.files.models.morph import morph_model as morph_model
     from bitplan.files.models.morph import unmorph_model as unmorph_model

@@ -42,8 +42,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import atomic_file
-from bitplan.files.tensor_bytes import MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums
-from bitplan.formats.dtypes import torch_dtype
+from bitplan.files.tensor_bytes import CERTIFICATE, MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums
+from bitplan.formats.elements import torch_dtype
 from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:
@@ -210,6 +210,8 @@ class GGUFFile(ContainerFile[GGUFTensor]):
         infos = [header.tensor_info() for _ in range(tensor_count)]
         self.tensors = self._place(infos, first=header.position + -header.position % self.alignment)
         self.checksums = self._read_checksums(start, header.position)
+        said = self.metadata.pop(CERTIFICATE, None)
+        self.certificate = None if said is None else str(said.value)
 
     def _read_checksums(self, start: int, stop: int) -> dict[str, int]:
         """Those that the metadata have for this list of tensors, which lies at these bytes of the header."""
@@ -500,6 +502,7 @@ def write_gguf(
         writer.finish()
         if checksums:
             writer.fill_checksums(head[-1][: len(head[-1]) - 8 * len(entries)])
+        writer.seal()
 
 
 def _pack_string(text: str, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
@@ -550,6 +553,7 @@ class SplitGGUF(GGUFFile):
         first = parts[0]
         self.path, self.version, self.alignment = first.path, first.version, first.alignment
         self.metadata = {key: value for key, value in first.metadata.items() if not key.startswith(_SPLIT)}
+        self.certificate = None  # parts are written without
         self._opened = parts
         self._part_of: dict[str, GGUFFile] = {}
         for part in parts:

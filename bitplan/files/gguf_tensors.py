@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitplan.base.errors import StoreError
-from bitplan.files.tensor_bytes import PayloadWriter
+from bitplan.files.tensor_bytes import CERTIFICATE, PayloadWriter
 from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer
 from bitplan.formats.gguf.layouts import LAYOUTS
 
@@ -73,6 +73,10 @@ class GGUFTensors(TensorFile):
     def has_checksums(self) -> bool:
         return self.file.checksums.keys() >= self.specs.keys()
 
+    @property
+    def certificate(self) -> str | None:
+        return self.file.certificate if len(self.files) == 1 else None
+
     def damaged_parts(self, name: str) -> list[str]:
         return ["data"] if self.file.is_damaged(self.spec(name).name) else []
 
@@ -108,6 +112,13 @@ class GGUF(Container):
     def recognises(self, path: Path, head: bytes) -> bool:
         return head[:4] == b"GGUF" or (path.suffix == ".gguf" and bool(head))
 
+    def certificate_entry(self, text: str) -> dict[str, Any]:
+        from gguf import GGUFValueType
+
+        from bitplan.files.gguf import GGUFValue
+
+        return {CERTIFICATE: GGUFValue(GGUFValueType.STRING, text)}
+
     @contextmanager
     def write(
         self, path: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, Any], tied: Mapping[str, str]
@@ -118,7 +129,9 @@ class GGUF(Container):
 
         if texts := [key for key, value in metadata.items() if not isinstance(value, GGUFValue)]:
             raise StoreError(f"{path}: GGUF takes metadata of GGUF files alone, got {texts[0]!r}; write .safetensors")
-        values = dict(metadata) or {"general.architecture": GGUFValue(GGUFValueType.STRING, "bitplan")}
+        values = dict(metadata)
+        if not values.keys() - {CERTIFICATE}:
+            values["general.architecture"] = GGUFValue(GGUFValueType.STRING, "bitplan")
         if "general.file_type" in values:
             values = file_metadata(values, tensors)
         entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in tensors]

@@ -1,16 +1,17 @@
 """llama.cpp's imatrix.gguf: second moments of inputs, as llama-imatrix gathers and llama-quantize reads them.
 
 For each weight NAME, NAME.in_sum2 [experts, K] has sums of squares of its inputs, NAME.counts [experts, 1] how many
-inputs were added up. The names are those of the model's GGUF file.
+inputs were added up. The names are those of the model's GGUF file; `gguf_names` gives them for Hugging Face's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gguf import GGMLQuantizationType, GGUFValueType
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFValueType, get_tensor_name_map
 
 from bitplan.base.documents import show
 from bitplan.base.errors import FileFormatError, StoreError
@@ -135,3 +136,11 @@ def write_imatrix(
         for name, squares in moments.items():
             writer.write(name + SUMS, (squares.double() * tokens).float().reshape(1, -1))
             writer.write(name + COUNTS, torch.full((1, 1), float(tokens)))
+
+
+def gguf_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of a llama-like Hugging Face model -> those in GGUF; what gguf-py does not know is left out."""
+    known = list(names)
+    layers = 1 + max((int(number[1]) for name in known if (number := re.search(r"\.(\d+)\.", name))), default=0)
+    table = get_tensor_name_map(MODEL_ARCH.LLAMA, layers)
+    return {name: new for name in known if (new := table.get_name(name, try_suffixes=(".weight",))) is not None}

@@ -16,8 +16,8 @@ well: it has moments alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -141,13 +141,11 @@ def _owners(keys: Iterable[str]) -> set[str]:
     return {key.removesuffix(MOMENTS).removesuffix(HESSIAN) for key in keys if not key.endswith(OUTPUTS)}
 
 
-@contextmanager
 def write_evidence(
     path: str | Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str] | None = None
-) -> Iterator[PayloadWriter]:
+) -> AbstractContextManager[PayloadWriter]:
     """Write statistics, one tensor at a time: `shapes` has every NAME.moments and NAME.hessian that will come."""
     import torch
 
     entries = [(key, torch.float32, shape) for key, shape in shapes.items()]
-    with write_safetensors(path, entries, {**(metadata or {}), "bitplan": KIND, "version": VERSION}) as writer:
-        yield writer
+    return write_safetensors(path, entries, {**(metadata or {}), "bitplan": KIND, "version": VERSION})

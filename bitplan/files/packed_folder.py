@@ -5,6 +5,8 @@
 | config.json | the model's own, with `quantization_config` |
 | model.safetensors, or model-N-of-M.safetensors and an index | bitplan's safetensors, of `SHARD_BYTES` at most |
 | bitplan_plan.json | the plan: the format of every tensor, and why |
+| bitplan_evidence.json | the certificate of what was quantized (`files.certificate`) |
+| README.md | the model card, unless somebody else wrote the one that is there |
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
 `quantization_config` is {"quant_method": "bitplan; ...", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
@@ -32,6 +34,7 @@ from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.base.text import counted, visible
+from bitplan.files.certificate import CARD, EVIDENCE_FILE, is_card_of_ours, write_certificate
 from bitplan.files.open_files import write_tensors
 from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
@@ -349,6 +352,8 @@ class FolderContents:
     plan: Plan | None = None
     beside: Mapping[str, Path] = field(default_factory=dict)
     inputs: Stamps = field(default_factory=dict)
+    certificate: Mapping[str, Any] | None = None
+    card: str | None = None
 
 
 def check_packed_output(
@@ -406,10 +411,15 @@ def write_packed_folder(
             contents.plan.save(folder / PLAN)
         if contents.config is not None:
             write_json(folder / CONFIG, contents.config)
-        require_unchanged(contents.inputs)
+        if contents.card is not None and is_card_of_ours(Path(output, CARD)):
+            (folder / CARD).write_text(contents.card, encoding="utf-8")
         written = sorted(path.name for path in folder.iterdir())
         if force:
             _set_aside(Path(output), folder, keeps_tokenizer=keeps_tokenizer)
+        if contents.certificate is not None:
+            write_certificate(folder, contents.certificate)
+            written = sorted([*written, EVIDENCE_FILE])
+        require_unchanged(contents.inputs)
     return [Path(output, name) for name in written]
 
 
@@ -446,7 +456,8 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def _model_files(old: Path, new: Path, *, keeps_tokenizer: bool) -> set[str]:
     """Files of the model in a folder that has no place beside a new one: shards that its index names included."""
-    names = {path.name for path in old.iterdir() if _WEIGHTS.fullmatch(path.name)} | {CONFIG, GENERATION, PLAN}
+    names = {path.name for path in old.iterdir() if _WEIGHTS.fullmatch(path.name)}
+    names |= {CONFIG, GENERATION, PLAN, EVIDENCE_FILE, *([CARD] if is_card_of_ours(old / CARD) else [])}
     with suppress(FileFormatError, OSError):  # an index that cannot be read names none
         names |= {*read_index(old / INDEX).values()}
     return names if keeps_tokenizer and not _has_tokenizer(new) else names | TOKENIZER_FILES

@@ -6,16 +6,17 @@ output takes its final name only when it is complete.
 
 from __future__ import annotations
 
-import functools
-import warnings
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal
 
 from bitplan.base.errors import FormatError, StoreError
+from bitplan.base.old_names import keywords_in
 from bitplan.base.records import Closing, Stamps, require_unchanged, stamps_of
+from bitplan.files.certificate import certificate_of, model_card
 from bitplan.files.headers import is_gguf, is_packed_by, plan_for_file, plan_of_stored
 from bitplan.files.input_statistics import EvidenceFile
 from bitplan.files.open_files import container_for, open_tensors, require_container
@@ -34,12 +35,12 @@ from bitplan.files.packed_folder import (
     without_packed_layer,
     write_packed_folder,
 )
-from bitplan.files.round_with_evidence import WeightEvidence, evidence_for, open_evidence
+from bitplan.files.round_with_evidence import WeightEvidence, evidence_file, evidence_for, open_evidence
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import Format, get_format
-from bitplan.formats.dtypes import wider_types
+from bitplan.formats.elements import wider_types
 from bitplan.formats.input_formats import input_format
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted
@@ -63,7 +64,6 @@ WARN_SATURATED_SHARE = 0.05
 WARN_SQNR_DB = 10.0
 WARN_ZERO_SHARE = 0.6  # ternary absmean makes zeros of 31% of Gaussian weights
 NO_STATISTICS = "no statistics"
-P = ParamSpec("P")
 
 
 @dataclass
@@ -144,8 +144,9 @@ def _warning(fmt: str, rows: list[dict[str, Any]], lossy: list[dict[str, Any]]) 
 OnTensor = Callable[[TensorSpec], None]
 
 
-class WriteOptions(NamedTuple):
-    """How a quantized file is written.
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What few need of `quantize_file`.
 
     shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
     on_tensor    is called with every tensor of the source that is done
@@ -155,24 +156,7 @@ class WriteOptions(NamedTuple):
     on_tensor: OnTensor | None = None
 
 
-def _with_old_options(function: Callable[P, QuantizeReport]) -> Callable[P, QuantizeReport]:
-    """Fields of WriteOptions were keywords of their own: they work for one release, with a warning."""
-
-    @functools.wraps(function)
-    def quantize(*given: P.args, **options: P.kwargs) -> QuantizeReport:
-        if old := {name: options.pop(name) for name in WriteOptions._fields if name in options}:
-            warnings.warn(
-                f"quantize_file({next(iter(old))}=) is writing=WriteOptions({next(iter(old))}=) of bitplan.files now",
-                FutureWarning,
-                stacklevel=2,
-            )
-            options["writing"] = WriteOptions(**old)  # type: ignore[arg-type]
-        return function(*given, **options)
-
-    return quantize
-
-
-@_with_old_options
+@keywords_in(QuantizeOptions)
 def quantize_file(
     source: str | Path,
     output: str | Path,
@@ -186,7 +170,7 @@ def quantize_file(
     evidence: str | Path | None = None,
     inputs: str | None = None,
     force: bool = False,
-    writing: WriteOptions | None = None,
+    options: QuantizeOptions | None = None,
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or poly's JSON) to `output` in a format, or by a plan.
 
@@ -195,14 +179,14 @@ def quantize_file(
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
     inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.round_inputs`)
     force        replace an existing folder
-    writing      the size of a folder's files, and a function that sees every tensor that is done
+    options      the size of a folder's files, and a function that sees every tensor that is done
 
     The suffix of `output` says what is written; .gguf needs a GGUF source, whose names and metadata it keeps. Without a
     suffix `output` is a new folder: from a Hugging Face folder (one with config.json) a whole packed model, which
     `bitplan.load_packed` loads; from other sharded sources the same shards. Peak memory: the largest tensor in its old
     and its new form, and some megabytes.
     """
-    writing = writing or WriteOptions()
+    options = options or QuantizeOptions()
     if evidence is not None and scale_rule is not None:
         raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
     with Quantization(
@@ -213,11 +197,11 @@ def quantize_file(
         only=only,
         pad=pad,
         inputs=inputs,
-        reads=[] if evidence is None else [Path(evidence)],
+        reads=[] if evidence is None else [evidence_file(evidence)],
         force=force or container_for(output) is not None,
-        shard_bytes=writing.shard_bytes,
+        shard_bytes=options.shard_bytes,
     ) as prepared:
-        return prepared.write(evidence, scale_rule=scale_rule, nonfinite=nonfinite, on_tensor=writing.on_tensor)
+        return prepared.write(evidence, scale_rule=scale_rule, nonfinite=nonfinite, on_tensor=options.on_tensor)
 
 
 class Quantization(Closing):
@@ -305,19 +289,32 @@ class Quantization(Closing):
                 packed = (name for name in self._file.specs if not get_format(self.plan[name].format).is_cast)
                 self._evidence.require_use(packed)
                 self.report.notes += self._evidence.notes
-            stamps = {**self._stamps, **stamps_of([] if evidence is None else [Path(evidence)])}
-            if self._contents is not None:
-                contents = replace(self._contents, inputs=stamps)
+            used = None if evidence is None else evidence_file(evidence)
+            stamps = {**self._stamps, **stamps_of([] if used is None else [used])}
+            source, contents = Path(self.report.source), self._contents
+            certificate = certificate_of(
+                self.plan,
+                source,
+                self._file.files,
+                evidence=used,
+                scale_rule=scale_rule,
+                holds_plan=contents is None or contents.plan is None,
+            )
+            if contents is not None:
+                has_card = contents.plan is not None and contents.config is not None
+                card = model_card(self.plan, certificate, source, contents.config or {}) if has_card else None
+                contents = replace(contents, inputs=stamps, certificate=certificate, card=card)
                 write_packed_folder(self._output, contents, self._write_each, force=self._force)
             else:
-                self._write_file(stamps)
+                self._write_file(stamps, json.dumps(certificate, separators=(",", ":")))
         return self.report
 
-    def _write_file(self, stamps: Stamps) -> None:
+    def _write_file(self, stamps: Stamps, certificate: str) -> None:
         file, container = self._file, require_container(self._output)
         tied = file.tied if container.holds_ties else {}
         outputs = self._outputs([*file.specs, *(file.tied if not tied else ())])
-        metadata = file.metadata if isinstance(file, container.file_type) else {}
+        metadata = dict(file.metadata) if isinstance(file, container.file_type) else {}
+        metadata |= container.certificate_entry(certificate)
         with container.write(self._output, outputs, metadata, tied) as writer:
             self._write_each(writer, outputs)
             require_unchanged(stamps)

@@ -25,9 +25,14 @@ if TYPE_CHECKING:
     from bitplan.rounding.weights import Rounding
 
 
+def evidence_file(path: str | Path) -> Path:
+    """The file of evidence: itself, or evidence.safetensors in a folder that a search wrote."""
+    return Path(path, "evidence.safetensors") if Path(path).is_dir() else Path(path)
+
+
 def open_evidence(path: str | Path) -> EvidenceFile:
     """Open evidence.safetensors, or llama.cpp's imatrix.gguf; the first bytes say which it is."""
-    source, head = Path(path), b""
+    source, head = evidence_file(path), b""
     if source.is_file():
         with source.open("rb") as file:
             head = file.read(8)

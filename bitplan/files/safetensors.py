@@ -29,8 +29,8 @@ from bitplan.base.documents import Kind, Reader, is_text
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, atomic_file, check_input, parse_json, read_json
 from bitplan.base.text import visible
-from bitplan.files.tensor_bytes import MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums
-from bitplan.formats.dtypes import ITEM_BYTES, dtype_name
+from bitplan.files.tensor_bytes import CERTIFICATE, MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums
+from bitplan.formats.elements import ITEM_BYTES, dtype_name
 from bitplan.plan.structure.model_view import TensorSpec
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ class SafetensorsFile(ContainerFile[TensorSpec]):
                 "it is cut short or has bytes that belong to no tensor"
             )
         self.tensors = {entry.name: entry for entry in entries}
+        self.certificate = self.metadata.pop(CERTIFICATE, None)
         where = f"{self.path}: metadata {CHECKSUMS!r}"
         self.checksums = parse_checksums(self.metadata.pop(CHECKSUMS, ""), list(self.tensors), where)
 
@@ -226,6 +227,7 @@ def write_safetensors(
         writer.finish()
         if checksums:
             writer.fill_checksums(f'"{CHECKSUMS}":"'.encode())  # elsewhere its quotes would be escaped
+        writer.seal()
 
 
 def _build_header(

@@ -5,7 +5,7 @@ A bitplan safetensors file keeps a packed tensor's codes under its own name and 
 of size 1: a program that knows nothing of bitplan then refuses them, and does not take them for numbers. The metadata
 key `bitplan` holds `{"version": 1, "tensors": {NAME: {"format": F, "shape": [...]}}, "tied": {NAME: NAME}}`, and
 `bitplan_crc32` the
-checksums of all tensors, which `bitplan check --deep` verifies; files of earlier versions have none.
+checksums of all tensors, which `bitplan verify` verifies; files of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bitplan.base.documents import NAME, OBJECT, SIZE, Kind, Reader, list_of
 from bitplan.base.errors import BitplanError, FileFormatError, StoreError
 from bitplan.base.records import on_failure, parse_json
 from bitplan.files.safetensors import CHECKSUMS, Checkpoint, SafetensorsFile, open_checkpoint, write_safetensors
-from bitplan.files.tensor_bytes import PayloadWriter
+from bitplan.files.tensor_bytes import CERTIFICATE, PayloadWriter
 from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer
 from bitplan.formats import Format, get_format
 
@@ -88,6 +88,10 @@ class NativeTensors(TensorFile):
     def has_checksums(self) -> bool:
         return all(file.checksums.keys() == file.tensors.keys() for file in self.checkpoint.files)
 
+    @property
+    def certificate(self) -> str | None:
+        return self.checkpoint.files[0].certificate if len(self.checkpoint.files) == 1 else None
+
     def damaged_parts(self, name: str) -> list[str]:
         parts = self.formats[name][0].part_layouts(self.formats[name][1]) if name in self.formats else ("data",)
         return [part for part in parts if self.checkpoint.is_damaged(part_name(name, part))]
@@ -141,6 +145,9 @@ class Safetensors(Container):
 
     def recognises(self, path: Path, head: bytes) -> bool:
         return True
+
+    def certificate_entry(self, text: str) -> dict[str, Any]:
+        return {CERTIFICATE: text}
 
     @contextmanager
     def write(

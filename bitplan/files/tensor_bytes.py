@@ -9,6 +9,7 @@ stays in place.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import threading
@@ -130,6 +131,24 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
             return file.readinto(view)  # type: ignore[attr-defined, no-any-return]
 
 
+CERTIFICATE = "bitplan_evidence"  # metadata: a JSON document, with the file's own hash in it
+SEAL = "sha256-of-this-file".ljust(64, "=")  # where that hash comes; the file is hashed with this in its place
+_HASHED_AT_ONCE = 2**22
+
+
+def sealed_sha256(path: str | Path, seal: str = SEAL) -> str | None:
+    """The hash of a file that holds its own, with `SEAL` in its place; None where the file does not hold it."""
+    digest, rest, kept = hashlib.sha256(), b"", len(SEAL) - 1  # bytes in which the place may begin
+    with open(path, "rb") as file:
+        while piece := file.read(_HASHED_AT_ONCE):
+            rest += piece
+            if kept and seal.encode() in rest:
+                rest, kept = rest.replace(seal.encode(), SEAL.encode(), 1), 0
+            digest.update(rest[: len(rest) - kept])
+            rest = rest[len(rest) - kept :] if kept else b""
+    return None if kept else digest.hexdigest()
+
+
 def parse_checksums(text: str, names: Sequence[str], where: str) -> dict[str, int]:
     """The checksum of every tensor, 8 digits each in the order of the file.
 
@@ -203,6 +222,12 @@ class PayloadWriter:
         """Put the checksums of all payloads where the header has zeros for them behind these bytes."""
         digits = "".join(f"{checksum:08x}" for checksum in (self.checksums or {}).values())
         self.fill(before + b"0" * len(digits), before + digits.encode())
+
+    def seal(self) -> None:
+        """Put the file's own hash where its certificate has a place for it: the last that is written."""
+        if SEAL.encode() in self._header:
+            self._file.flush()
+            self.fill(SEAL.encode(), str(sealed_sha256(self._file.name)).encode())
 
     def finish(self) -> None:
         """Check that every promised byte was written."""

@@ -87,6 +87,11 @@ class TensorFile(Closing, ABC):
         """Whether the file says of every tensor what its bytes must be, as those do that bitplan writes."""
         return False
 
+    @property
+    def certificate(self) -> str | None:
+        """What a single file says of how it was made, as bitplan writes it: `files.certificate`."""
+        return None
+
     def damaged_parts(self, name: str) -> list[str]:
         """Parts of a tensor whose bytes are not those that were written; none where the file has no checksums."""
         return []
@@ -174,6 +179,10 @@ class Container(ABC):
         metadata   metadata of a file of this kind, or empty
         tied       with `holds_ties`: alias -> name
         """
+
+    def certificate_entry(self, text: str) -> dict[str, Any]:
+        """The metadata of a file of this kind that hold a certificate; none where it cannot."""
+        return {}
 
     def check_output(self, path: str | Path, *, inputs: Iterable[Path], force: bool = True) -> None:
         """Refuse a path that cannot be written, is an input, or exists without `force`; a folder is never replaced."""

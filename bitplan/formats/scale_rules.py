@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from bitplan.formats.dtypes import torch_dtype
+from bitplan.formats.elements import torch_dtype
 
 if TYPE_CHECKING:
     import torch

@@ -31,8 +31,7 @@ from bitplan.fp8.fused_projections import FusedPart, FusedProjections, NormTaken
 from bitplan.fp8.layer_settings import GemmChoice
 from bitplan.fp8.layers.grouped_linear import Fp8Experts
 from bitplan.fp8.layers.joined_mlp import JoinedMlp, joining_obstacle
-from bitplan.fp8.layers.linear import Fp8Linear, cast_weights_together
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear, cast_weights_together
 from bitplan.fp8.policy.vocabulary import PRODUCTS
 from bitplan.fp8.recipes import BF16
 from bitplan.fp8.recorded_wiring import MlpWiring, holder_of

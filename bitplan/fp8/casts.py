@@ -1,7 +1,7 @@
 """Scaled FP8 operands of a matrix product: the definition of scales, casts and their values, in plain torch.
 
 An operand is a matrix [R, C] whose rows the product sums along: C is the contraction. `codes` are FP8, row-major, and
-`scale` has one number for each group of codes (the table itself is in `fp8_recipes`):
+`scale` has one number for each group of codes (the table itself is in `fp8.recipes`):
 
     scaling     of the recipe                            shape of the scale              numbers that share one
     "tensor"    tensorwise                               ()                              all

@@ -30,9 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitplan.base.errors import PlanError
 from bitplan.fp8.policy.policy import Question
-from bitplan.fp8.policy.vocabulary import Fp8Error, name_of_role
+from bitplan.fp8.policy.vocabulary import Fp8Error, kind_of, name_of_role
 from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 from bitplan.plan.names import ShellPatterns, without_expert
 from bitplan.plan.structure import activations
@@ -70,8 +69,8 @@ class Site:
 
     def question(self, tokens: int | None, **more: Any) -> Question:
         """The question to a policy about this layer."""
-        own: dict[str, Any] = {"name": self.name, "num_gemms": self.num_gemms, "moe_router_topk": self.moe_router_topk}
-        return Question(self.kind, tokens, shape=self.shape, part=self.part, **own, **more)
+        keys = ("name", "num_gemms", "moe_router_topk", "shape", "part")
+        return Question(self.kind, tokens, **{key: getattr(self, key) for key in keys}, **more)
 
     def within(self, block: str) -> Site:
         """The same layer by paths inside a block."""
@@ -131,7 +130,8 @@ class _Finder:
         paths = [path for path, module in self.model.named_modules() if is_linear(module)]
         stacks = {path: use for path, module in self.model.named_modules() if (use := experts_of(module)) is not None}
         experts = {path for path, use in stacks.items() if use.weights}
-        self._check_patterns([*paths, *stacks])
+        for what, patterns in (("include", self.include), ("exclude", self.exclude)):
+            patterns.check([*paths, *stacks], what, "linear layer", Fp8Error)
         left = {path: why for path in paths if (why := self._why_left(path)) is not None}
         left |= {path: use.fault for path, use in stacks.items() if not use.weights and self._holds_experts(path)}
         groups: dict[str, tuple[str, ...]] = {}
@@ -148,13 +148,6 @@ class _Finder:
                 sites.append(self._dense(members))
         shown = tuple(f"{path} ({why})" if why else path for path, why in left.items())
         return Sites(tuple(sites), shown, self.wiring.mlps, self.wiring.mlps_apart, self.run)
-
-    def _check_patterns(self, paths: list[str]) -> None:
-        for what, patterns in (("include", self.include), ("exclude", self.exclude)):
-            try:
-                patterns.check(paths, what)
-            except PlanError as error:
-                raise Fp8Error(str(error).replace("no tensor", "no linear layer")) from None
 
     def _is_wanted(self, path: str) -> bool:
         return (not self.asks or bool(self.include.matching(path))) and not self.exclude.matching(path)
@@ -203,16 +196,14 @@ class _Finder:
         shape = (sum(features_of(linear)[0] for linear in linears), features_of(linears[0])[1])
         name = name_of_role(self.wiring.role(paths[0]), len(paths))
         norm = self._norm_before(paths)
-        kind = "column" if name in ("qkv", "fc1") else "row"
-        if norm is not None and norm.why is None:
-            kind = "layernorm_column"
+        taken = norm if norm is not None and norm.why is None else None
+        kind = kind_of(name, has_norm=taken is not None)
         obstacle = self._obstacle(paths)
         weight = f"{paths[0]}.weight"
         if without_expert(weight) != weight:
             obstacle = "an expert of its own: experts were measured as one grouped product"
         parent = paths[0].rpartition(".")[0]
         label = "+".join([paths[0], *(path.removeprefix(f"{parent}.") for path in paths[1:])])
-        taken = norm if norm is not None and norm.why is None else None
         apart = None if norm is None else norm.why
         return Site(label, self._part(paths[0]), kind, name, shape, paths, taken, obstacle=obstacle, apart=apart)
 

@@ -73,10 +73,10 @@ class FusedProjections(_Projection):
 
     def _product(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            own = self.fused.__dict__
-            if "_hf_hook" in own:
-                _refuse_offloading(own["_hf_hook"])
-            if "base_layer" in own["_modules"]:
+            attributes = self.fused.__dict__
+            if "_hf_hook" in attributes:
+                _refuse_offloading(attributes["_hf_hook"])
+            if "base_layer" in attributes["_modules"]:
                 raise Fp8LayerError(
                     "an adapter was put on projections that apply_fp8 has joined (q, k, v; gate, up), whose "
                     "norm it would not see; make adapters first (get_peft_model), then apply_fp8"
@@ -185,8 +185,8 @@ def renamed_in(module: nn.Module) -> dict[str, list[Renamed]]:
             parts.setdefault(id(inner._head[0]), {})[inner.index] = prefix
         elif isinstance(inner, NormTakenOver):
             norms[id(inner._norm[0])] = prefix
-        for own in getattr(inner, "checkpoint_names", ()):
-            renamed.append(Renamed(prefix + own.old, prefix + own.new, own.rows))
+        for name in getattr(inner, "checkpoint_names", ()):
+            renamed.append(Renamed(prefix + name.old, prefix + name.new, name.rows))
     for key, (prefix, head) in heads.items():
         if len(parts[key]) < len(head.shared.sizes):
             continue  # a module further out has them all

@@ -26,10 +26,10 @@ from typing import Literal, Self
 
 import torch
 
-from bitplan.base.errors import MissingLibraryError, did_you_mean
+from bitplan.base.errors import MissingLibraryError
 from bitplan.base.optional import require
 from bitplan.fp8.policy.vocabulary import PRODUCTS, Fp8Error, shape_obstacle
-from bitplan.fp8.recipes import BF16, RECIPES, find_recipe
+from bitplan.fp8.recipes import BF16, find_recipe, recipe_fault
 
 SHORT_SUM = 2048
 EPS_VARIABLES = {
@@ -88,9 +88,8 @@ class Fp8Recipe:
     fast_accum: tuple[str, ...] = ("fprop",)
 
     def __post_init__(self) -> None:
-        if self.name not in RECIPES:
-            hint = did_you_mean(str(self.name), RECIPES)
-            raise Fp8LayerError(f"recipe must be one of {', '.join(RECIPES)}, got {self.name!r}{hint}")
+        if fault := recipe_fault(self.name):
+            raise Fp8LayerError(fault)
         if self.fp8 not in ("e4m3", "hybrid"):
             raise Fp8LayerError(f"fp8 must be 'e4m3' or 'hybrid' (E5M2 gradients), got {self.fp8!r}")
         unknown = set(self.fast_accum) - set(PRODUCTS)
@@ -112,11 +111,8 @@ class GemmChoice:
 
     def __post_init__(self) -> None:
         for product in PRODUCTS:
-            value = getattr(self, product)
-            if value != BF16 and value not in RECIPES:
-                known = (BF16, *RECIPES)
-                hint = did_you_mean(str(value), known)
-                raise Fp8LayerError(f"{product} must be one of {', '.join(known)}, got {value!r}{hint}")
+            if fault := recipe_fault(getattr(self, product), product, (BF16,)):
+                raise Fp8LayerError(fault)
 
     @classmethod
     def all(cls, recipe: str) -> Self:

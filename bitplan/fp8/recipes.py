@@ -99,9 +99,17 @@ def register_recipe(recipe: Recipe, **scalings: ScaleBlock) -> None:
     PRODUCT_PAIRS.update({(recipe.activations, recipe.weights), (recipe.activations, recipe.activations)})
 
 
+def recipe_fault(name: object, what: str = "recipe", also: tuple[str, ...] = ()) -> str | None:
+    """What is wrong with a name that stands for a recipe, or is one of `also`; None for one that is known."""
+    known = (*also, *RECIPES)
+    if name in known:
+        return None
+    return f"{what} must be one of {', '.join(known)}, got {name!r}{did_you_mean(str(name), known)}"
+
+
 def find_recipe(name: str) -> Recipe:
-    if name not in RECIPES:
-        raise FormatError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}{did_you_mean(name, RECIPES)}")
+    if fault := recipe_fault(name):
+        raise FormatError(fault)
     return RECIPES[name]
 
 

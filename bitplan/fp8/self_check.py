@@ -152,8 +152,8 @@ def _inputs_of(model: nn.Module, sites: Sites, wanted: set[str]) -> tuple[dict[s
 
 def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    made = random_like((args, kwargs), torch.Generator().manual_seed(_SEED))
-    given: Inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
+    numbers = random_like((args, kwargs), torch.Generator().manual_seed(_SEED))
+    given: Inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), numbers)
     return given
 
 
@@ -186,8 +186,8 @@ def _copied(inputs: Inputs) -> Inputs:
         except (RuntimeError, TypeError, ValueError):  # a lock, a process group, a tensor with a history
             return leaf
 
-    made: Inputs = tree_map(copied, inputs)
-    return made
+    copies: Inputs = tree_map(copied, inputs)
+    return copies
 
 
 def _call(block: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -197,13 +197,13 @@ def _call(block: nn.Module, inputs: Inputs) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _difference(expected: Sequence[Tensor], made: Sequence[Tensor], inputs: Inputs) -> float:
+def _difference(expected: Sequence[Tensor], computed: Sequence[Tensor], inputs: Inputs) -> float:
     """The norm of the difference over the norm of what the block adds to its input."""
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     apart = whole = added = 0.0
-    if [one.shape for one in expected] != [one.shape for one in made]:
+    if [one.shape for one in expected] != [one.shape for one in computed]:
         return math.inf
-    for one, other in zip(expected, made, strict=True):
+    for one, other in zip(expected, computed, strict=True):
         residual = next((x for x in given if x.shape == one.shape), None)
         apart += float((other.float() - one.float()).square().sum())
         whole += float(one.float().square().sum())

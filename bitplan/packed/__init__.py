@@ -27,5 +27,6 @@ if TYPE_CHECKING:
     from bitplan.packed.quant_linear import QuantLinear as QuantLinear
     from bitplan.packed.tile_cache import TileCache as TileCache
     from bitplan.packed.fused_projections import fuse_projections as fuse_projections
+    from bitplan.packed.language.compare_on_text import compare_on_text as compare_on_text
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -34,7 +34,7 @@ from bitplan.files.models.decoded_in_eval import Morphed
 from bitplan.files.models.morph import ParameterPlace, places_of
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import encode
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
 from bitplan.formats.input_formats import input_format
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.packed.checkpoints.save import adapt_to_transformers

@@ -22,7 +22,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitplan.base.cache_folder import cache_dir
+from bitplan.base.hardware import hardware
 from bitplan.base.version import __version__
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def examine_machine(*, measure: bool = True, deep: bool = True) -> dict[str, Any
     return {
         "document": DOCUMENT,
         "version": VERSION,
-        "machine": _hardware() | (_torch_hardware(has_gpu) if deep else {}),
+        "machine": hardware() | (_torch_hardware(has_gpu) if deep else {}),
         "versions": _versions(libraries),
         "paths": [asdict(path) for path in paths],
         "libraries": [asdict(library) | {"extras": list(library.extras)} for library in libraries],
@@ -190,27 +190,6 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def cpu_model() -> str:
-    """The processor's name; on Arm only lscpu has it."""
-    try:
-        text = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return platform.processor() or platform.machine()
-    named = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return named.get("Model name", platform.machine()).strip()
-
-
-def _hardware() -> dict[str, Any]:
-    hardware: dict[str, Any] = {
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-    if hasattr(os, "sysconf"):
-        hardware["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    return hardware
 
 
 def _torch_hardware(has_gpu: bool) -> dict[str, Any]:

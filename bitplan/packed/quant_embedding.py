@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import decode
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import LayerError, check_packed, check_tensor
 from bitplan.packed.products.decode_row_slices import why_no_rows

@@ -35,7 +35,7 @@ from bitplan.base.documents import short
 from bitplan.base.errors import ManifestError
 from bitplan.base.text import counted
 from bitplan.formats import Format, get_format
-from bitplan.formats.dtypes import ITEM_BYTES
+from bitplan.formats.elements import ITEM_BYTES
 from bitplan.plan.manifest import Manifest, Tag, needs_base, rule_text
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Part, part_dtype
@@ -101,7 +101,7 @@ def require_clean(manifest: Manifest, headers: Headers, *, checkpoint: str) -> N
         first = findings[0]
         match = manifest.match(first.where) if first.where in headers else None
         rule = f" ({rule_text(match.index, match.rule)})" if match else ""
-        more = f"; {counted(len(findings) - 1, 'more finding')}, all in `bitplan check`" if len(findings) > 1 else ""
+        more = f"; {counted(len(findings) - 1, 'more finding')}, all in `bitplan verify`" if len(findings) > 1 else ""
         raise ManifestError(
             f"{manifest.where} does not fit {checkpoint}: {first.code}: "
             f"{short(first.where)}{rule}: {first.message}{more}"

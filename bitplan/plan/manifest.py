@@ -52,7 +52,7 @@ from bitplan.base.documents import (
 from bitplan.base.errors import BitplanError, FormatError, ManifestError, did_you_mean
 from bitplan.base.records import parse_json
 from bitplan.formats import Format, get_format, list_formats
-from bitplan.formats.dtypes import ITEM_BYTES
+from bitplan.formats.elements import ITEM_BYTES
 from bitplan.plan.plan import PADDINGS, PARTS, Choice, Part, Plan, Planned, part_dtype
 from bitplan.plan.structure.families import guess_role
 

@@ -11,7 +11,7 @@ import fnmatch
 import re
 from collections.abc import Iterable
 
-from bitplan.base.errors import PlanError, did_you_mean
+from bitplan.base.errors import BitplanError, PlanError, did_you_mean
 
 MOST_UNMATCHED_SHOWN = 6
 _EXPERT = re.compile(r"(^|\.)experts\.[0-9]+(?=\.)")
@@ -35,8 +35,10 @@ class ShellPatterns:
         patterns |= {pattern for pattern, match in self._wild if any(map(match, prefixes))}
         return sorted(patterns, key=self._order.__getitem__)
 
-    def check(self, names: Iterable[str], where: str = "") -> None:
-        """Refuse a pattern that matches no name, as a spelling mistake; `*` is allowed."""
+    def check(
+        self, names: Iterable[str], where: str = "", thing: str = "tensor", error: type[BitplanError] = PlanError
+    ) -> None:
+        """Refuse a pattern that matches no name of a `thing`, as a spelling mistake; `*` is allowed."""
         names = list(names)
         matched = {pattern for name in names for pattern in self.matching(name)}
         idle = [pattern for pattern in self._order if pattern not in matched and pattern != "*"]
@@ -44,12 +46,12 @@ class ShellPatterns:
             known = list(dict.fromkeys(prefix for name in names for prefix in _prefixes(name)))
             lists = "; `bitplan inspect` lists those of a file, `bitplan plan` those of a plan"
             faults = [
-                f"the pattern {pattern!r} matches no tensor"
+                f"the pattern {pattern!r} matches no {thing}"
                 f"{_as_shell_pattern(pattern) or did_you_mean(pattern, known) or lists}"
                 for pattern in idle[:MOST_UNMATCHED_SHOWN]
             ]
             more = f"; nor do {len(idle) - len(faults)} more" if len(idle) > len(faults) else ""
-            raise PlanError(f"{where}{': ' if where else ''}{'; '.join(faults)}{more}")
+            raise error(f"{where}{': ' if where else ''}{'; '.join(faults)}{more}")
 
 
 def _prefixes(name: str) -> list[str]:

@@ -35,8 +35,7 @@ from bitplan.base.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, Re
 from bitplan.base.errors import BitplanError, FormatError, PlanError, PlanFileError, did_you_mean
 from bitplan.base.records import write_json
 from bitplan.formats import Format, get_format
-from bitplan.formats.dtypes import ITEM_BYTES
-from bitplan.plan.mermaid import draw
+from bitplan.formats.elements import ITEM_BYTES
 from bitplan.plan.names import listed, natural_order, number_ranges, split_layer
 
 PLAN_NAME = "plan.json"
@@ -339,6 +338,8 @@ class Plan(Mapping[str, Choice]):
 
     def to_mermaid(self) -> str:
         """The plan as a mermaid flow chart: tensors before the layers, the layers, tensors after them."""
+        from bitplan.plan.mermaid import draw  # a chart needs the roles of tensors, and a plan does not
+
         return draw({name: (entry.choice.format, entry.part or "") for name, entry in self.entries.items()})
 
 

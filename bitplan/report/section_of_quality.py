@@ -399,7 +399,7 @@ def _summary(record: Record, rows: Sequence[RecordFields]) -> Markup:
 
 
 def _plans(rows: Sequence[RecordFields]) -> list[RecordFields]:
-    """Rows of plans, as `make demo` and `bitplan perplexity --plan` name them."""
+    """Rows of plans, as `make demo` and `bitplan judge --plan` name them."""
     return [row for row in rows if _name(row).split(" ")[0] == "plan"]
 
 

@@ -146,18 +146,11 @@ def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str
         raise FormatError(f"{name}: `{what}` holds NaN or infinity; collect it again from inputs that are finite")
 
 
-def compensate(
-    matrix: Tensor,
-    factor: Tensor,
-    plain: Tensor,
-    layout: ScaledBlocks,
-    ladder: ScaleLadder,
-    blocks: list[int],
-    at: Tensor,
-) -> Codes:
-    """Round [R, filled] numbers; `at` are their columns in order, `factor` is in that order."""
+def compensate(matrix: Tensor, by: OrderedFactor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Codes:
+    """Round [R, filled] numbers in the order of `by`; `plain` are the scales that `encode` gives."""
     if _takes_batches(matrix, layout, ladder):
-        return Codes(*_compensate_batches(matrix, factor, plain, layout, ladder, blocks, at))
+        return _compensate_batches(matrix, by, plain, layout, ladder)
+    factor, blocks, at = by.factor, by.blocks, by.columns
     compiled = _compiled_blocks(matrix, layout, ladder)
     left, loops = matrix[:, at].contiguous(), loops_for(matrix)
     codes, scales = torch.empty_like(left), plain.clone()
@@ -170,20 +163,22 @@ def compensate(
     none = torch.zeros(layout.rows, 1, device=matrix.device)
     for start, stop, pieces in _batches(layout.filled, width):
         errors = torch.empty_like(left[:, start:stop])
-        for place, (first, last) in pieces:
-            block = blocks[place] if tries else 0
-            piece, own = left[:, first:last], factor[first:last, first:last]
+        for number, (first, last) in pieces:
+            block = blocks[number] if tries else 0
+            piece, own_factor = left[:, first:last], factor[first:last, first:last]
             if compiled is not None:
-                found = compiled.round(piece, own, plain[:, block], ladder.multiples)
-                codes[:, first:last], own_errors, scales[:, block] = found
+                rounded = compiled.round(piece, own_factor, plain[:, block], ladder.multiples)
+                codes[:, first:last], own_errors, scales[:, block] = rounded
             else:
                 if tries:
                     tried = candidates_of(piece, plain[:, block], layout, ladder)
-                    cost = layout.sum_of_strips(loops.cost_of_scales(piece, own, layout.to_rows(tried), ladder.grid))
+                    cost = layout.sum_of_strips(
+                        loops.cost_of_scales(piece, own_factor, layout.to_rows(tried), ladder.grid)
+                    )
                     scales[:, block] = tried.gather(1, least_of(cost)[1]).squeeze(1)
                 steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
                 parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
-                codes[:, first:last], own_errors = loops.round_piece(piece, own, steps, none, parts, ladder.grid)
+                codes[:, first:last], own_errors = loops.round_piece(piece, own_factor, steps, none, parts, ladder.grid)
             errors[:, first - start : last - start] = own_errors
             if last < stop:
                 left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
@@ -202,19 +197,19 @@ def _compiled_blocks(matrix: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) 
 
 def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tuple[int, int]]]]]:
     """(start, stop, its pieces: number and columns) of every batch."""
-    ends = [(place, (first, min(first + width, cols))) for place, first in enumerate(range(0, cols, width))]
-    each = max(1, BATCH // width)
-    groups = [ends[at : at + each] for at in range(0, len(ends), each)]
+    ends = [(number, (first, min(first + width, cols))) for number, first in enumerate(range(0, cols, width))]
+    pieces_at_once = max(1, BATCH // width)
+    groups = [ends[at : at + pieces_at_once] for at in range(0, len(ends), pieces_at_once)]
     return [(group[0][1][0], group[-1][1][1], group) for group in groups]
 
 
 def sweep(
-    matrix: Tensor, hessian: Tensor, found: Codes, layout: ScaledBlocks, ladder: ScaleLadder, sweeps: int
+    matrix: Tensor, hessian: Tensor, before: Codes, layout: ScaledBlocks, ladder: ScaleLadder, sweeps: int
 ) -> Codes:
     """Codes and scales that are each the best while all others stay; the error never grows."""
-    codes, scales, loops = found.codes.clone(), found.scales.clone(), loops_for(matrix)
+    codes, scales, loops = before.codes.clone(), before.scales.clone(), loops_for(matrix)
     narrow = layout.width <= BATCH
-    gradient = (matrix - found.values(layout)) @ hessian
+    gradient = (matrix - before.values(layout)) @ hessian
     if _takes_batches(matrix, layout, ladder):
         from bitplan.rounding.triton_rounding import sweep_batches
 
@@ -234,19 +229,23 @@ def sweep(
         for start, stop, pieces in _batches(layout.filled, layout.width if narrow else BATCH):
             near, changes = gradient[:, start:stop].clone(), torch.zeros_like(codes[:, start:stop])
             for _, (first, last) in pieces:
-                block, own, here = (
+                block, own_hessian, here = (
                     first // layout.width,
                     hessian[first:last, first:last],
                     slice(first - start, last - start),
                 )
                 if narrow:
-                    move = _better_scales(codes[:, first:last], near[:, here], own, scales[:, block], layout, ladder)
+                    move = _better_scales(
+                        codes[:, first:last], near[:, here], own_hessian, scales[:, block], layout, ladder
+                    )
                     scales[:, block] += move
                     changes[:, here] = layout.to_rows(move).unsqueeze(-1) * codes[:, first:last]
-                    near[:, here] -= changes[:, here] @ own
+                    near[:, here] -= changes[:, here] @ own_hessian
                 steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
                 parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
-                better, changed = loops.sweep_piece(near[:, here], codes[:, first:last], own, steps, parts, ladder.grid)
+                better, changed = loops.sweep_piece(
+                    near[:, here], codes[:, first:last], own_hessian, steps, parts, ladder.grid
+                )
                 codes[:, first:last] = better
                 changes[:, here] += changed
                 near[:, here.stop :] -= changes[:, here] @ hessian[first:last, last:stop]
@@ -287,24 +286,16 @@ def _block_scales(layout: ScaledBlocks, ladder: ScaleLadder) -> Any:
 
 
 def _compensate_batches(
-    matrix: Tensor,
-    factor: Tensor,
-    plain: Tensor,
-    layout: ScaledBlocks,
-    ladder: ScaleLadder,
-    blocks: list[int],
-    at: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales, as `compensate` gives them."""
-    from bitplan.rounding import triton_rounding as triton_batches
+    matrix: Tensor, by: OrderedFactor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder
+) -> Codes:
+    from bitplan.rounding.triton_rounding import round_batch
 
-    scaled = _block_scales(layout, ladder)
-    factor = factor.contiguous()
-    left, order = matrix[:, at].contiguous(), torch.tensor(blocks, dtype=torch.int32, device=matrix.device)
+    scaled, factor, at = _block_scales(layout, ladder), by.factor.contiguous(), by.columns
+    left, order = matrix[:, at].contiguous(), torch.tensor(by.blocks, dtype=torch.int32, device=matrix.device)
     codes, scales, plain = torch.empty_like(left), plain.clone(), plain.contiguous()
     errors = matrix.new_empty(len(matrix), scaled.span)
     for start in range(0, layout.filled, scaled.span):
         stop = min(start + scaled.span, layout.filled)
-        triton_batches.round_batch(left, factor, plain, order, start, scaled, codes, scales, errors)
+        round_batch(left, factor, plain, order, start, scaled, codes, scales, errors)
         left[:, stop:].addmm_(errors[:, : stop - start], factor[start:stop, stop:], alpha=-1)
-    return unordered(codes, at), scales
+    return Codes(unordered(codes, at), scales)

@@ -26,7 +26,7 @@ class GroupScales:
 
     @classmethod
     def empty(cls, matrix: Tensor, layout: Layout) -> GroupScales:
-        blocks, groups = (matrix.shape[1] // each for each in (layout.numbers, layout.group))
+        blocks, groups = (matrix.shape[1] // size for size in (layout.numbers, layout.group))
         d, dmin = (matrix.new_zeros(len(matrix), blocks) for _ in range(2))
         scales, mins = (matrix.new_ones(len(matrix), groups) for _ in range(2))
         return cls(layout, d, dmin, scales, mins)
@@ -47,15 +47,15 @@ class GroupScales:
         codes, d, dmin = codes.reshape(-1, layout.numbers), self.d.reshape(-1).half(), self.dmin.reshape(-1).half()
         if not layout.has_groups:
             return BlockParts(codes, d, dmin if layout.has_min else None)
-        scales, mins = (each.reshape(-1, layout.group_count).to(torch.int8) for each in (self.scales, self.mins))
+        scales, mins = (part.reshape(-1, layout.group_count).to(torch.int8) for part in (self.scales, self.mins))
         return BlockParts(codes, d, -dmin, scales, mins) if layout.has_min else BlockParts(codes, d, None, scales)
 
     def values(self, codes: Tensor) -> Tensor:
         """[R, filled] numbers that codes stand for."""
         blocks = self.d.shape[1]
         steps, offsets = (
-            (unit.unsqueeze(-1) * each.reshape(len(each), blocks, -1)).reshape(len(each), -1)
-            for unit, each in ((self.d, self.scales), (self.dmin, self.mins))
+            (unit.unsqueeze(-1) * part.reshape(len(part), blocks, -1)).reshape(len(part), -1)
+            for unit, part in ((self.d, self.scales), (self.dmin, self.mins))
         )
         return codes * steps.repeat_interleave(self.layout.group, 1) + offsets.repeat_interleave(self.layout.group, 1)
 
@@ -100,7 +100,7 @@ class GroupScales:
 
     def _improve_floats(self, block: int, codes: Tensor, slope: Tensor, hessian: Tensor) -> None:
         groups, wide = self.groups(block), self.layout.group
-        scales, mins = (each[:, groups].repeat_interleave(wide, 1) for each in (self.scales, self.mins))
+        scales, mins = (part[:, groups].repeat_interleave(wide, 1) for part in (self.scales, self.mins))
         for units, way in [(self.d, codes * scales)] + [(self.dmin, mins)] * self.layout.has_min:
             rise, curve, change = _along(way, slope, hessian, slice(None))
             now = units[:, block]
@@ -113,7 +113,7 @@ class GroupScales:
 
     def _values(self, block: int, codes: Tensor) -> Tensor:
         steps, offsets = (
-            each.repeat_interleave(self.layout.group, 1) for each in (self.steps(block), self.offsets(block))
+            part.repeat_interleave(self.layout.group, 1) for part in (self.steps(block), self.offsets(block))
         )
         return codes * steps + offsets
 

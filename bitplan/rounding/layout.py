@@ -1,6 +1,5 @@
-"""How a format's blocks lie on a matrix [R, K], and how codes and scales become an Encoded.
-
-The numbers that codes stand for, as arithmetic: rounding many candidates at once needs no table.
+"""The numbers that a format's codes stand for (`Grid`), how its blocks lie on a matrix [R, K] (`ScaledBlocks`), and how
+codes and scales become an Encoded. A grid is arithmetic: rounding many candidates at once needs no table.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from bitplan.formats import Encoded, Format
 from bitplan.formats.elements import Element, IntegerElement
 from bitplan.formats.tiles import to_blocks
 
-# ---- code grids ------------------------------------------------------------------------------------------------------
+# ---- numbers of codes ------------------------------------------------------------------------------------------------
 
 
 _EXPONENT = 0x7F800000  # of a float32
@@ -66,7 +65,7 @@ def grid_of(element: Element | None) -> Grid | None:
     return None
 
 
-# ---- layout ----------------------------------------------------------------------------------------------------------
+# ---- blocks on a matrix ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def with_rows_of(encoded: Encoded, other: Encoded, layout: ScaledBlocks, strips:
     for part, which in (("data", rows), ("scales", strips)):
         if part not in encoded.parts:
             continue
-        ours, theirs = (each.parts[part].reshape(len(which), -1).view(torch.uint8) for each in (encoded, other))
+        ours, theirs = (one.parts[part].reshape(len(which), -1).view(torch.uint8) for one in (encoded, other))
         mixed = torch.where(which.unsqueeze(-1), theirs, ours)
         chosen[part] = mixed.view(encoded.parts[part].dtype).reshape(encoded.parts[part].shape)
     return Encoded(encoded.fmt, encoded.shape, chosen["data"], chosen.get("scales"), encoded.base)
@@ -177,6 +176,6 @@ def join_rows(pieces: Sequence[Encoded], like: Encoded, order: Tensor) -> Encode
 
 def unordered(ordered: Tensor, at: Tensor) -> Tensor:
     """Columns back to where they were."""
-    found = torch.empty_like(ordered)
-    found[:, at] = ordered
-    return found
+    columns = torch.empty_like(ordered)
+    columns[:, at] = ordered
+    return columns

@@ -1,13 +1,10 @@
 """The loops of `round_columns`, compiled for CPUs: the same numbers to the bit, in the same order of arithmetic.
 
-Sweeps over whole blocks, which `error_compensation` and `group_blocks` define, add up in another order: a number that
-lies on a tie may differ.
-
-Compiled loops for blocks that have one scale each: scales are tried, codes rounded, and both swept over.
-
-`rounding` rounds with them a few rows at a time, a thousand times a weight: there calls of torch take longer than
-what they compute. Candidates of a scale lie side by side, so that one vector instruction rounds a number with many of
-them. Importing this module imports numba.
+Beside them are loops over whole blocks, of one scale each (`ScaledRounder`) or of GGUF's groups (`BlockRounder`), which
+are rounded a few rows at a time, a thousand times a weight: there calls of torch take longer than what they compute.
+Candidates of a scale lie side by side, so that one vector instruction rounds a number with many of them. Sweeps over
+whole blocks, which `error_compensation` and `weights` define, add up in another order: a number that lies on a tie may
+differ. Importing this module imports numba.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,7 +28,7 @@ from bitplan.rounding.group_scales import GroupScales
 from bitplan.rounding.layout import Grid
 from bitplan.rounding.scale_search import ScaleLadder
 
-# ---- scaled blocks ---------------------------------------------------------------------------------------------------
+# ---- how scales are stored -------------------------------------------------------------------------------------------
 
 
 F32, U32 = np.float32, np.uint32
@@ -67,7 +64,7 @@ def storage_of(fmt: Format, base: Tensor | None) -> Any:
     return None if numbers is None else np.array((*numbers, 1.0 if base is None else float(base)), F32)
 
 
-# ---- compiled ------------------------------------------------------------------------------------------------------
+# ---- compiled loops --------------------------------------------------------------------------------------------------
 
 
 @compiled
@@ -261,7 +258,7 @@ def nearest(scaled, low, high, mantissa, least, is_float, table):
     return F32(F32(F32(F32(inside * inverse) + NEAREST) - NEAREST) * step)
 
 
-# ---- round columns cpu -----------------------------------------------------------------------------------------------
+# ---- what the rest of the wing calls ---------------------------------------------------------------------------------
 
 
 FEWEST_ROWS = 16
@@ -340,30 +337,16 @@ class ScaledRounder:
 
         Some whole blocks at a time, of all rows; between them the gradient moves by a matrix product.
         """
-        columns = gradient.shape[1]
-        width = max(1, SPAN // self._width) * self._width
-        pieces = [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
-        owns = [hessian[cols, cols].contiguous().numpy() for cols in pieces]
         settings = self._width, self._storage, self._is_power, self._is_signed, *self._grid
-        step = _rows_at_once(len(gradient))
-        for done in range(sweeps):
-            for cols, own in zip(pieces, owns, strict=True):
-                blocks = slice(cols.start // self._width, cols.stop // self._width)
-                slopes, own_codes, own_scales = (
-                    each.clone(memory_format=torch.contiguous_format)
-                    for each in (gradient[:, cols], codes[:, cols], scales[:, blocks])
-                )
-                changes = torch.empty_like(slopes)
-                given = [each.numpy() for each in (slopes, changes, own_codes, own_scales)]
+        all_codes, all_scales = codes.numpy(), scales.numpy()
 
-                def work(at: int) -> None:
-                    rows = slice(at, at + step)
-                    slope, change, code, scale = (each[rows] for each in given)  # noqa: B023
-                    sweep_blocks(slope, change, own, code, scale, *settings)  # noqa: B023
+        def sweep_rows(rows: slice, cols: slice, own: Any, slopes: Any, changes: Any) -> None:
+            blocks = slice(cols.start // self._width, cols.stop // self._width)
+            code, scale = np.ascontiguousarray(all_codes[rows, cols]), np.ascontiguousarray(all_scales[rows, blocks])
+            sweep_blocks(slopes, changes, own, code, scale, *settings)
+            all_codes[rows, cols], all_scales[rows, blocks] = code, scale
 
-                on_threads(work, range(0, len(gradient), step))
-                codes[:, cols], scales[:, blocks] = own_codes, own_scales
-                _follow(gradient, changes, hessian, cols, is_last=done + 1 == sweeps)
+        _sweep_pieces(sweep_rows, gradient, hessian, max(1, SPAN // self._width) * self._width, sweeps)
 
 
 def scaled_rounder_of(width: int, ladder: ScaleLadder) -> ScaledRounder | None:
@@ -375,11 +358,27 @@ def scaled_rounder_of(width: int, ladder: ScaleLadder) -> ScaledRounder | None:
     return ScaledRounder(width, ladder.grid, storage, is_power=is_power, is_signed=ladder.is_signed)
 
 
-def _follow(gradient: Tensor, changes: Tensor, hessian: Tensor, columns: slice, *, is_last: bool) -> None:
-    """The gradient after values of some columns changed; after the last sweep only what comes next is asked for."""
-    others = slice(columns.stop if is_last else 0, gradient.shape[1])
-    if others.start < others.stop:
-        gradient[:, others].addmm_(changes, hessian[columns, others], alpha=-1)
+def _sweep_pieces(sweep_rows: Callable[..., None], gradient: Tensor, hessian: Tensor, width: int, sweeps: int) -> None:
+    """Sweep over `width` columns of all rows at a time; between them the gradient moves by a matrix product.
+
+    sweep_rows   (rows, columns, their part of the Hessian, slopes, changes): writes by how much values changed
+    """
+    columns, step = gradient.shape[1], _rows_at_once(len(gradient))
+    pieces = [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
+    owns = [hessian[cols, cols].contiguous().numpy() for cols in pieces]
+    for done in range(sweeps):
+        for cols, own in zip(pieces, owns, strict=True):
+            slopes = gradient[:, cols].clone(memory_format=torch.contiguous_format).numpy()
+            changes = torch.empty(slopes.shape)
+
+            def work(at: int) -> None:
+                rows = slice(at, at + step)
+                sweep_rows(rows, cols, own, slopes[rows], changes.numpy()[rows])  # noqa: B023
+
+            on_threads(work, range(0, len(gradient), step))
+            others = slice(cols.stop if done + 1 == sweeps else 0, columns)  # after the last sweep: what comes next
+            if others.start < others.stop:
+                gradient[:, others].addmm_(changes, hessian[cols, others], alpha=-1)
 
 
 class BlockRounder:
@@ -440,28 +439,17 @@ def sweep_groups(
         rounder = ScaledRounder(layout.numbers, grid, HALF_SCALES, is_power=False, is_signed=True)
         rounder.sweep(gradient, codes, scales.d, hessian, sweeps)
         return
-    numbers = (*_limits(layout), *_numbers_of(grid))
-    given = [each.numpy() for each in (codes, scales.d, scales.dmin, scales.scales, scales.mins)]
-    step = _rows_at_once(len(gradient))
-    width = max(PIECE, layout.numbers)
-    pieces = [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
-    owns = [hessian[cols, cols].contiguous() for cols in pieces]
-    sums = [own.reshape(-1, layout.group, len(own)).sum(1).numpy() for own in owns]
-    for done in range(sweeps):
-        for cols, own, own_sums in zip(pieces, owns, sums, strict=True):
-            slopes, changes = (
-                gradient[:, cols].clone(memory_format=torch.contiguous_format).numpy(),
-                torch.empty(len(gradient), len(own)),
-            )
-            first, matrix, out = cols.start, own.numpy(), changes.numpy()
+    numbers, width = (*_limits(layout), *_numbers_of(grid)), max(PIECE, layout.numbers)
+    parts = [part.numpy() for part in (codes, scales.d, scales.dmin, scales.scales, scales.mins)]
+    sums = {}  # of the Hessian's rows in each group, by the first column of a piece
+    for first in range(0, columns, width):
+        own_hessian = hessian[first : first + width, first : first + width]
+        sums[first] = own_hessian.reshape(-1, layout.group, len(own_hessian)).sum(1).numpy()
 
-            def work(at: int) -> None:
-                rows = slice(at, at + step)
-                parts = [each[rows] for each in given]
-                _sweep_groups(slopes[rows], out[rows], matrix, own_sums, *parts, first, *numbers)  # noqa: B023
+    def sweep_rows(rows: slice, cols: slice, own: Any, slopes: Any, changes: Any) -> None:
+        _sweep_groups(slopes, changes, own, sums[cols.start], *(part[rows] for part in parts), cols.start, *numbers)
 
-            on_threads(work, range(0, len(gradient), step))
-            _follow(gradient, changes, hessian, cols, is_last=done + 1 == sweeps)
+    _sweep_pieces(sweep_rows, gradient, hessian, width, sweeps)
 
 
 def _limits(layout: Layout) -> tuple[int, int, bool, bool, np.float32, np.float32]:

@@ -1,20 +1,14 @@
 """The loops of compensated rounding for GPUs: a program takes a row, and its columns one after the other.
 
-Twins of `bitplan.rounding.round_columns`, which says what each does; as plain torch a column takes a dozen
-launches, and a matrix has thousands of columns. A row's piece stays in registers; its column j is taken out by a sum
-over all columns of which all others are zero.
+The first four are twins of `round_columns`, which says what each does; as plain torch a column takes a dozen launches,
+and a matrix has thousands of columns. A row's piece stays in registers; its column j is taken out by a sum over all
+columns of which all others are zero.
 
-Compensated rounding on GPUs, many columns in one launch: scales are tried, chosen and stored on the way.
-
-A program takes a row, and its columns one after the other; between launches one matrix product spreads what
-they lost to all other columns. `bitplan.rounding` says what is computed: `round_batch` and `sweep_batch` are the
-loops of `error_compensation` over blocks of one scale; `triton_group_sweep` has that of GGUF's blocks.
-Numbers differ from theirs by the order of sums.
-
-The loop of `bitplan.rounding.weights` that moves scales and codes of one block of GGUF's, for GPUs.
-
-A program takes two rows, which share what it reads of the Hessian. Numbers differ from the definition's by the order of
-sums.
+`round_batch` and `sweep_batches` are the loops of `error_compensation` over blocks of one scale, many columns in one
+launch: scales are tried, chosen and stored on the way, and between launches one matrix product spreads what the columns
+lost to all others. `sweep_groups` is the loop of `weights` that moves scales and codes of one block of GGUF's; there a
+program takes two rows, which share what it reads of the Hessian. Numbers of these three differ from their definition's
+by the order of sums.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -358,7 +352,7 @@ def _weigh_rows(
     tl.store(cost_ptr + row * count + tries, cost, mask=tries < count)
 
 
-# ---- triton batches --------------------------------------------------------------------------------------------------
+# ---- batches of columns whose blocks have one scale each -------------------------------------------------------------
 
 
 BATCH = 128  # columns of one launch, where blocks are not wider
@@ -510,7 +504,7 @@ def _multiples(multiples: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(multiples, dtype=torch.float32, device=device)
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
+# ---- kernels of batches ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -700,7 +694,7 @@ def _sweep_batch(
     tl.store(changes_ptr + row * SPAN + span, changes)
 
 
-# ---- triton group sweep ----------------------------------------------------------------------------------------------
+# ---- blocks of GGUF's groups -----------------------------------------------------------------------------------------
 
 
 ROWS = 2

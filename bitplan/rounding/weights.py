@@ -1,18 +1,14 @@
 """round_weight: the same bytes as `encode`, better numbers.
 
-Error-compensated rounding between the rows of a weight: what one output loses, others make up for.
+With a Hessian of its inputs, columns of a weight make up for each other's errors (`error_compensation`). In GGUF's
+blocks of groups (the K-quants) a block's scales and minima are found by the format's own weighted search, just before
+its columns are rounded, from the weights as they are then; codes then take part in compensation, and both in sweeps.
 
-The error that counts is then tr(G E H E^T), with E = weight - value, H = X^T X of the inputs, and G = the second
-moments of the loss's gradients by the outputs: to second order the change of the loss, where inputs and gradients are
-taken as independent. Rows are rounded some at a time, those with the largest gradients first. The errors of each batch
-go to the rows not yet rounded, in the proportions that the Cholesky factor of G's inverse gives: between rows this is
-what `error_compensation` does between columns.
-
-Error-compensated rounding in GGUF's blocks of groups (the K-quants): scales by the format's own weighted search.
-
-A block's scales and minima are searched just before its columns are rounded, from the weights as they are then, with
-the weights that the factor gives its columns; codes then take part in compensation, and both in sweeps, as in other
-formats.
+With second moments of the outputs' gradients, rows make up for each other too. The error that counts is then
+tr(G E H E^T), with E = weight - value, H = X^T X of the inputs, and G = the second moments of the loss's gradients by
+the outputs: to second order the change of the loss, where inputs and gradients are taken as independent. Rows are
+rounded some at a time, those with the largest gradients first, and the errors of each batch go to the rows not yet
+rounded, in the proportions that the Cholesky factor of G's inverse gives.
 """
 
 from __future__ import annotations
@@ -57,7 +53,7 @@ from bitplan.rounding.layout import (
 from bitplan.rounding.pick_loops import in_batches, is_compiled, loops_for, rounding_rows_of
 from bitplan.rounding.scale_search import ScaleLadder, search_scales
 
-# ---- group blocks ----------------------------------------------------------------------------------------------------
+# ---- GGUF's blocks of groups -----------------------------------------------------------------------------------------
 
 
 def grid_of_groups(fmt: GgufBlocks) -> Grid:
@@ -74,13 +70,11 @@ def stored_codes(numbers: Tensor, fmt: GgufBlocks) -> Tensor:
     return torch.searchsorted(numbers.new_tensor(fmt.layout.table), numbers.contiguous()).to(torch.uint8)
 
 
-def round_groups(
-    matrix: Tensor, hessian: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, sweeps: int
-) -> Tensor:
-    """Round [R, filled] numbers -> [R, bytes per row]; `at` are their columns in order, `factor` is in that order."""
+def round_groups(matrix: Tensor, by: OrderedFactor, fmt: GgufBlocks, sweeps: int) -> Tensor:
+    """Round [R, filled] numbers -> [R, bytes per row]."""
     scales = GroupScales.empty(matrix, fmt.layout)
-    codes = _compensate(matrix, factor, fmt, blocks, at, scales)
-    _sweep(matrix, hessian, codes, scales, fmt, sweeps)
+    codes = _compensate(matrix, by, fmt, scales)
+    _sweep(matrix, by.damped, codes, scales, fmt, sweeps)
     packed = fmt.layout.pack(scales.parts(stored_codes(codes, fmt)))
     return packed.reshape(len(matrix), -1)
 
@@ -90,37 +84,35 @@ def round_groups(
 RoundBlock = Callable[[Tensor, Tensor, int, slice], tuple[Tensor, Tensor]]
 
 
-def _compensate(
-    matrix: Tensor, factor: Tensor, fmt: GgufBlocks, blocks: list[int], at: Tensor, scales: GroupScales
-) -> Tensor:
+def _compensate(matrix: Tensor, by: OrderedFactor, fmt: GgufBlocks, scales: GroupScales) -> Tensor:
     """Codes [R, filled], a block after the other; what a block loses goes to the columns after it."""
-    width, on_gpu = fmt.layout.numbers, in_batches(matrix)
+    width, on_gpu, at = fmt.layout.numbers, in_batches(matrix), by.columns
     make = _on_gpu if on_gpu else _compiled if is_compiled(matrix) else _by_torch
-    factor = factor.contiguous() if on_gpu else factor
+    factor = by.factor.contiguous() if on_gpu else by.factor
     round_block = make(factor, fmt.layout, grid_of_groups(fmt), at, scales)
     left, codes = matrix[:, at].contiguous(), torch.empty_like(matrix)
-    for place, block in enumerate(blocks):
-        own = slice(place * width, (place + 1) * width)
-        codes[:, own], errors = round_block(left[:, own], factor[own, own], block, own)
-        rest = left[:, own.stop :]
+    for at_block, block in enumerate(by.blocks):
+        columns = slice(at_block * width, (at_block + 1) * width)
+        codes[:, columns], errors = round_block(left[:, columns], factor[columns, columns], block, columns)
+        rest = left[:, columns.stop :]
         if on_gpu:  # one launch; its sums have another order
-            rest.addmm_(errors, factor[own, own.stop :], alpha=-1)
+            rest.addmm_(errors, factor[columns, columns.stop :], alpha=-1)
         elif rest.shape[1]:
-            rest -= errors @ factor[own, own.stop :]
+            rest -= errors @ factor[columns, columns.stop :]
     return unordered(codes, at)
 
 
 def _by_torch(_factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: GroupScales) -> RoundBlock:
     search = SearchBySums(TorchSums())
 
-    def round_block(piece: Tensor, own: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
+    def round_block(piece: Tensor, factor_of_block: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
         inside = at[columns] - block * layout.numbers
         numbers, weights = torch.empty_like(piece), torch.empty_like(piece[0])
         numbers[:, inside] = piece
-        weights[inside] = own.diagonal().square().reciprocal()
+        weights[inside] = factor_of_block.diagonal().square().reciprocal()
         scales.put(block, search_blocks(numbers, weights, layout, search))
         steps, offsets, groups = scales.steps(block), scales.offsets(block), inside // layout.group
-        codes, errors = loops_for(piece).round_piece(piece, own, steps, offsets, groups, grid)
+        codes, errors = loops_for(piece).round_piece(piece, factor_of_block, steps, offsets, groups, grid)
         return codes, errors
 
     return round_block
@@ -144,14 +136,14 @@ def _on_gpu(factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: Grou
     weights = _block_weights(factor, at, layout)
     unused = torch.empty((len(scales.d), width), dtype=torch.uint8, device=at.device)
 
-    def round_block(piece: Tensor, own: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
+    def round_block(piece: Tensor, factor_of_block: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
         inside, groups = _columns(block, width), scales.groups(block)
         d, dmin = scales.d[:, block : block + 1], scales.dmin[:, block : block + 1]
         stored = d, dmin, scales.scales[:, groups], scales.mins[:, groups]
         search_into(piece, weights[inside], layout, places[inside], *stored, unused)
         if layout.has_groups:  # taken away where it has integers, added where it has none
             dmin.neg_()
-        return round_piece(piece, own, scales.steps(block), scales.offsets(block), parts[columns], grid)
+        return round_piece(piece, factor_of_block, scales.steps(block), scales.offsets(block), parts[columns], grid)
 
     return round_block
 
@@ -160,7 +152,7 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
     """Scales and codes, each to its best place while all others stay: both change where they are."""
     layout, loops, grid = fmt.layout, loops_for(matrix), grid_of_groups(fmt)
     width = layout.numbers
-    each = range(matrix.shape[1] // width)
+    blocks = range(matrix.shape[1] // width)
     gradient = (matrix - scales.values(codes)) @ hessian
     if is_compiled(matrix):
         from bitplan.rounding.round_columns_cpu import sweep_groups
@@ -172,11 +164,13 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
         if in_batches(matrix):
             _sweep_batches(gradient, hessian, codes, scales, grid, is_last=done + 1 == sweeps)
             continue
-        for block in each:
+        for block in blocks:
             cols = _columns(block, width)
-            own, here = hessian[cols, cols], gradient[:, cols]
-            moved, slope = scales.improve(block, codes[:, cols], here, own)
-            codes[:, cols], changes = loops.sweep_piece(slope, codes[:, cols], own, scales.steps(block), parts, grid)
+            own_hessian, here = hessian[cols, cols], gradient[:, cols]
+            moved, slope = scales.improve(block, codes[:, cols], here, own_hessian)
+            codes[:, cols], changes = loops.sweep_piece(
+                slope, codes[:, cols], own_hessian, scales.steps(block), parts, grid
+            )
             gradient -= (moved + changes) @ hessian[cols]
 
 
@@ -211,7 +205,7 @@ def _columns(block: int, width: int) -> slice:
     return slice(block * width, (block + 1) * width)
 
 
-# ---- output feedback -------------------------------------------------------------------------------------------------
+# ---- rows that make up for each other --------------------------------------------------------------------------------
 
 
 # Rounds a matrix [rows, filled], given its rows as `encode` has them.
@@ -243,28 +237,28 @@ def round_with_feedback(
     """Round [R, filled] numbers; `outputs` [R, R] is G, in any unit."""
     order = outputs.diagonal().argsort(descending=True, stable=True).to(matrix.device)
     factor = factor_of(outputs.to(matrix.device), DAMPING, order, name, "outputs")[1]
-    left, made = matrix[order], []
+    left, rounded = matrix[order], []
     step = max(FEWEST_ROWS, -(-layout.rows // (BATCHES if is_compiled(matrix) else BATCHES_UNCOMPILED)))
     for first in range(0, layout.rows, step):
         last = min(first + step, layout.rows)
         piece = left[first:last].contiguous()
         own_rows, part = rows_of(plain, layout, order[first:last]), replace(layout, rows=last - first)
         with rounding_rows_of(matrix):
-            made.append(round_rows(piece, own_rows, part))
-        values = decode(made[-1], torch.float32).reshape(last - first, -1)
+            rounded.append(round_rows(piece, own_rows, part))
+        values = decode(rounded[-1], torch.float32).reshape(last - first, -1)
         errors = piece - torch.nn.functional.pad(values, (0, layout.filled - values.shape[1]))
-        own = factor[first:last, first:last].T
-        left[last:] -= factor[first:last, last:].T @ torch.linalg.solve_triangular(own, errors, upper=False)
-    return join_rows(made, plain, order)
+        own_factor = factor[first:last, first:last].T
+        left[last:] -= factor[first:last, last:].T @ torch.linalg.solve_triangular(own_factor, errors, upper=False)
+    return join_rows(rounded, plain, order)
 
 
-def error_between_outputs(matrix: Tensor, values: Tensor, hessian: Tensor, outputs: Tensor) -> float:
-    """tr(G E H E^T)."""
-    error = matrix - values
-    return float((outputs.to(error.device).float() * (error @ hessian @ error.T)).double().sum())
+def _error_between_outputs(matrix: Tensor, values: Tensor | None, hessian: Tensor, outputs: Tensor) -> Tensor:
+    """[1] float64: tr(G E H E^T); values None are zeros."""
+    error = matrix if values is None else matrix - values
+    return (outputs.to(error.device).float() * (error @ hessian @ error.T)).double().sum().reshape(1)
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- a weight as a whole ---------------------------------------------------------------------------------------------
 
 
 Measure = Literal["squared error", "moments", "hessian", "hessian and outputs"]
@@ -377,18 +371,29 @@ def _round(
         cost, used = ordered.damped, ordered.damping
         if outputs is not None:
             check_outputs(outputs, layout, name)
-        if outputs is not None and takes_feedback(outputs, layout):
+        if takes_feedback(outputs, layout):
 
-            def round_rows(piece: Tensor, own: Encoded, part: ScaledBlocks) -> Encoded:
-                return _by_hessian(piece, ordered, own, part, sweeps)
+            def round_rows(piece: Tensor, plain_rows: Encoded, part: ScaledBlocks) -> Encoded:
+                return _by_hessian(piece, ordered, plain_rows, part, sweeps)
 
-            rounded = round_with_feedback(matrix, outputs, plain, layout, round_rows, name)
-            return _better_of_whole(matrix, plain, rounded, layout, cost, outputs, used, has_report)
-        rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
-    before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
-    before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
-    worse = ~(after <= before)
-    whole = (float(_errors(matrix, None, cost).sum()) or 1.0) if has_report else 1.0
+            assert outputs is not None
+            measure, rounded = (
+                "hessian and outputs",
+                round_with_feedback(matrix, outputs, plain, layout, round_rows, name),
+            )
+        else:
+            rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
+
+    def errors_of(encoded: Encoded | None) -> Tensor:
+        """Of each strip, or where rows make up for each other, of all together; None: of the weights themselves."""
+        values = None if encoded is None else _filled_values(encoded, layout)
+        if measure == "hessian and outputs" and outputs is not None:
+            return _error_between_outputs(matrix, values, cost, outputs)
+        return layout.sum_of_strips(_errors(matrix, values, cost))
+
+    before, after = errors_of(plain), errors_of(rounded)
+    worse = (~(after <= before)).expand(layout.strips)
+    whole = (float(errors_of(None).sum()) or 1.0) if has_report else 1.0
     report = Rounding(
         measure,
         float(before.sum()) / whole,
@@ -398,34 +403,6 @@ def _round(
         used,
     )
     return with_rows_of(rounded, plain, layout, worse), report
-
-
-def _better_of_whole(
-    matrix: Tensor,
-    plain: Encoded,
-    rounded: Encoded,
-    layout: ScaledBlocks,
-    hessian: Tensor,
-    outputs: Tensor,
-    damping: float | None,
-    has_report: bool,
-) -> tuple[Encoded, Rounding]:
-    """Rows that make up for each other are taken all or none."""
-    before, after = (
-        error_between_outputs(matrix, _filled_values(each, layout), hessian, outputs) for each in (plain, rounded)
-    )
-    zeros = torch.zeros_like(matrix)
-    whole = (error_between_outputs(matrix, zeros, hessian, outputs) or 1.0) if has_report else 1.0
-    is_better = after <= before
-    report = Rounding(
-        "hessian and outputs",
-        before / whole,
-        (after if is_better else before) / whole,
-        layout.strips,
-        0 if is_better else layout.strips,
-        damping,
-    )
-    return rounded if is_better else plain, report
 
 
 def _can_round(fmt: Format) -> bool:
@@ -449,28 +426,28 @@ def _by_hessian(matrix: Tensor, by: OrderedFactor, plain: Encoded, layout: Scale
     """Codes that make up for each other's errors; some rows of a large matrix at a time, for each takes much memory."""
     fmt, shape = plain.fmt, plain.shape
     if isinstance(fmt, GgufBlocks):
-        parts = [
-            round_groups(matrix[rows], by.damped, by.factor, fmt, by.blocks, by.columns, sweeps)
-            for rows, _ in _strips_at_once(layout)
-        ]
+        parts = [round_groups(matrix[rows], by, fmt, sweeps) for rows, _ in _strips_at_once(layout)]
         return Encoded(fmt, shape, torch.cat(parts).reshape(plain.data.shape))
     ladder, scales = _ladder(plain), scales_of(plain, layout)
     codes, found_scales = [], []
     for rows, strips in _strips_at_once(layout):
         some = replace(layout, rows=rows.stop - rows.start)
-        found = compensate(matrix[rows], by.factor, scales[strips], some, ladder, by.blocks, by.columns)
-        found = sweep(matrix[rows], by.damped, found, some, ladder, sweeps)
-        codes.append(found.codes)
-        found_scales.append(found.scales)
+        rounded = compensate(matrix[rows], by, scales[strips], some, ladder)
+        rounded = sweep(matrix[rows], by.damped, rounded, some, ladder, sweeps)
+        codes.append(rounded.codes)
+        found_scales.append(rounded.scales)
     return assemble(fmt, shape, torch.cat(codes), ladder.store(torch.cat(found_scales)), plain.base)
 
 
 def _strips_at_once(layout: ScaledBlocks) -> list[tuple[slice, slice]]:
     """Rows and strips of them: what is computed at once."""
-    each = max(1, AT_ONCE // max(1, layout.filled * layout.height))
+    strips_at_once = max(1, AT_ONCE // max(1, layout.filled * layout.height))
     return [
-        (slice(first * layout.height, min((first + each) * layout.height, layout.rows)), slice(first, first + each))
-        for first in range(0, layout.strips, each)
+        (
+            slice(first * layout.height, min((first + strips_at_once) * layout.height, layout.rows)),
+            slice(first, first + strips_at_once),
+        )
+        for first in range(0, layout.strips, strips_at_once)
     ]
 
 
@@ -482,13 +459,13 @@ def _ladder(plain: Encoded) -> ScaleLadder:
 
 def _errors(matrix: Tensor, values: Tensor | None, cost: Tensor) -> Tensor:
     """[R] float64: the squared error of each row, weighted by columns [K] or by the Hessian [K, K]; None are zeros."""
-    each, found = max(1, AT_ONCE // max(1, matrix.shape[1])), []
-    for first in range(0, len(matrix), each):
-        error = matrix[first : first + each]
-        error = error if values is None else error - values[first : first + each]
+    rows_at_once, errors = max(1, AT_ONCE // max(1, matrix.shape[1])), []
+    for first in range(0, len(matrix), rows_at_once):
+        error = matrix[first : first + rows_at_once]
+        error = error if values is None else error - values[first : first + rows_at_once]
         weighted = error * cost if cost.dim() == 1 else error @ cost
-        found.append((error.double() * weighted.double()).sum(1))
-    return torch.cat(found)
+        errors.append((error.double() * weighted.double()).sum(1))
+    return torch.cat(errors)
 
 
 def _filled_values(encoded: Encoded, layout: ScaledBlocks) -> Tensor:

@@ -10,6 +10,7 @@ Which module does which step:
     plan_meter, timing       distances of plans from the model, and times of layers; `training_evidence` beside them
     solver, explain          the plan, by evidence alone, with its rivals and reasons
     run                      all of it in turn, the proof on held-out text, and the files
+    verify                   whether what was quantized holds, by its certificate
 """
 
 from typing import TYPE_CHECKING
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
         GoalError as GoalError,
         SearchError as SearchError,
     )
-    from bitplan.searching.evidence import (
-        FormatCost as FormatCost,
-        SearchEvidence as SearchEvidence,
-        TensorGroup as TensorGroup,
-    )
+    from bitplan.searching.evidence import SearchEvidence as SearchEvidence
     from bitplan.searching.explain import explain_plan as explain_plan
     from bitplan.searching.goal import Goal as Goal
-    from bitplan.searching.run import Searcher as Searcher, SearchResult as SearchResult, search as search
+    from bitplan.searching.run import (
+        Searcher as Searcher,
+        SearchOptions as SearchOptions,
+        SearchResult as SearchResult,
+        search as search,
+    )
     from bitplan.searching.solver import Solution as Solution, solve as solve
+    from bitplan.searching.verify import verify_model as verify_model
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -393,6 +393,10 @@ class RoundedWeights:
     def decoded(self, name: str, fmt: str) -> Tensor:
         return decode(self.encoded(name, fmt), torch.float32)
 
+    def nearest(self, name: str, fmt: str) -> Tensor:
+        """A weight rounded without statistics, as `quantize` rounds it where it is given none."""
+        return decode(encode(self.subject.weight(name), fmt, name=name), torch.float32)
+
     def predicted(self, name: str, fmt: str) -> float:
         """Nats a token that the format costs this weight alone.
 

@@ -47,7 +47,7 @@ from bitplan.base.documents import (
 from bitplan.base.errors import FormatError
 from bitplan.base.records import write_json
 from bitplan.formats import get_format
-from bitplan.formats.dtypes import ITEM_BYTES
+from bitplan.formats.elements import ITEM_BYTES
 from bitplan.plan.names import natural_order, split_layer
 from bitplan.searching.goal import EvidenceFileError
 

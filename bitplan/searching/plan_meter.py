@@ -120,13 +120,22 @@ class PlanMeter:
                 self.rounded.round_all(missing, lambda name, fmt: advance(sizes[name], f"{name} in {fmt}"))
 
     def measure(
-        self, evidence: SearchEvidence, choice: Mapping[str, str], label: str, on_windows: OnWindows | None = None
+        self,
+        evidence: SearchEvidence,
+        choice: Mapping[str, str],
+        label: str,
+        on_windows: OnWindows | None = None,
+        *,
+        nearest: bool = False,
     ) -> Quality:
-        """The model with groups in formats; groups that `choice` does not name stay as they are."""
-        formats = self._formats(evidence, choice)
+        """The model with groups in formats; groups that `choice` does not name stay as they are.
+
+        nearest   weights are rounded without statistics
+        """
+        formats, numbers = self._formats(evidence, choice), self.rounded.nearest if nearest else self.rounded.decoded
 
         def weight(name: str) -> Tensor | None:
-            return self.rounded.decoded(name, formats[name]) if name in formats else None
+            return numbers(name, formats[name]) if name in formats else None
 
         replaced = self.rounded.subject.replaced_by(weight)
         logits = self._logits_of(replaced)

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bitplan.base.hardware import hardware
+from bitplan.base.old_names import keywords_in
 from bitplan.base.records import write_json
 from bitplan.files.engines.gguf_source import is_folder_like
 from bitplan.files.headers import is_gguf
@@ -76,6 +78,7 @@ class SearchResult:
     noise_floor: Quality
     corrections: int
     unmeasured: list[RivalPlan] = field(default_factory=list)  # rivals that are predicted to lose
+    nearest: Quality | None = None  # the plan without the statistics that its weights were rounded by
     times: BlockTimes | None = None  # with a speed goal: a whole block by the plan
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # of each phase: wall, cpu
 
@@ -160,6 +163,7 @@ class SearchResult:
             "corrections": self.corrections,
             **({} if self.times is None else {"block_times": self.times.to_dict()}),
             "plan": self.winner.to_dict(evidence),
+            "nearest": None if self.nearest is None else summary_of(self.nearest),
             "lost": self.lost,
             "why_lost": self.why_lost,
             "missed_goal": self.missed_goal,
@@ -172,6 +176,7 @@ class SearchResult:
             "uniform": [_predicted(evidence, each) for each in uniform_plans(evidence)],
             "heat": _heat(evidence, self.winner.choice),
             "seconds": self.seconds,
+            "machine": hardware(),
         }
 
     def save(self, folder: Path) -> None:
@@ -229,6 +234,36 @@ AGREES = 0.1  # predicted and measured within a tenth: nothing to correct
 WORTH = 0.02  # a corrected plan that promises less damage by this share is measured; of less, four windows say nothing
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """How a search works, but for what it is to find.
+
+    device       where to compute, such as cuda
+    context      tokens in a window of `text`; 512 unless given, or what the model has
+    windows      how many windows of text the statistics are of
+    gradients    for training: a saved state of selective precision; groups count by the gradients it saw
+    fp8_policy   with a speed goal: a policy file, by whose times formats fp8_* count
+    all_rivals   measure heuristics that are predicted to lose as well
+    workers      processes of one thread each that round weights on CPUs, beside a GPU or in place of threads; a script
+                 that asks for some begins under `if __name__ == "__main__":`
+    memory       bytes that the process may have; what is free less a tenth unless given. What does not fit is refused
+    stage        shows progress: called with a name and a number of steps, gives a context of what to call for each
+    note         called before the work with what it will take
+    """
+
+    device: str | None = None
+    context: int | None = None
+    windows: int = WINDOWS
+    gradients: str | Path | None = None
+    fp8_policy: str | Path | None = None
+    all_rivals: bool = False
+    workers: int = 0
+    memory: int | None = None
+    stage: Stage = no_stage
+    note: Callable[[str], None] = lambda _line: None
+
+
+@keywords_in(SearchOptions)
 def search(
     model: nn.Module | str | Path,
     batches: Sequence[Tensor] | None = None,
@@ -240,17 +275,8 @@ def search(
     target: str = "bitplan",
     keep: Sequence[str] = (),
     only: Sequence[str] = (),
-    device: str | None = None,
-    context: int | None = None,
-    windows: int = WINDOWS,
-    gradients: str | Path | None = None,
-    fp8_policy: str | Path | None = None,
-    all_rivals: bool = False,
-    workers: int = 0,
-    memory: int | None = None,
     out: str | Path | None = None,
-    stage: Stage = no_stage,
-    note: Callable[[str], None] = lambda _line: None,
+    options: SearchOptions | None = None,
 ) -> SearchResult:
     """Find the best plan for a model within a goal, and prove it on text that was not used to find it.
 
@@ -259,51 +285,40 @@ def search(
     goal       Goal(bits=4.5), or a mapping of its fields; several limits hold together
     held_out   other text, for the proof; without it the last quarter of the text is kept for that
     formats    candidates; all that `target` loads unless given
-    windows    how many windows of text the statistics are of
-    gradients  for training: a saved state of selective precision; groups count by the gradients it saw
-    fp8_policy   with a speed goal: a policy file, by whose times formats fp8_* count
-    all_rivals   measure heuristics that are predicted to lose as well
-    workers    processes of one thread each that round weights on CPUs, beside a GPU or in place of threads; a script
-               that asks for some begins under `if __name__ == "__main__":`
-    memory     bytes that the process may have; what is free less a tenth unless given. What does not fit is refused
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
-    stage      shows progress: called with a name and a number of steps, gives a context of what to call for each
-    note       called before the work with what it will take
+    options    how it works: device, windows, processes, memory, progress
     """
+    how = options or SearchOptions()
     wanted = goal if isinstance(goal, Goal) else Goal(**goal)
     runtime = target_of(target)
     names = candidates(runtime, formats)
-    if runtime.streamed and wanted.faster is not None and fp8_policy is None:
+    if runtime.streamed and wanted.faster is not None and how.fp8_policy is None:
         raise GoalError(
             "speed of training needs a policy: whatever weights cross in, they are multiplied in BF16 where none says "
             "FP8",
             settings={"fp8_policy": "FILE"},
         )
-    if gradients is not None and not runtime.streamed:
+    if how.gradients is not None and not runtime.streamed:
         text = f"gradients are of training, and the plan is for {runtime.name}"
         raise SearchError(text, settings={"target": "training"})
     if not isinstance(model, nn.Module):
         _require_folder(Path(model), runtime)
     with _as_it_was(model):
         subject, cut = prepare(
-            model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows, device=device
+            model,
+            batches,
+            text,
+            held_out,
+            keep=keep,
+            only=only,
+            context=how.context,
+            windows=how.windows,
+            device=how.device,
         )
         subject.aim_at(runtime)
-        folder = None if out is None else Path(out)
-        searcher = Searcher(
-            subject,
-            cut,
-            names,
-            folder,
-            stage,
-            gradients=gradients,
-            fp8_policy=fp8_policy,
-            all_rivals=all_rivals,
-            workers=workers,
-            memory=memory,
-        )
+        searcher = Searcher(subject, cut, names, None if out is None else Path(out), how)
         searcher.require_size(wanted)
-        note(searcher.needs())
+        how.note(searcher.needs())
         return searcher.find(wanted)
 
 
@@ -315,16 +330,11 @@ class Searcher:
     text: SearchText
     formats: Sequence[str]
     folder: Path | None = None
-    stage: Stage = no_stage
+    options: SearchOptions = field(default_factory=SearchOptions)
     _collected: tuple[SearchEvidence, PlanMeter] | None = None
-    gradients: str | Path | None = None
-    fp8_policy: str | Path | None = None
-    all_rivals: bool = False
-    workers: int = 0
-    memory: int | None = None
 
     def __post_init__(self) -> None:
-        self.stage = self.clock = PhaseClock(self.stage)
+        self.stage = self.clock = PhaseClock(self.options.stage)
 
     def expect(self) -> float:
         """Time a few steps of each kind; gives the seconds that the whole search will take."""
@@ -377,7 +387,7 @@ class Searcher:
                 unscored=self.text.unscored,
                 near_bits=None if most is None else 8 * most / self.subject.numbers,
                 rows=rows,
-                workers=self.workers,
+                workers=self.options.workers,
                 memory=self.memory_use,
                 stage=self.stage,
             )
@@ -395,15 +405,15 @@ class Searcher:
 
     def _read_training(self, goal: Goal) -> tuple[dict[str, float] | None, dict[str, float] | None]:
         """Norms of gradients, and speeds in FP8; what is of another model is refused before anything is measured."""
-        norms = None if self.gradients is None else read_gradients(self.gradients, self.subject)
-        has_speeds = self.fp8_policy is not None and goal.faster is not None
-        return norms, read_speeds(self.fp8_policy or "", self.subject, goal.rows) if has_speeds else None
+        norms = None if self.options.gradients is None else read_gradients(self.options.gradients, self.subject)
+        has_speeds = self.options.fp8_policy is not None and goal.faster is not None
+        return norms, read_speeds(self.options.fp8_policy or "", self.subject, goal.rows) if has_speeds else None
 
     @cached_property
     def memory_use(self) -> MemoryUse:
         """What is kept in memory, within the limit; refused where a search needs more."""
         measured = max(self.text.checks, self.text.proof, key=lambda windows: sum(map(len, windows)))
-        return within_memory(self.subject, self.text.statistics, measured, self.memory)
+        return within_memory(self.subject, self.text.statistics, measured, self.options.memory)
 
     @cached_property
     def judge(self) -> PlanMeter:
@@ -425,16 +435,20 @@ class Searcher:
         """Measure the plan, and rivals that may be better, on held-out text; hand over the best within the goal."""
         reference, floor = self._reference
         every = rivals_of(evidence, solution.nbytes)
-        rivals = [each for each in every if self.all_rivals or may_win(evidence, each, solution.choice, error)]
+        rivals = [each for each in every if self.options.all_rivals or may_win(evidence, each, solution.choice, error)]
         self.judge.prepare(evidence, [solution.choice, *(rival.choice for rival in rivals)], self.stage)
-        with self.stage("proving", len(self.text.proof) * (1 + len(rivals))) as advance:
+        with self.stage("proving", len(self.text.proof) * (2 + len(rivals))) as advance:
 
             def measured(rival: RivalPlan) -> MeasuredPlan:
                 return self.judge.measured(evidence, rival, lambda count: advance(count, rival.label))
 
             plan = measured(RivalPlan("searched plan", "plan", solution.choice))
             others = [measured(rival) for rival in rivals]
-        winner = best_of(evidence, goal, plan, others, by_gradients=self.gradients is not None)
+            winner = best_of(evidence, goal, plan, others, by_gradients=self.options.gradients is not None)
+            label = f"{winner.label}, without statistics"
+            nearest = self.judge.measure(
+                evidence, winner.choice, label, lambda count: advance(count, label), nearest=True
+            )
         return SearchResult(
             explain_plan(evidence, winner.choice, rows=goal.rows if goal.faster is not None else None),
             evidence,
@@ -447,6 +461,7 @@ class Searcher:
             floor,
             corrections,
             [each for each in every if each not in rivals],
+            nearest,
         )
 
     def _confirm_speed(

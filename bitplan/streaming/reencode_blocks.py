@@ -1,7 +1,7 @@
 """BlockUpkeep: before each step, encodes blocks again whose formats or parameters changed, on the host and in slots.
 
 Formats change by `set_formats`; parameters are trained, or changed by other code. At every boundary each parameter is
-checked (`BlockBytes`), in a few microseconds and without reading its numbers:
+checked, in a few microseconds and without reading its numbers:
 
     which Parameter its module holds    module.weight = nn.Parameter(...), load_state_dict(assign=True)
     torch's count of its writes         load_state_dict, and copy_, add_, ... under torch.no_grad()
@@ -25,7 +25,7 @@ before, and an edit that did not wait is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -39,116 +39,14 @@ from bitplan.formats.dispatch import encode
 from bitplan.plan.names import listed
 from bitplan.streaming.block_layout import BlockLayout, Piece, lay_out
 from bitplan.streaming.errors import StreamError
-from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter, Train
+from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter
 from bitplan.streaming.options import BlockFormats, BlockSpecs, Formats, StreamRequest, resolve_formats
-from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.transfer.copies import alone
-from bitplan.streaming.transfer.host_memory import HostBlocks
 from bitplan.streaming.transfer.schedule import Slots, check_slots
 from bitplan.streaming.weight_loader import WeightLoader
 
 REPLACED: tuple[Any, ...] = ()
 ROWS_AT_A_TIME_BYTES = 2**25
-
-
-class BlockBytes:
-    """Encodes blocks into the host's buffers, and knows which ones have to be encoded again."""
-
-    def __init__(
-        self,
-        host: HostBlocks,
-        blocks: Sequence[StreamedBlock],
-        training: HostTraining | None,
-        train: Train,
-        device: torch.device,
-    ) -> None:
-        self._host, self._training, self._train, self._device = host, training, train, device
-        self._specs = {block.name: block.specs for block in blocks}
-        self._seen = {block.name: _look_at_block(block) for block in blocks}
-        self._written: dict[str, Mapping[str, Format]] = {}  # blocks whose bytes are complete, and their formats
-        self._unread: set[str] = set()  # blocks whose parameters always count as changed
-
-    def is_stale(self, block: StreamedBlock, formats: Mapping[str, Format]) -> bool:
-        """Whether a block must be `put` before it is sent in these formats."""
-        return self._written.get(block.name) != formats or bool(self.changed(block))
-
-    def changed(self, block: StreamedBlock) -> list[str]:
-        """The parameters that have changed since they were last read."""
-        if block.name in self._unread:
-            return list(block.parameters)
-        now, seen = _look_at_block(block), self._seen[block.name]
-        return [] if now == seen else [name for name, one in now.items() if one != seen[name]]
-
-    def unread(self, blocks: Iterable[str] | None = None) -> None:
-        """Count every parameter of these blocks (None: of all) as changed."""
-        self._unread.update(self._seen if blocks is None else blocks)
-
-    def strike_off(self, block: str) -> None:
-        """The block's bytes are not complete."""
-        self._written.pop(block, None)
-
-    def read(self, block: StreamedBlock, *, into_masters: bool = True) -> None:
-        """Read the parameters as the model has them now; names and refuses one that can no longer be streamed.
-
-        into_masters: with train="weights", changed parameters are copied into their masters.
-        """
-        changed = self.changed(block)
-        self.strike_off(block.name)
-        for name in changed:
-            one = block.parameters[name]
-            self._check(f"{block.name}.{name}", block, one, held := _held(f"{block.name}.{name}", one))
-            one.parameter = held
-            if into_masters and self._training is not None and self._training.trains(block.name, name):
-                self._training.take(block.name, name, held)
-        self.note(block)
-
-    def note(self, block: StreamedBlock) -> None:
-        """Remember the parameters as they are now, without reading them."""
-        self._seen[block.name] = _look_at_block(block)
-        self._unread.discard(block.name)
-
-    def put(self, block: StreamedBlock, layout: BlockLayout, formats: Mapping[str, Format]) -> None:
-        """Encode a block whose parameters were read."""
-        self.strike_off(block.name)
-        put_block(self._host, block, layout, self._training, self._device)
-        self.note(block)  # a parameter that is sent in its own type has become a view of the buffer
-        self._written[block.name] = dict(formats)
-
-    def put_updated(self, block: StreamedBlock, layout: BlockLayout, sent: Collection[str]) -> None:
-        """Encode a block on the optimizer's thread, where only masters have changed; those of `sent` are written."""
-        try:
-            put_block(self._host, block, layout, self._training, self._device, sent)
-        except BaseException:
-            self.strike_off(block.name)
-            raise
-
-    def _check(self, full_name: str, block: StreamedBlock, one: StreamedParameter, held: nn.Parameter) -> None:
-        spec = self._specs[block.name][one.name]
-        if held.device.type != "cpu":
-            raise StreamError(
-                f"{full_name} is on {held.device} now: streamed parameters live on the host; put it on the CPU, or "
-                "close the stream first"
-            )
-        if (tuple(held.shape), held.dtype) != (spec.shape, spec.dtype):
-            now, was = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (held, spec))
-            raise StreamError(f"{full_name} is {now} now and was streamed as {was}; close the stream and stream again")
-        self._refuse_thawed(full_name, block, one, held)
-
-    def refuse_thawed(self, block: StreamedBlock) -> None:
-        """Refuse a weight that requires gradients now and did not when the stream was opened."""
-        for name, one in block.parameters.items():
-            module, local = one.places[0]
-            if module._parameters.get(local) is one.parameter:  # else `read` refuses
-                self._refuse_thawed(f"{block.name}.{name}", block, one, one.parameter)
-
-    def _refuse_thawed(self, full_name: str, block: StreamedBlock, one: StreamedParameter, held: nn.Parameter) -> None:
-        if not held.requires_grad or self._train == "nothing":
-            return
-        if self._training is None or not self._training.trains(block.name, one.name):
-            raise StreamError(
-                f"{full_name} requires gradients now and is streamed as frozen, so it would never get one; call "
-                "requires_grad_(False) on it, or close the stream and stream again"
-            )
 
 
 def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
@@ -181,53 +79,6 @@ def _look_at(one: StreamedParameter) -> tuple[Any, ...]:
             if module._parameters.get(local) is not parameter:
                 return REPLACED
     return id(parameter), *state_of(parameter)
-
-
-def put_block(
-    host: HostBlocks,
-    block: StreamedBlock,
-    layout: BlockLayout,
-    training: HostTraining | None,
-    device: torch.device,
-    written: Collection[str] = (),
-) -> None:
-    """Encode a block into the host's buffer, but for parameters that are `written` there.
-
-    It detaches what it reads instead of using torch.no_grad(), which Ctrl-C could leave on for the rest of the run.
-    """
-    buffer = host.put(block.name, layout, lambda buffer: _fill(block, layout, training, device, buffer, written))
-    if buffer is None:
-        return
-    for name, piece in layout.pieces.items():
-        parameter = block.parameters[name].parameter
-        is_master = training is not None and training.trains(block.name, name) and parameter.dtype == torch.float32
-        if piece.is_own_type and not is_master:
-            view = piece.parts["data"].view(buffer)
-            if parameter.data_ptr() != view.data_ptr():
-                parameter.data = view
-
-
-def _fill(
-    block: StreamedBlock,
-    layout: BlockLayout,
-    training: HostTraining | None,
-    device: torch.device,
-    buffer: Tensor,
-    written: Collection[str],
-) -> None:
-    for name, piece in layout.pieces.items():
-        if name in written:
-            continue
-        parameter = block.parameters[name].parameter
-        if training is not None and training.trains(block.name, name):
-            if piece.fmt.is_cast:
-                piece.parts["data"].view(buffer).copy_(training.master(block.name, name))
-                continue
-            piece.write(buffer, training.encoded(block.name, name, piece.fmt))
-        elif piece.is_own_type:
-            piece.parts["data"].view(buffer).copy_(parameter.detach())
-        else:
-            _encode_into(piece, buffer, parameter.detach(), device, f"{block.name}.{name}")
 
 
 def _encode_into(piece: Piece, buffer: Tensor, numbers: Tensor, device: torch.device, name: str) -> None:
@@ -318,25 +169,22 @@ class BlockUpkeep:
     """The formats, bytes and slots of one stream."""
 
     def __init__(
-        self,
-        blocks: list[StreamedBlock],
-        specs: BlockSpecs,
-        formats: BlockFormats,
-        host: HostBlocks,
-        loader: WeightLoader,
-        training: HostTraining | None,
-        options: StreamRequest,
+        self, blocks: list[StreamedBlock], formats: BlockFormats, loader: WeightLoader, options: StreamRequest
     ) -> None:
-        self._blocks, self._specs, self._options = blocks, specs, options
-        self._host, self._loader, self._training = host, loader, training
+        self._blocks, self._options = blocks, options
+        self._specs: BlockSpecs = {block.name: block.specs for block in blocks}
+        self._host, self._loader, self._training = loader.host, loader, loader.training
         self._by_name = {block.name: block for block in blocks}
         self._slots, self._vram_bytes, self._is_resized = options.slots, options.vram_bytes, False
         self.formats = formats
         self.pending: BlockFormats | None = None  # formats for the next step
-        self.bytes = BlockBytes(host, blocks, training, options.train, loader.device.torch_device)
-        self._trees = {block.name: BlockTree(block, loader.device.torch_device) for block in blocks}
-        if training is not None:
-            training.places_to_send = self._places_to_send
+        self._device = loader.device.torch_device
+        self._seen = {block.name: _look_at_block(block) for block in blocks}
+        self._written: dict[str, Mapping[str, Format]] = {}  # blocks whose bytes are complete, and their formats
+        self._unread: set[str] = set()  # blocks whose parameters always count as changed
+        self._trees = {block.name: BlockTree(block, self._device) for block in blocks}
+        if self._training is not None:
+            self._training.places_to_send = self._places_to_send
 
     @property
     def chosen(self) -> BlockFormats:
@@ -406,14 +254,14 @@ class BlockUpkeep:
         """Refuse modules that the stream cannot follow; weights that adapters were merged into count as changed."""
         for block in blocks:
             if self._trees[block.name].check():
-                self.bytes.unread([block.name])
-            self.bytes.refuse_thawed(block)
+                self.unread([block.name])
+            self._refuse_thawed_weights(block)
 
     def replace_weights(self, formats: BlockFormats, restore: Callable[[], None]) -> None:
         """Change formats and masters; `restore` fills the masters. No update may be under way."""
         self._wait_for_readers()
         for block in self._blocks:
-            self.bytes.read(block, into_masters=False)
+            self._read(block, into_masters=False)
         before, self.pending = self.formats, None
         try:
             self._allocate(formats, self._blocks)
@@ -431,14 +279,56 @@ class BlockUpkeep:
         else:
             self._allocate(formats, blocks)
         for block in blocks:
-            self.bytes.put(block, self._layout_of(block), formats[block.name])
+            self._written.pop(block.name, None)
+            self._put(block)
+            self._note(block)  # a parameter that is sent in its own type has become a view of the buffer
+            self._written[block.name] = dict(formats[block.name])
             if self._training is not None:
                 self._training.unencoded.discard(block.name)
 
     def put_updated(self, name: str) -> None:
-        """On the optimizer's thread: encode a block whose masters were stepped."""
-        block = self._by_name[name]
-        self.bytes.put_updated(block, self._layout_of(block), () if self._training is None else self._training.sent)
+        """On the optimizer's thread: encode a block whose masters were stepped, but for those that the step sent."""
+        block, sent = self._by_name[name], () if self._training is None else self._training.sent
+        try:
+            self._put(block, sent)
+        except BaseException:
+            self._written.pop(name, None)
+            raise
+
+    def _put(self, block: StreamedBlock, written: Collection[str] = ()) -> None:
+        """Encode a block into the host's buffer, but for parameters that are `written` there.
+
+        It detaches what it reads instead of using torch.no_grad(), which Ctrl-C could leave on for the rest of the run.
+        """
+        layout = self._layout_of(block)
+        buffer = self._host.put(block.name, layout, lambda buffer: self._fill(block, layout, buffer, written))
+        if buffer is None:
+            return
+        for name, piece in layout.pieces.items():
+            parameter = block.parameters[name].parameter
+            is_master = self._trains(block, name) and parameter.dtype == torch.float32
+            if piece.is_own_type and not is_master:
+                view = piece.parts["data"].view(buffer)
+                if parameter.data_ptr() != view.data_ptr():
+                    parameter.data = view
+
+    def _fill(self, block: StreamedBlock, layout: BlockLayout, buffer: Tensor, written: Collection[str]) -> None:
+        for name, piece in layout.pieces.items():
+            if name in written:
+                continue
+            parameter = block.parameters[name].parameter
+            if self._training is not None and self._trains(block, name):
+                if piece.fmt.is_cast:
+                    piece.parts["data"].view(buffer).copy_(self._training.master(block.name, name))
+                else:
+                    piece.write(buffer, self._training.encoded(block.name, name, piece.fmt))
+            elif piece.is_own_type:
+                piece.parts["data"].view(buffer).copy_(parameter.detach())
+            else:
+                _encode_into(piece, buffer, parameter.detach(), self._device, f"{block.name}.{name}")
+
+    def _trains(self, block: StreamedBlock, name: str) -> bool:
+        return self._training is not None and self._training.trains(block.name, name)
 
     def _places_to_send(self, name: str) -> dict[str, Tensor]:
         """The bytes of a block's parameters that are sent in a plain type, where the host has them in memory."""
@@ -450,7 +340,11 @@ class BlockUpkeep:
 
     def _stale(self, blocks: Iterable[StreamedBlock], formats: BlockFormats) -> list[StreamedBlock]:
         lost = {*self._host.lost(), *(() if self._training is None else self._training.unencoded)}
-        return [block for block in blocks if block.name in lost or self.bytes.is_stale(block, formats[block.name])]
+        return [
+            block
+            for block in blocks
+            if block.name in lost or self._written.get(block.name) != formats[block.name] or self._changed(block)
+        ]
 
     def _prepare(self, stale: list[StreamedBlock]) -> None:
         """Before bytes are written: read the parameters, and wait until no copy reads the old bytes."""
@@ -459,7 +353,7 @@ class BlockUpkeep:
             self._training.finish()
         self._wait_for_readers()
         for block in stale:
-            self.bytes.read(block)
+            self._read(block)
 
     def _wait_for_readers(self) -> None:
         self._loader.mend()
@@ -476,6 +370,67 @@ class BlockUpkeep:
 
     def _layout_of(self, block: StreamedBlock) -> BlockLayout:
         return self._loader.layouts[self._loader.names.index(block.name)]
+
+    # ---- parameters that change --------------------------------------------------------------------------------------
+
+    def _changed(self, block: StreamedBlock) -> list[str]:
+        """The parameters that have changed since they were last read."""
+        if block.name in self._unread:
+            return list(block.parameters)
+        now, seen = _look_at_block(block), self._seen[block.name]
+        return [] if now == seen else [name for name, one in now.items() if one != seen[name]]
+
+    def unread(self, blocks: Iterable[str] | None = None) -> None:
+        """Count every parameter of these blocks (None: of all) as changed."""
+        self._unread.update(self._seen if blocks is None else blocks)
+
+    def _read(self, block: StreamedBlock, *, into_masters: bool = True) -> None:
+        """Read the parameters as the model has them now; names and refuses one that can no longer be streamed.
+
+        into_masters: with train="weights", changed parameters are copied into their masters.
+        """
+        changed = self._changed(block)
+        self._written.pop(block.name, None)
+        for name in changed:
+            one = block.parameters[name]
+            self._check(f"{block.name}.{name}", block, one, held := _held(f"{block.name}.{name}", one))
+            one.parameter = held
+            if into_masters and self._training is not None and self._trains(block, name):
+                self._training.take(block.name, name, held)
+        self._note(block)
+
+    def _note(self, block: StreamedBlock) -> None:
+        """Remember the parameters as they are now, without reading them."""
+        self._seen[block.name] = _look_at_block(block)
+        self._unread.discard(block.name)
+
+    def _check(self, full_name: str, block: StreamedBlock, one: StreamedParameter, held: nn.Parameter) -> None:
+        spec = self._specs[block.name][one.name]
+        if held.device.type != "cpu":
+            raise StreamError(
+                f"{full_name} is on {held.device} now: streamed parameters live on the host; put it on the CPU, or "
+                "close the stream first"
+            )
+        if (tuple(held.shape), held.dtype) != (spec.shape, spec.dtype):
+            now, was = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (held, spec))
+            raise StreamError(f"{full_name} is {now} now and was streamed as {was}; close the stream and stream again")
+        self._refuse_thawed(full_name, block, one, held)
+
+    def _refuse_thawed_weights(self, block: StreamedBlock) -> None:
+        """Refuse a weight that requires gradients now and did not when the stream was opened."""
+        for name, one in block.parameters.items():
+            module, local = one.places[0]
+            if module._parameters.get(local) is one.parameter:  # else `read` refuses
+                self._refuse_thawed(f"{block.name}.{name}", block, one, one.parameter)
+
+    def _refuse_thawed(self, full_name: str, block: StreamedBlock, one: StreamedParameter, held: nn.Parameter) -> None:
+        if not held.requires_grad or self._options.train == "nothing":
+            return
+        if not self._trains(block, one.name):
+            raise StreamError(
+                f"{full_name} requires gradients now and is streamed as frozen, so it would never get one; call "
+                "requires_grad_(False) on it, or close the stream and stream again"
+            )
 
     # ---- weights that are trained ------------------------------------------------------------------------------------
 
@@ -539,7 +494,7 @@ class BlockUpkeep:
             return
         for block, tensors in changed.items():
             if tensors:
-                self.bytes.read(self._by_name[block], into_masters=False)
+                self._read(self._by_name[block], into_masters=False)
         training.settle(self._by_name)
         raise StreamError(
             f"{listed(names)} changed after end_step and before synchronize(), while the update of the step was under "
@@ -548,9 +503,8 @@ class BlockUpkeep:
         )
 
     def _changed_masters(self, block: StreamedBlock) -> list[str]:
-        training = self._training
-        changed = [] if training is None else self.bytes.changed(block)
-        return [name for name in changed if training is not None and training.trains(block.name, name)]
+        changed = [] if self._training is None else self._changed(block)
+        return [name for name in changed if self._trains(block, name)]
 
 
 def lay_out_all(specs: BlockSpecs, formats: BlockFormats) -> list[BlockLayout]:

@@ -59,18 +59,8 @@ from bitplan.streaming.weight_loader import WeightLoader
 class BlockCalls:
     """The wrapped blocks of one stream."""
 
-    def __init__(
-        self,
-        loader: WeightLoader,
-        training: HostTraining | None,
-        finite: FiniteCheck | None,
-        train: Train,
-        before_outside: Callable[[StreamedBlock], None],
-        ran_out: Callable[[], None],
-    ) -> None:
-        """before_outside: called before a block computes outside a step; ran_out: where one is out of memory."""
-        self._loader, self._training, self._finite, self._train = loader, training, finite, train
-        self._before_outside, self._ran_out = before_outside, ran_out
+    def __init__(self, stream: BlockStream) -> None:
+        self._stream, self._loader, self._training = stream, stream._loader, stream.training
         self._wrapped: list[tuple[StreamedBlock, Callable[..., Any] | None]] = []
 
     def wrap(self, index: int, block: StreamedBlock, forward: Callable[..., Any]) -> None:
@@ -84,7 +74,7 @@ class BlockCalls:
             except Exception as error:
                 error.add_note(f"bitplan: in streamed block {self._loader.place(index)}")
                 if isinstance(error, torch.OutOfMemoryError):
-                    self._ran_out()
+                    self._stream._upkeep.ran_out()
                 raise
 
         self._wrapped.append((block, block.module.__dict__.get("forward")))
@@ -124,8 +114,8 @@ class BlockCalls:
                     f"{block.name}: computed with gradients outside a step; call begin_step(step), or use "
                     "torch.no_grad()"
                 )
-            self._before_outside(block)
-        if grad and self._train == "nothing" and any(_needs_grad(value) for value in (*args, *kwargs.values())):
+            self._stream._before_outside(block)
+        if grad and self._stream.train == "nothing" and any(_needs_grad(value) for value in (*args, *kwargs.values())):
             raise StreamError(
                 f"{block.name}: train='nothing', but an input requires gradients; stream with train='adapters' or "
                 "'weights', or run under torch.no_grad()"
@@ -143,7 +133,7 @@ class BlockCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         grad = torch.is_grad_enabled()
-        weights = self._loader.weights(index, wraps=not block.module.training or self._train == "nothing")
+        weights = self._loader.weights(index, wraps=not block.module.training or self._stream.train == "nothing")
         if grad and self._training is not None:
             weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
         try:
@@ -156,8 +146,8 @@ class BlockCalls:
             except BaseException:  # Ctrl-C
                 block.put_back()
                 raise
-        if self._finite is not None and not in_backward():
-            self._finite.look_at(index, output)
+        if self._stream._finite is not None and not in_backward():
+            self._stream._finite.look_at(index, output)
         return output
 
     def _leaf(self, block: StreamedBlock, name: str, weight: Tensor) -> Tensor:
@@ -266,40 +256,23 @@ class BlockStream:
         self._is_closed = False
         self._step: int | None = None
         self._host = open_host(options.host, device, options.host_folder)
-        self.training = self._open_training(options)
+        self.training = HostTraining(blocks, device, options) if options.train == "weights" else None
         names = list(self._by_name)
         self._loader = WeightLoader(device, self._host, names, self.training, options.timeout_s)
         if options.offload_activations:
             self._loader.activations = ActivationOffload(
                 device, len(blocks), self._loader.place, self._loader.room, options.timeout_s
             )
-        self._upkeep = BlockUpkeep(blocks, specs, formats, self._host, self._loader, self.training, options)
+        self._upkeep = BlockUpkeep(blocks, formats, self._loader, options)
         with on_failure(self._free):
             move_resident(model, blocks, device.torch_device)
             self._finite = FiniteCheck(device, names) if options.check_finite else None
             self._upkeep.write(formats, blocks)
-        outside, ran_out = self._before_outside, self._upkeep.ran_out
-        self._calls = BlockCalls(self._loader, self.training, self._finite, options.train, outside, ran_out)
+        self._calls = BlockCalls(self)
         for index, block in enumerate(blocks):
             self._calls.wrap(index, block, options.compiled(block.module.forward))
         self._hooks = self._upkeep.hook_state_dicts()
         self._show_to_ddp = hide_from_ddp(model, _by_full_name(formats))
-
-    def _open_training(self, options: StreamRequest) -> HostTraining | None:
-        if options.train != "weights":
-            return None
-        settings = options.optimizer or AdamWSettings()
-        pinned, clip = options.host == "pinned", options.clip_grad_norm
-        return HostTraining(
-            self.blocks,
-            settings,
-            self.device,
-            options.timeout_s,
-            clip,
-            pinned=pinned,
-            shards=options.shard_optimizer,
-            small_moments=options.moments == "int8",
-        )
 
     def __enter__(self) -> Self:
         return self
@@ -439,7 +412,7 @@ class BlockStream:
                 "refresh: the model's Parameters are older than the weights that are trained; call synchronize(), "
                 "then write into the Parameters, then call refresh()"
             )
-        self._upkeep.bytes.unread()
+        self._upkeep.unread()
 
     def set_formats(self, formats: Formats) -> None:
         """Use other formats from the next begin_step on; parameters that a mapping does not name keep theirs."""
@@ -476,6 +449,12 @@ class BlockStream:
     def formats(self) -> dict[str, str]:
         """The format of every streamed parameter, by full name."""
         return _by_full_name(self._upkeep.formats)
+
+    def truth_of(self, block: str, name: str) -> Tensor:
+        """A streamed weight on the host, whatever format it is sent in: its master where it is trained."""
+        if self.training is not None and self.training.trains(block, name):
+            return self.training.master(block, name)
+        return self._by_name[block].parameters[name].parameter.detach()
 
     @property
     def stats(self) -> StreamStats:

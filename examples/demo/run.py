@@ -8,7 +8,7 @@ Prints the demo's results: a short table for each part, and one line of explanat
 
 The demo's second and third part: what formats do to each layer's output, and a search for the best plan of a size.
 
-The manifest is the plan as rules, for `bitplan plan` and `bitplan check`.
+The manifest is the plan as rules, for `bitplan plan` and `bitplan verify`.
 
 The demo's fourth part: the model saved by its plan and in single formats, loaded again, and measured.
 
@@ -84,7 +84,7 @@ from bitplan.packed.products.fused import fused_for
 from bitplan.plan import Manifest, Plan, check_headers
 from bitplan.report import TrainingLog, write_report
 from bitplan.searching.goal import Goal
-from bitplan.searching.run import SearchResult, search
+from bitplan.searching.run import SearchOptions, SearchResult, search
 from bitplan.streaming.selective.calibration import CalibrationResult
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.decide import Hints
@@ -574,9 +574,8 @@ def find_plan(model: nn.Module, windows: Tensor, held_out: Tensor, output: Path,
         goal=GOAL,
         held_out=list(held_out),
         formats=CANDIDATES,
-        windows=count,
         out=output,
-        stage=lambda what, total: progress(f"3/6 {what}", total),
+        options=SearchOptions(windows=count, stage=lambda what, total: progress(f"3/6 {what}", total)),
     )
 
 
@@ -740,7 +739,7 @@ def show_gpu(gpu: str, fp8: Sequence[Mapping[str, Any]], fused: Sequence[Mapping
 def say_end(output: Path) -> None:
     begin(f"files:  {output}/ (manifest.json, plan.json, model.plan.safetensors, demo.json and the records)")
     say(f"next:   bitplan inspect {output}/model.plan.safetensors", divided=False)
-    say(f"        bitplan check {output}/manifest.json {output}/model.plan.safetensors", divided=False)
+    say(f"        bitplan verify {output}/manifest.json {output}/model.plan.safetensors", divided=False)
     say(f"        bitplan inspect {output}/model.float32.safetensors --tensor blocks.0.up.weight", divided=False)
     say(f"report: {output}/report.html")
 

@@ -17,9 +17,7 @@ from tests.files.engines.tiny_models import save_tiny
 
 transformers = pytest.importorskip("transformers")
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-STEPS = re.findall(
-    r"^bitplan (?:plan|quantize|compare|generate|perplexity) mymodel.*|^bitplan generate .*", README, re.M
-)
+STEPS = re.findall(r"^bitplan (?:plan|quantize|compare|generate|judge) mymodel.*|^bitplan generate .*", README, re.M)
 FAMILIES = {
     "sentencepiece of gemma": ("gemma3", "gguf"),
     "sentencepiece that says nothing": ("llama", "gguf"),
@@ -46,9 +44,7 @@ def test_the_first_steps_end_with_an_answer(name, tmp_path, monkeypatch, capsys,
     assert len(steps) == 5
     for step in steps:
         words = [model if word == "mymodel" else word for word in shlex.split(step, comments=True)[1:]]
-        words += {"generate": ["--max-tokens", "3", "--json"], "perplexity": ["--context", "16", "--json"]}.get(
-            words[0], []
-        )
+        words += {"generate": ["--max-tokens", "3", "--json"], "judge": ["--context", "16", "--json"]}.get(words[0], [])
         assert run([{"10240": "64"}.get(word, word) for word in words]) == 0, capsys.readouterr().err
         shown = capsys.readouterr().out
         if words[0] == "generate":

@@ -53,7 +53,7 @@ def printed_command(text):
 
 def perplexity_of(model, *options, capsys):
     options = ("--text", "text.txt", "--context", 16, "--tokens", 160, "--no-floor", "--json", *options)
-    return json.loads(ran("perplexity", model, *options, capsys=capsys))
+    return json.loads(ran("judge", model, *options, capsys=capsys))
 
 
 def test_a_gguf_file_from_search_to_text_and_report(here, capsys):
@@ -69,7 +69,7 @@ def test_a_gguf_file_from_search_to_text_and_report(here, capsys):
     assert {"config.json", "tokenizer.json", "bitplan_plan.json"} <= {path.name for path in (here / packed).iterdir()}
     names = Plan.load(here / packed / "bitplan_plan.json").keys()
     assert "model.layers.0.self_attn.q_proj.weight" in names
-    same = perplexity_of(packed, "--against", "tiny.gguf", capsys=capsys)["rows"][0]
+    same = perplexity_of("tiny.gguf", packed, capsys=capsys)["rows"][0]
     by_plan = perplexity_of("tiny.gguf", "--plan", "found/plan.json", capsys=capsys)["rows"][0]
     assert same["kl"]["mean"] < 2 * by_plan["kl"]["mean"]  # rows of q and k back in place: else it would be far off
     assert ran("generate", packed, "the", "--max-tokens", 3, capsys=capsys)

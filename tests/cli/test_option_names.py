@@ -84,7 +84,7 @@ def test_names_that_differ(name: str, value: object, shown: str) -> None:
     [
         ("quantize m", {"nonfinite": "replace"}, "--nonfinite replace"),
         ("export m", {"nonfinite": "replace"}, "bitplan quantize --nonfinite replace"),
-        ("perplexity m", {"keep": "w", "nonfinite": "replace"}, "--keep w, bitplan quantize --nonfinite replace"),
+        ("judge m", {"keep": "w", "nonfinite": "replace"}, "--keep w, bitplan quantize --nonfinite replace"),
         ("search m", {"to": "hf", "experts": "bfloat16"}, "bitplan gpt-oss convert --to hf --experts bfloat16"),
         ("gpt-oss convert m", {"to": "hf"}, "--to hf"),
         ("search m", {}, ""),

@@ -169,7 +169,6 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
 import torch
 from bitplan.formats.codec import encode
 from bitplan.files.drift import DriftLog, log_drift
-from tests.formats.samples import SMALL_BLOCKS
 log, x = DriftLog({str(tmp_path / "d")!r}), torch.ones(4)
 layers = [(f"layer.{{i}}", x, encode(x, "int8")) for i in range(50)]
 for step in range(10**6):

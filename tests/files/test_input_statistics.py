@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from bitplan.base.errors import FileFormatError, StoreError
-from bitplan.files.imatrix import write_imatrix
+from bitplan.files.imatrix import gguf_names, write_imatrix
 from bitplan.files.input_statistics import write_evidence
 from bitplan.files.round_with_evidence import open_evidence
 
@@ -74,3 +74,8 @@ def test_a_gguf_file_of_weights_is_no_imatrix(tmp_path: Path) -> None:
             writer.write(name, torch.ones(1, 4))
         with pytest.raises(FileFormatError, match=fault):
             open_evidence(path)
+
+
+def test_names_of_hugging_face_in_gguf() -> None:
+    names = ["model.layers.3.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight", "unheard.of"]
+    assert gguf_names(names) == {names[0]: "blk.3.attn_q.weight", names[1]: "blk.0.ffn_down.weight"}

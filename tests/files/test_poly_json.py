@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitplan.base.errors import FileFormatError, FormatError, StoreError
-from bitplan.files import poly_network as network_module
+from bitplan.files import poly_network
 from bitplan.files.poly_network import DTYPES, PolyNetwork, read_poly_json, write_poly_json
 from bitplan.formats import DTYPE_NAMES, Encoded, get_format
 from bitplan.formats.codec import decode, encode
@@ -539,7 +539,7 @@ def test_a_document_edited_in_memory_is_checked_again(tmp_path):
 
 def test_a_file_too_large_to_read_back_is_not_written(tmp_path, monkeypatch):
     (tmp_path / "net.json").write_text("old")
-    monkeypatch.setattr(network_module, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(poly_network, "MAX_FILE_BYTES", 1000)
     built = PolyNetwork.from_tensors({"w": numbers((1000,))})
     with pytest.raises(StoreError, match=r"net.json: the network takes \d+ bytes as JSON, .*limit 1000.* safetensors"):
         write_poly_json(tmp_path / "net.json", built)

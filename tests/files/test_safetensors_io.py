@@ -19,7 +19,7 @@ from bitplan.base import records
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.files import safetensors as safetensors_io
 from bitplan.files.safetensors import SafetensorsFile, open_checkpoint, write_safetensors
-from bitplan.formats.dtypes import torch_dtype
+from bitplan.formats.elements import torch_dtype
 from tests.processes import Program
 
 # The library's torch loader knows no F4 and E8M0 tag, although it writes them.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
 from bitplan.formats.gguf.blocks import GgufPowerOfTwoScales
 from bitplan.formats.scale_rules import BasedScales, PowerOfTwoScales, ScaleStorage, flush_small, reciprocal
 from tests.formats.samples import every_byte, same

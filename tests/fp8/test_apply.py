@@ -13,12 +13,11 @@ from torch import nn
 
 from bitplan.base.paired_timing import CpuStopwatch
 from bitplan.fp8 import build as replacements
-from bitplan.fp8 import decide as fp8_decide
+from bitplan.fp8 import decide
 from bitplan.fp8.apply import apply_fp8, apply_fp8_config
 from bitplan.fp8.build import has_fp8
 from bitplan.fp8.decide import Fp8Options
-from bitplan.fp8.layers.linear import Fp8Linear
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 from bitplan.fp8.policy.layers import layers_of_shapes
 from bitplan.fp8.policy.merge import merge_reports, to_thresholds
 from bitplan.fp8.policy.vocabulary import (
@@ -263,13 +262,13 @@ def test_no_fp8_hardware_is_bf16_and_says_so():
 
 
 def test_a_policy_of_another_gpu_is_an_error(monkeypatch):
-    monkeypatch.setattr(fp8_decide, "_lacking", lambda *_: None)
-    monkeypatch.setattr(fp8_decide, "fingerprint_of", lambda _: fp8_decide.replace(H200, gpu="NVIDIA B200"))
-    plans = {"llm": fp8_decide.PartPlan(policy_of(**ALL), 100)}
+    monkeypatch.setattr(decide, "_lacking", lambda *_: None)
+    monkeypatch.setattr(decide, "fingerprint_of", lambda _: decide.replace(H200, gpu="NVIDIA B200"))
+    plans = {"llm": decide.PartPlan(policy_of(**ALL), 100)}
     with pytest.raises(FingerprintError, match="measured on 'NVIDIA H200', this is 'NVIDIA B200'"):
-        fp8_decide._differences(plans.values(), torch.device("cuda"))
-    monkeypatch.setattr(fp8_decide, "fingerprint_of", lambda _: fp8_decide.replace(H200, driver="590"))
-    assert fp8_decide._differences(plans.values(), torch.device("cuda")) == [
+        decide._differences(plans.values(), torch.device("cuda"))
+    monkeypatch.setattr(decide, "fingerprint_of", lambda _: decide.replace(H200, driver="590"))
+    assert decide._differences(plans.values(), torch.device("cuda")) == [
         "the merged reports: driver: measured with '580.82', now '590'"
     ]
 
@@ -464,9 +463,9 @@ class SetClock(CpuStopwatch):
         super().__init__(lambda: self.now)
 
     def watch(self, monkeypatch):
-        from bitplan.fp8.bench import confirm as fp8_confirm
+        from bitplan.fp8.bench import confirm
 
-        plain_step = fp8_confirm._step
+        plain_step = confirm._step
 
         def step(block, inputs, compiled):
             run = plain_step(block, inputs, compiled)
@@ -481,7 +480,7 @@ class SetClock(CpuStopwatch):
 
             return timed
 
-        monkeypatch.setattr(fp8_confirm, "_step", step)
+        monkeypatch.setattr(confirm, "_step", step)
         return self
 
 

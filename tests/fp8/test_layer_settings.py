@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bitplan.base.errors import FormatError
-from bitplan.fp8 import layer_settings as fp8_recipe
+from bitplan.fp8 import layer_settings
 from bitplan.fp8.casts import cast_reference, decode_scaled
 from bitplan.fp8.layer_settings import (
     AmaxEps,
@@ -101,7 +101,7 @@ def on_a_gpu(monkeypatch, capability: tuple[int, int]) -> None:
 )
 def test_what_a_gpu_lacks_is_named(monkeypatch, capability, recipes, missing) -> None:
     on_a_gpu(monkeypatch, capability)
-    found = fp8_recipe.fp8_obstacle.__wrapped__(torch.device("cuda"), recipes)
+    found = layer_settings.fp8_obstacle.__wrapped__(torch.device("cuda"), recipes)
     assert (found is None) == (missing is None)
     if missing is not None:
         assert missing in str(found)
@@ -142,7 +142,7 @@ def test_a_new_recipe_is_one_row(blockwise64, monkeypatch) -> None:
     with pytest.raises(Fp8LayerError, match="experts have tensorwise, rowwise, blockwise and bf16, got 'blockwise64'"):
         GroupedLinear(2, 128, 64, recipe=Fp8Recipe(blockwise64.name))
     on_a_gpu(monkeypatch, (9, 0))
-    found = fp8_recipe.fp8_obstacle.__wrapped__(torch.device("cuda"), (blockwise64.name,))
+    found = layer_settings.fp8_obstacle.__wrapped__(torch.device("cuda"), (blockwise64.name,))
     assert "blockwise64 has no kernels for a GPU and runs on a CPU alone" in found
 
 

@@ -13,8 +13,7 @@ from torch import nn
 from bitplan.fp8 import self_check
 from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.layers.joined_mlp import JoinedMlp
-from bitplan.fp8.layers.linear import Fp8Linear
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 from bitplan.fp8.recorded_wiring import Wiring
 from tests.fp8.test_find_linears import SMALL
 from tests.plan.structure.handwritten_models import DiT, NanoGPT, Titan

@@ -19,7 +19,7 @@ def make_safetensors(folder: Path) -> list[Path]:
     import torch
 
     from bitplan.files.safetensors import DTYPES, write_safetensors
-    from bitplan.formats.dtypes import torch_dtype
+    from bitplan.formats.elements import torch_dtype
 
     paths = []
     for number, tags in enumerate((list(DTYPES), ["F32"], ["U8", "F4", "BF16"], [])):

@@ -283,7 +283,7 @@ def test_a_loader_gets_one_line_with_file_rule_and_tensor():
         require_clean(shipped_manifest("gpt-oss"), small(**{SCALES: None, "x": header((1,))}), checkpoint="dir/c")
     assert str(caught.value) == (
         "gpt-oss does not fit dir/c: unmatched: x: no rule matches (shape (1,)); add a rule, or a final '.*' rule; "
-        "2 more findings, all in `bitplan check`"
+        "2 more findings, all in `bitplan verify`"
     )
     change = {BLOCKS: header((2, 64, 2, 64), "uint8")}
     with pytest.raises(ManifestError, match=r"not fit c: block-size: block\.0\..*\(patterns\[10\] \^block"):

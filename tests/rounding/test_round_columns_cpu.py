@@ -12,8 +12,7 @@ from bitplan.base.loops.jit import thread_count
 from bitplan.formats import get_format
 from bitplan.formats.dispatch import encode
 from bitplan.formats.gguf.blocks import GgufBlocks
-from bitplan.rounding import pick_loops, round_columns
-from bitplan.rounding import weights as group_blocks
+from bitplan.rounding import pick_loops, round_columns, weights
 from bitplan.rounding.error_compensation import InputHessian, compensate
 from bitplan.rounding.group_scales import GroupScales
 from bitplan.rounding.layout import grid_of, layout_of, scales_of
@@ -83,7 +82,7 @@ def test_scaled_blocks_are_compensated_as_the_definition_does_it(fmt: str, monke
     by = InputHessian(inputs.T @ inputs).factor(layout, "activation", 0.01, matrix.device, fmt)
     grid = grid_of(found.element)
     assert grid is not None
-    given = by.factor, scales_of(plain, layout), layout, ScaleLadder(found, grid, plain.base), by.blocks, by.columns
+    given = by, scales_of(plain, layout), layout, ScaleLadder(found, grid, plain.base)
     with rounding_rows_of(torch.empty(SMALLEST_FOR_CPU)), compiled_on_threads(2):
         compiled = compensate(matrix, *given)
     monkeypatch.setattr(pick_loops, "SMALLEST_FOR_CPU", 2**40)
@@ -114,12 +113,12 @@ def test_blocks_of_groups_are_compensated_as_the_definition_does_it(fmt: str, ro
     inputs = torch.randn(800, columns, generator=generator) * torch.rand(columns, generator=generator)
     layout = layout_of(found, (rows, columns))
     by = InputHessian(inputs.T @ inputs).factor(layout, "activation", 0.01, matrix.device, fmt)
-    given = matrix, by.factor, found, by.blocks, by.columns
+    given = matrix, by, found
     plain, compiled = (GroupScales.empty(matrix, found.layout) for _ in range(2))
     with rounding_rows_of(torch.empty(SMALLEST_FOR_CPU)), compiled_on_threads(2):
         assert is_compiled(matrix)
-        codes = group_blocks._compensate(*given, compiled)
+        codes = weights._compensate(*given, compiled)
     assert not is_compiled(matrix)
-    assert torch.equal(codes, group_blocks._compensate(*given, plain))
+    assert torch.equal(codes, weights._compensate(*given, plain))
     for part in ("d", "dmin", "scales", "mins"):
         assert torch.equal(getattr(compiled, part), getattr(plain, part)), part

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import bitplan
+from bitplan.searching import SearchOptions
 
 VOCABULARY, LENGTH = 24_000, 96
 
@@ -28,7 +29,9 @@ def main(limit: int) -> None:
     model = transformers.LlamaForCausalLM(config).eval()
     ids = torch.randint(VOCABULARY, (12, LENGTH), generator=torch.Generator().manual_seed(1))
     goal = {"bits": 5.0}
-    bitplan.search(model, [ids], goal=goal, formats=["mxfp4", "int8_row"], memory=limit or None, note=print)
+    bitplan.search(
+        model, [ids], goal=goal, formats=["mxfp4", "int8_row"], options=SearchOptions(memory=limit or None, note=print)
+    )
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 

@@ -9,7 +9,7 @@ import torch
 
 import bitplan
 from bitplan.base.errors import FormatError
-from bitplan.searching import Goal, SearchError, damage
+from bitplan.searching import Goal, SearchError, SearchOptions, damage
 from bitplan.searching.damage import RoundedWeights, RoundingJob, RoundingProcesses
 from bitplan.searching.searched_model import subject_of
 from bitplan.searching.statistics import InputStatistics, add_windows
@@ -52,7 +52,9 @@ def test_a_search_finds_the_same_plan_with_workers(monkeypatch):
 
     monkeypatch.setattr(damage, "RoundingProcesses", InThisProcess)
     options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row")}
-    plain, found = (bitplan.search(tiny_llama(), tokens(), workers=count, **options) for count in (0, 3))
+    plain, found = (
+        bitplan.search(tiny_llama(), tokens(), options=SearchOptions(workers=count), **options) for count in (0, 3)
+    )
     assert counts == [3]
     assert found.plan.to_document() == plain.plan.to_document()
 

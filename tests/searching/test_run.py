@@ -116,7 +116,7 @@ def test_the_plan_is_no_worse_than_uniform_plans_of_its_size_or_more_within_the_
 
 def test_a_plan_above_the_goal_loses_to_a_measured_one_within_it_or_is_called_so(found, tmp_path, capsys):
     _, _, result = found
-    near, far = sorted(result.rivals, key=lambda each: each.kl.mean)[:: len(result.rivals) - 1]
+    near, far = map(on_more_text, sorted(result.rivals, key=lambda each: each.kl.mean)[:: len(result.rivals) - 1])
     far = replace(far, kind="plan", nbytes=near.nbytes - 1)  # fewer bytes must not save it
     goal = Goal(max_kl=(near.kl.mean + far.kl.mean) / 2)
     for by_gradients in (False, True):
@@ -160,9 +160,15 @@ def test_page_and_console_say_what_the_solver_left_and_what_an_unmeasured_plan_p
         assert ("a plan that was not measured promises 12.0% less damage" in said) is (promised > 0)
 
 
+def on_more_text(plan):
+    """The same plan as if measured on text of two hundred times the length: of a little there is no interval."""
+    samples = {key: 2 * [100 * value for value in values] for key, values in plan.quality.samples.items()}
+    return replace(plan, quality=replace(plan.quality, samples=samples))
+
+
 def test_a_larger_plan_that_needs_no_search_and_is_better_is_named(found, capsys):
     _, _, result = found
-    near, far = sorted(result.rivals, key=lambda each: each.kl.mean)[:: len(result.rivals) - 1]
+    near, far = map(on_more_text, sorted(result.rivals, key=lambda each: each.kl.mean)[:: len(result.rivals) - 1])
     near = replace(near, kind="uniform", label="iq4_nl_gguf", nbytes=1010, predicted=0.2)
     far = replace(far, kind="plan", nbytes=1000, predicted=0.1)
     beaten = replace(result, winner=far, rivals=[far, near])
@@ -481,3 +487,11 @@ def test_products_of_all_pairs_of_columns_are_computed_once(columns):
         add_upper_products(found, part)
     every = rows.reshape(-1, columns).double()
     torch.testing.assert_close(mirror(found).double(), every.T @ every, rtol=1e-5, atol=1e-4)
+
+
+def test_keywords_that_are_options_now_work_with_a_warning(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(runner, "prepare", lambda *_given, **options: seen.update(options) or 1 / 0)
+    with pytest.warns(FutureWarning, match="options=SearchOptions"), pytest.raises(ZeroDivisionError):
+        bitplan.search(tiny_llama(), tokens(4), goal={"bits": 9.0}, windows=7, device="cpu")
+    assert (seen["windows"], seen["device"]) == (7, "cpu")

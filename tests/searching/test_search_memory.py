@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import bitplan
 from bitplan.formats.dispatch import encode
-from bitplan.searching import damage
+from bitplan.searching import SearchOptions, damage
 from bitplan.searching.blocks import BlockRunner
 from bitplan.searching.statistics import ScratchWriter
 from tests.processes import Program
@@ -136,4 +136,6 @@ def test_a_search_stays_under_its_limit_of_memory_or_is_refused():
         assert peaks[limit] < limit, program.output
     assert min(peaks.values()) < max(peaks.values())
     with pytest.raises(bitplan.BitplanError, match=r"a search takes about [\d.]+ GB of memory, and 0\.1 GB were given"):
-        bitplan.search(Model(1), [torch.zeros(8, 12, dtype=torch.int64)], goal={"bits": 7.0}, memory=10**8)
+        bitplan.search(
+            Model(1), [torch.zeros(8, 12, dtype=torch.int64)], goal={"bits": 7.0}, options=SearchOptions(memory=10**8)
+        )

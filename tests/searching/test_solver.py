@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from bitplan.searching import FormatCost, Goal, GoalError, SearchEvidence, TensorGroup, solve
+from bitplan.searching import Goal, GoalError, SearchEvidence, solve
+from bitplan.searching.evidence import FormatCost, TensorGroup
 from bitplan.searching.explain import compare_plans, explain_plan
 from bitplan.searching.goal import parse_bytes
 from bitplan.searching.solver import front, may_win, rivals_of

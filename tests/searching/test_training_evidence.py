@@ -10,7 +10,7 @@ import pytest
 import bitplan
 from bitplan.fp8.policy.report import Fingerprint
 from bitplan.fp8.policy.rules import LayerRule, Point, Policy
-from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError
+from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchOptions
 from bitplan.searching.solver import solve
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.score import RawGradStats, compare_blocks
@@ -44,8 +44,9 @@ def save_gradients(path, model, norms, *, extra=()):
     return path
 
 
-def searched(model, goal, **more):
-    return bitplan.search(model, tokens(8), goal=goal, formats=FORMATS, target="training", **more)
+def searched(model, goal, out=None, **more):
+    options = SearchOptions(**more)
+    return bitplan.search(model, tokens(8), goal=goal, formats=FORMATS, target="training", out=out, options=options)
 
 
 def test_gradients_of_training_weigh_the_groups_of_their_blocks(model, tmp_path):
@@ -77,7 +78,7 @@ def test_gradients_of_another_model_are_refused_by_name(model, tmp_path):
     with pytest.raises(EvidenceFileError, match="no state of selective precision"):
         searched(model, Goal(bits=7), gradients=tmp_path / "no.json")
     with pytest.raises(SearchError, match="gradients are of training"):
-        bitplan.search(model, tokens(8), goal=Goal(bits=7), formats=FORMATS, gradients=other)
+        bitplan.search(model, tokens(8), goal=Goal(bits=7), formats=FORMATS, options=SearchOptions(gradients=other))
 
 
 def save_policy(path, shape):

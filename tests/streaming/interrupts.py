@@ -1,7 +1,8 @@
-"""Ctrl-C at a chosen line: raises KeyboardInterrupt when a thread reaches its n-th line of bitplan/streaming."""
+"""Ctrl-C at a chosen line of bitplan/streaming, or while a copy is made; and other ends of a copy."""
 
 from __future__ import annotations
 
+import _thread
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,8 +12,25 @@ from types import FrameType
 from typing import Any
 
 import bitplan.streaming
+from tests.streaming.stream_samples import TIMEOUT_S
 
+CAUGHT = threading.Event()
 FOLDER = str(Path(bitplan.streaming.__file__).parent)
+
+
+def stop_thread() -> None:
+    raise SystemExit
+
+
+def break_bus() -> None:
+    raise RuntimeError("the bus fell off")
+
+
+def interrupt() -> None:
+    """Send Ctrl-C to the main thread, and hold the copy until that was caught."""
+    CAUGHT.clear()
+    _thread.interrupt_main()
+    assert CAUGHT.wait(TIMEOUT_S)
 
 
 class Interrupter:

@@ -300,12 +300,12 @@ def test_weights_that_are_frozen_meanwhile_stay_as_they_are():
 
 def test_looking_at_parameters_reads_no_numbers(monkeypatch):
     """A step in which nothing changed encodes nothing, and puts nothing on the host."""
-    from bitplan.streaming import reencode_blocks as block_bytes
+    from bitplan.streaming import reencode_blocks
 
     model = make_stack(adapters=True, count=3)
     with streaming(model, formats="int8_row") as stream:
         run_step(model, stream, 0)
-        monkeypatch.setattr(block_bytes, "put_block", lambda *_: pytest.fail("a block was encoded again"))
+        monkeypatch.setattr(reencode_blocks.BlockUpkeep, "_put", lambda *_: pytest.fail("a block was encoded again"))
         run_step(model, stream, 1)
         stream.synchronize()
         assert stream.stats.last.loads == 0  # all are in slots still

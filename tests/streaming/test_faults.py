@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import copy
 import os
 import threading
@@ -16,9 +15,8 @@ from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer import copies
 from bitplan.streaming.transfer.copies import Latch, wait_for
 from bitplan.streaming.transfer.devices import SimulatedDevice
+from tests.streaming.interrupts import CAUGHT, break_bus, interrupt, stop_thread
 from tests.streaming.stream_samples import TIMEOUT_S, assert_equal, batch, gradients, make_stack, streaming
-
-CAUGHT = threading.Event()
 
 
 class Trouble:
@@ -34,21 +32,6 @@ class Trouble:
         self.copies += 1
         if self.copies - 1 == self.at:
             self.act()
-
-
-def stop_thread() -> None:
-    raise SystemExit
-
-
-def break_bus() -> None:
-    raise RuntimeError("the bus fell off")
-
-
-def interrupt() -> None:
-    """Send Ctrl-C to the main thread, and hold the copy until that was caught."""
-    CAUGHT.clear()
-    _thread.interrupt_main()
-    assert CAUGHT.wait(TIMEOUT_S)
 
 
 def one_step(model, stream, step: int) -> dict[str, torch.Tensor]:
@@ -193,8 +176,7 @@ def test_nan_names_the_first_block(bad):
 
 
 def snapshot(stream) -> dict[str, torch.Tensor]:
-    stores = stream.training.stores
-    return {f"{block}.{name}": one.master.clone() for block, own in stores.items() for name, one in own.items()}
+    return {name: one.master.clone() for name, one in stream.training.trained().items()}
 
 
 def finish_step(out: torch.Tensor, stream) -> None:

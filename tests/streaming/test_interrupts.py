@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from bitplan.streaming import stream_blocks as block_calls
+import bitplan.streaming.stream_blocks as stream_module
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
@@ -171,7 +171,7 @@ def test_a_thread_that_ends_at_every_line(thread):
 def test_an_interrupt_while_parameters_are_put_back_leaves_no_streamed_tensor(monkeypatch, train, then):
     model = make_model()
     expected = {name: one.clone() for name, one in model.state_dict().items()}
-    put = block_calls._put_into_modules
+    put = stream_module._put_into_modules
 
     def interrupted(block, weights) -> None:
         if weights is None:
@@ -187,7 +187,7 @@ def test_an_interrupt_while_parameters_are_put_back_leaves_no_streamed_tensor(mo
             stream.training.is_settled = False
         stream.begin_step(1)
         with monkeypatch.context() as patch, torch.set_grad_enabled(train == "weights"):
-            patch.setattr(block_calls, "_put_into_modules", interrupted)
+            patch.setattr(stream_module, "_put_into_modules", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 model(batch(0))
         if then == "begin_step":

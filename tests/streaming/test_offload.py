@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import copy
 import random
 import threading
@@ -17,6 +16,7 @@ from bitplan.streaming.errors import StreamError, TransferError
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints
 from tests.crosses import few
+from tests.streaming.interrupts import CAUGHT, break_bus, interrupt, stop_thread
 from tests.streaming.stream_samples import (
     COUNT,
     TIMEOUT_S,
@@ -310,24 +310,6 @@ class FailOnce:
             self.armed = False
             self.act()
         return self.copy(direction, queue, target, source, after)
-
-
-def stop_thread() -> None:
-    raise SystemExit
-
-
-def break_bus() -> None:
-    raise RuntimeError("the bus fell off")
-
-
-CAUGHT = threading.Event()
-
-
-def interrupt() -> None:
-    """Send Ctrl-C to the main thread, and hold the copy until that was caught."""
-    CAUGHT.clear()
-    _thread.interrupt_main()
-    assert CAUGHT.wait(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

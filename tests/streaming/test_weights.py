@@ -14,7 +14,6 @@ from bitplan.streaming.errors import StreamError
 from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training import host_training
-from bitplan.streaming.training import host_training as adamw_kernels
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from tests.crosses import few
 from tests.streaming.stream_samples import CHECKPOINTING, Stack, assert_equal, batch, make_stack, streaming
@@ -65,11 +64,7 @@ def run_resident(model: Stack, formats: dict[str, str], steps: int, micro_batche
 
 def masters_of(stream: BlockStream) -> dict[str, Tensor]:
     assert stream.training is not None
-    return {
-        f"{block}.{name}": store.master
-        for block, stores in stream.training.stores.items()
-        for name, store in stores.items()
-    }
+    return {name: one.master for name, one in stream.training.trained().items()}
 
 
 @pytest.mark.parametrize("checkpointing", few(CHECKPOINTING, 2))
@@ -116,7 +111,7 @@ def test_masters_equal_those_of_a_resident_model(dtype, formats):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_masters_equal_those_of_a_resident_model_with_adamw_in_one_pass(monkeypatch, micro_batches):
-    monkeypatch.setattr(adamw_kernels, "SMALLEST_FOR_CPU", 1)
+    monkeypatch.setattr(host_training, "SMALLEST_FOR_CPU", 1)
     model = make_stack(adapters=False, dtype=torch.bfloat16, count=4)
     resident = copy.deepcopy(model)
     with streaming(model, train="weights", optimizer=SETTINGS, slots=2) as stream:

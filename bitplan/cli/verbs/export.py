@@ -64,6 +64,7 @@ def export(
 
     Example: bitplan export llama llama.gguf --to gguf --format q4_k_gguf
     """
+    from bitplan.files.certificate import evidence_of_search
     from bitplan.files.engines.targets import TARGETS, ExportRequest, prepare_export
     from bitplan.plan import Plan, open_manifest
     from bitplan.plan.format_choices import Wanted
@@ -77,6 +78,8 @@ def export(
     if to is None and output.suffix != ".gguf":
         raise typer.BadParameter(f"give --to, for which engine {output} is: {', '.join(TARGETS)}")
     given: Wanted = fmt or {}
+    if plan is not None and evidence is None and scale_rule is None:
+        evidence = evidence_of_search(plan)
     if plan is not None:
         given = Plan.load(plan)
     elif manifest is not None:

@@ -214,6 +214,7 @@ def quantize(
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.base.records import read_text
+    from bitplan.files.certificate import evidence_of_search, proven_otherwise
     from bitplan.files.quantize_files import Quantization
     from bitplan.formats.input_formats import input_format
     from bitplan.plan import Plan, open_manifest
@@ -229,6 +230,10 @@ def quantize(
     if text is not None and (evidence is not None or scale_rule is not None):
         raise typer.BadParameter("give one of --text, --evidence and --scale-rule: each chooses the scales")
     content = None if text is None else read_text(text)
+    proven = None
+    if plan is not None and evidence is None and text is None:
+        evidence = evidence_of_search(plan) if scale_rule is None else None
+        proven = proven_otherwise(plan) if evidence is None else None
     plan = None if plan is None else plan_file(plan)
     reads = [Path(given) for given in (manifest, plan, evidence, text) if given is not None]
     given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
@@ -246,6 +251,7 @@ def quantize(
                 force=force,
             )
         )
+        prepared.report.notes += [] if proven is None else [proven]
         if content is not None:
             evidence = opened.enter_context(_gathered(source, output, content, windows or 96))
         advance = opened.enter_context(progress("quantizing", prepared.nbytes, amount=human_bytes))

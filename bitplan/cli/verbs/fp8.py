@@ -105,19 +105,11 @@ def bench(
 
 def _options(given: dict[str, tuple[str, Any]]) -> Any:
     """Options, which win over the variables; an error in an option names the option."""
-    from bitplan.fp8.bench.bench_options import PREFIX, BenchOptions, BenchOptionsError
+    from bitplan.fp8.bench.bench_options import BenchOptions, read_option
 
-    options = BenchOptions.from_environment(os.environ)
-    for key, (flag, value) in given.items():
-        if value is None:
-            continue
-        name = PREFIX + key.upper()
-        try:
-            chosen = BenchOptions.from_environment({name: str(value)})
-        except BenchOptionsError as fault:
-            raise BenchOptionsError(str(fault).replace(name, flag)) from None
-        options = replace(options, **{key: getattr(chosen, key)})
-    return options
+    texts = {key: (flag, str(value)) for key, (flag, value) in given.items() if value is not None}
+    chosen = {key: read_option(key, text, flag) for key, (flag, text) in texts.items()}
+    return replace(BenchOptions.from_environment(os.environ), **chosen)
 
 
 def _prepare_outputs(options: Any, force: bool) -> None:

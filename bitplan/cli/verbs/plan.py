@@ -1,11 +1,13 @@
-"""The verbs about plans: `check` and `plan` a manifest against a checkpoint, and `manifest` to look at or make one."""
+"""The verbs about plans: `verify` and `plan` a manifest against a checkpoint, and `manifest` to look at or make one."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -15,7 +17,7 @@ from bitplan.cli.quick_help import QuickCommand, QuickGroup, manifest_names, shi
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 if TYPE_CHECKING:
-    from bitplan.plan import Plan
+    from bitplan.plan import Finding, Plan
     from bitplan.searching.goal import Goal
 
 manifest_app = typer.Typer(
@@ -24,31 +26,103 @@ manifest_app = typer.Typer(
 AlwaysJson = Annotated[bool, typer.Option("--json", help="Taken as everywhere; what is printed is JSON already.")]
 
 
-def check(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[MANIFEST] CHECKPOINT",
-            help="Rules (a folder that `quantize` wrote has its own plan), and what `inspect` opens.",
-            autocompletion=manifest_names,
-        ),
-    ],
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Read the data too: NaN, infinity, scales at the end of their range.")
+Checked = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[MANIFEST] CHECKPOINT",
+        help="Rules (a folder that `quantize` wrote has its own plan), and what `inspect` opens.",
+        autocompletion=manifest_names,
+    ),
+]
+
+
+def check(arguments: Checked, deep: Annotated[bool, typer.Option("--deep")] = False, as_json: Json = False) -> NoReturn:
+    """Check a checkpoint's headers against a manifest, and with --deep its numbers."""
+    _show_checked(_checked(arguments, deep), as_json)
+
+
+def verify(
+    arguments: Checked,
+    source: Annotated[
+        Path | None, typer.Option(metavar="MODEL", help="The model that it was made of: is it the same, bit for bit?")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --source: measure KL again, on this text.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="With --text: tokens in a window.")] = None,
+    device: Annotated[str, typer.Option(help="With --text: where to compute.")] = "cpu",
+    headers: Annotated[
+        bool, typer.Option("--headers", help="Names, shapes and formats alone: nothing is read.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a checkpoint's headers against a manifest, and with --deep its numbers. Exit 1 when there are findings.
+    """Check that a model is what was written, planned and measured. Exit 1 when there are findings.
 
-    A folder that `bitplan quantize` wrote is held against its own config and plan; of a file without a manifest the
-    numbers and checksums are checked (--deep). Under a manifest, a float tensor of another dtype than its format's is
-    no finding: `bitplan quantize` casts it.
+    What bitplan quantized is held against its certificate: every byte, the plan, which is derived again from the
+    evidence of its search, the weights that it was made of, and KL on a text. Any other file is checked for NaN,
+    infinity and scales at the end of their range, and against the rules of a manifest; a float tensor of another dtype
+    than its rule's is no finding: `bitplan quantize` casts it.
 
-    Example: bitplan check llama model.safetensors --deep
+    Example: bitplan verify packed --source llama --text text.txt --context 16
     """
+    from bitplan.base.errors import BitplanError
+    from bitplan.base.records import read_text
+    from bitplan.searching.verify import Verification, verify_model
+
+    if headers and (source is not None or text is not None):
+        raise typer.BadParameter("--headers reads no data, and --source and --text do: leave it out")
+    outcome, content = Verification(), None if text is None else read_text(text)
+    if len(arguments) == 1 and Path(arguments[0]).exists() and not headers:
+        with ExitStack() as shown:
+            outcome = verify_model(
+                arguments[0],
+                source=source,
+                text=content,
+                context=context,
+                device=device,
+                on_windows=lambda count: shown.enter_context(progress("measuring", count)),
+            )
+    try:
+        checked = _checked(arguments, deep=not headers)
+    except BitplanError as error:
+        if not outcome.findings:  # else what cannot be read is known to be damaged
+            raise
+        checked = CheckedTensors(arguments[-1], [], str(error))
+    checked.findings[:0] = outcome.findings
+    checked.notes += outcome.held
+    _show_checked(checked, as_json)
+
+
+@dataclass
+class CheckedTensors:
+    """Findings about a checkpoint, what was looked at in words, and what is to be said besides."""
+
+    checkpoint: str
+    findings: list[Finding]
+    looked_at: str
+    under: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def _show_checked(checked: CheckedTensors, as_json: bool) -> NoReturn:
+    findings = checked.findings
+    if as_json:
+        show_json([finding._asdict() for finding in findings])
+    elif findings:
+        title = f"{counted(len(findings), 'finding')} in {checked.checkpoint}{checked.under}"
+        table(title, [finding._asdict() for finding in findings])
+    else:
+        say(f"{checked.checkpoint}: {checked.looked_at}, no findings{checked.under}")
+    for note in () if as_json else checked.notes:
+        say(note)
+    raise typer.Exit(1 if findings else 0)
+
+
+def _checked(arguments: list[str], deep: bool) -> CheckedTensors:
+    """What is wrong with the tensors of a checkpoint, by its headers, or with `deep` by its numbers as well."""
     from bitplan.files.open_files import open_tensors
     from bitplan.files.packed_folder import plan_findings, read_config, read_packed_plan
-    from bitplan.plan import Finding, check_headers, open_manifest
+    from bitplan.plan import check_headers, open_manifest
     from bitplan.plan.check_manifest import CAST
 
     if len(arguments) > 2:
@@ -64,9 +138,9 @@ def check(
             packed = read_packed_plan(Path(checkpoint), read_config(Path(checkpoint)))
         elif not deep:
             raise typer.BadParameter(
-                f"{checkpoint} alone has numbers and checksums to check (`bitplan check {checkpoint} --deep`); its "
-                f"formats are held against a manifest (`bitplan manifest show` lists them), as in `bitplan check llama "
-                f"{checkpoint}`"
+                f"{checkpoint} alone has numbers and checksums to check (`bitplan verify {checkpoint}`); its "
+                f"formats are held against a manifest (`bitplan manifest show` lists them), as in `bitplan verify "
+                f"llama {checkpoint}`"
             )
         else:
             under = ""
@@ -90,20 +164,14 @@ def check(
             with progress("checking", total, amount=human_bytes) as advance:
                 findings += deep_check(rules, file, on_bytes=advance)
         unsummed = deep and not file.has_checksums
-    if as_json:
-        show_json([finding._asdict() for finding in findings])
-    elif findings:
-        title = f"{counted(len(findings), 'finding')} in {checkpoint}{under}"
-        table(title, [finding._asdict() for finding in findings])
-    else:
-        checked = f", {human_bytes(total)} of data checked" if deep else ""
-        say(f"{checkpoint}: {counted(len(headers), 'tensor')}{checked}, no findings{under}")
-    if unsummed and not as_json:
-        say(f"{checkpoint}: has no checksums, so a changed byte that makes a sound number is not seen")
-    if casts and not as_json:
+    notes = []
+    if unsummed:
+        notes.append(f"{checkpoint}: has no checksums, so a changed byte that makes a sound number is not seen")
+    if casts:
         which = ", ".join(f"{counted(count, 'tensor')} in {dtype}" for dtype, count in casts.items())
-        say(f"{which}: their rules ask for another float type, to which `bitplan quantize` casts")
-    raise typer.Exit(1 if findings else 0)
+        notes.append(f"{which}: their rules ask for another float type, to which `bitplan quantize` casts")
+    looked_at = counted(len(headers), "tensor") + (f", {human_bytes(total)} of data checked" if deep else "")
+    return CheckedTensors(checkpoint, findings, looked_at, under, notes)
 
 
 def plan(

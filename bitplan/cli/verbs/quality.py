@@ -1,27 +1,33 @@
-"""`bitplan perplexity`: what formats do to a real model, on real text."""
+"""`bitplan judge`: how far a model is from another, or formats move it, on real text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.options import Config, Json, Pad, Rule, Threads
+from bitplan.cli.options import Config, Force, Json, Pad, Rule, Threads
 from bitplan.cli.quick_help import format_names, manifest_names
 from bitplan.cli.show import progress, say, show_json, table
 
 if TYPE_CHECKING:
-    from bitplan.cli.measure_formats import QualityRow
+    from bitplan.packed.language.compare_on_text import QualityRow, TextComparison
     from bitplan.packed.language.perplexity import Estimate
 
 
-def perplexity(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a GGUF file, or packed weights.")
+def judge(
+    first: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="The reference: a Hugging Face folder, a GGUF file, or packed weights."),
     ],
-    text: Annotated[Path, typer.Option(metavar="FILE", help="Plain text to measure on.")],
+    second: Annotated[
+        Path | None,
+        typer.Argument(metavar="B", help="What is measured against it; none: A itself, in the formats that are given."),
+    ] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Plain text to measure on.")] = None,
     fmt: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,9 +42,7 @@ def perplexity(
         typer.Option(metavar="NAME_OR_FILE", help="Formats by a manifest's rules.", autocompletion=manifest_names),
     ] = None,
     plan: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Formats by a plan.")] = None,
-    against: Annotated[
-        Path | None, typer.Option(metavar="REF", help="The reference; MODEL itself, unquantized, if not given.")
-    ] = None,
+    against: Annotated[Path | None, typer.Option(metavar="REF", hidden=True)] = None,
     config: Config = None,
     keep: Annotated[
         list[str] | None, typer.Option(help="With --format: leave parameters or modules of this name or pattern.")
@@ -50,115 +54,120 @@ def perplexity(
         typer.Option(help="Linear layers round their inputs, too: int8 (as llama.cpp does), int8_row or fp8."),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens in a window; 512 unless given, or what the model has.")
+        int | None, typer.Option(help="Tokens in a window; 512 unless given, or what the models have.")
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(help="Take about this many tokens, in windows spread over the text; all if not given.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Windows in a batch.")] = 4,
     floor: Annotated[bool, typer.Option(help="Measure the reference's own noise floor.")] = True,
+    device: Annotated[str, typer.Option(help="Where both models compute: cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="What both models compute in.")
+    ] = "float32",
     threads: Threads = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PAGE", help="Write an HTML page of it, too.")
+    ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Perplexity of a model on a text, and how far formats move it from its reference.
+    """How far one model is from another on a text: KL, perplexities, same top tokens; or what formats do to one.
 
-    Example: bitplan perplexity llama --text text.txt --context 64 --format mxfp4 --format int8_row
+    Any two of: Hugging Face folders, packed folders, GGUF files, compressed-tensors, GPTQ, AWQ, MLX. KL is of A from B,
+    in nats a token; intervals are by window, paired.
+
+    Example: bitplan judge llama packed --text text.txt --context 16
     """
     from bitplan.base.errors import MeasureError
-    from bitplan.base.records import read_text
-    from bitplan.files.headers import check_model_source
+    from bitplan.base.records import check_output, read_text
+    from bitplan.files.headers import check_model_source, is_gguf
     from bitplan.files.open_files import open_tensors
     from bitplan.formats import get_format
     from bitplan.formats.input_formats import input_format
     from bitplan.plan import Manifest, Plan, open_manifest
 
     # Refuse all that can be refused before torch is imported and minutes are spent.
+    if text is None:
+        raise typer.BadParameter("give --text, a file of plain text to measure on")
+    if against is not None and second is not None:
+        raise typer.BadParameter("--against is the reference, and so is A: give one")
+    reference, candidate = (first, second) if against is None else (against, first)
     formats = [get_format(name) for name in fmt or ()]
-    rounded = input_format(inputs, "--inputs")
+    input_format(inputs, "--inputs")
     if (keep or scale_rule) and not formats:
         raise MeasureError("--keep and --scale-rule go with --format; a manifest or plan says itself what gets what")
     manifests = [(f"manifest {name}", open_manifest(name)) for name in manifest or ()]
     plans = [(f"plan {path}", Plan.load(path)) for path in plan or ()]
     content = read_text(text)
-    for each, its_config in ((model, config), *([] if against is None else [(against, None)])):
-        check_model_source(each, its_config)
-        open_tensors(each).close()
+    for model in (candidate, reference):
+        if model is not None:
+            has_own = model is reference and candidate is not None and (model.is_dir() or is_gguf(model))
+            check_model_source(model, None if has_own else config)
+            open_tensors(model).close()
+    if output is not None:
+        check_output(output, inputs=[text, *(plan or ())], force=force)
 
     import torch
 
-    from bitplan.cli.measure_formats import (
-        QualityRun,
-        morphed_twin,
-        plan_for_model,
-        require_same_tokens,
-    )
-    from bitplan.packed.language.causal_lm import load_causal_lm
-    from bitplan.packed.language.perplexity import spread_windows
+    from bitplan.packed.language.compare_on_text import TextSettings, Variant, compare_on_text
 
     if threads is not None:
         torch.set_num_threads(threads)
-    with progress("reading", 1):
-        candidate = load_causal_lm(model, config=config)
-        reference = candidate if against is None else load_causal_lm(against)
-    context = min(512, candidate.positions or 512) if context is None else context
-    candidate.check_context(context)
-    windows = candidate.windows(content, context)
-    windows = windows if tokens is None else spread_windows(windows, tokens)
-    if against is not None:
-        reference.check_context(context)
-        require_same_tokens(candidate, reference, content)
-    jobs: list[tuple[str, Any, Rule | None, Literal["zero"] | None]]
-    jobs = [] if against is None and rounded is None else [(model.name, None, None, None)]
-    for wanted in formats:
-        choice = plan_for_model(wanted, candidate.model, keep or (), pad=pad is not None, where=str(model))
-        jobs.append((wanted.name, choice, None if wanted.is_cast else scale_rule, pad))
-    by_rules: list[tuple[str, Manifest | Plan]] = [*manifests, *plans]
-    for label, given in by_rules:
-        choice = plan_for_model(given, candidate.model, where=label)
-        jobs.append((label, choice, None, pad or choice.pad))
-    for _, choice, rule, filled in jobs:
-        morphed_twin(candidate, choice, scale_rule=rule, pad=filled)
-    run = QualityRun(reference, windows, batch)
-    with progress("measuring", len(windows) * (1 + floor + len(jobs))) as advance:
+    kept = tuple(keep or ())
+    rules: list[tuple[str, Manifest | Plan]] = [*manifests, *plans]
+    with ExitStack() as shown:
+        reading = shown.enter_context(ExitStack())
+        reading.enter_context(progress("reading", 1))
 
-        def counted(label: str) -> Callable[[int], None]:
-            return lambda count: advance(count, label)
+        def measuring(windows: int) -> Callable[[int, str], None]:
+            reading.close()
+            return shown.enter_context(progress("measuring", windows))
 
-        first = run.measure_reference(f"reference: {Path(reference.where).name}", counted("reference"))
-        noise = run.measure_floor(counted("noise floor")) if floor else None
-        rows = [
-            run.measure(
-                label, candidate, choice, scale_rule=rule, pad=filled, inputs=rounded, on_windows=counted(label)
-            )
-            for label, choice, rule, filled in jobs
-        ]
-    if as_json:
-        show_json(
-            {
-                "model": str(model),
-                "reference": reference.where,
-                "text": str(text),
-                "context": context,
-                "batch": batch,
-                "inputs": rounded,
-                "reference_row": first.to_dict(),
-                "noise_floor": noise and noise.to_dict(),
-                "rows": [row.to_dict() for row in rows],
-            }
+        result = compare_on_text(
+            reference,
+            candidate,
+            content,
+            variants=[
+                *(Variant(one.name, one, kept, scale_rule, pad) for one in formats),
+                *(Variant(label, given, pad=pad) for label, given in rules),
+            ],
+            config=config,
+            settings=TextSettings(context, tokens, batch, floor, inputs, device, getattr(torch, dtype)),
+            on_windows=measuring,
         )
+    document = {**result.to_dict(), "text": str(text)}
+    if output is not None:
+        _write_page(document, output, f"{Path(result.candidate).name} against {Path(result.reference).name}")
+    if as_json:
+        show_json(document)
         return
-    _show(model, text, context, first, noise, rows)
+    _show(Path(result.candidate), text, result)
+    if output is not None:
+        say(f"page: {output}")
 
 
-def _show(
-    model: Path, text: Path, context: int, first: QualityRow, noise: QualityRow | None, rows: list[QualityRow]
-) -> None:
+def _write_page(document: dict[str, Any], output: Path, title: str) -> None:
+    from bitplan.base.folders import scratch_folder
+    from bitplan.base.records import write_json
+    from bitplan.report.page import write_report
+
+    with scratch_folder(output.parent, "bitplan") as folder:
+        record = folder / "judge.json"
+        write_json(record, document)
+        write_report([record], output, title=title)
+
+
+def _show(model: Path, text: Path, result: TextComparison) -> None:
+    first, noise = result.reference_row, result.noise_floor
     quality = first.quality
-    title = f"{model.name} on {text.name}: {quality.tokens} tokens scored, {quality.windows} windows of {context}"
-    table(title, [_cells(row, noise) for row in (first, *([noise] if noise else []), *rows)])
+    title = (
+        f"{model.name} on {text.name}: {quality.tokens} tokens scored, {quality.windows} windows of {result.context}"
+    )
+    table(title, [_cells(row, noise) for row in (first, *([noise] if noise else []), *result.rows)])
     say(
-        "NLL difference and KL: nats a token, against the reference on the same tokens; +- is one standard error, by "
-        "window. 95%: the perplexity on other text of this kind."
+        "NLL difference and KL: nats a token, against the reference on the same tokens, with the 95% interval that "
+        "windows of text show, paired. 95% beside perplexity: that of other text of this kind."
     )
     if noise:
         say(
@@ -170,12 +179,11 @@ def _show(
 def _cells(row: QualityRow, noise: QualityRow | None) -> dict[str, str]:
     quality, distance = row.quality, row.quality.against
     floor = noise.quality.against if noise else None
-    low, high = quality.interval or (None, None)
     cells = {
         "format": row.label,
         "bits/weight": f"{row.bits_per_weight:.2f}",
         "perplexity": f"{quality.perplexity:.3f}",
-        "95%": "one window" if low is None else f"{low:.2f}..{high:.2f}",
+        "95%": _interval(quality.interval, ".2f"),
         "NLL difference": _figure(distance.nll_difference, "+.5f") if distance else "",
         "KL": _figure(distance.kl, ".2e") if distance else "",
         "same top token": f"{distance.top1_agreement.mean:.2%}" if distance else "",
@@ -186,5 +194,8 @@ def _cells(row: QualityRow, noise: QualityRow | None) -> dict[str, str]:
 
 
 def _figure(estimate: Estimate, style: str) -> str:
-    error = "" if estimate.standard_error is None else f" +- {estimate.standard_error:{style.lstrip('+')}}"
-    return f"{estimate.mean:{style}}{error}"
+    return f"{estimate.mean:{style}} ({_interval(estimate.interval, style)})"
+
+
+def _interval(interval: tuple[float, float] | None, style: str) -> str:
+    return "too little text" if interval is None else f"{interval[0]:{style}}..{interval[1]:{style}}"

@@ -106,6 +106,7 @@ def search(
         say(line)
 
     from bitplan.report.page import write_report
+    from bitplan.searching.run import SearchOptions
     from bitplan.searching.run import search as run_search
 
     try:
@@ -118,17 +119,19 @@ def search(
             target=target.name,
             keep=keep or (),
             only=only or (),
-            device=device,
-            context=context,
-            windows=windows,
-            gradients=gradients,
-            fp8_policy=fp8_policy,
-            all_rivals=all_rivals,
-            workers=workers,
-            memory=None if memory is None else parse_bytes(memory, "memory"),
             out=folder,
-            stage=partial(progress, estimates=False),
-            note=note,
+            options=SearchOptions(
+                device,
+                context,
+                windows,
+                gradients,
+                fp8_policy,
+                all_rivals,
+                workers,
+                None if memory is None else parse_bytes(memory, "memory"),
+                partial(progress, estimates=False),
+                note,
+            ),
         )
         write_report(records_of_search(folder), folder / "report.html", title=f"{model.name}: {goal}")
     except KeyboardInterrupt:

@@ -42,7 +42,7 @@ from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
-from bitplan.formats.dtypes import dtype_name, wider_types
+from bitplan.formats.elements import dtype_name, wider_types
 from bitplan.formats.input_formats import input_format
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Substitutes

@@ -8,6 +8,7 @@ ways of their own, is written by `files.gpt_oss`.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -20,25 +21,26 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import require_unchanged, stamps_of
+from bitplan.files.certificate import certificate_of
 from bitplan.files.engines.gguf_metadata import ModelConfig, is_gpt_oss, model_metadata, rope_factors, text
 from bitplan.files.engines.gguf_names import GGUFNames, fit_names, heads_of, is_plus_one, row_order
 from bitplan.files.engines.gguf_tokenizer import tokenizer_metadata
 from bitplan.files.engines.targets import EXPERT, ExportReport, ExportRequest, ExportRow, OnBytes, experts_in_order
 from bitplan.files.gguf import GGUFValue
 from bitplan.files.gguf_split import check_gguf_output, write_parts
-from bitplan.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
+from bitplan.files.gguf_tensors import GGUF, GGUFTensors, file_metadata, gguf_type
 from bitplan.files.gpt_oss.convert import save_gpt_oss
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
 from bitplan.files.gpt_oss.source import GptOssFile
 from bitplan.files.headers import plan_for_file
 from bitplan.files.imatrix import ImatrixFile
 from bitplan.files.open_files import open_tensors
-from bitplan.files.round_with_evidence import OtherName, WeightEvidence, evidence_for, open_evidence
+from bitplan.files.round_with_evidence import OtherName, WeightEvidence, evidence_file, evidence_for, open_evidence
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
 from bitplan.plan import Plan
 
 # ---- gpt-oss ---------------------------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
             evidence.require_use(source for item in outgoing if not item.fmt.is_cast for source in item.sources)
             metadata |= statistics.gguf_keys if isinstance(statistics, ImatrixFile) else {}
         opened.pop_all()
-        return GGUFExport(request, file, evidence, outgoing, metadata, left_out)
+        return GGUFExport(request, file, evidence, outgoing, metadata, left_out, plan)
 
 
 def _same_names(file: TensorFile, plan: Plan) -> Iterator[Outgoing]:
@@ -240,8 +242,9 @@ class GGUFExport:
         outgoing: list[Outgoing],
         metadata: Mapping[str, GGUFValue],
         left_out: dict[str, str],
+        plan: Plan,
     ) -> None:
-        self._request, self._file, self._evidence = request, file, evidence
+        self._request, self._file, self._evidence, self._plan = request, file, evidence, plan
         self._outgoing, self._metadata, self._stamps = outgoing, metadata, stamps_of(file.files)
         rows = [self._row(item) for item in outgoing]
         self.report = ExportReport(str(request.source), str(request.output), "gguf", rows, left_out)
@@ -253,8 +256,16 @@ class GGUFExport:
         return ExportRow(item.name, source + more, item.shape, before, item.fmt.name, item.reason, item.promise.nbytes)
 
     def write(self, on_bytes: OnBytes | None = None) -> None:
-        promises = [item.promise for item in self._outgoing]
-        with write_parts(self._request.output, promises, self._metadata, self._request.part_bytes) as writer:
+        promises, request = [item.promise for item in self._outgoing], self._request
+        metadata = dict(self._metadata)
+        if request.part_bytes is None:  # a certificate is of one file
+            evidence = None if request.evidence is None else evidence_file(request.evidence)
+            rule, files = request.scale_rule, self._file.files
+            certificate = certificate_of(
+                self._plan, request.source, files, evidence=evidence, scale_rule=rule, holds_plan=True
+            )
+            metadata |= GGUF().certificate_entry(json.dumps(certificate, separators=(",", ":")))
+        with write_parts(request.output, promises, metadata, request.part_bytes) as writer:
             for item in self._outgoing:
                 writer.write(item.name, self._read(item))
                 if on_bytes:

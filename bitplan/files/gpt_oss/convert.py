@@ -23,7 +23,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -84,7 +84,7 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class Written:
-    """One tensor of the new file: `format` is a torch dtype's name or mxfp4."""
+    """A row of the report, as its JSON has it: one tensor of the new file, in a torch dtype or mxfp4."""
 
     name: str
     action: Action
@@ -319,22 +319,18 @@ def _format(slot: LayoutTensor, dtype: torch.dtype | None) -> str:
     return "mxfp4" if dtype is None or slot.kind in ("blocks", "scales") else str(dtype).removeprefix("torch.")
 
 
-@contextmanager
 def _open_writer(
     path: str | Path,
     layout: Layout,
     slots: Sequence[LayoutTensor],
     dtypes: Mapping[str, torch.dtype | None],
     metadata: Mapping[str, GGUFValue] | None,
-) -> Iterator[PayloadWriter]:
+) -> AbstractContextManager[PayloadWriter]:
     if layout == "gguf":
         types = [(slot.name, _GGML_TYPES[dtypes[slot.name]], slot.shape) for slot in slots]
-        with write_gguf(path, types, metadata or {}, checksums=True) as writer:
-            yield writer
-        return
+        return write_gguf(path, types, metadata or {}, checksums=True)
     entries = [(slot.name, dtypes[slot.name] or torch.uint8, slot.shape) for slot in slots]
-    with write_safetensors(path, entries, {"format": "pt"}) as writer:  # transformers 4 wants the key
-        yield writer
+    return write_safetensors(path, entries, {"format": "pt"})  # transformers 4 wants the key
 
 
 def _plain_action(source: GptOssSource, slot: LayoutTensor, dtype: torch.dtype | None) -> Action:

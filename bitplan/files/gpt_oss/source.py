@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bitplan.base.errors import FileFormatError, FormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, on_failure
-from bitplan.files.gguf import GGUFFile, GGUFValue, open_gguf
+from bitplan.files.gguf import GGUFFile, GGUFValue
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss.config import ARCHITECTURE, CONFIG, Settings, read_config, read_metadata
 from bitplan.files.gpt_oss.layouts import (
@@ -35,11 +35,12 @@ from bitplan.files.gpt_oss.layouts import (
     list_slots,
     slot_name,
 )
-from bitplan.files.safetensors import Checkpoint, open_checkpoint
+from bitplan.files.open_files import open_tensors
+from bitplan.files.safetensors import Checkpoint
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded, get_format, repack
-from bitplan.formats.dtypes import torch_dtype
+from bitplan.formats.elements import torch_dtype
 from bitplan.plan import require_clean, shipped_manifest
 from bitplan.plan.names import listed, natural_order
 
@@ -365,9 +366,10 @@ class GptOssFile(GptOssSource, Closing):
         """A file that is open already stays so when this is closed."""
         self.path = source.path if isinstance(source, TensorFile) else Path(source)
         self.where = str(self.path)
-        self._is_lent = isinstance(source, TensorFile)
-        self._file = _container(source) if isinstance(source, TensorFile) else _open(self.path)
+        file = source if isinstance(source, TensorFile) else open_tensors(source)
+        self._opened = None if file is source else file
         with on_failure(self.close):
+            self._file = _container(file)
             self.tensors: Mapping[str, TensorSpec] = self._file.tensors
             self.layout, self.shape, self.slots, self.experts = check_gpt_oss(self.where, self._file)
             self.is_widened = self.layout == "gguf"
@@ -421,8 +423,8 @@ class GptOssFile(GptOssSource, Closing):
         return self._chunks(slot, 0, slot.shape[0])
 
     def close(self) -> None:
-        if not self._is_lent:
-            self._file.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def _chunks(self, slot: LayoutTensor, start: int, stop: int) -> Iterator[Tensor]:
         step = max(1, CHUNK_BYTES * slot.shape[0] // max(1, self.tensors[slot.name].nbytes))
@@ -457,14 +459,6 @@ def _container(file: TensorFile) -> Checkpoint | GGUFFile:
     if isinstance(file, NativeTensors):
         return file.checkpoint
     raise FileFormatError(f"{file.path}: is {file.kind}, and gpt-oss's layouts are of safetensors and GGUF")
-
-
-def _open(path: Path) -> Checkpoint | GGUFFile:
-    if path.is_file():
-        with path.open("rb") as file:
-            if file.read(4) == b"GGUF":
-                return open_gguf(path)
-    return open_checkpoint(path)
 
 
 def _span(slot: LayoutTensor, part: str, shape: GptOssShape) -> tuple[int, int]:

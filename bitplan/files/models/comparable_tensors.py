@@ -36,7 +36,7 @@ from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import ReadableTensor, TensorFile
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
 from bitplan.plan.structure.families import GGUF_FAMILIES
 
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")

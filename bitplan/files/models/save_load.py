@@ -22,7 +22,7 @@ from bitplan.files.tensor_file import NARROW_FLOATS, TensorFile, spec_of
 from bitplan.files.transformers_names import listed_names, model_from_tensors
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
 
 
 def write_model(model: nn.Module, path: str | Path) -> None:
@@ -52,7 +52,7 @@ def fill_model(file: TensorFile, model: nn.Module) -> nn.Module:
     Every name and shape is checked before the first value is changed. A tied parameter may come under any of its names;
     a model of transformers takes files under the names that its save_pretrained writes. A packed tensor fits a
     parameter of any float type: the file's bytes become the version, and the decoded numbers, rounded to the
-    parameter's type, the parameter. A parameter that a plan packed takes only its held format.
+    parameter's type, the parameter. A parameter that a plan packed takes only its own format.
     """
     path, held = file.path, own_tensors(model)
     names = [*file.specs, *file.tied]

@@ -91,7 +91,7 @@ def _decode(folder: QuantizedFolder, name: str, state: Mapping[str, Any]) -> Ten
     """Products in float32, rounded once to the weight's type, as bitsandbytes' own."""
     import torch
 
-    from bitplan.formats.dtypes import torch_dtype
+    from bitplan.formats.elements import torch_dtype
 
     absmax = folder.read(f"{name}.absmax")
     if "nested_blocksize" in state:

@@ -146,7 +146,7 @@ def _keep(
 def _decode(folder: QuantizedFolder, codes: str, scales: str, block: tuple[int, int]) -> Tensor:
     import torch
 
-    from bitplan.formats.dtypes import torch_dtype
+    from bitplan.formats.elements import torch_dtype
 
     data, stored = folder.read(codes), folder.read(scales)
     bits = stored.dtype == torch.uint8

@@ -209,7 +209,7 @@ def _say_once(note: str) -> None:
 def _decoded(weight: SchemeWeight) -> Tensor:
     from bitplan.formats import Encoded
     from bitplan.formats.dispatch import decode
-    from bitplan.formats.dtypes import torch_dtype
+    from bitplan.formats.elements import torch_dtype
 
     packed = weight.read()
     assert isinstance(packed, Encoded)

@@ -16,7 +16,7 @@ from typing import Any
 from bitplan.base.errors import did_you_mean
 from bitplan.fp8.policy.report import ROUTINGS, TIMINGS
 from bitplan.fp8.policy.vocabulary import DEFAULT_RECIPE, DEFAULT_THRESHOLD, PRECISIONS, Fp8Error
-from bitplan.fp8.recipes import RECIPES
+from bitplan.fp8.recipes import recipe_fault
 
 PREFIX = "TE_LAYER_PERF_"
 # LoongForge does not define its automatic sweep. Ours doubles from where FP8 rarely pays to where it nearly always
@@ -61,29 +61,22 @@ class BenchOptions:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> BenchOptions:
         """The options that the variables set; an empty variable counts as not set."""
-        readers: dict[str, Callable[[str, str], Any]] = {
-            "OMNI_CONFIG_PATH": lambda text, _: text,
-            **dict.fromkeys(("TP_SIZE", "EP_SIZE", "ETP_SIZE"), _size),
-            "PRECISIONS": _precisions,
-            "FP8_RECIPE": _recipe,
-            "WARMUP": partial(_whole, least=0),
-            "ITERS": partial(_whole, least=1),
-            "REPORT_PATH": lambda text, _: text,
-            "FP8_POLICY_PATH": lambda text, _: text,
-            "SPEEDUP_THRESHOLD": _number,
-            "SHAPE_SWEEP": parse_sweep,
-        }
         given = {}
         for name in sorted(environment):
             if not name.startswith(PREFIX):
                 continue
-            short = name.removeprefix(PREFIX)
-            if short not in readers:
-                hint = did_you_mean(name, [PREFIX + known for known in readers])
+            key = name.removeprefix(PREFIX).lower()
+            if key not in _READERS:
+                hint = did_you_mean(name, [PREFIX + known.upper() for known in _READERS])
                 raise BenchOptionsError(f"{name} is not a variable of the benchmark{hint}; unset it, or see the docs")
             if environment[name].strip():
-                given[short.lower()] = readers[short](environment[name].strip(), name)
+                given[key] = read_option(key, environment[name].strip(), name)
         return cls(**given)
+
+
+def read_option(key: str, text: str, name: str) -> Any:
+    """The value of an option that a variable can set, from its text; an error calls the option `name`."""
+    return _READERS[key](text, name)
 
 
 def parse_sweep(text: str, name: str = "the sweep") -> tuple[tuple[int, int], ...]:
@@ -132,7 +125,18 @@ def _precisions(text: str, name: str) -> tuple[str, ...]:
 
 
 def _recipe(text: str, name: str) -> str:
-    if text not in RECIPES:
-        hint = did_you_mean(text, RECIPES)
-        raise BenchOptionsError(f"{name} must be one of {', '.join(RECIPES)}, got {text!r}{hint}")
+    if fault := recipe_fault(text, name):
+        raise BenchOptionsError(fault)
     return text
+
+
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    **dict.fromkeys(("omni_config_path", "report_path", "fp8_policy_path"), lambda text, _: text),
+    **dict.fromkeys(("tp_size", "ep_size", "etp_size"), _size),
+    "precisions": _precisions,
+    "fp8_recipe": _recipe,
+    "warmup": partial(_whole, least=0),
+    "iters": partial(_whole, least=1),
+    "speedup_threshold": _number,
+    "shape_sweep": parse_sweep,
+}

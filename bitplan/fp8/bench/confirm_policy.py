@@ -85,8 +85,8 @@ class SmallModel:
 
     def example(self, tokens: int, device: torch.device) -> Example:
         """Random tokens, the same for the same count."""
-        made = torch.Generator().manual_seed(_SEED)
-        ids = torch.randint(0, self.config["vocab_size"], self.example_shape(tokens), generator=made)
+        generator = torch.Generator().manual_seed(_SEED)
+        ids = torch.randint(0, self.config["vocab_size"], self.example_shape(tokens), generator=generator)
         return {"input_ids": ids.to(device), "use_cache": False}
 
 
@@ -103,7 +103,8 @@ def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
             f"{where}: a vision-language model, whose blocks need images to run on; a text model's config.json was "
             f"expected; {IN_PYTHON}"
         )
-    part = _read_part(document, where)
+    # Every size must be in the file: transformers would fill in its own default for a missing one.
+    (part,) = model_parts(document, where=where, advice=IN_PYTHON)
     require("transformers", purpose=f"{where}: building it", extra="models", least=5)
     config = {key: value for key, value in _shard(document, part, tp).items() if key not in _DROPPED}
     sizes = ConfigObject(document, "", where)  # a file may lack these two: no layer's shape needs them
@@ -133,17 +134,6 @@ def count_blocks(model: nn.Module, where: str = "the model") -> tuple[int, str]:
         return 1, "all blocks are alike"
     last = max(first.values())
     return last + 1, f"{len(first)} kinds of block, the last of them first in block {last}"
-
-
-def _read_part(document: Any, where: str) -> ModelPart:
-    """Every size must be in the file: transformers would fill in its own default for a missing one."""
-    try:
-        (part,) = model_parts(document, where=where)
-    except ModelConfigError as fault:
-        # Other commands accept a YAML; this model has to be built, which needs a config.json.
-        message = str(fault).replace("another architecture can be described by its YAML keys", IN_PYTHON)
-        raise ModelConfigError(message) from None
-    return part
 
 
 def _shard(document: Mapping[str, Any], part: ModelPart, tp: int) -> dict[str, Any]:

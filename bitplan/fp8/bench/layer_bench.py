@@ -98,8 +98,8 @@ def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    own = not dist.is_initialized()
-    if own:
+    is_first_use = not dist.is_initialized()
+    if is_first_use:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         peers = RankPeers(dist.new_group(backend="gloo"))
@@ -115,7 +115,7 @@ def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator
         yield BenchRanks(dist.get_rank() == 0, ParallelGroups(tp, ep, etp), peers, count)
         dist.barrier(group=peers.group)
     finally:
-        if own:
+        if is_first_use:
             dist.destroy_process_group()
 
 
@@ -125,9 +125,9 @@ def _own_group(count: int, groups: Sequence[range]) -> Any:
     for ranks in groups:
         if len(ranks) == 1:
             continue
-        made = dist.new_group(list(ranks)) if len(ranks) < count else dist.group.WORLD
+        group = dist.new_group(list(ranks)) if len(ranks) < count else dist.group.WORLD
         if dist.get_rank() in ranks:
-            mine = made
+            mine = group
     return mine
 
 

@@ -35,8 +35,7 @@ from bitplan.fp8.casts import padded_tokens
 from bitplan.fp8.kernels.experts_products import pick_impl, token_pad
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.fp8.layers.grouped_linear import GroupedLinear, cast_dropper
-from bitplan.fp8.layers.linear import Fp8Linear, cast_weights_together
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear, cast_weights_together
 from bitplan.fp8.layers.parallel import ColumnParallel, ExpertParallel, RowParallel
 from bitplan.fp8.policy.layers import Layer
 from bitplan.fp8.policy.report import ROUTINGS

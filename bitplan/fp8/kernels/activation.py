@@ -57,9 +57,9 @@ def cast_activated(
         act, gated = split_function(function)
         if fits_activated(y, dh_RF, gated):
             return cast_by_guess(y, dh_RF, act, gated, fp8, eps, guess, rows=rows, cols=cols, sums=sums)
-    made = activate(y, function) if dh_RF is None else activation_gradient(y, dh_RF, function)
-    total = None if sums is None else made.sum(0, dtype=torch.float32).to(sums)
-    return cast_layouts(made, RECIPE, fp8, eps, rows=rows, cols=cols, guess=guess), total
+    numbers = activate(y, function) if dh_RF is None else activation_gradient(y, dh_RF, function)
+    total = None if sums is None else numbers.sum(0, dtype=torch.float32).to(sums)
+    return cast_layouts(numbers, RECIPE, fp8, eps, rows=rows, cols=cols, guess=guess), total
 
 
 def activate(y: Tensor, function: str) -> Tensor:

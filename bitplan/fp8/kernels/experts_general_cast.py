@@ -475,18 +475,18 @@ def cast_token_tiles(
     blocks = scale_kind(recipe) == "block"
     row_scales = (width // BLOCK, count) if blocks else (count,)
     col_scales = (layout.padded_rows // BLOCK, width) if blocks else (experts, width)
-    made = (
+    layouts = (
         _room((count, width), row_scales, fp8, x_TC, rows),
         _room((width, layout.padded_rows), col_scales, fp8, x_TC, cols),
     )
     x_TC = x_TC.contiguous()
     paired = x_TC.numel() > 0 and _fits_pairs(x_TC, layout.pad)
-    if made[1] is not None and not blocks and not paired:
-        made[1][1].fill_(SMALLEST_SCALE)  # the scale of an expert without tokens
+    if layouts[1] is not None and not blocks and not paired:
+        layouts[1][1].fill_(SMALLEST_SCALE)  # the scale of an expert without tokens
     sizes = GroupSizes(experts, width, layout.padded_rows, tokens=count if blocks else 0, tiles=layout.tiles)
     tables = (layout.ends, layout.padded_ends, layout.tile_expert, layout.tile_row)
-    _cast(x_TC, scaling_of(recipe), sizes, tables, fp8, eps, made, guess, paired=paired)
-    return made
+    _cast(x_TC, scaling_of(recipe), sizes, tables, fp8, eps, layouts, guess, paired=paired)
+    return layouts
 
 
 def cast_expert_tiles(
@@ -498,14 +498,14 @@ def cast_expert_tiles(
     blocks = scale_kind(recipe) == "block"
     row_scales = (experts, outputs // BLOCK, inputs // BLOCK) if blocks else (experts, outputs)
     col_scales = (experts, inputs // BLOCK, outputs // BLOCK) if blocks else (experts, inputs)
-    made = (
+    layouts = (
         _room(tuple(w_ENK.shape), row_scales, "e4m3", flat, rows),
         _room((experts, inputs, outputs), col_scales, "e4m3", flat, cols),
     )
     sizes, paired = GroupSizes(experts, inputs, outputs, matrix_rows=outputs), _fits_pairs(flat, outputs)
     scaling = scaling_of(recipe, is_weight=True)
-    _cast(flat, scaling, sizes, (None,) * 4, "e4m3", eps, made, guess, paired=paired)
-    return made
+    _cast(flat, scaling, sizes, (None,) * 4, "e4m3", eps, layouts, guess, paired=paired)
+    return layouts
 
 
 def _fits_pairs(x_RC: Tensor, padded: int) -> bool:
@@ -527,12 +527,12 @@ def _cast(
     tables: tuple[Tensor | None, ...],
     fp8: str,
     eps: float,
-    made: Pair,
+    layouts: Pair,
     guess: Tensor | None,
     *,
     paired: bool,
 ) -> None:
-    wanted = (made[0] is not None, made[1] is not None)
+    wanted = (layouts[0] is not None, layouts[1] is not None)
     if not any(wanted) or not x.numel():
         return
     guess = guess if paired and scaling == "tensor" else None
@@ -551,7 +551,7 @@ def _cast(
         maxima = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=x.device)
         # Both begin at a multiple of 16 bytes.
         amax, amax_t = maxima if of_rows else None, maxima[of_rows:] if of_cols else None
-    codes_and_scales = (*(made[0] or (None, None)), *(made[1] or (None, None)))
+    codes_and_scales = (*(layouts[0] or (None, None)), *(layouts[1] or (None, None)))
     launch_in_turn(launches, (x, amax, *codes_and_scales, *tables, amax_t))
 
 

@@ -458,11 +458,11 @@ class _Launch:
         )
 
     def _launch_ordinarily(self, matrices: tuple[Tensor, ...], pointers: tuple[Tensor, ...]) -> Any:
-        made = [
+        descriptors = [
             TensorDescriptor.from_tensor(matrix, *block) for matrix, block in zip(matrices, self._blocks, strict=True)
         ]
         grid = (self._constants["PROGRAMS"],)
-        return tile_product[grid](*made, *pointers, *self._tail, num_warps=WARPS, enable_fp_fusion=False)
+        return tile_product[grid](*descriptors, *pointers, *self._tail, num_warps=WARPS, enable_fp_fusion=False)
 
 
 class _Matrix:

@@ -202,7 +202,7 @@ def cast_tokens(
 ) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
     """Tokens in the layouts asked for: [T, K] in the same order, and [K, P] padded per expert.
 
-    `guess`: a state of `fp8.guessed_cast` for these experts, which saves a tensorwise cast of bfloat16 on the GPU its
+    `guess`: a state of `guessed_cast` for these experts, which saves a tensorwise cast of bfloat16 on the GPU its
     second read; any other cast leaves it alone.
     """
     kind = scale_kind(recipe)
@@ -212,8 +212,8 @@ def cast_tokens(
     if impl in ("triton", "gluon", "torch") or (impl == "auto" and x_TK.is_cuda):
         from bitplan.fp8.kernels.experts_general_cast import cast_token_tiles
 
-        made, made_t = cast_token_tiles(x_TK, recipe, layout, fp8, eps, rows=rows, cols=cols, guess=guess)
-        return _wrap(made, recipe), _wrap(made_t, recipe)
+        plain, turned = cast_token_tiles(x_TK, recipe, layout, fp8, eps, rows=rows, cols=cols, guess=guess)
+        return _wrap(plain, recipe), _wrap(turned, recipe)
     return (
         _token_rows_reference(x_TK, recipe, layout, fp8, eps) if rows else None,
         _token_cols_reference(x_TK, recipe, layout, fp8, eps) if cols else None,
@@ -237,16 +237,16 @@ def cast_experts(
     if impl in ("triton", "gluon", "torch") or (impl == "auto" and w_ENK.is_cuda):
         from bitplan.fp8.kernels.experts_general_cast import cast_expert_tiles
 
-        made, made_t = cast_expert_tiles(w_ENK, recipe, eps, rows=rows, cols=cols, guess=guess)
-        return _wrap(made, recipe), _wrap(made_t, recipe)
+        plain, turned = cast_expert_tiles(w_ENK, recipe, eps, rows=rows, cols=cols, guess=guess)
+        return _wrap(plain, recipe), _wrap(turned, recipe)
     return (
         _experts_reference(w_ENK, recipe, eps) if rows else None,
         _experts_reference(w_ENK.transpose(1, 2), recipe, eps) if cols else None,
     )
 
 
-def _wrap(made: tuple[Tensor, Tensor] | None, recipe: str) -> GroupedFp8 | None:
-    return None if made is None else GroupedFp8(*made, scale_kind(recipe), uniform=RECIPES[recipe].has_one_scale)
+def _wrap(cast: tuple[Tensor, Tensor] | None, recipe: str) -> GroupedFp8 | None:
+    return None if cast is None else GroupedFp8(*cast, scale_kind(recipe), uniform=RECIPES[recipe].has_one_scale)
 
 
 def _check_width(size: int, recipe: str) -> None:
@@ -261,12 +261,12 @@ def _token_rows_reference(x_TK: Tensor, recipe: str, layout: GroupLayout, fp8: s
     kind = scale_kind(recipe)
     scale = torch.empty((width // BLOCK, rows) if kind == "block" else (rows,), device=x_TK.device)
     for start, end in layout.spans():
-        made = cast_reference(x_TK[start:end], scaling_of(recipe), fp8, eps)
-        codes[start:end] = made.codes
+        cast = cast_reference(x_TK[start:end], scaling_of(recipe), fp8, eps)
+        codes[start:end] = cast.codes
         if kind == "block":
-            scale[:, start:end] = made.scale.t()
+            scale[:, start:end] = cast.scale.t()
         else:
-            scale[start:end] = made.scale.view(-1)
+            scale[start:end] = cast.scale.view(-1)
     return GroupedFp8(codes, scale, kind, uniform=RECIPES[recipe].has_one_scale)
 
 
@@ -281,23 +281,23 @@ def _token_cols_reference(x_TK: Tensor, recipe: str, layout: GroupLayout, fp8: s
     for expert, (start, end) in enumerate(layout.spans()):
         padded = -(-(end - start) // layout.pad) * layout.pad
         if padded:
-            made = cast_reference(pad_rows(x_TK[start:end], padded).t(), scaling_of(recipe), fp8, eps)
-            codes[:, at : at + padded] = made.codes
+            cast = cast_reference(pad_rows(x_TK[start:end], padded).t(), scaling_of(recipe), fp8, eps)
+            codes[:, at : at + padded] = cast.codes
             if kind == "block":
-                scale[at // BLOCK : (at + padded) // BLOCK] = made.scale.t()
+                scale[at // BLOCK : (at + padded) // BLOCK] = cast.scale.t()
             else:
-                scale[expert] = made.scale.view(-1)
+                scale[expert] = cast.scale.view(-1)
         at += padded
     return GroupedFp8(codes, scale, kind, uniform=RECIPES[recipe].has_one_scale)
 
 
 def _experts_reference(w_ENK: Tensor, recipe: str, eps: float) -> GroupedFp8:
-    made = [cast_reference(w_NK, scaling_of(recipe, is_weight=True), "e4m3", eps) for w_NK in w_ENK]
-    codes = torch.stack([part.codes for part in made])
+    casts = [cast_reference(w_NK, scaling_of(recipe, is_weight=True), "e4m3", eps) for w_NK in w_ENK]
+    codes = torch.stack([cast.codes for cast in casts])
     kind = scale_kind(recipe)
     if kind == "block":
-        return GroupedFp8(codes, torch.stack([part.scale for part in made]).contiguous(), kind)
-    scale = torch.stack([part.scale.view(-1).expand(w_ENK.shape[1]) for part in made])
+        return GroupedFp8(codes, torch.stack([cast.scale for cast in casts]).contiguous(), kind)
+    scale = torch.stack([cast.scale.view(-1).expand(w_ENK.shape[1]) for cast in casts])
     return GroupedFp8(codes, scale, kind, uniform=RECIPES[recipe].has_one_scale)
 
 

@@ -13,7 +13,7 @@ they are equal. "block": one for each STEP of the contraction, applied to the su
 out of the tensor cores, which keep fewer bits than float32, every STEP.
 
 Operands are read by pointers or by TMA descriptors (`tma`), which leave the lanes free. There is no persistent grid,
-which the faster "vector" products of `hopper_products` have, and no split contraction for few tokens.
+which the faster "vector" products of `experts_hopper_products` have, and no split contraction for few tokens.
 
 Legend: T rows of tokens, E experts, N outputs, K inputs, P padded rows, M rows of a tile.
 """

@@ -80,7 +80,7 @@ def _by_triton(
     for recipe in (rows_by, cols_by) if rows_by != cols_by else (rows_by,):
         if recipe is None:
             continue
-        made = cast.cast_tiles(
+        tiles = cast.cast_tiles(
             x,
             scaling_of(recipe),
             fp8,
@@ -91,8 +91,8 @@ def _by_triton(
             norm=stats,
             plain=plain and normed is None,
         )
-        rows, cols = made[0] or rows, made[1] or cols
-        normed = made[2] if normed is None else normed
+        rows, cols = tiles[0] or rows, tiles[1] or cols
+        normed = tiles[2] if normed is None else normed
     if plain and normed is None:  # no cast layout is wanted
         normed = apply_norm(x, norm, stats.mean, stats.rstd)
     return Normed(rows, cols, normed, stats.rstd, stats.mean)
@@ -101,10 +101,9 @@ def _by_triton(
 @functools.cache
 def _kernels() -> tuple[Any, Any]:
     """The modules of Triton's casts and norms, kept: an import statement in a function would run at each call."""
-    from bitplan.fp8.kernels import triton_cast as triton_fp8_cast
-    from bitplan.fp8.kernels import triton_norm as triton_fp8_norm
+    from bitplan.fp8.kernels import triton_cast, triton_norm
 
-    return triton_fp8_cast, triton_fp8_norm
+    return triton_cast, triton_norm
 
 
 def reference_stats(x_RC: Tensor, norm: NormWeights) -> tuple[Tensor | None, Tensor]:
@@ -129,8 +128,8 @@ def norm_gradient(
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
         norms = _kernels()[1]
         row_norm = norms.Norm(norm.kind, mean_R, rstd_R, norm.weight, norm.bias)
-        made: tuple[Tensor, Tensor, Tensor | None] = norms.norm_gradient(dy_RC, x_RC.contiguous(), row_norm)
-        return made
+        gradients: tuple[Tensor, Tensor, Tensor | None] = norms.norm_gradient(dy_RC, x_RC.contiguous(), row_norm)
+        return gradients
     x = x_RC.float() if mean_R is None else x_RC.float() - mean_R[:, None]
     unit, dy = x * rstd_R[:, None], dy_RC.float()
     g = dy * norm.weight.float()

@@ -11,8 +11,8 @@ written. A plan holds what is the same for all casts of a shape: the kernel, how
 
 Codes and scales equal `bitplan.fp8.casts` bit for bit.
 
-    numbers   codes and scales           fast_tile      the cast of bfloat16 as words of two numbers
-    maxima    what scales come from      general_tile   the cast of everything else
+    triton_fp8_rounding   codes and scales           fast_tile      the cast of bfloat16 as words of two numbers
+    amax                  what scales come from      general_tile   the cast of everything else
 
 Legend: R rows, C columns of the matrix cast; "cols" is the layout of the transpose, [C, R].
 """
@@ -36,7 +36,7 @@ from bitplan.fp8.kernels.fast_tile import cast_pairs, fits_pairs, is_aligned, le
 from bitplan.fp8.kernels.general_tile import cast_numbers
 from bitplan.fp8.kernels.triton_norm import NO_NORM, Norm, NormKey, norm_constants
 
-Made = tuple[ScaledFp8 | None, ScaledFp8 | None, Tensor | None]
+CastTiles = tuple[ScaledFp8 | None, ScaledFp8 | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def cast_tiles(
     norm: Norm | None = None,
     plain: bool = False,
     pieces: Tensor | None = None,
-) -> Made:
+) -> CastTiles:
     """(x, its transpose, x after the norm in its own type if `plain`), each where asked for.
 
     The result has `padded` rows; those beyond x's are zeros. `pieces`: maxima of all numbers that share the scale of a
@@ -202,7 +202,7 @@ class _CastPlan:
         options |= dependent_options() if constants.get("OVERLAP") else {}
         self.cast = PreparedLaunch(kernel, (tiles,), numbers, in_order, **options)
 
-    def run(self, x: Tensor, norm: Norm | None, pieces: Tensor | None) -> Made:
+    def run(self, x: Tensor, norm: Norm | None, pieces: Tensor | None) -> CastTiles:
         device = x.device
         codes = codes_t = scale = scale_t = normed = None
         if self.rows is not None:

@@ -2,7 +2,7 @@
 
 Which module does which step:
 
-    linear, norm_linear, grouped_linear    the layers: plain, behind a norm, of all experts
+    linear, grouped_linear                 the layers: plain or behind a norm, and of all experts
     linear_function                        the one function of autograd that they run through
     products                               its three products, each by its own recipe
     weight_source                          where they get the weight: cast, kept cast, stored in FP8, shared scale

@@ -31,8 +31,8 @@ from bitplan.fp8.layers.products import Fp8Settings
 from bitplan.fp8.layers.scale_guesses import GRAD, INPUT, guess_for, in_compiled_graphs
 from bitplan.fp8.layers.weight_casts import count_backward, kept_layouts, weight_cols, weight_rows
 
-Made = tuple[Tensor, ...]
-Bound = Callable[..., Made | None]
+Results = tuple[Tensor, ...]
+Bound = Callable[..., Results | None]
 Key = tuple[Any, ...]
 RECIPE = "tensorwise"
 _ALL = GemmChoice.all(RECIPE)
@@ -247,7 +247,7 @@ def bind_linear(
         weight: Tensor,
         bias: Tensor | None,
         *_: Any,
-    ) -> Made | None:
+    ) -> Results | None:
         if not _is_ready(device, weight, x, norm_weight, norm_bias):
             return None
         codes: Tensor | None
@@ -306,23 +306,23 @@ def bind_linear_backward(
         rstd: Tensor | None,
         mean: Tensor | None,
         *_rest: Any,
-    ) -> Made | None:
+    ) -> Results | None:
         if not _is_ready(device, weight, dy, x, norm_weight, rstd, mean):
             return None
         if (state := guess_for(RECIPE, weight, GRAD, fp8)) is None:
             return None
         stream = current_stream(device)
-        made = cast(stream, state.data_ptr(), dy.data_ptr())
-        dx, dw = products.gradients(made, kept, kept_scale, weight)
+        cast_dy = cast(stream, state.data_ptr(), dy.data_ptr())
+        dx, dw = products.gradients(cast_dy, kept, kept_scale, weight)
         of_x = (dx, None, None) if of_norm is None else of_norm(stream, dx, x, norm_weight, rstd, mean)
         return *_without_none(of_x), dw
 
     return run
 
 
-def _without_none(made: tuple[Tensor | None, ...]) -> list[Tensor]:
+def _without_none(results: tuple[Tensor | None, ...]) -> list[Tensor]:
     """What an operator returns: tensors only, empty ones for None."""
-    return [empty_on_gpu((0,), (1,), _BF16) if tensor is None else tensor for tensor in made]
+    return [empty_on_gpu((0,), (1,), _BF16) if tensor is None else tensor for tensor in results]
 
 
 # ---- a joined MLP ----------------------------------------------------------------------------------------------------
@@ -374,13 +374,13 @@ def bind_mlp(
         down: Tensor,
         down_bias: Tensor | None,
         *_: Any,
-    ) -> Made | None:
+    ) -> Results | None:
         if (state := guess_for(RECIPE, down, INPUT)) is None:
             return None
-        made = of_first(x, norm_weight, norm_bias, first, first_bias)
-        if made is None:
+        first_results = of_first(x, norm_weight, norm_bias, first, first_bias)
+        if first_results is None:
             return None
-        y, *others = made
+        y, *others = first_results
         codes, kept, scale = cast(current_stream(device), state.data_ptr(), y.data_ptr(), 0, 0)
         out = products.y(codes, scale, down, down_bias)
         return out, y, *others, *_without_none((kept, None if kept is None else scale))
@@ -442,22 +442,22 @@ def bind_mlp_backward(
         activated: Tensor,
         activated_scale: Tensor,
         *_rest: Any,
-    ) -> Made | None:
+    ) -> Results | None:
         if not _is_ready(device, first, dy, x, norm_weight, y, rstd, mean):
             return None
         of_dy, of_between = guess_for(RECIPE, down, GRAD, down_fp8), guess_for(RECIPE, first, GRAD, fp8)
         if of_dy is None or of_between is None:
             return None
         stream = current_stream(device)
-        made = cast(stream, of_dy.data_ptr(), dy.data_ptr())
-        dh, d_down = of_down.gradients(made, activated, activated_scale, down)
+        cast_gradient = cast(stream, of_dy.data_ptr(), dy.data_ptr())
+        dh, d_down = of_down.gradients(cast_gradient, activated, activated_scale, down)
         sums = None if tiles is None else empty_on_gpu(tiles, (width, 1), torch.float32)
-        made = cast_between(stream, of_between.data_ptr(), y.data_ptr(), dh.data_ptr(), _address_of(sums))
+        cast_gradient = cast_between(stream, of_between.data_ptr(), y.data_ptr(), dh.data_ptr(), _address_of(sums))
         total = None
         if add is not None and sums is not None and bias_type is not None:
             total = empty_on_gpu((width,), (1,), bias_type)
             add(stream, sums.data_ptr(), total.data_ptr())
-        dx, d_first = of_first.gradients(made, kept, kept_scale, first)
+        dx, d_first = of_first.gradients(cast_gradient, kept, kept_scale, first)
         of_x = (dx, None, None) if of_norm is None else of_norm(stream, dx, x, norm_weight, rstd, mean)
         return *_without_none(of_x), d_first, *_without_none((total,)), d_down
 

@@ -73,9 +73,9 @@ class GroupedLinear(CastsWeight):
         self.recipe, self.gemms = recipe, gemms or GemmChoice.all(recipe.name)
         self.impl = impl
         self._check(num_experts)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, **made))
-        self.bias = nn.Parameter(torch.empty(num_experts, out_features, **made)) if bias else None
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, **where))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_features, **where)) if bias else None
         self.register_buffer("misrouted", torch.zeros(1, dtype=torch.int32, device=device), persistent=False)
         self.reuse_weight_cast = reuse_weight_cast
         if self.weight.device.type != "meta":
@@ -172,14 +172,14 @@ class _Call:
 
         `weight` and `role` name the guesses of scales to start from.
         """
-        made: list[GroupedFp8 | None] = [None, None]
+        layouts: list[GroupedFp8 | None] = [None, None]
         for recipe in {rows_by, cols_by} - {BF16}:
             guess = guess_for(recipe, weight, role, fp8, self.layout.experts)
             casts = kernels.cast_tokens(
                 x, recipe, self.layout, fp8, eps, rows=rows_by == recipe, cols=cols_by == recipe, guess=guess
             )
-            made = [new if new is not None else old for new, old in zip(casts, made, strict=True)]
-        return made
+            layouts = [new if new is not None else old for new, old in zip(casts, layouts, strict=True)]
+        return layouts
 
     def options(self, product: str) -> dict[str, Any]:
         return {"fast_accum": product in self.recipe.fast_accum, "impl": self.impl}
@@ -246,7 +246,7 @@ def plain_rows(x_TK: Tensor, w_ENK: Tensor, layout: GroupLayout, bias: Tensor | 
         x_TK[start:end].float() @ w_NK.float().t() for (start, end), w_NK in zip(layout.spans(), w_ENK, strict=True)
     ]
     if bias is not None:
-        products = [product + own.float() for product, own in zip(products, bias, strict=True)]
+        products = [product + b_N.float() for product, b_N in zip(products, bias, strict=True)]
     return torch.cat(products).to(x_TK.dtype)
 
 

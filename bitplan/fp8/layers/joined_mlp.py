@@ -23,9 +23,8 @@ from torch.autograd.function import once_differentiable
 from bitplan.fp8.casts import FP8_DTYPES, CastPair, empty_scale, padded_tokens
 from bitplan.fp8.kernels.activation import RECIPE, activation_gradient, cast_activated
 from bitplan.fp8.layer_settings import GemmChoice
-from bitplan.fp8.layers.linear import Fp8Linear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 from bitplan.fp8.layers.linear_function import INPUT_TYPES, backward_shapes, define_layer_operator, forward_shapes
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.layers.products import (
     Fp8Settings,
     gradients_of,
@@ -70,8 +69,8 @@ class JoinedMlp(nn.Module):
         first: Any = self._first._modules.get("fused", self._first)
         down: Any = self._down
         if args or kwargs or not self._is_as_joined() or joining_obstacle(first, down) or not _fits(x, first):
-            made: Tensor = self._by_its_own_code(x, *args, **kwargs)
-            return made
+            output: Tensor = self._by_its_own_code(x, *args, **kwargs)
+            return output
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         norm = first.norm if isinstance(first, Fp8NormLinear) else None
@@ -102,10 +101,10 @@ class JoinedMlp(nn.Module):
         if torch.nn.modules.module._has_any_global_hook():
             return False
         for module in self._watched:  # their dictionaries: this is done in each call, and an attribute takes longer
-            own = module.__dict__
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            has = module.__dict__
+            if has["_forward_hooks"] or has["_forward_pre_hooks"] or "forward" in has:
                 return False
-            if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            if has["_backward_hooks"] or has["_backward_pre_hooks"]:
                 return False
         return True
 
@@ -174,9 +173,9 @@ class _Mlp(torch.autograd.Function):
         wanted = (needs[0] or needs[1] or needs[2], needs[3], needs[4], needs[5])
         in_graph = torch.compiler.is_compiling()
         run: Any = backward_op if in_graph else run_mlp_backward
-        made = run(dy_MN, *ctx.saved_tensors, *texts, *wanted, source.reuse if in_graph else source)
+        results = run(dy_MN, *ctx.saved_tensors, *texts, *wanted, source.reuse if in_graph else source)
         of_down_bias = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_type) if needs[6] else None
-        gradients = (gradient if need else None for gradient, need in zip(made, needs[:6], strict=True))
+        gradients = (gradient if need else None for gradient, need in zip(results, needs[:6], strict=True))
         return *gradients, of_down_bias, *(None,) * 5
 
 

@@ -3,6 +3,12 @@
 The layer is used like nn.Linear: the same parameters, the same state_dict, the same optimizers. `fp8_param=True` is
 the exception: there the weight is FP8 (`stored_weight`). Weight casts are shared by micro-batches (`weight_casts`).
 
+Fp8NormLinear is RMSNorm or LayerNorm and the linear layer behind it, one module (`layernorm_column` in policies). Where
+both fprop and wgrad are FP8, the normalised activations are never written: one pass computes each row's statistics, a
+second normalises, rounds and casts, in both layouts. Only x, two numbers a row at most and x^T in FP8 stay for the
+backward; a BF16 product gets the normalised matrix in the type of x. Its parameters are `norm.weight`, `norm.bias`
+(LayerNorm with bias), `weight` and `bias`.
+
 Errors, relative to the norm of the exact result with Gaussian numbers: two operands of E4M3 3.7% (each 2.6%), one of
 E4M3 and one of E5M2 6%; beside them the rounding of the output. They do not grow with the sizes, except with fast
 accumulation (`fp8.layer_settings`).
@@ -16,8 +22,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from bitplan.fp8.kernels.norm import NORMS
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
-from bitplan.fp8.layers import weight_casts as fp8_weight_casts
+from bitplan.fp8.layers import weight_casts
 from bitplan.fp8.layers.linear_function import INPUT_TYPES, run_linear
 from bitplan.fp8.layers.products import Fp8Settings
 from bitplan.fp8.layers.sharded_weight import (
@@ -90,7 +97,7 @@ class Fp8Linear(CastsWeight, nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """After a move, check that the new device can run FP8; casts of the weight are not moved."""
-        fp8_weight_casts.drop_casts([self.weight])
+        weight_casts.drop_casts([self.weight])
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight.device.type != "meta":
             require_fp8(self.weight.device, self.gemms.recipes)
@@ -139,6 +146,92 @@ def _turn_loaded(_layer: nn.Module, state: dict[str, Any], prefix: str, *_more: 
         state[prefix + "weight"] = state[prefix + "weight"].t().contiguous()
 
 
+class NormParameters(nn.Module):
+    """The norm's numbers, in a module named `norm`: trainers leave weight decay off by that name."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+
+class Fp8NormLinear(Fp8Linear):
+    """A norm over in_features, then a linear layer, in one."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        norm: str = "rms",
+        norm_eps: float = 1e-6,
+        norm_bias: bool | None = None,
+        recipe: Fp8Recipe,
+        gemms: GemmChoice | None = None,
+        reuse_weight_cast: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        how: dict[str, Any] = {"recipe": recipe, "gemms": gemms, "reuse_weight_cast": reuse_weight_cast}
+        super().__init__(in_features, out_features, bias, **how, **where)
+        with_bias = norm == "layer" if norm_bias is None else norm_bias
+        weight = nn.Parameter(torch.ones(in_features, **where))
+        self._set_norm(norm, norm_eps, weight, nn.Parameter(torch.zeros(in_features, **where)) if with_bias else None)
+
+    @classmethod
+    def from_modules(
+        cls,
+        norm: nn.Module,
+        linear: nn.Linear,
+        *,
+        recipe: Fp8Recipe,
+        gemms: GemmChoice | None = None,
+        reuse_weight_cast: bool = True,
+        kind: str | None = None,
+        eps: float | None = None,
+    ) -> Self:
+        """A module over the parameters of a norm and a linear layer.
+
+        `kind` and `eps` say what the norm computes; without `kind` it is nn.LayerNorm, nn.RMSNorm, or one like llama's.
+        """
+        layer = cls.from_linear(linear, recipe=recipe, gemms=gemms, reuse_weight_cast=reuse_weight_cast)
+        if kind is None:
+            kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
+            eps = next((getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
+        weight = getattr(norm, "weight", None)
+        if not isinstance(weight, nn.Parameter) or weight.shape != (linear.in_features,):
+            raise Fp8LayerError(
+                f"{type(norm).__name__} has no weight of {linear.in_features} numbers to fuse with; keep them apart"
+            )
+        if eps is None:  # nn.RMSNorm takes the epsilon of the type
+            eps = torch.finfo(weight.dtype).eps
+        layer._set_norm(kind, eps, weight, getattr(norm, "bias", None))
+        return layer
+
+    def _set_norm(self, kind: str, eps: float, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        if kind not in NORMS:
+            raise Fp8LayerError(f"norm must be one of {', '.join(NORMS)}, got {kind!r}")
+        if self.fp8_param:
+            raise Fp8LayerError("a fused norm takes fp8_param=False; use Fp8Linear behind a norm of its own")
+        self.norm_kind, self.norm_eps = kind, float(eps)
+        self.norm = NormParameters(weight, bias)
+        self._text = Fp8Settings(self.recipe, self.gemms, (kind, self.norm_eps)).to_text()
+
+    def forward(self, x: Tensor) -> Tensor:
+        source, norm = CASTS[int(self.reuse_weight_cast)], self.norm
+        if isinstance(self.weight, GatheredWeight):
+            gathered: Tensor = linear_of_gathered(x, self.weight, self.bias, self._text, (norm.weight, norm.bias))
+            return gathered
+        return run_linear(x, self.weight, self.bias, self._text, source, None, norm.weight, norm.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, norm={self.norm_kind}, norm_eps={self.norm_eps}"
+
+
 def gather_weights_in_fp8(module: nn.Module) -> dict[str, str]:
     """Have FSDP2 gather the weights of FP8 layers in FP8; call it before `fully_shard`, and make the optimizer after.
 
@@ -148,7 +241,7 @@ def gather_weights_in_fp8(module: nn.Module) -> dict[str, str]:
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, CastsWeight)}
     if not layers:
         raise Fp8LayerError("gather_weights_in_fp8: the model has no FP8 layers; call apply_fp8 first")
-    fp8_weight_casts.drop_casts(layer.get_parameter("weight") for layer in layers.values())
+    weight_casts.drop_casts(layer.get_parameter("weight") for layer in layers.values())
     for name, layer in layers.items():
         layer.reuse_weight_cast = False
         why = shard_in_fp8(layer, group) if isinstance(layer, Fp8Linear) else "its experts have a scale each"
@@ -162,12 +255,12 @@ def hold_weight_casts(module: nn.Module) -> None:
     for weight, settings in _cast_weights(module):
         for name in dict.fromkeys((settings.gemms.fprop, settings.gemms.dgrad)):
             if name != BF16:
-                fp8_weight_casts.hold_cast(weight, name, settings.recipe.eps.weight)
+                weight_casts.hold_cast(weight, name, settings.recipe.eps.weight)
 
 
 def cast_weights_together(module: nn.Module) -> None:
     """From now on cast the weights of all FP8 layers on a GPU together after each step, by one launch."""
-    fp8_weight_casts.cast_together(
+    weight_casts.cast_together(
         (weight, settings.gemms.fprop, settings.recipe.eps.weight)
         for weight, settings in _cast_weights(module)
         if weight.requires_grad and settings.gemms.fprop == settings.gemms.dgrad != BF16

@@ -74,8 +74,8 @@ class _Fp8Product(torch.autograd.Function):
         in_graph = torch.compiler.is_compiling()
         run: Any = forward_op if in_graph else run_forward
         reads = source.reuse if in_graph else source
-        made = run(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reads)
-        y, kept, kept_scale, *stats = made
+        results = run(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reads)
+        y, kept, kept_scale, *stats = results
         if norm_weight is not None:
             ctx.save_for_backward(kept, kept_scale, weight, x_MK, norm_weight, norm_bias, *stats)
         else:
@@ -99,8 +99,8 @@ class _Fp8Product(torch.autograd.Function):
             run: Any = backward_op if in_graph else run_backward
             of_norm = normed or (None,) * 5
             reads = source.reuse if in_graph else source
-            made = run(dy_MN, kept, kept_scale, weight, *of_norm, text, need_x, need_w, reads)
-            dx, d_norm_weight, d_norm_bias, dw = made
+            results = run(dy_MN, kept, kept_scale, weight, *of_norm, text, need_x, need_w, reads)
+            dx, d_norm_weight, d_norm_bias, dw = results
         db = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs[3] else None
         return (
             dx if needs[0] else None,
@@ -127,8 +127,8 @@ def define_layer_operator(
 
     def in_graph(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         """Operators return tensors only: empty ones for None."""
-        made = run(x, *rest[:-1], CASTS[rest[-1]])
-        return tuple(x.new_empty(0) if part is None else part for part in made)
+        results = run(x, *rest[:-1], CASTS[rest[-1]])
+        return tuple(x.new_empty(0) if part is None else part for part in results)
 
     return define_operator(signature, with_bound_calls(signature.split("(")[0], in_graph), fake)
 
@@ -149,15 +149,15 @@ def with_bound_calls(name: str, operator: Callable[..., tuple[Tensor, ...]]) -> 
             key_of, bind = BINDERS[name]
         key = key_of(x, *rest)
         call = bound.get(key)
-        made: tuple[Tensor, ...] | None = call(x, *rest) if call is not None else None
-        if made is not None:
-            return made
-        made = operator(x, *rest)
+        results: tuple[Tensor, ...] | None = call(x, *rest) if call is not None else None
+        if results is not None:
+            return results
+        results = operator(x, *rest)
         if call is None and (new := bind(x, *rest)) is not None:
             if len(bound) >= _MOST_BOUND:
                 bound.clear()
             bound[key] = new
-        return made
+        return results
 
     return run
 

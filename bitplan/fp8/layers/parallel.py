@@ -41,9 +41,8 @@ from torch import Tensor, nn
 from bitplan.fp8.casts import CastPair, ScaledFp8
 from bitplan.fp8.layer_settings import Fp8LayerError
 from bitplan.fp8.layers.grouped_linear import GroupedLinear
-from bitplan.fp8.layers.linear import Fp8Linear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 from bitplan.fp8.layers.linear_function import run_linear
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.fp8.layers.scale_guesses import WEIGHT
 from bitplan.fp8.layers.weight_casts import derived_layouts
 from bitplan.fp8.layers.weight_source import Largest, WeightSource, shared_amax_cast
@@ -193,11 +192,11 @@ class ExpertParallel(nn.Module):
         if sum(to) != x.shape[0]:
             raise Fp8LayerError(f"tokens_per_expert must add up to the {x.shape[0]} rows of x, got {sum(to)}")
         order = _order_by_expert(received, sum(of))
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.shape[0], device=order.device)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=order.device)
         rows = exchange(x, to, of, self.group)[order]
         outputs = self.experts(rows, received.sum(0))
-        return exchange(outputs[place], of, to, self.group)
+        return exchange(outputs[back], of, to, self.group)
 
 
 def _order_by_expert(received: Tensor, rows: int) -> Tensor:
@@ -212,10 +211,10 @@ def _order_by_expert(received: Tensor, rows: int) -> Tensor:
 
 def check_alike(description: dict[str, int], device: torch.device, group: Any = None) -> None:
     """Raise in every process if the processes do not describe the same layer."""
-    own = torch.tensor(list(description.values()), device=device)
-    descriptions = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    mine = torch.tensor(list(description.values()), device=device)
+    descriptions = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with _named("comparing layers", group):
-        dist.all_gather(descriptions, own, group=group)
+        dist.all_gather(descriptions, mine, group=group)
     for name, values in zip(description, torch.stack(descriptions).t().tolist(), strict=True):
         if len(set(values)) > 1:
             others = [rank for rank, value in enumerate(values) if value != values[0]]

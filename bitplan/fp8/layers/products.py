@@ -184,9 +184,9 @@ def _norm(settings: Fp8Settings, weight: Tensor, bias: Tensor | None) -> NormWei
     return NormWeights(settings.norm[0], weight, bias, settings.norm[1])
 
 
-def _without_padding(made: Tensor, rows: int) -> Tensor:
+def _without_padding(product: Tensor, rows: int) -> Tensor:
     """The first rows, as a tensor of its own to autograd: what a layer gives may be written in place."""
-    return made if made.shape[0] == rows else made.unsafe_split_with_sizes((rows, made.shape[0] - rows))[0]
+    return product if product.shape[0] == rows else product.unsafe_split_with_sizes((rows, product.shape[0] - rows))[0]
 
 
 def plain_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

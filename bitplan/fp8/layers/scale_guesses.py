@@ -37,7 +37,7 @@ from bitplan.fp8.recipes import RECIPES
 # ---- memory outside of compiled graphs -------------------------------------------------------------------------------
 
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 def in_compiled_graphs(weight: Tensor) -> bool:
@@ -53,7 +53,7 @@ def in_compiled_graphs(weight: Tensor) -> bool:
     return bool(container.tree_manager.stream == torch.cuda.current_stream(weight.device))
 
 
-def allocate_outside(make: Callable[[], Made]) -> Made:
+def allocate_outside(make: Callable[[], Result]) -> Result:
     """The result of `make`, allocated from the general pool of memory."""
     with ThreadPoolExecutor(1) as another:
         return another.submit(make).result()

@@ -89,7 +89,7 @@ class ShardedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor, state: _State) -> ShardedWeight:
-        made: ShardedWeight = Tensor._make_wrapper_subclass(
+        wrapper: ShardedWeight = Tensor._make_wrapper_subclass(
             cls,
             numbers.size(),
             strides=numbers.stride(),
@@ -99,8 +99,8 @@ class ShardedWeight(Tensor):
             device=numbers.device,
             requires_grad=numbers.requires_grad,
         )
-        made.numbers, made.state = numbers, state
-        return made
+        wrapper.numbers, wrapper.state = numbers, state
+        return wrapper
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -154,9 +154,9 @@ class ShardedWeight(Tensor):
             assert isinstance(out, GatheredWeight)
             out.scale = scale
             return None
-        made = GatheredWeight(codes, scale, param_dtype)
-        made.guesses = self.state.guesses
-        return made, (codes,)
+        whole = GatheredWeight(codes, scale, param_dtype)
+        whole.guesses = self.state.guesses
+        return whole, (codes,)
 
 
 class GatheredWeight(Tensor):
@@ -168,11 +168,11 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> GatheredWeight:
-        made: GatheredWeight = Tensor._make_wrapper_subclass(
+        wrapper: GatheredWeight = Tensor._make_wrapper_subclass(
             cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
         )
-        made.codes, made.scale, made.guesses = codes, scale, {}
-        return made
+        wrapper.codes, wrapper.scale, wrapper.guesses = codes, scale, {}
+        return wrapper
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -255,7 +255,7 @@ def plain_numbers(weight: Tensor) -> Tensor:
 
     assert isinstance(weight, DTensor)
     shape, stride = weight.size(), weight.stride()
-    made: Tensor = DTensor.from_local(
+    sharded: Tensor = DTensor.from_local(
         local.numbers, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
     )
-    return made
+    return sharded

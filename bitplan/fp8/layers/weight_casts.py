@@ -73,7 +73,7 @@ class _Together:
         self.hows = [(recipe, eps) for _, recipe, eps in wanted]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.keys: list[_MemoryKey] = []  # keys of the weights that the graph casts
-        self.made: list[CastPair] = []
+        self.casts: list[CastPair] = []
 
     def refresh(self, asked: Tensor, how: _How) -> bool:
         """Cast all weights. False if at most half have changed, if one is gone, or if `asked` has another cast here."""
@@ -89,19 +89,19 @@ class _Together:
             self.keys = keys
         assert self.graph is not None
         self.graph.replay()
-        for weight, key, way, pair in zip(present, keys, self.hows, self.made, strict=True):
+        for weight, key, way, pair in zip(present, keys, self.hows, self.casts, strict=True):
             kept = _kept.get(key)
             if kept is None or not kept.held:  # held casts stay at their address
                 _keep(weight, way, pair, captured=False, key=key)
         return True
 
     def _record(self, weights: Sequence[Tensor]) -> None:
-        self.made = self._cast(weights)  # compiles kernels, and makes the guesses
+        self.casts = self._cast(weights)  # compiles kernels, and makes the guesses
         stream = torch.cuda.Stream(weights[0].device)
         stream.wait_stream(torch.cuda.current_stream(weights[0].device))
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            self.made = self._cast(weights)
+            self.casts = self._cast(weights)
 
     def _cast(self, weights: Sequence[Tensor]) -> list[CastPair]:
         return [_cast(weight, recipe, eps) for weight, (recipe, eps) in zip(weights, self.hows, strict=True)]
@@ -242,10 +242,10 @@ def derived_layouts(
         if capturing:  # for this graph and micro-batch only
             del _kept[_memory_key(weight)]
         return old
-    made = make(*missing)
+    casts = make(*missing)
     if reuse and (not capturing or (rows and cols and not is_held)):
-        _keep(weight, how, CastPair(*made), captured=capturing)
-    return made[0] or old[0], made[1] or old[1]
+        _keep(weight, how, CastPair(*casts), captured=capturing)
+    return casts[0] or old[0], casts[1] or old[1]
 
 
 def cast_together(wanted: Iterable[Wanted]) -> None:

@@ -290,14 +290,8 @@ _PARALLEL_KEYS = {
 }
 
 
-def read_yaml_model(
-    text: str,
-    *,
-    where: str = "model.yaml",
-    open_base: OpenBase | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> YamlModel:
-    """The model of a YAML file. `overrides` replace the LLM's keys, like a launch script's arguments."""
+def read_yaml_model(text: str, *, where: str = "model.yaml", open_base: OpenBase | None = None) -> YamlModel:
+    """The model of a YAML file."""
     document = _compose(text, where, open_base, depth=0, opened=[where])
     model = document.get("model")
     if isinstance(model, Mapping) and any(name in model for name in COMPONENTS):
@@ -308,8 +302,6 @@ def read_yaml_model(
     sizes: dict[str, int | None] = {}
     for part, (values, prefix) in components.items():
         config = ConfigObject(values, prefix, where)
-        if part == "llm" or len(components) == 1:
-            config = ConfigObject({**config.values, **(overrides or {})}, prefix, where)
         options[part] = _options(config)
         # A file that only switches FP8 on need not describe a model.
         if options[part] == Fp8Keys() or any(key in config.values for key in _SIZE_KEYS):
@@ -326,8 +318,8 @@ def read_yaml_model(
 
 def _compose(text: str, where: str, open_base: OpenBase | None, depth: int, opened: list[str]) -> dict[str, Any]:
     """The document merged with its `defaults`: later files win over earlier ones, itself is last, or at `_self_`."""
-    own = load_yaml(text, where=where)
-    bases = own.pop("defaults", [])
+    document = load_yaml(text, where=where)
+    bases = document.pop("defaults", [])
     if not isinstance(bases, list):
         raise ModelConfigError(f"{where}: defaults must be a list, got {show(bases)}")
     if depth > MAX_FILES_DEEP:
@@ -337,7 +329,7 @@ def _compose(text: str, where: str, open_base: OpenBase | None, depth: int, open
     result: dict[str, Any] = {}
     for item in [*bases, *([] if "_self_" in bases else ["_self_"])]:
         if item == "_self_":
-            result = _over(result, own)
+            result = _over(result, document)
             continue
         name, package = _base_name(item, where)
         if open_base is None:

@@ -56,10 +56,10 @@ from bitplan.fp8.policy.vocabulary import (
     GEMMS,
     LOSE,
     MODULE,
-    NORM_KIND,
     PRODUCTS,
     UNDECIDED,
     UNMEASURED,
+    kind_of,
     name_of_role,
     shape_obstacle,
 )
@@ -88,10 +88,10 @@ def estimate_speedup(policy: Policy, question: Question) -> SpeedupEstimate | No
     tokens, shape = question.tokens, question.shape
     if tokens is None or shape is None:
         return None
-    own = next(iter(matching_rules(policy, question)), None)
-    if own is not None:
-        here = _at(own, tokens)
-        if here is None or own.points[0].tokens <= tokens <= own.points[-1].tokens:
+    measured = next(iter(matching_rules(policy, question)), None)
+    if measured is not None:
+        here = _at(measured, tokens)
+        if here is None or measured.points[0].tokens <= tokens <= measured.points[-1].tokens:
             return here
     alike = [rule for rule in alike_rules(policy, question) if tokens <= REACH * rule.points[-1].tokens]
     near = [(rule, _equal_counts(rule, question)) for rule in alike]
@@ -101,7 +101,7 @@ def estimate_speedup(policy: Policy, question: Question) -> SpeedupEstimate | No
         return None
     rule, best = max(known, key=lambda pair: pair[1].low)  # the first of equals
     reason = best.reason
-    if rule is not own:
+    if rule is not measured:
         reason = f"never measured itself; it has no less work and intensity than {reason}"
     against = _easier_loss(policy, near)
     if against is not None and best.speedup >= policy.speedup_threshold:
@@ -277,8 +277,7 @@ def policy_choices(policy: Policy, view: ModelView, tokens: int, **more: Any) ->
         members = [uses[name] for name in together.get(weight, (weight,)) if name in uses]
         norm = view.norm_before(use.path)
         name = name_of_role(use.role, len(members))
-        kind = "column" if name in ("qkv", "fc1") else "row"
-        kind = NORM_KIND if norm is not None and norm.only_projections else kind
+        kind = kind_of(name, has_norm=norm is not None and norm.only_projections)
         shape = (sum(member.shape[0] for member in members), use.shape[1])
         question = Question(kind, tokens, name=name, shape=shape, **more)
         choice = choose_products(policy, asked_by_shape(policy, question))

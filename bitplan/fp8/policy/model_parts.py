@@ -65,6 +65,7 @@ class ConfigObject:
 
 
 MAX_BLOCKS = 10_000
+YAML_KEYS = "another architecture can be described by its YAML keys"
 
 
 def load_model_parts(path: str | Path) -> list[ModelPart]:
@@ -80,29 +81,32 @@ def load_model_parts(path: str | Path) -> list[ModelPart]:
     return model_parts(load_document(source, ModelConfigError), where=str(source))
 
 
-def model_parts(config: Any, *, where: str = "config.json") -> list[ModelPart]:
-    """One part for a language model; for a vision-language model the LLM and the ViT, kept apart."""
+def model_parts(config: Any, *, where: str = "config.json", advice: str = YAML_KEYS) -> list[ModelPart]:
+    """One part for a language model; for a vision-language model the LLM and the ViT, kept apart.
+
+    `advice` goes with the refusal of an architecture that is not known.
+    """
     if not isinstance(config, Mapping):
         raise ModelConfigError(f"{where}: a model's config.json must be an object, got {show(config)}")
     model_type = config.get("model_type")
     if "vision_config" not in config:
-        return [_text_part(ConfigObject(config, "", where), model_type)]
+        return [_text_part(ConfigObject(config, "", where), model_type, advice)]
     nested = next((key for key in ("text_config", "llm_config") if key in config), None)
     text = config if nested is None else config[nested]
     prefix = "" if nested is None else f"{nested}."
     vision = ConfigObject(config["vision_config"], "vision_config.", where)
-    own_type = ConfigObject(text, prefix, where).values.get("model_type", model_type)
-    return [_text_part(ConfigObject(text, prefix, where), own_type), _vision_part(vision, model_type)]
+    inner = ConfigObject(text, prefix, where)
+    text_type = inner.values.get("model_type", model_type)
+    return [_text_part(inner, text_type, advice), _vision_part(vision, model_type)]
 
 
-def _text_part(config: ConfigObject, model_type: Any) -> ModelPart:
+def _text_part(config: ConfigObject, model_type: Any, advice: str) -> ModelPart:
     keys = TEXT_KEYS.get(model_type) if isinstance(model_type, str) else None
     if keys is None:
         known = sorted(TEXT_KEYS)
         hint = did_you_mean(model_type[:80], known) if isinstance(model_type, str) else ""
         raise config.fail(
-            f"{config.prefix}model_type {show(model_type)} is not known; known are {', '.join(known)}{hint}; "
-            "another architecture can be described by its YAML keys"
+            f"{config.prefix}model_type {show(model_type)} is not known; known are {', '.join(known)}{hint}; {advice}"
         )
     return read_part(config, "llm", keys)
 

@@ -6,7 +6,7 @@ in one of two forms with the same content:
     one document     {"document": "bitplan-fp8-report", "version": 1, "fingerprint": {...}, "recipe": "blockwise",
                       "model": "...", "settings": {...}, "rows": [ROW, ...]}
     lines            the same document without "rows" on the first line, one ROW per line, and {"end": ROWS} last. A
-                     running benchmark writes this form (`packed.fp8_report_log`): if it is killed, the file
+                     running benchmark writes this form (`fp8.bench.report_log`): if it is killed, the file
                      has whole lines and no end, and is resumed rather than merged
 
 A row is one precision of one layer at one logical token count:

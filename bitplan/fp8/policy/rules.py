@@ -215,8 +215,8 @@ class Policy:
     def find(self, kind: str, *, name: str | None, tp: int, etp: int, num_gemms: int | None) -> LayerRule | None:
         """The rule of version 1, by (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
         asked = (kind, None, None, etp, num_gemms) if kind in GROUPED_KINDS else (kind, name, tp, None, None)
-        own = ((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms) for rule in self.rules)
-        return next((rule for rule, key in zip(self.rules, own, strict=True) if key == asked), None)
+        keys = ("kind", "name", "tp", "etp", "num_gemms")
+        return next((rule for rule in self.rules if tuple(getattr(rule, key) for key in keys) == asked), None)
 
     def require_same_gpu(self, current: Fingerprint) -> list[str]:
         """Refuse a policy of another GPU; returns other differences in words, for a warning."""

@@ -124,6 +124,11 @@ def name_of_role(role: str, projections: int = 1) -> str | None:
     return None if name == "qkv" and projections < 3 and role != "qkv" else name
 
 
+def kind_of(name: str | None, *, has_norm: bool) -> str:
+    """The kind of a dense layer of this name, with a norm of its own in front or not."""
+    return NORM_KIND if has_norm else "column" if name in ("qkv", "fc1") else "row"
+
+
 def name_rank(name: str) -> tuple[int, str]:
     """The names of UB_NAMES in that order, then the others by letter."""
     return (UB_NAMES.index(name) if name in UB_NAMES else len(UB_NAMES), name)

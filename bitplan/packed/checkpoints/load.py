@@ -43,7 +43,7 @@ from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
 from bitplan.files.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.formats import Encoded, get_format
-from bitplan.formats.dtypes import torch_dtype
+from bitplan.formats.elements import torch_dtype
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.input_formats import input_format
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors, ManifestLike, holds_gpt_oss
@@ -121,7 +121,7 @@ def load_packed(
     dtype     type of the weights that are not packed. None: the type of the config or of your model; numbers that this
               type cannot hold are an error. To a type that you give, numbers are rounded (CPUs run float32 best)
     check     "headers" checks names, shapes and formats first, scales and norms as they are read; "deep" first reads
-              every tensor and refuses bad numbers, as `bitplan check --deep` does
+              every tensor and refuses bad numbers, as `bitplan verify` does
     strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
     inputs    the format that packed layers round their inputs to, or "keep"; None: what the folder says
     manifest  for a gpt-oss checkpoint: what the checkpoint must hold
@@ -400,7 +400,7 @@ def _check_room(where: str, needed: int, device: torch.device) -> None:
 
 
 def _refuse_bad_numbers(file: TensorFile) -> None:
-    """The check of `bitplan check --deep`; its error names the first finding and counts the others."""
+    """The check of `bitplan verify`; its error names the first finding and counts the others."""
     findings = deep_check(file.rules, file.stored) if isinstance(file, GptOssTensors) else deep_check(None, file)
     if findings:
         first = findings[0]

@@ -34,7 +34,7 @@ from bitplan.files.packed_folder import (
 )
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, get_format
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
 from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, TensorRecipe, config_of, remembered
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.rounded_inputs import inputs_of, shown_inputs

@@ -36,7 +36,10 @@ MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A tensor of the file, and where its rows lie in the model's tensor: in which item of a stack, from which row."""
+    """A tensor of the file, and where its rows lie in the model's tensor: in which item of a stack, from which row.
+
+    It is a place and no record: `save_packed` needs it when the file, and with it the record, is gone.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -221,7 +224,7 @@ def _shapes_in(
 
 def _shape_fault(recipe: TensorRecipe, held: Mapping[str, tuple[int, ...]]) -> str | None:
     if recipe.converter is not None:
-        return None  # transformers' held steps decide; their result is compared with the model later
+        return None  # transformers' own steps decide; their result is compared with the model later
     target, came = recipe.targets[0], shape_of(recipe.pieces)
     return None if came == held[target] else f"{target} (the file has {came}, the model {held[target]})"
 

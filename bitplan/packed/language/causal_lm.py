@@ -42,7 +42,7 @@ from bitplan.base.optional import remote_code_allowed, require
 from bitplan.files.engines.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.files.headers import check_model_source, is_gguf
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import packed_experts, read_config
+from bitplan.files.packed_folder import WEIGHTS_FILE, folder_inputs, is_model_folder, packed_experts, read_config
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
@@ -53,7 +53,8 @@ from bitplan.files.transformers_names import (
     require_complete,
     silence_transformers,
 )
-from bitplan.packed.language.perplexity import LateLogits, windows_of
+from bitplan.formats import get_format
+from bitplan.packed.language.perplexity import LateLogits, round_linear_inputs, windows_of
 
 # ---- gguf reader -----------------------------------------------------------------------------------------------------
 
@@ -111,6 +112,10 @@ class CausalLM:
 
     def __call__(self, ids: Tensor) -> Tensor:
         return logits_of(self.model, ids)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> CausalLM:
+        """The same model, moved."""
+        return replace(self, model=self.model.to(device, dtype))
 
     @property
     def head(self) -> nn.Module:
@@ -222,7 +227,7 @@ def late_logits_of(model: nn.Module) -> Callable[[Tensor], Tensor | LateLogits]:
 
         return LateLogits(seen[0][0], ids, last.shape[-1], head)
 
-    ids = torch.arange(1, 9)[None]
+    ids = torch.arange(1, 9, device=next(model.parameters()).device)[None]
     with torch.no_grad():
         pieces, expected = late(ids), whole(ids)[0]
         if not isinstance(pieces, LateLogits):
@@ -315,9 +320,19 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
         name: file.read_float(name).transpose(1, 2) if name in turned else file.read_float(name) for name in file.specs
     }
     numbers |= {alias: numbers[name] for alias, name in file.tied.items()}
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # the tensors were decoded
-    return model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
+    for key in ("quantization_config", WEIGHTS_FILE):  # the tensors were decoded
+        if getattr(config, key, None) is not None:
+            delattr(config, key)
+    model = model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
+    inputs = folder_inputs(read_config(file.folder)) if is_model_folder(file.folder) else None
+    if inputs is not None:  # as its packed layers do
+        round_linear_inputs(model, inputs, keep={name for name in numbers if not _is_rounded(file, name)})
+    return model
+
+
+def _is_rounded(file: TensorFile, name: str) -> bool:
+    spec = file.spec(file.tied.get(name, name))
+    return spec.encoded and not get_format(spec.format).is_cast
 
 
 def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from bitplan.formats import Format, get_format
-from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from bitplan.formats.elements import ITEM_BYTES, dtype_name, torch_dtype
 from bitplan.plan.names import number_ranges
 
 if TYPE_CHECKING:

@@ -85,9 +85,7 @@ def reduce_blocks(blocks: Blocks) -> Tensor:
 @torch.no_grad()
 def reduce_parts(blocks: Blocks) -> Parts:
     """The one pass over the numbers; `join` makes blocks from its parts, at once or when more have come."""
-    if explain_reduce(blocks).implementation == "triton":
-        return triton_parts(blocks)
-    return torch_parts(blocks)
+    return (triton_parts if explain_reduce(blocks).implementation == "triton" else torch_parts)(blocks)
 
 
 def explain_reduce(blocks: Blocks) -> Picked:

@@ -153,13 +153,9 @@ class PrecisionUnits:
 
     def truth(self, weight: Weight) -> Tensor:
         """The weight on the host as a high-precision block would send it, whatever its present format."""
-        training = self.stream.training
-        if training is not None and training.trains(weight.block.name, weight.one.name):
-            source = training.stores[weight.block.name][weight.one.name].master
-        else:
-            source = weight.one.parameter.detach()
+        source = self.stream.truth_of(weight.block.name, weight.one.name)
         high = get_format(high_or_low(self.config, "bf16", weight.dtype)).storage
-        return source.detach().to(high).to(weight.dtype)
+        return source.to(high).to(weight.dtype)
 
 
 def high_or_low(config: SelectivePrecisionConfig, precision: str, dtype: torch.dtype) -> str:

@@ -277,11 +277,10 @@ def _weights(units: PrecisionUnits) -> dict[str, list[Tensor]]:
         for parameter in block.module.parameters():
             inside.add(id(parameter))
             name = streamed.get(id(parameter))
-            if name is None and parameter.requires_grad:
-                continue
-            is_master = name is not None and stream.training is not None and stream.training.trains(block.name, name)
-            master = stream.training.stores[block.name][name].master if is_master else parameter  # type: ignore
-            weights[block.name].append(master)
+            if name is not None:
+                weights[block.name].append(stream.truth_of(block.name, name))
+            elif not parameter.requires_grad:
+                weights[block.name].append(parameter)
     rest = [one for one in stream.model.parameters() if id(one) not in inside]
     weights["rest"] = [one for one in rest if not (stream.train == "adapters" and one.requires_grad)]
     return weights

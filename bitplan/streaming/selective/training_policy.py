@@ -55,7 +55,6 @@ from bitplan.base.records import Closing, write_json
 from bitplan.streaming.selective.calibration import CalibrationResult
 from bitplan.streaming.selective.config import (
     PRECISIONS,
-    Precision,
     SelectiveError,
     SelectiveFileError,
     SelectivePrecisionConfig,
@@ -79,7 +78,6 @@ from bitplan.streaming.selective.score import mean_of
 from bitplan.streaming.selective.state import (
     PolicyState,
     Trial,
-    UnitState,
     observe,
     state_from_document,
     state_to_document,
@@ -272,11 +270,10 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do: set the units on trial to `precisions`; "probe" asks for another probe loss."""
+    """What to do, with the precisions of the state; "probe" asks for another probe loss."""
 
     action: Literal["accepted", "probe", "rolled_back"]
     reason: str
-    precisions: Mapping[str, Precision]
     culprit: str | None = None
 
 
@@ -316,7 +313,7 @@ def judge_trial(state: PolicyState, loss_after: float, config: SelectivePrecisio
         trial = replace(trial, raised=reason)
     if not trial.suspects:
         if not is_worse:
-            return replace(state, trial=None), Verdict("accepted", reason, dict(trial.switched))
+            return replace(state, trial=None), Verdict("accepted", reason)
         suspects = tuple(trial.switched)
     else:
         cleared = set(trial.suspects) - set(trial.probing) if is_worse else set(trial.probing)
@@ -346,22 +343,18 @@ def _roll_back(
     state = state.with_units({culprit: changed})
     rest = {name: precision for name, precision in trial.switched.items() if name != culprit}
     if not rest:
-        return replace(state, trial=None), Verdict("rolled_back", reason, {culprit: "bf16"}, culprit)
+        return replace(state, trial=None), Verdict("rolled_back", reason, culprit)
     next_trial = replace(trial, switched=rest, suspects=(), probing=tuple(rest), raised="")
-    state, verdict = _probe(state, next_trial, reason)
-    return state, replace(verdict, culprit=culprit, precisions={**verdict.precisions, culprit: "bf16"})
+    return _probe(state, next_trial, reason, culprit)
 
 
-def _probe(state: PolicyState, trial: Trial, reason: str) -> tuple[PolicyState, Verdict]:
+def _probe(state: PolicyState, trial: Trial, reason: str, culprit: str | None = None) -> tuple[PolicyState, Verdict]:
     """Ask for a probe in which, of the units on trial, only `probing` are low: others would blur the answer."""
-    low = set(trial.probing)
-    precisions: dict[str, Precision] = {
-        name: precision if name in low else "bf16" for name, precision in trial.switched.items()
+    units = {
+        name: replace(state.units[name], precision=precision if name in trial.probing else "bf16")
+        for name, precision in trial.switched.items()
     }
-    units: dict[str, UnitState] = {
-        name: replace(state.units[name], precision=precision) for name, precision in precisions.items()
-    }
-    return replace(state.with_units(units), trial=trial), Verdict("probe", reason, precisions)
+    return replace(state.with_units(units), trial=trial), Verdict("probe", reason, culprit)
 
 
 log = logging.getLogger("bitplan")

@@ -12,7 +12,7 @@ overlaps with its own backward, and why clipping takes no overlap away: it delay
 One call puts the whole update into the optimizer's queue: before that call the step does not count, after it the step
 does, wherever Ctrl-C comes. Gradients belong to their step, so a dropped step leaves none behind. If the optimizer
 itself fails between two blocks, the masters belong to two different steps, and every call raises until a state is
-loaded. The master is a bitplan WeightStore's: what is sent is derived from it, never the other way round.
+loaded. What is sent is derived from the master, never the other way round.
 
 Memory that is new to the process is expensive: the kernel clears each page at its first use, which takes longer than
 the bus. So a gradient is copied straight to its own place, the same in every step, and stays in its type until AdamW
@@ -41,18 +41,18 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from bitplan.files.models.weight_store import WeightStore
 from bitplan.formats import Encoded, Format
-from bitplan.formats.dispatch import SMALLEST_FOR_CPU, Picked
+from bitplan.formats.dispatch import SMALLEST_FOR_CPU, Picked, encode
 from bitplan.streaming.block_layout import ParameterSpec, Part, aligned
 from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.streaming.find_blocks import StreamedBlock
+from bitplan.streaming.options import StreamRequest
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
 from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, pieces, step_by_torch
 from bitplan.streaming.training.processes import ROLL_CALL_S, Processes, listed_ranks
 from bitplan.streaming.training.small_moments import SmallMoments
-from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S, FiniteCheck, Latch, SentFlags, Worker, wait_for
+from bitplan.streaming.transfer.copies import FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
 
@@ -404,30 +404,14 @@ class _Update:
 class HostTraining:
     """Masters, gradients and optimizer of the streamed weights that require gradients."""
 
-    def __init__(
-        self,
-        blocks: Sequence[StreamedBlock],
-        settings: AdamWSettings,
-        device: StreamDevice,
-        timeout_s: float = WAIT_TIMEOUT_S,
-        max_norm: float | None = None,
-        *,
-        pinned: bool = True,
-        shards: bool = False,
-        small_moments: bool = False,
-    ) -> None:
-        """pinned: gradients arrive in pinned memory, as much as the trained weights take.
-
-        shards: where several processes train, each steps and keeps the moments of its part of every weight.
-        """
-        self._device, self._timeout_s, self._shards = device, timeout_s, shards
+    def __init__(self, blocks: Sequence[StreamedBlock], device: StreamDevice, options: StreamRequest) -> None:
+        self._device, self._timeout_s, self._shards = device, options.timeout_s, options.shard_optimizer
         self._blocks = {block.name: block for block in blocks}
         self.processes: Processes | None = None
-        self.settings, self.max_norm = settings, max_norm
-        self.lr = settings.lr
+        self.settings, self.max_norm = options.optimizer or AdamWSettings(), options.clip_grad_norm
+        self.lr = self.settings.lr
         self.own_settings: Mapping[Key, AdamWSettings] = {}  # of weights that do not have `settings` and `lr`
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
-        self.stores: dict[str, dict[str, WeightStore]] = {}
         self._masters: dict[str, dict[str, Tensor]] = {}
         self._optimizers: dict[str, BlockAdamW] = {}
         specs = {}
@@ -441,13 +425,10 @@ class HostTraining:
             if not masters:
                 continue
             self._masters[block.name] = masters
-            self.stores[block.name] = {
-                name: WeightStore(master, name=f"{block.name}.{name}") for name, master in masters.items()
-            }
             # One optimizer a block, so that each can be stepped, and its block sent, before the others.
-            self._optimizers[block.name] = BlockAdamW(masters, is_small=small_moments)
+            self._optimizers[block.name] = BlockAdamW(masters, is_small=options.moments == "int8")
             specs[block.name] = {name: block.specs[name] for name in masters}
-        self._places = GradientPlaces(device, specs, pinned=pinned)
+        self._places = GradientPlaces(device, specs, pinned=options.host == "pinned")
         self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
         self._keys = [(block, name) for block, masters in self._masters.items() for name in masters]
         names = [f"{block}.{name}" for block, name in self._keys]
@@ -502,10 +483,7 @@ class HostTraining:
 
     def encoded(self, block: str, name: str, fmt: Format) -> Encoded:
         """The master in a format, for sending; not kept, because the host holds the bytes."""
-        store = self.stores[block][name]
-        version = store.morph(fmt)
-        store.drop(fmt)
-        return version
+        return encode(self._masters[block][name], fmt, name=f"{block}.{name}")
 
     @property
     def moment_bytes(self) -> int:
@@ -765,8 +743,6 @@ class HostTraining:
         if self.processes is not None and self._shards:
             self.processes.gather([self._masters[block][name] for name in own])
         self.sent = own.keys() & sent.keys()
-        for store in self.stores[block].values():
-            store.invalidate()
         update.stepped += 1
 
     def _encode(self, update: _Update, block: str, encode_block: Callable[[str], None]) -> None:
@@ -837,14 +813,13 @@ class HostTraining:
 
     def take(self, block: str, name: str, parameter: Tensor) -> None:
         """Copy the model's Parameter into its master where they differ; AdamW's moments stay."""
-        master, store = self._masters[block][name], self.stores[block][name]
+        master = self._masters[block][name]
         if parameter.data_ptr() != master.data_ptr():
             # Compared in the Parameter's type: an unchanged bfloat16 Parameter must not round its master.
             if not torch.equal(parameter.detach(), master.to(parameter.dtype)):
-                store.update(parameter.detach())
+                master.copy_(parameter.detach())
             if parameter.dtype == master.dtype:
                 parameter.data = master.data
-        store.invalidate()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -885,7 +860,7 @@ class HostTraining:
             optimizer = self._optimizers[block]
             for name, master in masters.items():
                 saved = trained[f"{block}.{name}"]
-                self.stores[block][name].update(saved.master)
+                master.copy_(saved.master.detach())
                 optimizer.steps[name], moments = saved.steps, None
                 if saved.moments is not None:
                     first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)

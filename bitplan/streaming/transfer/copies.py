@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -64,30 +64,18 @@ class Turns:
             )
 
 
-class _Loader(Protocol):
-    @property
-    def turns(self) -> Turns: ...
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class _HasLoader(Protocol):
-    @property
-    def _loader(self) -> _Loader: ...
-
-
-Owner = TypeVar("Owner", bound=_HasLoader)
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
-
-
-def alone(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Concatenate[Owner, Given], Result]:
-    """A method that runs while no other thread uses the stream."""
+def alone(method: Method) -> Method:
+    """A method of an object with a `_loader` that runs while no other thread uses the stream."""
 
     @wraps(method)
-    def in_turn(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def in_turn(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         with self._loader.turns:
             return method(self, *args, **kwargs)
 
-    return in_turn
+    return cast(Method, in_turn)
 
 
 class SentFlags(NamedTuple):

@@ -1,4 +1,5 @@
-"""SlotRing: the device memory that blocks pass through, allocated once and filled again and again.
+"""SlotRing: the device memory that blocks pass through, allocated once and filled again and again; SlotDecoder: the
+weights in it.
 
 A slot is a flat byte buffer that holds one block in whatever formats it has. Ring slots are all of the same size and
 change their block; a resident block has a slot of its own for good. Beside them lies one scratch buffer for decoded
@@ -8,12 +9,11 @@ block's decoding. Where memory is plentiful, resident blocks have scratch of the
 A slot may be overwritten after its `free_after` mark, which is taken when the computation moves on to another block.
 The copy stream waits for that mark; the host never does.
 
-Decodes a slot's bytes to a block's weights: views are made once, and decoding is recorded once.
-
-A block of seven matrices takes seven decoders, and each launch costs the host 50 to 100 us: at 1,000 tokens a step that
-is more than the GPU needs to compute the block. But the addresses repeat: there are a few slots, one scratch, and few
-distinct layouts. So for each pair of slot and layout the tensors are kept, and on CUDA the launches are recorded in a
-graph, which one call replays. The first decoding of a layout, in whatever slot, compiles kernels and is not recorded.
+Views of weights are made once, and decoding is recorded once. A block of seven matrices takes seven decoders, and each
+launch costs the host 50 to 100 us: at 1,000 tokens a step that is more than the GPU needs to compute the block. But the
+addresses repeat: there are a few slots, one scratch, and few distinct layouts. So for each pair of slot and layout the
+tensors are kept, and on CUDA the launches are recorded in a graph, which one call replays. The first decoding of a
+layout, in whatever slot, compiles kernels and is not recorded.
 
 No buffer requires gradients, so nothing needs torch.no_grad(), which Ctrl-C could leave on for the rest of the run.
 """

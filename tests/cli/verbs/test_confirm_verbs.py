@@ -11,7 +11,7 @@ import pytest
 from bitplan.cli import run
 from bitplan.fp8 import layer_settings
 from bitplan.fp8.bench import confirm as fp8_confirm
-from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
+from bitplan.fp8.bench import confirm_policy
 from tests.fp8.bench.test_confirm_model import LLAMA
 from tests.fp8.policy.fp8_samples import H200
 from tests.fp8.test_apply import ALL, LAYERS, WINS, SetClock, policy_of
@@ -169,7 +169,7 @@ def test_no_gpu_and_another_gpu(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr(layer_settings, "require_fp8", lambda *_: None)
-    monkeypatch.setattr(fp8_confirm_policy, "fingerprint_of", lambda _: replace(H200, gpu="NVIDIA B200"))
+    monkeypatch.setattr(confirm_policy, "fingerprint_of", lambda _: replace(H200, gpu="NVIDIA B200"))
     assert confirm(device="cuda") == 2
     captured = capsys.readouterr()
     assert (

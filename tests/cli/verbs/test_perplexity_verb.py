@@ -1,4 +1,4 @@
-"""`bitplan perplexity` on a tiny llama made here, as a Hugging Face folder and as a GGUF file."""
+"""`bitplan judge` on a tiny llama made here, as a Hugging Face folder and as a GGUF file."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def here(made, monkeypatch):
 
 
 def measured(*arguments, capsys) -> dict:
-    command = ["perplexity", *map(str, arguments), "--text", "text.txt", "--context", "16", "--json"]
+    command = ["judge", *map(str, arguments), "--text", "text.txt", "--context", "16", "--json"]
     assert run(command) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -81,7 +81,7 @@ def measured(*arguments, capsys) -> dict:
 
 
 def refused(*arguments, capsys) -> str:
-    assert run(["perplexity", *map(str, arguments)]) == 2
+    assert run(["judge", *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -109,7 +109,7 @@ def test_a_row_per_format_on_one_reference(capsys):
     result = measured("llama", "-f", "float32", "-f", "bfloat16", "-f", "int8_row", "-f", "mxfp4", capsys=capsys)
     rows = {row["format"]: row for row in result["rows"]}
     assert list(rows) == ["float32", "bfloat16", "int8_row", "mxfp4"]
-    assert rows["float32"]["kl"] == {"mean": 0.0, "standard_error": 0.0}
+    assert rows["float32"]["kl"] == {"mean": 0.0, "standard_error": 0.0, "interval": None}
     assert 0 < rows["bfloat16"]["kl"]["mean"] < rows["int8_row"]["kl"]["mean"] < rows["mxfp4"]["kl"]["mean"]
     assert 0 < result["noise_floor"]["kl"]["mean"] < rows["mxfp4"]["kl"]["mean"]
     for row in rows.values():
@@ -146,7 +146,7 @@ def test_keep_names_parameters_or_modules(capsys):
 
 def test_against_another_model(capsys):
     save_llama("other", seed=5)
-    result = measured("llama", "--against", "other", "-f", "bfloat16", capsys=capsys)
+    result = measured("other", "llama", "-f", "bfloat16", capsys=capsys)
     assert result["reference"] == "other"
     as_it_is, cast = result["rows"]
     assert as_it_is["format"] == "llama"
@@ -154,18 +154,39 @@ def test_against_another_model(capsys):
     assert cast["kl"]["mean"] == pytest.approx(as_it_is["kl"]["mean"], rel=0.01)
 
 
+def test_the_verb_of_the_version_before_names_the_reference_by_an_option(capsys):
+    options = ["--text", "text.txt", "--context", "16", "--tokens", "64", "--no-floor"]
+    assert run(["perplexity", "llama", "--against", "llama", *options]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "bitplan: warning: `perplexity` is `bitplan judge` now; the next version has no `perplexity`\n"
+    assert "too little text" in shown.out
+    assert run(["judge", "llama", "llama", "--against", "llama", *options]) == 2
+    assert "--against is the reference, and so is A: give one" in capsys.readouterr().err
+
+
+def test_a_page_of_it(here, capsys):
+    options = ["--text", "text.txt", "--context", "16", "--no-floor", "--tokens", "128", "--output", "page.html"]
+    assert run(["judge", "llama", "llama", *options]) == 0
+    assert "page: page.html" in capsys.readouterr().out
+    page = (here / "page.html").read_text()
+    assert "llama against llama" in page
+    assert "reference: llama" in page
+    assert run(["judge", "llama", "llama", *options]) == 2
+    assert "page.html: exists" in capsys.readouterr().err
+
+
 def test_the_table_reads_well(capsys):
-    command = ["perplexity", "llama", "--text", "text.txt", "--context", "16", "--tokens", "100", "-f", "int4_g32"]
+    command = ["judge", "llama", "--text", "text.txt", "--context", "16", "--tokens", "100", "-f", "int4_g32"]
     assert run([*command, "--batch", "3", "--threads", "1"]) == 0
     out = capsys.readouterr().out
     assert "llama on text.txt: 90 tokens scored, 6 windows of 16" in out
-    for message in ("reference: llama", "noise floor", "int4_g32", "bits/weight", "KL / floor", "one standard error"):
+    for message in ("reference: llama", "noise floor", "int4_g32", "bits/weight", "KL / floor", "95% interval"):
         assert message in out
 
 
 def test_a_gguf_file_is_the_same_model(capsys):
     write_gguf("llama", "tiny.gguf")
-    result = measured("tiny.gguf", "--against", "llama", "--no-floor", capsys=capsys)
+    result = measured("llama", "tiny.gguf", "--no-floor", capsys=capsys)
     assert result["rows"][0]["kl"]["mean"] < 1e-9
     assert result["rows"][0]["top1_agreement"]["mean"] == 1.0
     with open_tensors("tiny.gguf") as file:  # a plan made from it has GGUF's names
@@ -197,7 +218,7 @@ def test_packed_files_are_read_by_their_formats(capsys):
     Path("packed").mkdir()
     shutil.move("packed.safetensors", "packed/model.safetensors")
     with_config("packed")
-    folder = measured("packed", "--against", "llama", "--no-floor", capsys=capsys)
+    folder = measured("llama", "packed", "--no-floor", capsys=capsys)
     assert folder["rows"][0]["samples"]["nll"] == alone["samples"]["nll"]
     assert folder["rows"][0]["bits_per_weight"] == alone["bits_per_weight"]
     assert folder["reference_row"]["bits_per_weight"] == 32.0
@@ -294,7 +315,7 @@ def test_an_encoder_is_no_language_model(capsys):
         *(
             [verb, "body", "--text", "text.txt", *rest]
             for verb, *rest in (
-                ("perplexity", "--context", "16"),
+                ("judge", "--context", "16"),
                 ("search", "--bits", "5", "--context", "16", "-o", "of-body"),
             )
         ),
@@ -307,7 +328,7 @@ def test_an_encoder_is_no_language_model(capsys):
 def test_bits_of_a_gguf_file_are_its_own(capsys):
     write_gguf("llama", "wide.gguf")
     quantize_file("wide.gguf", "narrow.gguf", "q8_0_gguf")
-    result = measured("narrow.gguf", "--against", "wide.gguf", "--no-floor", capsys=capsys)
+    result = measured("wide.gguf", "narrow.gguf", "--no-floor", capsys=capsys)
     assert result["reference_row"]["bits_per_weight"] == 32.0
     assert result["rows"][0]["bits_per_weight"] == pytest.approx(8.5, abs=0.3)
     assert result["rows"][0]["kl"]["mean"] > 0
@@ -318,17 +339,17 @@ def test_a_perplexity_beyond_any_number_is_shown_as_such(capsys):
     row = measured("wild", "--no-floor", capsys=capsys)["reference_row"]
     assert row["nll"]["mean"] > 709
     assert row["perplexity"] is None
-    assert run(["perplexity", "wild", "--text", "text.txt", "--context", "16", "--no-floor"]) == 0
+    assert run(["judge", "wild", "--text", "text.txt", "--context", "16", "--no-floor"]) == 0
     assert "inf" in capsys.readouterr().out
 
 
-def write_gguf(folder, path):
+def write_gguf(folder, path, blocks=2):
     """The tiny llama as llama.cpp has it: its names, and rows of q and k in its order."""
     weights = safetensors.torch.load_file(f"{folder}/model.safetensors")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(64)
-    writer.add_block_count(2)
+    writer.add_block_count(blocks)
     writer.add_feed_forward_length(96)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
@@ -381,7 +402,7 @@ def test_a_context_beyond_the_model_is_refused(capsys):
 
 
 def test_windows_are_as_long_as_the_model_allows(capsys):
-    assert run(["perplexity", "llama", "--text", "text.txt", "--no-floor", "--json"]) == 0
+    assert run(["judge", "llama", "--text", "text.txt", "--no-floor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["context"] == 64
 
 
@@ -396,7 +417,7 @@ def test_rows_that_a_format_does_not_hold(capsys):
 
 def test_another_vocabulary_is_refused(capsys):
     save_llama("fewer", merges=MERGES[:30])
-    message = refused("llama", "--text", "text.txt", "--context", "16", "--against", "fewer", capsys=capsys)
+    message = refused("fewer", "llama", "--text", "text.txt", "--context", "16", capsys=capsys)
     assert "llama and fewer cut the text into different tokens" in message
 
 
@@ -435,7 +456,7 @@ def test_transposed_experts_are_measured_as_quantize_packs_them(here, capsys):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(here / "llama" / name, here / "oss" / name)
     quantize_file("oss", "oss_packed", "mxfp4")
-    (expected,) = measured("oss_packed", "--against", "oss", capsys=capsys)["rows"]
+    (expected,) = measured("oss", "oss_packed", capsys=capsys)["rows"]
     plan = "oss_packed/bitplan_plan.json"
     for row in measured("oss", "--format", "mxfp4", "--plan", plan, capsys=capsys)["rows"]:
         assert row["bits_per_weight"] == pytest.approx(expected["bits_per_weight"])
@@ -467,9 +488,9 @@ def test_text_errors_are_of_the_library_too(here):
 
 def test_inputs_are_rounded_beside_weights(made, capsys):
     options = ["--text", str(made / "text.txt"), "--context", "32", "--no-floor", "--json"]
-    assert run(["perplexity", str(made / "llama"), *options, "-f", "int8_row"]) == 0
+    assert run(["judge", str(made / "llama"), *options, "-f", "int8_row"]) == 0
     kept = json.loads(capsys.readouterr().out)
-    assert run(["perplexity", str(made / "llama"), *options, "-f", "int8_row", "--inputs", "fp8"]) == 0
+    assert run(["judge", str(made / "llama"), *options, "-f", "int8_row", "--inputs", "fp8"]) == 0
     rounded = json.loads(capsys.readouterr().out)
     assert kept["inputs"] is None
     assert rounded["inputs"] == "fp8_e4m3_row"
@@ -477,5 +498,5 @@ def test_inputs_are_rounded_beside_weights(made, capsys):
     assert labels == ["llama, inputs fp8_e4m3_row", "int8_row, inputs fp8_e4m3_row"]
     assert rounded["reference_row"] == kept["reference_row"]
     assert rounded["rows"][1]["kl"]["mean"] > 2 * kept["rows"][0]["kl"]["mean"]
-    assert run(["perplexity", str(made / "llama"), *options, "--inputs", "int3"]) == 2
+    assert run(["judge", str(made / "llama"), *options, "--inputs", "int3"]) == 2
     assert "--inputs: no format of inputs 'int3'" in capsys.readouterr().err

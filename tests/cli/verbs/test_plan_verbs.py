@@ -106,7 +106,7 @@ def test_gpt_oss_in_gguf_is_checked_by_the_same_manifest(gpt_oss, capsys):
 
 def test_check_of_a_file_alone_names_a_command_that_works(llama, capsys):
     assert run(["check", llama]) == 2
-    assert f"(`bitplan manifest show` lists them), as in `bitplan check llama {llama}`" in capsys.readouterr().err
+    assert f"(`bitplan manifest show` lists them), as in `bitplan verify llama {llama}`" in capsys.readouterr().err
     assert run(["check", "llama", llama]) == run(["manifest", "show"]) == 0
     assert capsys.readouterr().out.splitlines()[-9:-5] == ["bert", "gemma", "gpt-oss", "llama"]
     assert run(["manifest", "show", "--json"]) == 0
@@ -145,7 +145,7 @@ def test_a_changed_byte_of_a_file_alone_is_found_by_its_checksum(tmp_path, capsy
         ["quantize", "LLAMA", "out.safetensors", "--plan", "/dev/zero"],
         ["quantize", "LLAMA", "out.safetensors", "--manifest", "/dev/zero"],
         ["quantize", "LLAMA", "out.safetensors", "--format", "int8_row", "--text", "/dev/zero"],
-        ["perplexity", ".", "--text", "/dev/zero"],
+        ["judge", ".", "--text", "/dev/zero"],
         ["search", ".", "--text", "/dev/zero", "--bits", "4"],
         ["fp8", "explain", "/dev/zero", "--kind", "column", "--tokens", "5"],
         ["fp8", "merge", "--reports", "/dev/zero", "-o", "policy.json"],

@@ -213,7 +213,7 @@ def test_code_that_comes_with_a_model_is_not_run(models, tmp_path, capsys, monke
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     for words in (
         ["generate", str(tmp_path / "odd"), "ab"],
-        ["perplexity", str(tmp_path / "odd"), "--text", str(tmp_path / "text.txt")],
+        ["judge", str(tmp_path / "odd"), "--text", str(tmp_path / "text.txt")],
     ):
         assert run(words) == 2
         message = capsys.readouterr().err

@@ -12,9 +12,11 @@ import pytest
 
 from bitplan.cli import run
 from bitplan.cli.verbs.search import next_step
+from bitplan.files.certificate import EVIDENCE_FILE, write_certificate
+from bitplan.files.tensor_bytes import SEAL
 from bitplan.formats.dispatch import encode
 from bitplan.plan import Plan
-from bitplan.searching import collect, damage, statistics
+from bitplan.searching import collect, damage, statistics, verify_model
 from bitplan.searching.runtime_formats import TARGETS
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
@@ -47,6 +49,37 @@ def refused(*words, capsys) -> str:
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     return captured.err
+
+
+def test_quantize_takes_the_evidence_of_a_search_along_and_warns_without(capsys):
+    front = json.loads(Path("out/front.json").read_text())
+    assert run(["quantize", "llama", "proven", "--plan", "out", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "warning" not in shown.err
+    assert any("rounding" in row for row in json.loads(shown.out)["tensors"])
+    certificate = json.loads(Path("proven/bitplan_evidence.json").read_text())
+    assert certificate["search"]["measured"]["kl"] == front["plan"]["kl"]
+    assert f"KL from the model {front['plan']['kl']:.4g}" in Path("proven/README.md").read_text()
+    assert run(["verify", "proven", "--source", "llama"]) == 0
+    assert "the plan follows from its evidence, for 6 bits a weight" in capsys.readouterr().out
+    assert run(["quantize", "llama", "bare", "--plan", "out/plan.json"]) == 0
+    warning = " ".join(capsys.readouterr().err.split())
+    figures = f"proven with statistics of its text, KL {front['plan']['kl']:.4g}, and without them it has "
+    assert figures + f"{front['nearest']['kl']:.4g}" in warning
+    assert "`bitplan quantize --plan out` takes them along" in warning
+    assert json.loads(Path("bare/bitplan_evidence.json").read_text())["search"] is None
+
+
+def test_a_plan_that_its_evidence_does_not_give_is_a_finding(tmp_path):
+    """Evidence of a certificate in which another choice was proven, sealed again: the bytes hold, the plan does not."""
+    assert run(["quantize", "llama", str(tmp_path / "packed"), "--plan", "out"]) == 0
+    certificate = json.loads((tmp_path / "packed" / EVIDENCE_FILE).read_text())
+    (proven,) = certificate["search"]["evidence"]["proven"]
+    proven["choice"] = dict.fromkeys(proven["choice"], "mxfp4")
+    write_certificate(tmp_path / "packed", {**certificate, "seal": SEAL})
+    (finding,) = verify_model(tmp_path / "packed").findings
+    assert finding.code == "plan"
+    assert "its evidence gives another plan for 6 bits a weight" in finding.message
 
 
 def test_a_second_search_goes_on_from_the_evidence_for_another_goal(monkeypatch, capsys):

@@ -22,8 +22,7 @@ from torch.nn.functional import embedding, linear
 
 from bitplan.base.errors import FormatError, PlanError, StoreError
 from bitplan.files.compare import compare_models
-from bitplan.files.models import decoded_in_eval
-from bitplan.files.models import weight_store as weights
+from bitplan.files.models import decoded_in_eval, weight_store
 from bitplan.files.models.morph import (
     attach_encoded,
     formats_of,
@@ -447,7 +446,7 @@ def encodes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(str(options["name"]))
         return encode(x, fmt, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(weights, "encode", counted)
+    monkeypatch.setattr(weight_store, "encode", counted)
     return done
 
 

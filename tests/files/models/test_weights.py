@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor, nn
 
 from bitplan.base.errors import FormatError, NonFiniteError, StoreError
-from bitplan.files.models import weight_store as weights
+from bitplan.files.models import weight_store
 from bitplan.files.models.weight_store import ActivationObserver, WeightStore
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import decode, encode
@@ -46,7 +46,7 @@ def encodes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(get_format(fmt).name)  # type: ignore[arg-type]
         return encode(x, fmt, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(weights, "encode", counted)
+    monkeypatch.setattr(weight_store, "encode", counted)
     return done
 
 
@@ -488,7 +488,7 @@ def test_unpack_does_not_overwrite_an_update_that_came_between(monkeypatch: pyte
         store.update(torch.zeros(4, 32))
         return decode(version)
 
-    monkeypatch.setattr(weights, "decode", slowly)
+    monkeypatch.setattr(weight_store, "decode", slowly)
     with pytest.raises(StoreError, match="there is no such version"):
         store.unpack("int8")
     assert not store.master.any()
@@ -671,7 +671,7 @@ class Gate:
 
 def test_a_master_that_changes_during_encode_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(weights, "encode", gate)
+    monkeypatch.setattr(weight_store, "encode", gate)
     store = WeightStore(torch.ones(4, 32))
     with ThreadPoolExecutor(1) as pool:
         morphing = pool.submit(store.morph, "int8")
@@ -692,7 +692,7 @@ def test_a_master_that_never_rests_cannot_hang_morph(monkeypatch: pytest.MonkeyP
         store.update(torch.full((4, 32), float(next(count))))
         return encode(x, fmt, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(weights, "encode", disturbed)
+    monkeypatch.setattr(weight_store, "encode", disturbed)
     version = store.morph("int8")
     assert torch.equal(decode(version), torch.ones(4, 32)), "what the master was during the call"
     assert store.active("int8") is None, "and not handed to anyone after it"

@@ -10,10 +10,9 @@ from bitplan.base.paired_timing import stopwatch_of, time_in_turns
 from bitplan.fp8.bench.layer_bench import BenchPlan, ParallelGroups, Way
 from bitplan.fp8.bench.modules import ModuleBuilder, step_of
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.fp8.layers import weight_casts as fp8_weight_casts
+from bitplan.fp8.layers import weight_casts
 from bitplan.fp8.layers.grouped_linear import GroupedLinear
-from bitplan.fp8.layers.linear import Fp8Linear
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 from bitplan.fp8.policy.layers import Case, Layer, Parallel
 
 CPU = torch.device("cpu")
@@ -58,8 +57,8 @@ def test_modules_and_their_gradients(kind, plain, fp8, monkeypatch):
 
 def test_weights_are_cast_once_in_every_step(monkeypatch):
     casts = []
-    real = fp8_weight_casts.cast_layouts
-    monkeypatch.setattr(fp8_weight_casts, "cast_layouts", lambda *args, **more: casts.append(1) or real(*args, **more))
+    real = weight_casts.cast_layouts
+    monkeypatch.setattr(weight_casts, "cast_layouts", lambda *args, **more: casts.append(1) or real(*args, **more))
     step = ModuleBuilder(RECIPE, CPU, ParallelGroups())(Way(Case(layer("row"), 40), "eager"), FP8)()
     casts.clear()
     for count in (1, 2, 3):

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from bitplan.base.errors import FormatError
 from bitplan.fp8.casts import ScaledFp8, cast_reference
-from bitplan.fp8.kernels import triton_cast as triton_fp8_cast
+from bitplan.fp8.kernels import triton_cast
 from bitplan.fp8.kernels.amax import partial_amax
 from bitplan.fp8.kernels.cast import cast_layouts
 from bitplan.fp8.kernels.triton_cast import CastLaunch, cast_tiles
@@ -183,14 +183,14 @@ def test_maxima_of_pieces(dtype, bad, device) -> None:
     ],
 )
 def test_which_kernel_casts(kernel, dtype, scaling, shape, device, monkeypatch) -> None:
-    prepared, real = [], triton_fp8_cast.PreparedLaunch
+    prepared, real = [], triton_cast.PreparedLaunch
     watched = lambda kernel, *a, **k: prepared.append(kernel) or real(kernel, *a, **k)
-    monkeypatch.setattr(triton_fp8_cast, "PreparedLaunch", watched)
-    triton_fp8_cast.plan_cast.cache_clear()
+    monkeypatch.setattr(triton_cast, "PreparedLaunch", watched)
+    triton_cast.plan_cast.cache_clear()
     x = numbers(*shape, dtype).to(device)
     for _ in range(2):  # the second time there is a plan
         cast_tiles(x, scaling, "e4m3", 0.0, shape[0], rows=True, cols=True)
-    assert prepared == [getattr(triton_fp8_cast, f"cast_{kernel}")]
+    assert prepared == [getattr(triton_cast, f"cast_{kernel}")]
 
 
 def test_refusals(device) -> None:

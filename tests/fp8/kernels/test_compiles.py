@@ -2,7 +2,7 @@
 
 What only the assembly shows: the GPU's own FP8 conversions, the tensor cores' FP8 products, no divisions that are not
 correctly rounded, no registers that spill to memory, none that is read before it is written (see
-`fp8.kernels.numbers.fp8_code`), and how wide memory is read and written.
+`fp8.kernels.triton_fp8_rounding.fp8_code`), and how wide memory is read and written.
 """
 
 from __future__ import annotations

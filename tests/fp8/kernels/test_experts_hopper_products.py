@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import FormatError
-from bitplan.fp8.kernels import experts_products as fp8_grouped
+from bitplan.fp8.kernels import experts_products
 from bitplan.fp8.kernels.experts_layout import GroupedFp8, GroupLayout
 from bitplan.fp8.kernels.experts_products import (
     cast_experts,
@@ -42,8 +42,8 @@ ROUTINGS = {
 @pytest.fixture
 def hopper(monkeypatch) -> None:
     """A GPU of compute capability 9 with a Triton that has Gluon, as far as the choice can see."""
-    monkeypatch.setattr(fp8_grouped, "capability_of", lambda _: (9, 0))
-    monkeypatch.setattr(fp8_grouped, "_gluon_lacks", lambda: None)
+    monkeypatch.setattr(experts_products, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(experts_products, "_gluon_lacks", lambda: None)
 
 
 # ---- when they are picked --------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_what_stands_against_it_is_told(recipe, given, why) -> None:
 def test_other_devices_are_told(monkeypatch) -> None:
     assert pick_impl("rowwise", CPU) == "reference"
     assert gluon_obstacle("rowwise", CPU) == "it runs on compute capability 9 (Hopper), got cpu"
-    monkeypatch.setattr(fp8_grouped, "capability_of", lambda _: (10, 0))
+    monkeypatch.setattr(experts_products, "capability_of", lambda _: (10, 0))
     assert gluon_obstacle("rowwise", GPU) == "it runs on compute capability 9 (Hopper), got cuda:0"
     assert pick_impl("rowwise", GPU) == "triton"
     layout = lay_out(torch.tensor([4]), 4, 128)
@@ -94,7 +94,7 @@ def test_a_triton_without_the_names_is_told(monkeypatch) -> None:
     from triton.experimental.gluon import language
     from triton.experimental.gluon.language.nvidia import hopper as names
 
-    look = fp8_grouped._gluon_lacks.__wrapped__
+    look = experts_products._gluon_lacks.__wrapped__
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert look() == "Triton's interpreter has no Gluon"
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)

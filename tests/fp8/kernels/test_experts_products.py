@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import FormatError
-from bitplan.fp8.kernels import experts_products as fp8_grouped
+from bitplan.fp8.kernels import experts_products
 from bitplan.fp8.kernels.experts_layout import GroupedFp8, GroupLayout
 from bitplan.fp8.kernels.experts_products import cast_experts, cast_tokens, lay_out
 from tests.crosses import few
@@ -174,7 +174,7 @@ def test_nan_stays_with_its_expert(recipe, device) -> None:
     x[3, 5] = float("nan")
     rows, _ = cast_tokens(x.to(device), recipe, layout, impl="triton")
     assert rows is not None
-    values = fp8_grouped._decode_rows(GroupedFp8(rows.codes.cpu(), rows.scale.cpu(), rows.kind), 0, 30)
+    values = experts_products._decode_rows(GroupedFp8(rows.codes.cpu(), rows.scale.cpu(), rows.kind), 0, 30)
     assert values[3].isnan().any()
     assert values[10:].isfinite().all()
 
@@ -207,7 +207,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 def decoded(cast: GroupedFp8, kind: str, layout: GroupLayout) -> list[Tensor]:
     """What each expert's part stands for, in float64."""
-    decode = {"rows": fp8_grouped._decode_rows, "cols": fp8_grouped._decode_cols}[kind]
+    decode = {"rows": experts_products._decode_rows, "cols": experts_products._decode_cols}[kind]
     if kind == "rows":
         return [decode(cast, *span).double() for span in layout.spans()]
     ends = layout.padded_ends.tolist()
@@ -238,43 +238,43 @@ def test_products_match_float64_of_the_decoded_operands(recipe, counts, device) 
     x_rows, x_cols = cast_tokens(x, recipe, reference)
     dy_rows, dy_cols = cast_tokens(dy, recipe, reference, "e5m2")
     w_rows, w_cols = cast_experts(w, recipe)
-    matrices = [fp8_grouped._decode_matrix(w_rows, expert).double() for expert in range(len(counts))]
+    matrices = [experts_products._decode_matrix(w_rows, expert).double() for expert in range(len(counts))]
     y = torch.cat([a @ w.t() + b for a, w, b in zip(decoded(x_rows, "rows", reference), matrices, bias, strict=True)])
-    matrices = [fp8_grouped._decode_matrix(w_cols, expert).double() for expert in range(len(counts))]
+    matrices = [experts_products._decode_matrix(w_cols, expert).double() for expert in range(len(counts))]
     dx = torch.cat([a @ w.t() for a, w in zip(decoded(dy_rows, "rows", reference), matrices, strict=True)])
     pairs = zip(decoded(dy_cols, "cols", reference), decoded(x_cols, "cols", reference), strict=True)
     dw = torch.stack([a @ b.t() for a, b in pairs])
     for rows, cols, tma in launches(x_rows.kind):
         options = {"impl": "triton", "launch": GroupedLaunch(rows, cols, 4, 2, tma)}
         made = (
-            fp8_grouped.grouped_rows(
+            experts_products.grouped_rows(
                 on(device, x_rows), on(device, w_rows), layout, torch.float32, bias=bias.to(device), **options
             ),
-            fp8_grouped.grouped_rows(on(device, dy_rows), on(device, w_cols), layout, torch.float32, **options),
-            fp8_grouped.grouped_sums(on(device, dy_cols), on(device, x_cols), layout, torch.float32, **options),
+            experts_products.grouped_rows(on(device, dy_rows), on(device, w_cols), layout, torch.float32, **options),
+            experts_products.grouped_sums(on(device, dy_cols), on(device, x_cols), layout, torch.float32, **options),
         )
         limit = 1e-3 if device.type == "cuda" else 1e-5  # the tensor cores add with 14 bits
         for value, expected in zip(made, (y, dx, dw), strict=True):
             assert (value.cpu().double() - expected).norm() <= limit * expected.norm()
         assert not made[2][torch.tensor(counts) == 0].any()
-    emulated = fp8_grouped.grouped_rows(x_rows, w_rows, reference, torch.bfloat16, bias=bias)
+    emulated = experts_products.grouped_rows(x_rows, w_rows, reference, torch.bfloat16, bias=bias)
     assert (emulated.double() - y).norm() <= 3e-3 * y.norm()
-    emulated = fp8_grouped.grouped_sums(dy_cols, x_cols, reference, torch.float32)
+    emulated = experts_products.grouped_sums(dy_cols, x_cols, reference, torch.float32)
     assert (emulated.double() - dw).norm() <= 1e-5 * dw.norm()
 
 
 def test_implementations_that_cannot_are_refused() -> None:
     cpu = torch.device("cpu")
-    assert fp8_grouped.pick_impl("rowwise", cpu) == "reference"
+    assert experts_products.pick_impl("rowwise", cpu) == "reference"
     with pytest.raises(FormatError, match="on compute capability 9, got blockwise e4m3 on cpu"):
-        fp8_grouped.pick_impl("blockwise", cpu, impl="torch")
+        experts_products.pick_impl("blockwise", cpu, impl="torch")
     with pytest.raises(FormatError, match="impl must be one of auto"):
-        fp8_grouped.pick_impl("rowwise", cpu, impl="cublas")
+        experts_products.pick_impl("rowwise", cpu, impl="cublas")
     layout = lay_out(torch.tensor([4]), 4, 16)
     _, cols = cast_tokens(torch.ones(4, 16), "rowwise", layout)
     assert cols is not None
     with pytest.raises(FormatError, match="sums 128 tokens at once, got a layout padded to 16"):
-        fp8_grouped.grouped_sums(cols, cols, layout, torch.float32, impl="triton")
+        experts_products.grouped_sums(cols, cols, layout, torch.float32, impl="triton")
 
 
 @pytest.mark.gpu
@@ -285,11 +285,13 @@ def test_torch_products_match_the_definition(recipe, device) -> None:
     x, dy = tokens(counts, inputs), tokens(counts, outputs, 1)
     w_rows, _ = cast_experts(torch.randn(len(counts), outputs, inputs).bfloat16(), recipe)
     (x_rows, x_cols), (_, dy_cols) = cast_tokens(x, recipe, reference), cast_tokens(dy, recipe, reference)
-    result = fp8_grouped.grouped_rows(on(device, x_rows), on(device, w_rows), layout, torch.bfloat16, impl="torch")
-    expected = fp8_grouped.grouped_rows(x_rows, w_rows, reference, torch.float32)
+    result = experts_products.grouped_rows(on(device, x_rows), on(device, w_rows), layout, torch.bfloat16, impl="torch")
+    expected = experts_products.grouped_rows(x_rows, w_rows, reference, torch.float32)
     assert (result.cpu() - expected).norm() <= 5e-3 * expected.norm()
-    result = fp8_grouped.grouped_sums(on(device, dy_cols), on(device, x_cols), layout, torch.bfloat16, impl="torch")
-    expected = fp8_grouped.grouped_sums(dy_cols, x_cols, reference, torch.float32)
+    result = experts_products.grouped_sums(
+        on(device, dy_cols), on(device, x_cols), layout, torch.bfloat16, impl="torch"
+    )
+    expected = experts_products.grouped_sums(dy_cols, x_cols, reference, torch.float32)
     assert (result.cpu() - expected).norm() <= 5e-3 * expected.norm()
     assert not result[torch.tensor(counts) == 0].any()
 

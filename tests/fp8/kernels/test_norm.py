@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from bitplan.base.errors import FormatError
-from bitplan.fp8.kernels import triton_norm as triton_fp8_norm
+from bitplan.fp8.kernels import triton_norm
 from bitplan.fp8.kernels.cast import cast_layouts
 from bitplan.fp8.kernels.norm import NormWeights, norm_and_cast, norm_gradient
 
@@ -74,8 +74,8 @@ def test_without_a_layout_only_the_norm_is_made(kind, device) -> None:
 )
 @pytest.mark.cross("rows", [1, 22])
 def test_the_gradient_is_near_float64(kind, impl, rows, device, monkeypatch) -> None:
-    monkeypatch.setattr(triton_fp8_norm, "GRADIENT_PROGRAMS", 4)  # several rows a program, as with many rows
-    monkeypatch.setattr(triton_fp8_norm, "MOST_PIECES", 4)
+    monkeypatch.setattr(triton_norm, "GRADIENT_PROGRAMS", 4)  # several rows a program, as with many rows
+    monkeypatch.setattr(triton_norm, "MOST_PIECES", 4)
     x, norm, dy = sample(kind, device, rows=rows, cols=128, dtype=torch.float32)
     made = norm_and_cast(x, norm, "tensorwise", None, impl=impl)
     result = norm_gradient(dy, x, norm, made.mean, made.rstd, impl=impl)
@@ -113,8 +113,8 @@ def test_refusals() -> None:
 @pytest.mark.filterwarnings("ignore:divide by zero")  # Triton's interpreter warns
 def test_without_an_epsilon_rows_beyond_the_last_are_not_in_the_maximum(monkeypatch, device) -> None:
     """Programs of five rows take four at once: the last three of eight are no rows, and 0 / 0 is not a number."""
-    monkeypatch.setattr(triton_fp8_norm, "MOST_PIECES", 2)
+    monkeypatch.setattr(triton_norm, "MOST_PIECES", 2)
     x, norm, _ = sample("rms", device, rows=9, cols=48)
-    made = triton_fp8_norm.row_stats(x, "rms", norm.weight, None, 0.0, with_amax=True)
+    made = triton_norm.row_stats(x, "rms", norm.weight, None, 0.0, with_amax=True)
     expected = (x.float() * made.rstd[:, None] * norm.weight.float()).to(x.dtype).abs().amax().float()
     assert made.partial.view(torch.float32).max() == expected

@@ -295,9 +295,9 @@ def test_a_forward_and_backward_never_wait_for_the_host(recipe) -> None:
 @pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
 def test_every_cast_goes_by_the_guesses_of_its_weight_and_role(fp8, monkeypatch) -> None:
     from bitplan.fp8.kernels import experts_products as kernels
-    from bitplan.fp8.layers import grouped_linear as fp8_grouped
+    from bitplan.fp8.layers import grouped_linear
 
-    monkeypatch.setattr(fp8_grouped, "guess_for", lambda *what, **more: (*what, *more.values()))
+    monkeypatch.setattr(grouped_linear, "guess_for", lambda *what, **more: (*what, *more.values()))
     given: list[tuple] = []
     for name in ("cast_tokens", "cast_experts"):
         cast = getattr(kernels, name)
@@ -314,19 +314,19 @@ def test_every_cast_goes_by_the_guesses_of_its_weight_and_role(fp8, monkeypatch)
 
 @pytest.mark.gpu
 def test_guesses_of_experts_change_no_bit_and_are_right_from_the_second_step_on() -> None:
-    from bitplan.fp8.layers import scale_guesses as fp8_scale_guesses
+    from bitplan.fp8.layers import scale_guesses
     from bitplan.fp8.layers.weight_casts import expire_casts
 
-    fp8_scale_guesses._kept.clear()
+    scale_guesses._kept.clear()
     layer = made(GemmChoice.all("tensorwise"), device="cuda", dtype=torch.bfloat16)
     fresh = made(GemmChoice.all("tensorwise"), device="cuda", dtype=torch.bfloat16)
     expected = ran(fresh, [100, 0, 200, 3], torch.bfloat16)[:3]
-    fp8_scale_guesses._kept.clear()
+    scale_guesses._kept.clear()
     for _ in range(5):
         expire_casts([layer.weight])
         for one, other in zip(ran(layer, [100, 0, 200, 3], torch.bfloat16)[:3], expected, strict=True):
             assert torch.equal(one, other)
-    counts = fp8_scale_guesses.guess_counts()
+    counts = scale_guesses.guess_counts()
     assert counts == {"input": (15, 3, 3), "weight": (20, 4, 4), "grad": (15, 3, 3)}  # one expert has no tokens
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.fp8.layers import joined_mlp, linear_function
-from bitplan.fp8.layers.linear import Fp8Linear
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 
 RECIPES = ["tensorwise", pytest.param("blockwise", marks=pytest.mark.long)]
 

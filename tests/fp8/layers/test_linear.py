@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from bitplan.fp8.layer_settings import AmaxEps, Fp8LayerError, Fp8Recipe, GemmChoice
-from bitplan.fp8.layers import products, weight_source
-from bitplan.fp8.layers import weight_casts as fp8_weight_casts
+from bitplan.fp8.layers import products, weight_casts, weight_source
 from bitplan.fp8.layers.linear import Fp8Linear, hold_weight_casts
 from bitplan.fp8.layers.products import Fp8Settings
 from bitplan.fp8.layers.weight_casts import drop_casts, drop_weight_casts, kept_casts
@@ -198,13 +197,13 @@ def test_zeros_and_nan(recipe) -> None:
 
 def count_casts(monkeypatch) -> list[tuple[bool, bool]]:
     made: list[tuple[bool, bool]] = []
-    real = fp8_weight_casts.cast_layouts
+    real = weight_casts.cast_layouts
 
     def record(*arguments, rows=True, cols=True, **more):
         made.append((rows, cols))
         return real(*arguments, rows=rows, cols=cols, **more)
 
-    monkeypatch.setattr(fp8_weight_casts, "cast_layouts", record)
+    monkeypatch.setattr(weight_casts, "cast_layouts", record)
     return made
 
 
@@ -240,7 +239,7 @@ def test_a_new_weight_at_the_same_address_is_not_taken_for_the_old() -> None:
         fresh = Fp8Linear.from_linear(layer, recipe=layer.recipe, reuse_weight_cast=False)
         assert torch.equal(layer(x), fresh(x))
         del layer, fresh
-    assert len(fp8_weight_casts._kept) < 20
+    assert len(weight_casts._kept) < 20
 
 
 def test_loading_a_state_dict_ends_a_cast() -> None:
@@ -254,12 +253,12 @@ def test_loading_a_state_dict_ends_a_cast() -> None:
 def test_casts_that_others_made_do_not_outlive_a_held_one() -> None:
     layer = Fp8Linear(K, N, recipe=Fp8Recipe("tensorwise"))
     hold_weight_casts(layer)
-    stored = fp8_weight_casts._find(layer.weight)
+    stored = weight_casts._find(layer.weight)
     assert stored is not None
     stored.rows["agreed tensorwise", 0.0] = next(iter(stored.rows.values()))
     with torch.no_grad():
         layer.weight.mul_(2)
-    again = fp8_weight_casts._find(layer.weight)
+    again = weight_casts._find(layer.weight)
     assert again is not None
     assert [how[0] for how in again.rows] == ["tensorwise"]
 

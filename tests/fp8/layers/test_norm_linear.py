@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.linear import Fp8NormLinear
 from bitplan.fp8.layers.weight_casts import drop_weight_casts
 
 K, N = 256, 128

@@ -14,8 +14,7 @@ from torch import Tensor, multiprocessing, nn
 
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice
 from bitplan.fp8.layers.grouped_linear import GroupedLinear
-from bitplan.fp8.layers.linear import Fp8Linear
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 from bitplan.fp8.layers.parallel import (
     ColumnParallel,
     ExpertParallel,

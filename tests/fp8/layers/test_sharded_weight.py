@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8Recipe
 from bitplan.fp8.layers import sharded_weight, weight_source
 from bitplan.fp8.layers.grouped_linear import GroupedLinear
-from bitplan.fp8.layers.linear import Fp8Linear, gather_weights_in_fp8
-from bitplan.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear, gather_weights_in_fp8
 from bitplan.fp8.layers.weight_source import CastsWeight
 from tests.fp8.layers.test_parallel import in_processes
 

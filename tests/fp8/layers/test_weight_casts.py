@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
-from bitplan.fp8.layers import scale_guesses as fp8_scale_guesses
-from bitplan.fp8.layers import weight_casts as fp8_weight_casts
+from bitplan.fp8.layers import scale_guesses, weight_casts
 from bitplan.fp8.layers.grouped_linear import grouped_of
 from bitplan.fp8.layers.linear import Fp8Linear, cast_weights_together, hold_weight_casts
 from bitplan.fp8.layers.scale_guesses import GRAD, INPUT, WEIGHT, guess_counts, guess_for
@@ -41,7 +40,7 @@ def test_on_a_cpu_nothing_is_recorded() -> None:
     drop_casts()
     model = stack(device="cpu")
     cast_weights_together(model)
-    assert not fp8_weight_casts._together
+    assert not weight_casts._together
     assert guess_for("tensorwise", model[0].weight, WEIGHT) is None
     x = torch.randn(4, SIZE, requires_grad=True)
     for one, other in zip(gradients(model, x), gradients(fresh(model), x), strict=True):
@@ -64,10 +63,10 @@ def test_casts_of_experts_are_freed_with_them() -> None:
     weight = nn.Parameter(torch.randn(2, 32, 32))
     layer = grouped_of(weight, Fp8Recipe("tensorwise"), GemmChoice.all("tensorwise"))
     layer(torch.randn(4, 32), torch.tensor([1, 3]))
-    assert len(fp8_weight_casts._kept) == 1
+    assert len(weight_casts._kept) == 1
     del weight, layer
     gc.collect()
-    assert not fp8_weight_casts._kept
+    assert not weight_casts._kept
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -151,24 +150,24 @@ def test_nothing_is_kept_while_compiled_graphs_are_made(monkeypatch) -> None:
     model = stack(device="cpu")
     x = torch.randn(4, SIZE, requires_grad=True)
     expected = gradients(fresh(model), x)
-    monkeypatch.setattr(fp8_weight_casts, "in_compiled_graphs", lambda _weight: True)
+    monkeypatch.setattr(weight_casts, "in_compiled_graphs", lambda _weight: True)
     for one, other in zip(gradients(model, x), expected, strict=True):
         assert torch.equal(one, other)
     assert all(kept_casts(layer.weight) is None for layer in model)
     hold_weight_casts(model)
     held = kept_casts(model[0].weight)
-    assert fp8_weight_casts.weight_rows(model[0].weight, "tensorwise", 0.0, with_cols=True, reuse=True) is held.rows
-    assert fp8_weight_casts.weight_cols(model[0].weight, "tensorwise", 0.0, reuse=True) is held.cols
+    assert weight_casts.weight_rows(model[0].weight, "tensorwise", 0.0, with_cols=True, reuse=True) is held.rows
+    assert weight_casts.weight_cols(model[0].weight, "tensorwise", 0.0, reuse=True) is held.cols
     drop_casts()
 
 
-class Replayed(fp8_weight_casts._Together):
+class Replayed(weight_casts._Together):
     """Cast together on a CPU: a replay casts into memory of its own, as a graph does."""
 
     recorded = 0
 
     def _record(self, weights):
-        self.made = self._cast(weights)
+        self.casts = self._cast(weights)
         self.graph = SimpleNamespace(replay=lambda: None)
         self.recorded += 1
 
@@ -178,21 +177,21 @@ def test_together_leaves_alone_what_is_held_and_answers_only_for_its_own() -> No
     model = stack(3, "cpu")
     how = ("tensorwise", 0.0)
     together = Replayed([(each.weight, *how) for each in model[:2]])
-    fp8_weight_casts._together |= {fp8_weight_casts._memory_key(each.weight): together for each in model[:2]}
+    weight_casts._together |= {weight_casts._memory_key(each.weight): together for each in model[:2]}
     hold_weight_casts(model[0])
     held = kept_casts(model[0].weight)
     assert not together.refresh(model[1].weight, how)  # half of them are current
-    fp8_weight_casts._kept[fp8_weight_casts._memory_key(model[0].weight)].version = -1  # changed
+    weight_casts._kept[weight_casts._memory_key(model[0].weight)].version = -1  # changed
     third = Replayed([(each.weight, *how) for each in model])
     assert third.refresh(model[2].weight, how)
     again = kept_casts(model[0].weight)
     assert again.rows.codes.data_ptr() == held.rows.codes.data_ptr()
-    assert kept_casts(model[1].weight).rows is third.made[1].rows
+    assert kept_casts(model[1].weight).rows is third.casts[1].rows
     expire_casts(model.parameters())
     assert not third.refresh(model[2].weight, ("blockwise", 0.0))
     assert not together.refresh(model[2].weight, how)
     drop_casts([model[0].weight])
-    assert not fp8_weight_casts._together
+    assert not weight_casts._together
 
 
 def test_together_sees_that_one_was_given_other_memory() -> None:
@@ -204,7 +203,7 @@ def test_together_sees_that_one_was_given_other_memory() -> None:
     expire_casts([each.weight for each in model])
     assert together.refresh(model[0].weight, how)
     assert together.recorded == 2
-    expected = fp8_weight_casts._cast(model[1].weight, *how)
+    expected = weight_casts._cast(model[1].weight, *how)
     assert torch.equal(kept_casts(model[1].weight).rows.scale, expected.rows.scale)
 
 
@@ -235,7 +234,7 @@ def test_the_first_that_is_asked_for_has_all_cast(recipe) -> None:
         assert all(kept_casts(each.weight) is not None for each in model), step
         for one, other in zip(gradients(model, x), gradients(plain, x), strict=True):
             assert torch.equal(one, other)
-    assert len({id(fp8_weight_casts._together[fp8_weight_casts._memory_key(each.weight)]) for each in model}) == 1
+    assert len({id(weight_casts._together[weight_casts._memory_key(each.weight)]) for each in model}) == 1
 
 
 @pytest.mark.gpu
@@ -276,7 +275,7 @@ def test_products_apart_and_frozen_weights_stay_out() -> None:
     apart = Fp8Linear(SIZE, SIZE, recipe=recipe, gemms=GemmChoice("tensorwise", "bf16", "tensorwise"), device="cuda")
     frozen = Fp8Linear(SIZE, SIZE, recipe=recipe, device="cuda").requires_grad_(False)
     cast_weights_together(nn.Sequential(apart, frozen))
-    assert not fp8_weight_casts._together
+    assert not weight_casts._together
 
 
 @pytest.mark.gpu
@@ -289,20 +288,20 @@ def test_casts_are_freed_with_the_model() -> None:
     model = stack(2)
     cast_weights_together(model)
     model(x).sum().backward()
-    assert len(fp8_weight_casts._together) == 2
+    assert len(weight_casts._together) == 2
     del model
     gc.collect()
-    assert not fp8_weight_casts._together
+    assert not weight_casts._together
     assert torch.cuda.memory_allocated() - before < SIZE * SIZE  # of a weight's casts; guesses take 36 bytes
 
 
 @pytest.mark.gpu
 def test_guesses_are_right_from_the_second_step_on() -> None:
-    fp8_scale_guesses._kept.clear()
+    scale_guesses._kept.clear()
     model = stack(2)
     x = torch.randn(32, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     expected = gradients(fresh(model), x)
-    fp8_scale_guesses._kept.clear()
+    scale_guesses._kept.clear()
     for _ in range(5):
         expire_casts(model.parameters())
         for one, other in zip(gradients(model, x), expected, strict=True):
@@ -327,7 +326,7 @@ def test_another_stream_waits_for_the_last() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_keeps_its_guesses_from_replay_to_replay() -> None:
-    fp8_scale_guesses._kept.clear()
+    scale_guesses._kept.clear()
     model = stack(1)
     x = torch.randn(64, SIZE, device="cuda", dtype=torch.bfloat16)
     side = torch.cuda.Stream()
@@ -349,7 +348,7 @@ def test_a_graph_keeps_its_guesses_from_replay_to_replay() -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # the first that torch makes, for its memory
 @pytest.mark.gpu
 def test_compiled_graphs_follow_the_weights() -> None:
-    fp8_scale_guesses._kept.clear()
+    scale_guesses._kept.clear()
     model = stack(2)
     cast_weights_together(model)
     run = torch.compile(model, mode="reduce-overhead")

@@ -20,7 +20,8 @@ from torch import nn
 
 import bitplan
 from bitplan.base.errors import FileFormatError, StoreError
-from bitplan.files import quantize_files as quantize
+from bitplan.files import quantize_files
+from bitplan.files.certificate import CARD, EVIDENCE_FILE
 from bitplan.files.packed_folder import FolderContents, cut_shards, packed_config, write_packed_folder
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.packed.checkpoints.load import _check_room
@@ -73,7 +74,9 @@ def logits(model, ids=IDS):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """What a folder holds, but for the certificate and the card: they say how `quantize` made it."""
+    made = {EVIDENCE_FILE, CARD}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in made}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,9 @@ def packed(tmp_path_factory):
     source = save(llama(), root / "llama")
     (source / "tokenizer.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"pickles stay behind")
-    quantize.quantize_file(source, root / "packed", "int8_row", writing=quantize.WriteOptions(shard_bytes=40_000))
+    quantize_files.quantize_file(
+        source, root / "packed", "int8_row", options=quantize_files.QuantizeOptions(shard_bytes=40_000)
+    )
     return root / "packed"
 
 
@@ -95,8 +100,8 @@ def packed(tmp_path_factory):
 def test_logits_are_those_of_the_decoded_model_and_saving_gives_the_same_bytes(name, tmp_path):
     torch.manual_seed(0)
     source = save(MODELS[name](), tmp_path / "source")
-    with pytest.warns(FutureWarning, match=r"\(shard_bytes=\) is writing=WriteOptions\(shard_bytes=\) of"):
-        quantize.quantize_file(source, tmp_path / "packed", "mxfp4", shard_bytes=50_000)
+    with pytest.warns(FutureWarning, match=r"is quantize_file\(options=QuantizeOptions\(shard_bytes=...\)\) now"):
+        quantize_files.quantize_file(source, tmp_path / "packed", "mxfp4", shard_bytes=50_000)
     model, report = bitplan.load_packed(tmp_path / "packed")
     decoded = bitplan.load_packed(tmp_path / "packed", model=MODELS[name](), masters=True).model
     torch.testing.assert_close(logits(model), logits(decoded))
@@ -166,7 +171,7 @@ def test_transformers_loads_a_model_whose_initialisation_reads_the_weights_of_ch
         transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)),
         tmp_path / "t5",
     )
-    quantize.quantize_file(source, tmp_path / "packed", "int8_row")
+    quantize_files.quantize_file(source, tmp_path / "packed", "int8_row")
     with contextlib.redirect_stderr(io.StringIO()):
         model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "packed")
     ours = bitplan.load_packed(tmp_path / "packed").model
@@ -190,7 +195,7 @@ def test_models_whose_linear_layers_are_not_plain(tmp_path):
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**keys, state_size=8, time_step_rank=32))
     for model, stays in ((falcon, 0), (mamba, 2)):
         source = save(model, tmp_path / model.config.model_type)
-        report = quantize.quantize_file(source, tmp_path / "packed", "int8_row", force=True)
+        report = quantize_files.quantize_file(source, tmp_path / "packed", "int8_row", force=True)
         assert [row["reason"] for row in report.rows].count("no packed layer holds it, so it stays") == stays
         loaded, _ = bitplan.load_packed(tmp_path / "packed")
         assert (logits(loaded) - logits(model)).abs().max() < 0.05 * logits(model).abs().max()
@@ -226,7 +231,7 @@ def test_a_model_of_the_users_own(tmp_path):
     torch.manual_seed(0)
     source = own()
     safetensors.torch.save_file(source.state_dict(), tmp_path / "wide.safetensors")
-    quantize.quantize_file(tmp_path / "wide.safetensors", tmp_path / "small.safetensors", "int8_row")
+    quantize_files.quantize_file(tmp_path / "wide.safetensors", tmp_path / "small.safetensors", "int8_row")
     with torch.device("meta"):
         target = own()
     model = bitplan.load_packed(tmp_path / "small.safetensors", model=target).model
@@ -235,7 +240,9 @@ def test_a_model_of_the_users_own(tmp_path):
     up = nn.functional.linear(x, bitplan.decode(bitplan.encode(source["up"].weight, "int8_row")), source["up"].bias)
     torch.testing.assert_close(model["norm"](model["up"](model["table"](IDS))), source["norm"](up))
     bitplan.save_packed(model, tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "small.safetensors").read_bytes()
+    saved, written = (safetensors.torch.load_file(tmp_path / f"{name}.safetensors") for name in ("again", "small"))
+    assert saved.keys() == written.keys()
+    assert all(torch.equal(saved[name].view(torch.uint8), written[name].view(torch.uint8)) for name in saved)
     bitplan.save_packed(model, tmp_path / "folder")
     again = bitplan.load_packed(tmp_path / "folder", model=own()).model
     assert torch.equal(again["up"].weight.data, model["up"].weight.data)
@@ -344,7 +351,7 @@ def test_transformers_is_not_led_out_of_the_folder_by_an_index(packed, tmp_path)
 def test_a_plan_of_another_model_is_refused(packed, tmp_path):
     other = save(bert(), tmp_path / "bert")
     with pytest.raises(bitplan.BitplanError, match="the plan is for other tensors: it lacks"):
-        quantize.quantize_file(other, tmp_path / "out", Plan.load(packed / "bitplan_plan.json"))
+        quantize_files.quantize_file(other, tmp_path / "out", Plan.load(packed / "bitplan_plan.json"))
     assert not (tmp_path / "out").exists()
     folder = tmp_path / "mixed"
     shutil.copytree(packed, folder)
@@ -410,17 +417,17 @@ def test_layers_and_formats_that_cannot_be_packed_are_refused(tmp_path):
         )
     )
     source = save(gpt2, tmp_path / "gpt2")
-    quantize.quantize_file(source, tmp_path / "packed.safetensors", "int8_row")
+    quantize_files.quantize_file(source, tmp_path / "packed.safetensors", "int8_row")
     with pytest.raises(FileFormatError, match=r"4 packed tensors have no packed layer: .* of a Conv1D.*keep="):
         bitplan.load_packed(tmp_path / "packed.safetensors", model=gpt2)
-    report = quantize.quantize_file(source, tmp_path / "packed", "int8_row")
+    report = quantize_files.quantize_file(source, tmp_path / "packed", "int8_row")
     assert "4 tensors stay as they are, for no packed layer holds them" in report.warnings[-1]
     assert "transformer.h.0.attn.c_attn.weight" in report.warnings[-1]
     assert [row["reason"] for row in report.rows].count("no packed layer holds it, so it stays") == 4
     assert logits(bitplan.load_packed(tmp_path / "packed").model).shape == (1, 12, 96)
-    assert not quantize.quantize_file(source, tmp_path / "cast", "bfloat16").notes
+    assert not quantize_files.quantize_file(source, tmp_path / "cast", "bfloat16").notes
     source = save(mixtral(), tmp_path / "mixtral")
-    report = quantize.quantize_file(source, tmp_path / "nvfp4", "nvfp4")
+    report = quantize_files.quantize_file(source, tmp_path / "nvfp4", "nvfp4")
     assert "24 experts are in mxfp4: nvfp4 has a factor for each tensor" in report.warnings[-1]
     assert {row["to"] for row in report.rows if ".experts." in row["name"]} == {"mxfp4"}
     assert logits(bitplan.load_packed(tmp_path / "nvfp4").model).shape == (1, 12, 96)
@@ -440,7 +447,7 @@ def llama4():
 def test_what_the_code_of_a_model_reads_itself_stays_so_that_the_folder_runs(make, tmp_path):
     torch.manual_seed(0)
     model = make()
-    report = quantize.quantize_file(save(model, tmp_path / "source"), tmp_path / "packed", "int8_row")
+    report = quantize_files.quantize_file(save(model, tmp_path / "source"), tmp_path / "packed", "int8_row")
     assert any("stay as they are, for no packed layer holds them" in note for note in report.notes)
     torch.testing.assert_close(
         logits(bitplan.load_packed(tmp_path / "packed").model), logits(model), atol=0.1, rtol=0.1
@@ -448,9 +455,9 @@ def test_what_the_code_of_a_model_reads_itself_stays_so_that_the_folder_runs(mak
 
 
 def test_a_folder_that_is_packed_again_says_against_what_errors_are(packed, tmp_path):
-    report = quantize.quantize_file(packed, tmp_path / "again", "int4_g32")
+    report = quantize_files.quantize_file(packed, tmp_path / "again", "int4_g32")
     assert any("tensors were packed already (int8_row): their errors here are against" in note for note in report.notes)
-    assert not quantize.quantize_file(packed, tmp_path / "same", "int8_row").notes
+    assert not quantize_files.quantize_file(packed, tmp_path / "same", "int8_row").notes
 
 
 def test_a_strategy_without_a_kernel_and_a_gpu_without_room_are_refused(packed, monkeypatch):
@@ -514,7 +521,7 @@ def test_codes_in_the_shape_of_their_weight_which_earlier_versions_wrote_are_rea
 @pytest.mark.parametrize("make", [llama, mixtral, gemma])
 def test_a_packed_model_becomes_plain_again(make, tmp_path):
     torch.manual_seed(0)
-    quantize.quantize_file(save(make(), tmp_path / "source"), tmp_path / "packed", "int8_row")
+    quantize_files.quantize_file(save(make(), tmp_path / "source"), tmp_path / "packed", "int8_row")
     decoded = logits(bitplan.load_packed(tmp_path / "packed", model=make(), masters=True).model)
     model = bitplan.load_packed(tmp_path / "packed").model
     with pytest.raises(StoreError, match=r"is packed, not morphed; bitplan.dequantize\(model\) makes it plain"):

@@ -7,16 +7,15 @@ import logging
 import pytest
 import torch
 
-from bitplan.streaming.training import adamw_loop
-from bitplan.streaming.training import host_training as adamw
+from bitplan.streaming.training import adamw_loop, host_training
 from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
 from bitplan.streaming.training.host_training import explain_adamw, step_adamw
 
 
 @pytest.fixture
 def needs_bits():
-    if adamw.loop_choice().implementation != "numba":
-        pytest.skip(adamw.loop_choice().reason)
+    if host_training.loop_choice().implementation != "numba":
+        pytest.skip(host_training.loop_choice().reason)
 
 
 def tensors_of(count: int, gradient: torch.dtype, sent: torch.dtype | None, seed: int = 0) -> AdamWTensors:
@@ -113,7 +112,7 @@ def test_large_weights_take_the_loop(monkeypatch):
 
 def test_other_bits_than_torchs_are_said_and_not_used(monkeypatch, caplog):
     monkeypatch.setattr(adamw_loop, "differs_from_torch", lambda: "bits of master differ")
-    monkeypatch.setattr(adamw, "loop_choice", adamw.loop_choice.__wrapped__)
+    monkeypatch.setattr(host_training, "loop_choice", host_training.loop_choice.__wrapped__)
     with caplog.at_level(logging.WARNING, logger="bitplan"):
         picked = explain_adamw(tensors_of(2**16, torch.bfloat16, None))
     assert (picked.implementation, picked.reason) == ("torch", "bits of master differ")

@@ -1,22 +1,30 @@
-"""Formats measured one by one against one reference: what `bitplan perplexity` and benchmarks/quality.py share."""
+"""Models and formats measured on a text against one reference: KL, perplexities, same top tokens, window by window.
+
+`compare_on_text` takes two models from disk, of any kinds that `load_causal_lm` reads, and any number of formats that
+the second of them is put into. `QualityRun` is the same for models that are in memory.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from bitplan.base.devices import known_device
 from bitplan.base.errors import MeasureError
+from bitplan.files.headers import is_gguf
 from bitplan.files.models.morph import ParameterPlace, formats_of, morph_model, places_of
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import decode, encode
-from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.elements import dtype_name
+from bitplan.formats.input_formats import input_format
 from bitplan.formats.scale_rules import ScaleRule
-from bitplan.packed.language.causal_lm import CausalLM, late_logits_of
+from bitplan.packed.language.causal_lm import CausalLM, late_logits_of, load_causal_lm
 from bitplan.packed.language.perplexity import (
     CachedLogits,
     Quality,
@@ -24,7 +32,9 @@ from bitplan.packed.language.perplexity import (
     round_activations,
     round_linear_inputs,
     shared_twin,
+    spread_windows,
 )
+from bitplan.packed.layer_replacement import are_columns, packed_shape, with_output_rows
 from bitplan.packed.machine import free_memory
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.format_choices import Wanted
@@ -34,7 +44,150 @@ from bitplan.plan.structure.families import GGUF_MANIFESTS
 CACHED_LOGITS_BYTES = 2**29  # of the reference at most: last states, and logits where they are not made late
 BATCH_LOGITS_BYTES = 2**28  # of a batch: a window of 512 tokens and a vocabulary of 131,072 alone has as much
 FLOOR = "noise floor (bfloat16 activations)"
+LONGEST_CONTEXT = 512  # tokens in a window, unless said, and where the model has so many
 OnWindows = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The second model in other formats: `formats` may be one, a manifest or a plan; `keep` goes with one format."""
+
+    label: str
+    formats: Wanted
+    keep: Sequence[str] = ()
+    scale_rule: ScaleRule | None = None
+    pad: Literal["zero"] | None = None
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """How a text is cut and models are run.
+
+    context   tokens in a window; None: 512, or what the models have
+    tokens    about so many tokens, in windows spread over the text; None: all of it
+    batch     windows at once
+    floor     measure the reference's own noise floor, too
+    inputs    the format that linear layers of the second model round their inputs to
+    device    where both models compute
+    dtype     the type that both compute in; a GPU may be too small for two models in float32
+    """
+
+    context: int | None = None
+    tokens: int | None = None
+    batch: int = 4
+    floor: bool = False
+    inputs: str | None = None
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class TextComparison:
+    """What was measured of a reference and of others on one text."""
+
+    reference: str
+    candidate: str
+    context: int
+    batch: int
+    inputs: str | None
+    reference_row: QualityRow
+    noise_floor: QualityRow | None
+    rows: Sequence[QualityRow]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `bitplan report` shows."""
+        return {
+            "model": self.candidate,
+            "reference": self.reference,
+            "context": self.context,
+            "batch": self.batch,
+            "inputs": self.inputs,
+            "reference_row": self.reference_row.to_dict(),
+            "noise_floor": self.noise_floor and self.noise_floor.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+
+def compare_on_text(
+    reference: str | Path,
+    candidate: str | Path | None,
+    text: str,
+    *,
+    variants: Sequence[Variant] = (),
+    config: str | Path | None = None,
+    settings: TextSettings | None = None,
+    on_windows: Callable[[int], Callable[[int, str], None]] | None = None,
+) -> TextComparison:
+    """Measure a second model against a first on the same tokens: KL(reference || candidate), perplexities, top tokens.
+
+    Each is a Hugging Face folder, a packed folder or file, a GGUF file, or a folder of compressed-tensors, GPTQ, AWQ,
+    MLX or another scheme that `bitplan.open_tensors` reads; they are decoded. Models of different tokens are refused.
+
+    candidate   None: the reference itself, in the formats of `variants`
+    config      a folder or GGUF file with config and tokenizer, for a file of weights alone
+    on_windows  called with the number of windows to measure; gives what is called with those just done, and of what
+    """
+    given = settings or TextSettings()
+    rounded, device = input_format(given.inputs), known_device(given.device, "compute on the CPU")
+    paths = [Path(path) for path in (reference, candidate) if path is not None]
+    first, second = (lm.to(device, given.dtype) for lm in _load_pair(paths[0], paths[-1], config))
+    context = given.context or min(LONGEST_CONTEXT, *(lm.positions or LONGEST_CONTEXT for lm in (first, second)))
+    for lm in (second, first):
+        lm.check_context(context)
+    if first.model is not second.model:
+        require_same_tokens(second, first, text)
+    windows = second.windows(text, context)
+    windows = windows if given.tokens is None else spread_windows(windows, given.tokens)
+    jobs: list[_Job] = [] if candidate is None and rounded is None else [(Path(second.where).name, None, None, None)]
+    jobs += [_job(second, variant) for variant in variants]
+    for _, formats, rule, pad in jobs:  # refuse what a format cannot hold before anything is measured
+        morphed_twin(second, formats, scale_rule=rule, pad=pad)
+    run = QualityRun(first, windows, given.batch)
+    advance = (on_windows or _unseen)(len(windows) * (1 + given.floor + len(jobs)))
+
+    def counted(label: str) -> OnWindows:
+        return lambda count: advance(count, label)
+
+    return TextComparison(
+        first.where,
+        second.where,
+        context,
+        given.batch,
+        rounded,
+        run.measure_reference(f"reference: {Path(first.where).name}", counted("reference")),
+        run.measure_floor(counted("noise floor")) if given.floor else None,
+        [
+            run.measure(label, second, formats, scale_rule=rule, pad=pad, inputs=rounded, on_windows=counted(label))
+            for label, formats, rule, pad in jobs
+        ],
+    )
+
+
+def _unseen(_windows: int) -> Callable[[int, str], None]:
+    return lambda _count, _label: None
+
+
+def _load_pair(reference: Path, candidate: Path, config: str | Path | None) -> list[CausalLM]:
+    """Both models, one where they are the same; a reference takes `config` only where it has none of its own."""
+    if reference == candidate:
+        return 2 * [load_causal_lm(candidate, config=config)]
+    has_own = reference.is_dir() or is_gguf(reference)
+    return [load_causal_lm(reference, config=None if has_own else config), load_causal_lm(candidate, config=config)]
+
+
+# A label, the plan of what is measured under it, and how its scales and filling are chosen.
+_Job = tuple[str, Plan | None, ScaleRule | None, Literal["zero"] | None]
+
+
+def _job(second: CausalLM, variant: Variant) -> _Job:
+    """A variant's plan for the model's own parameters, and how it is applied."""
+    formats, pad = variant.formats, variant.pad
+    one = get_format(formats) if isinstance(formats, str) else formats
+    where = second.where if isinstance(one, Format) else variant.label
+    plan = plan_for_model(one, second.model, variant.keep, pad=pad is not None, where=where)
+    if isinstance(one, Format):
+        return variant.label, plan, None if one.is_cast else variant.scale_rule, pad
+    return variant.label, plan, None, pad or plan.pad
 
 
 @dataclass(frozen=True)
@@ -58,6 +211,7 @@ class QualityRun:
     batch: int = 4
 
     def __post_init__(self) -> None:
+        self.windows = [window.to(self.reference.device) for window in self.windows]
         window = 4 * self.reference.vocabulary * max(map(len, self.windows))
         self.batch = max(1, min(self.batch, BATCH_LOGITS_BYTES // window))
         logits = late_logits_of(self.reference.model)
@@ -132,8 +286,6 @@ def morphed_twin(
 
     Experts that a packed folder holds as their transpose are quantized so here too: blocks lie along inputs.
     """
-    from bitplan.packed.layer_replacement import with_output_rows
-
     twin = shared_twin(candidate.model)
     if formats is None:
         return twin
@@ -161,8 +313,6 @@ def morphed_twin(
 
 def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[ParameterPlace, Format]]:
     """Parameters that the plan packs and whose rows are not outputs in the model, and their formats."""
-    from bitplan.packed.layer_replacement import are_columns
-
     if not isinstance(formats, Plan):
         return []
     planned = [
@@ -174,8 +324,6 @@ def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[P
 
 
 def _packed_bytes(model: nn.Module, formats: Wanted | None) -> dict[str, int]:
-    from bitplan.packed.layer_replacement import packed_shape
-
     return {
         place.name: fmt.nbytes(packed_shape(place.module, place.local, tuple(place.parameter.shape)))
         for place, fmt in _packed_transposed(model, formats)
@@ -207,8 +355,6 @@ def plan_for_model(
     A plan may have GGUF's names, which are translated. A parameter without an entry is an error. Tensors that stay
     count, in bits per weight, with their bytes in the file.
     """
-    from bitplan.packed.layer_replacement import packed_shape
-
     places = places_of(model)
     if not isinstance(formats, Plan):
         first_names = dict(model.named_parameters(remove_duplicate=isinstance(formats, Manifest)))
