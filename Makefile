@@ -9,10 +9,15 @@ PYTEST := BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile -
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes: the package is compiled once, not in each
 
-.PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu test-engines test-folders test-vllm mutants bench bench-quality clean
+.PHONY: docs demo test test-all fuzz lint types unit browser test-demo test-install test-gpu test-engines test-folders test-vllm mutants bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m examples.demo
+
+# The site, in build/site: open build/site/index.html. Nothing is asked of the network while it is read.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo build/site/index.html
 
 # Types are checked beside the tests, and what is said of them is shown last.
 test: lint browser
@@ -123,6 +128,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) -e '.[docs]'
 	touch $@
 
 clean:

@@ -690,26 +690,125 @@ def _by_target(key: str, rows: list[dict[str, Any]], cell: Callable[[dict[str, A
     return "\n".join(lines)
 
 
+NOT_MEASURED = "not measured"
+
+
+def choosing_table() -> str:
+    """Which format where: near the model, small, and fast, by engine; a cell without a result says so."""
+    engine, folders = _read("engines")["models"]["lm26m"], _read("engine_folders")["models"]["lm26m"]
+    in_llama = {row["format"]: row["difference"] for row in engine}
+    in_folder = {(row["target"], row["format"]): row["difference"] for row in folders}
+    searched = {row["plan"]: row["kl"] for row in _read("search_gguf_lm26m")["comparison"]}
+    tokens = {row["format"]: row for row in _read("packed_cpu_xeon_int8_inputs")["model_rows"]}
+    graph = [row for row in _read("decode_8b_nvidia_h200")["rows"] if row["mode"] == "graph" and row["batch"] == 1]
+    ms = {row["format"]: row["ms"] for row in graph if row.get("size") == "8b"}
+
+    def exported(target: str, name: str) -> str:
+        return f"`{name}`: runs, perplexity {in_folder[target, name]:+.2%} of ours"
+
+    rows = [
+        (
+            "bitplan, GPU (H200)",
+            _kl_of("int8_row"),
+            _kl_of("nvfp4, embeddings int8_row"),
+            f"`mxfp4`: {ms['bfloat16'] / ms['mxfp4']:.2f} times BF16, one sequence, 8B's shape",
+        ),
+        (
+            "bitplan, CPU (Xeon, two threads)",
+            _kl_of("int8_row"),
+            _kl_of("q4_0_gguf, embeddings q8_0_gguf"),
+            f"`q4_0_gguf`, inputs `int8`: {tokens['q4_0_gguf+int8']['speedup']:.2f} times float32 in transformers",
+        ),
+        (
+            "llama.cpp, CPU",
+            f"`q8_0_gguf`: runs, perplexity {in_llama['q8_0_gguf']:+.2%} of ours",
+            f"searched plan, 4.5 bits: KL {searched['searched, 4.5 bits']:.4f}",
+            f"{NOT_MEASURED} by us",
+        ),
+        ("llama.cpp, GPU", *[NOT_MEASURED] * 3),
+        (
+            "transformers, by compressed-tensors",
+            exported("compressed-tensors", "int8_row"),
+            exported("compressed-tensors", "int4_g32"),
+            NOT_MEASURED,
+        ),
+        ("vLLM, by compressed-tensors", *[f"{NOT_MEASURED}: never run"] * 3),
+        ("torchao", exported("torchao", "int8_row"), exported("torchao", "int4_g32"), NOT_MEASURED),
+        ("MLX, on a CPU", exported("mlx", "q8_0_gguf"), exported("mlx", "q4_1_gguf"), NOT_MEASURED),
+        ("MLX, on Apple's GPUs", *[NOT_MEASURED] * 3),
+    ]
+    head = ["| runs in | near the model, 8 bits | smaller, 4 to 5 bits | more tokens a second |", "|---|---|---|---|"]
+    return "\n".join([*head, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def training_choice_table() -> str:
+    """What to train with, by goal, and what it gained."""
+    styles = _read("fp8_styles_nvidia_h200")["rows"]
+    llama = [row for row in styles if (row["style"], row["size"]) == ("llama", "h4096_ffn14336")]
+    speedup = {(row["tokens"], row["timing"]): row["arms"]["fp8"]["ratio"]["speedup"] for row in llama}
+    steps = {(row["tokens"], row["variant"]): row["median_ms"] for row in _read("streaming_nvidia_h200")["rows"]}
+    ratios = {
+        (row["table"], row["trees"], row["threads"]): row["i16"] for row in _read("trees_fits_xeon_h200_host")["ratios"]
+    }
+    worst, best = max(ratios.values()), min(ratios.values())
+    streamed = {tokens: steps[tokens, "bf16"] / steps[tokens, "int8"] for tokens in (1024, 4096, 16384)}
+    rows = [
+        (
+            "train faster",
+            "[adaptive FP8](adaptive-fp8.md), tensorwise",
+            f"two llama layers, compiled, launched one by one, H200: {speedup[2048, 'eager']:.2f} times BF16 at 2,048 "
+            f"tokens, {speedup[16384, 'eager']:.2f} at 16,384",
+            "other GPUs; several GPUs",
+        ),
+        (
+            "fine-tune what does not fit",
+            "[streaming](streaming.md), blocks in `int8_row`",
+            f"H200, three slots, over blocks in BF16: {streamed[1024]:.2f} times at 1,024 tokens a step, "
+            f"{streamed[4096]:.2f} at 4,096, {streamed[16384]:.2f} at 16,384",
+            "other GPUs and buses",
+        ),
+        (
+            "boost trees",
+            '[trees](trees.md), `gradient_precision="i16"`',
+            f"1 to 16 threads of a Xeon host, 100 trees: {best:.2f} to {worst:.2f} of the time of the fastest of "
+            "LightGBM's trainings",
+            "XGBoost; ten classes; 500 trees",
+        ),
+    ]
+    head = ["| you want to | take | measured | not measured |", "|---|---|---|---|"]
+    return "\n".join([*head, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _kl_of(name: str) -> str:
+    row = next(row for row in _read("quality_lm26m")["rows"] if row["format"] == name)
+    formats = name.replace(", embeddings ", "`, embeddings `")
+    return f"`{formats}`: {row['bits_per_weight']:.2f} bits, KL {row['kl']['mean']:.4f}"
+
+
 PLACES = {  # page: its tables
+    "docs/choosing.md": (choosing_table, training_choice_table),
     "docs/figures.md": (short_searched_table, demo_table, speed_table),
-    "docs/quality.md": (quality_table, small_quality_table, grid_table),
-    "docs/manifest.md": (fused_table, auto_table),
-    "docs/packed.md": (decode_table, decode_small_table, launched_table, prompts_table),
+    "docs/quality.md": (quality_table, small_quality_table),
+    "docs/packed.md": (decode_table, decode_small_table, launched_table, prompts_table, fused_table),
     "docs/streaming.md": (streaming_table, streaming_auto_table),
     "docs/selective-precision.md": (selective_table,),
     "docs/adaptive-fp8.md": (
         fp8_styles_table,
         fp8_linear_table,
-        fp8_cast_table,
         fp8_fsdp_table,
-        fp8_layers_table,
         fp8_full_table,
-        fp8_profile_table,
-        fp8_held_out_table,
         fp8_training_table,
         fp8_training_speed_table,
         fp8_grouped_table,
+    ),
+    "docs/log.md": (
+        fp8_cast_table,
+        fp8_layers_table,
+        fp8_profile_table,
+        fp8_held_out_table,
         fp8_guesses_table,
+        auto_table,
+        grid_table,
     ),
     "docs/trees.md": (
         trees_table,

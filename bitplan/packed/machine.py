@@ -115,7 +115,7 @@ TRITON_PATH, FP8_PATH = "GPU kernels (Triton)", "FP8 tensor cores"
 GO_DEEP = "bitplan doctor --deep to import every library and to try the fast paths"
 NOT_INSTALLED = "pip install -e . in the checkout: bitplan runs from its source, so what it needs is not known here"
 _CUDA_LIBRARIES = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13")  # they come with torch's CUDA build
-_UNUSED_EXTRAS = {"dev"}  # libraries for developers of bitplan itself
+_UNUSED_EXTRAS = {"dev", "docs"}  # libraries for developers of bitplan itself
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?P<wanted>[^;\[]*)")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
@@ -363,9 +363,10 @@ def _import_problem(name: str) -> str | None:
 
 
 def meets(installed: str, wanted: str) -> bool:
-    """Whether a version is at least that of `>=`; other clauses are left to pip."""
-    least = re.search(r">=\s*([0-9][0-9.]*)", wanted)
-    return least is None or _numbers(installed) >= _numbers(least[1])
+    """Whether a version is at least that of `>=` and below that of `<`; other clauses are left to pip."""
+    version = _numbers(installed)
+    least, beyond = re.search(r">=\s*([0-9][0-9.]*)", wanted), re.search(r"<\s*([0-9][0-9.]*)", wanted)
+    return (least is None or version >= _numbers(least[1])) and (beyond is None or version < _numbers(beyond[1]))
 
 
 def _numbers(version: str) -> list[int]:

@@ -3,5 +3,6 @@
 from bitplan.report.page import write_report as write_report
 from bitplan.report.read_records import ReportError
 from bitplan.report.read_records import TrainingLog
+from bitplan.report.trackers import log_records
 
-__all__ = ["ReportError", "TrainingLog"]
+__all__ = ["ReportError", "TrainingLog", "log_records"]

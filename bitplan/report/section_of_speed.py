@@ -437,7 +437,7 @@ def _times_card(record: Record, name: str, series: Series, across: str, note: st
     lists = [times for points in series.values() for _, times in points]
     samples = [sample for times in lists for sample in times]
     if not samples or not all(lists) or min(samples) <= 0:
-        raise ReportError(f"{record.name}: {visible(name)}: samples_ms must be a list of numbers above 0")
+        raise ReportError(f"{record.name}: {visible(name):.200}: samples_ms must be a list of numbers above 0")
     y = log_axis(samples, "time", formatter=milliseconds)
     frame = Frame(log_axis(tokens, across, formatter=count, base=2), y, f"Times against {across}: {name}")
     middles: dict[str, list[Point]] = {}

@@ -301,6 +301,11 @@ def test_a_name_in_an_error_stays_on_its_line(tmp_path):
     path.write_text(json.dumps(document))
     with pytest.raises(ReportError, match=r"mx\\nfp4, .*: samples_ms must be a list of numbers above 0"):
         page([path], tmp_path)
+    document["weights"][0]["format"] = "x" * 100_000
+    path.write_text(json.dumps(document))
+    with pytest.raises(ReportError) as refused:
+        page([path], tmp_path)
+    assert len(str(refused.value)) < 500
 
 
 def test_errors_that_are_not_finite_are_the_worst(tmp_path):

@@ -38,11 +38,11 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.errors import MeasureError
-from bitplan.base.optional import remote_code_allowed, require
+from bitplan.base.optional import WEIGHTS_FILE, remote_code_allowed, require
 from bitplan.files.engines.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.files.headers import check_model_source, is_gguf
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import WEIGHTS_FILE, folder_inputs, is_model_folder, packed_experts, read_config
+from bitplan.files.packed_folder import folder_inputs, is_model_folder, packed_experts, read_config
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
