@@ -690,6 +690,19 @@ def _by_target(key: str, rows: list[dict[str, Any]], cell: Callable[[dict[str, A
     return "\n".join(lines)
 
 
+def _vllm_rows() -> list[dict[str, Any]]:
+    return [row for row in _read("engine_vllm")["rows"] if row["family"] == "lm26m" and "vllm" in row]
+
+
+def vllm_table() -> str:
+    """Means of log-probabilities in vLLM and here, and how far a single token is off."""
+    lines = ["| lm26m as | vLLM | bitplan | largest difference of a token | bound |", "|---|---|---|---|---|"]
+    for row in _vllm_rows():
+        figures = (row[key] for key in ("vllm", "bitplan", "largest_difference", "bound"))
+        lines.append(f"| {row['case']} | " + " | ".join(f"{figure:.4f}" for figure in figures) + " |")
+    return "\n".join(lines)
+
+
 NOT_MEASURED = "not measured"
 
 
@@ -698,6 +711,7 @@ def choosing_table() -> str:
     engine, folders = _read("engines")["models"]["lm26m"], _read("engine_folders")["models"]["lm26m"]
     in_llama = {row["format"]: row["difference"] for row in engine}
     in_folder = {(row["target"], row["format"]): row["difference"] for row in folders}
+    in_vllm = {row["case"]: abs(row["vllm"] - row["bitplan"]) for row in _vllm_rows()}
     searched = {row["plan"]: row["kl"] for row in _read("search_gguf_lm26m")["comparison"]}
     tokens = {row["format"]: row for row in _read("packed_cpu_xeon_int8_inputs")["model_rows"]}
     graph = [row for row in _read("decode_8b_nvidia_h200")["rows"] if row["mode"] == "graph" and row["batch"] == 1]
@@ -732,7 +746,13 @@ def choosing_table() -> str:
             exported("compressed-tensors", "int4_g32"),
             NOT_MEASURED,
         ),
-        ("vLLM, by compressed-tensors", *[f"{NOT_MEASURED}: never run"] * 3),
+        (
+            "vLLM, CPU, by compressed-tensors",
+            f"`int8_row`, inputs `int8_row`: runs, mean log-probability {in_vllm['W8A8']:.4f} from ours",
+            f"`int4_g32`: runs, {in_vllm['int4_g32']:.4f} from ours",
+            NOT_MEASURED,
+        ),
+        ("vLLM, GPU", *[NOT_MEASURED] * 3),
         ("torchao", exported("torchao", "int8_row"), exported("torchao", "int4_g32"), NOT_MEASURED),
         ("MLX, on a CPU", exported("mlx", "q8_0_gguf"), exported("mlx", "q4_1_gguf"), NOT_MEASURED),
         ("MLX, on Apple's GPUs", *[NOT_MEASURED] * 3),
@@ -816,7 +836,7 @@ PLACES = {  # page: its tables
         trees_fits_table,
         trees_gpu_table,
     ),
-    "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),
+    "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table, vllm_table),
     "docs/rounding.md": (rounding_gguf_table,),
     "docs/search.md": (searched_table, searched_smollm2_table),
 }
