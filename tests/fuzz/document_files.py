@@ -269,7 +269,7 @@ def read_list_report(path: Path) -> None:
 
     result = merge_lists([path], 1.0)
     if result is not None:
-        result[0].to_json()
+        result.policy.to_json()
 
 
 def make_configs(folder: Path) -> list[Path]:

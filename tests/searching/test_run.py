@@ -129,7 +129,7 @@ def test_a_plan_above_the_goal_loses_to_a_measured_one_within_it_or_is_called_so
     show_result(lost)
     assert f"the search lost: {why}" in " ".join(capsys.readouterr().out.split())
     assert (lost.to_document()["why_lost"], result.to_document()["why_lost"]) == (why, None)
-    missed = replace(result, goal=Goal(max_kl=near.kl.mean / 2), winner=near)
+    missed = replace(result, goal=Goal(max_kl=near.kl.mean / 2), winner=near, rivals=[far, near])
     assert runner.best_of(result.evidence, missed.goal, far, [near], by_gradients=False) is far
     line = f"KL {near.kl.mean:.6g}, above the goal of {near.kl.mean / 2:g}: give more bits or a higher limit"
     assert missed.to_document()["missed_goal"] == line

@@ -35,12 +35,12 @@ def llama(tmp_path, monkeypatch):
 
 
 def test_deep_says_clean(llama, capsys):
-    assert run(["check", "llama", llama(), "--deep"]) == 0
+    assert run(["verify", "llama", llama()]) == 0
     assert capsys.readouterr().out == (
         "llama.safetensors: 12 tensors, 59.78 kB of data checked, no findings under llama\n"
         "llama.safetensors: has no checksums, so a changed byte that makes a sound number is not seen\n"
     )
-    assert run(["check", "llama", llama(), "--deep", "--json"]) == 0
+    assert run(["verify", "llama", llama(), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
 
 
@@ -48,22 +48,22 @@ def test_deep_findings_come_after_the_headers(llama, capsys):
     norm = torch.ones(64).bfloat16()
     norm[5] = math.nan
     path = llama(**{f"{PREFIX}.input_layernorm.weight": norm, "extra.w": torch.ones(2).bfloat16()})
-    assert run(["check", "llama", path, "--json"]) == 1
+    assert run(["verify", "llama", path, "--headers", "--json"]) == 1
     assert [finding["code"] for finding in json.loads(capsys.readouterr().out)] == ["unmatched"]
-    assert run(["check", "llama", path, "--deep", "--json"]) == 1
+    assert run(["verify", "llama", path, "--json"]) == 1
     captured = capsys.readouterr()
     header, deep = json.loads(captured.out)
     assert captured.err == ""
     assert header["code"] == "unmatched"
     assert (deep["code"], deep["where"]) == ("norm-not-finite", f"{PREFIX}.input_layernorm.weight")
     assert "1 NaN and 0 infinite of 64 numbers, the first, nan, at [5]" in deep["message"]
-    assert run(["check", "llama", path, "--deep"]) == 1
+    assert run(["verify", "llama", path]) == 1
     assert "norm-not-finite" in capsys.readouterr().out
 
 
 def test_a_file_that_is_not_there(llama, capsys):
     llama()
-    assert run(["check", "llama", "none.safetensors", "--deep"]) == 2
+    assert run(["verify", "llama", "none.safetensors"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -136,7 +136,7 @@ def test_saturated_scales_show_in_the_table(tmp_path, monkeypatch, capsys):
 
 def test_names_with_escape_sequences_do_not_reach_the_terminal(llama, capsys):
     file = llama(**{"evil\x1b[2J\nname": torch.ones(2)})
-    assert run(["check", "llama", file]) == 1
+    assert run(["verify", "llama", file]) == 1
     shown = capsys.readouterr().out
     assert "evil\\x1b[2J\\nname" in shown
     safetensors.torch.save_file({"a\x1b[2Jb": torch.ones(2)}, "other.safetensors")
