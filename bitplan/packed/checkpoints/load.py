@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.devices import known_device
+from bitplan.base.documents import show
 from bitplan.base.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.base.optional import remote_code_allowed, require
 from bitplan.base.records import on_failure
@@ -310,7 +311,7 @@ def _read_folder(source: Path, file: TensorFile, *, has_model: bool) -> tuple[di
 
 def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """The model of a folder's config; its parameters lie on meta, its computed buffers on the device."""
-    wanted = dtype or _stored_type(config)
+    wanted = dtype or _stored_type(config, folder / CONFIG)
     model = describe_files.empty_model(folder, wanted, ties=False, remote_code=remote_code_allowed())
     with silence_transformers():
         with foreign_faults(FileFormatError, f"{folder / CONFIG}: no model can be made of it"):
@@ -320,10 +321,13 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
     return model
 
 
-def _stored_type(config: Mapping[str, Any]) -> torch.dtype:
+def _stored_type(config: Mapping[str, Any], where: Path) -> torch.dtype:
     """The type in which the model was saved, by its config; float32 where the config names none."""
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return torch_dtype(str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("float16", "bfloat16", "float32", "float64"):
+        raise FileFormatError(f"{where}: dtype: expected float16, bfloat16, float32 or float64, got {show(dtype)}")
+    return torch_dtype(name)
 
 
 def _compute_buffers(model: Any, device: torch.device) -> None:

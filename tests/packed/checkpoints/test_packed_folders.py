@@ -615,3 +615,16 @@ def test_a_file_that_cannot_say_how_inputs_are_rounded_is_said(tmp_path: Path) -
     bitplan.load_packed(tmp_path / "packed.safetensors", model=plain, inputs="q8_0_gguf")
     x = torch.randn(3, 64)
     assert torch.equal(plain(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "load", [["float32"]], {"": 1}])
+def test_a_type_that_no_model_is_saved_in_is_refused_by_name(dtype, packed, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(packed, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    with pytest.raises(
+        FileFormatError, match=r"config.json: dtype: expected float16, bfloat16, float32 or"
+    ):
+        bitplan.load_packed(folder)
