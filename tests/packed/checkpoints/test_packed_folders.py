@@ -624,7 +624,5 @@ def test_a_type_that_no_model_is_saved_in_is_refused_by_name(dtype, packed, tmp_
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)
     (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
-    with pytest.raises(
-        FileFormatError, match=r"config.json: dtype: expected float16, bfloat16, float32 or"
-    ):
+    with pytest.raises(FileFormatError, match=r"config.json: dtype: expected float16, bfloat16, float32 or"):
         bitplan.load_packed(folder)
