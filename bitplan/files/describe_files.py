@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.base.errors import FileFormatError, MissingLibraryError, PlanError
 from bitplan.base.optional import require
+from bitplan.base.records import read_json
 from bitplan.plan.structure.describe import describe as describe_module
 from bitplan.plan.structure.families import view_by_names
 from bitplan.plan.structure.model_view import ModelView, TensorRecord
@@ -85,6 +86,7 @@ def empty_model(
     """
     if not (folder / CONFIG).is_file():
         raise FileFormatError(f"{folder}: no {CONFIG} says which model it is")
+    _refuse_endless(read_json(folder / CONFIG), f"{folder / CONFIG}")
     import torch
 
     transformers = require("transformers", purpose=f"{folder}: what its model computes", extra="models")
@@ -103,6 +105,17 @@ def empty_model(
             kind = {} if dtype is None else {"dtype": dtype}
             model: nn.Module = model_class(folder, config)._from_config(config, **kind)
     return model.eval()
+
+
+MOST_LAYERS = 10_000
+
+
+def _refuse_endless(document: Any, where: str) -> None:
+    """Refuse a number of layers that no model has: making that many modules would not end."""
+    for key, value in document.items() if isinstance(document, dict) else ():
+        if type(value) is int and "layers" in key and value > MOST_LAYERS:
+            raise FileFormatError(f"{where}: {key}: expected at most {MOST_LAYERS} layers, got {value}")
+        _refuse_endless(value, where)
 
 
 def model_class(folder: Path, config: Any) -> Any:

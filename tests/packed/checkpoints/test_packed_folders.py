@@ -626,3 +626,14 @@ def test_a_type_that_no_model_is_saved_in_is_refused_by_name(dtype, packed, tmp_
     (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
     with pytest.raises(FileFormatError, match=r"config.json: dtype: expected float16, bfloat16, float32 or"):
         bitplan.load_packed(folder)
+
+
+def test_more_layers_than_any_model_has_are_refused_and_not_made(packed, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(packed, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2**64 - 1}))
+    with pytest.raises(
+        FileFormatError, match=r"config.json: num_hidden_layers: expected at most 10000 layers, got 1844"
+    ):
+        bitplan.load_packed(folder)
