@@ -633,7 +633,5 @@ def test_more_layers_than_any_model_has_are_refused_and_not_made(packed, tmp_pat
     shutil.copytree(packed, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2**64 - 1}))
-    with pytest.raises(
-        FileFormatError, match=r"num_hidden_layers: expected at most 10000 layers, got 1844"
-    ):
+    with pytest.raises(FileFormatError, match=r"num_hidden_layers: expected at most 10000 layers, got 1844"):
         bitplan.load_packed(folder)
