@@ -128,11 +128,11 @@ def model_class(folder: Path, config: Any) -> Any:
             return named
     if config.architectures:
         raise FileFormatError(
-            f"{folder / CONFIG}: the architecture {config.architectures[0]!r} is not one of transformers "
+            f"{folder / CONFIG}: the architecture {config.architectures[0]!r:.80} is not one of transformers "
             f"{transformers.__version__}; code that comes with a model is not run"
         )
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         known = auto._model_mapping.get(type(config), None)
         if known is not None:
             return known[0] if isinstance(known, tuple | list) else known
-    raise FileFormatError(f"{folder / CONFIG}: transformers has no model of type {config.model_type!r}")
+    raise FileFormatError(f"{folder / CONFIG}: transformers has no model of type {config.model_type!r:.80}")

@@ -128,8 +128,8 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
         if not isinstance(other, dict) or other.get("quant_method") is None:
             raise FileFormatError(f"{folder}: is not packed; `bitplan quantize` packs it")
         raise FileFormatError(
-            f"{where}: quant_method {other['quant_method']!r}, which bitplan does not load; `bitplan quantize` packs "
-            "the folder of the model in bfloat16 or float32"
+            f"{where}: quant_method {other['quant_method']!r:.80}, which bitplan does not load; `bitplan quantize` "
+            "packs the folder of the model in bfloat16 or float32"
         )
     reader = Reader(where, FileFormatError, strict=False)  # transformers may add keys of its own
     settings: dict[str, Any] = config["quantization_config"]

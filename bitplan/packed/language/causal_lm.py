@@ -308,7 +308,7 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
     config = _read("AutoConfig", folder, "config.json", _place(folder))
     known = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if known is None:
-        raise MeasureError(f"{folder}: transformers has no causal language model of type {config.model_type!r}")
+        raise MeasureError(f"{folder}: transformers has no causal language model of type {config.model_type!r:.80}")
     classes = known if isinstance(known, tuple | list) else (known,)
     named = [one for one in classes if one.__name__ in (config.architectures or ())]
     if getattr(config, "quantization_config", None) is not None and not _is_packed(file):

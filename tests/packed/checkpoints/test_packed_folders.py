@@ -635,3 +635,18 @@ def test_more_layers_than_any_model_has_are_refused_and_not_made(packed, tmp_pat
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2**64 - 1}))
     with pytest.raises(FileFormatError, match=r"num_hidden_layers: expected at most 10000 layers, got 1844"):
         bitplan.load_packed(folder)
+
+
+@pytest.mark.parametrize("key", ["architectures", "quant_method"])
+def test_a_long_name_in_a_config_makes_no_long_message(key, packed, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(packed, folder)
+    config, name = json.loads((folder / "config.json").read_text()), "x" * 100_000
+    if key == "architectures":
+        config[key] = [name]
+    else:
+        config["quantization_config"][key] = name
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FileFormatError) as refused:
+        bitplan.load_packed(folder)
+    assert len(str(refused.value)) < 1000
