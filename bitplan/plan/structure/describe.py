@@ -172,17 +172,19 @@ _ROUTING_STEPS |= {"size", "sort", "squeeze", "sum", "t", "to", "transpose", "ty
 _ROUTING_STEPS |= {"unsqueeze", "view", "where", "zeros", "zeros_like"}
 _norms_seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 _PLAIN = (int, float, bool, str, dict, set, OrderedDict)
-_experts_seen: weakref.WeakKeyDictionary[nn.Module, ExpertsUse | None] = weakref.WeakKeyDictionary()
+_experts_seen: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ExpertsUse]] = weakref.WeakKeyDictionary()
 
 
 def experts_of(module: nn.Module) -> ExpertsUse | None:
     """The experts that a module alone is, seen in a run of its own; None if it holds no two stacks of matrices."""
     if sum(weight is not None and weight.ndim == 3 for weight in module._parameters.values()) < 2:
         return None
-    if module not in _experts_seen:
-        alike = (use for other, use in _experts_seen.items() if _is_same_code(other, module))
-        _experts_seen[module] = next(alike, None) or _see_experts(module)
-    return _experts_seen[module]
+    forward = type(module).forward  # a class may be patched after a module of it was seen
+    if module not in _experts_seen or _experts_seen[module][0] is not forward:
+        seen = ((other, use) for other, (ran, use) in _experts_seen.items() if ran is forward and other is not module)
+        alike = next((use for other, use in seen if _is_same_code(other, module)), None)
+        _experts_seen[module] = forward, alike or _see_experts(module)
+    return _experts_seen[module][1]
 
 
 def _is_same_code(one: nn.Module, other: nn.Module) -> bool:

@@ -255,7 +255,7 @@ class _Recorder(TorchFunctionMode):
         if name == "where" and len(args) + len(kwargs) == 1 and _has_no_numbers(tensors[0]):
             raise NumbersNeededError("where() of numbers that weights decide")
         before = [_version(tensor) for tensor in tensors]
-        output = self._compute(name, func, tensors, args, kwargs)
+        output = self._compute(name, func, tensors, before, args, kwargs)
         if isinstance(output, Tensor) and _has_no_numbers(output):
             output = self._with_numbers(name, func, args, kwargs, output)
         if name in _CHOOSE_INDICES:
@@ -280,7 +280,7 @@ class _Recorder(TorchFunctionMode):
         held = self.model.get_submodule(self.calls[self._stack[-1]].path)._parameters.values()
         return made.args[1] in {len(weight) for weight in held if weight is not None and weight.ndim == 3}
 
-    def _compute(self, name: str, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+    def _compute(self, name: str, func: Any, tensors: list[Tensor], before: list[int], args: Any, kwargs: Any) -> Any:
         """What a function gives; a few give errors without numbers that they do not give with them."""
         if name in ("to", "cpu", "cuda") and _has_no_numbers(tensors[0]):  # it stays where it is
             return tensors[0].to(_type_asked_for(tensors, args, kwargs))
@@ -292,7 +292,6 @@ class _Recorder(TorchFunctionMode):
         if key in self._new_layouts:
             shape, stride, dtype = self._new_layouts[key]
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        before = [_version(tensor) for tensor in tensors]
         output = func(*args, **kwargs)
         if key[1] is not None and type(output) is Tensor and before == [_version(tensor) for tensor in tensors]:
             layout = _layout_of(output)

@@ -82,3 +82,15 @@ def test_experts_of_the_same_code_are_followed_once(monkeypatch: pytest.MonkeyPa
     patched = Experts()
     patched.forward = lambda *args: Experts.forward(patched, *args) + 1  # type: ignore[method-assign]
     assert "more than its experts' sum" in str(describe.experts_of(patched).fault)  # type: ignore[union-attr]
+
+
+def test_a_class_that_is_patched_later_is_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, plain = Experts(), Experts.forward
+    assert describe.experts_of(before).fault == ""  # type: ignore[union-attr]
+
+    def patched(self: Experts, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return plain(self, hidden, chosen, weights) + 1
+
+    monkeypatch.setattr(Experts, "forward", patched)
+    for module in (Experts(), before):
+        assert "more than its experts' sum: add" in describe.experts_of(module).fault  # type: ignore[union-attr]
