@@ -429,7 +429,8 @@ def test_a_kill_in_mid_write_leaves_the_old_file(tmp_path):
 
 def test_a_full_disk_is_one_line_and_leaves_the_old_file(source):
     (source.parent / "out.safetensors").write_bytes(b"old")
-    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "sys.dont_write_bytecode = True; "  # a module's compiled file would be cut off, and stay
     limit += f"resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); {BITPLAN}"
     arguments = ("quantize", "in.safetensors", "out.safetensors", "-f", "int8_row", "--force")
     program = Program(limit, *arguments, folder=source.parent)

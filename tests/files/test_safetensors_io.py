@@ -414,6 +414,7 @@ if how == "killed":
         print("ready", flush=True)
         signal.pause()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20 + 2**19, resource.RLIM_INFINITY))
 for write in writes:
     try:
