@@ -30,7 +30,7 @@ from bitplan.plan.structure.model_view import TensorSpec
 from bitplan.streaming.block_layout import ParameterSpec
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import Train
-from bitplan.streaming.training.optimizers import HostOptimizer, Settings
+from bitplan.streaming.training.optimizers import Settings
 from bitplan.streaming.training.trained_weight import MomentFormat
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S
 from bitplan.streaming.transfer.host_memory import HostKind
@@ -83,7 +83,7 @@ def plan_states(moments: Moments, weights: Mapping[str, ParameterSpec]) -> Plan:
     by_name = moments if isinstance(moments, Mapping) else {}
     patterns = ShellPatterns(by_name)
     patterns.check(weights, "moments", "trained weight", StreamError)
-    entries = {}
+    entries: dict[str, Planned] = {}
     for name, spec in weights.items():
         pattern = next(iter(patterns.matching(name)), None)
         cause: Cause
@@ -197,11 +197,6 @@ class StreamRequest(StreamOptions):
             if one not in get_args(MomentFormat):
                 known = ", ".join(map(repr, get_args(MomentFormat)))
                 raise StreamError(f"moments={one!r}: there are {known}")
-        if isinstance(self.optimizer, HostOptimizer) and "int8" in chosen:
-            raise StreamError(
-                f"moments='int8' are AdamW's, and the optimizer is {self.optimizer.name}; leave `moments` out, or pass "
-                "optimizer=AdamWSettings(...)"
-            )
 
 
 def check_norm(what: str, max_norm: float) -> None:

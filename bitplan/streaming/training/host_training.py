@@ -264,7 +264,7 @@ class HostTraining:
         self.settings: Settings = options.optimizer or AdamWSettings()
         self.max_norm = options.clip_grad_norm
         self.lr = self.settings.lr
-        self.own_settings: Mapping[Key, Settings] = {}  # of weights that do not have `settings` and `lr`
+        self._own_settings: Mapping[Key, Settings] = {}
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
         trained = {
             block.name: {name: one for name, one in block.parameters.items() if one.parameter.requires_grad}
@@ -281,11 +281,13 @@ class HostTraining:
                 name: TrainedWeight(f"{block}.{name}", one, "int8" if small[name] else "float32")
                 for name, one in parameters.items()
             }
+        self._keys = [(block, name) for block, weights in self._weights.items() for name in weights]
+        for key, settings in self.settings_now().items():
+            self.weight(*key).require_steppable(settings, is_divided=False)
         if isinstance(self.settings, AdamWSettings):
             prepare_adamw(math.prod(spec.shape) for spec in by_name.values())
         self._places = GradientPlaces(device, specs, pinned=options.host == "pinned")
         self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
-        self._keys = [(block, name) for block, weights in self._weights.items() for name in weights]
         names = [f"{block}.{name}" for block, name in self._keys]
         self._flag_of = {name: number for number, name in enumerate(names)}
         self._finite = FiniteCheck(device, names)
@@ -309,14 +311,24 @@ class HostTraining:
     def lr(self, lr: float) -> None:
         self._lr = setting("lr", lr)
 
+    @property
+    def own_settings(self) -> Mapping[Key, Settings]:
+        """The settings of weights that do not have `settings` and `lr`."""
+        return self._own_settings
+
+    @own_settings.setter
+    def own_settings(self, settings: Mapping[Key, Settings]) -> None:
+        for key, of_weight in settings.items():
+            self.weight(*key).require_steppable(of_weight, is_divided=self.is_sharded)
+        self._own_settings = settings
+
     def join(self, processes: Processes, frozen: Mapping[str, Tensor]) -> None:
         """Train with other processes, which have the same weights, from now on; nothing may be under way."""
         masters = {name: part for one in self.trained().values() for name, part in one.parts().items()}
         processes.require_same({**masters, **frozen})
         if self._shards:
-            settings = self._settings_now()
-            for key in self._keys:
-                self.weight(*key).divide(processes, settings[key])
+            for key, settings in self.settings_now().items():
+                self.weight(*key).divide(processes, settings)
         self.processes = processes
 
     @property
@@ -328,7 +340,8 @@ class HostTraining:
     def is_sharded(self) -> bool:
         return self._shards and self.processes is not None
 
-    def _settings_now(self) -> dict[Key, Settings]:
+    def settings_now(self) -> dict[Key, Settings]:
+        """The settings of every weight from the next update on, by block and parameter."""
         common = self.settings.with_lr(self.lr)
         return {key: self.own_settings.get(key) or common.of(self.weight(*key).shape) for key in self._keys}
 
@@ -542,7 +555,7 @@ class HostTraining:
         """Queue the optimizer for every block. `check_step` raises if the step must not count."""
         # The settings of now: the user may set the next step's before the optimizer thread runs this update.
         flags = self._finite.send(self.gradients.step)
-        update = _Update(self.gradients, flags, self._settings_now(), {name: Latch() for name in self._weights})
+        update = _Update(self.gradients, flags, self.settings_now(), {name: Latch() for name in self._weights})
         self.is_settled = False
         self._updates.submit(lambda: self._apply(update, encode_block, check_step), f"step {update.gradients.step}")
         self._update, self._open = update, None
@@ -695,11 +708,10 @@ class HostTraining:
         self._open = self._update = self.failure = None
         self.torn = "loading a state broke off: some weights are of it and some are not; load it again"
         self.lr, self.gradient_norm, self.is_settled = lr, None, False
-        settings = self._settings_now()
-        for key in self._keys:
+        for key, settings in self.settings_now().items():
             weight = self.weight(*key)
             states = dict(tensors[weight.name])
-            weight.restore(states.pop(MASTER), states, steps[weight.name], settings[key], copies=copies)
+            weight.restore(states.pop(MASTER), states, steps[weight.name], settings, copies=copies)
         self.torn = None
 
     def close(self, error: BaseException | None = None) -> None:

@@ -129,7 +129,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": checked.lr, "betas": checked.betas, "weight_decay": checked.weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else closure()
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], group["lr"]

@@ -164,18 +164,29 @@ class TrainedWeight:
         master = (
             0 if self._is_parameter else sum(one.nbytes for one in (self._master, self._remainder) if one is not None)
         )
-        states = self._states or ()
+        states: Iterable[Tensor] = self._states or ()
         if self._optimizer is not None:
             states = tuple(one for one in self._optimizer_states().values() if isinstance(one, Tensor))
         return {"masters": master, "states": sum(one.nbytes for one in states)}
 
-    def divide(self, processes: Processes, settings: Settings) -> None:
-        """From now on step only this process's slice, and keep the master and the states of that alone."""
-        if isinstance(settings, HostOptimizer) and not settings.steps_parts:
+    def require_steppable(self, settings: Settings, *, is_divided: bool) -> None:
+        """Refuse an optimizer that cannot step the weight as it is kept here."""
+        if not isinstance(settings, HostOptimizer):
+            return
+        if is_divided and not settings.steps_parts:
             raise StreamError(
                 f"{self.name}: shard_optimizer=True steps each weight in parts, and {settings.name} needs it whole; "
                 "use shard_optimizer=False, or an optimizer that steps number by number (AdamW, SGD, Lion)"
             )
+        if self.moments == "int8":
+            raise StreamError(
+                f"{self.name}: moments='int8' are AdamW's, and the optimizer is {settings.name}; leave `moments` out, "
+                "or train with AdamW"
+            )
+
+    def divide(self, processes: Processes, settings: Settings) -> None:
+        """From now on step only this process's slice, and keep the master and the states of that alone."""
+        self.require_steppable(settings, is_divided=True)
         states = self.read_states()
         self._processes = processes
         if self._remainder is not None:

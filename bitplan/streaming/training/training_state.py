@@ -18,7 +18,7 @@ A document is read in full, and refused where it is of another model or optimize
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,8 @@ def read_training(
     _require_same_names(reader, "streamed", item["formats"], list(parameters))
     reader.keys("steps", item["steps"], dict.fromkeys(now, SIZE), tuple(now))
     reader.keys("formats", item["formats"], dict.fromkeys(item["formats"], NAME), ())
-    is_adamw = isinstance(training.settings, AdamWSettings)
-    tensors = _read_tensors(reader, item["tensors"], item["steps"], now, is_adamw=is_adamw)
+    by_adamw = {".".join(key) for key, one in training.settings_now().items() if isinstance(one, AdamWSettings)}
+    tensors = _read_tensors(reader, item["tensors"], item["steps"], now, by_adamw)
     lr = float(item["lr"])
     if accept_optimizer_change:
         lr = training.lr
@@ -185,12 +185,11 @@ def _read_tensors(
     tensors: Mapping[str, Any],
     steps: Mapping[str, int],
     now: Mapping[str, TrainedWeight],
-    *,
-    is_adamw: bool,
+    by_adamw: Container[str],
 ) -> dict[str, dict[str, Tensor]]:
     keys = {name: [MASTER] for name in now}
     for name in now:
-        if is_adamw:
+        if name in by_adamw:
             keys[name] += MOMENTS if steps[name] else ()
         elif steps[name]:  # an optimizer's states have its own names and shapes
             states = [full.removeprefix(f"{name}.") for full in tensors if full.startswith(f"{name}.")]
@@ -198,7 +197,7 @@ def _read_tensors(
     wanted = {f"{name}.{key}": (name, key) for name, parts in keys.items() for key in parts}
     reader.keys("tensors", tensors, dict.fromkeys(wanted, _TENSOR), tuple(wanted))
     for full, (name, key) in wanted.items():
-        is_like_weight = is_adamw or key == MASTER
+        is_like_weight = name in by_adamw or key == MASTER
         _require_fitting(reader, full, tensors[full], now[name].shape if is_like_weight else None)
     return {name: {key: tensors[f"{name}.{key}"] for key in parts} for name, parts in keys.items()}
 

@@ -113,7 +113,7 @@ def test_optimizers_that_cannot_serve_are_refused(make, says):
 
 def test_moments_in_8_bits_are_adamws():
     model = make_stack(adapters=False, count=1)
-    says = r"moments='int8' are AdamW's, and the optimizer is torch\.optim\.sgd\.SGD"
+    says = r"layers\.0\.\S+: moments='int8' are AdamW's, and the optimizer is torch\.optim\.sgd\.SGD"
     with (
         pytest.raises(StreamError, match=says),
         streaming(model, train="weights", moments="int8", optimizer=KINDS["sgd"]),
