@@ -308,6 +308,7 @@ class _FollowedOptimizer:
         self._stream = stream
         self._optimizer: Any = None
         self._groups: dict[int, list[tuple[str, str]]] = {}  # number of a group -> the streamed weights in it
+        self._settings: dict[int, Settings] = {}  # of each group, as last seen
 
     def follow(self, optimizer: Any) -> None:
         """Take over the settings, before the optimizer steps; it may be wrapped, as accelerate does."""
@@ -315,13 +316,15 @@ class _FollowedOptimizer:
         if training is None:
             return
         if optimizer is not self._optimizer:
-            self._groups = self._find_streamed(training, optimizer)
+            self._groups, self._settings = self._find_streamed(training, optimizer), {}
             self._optimizer = optimizer
             self._say_what_holds(training)
-        settings = {at: _settings_of(optimizer, at) for at in self._groups}
-        training.own_settings = {
-            key: settings[at].of(training.weight(*key).shape) for at, keys in self._groups.items() for key in keys
-        }
+        self._settings = settings = {at: _settings_of(optimizer, at, self._settings.get(at)) for at in self._groups}
+        own = {key: settings[at].of(training.weight(*key).shape) for at, keys in self._groups.items() for key in keys}
+        try:
+            training.own_settings = own
+        except StreamError as error:
+            raise SelectiveError(f"the trainer's optimizer cannot train streamed weights: {error}") from None
         rates = {one.lr for one in settings.values()}
         training.lr = rates.pop() if len(rates) == 1 else training.lr
 
@@ -373,13 +376,19 @@ def unwrapped(optimizer: Any) -> Any:
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def _settings_of(optimizer: Optimizer, at: int) -> Settings:
-    """The settings of one group, for the host: AdamW's, or those that the optimizer's class takes."""
+def _settings_of(optimizer: Optimizer, at: int, before: Settings | None = None) -> Settings:
+    """The settings of one group, for the host: AdamW's, or those that the optimizer's class takes.
+
+    before: those of the last step; where only the rate differs, the optimizer is not tried again.
+    """
     group = optimizer.param_groups[at]
     if type(optimizer) is not AdamW:
         known = inspect.signature(type(optimizer)).parameters.keys() - {"params", "lr"}
+        settings = {name: group[name] for name in known if name in group}
+        if isinstance(before, HostOptimizer) and before.settings == settings:
+            return before.with_lr(float(group["lr"]))
         try:
-            return HostOptimizer(type(optimizer), group["lr"], {name: group[name] for name in known if name in group})
+            return HostOptimizer(type(optimizer), group["lr"], settings)
         except StreamError as error:
             raise SelectiveError(
                 f"the trainer's optimizer cannot train streamed weights: {error}; with AdamW "

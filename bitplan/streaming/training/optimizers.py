@@ -23,6 +23,7 @@ from bitplan.streaming.errors import StreamError
 from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
 
 TRIED_ROWS = 8  # and columns, of the matrix that an optimizer is tried on
+PACKED_ROWS = 64  # of one for which optimizers that keep states in bytes do so
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,14 @@ class HostOptimizer:
             return False
         parts = torch.cat([self._tried(part.clone()) for part in start.view(2, -1)])
         return torch.equal(self._tried(start.view(TRIED_ROWS, -1).clone()).view(-1), parts)
+
+    @cached_property
+    def keeps_floats(self) -> bool:
+        """Whether all its states are floating-point numbers, as a checkpoint holds them."""
+        optimizer = self.open(torch.ones(PACKED_ROWS, PACKED_ROWS))
+        step_alone(optimizer, torch.ones(PACKED_ROWS, PACKED_ROWS))
+        states = [one for of_weight in optimizer.state.values() for one in of_weight.values()]
+        return all(one.is_floating_point() for one in states if isinstance(one, Tensor))
 
     def _tried(self, master: Tensor) -> Tensor:
         """A master after two steps with gradients of its own numbers."""

@@ -173,6 +173,11 @@ class TrainedWeight:
         """Refuse an optimizer that cannot step the weight as it is kept here."""
         if not isinstance(settings, HostOptimizer):
             return
+        if not settings.keeps_floats:
+            raise StreamError(
+                f"{self.name}: {settings.name} keeps its states as bytes of its own, which no checkpoint here holds; "
+                "use AdamW with StreamOptions(moments='int8')"
+            )
         if is_divided and not settings.steps_parts:
             raise StreamError(
                 f"{self.name}: shard_optimizer=True steps each weight in parts, and {settings.name} needs it whole; "

@@ -119,3 +119,22 @@ def test_moments_in_8_bits_are_adamws():
         streaming(model, train="weights", moments="int8", optimizer=KINDS["sgd"]),
     ):
         pass
+
+
+class InBytes(torch.optim.SGD):
+    """An optimizer that keeps states of large weights in bytes, as bitsandbytes does."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.numel() >= 4096:
+                self.state[parameter]["codes"] = torch.zeros(1, dtype=torch.uint8)
+
+
+def test_states_in_bytes_are_refused():
+    model = make_stack(adapters=False, count=1)
+    with (
+        pytest.raises(StreamError, match=r"InBytes keeps its states as bytes .*moments='int8'"),
+        streaming(model, train="weights", optimizer=HostOptimizer(InBytes, 0.1)),
+    ):
+        pass
