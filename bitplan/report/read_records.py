@@ -121,7 +121,7 @@ KINDS = (
     RecordKind("search", "search", _has("front", "plan", "measured"), document="bitplan-front", versions=(1,)),
     RecordKind(
         "searching",
-        "search that goes on",
+        "search in progress",
         _has("goal"),
         lines=True,
         document="bitplan-search-progress",

@@ -68,7 +68,7 @@ def progress_section(records: Sequence[Record]) -> Section:
         )
         return join([source(record), phases]), told(record, _now(start, steps)) if len(records) > 1 else "", ()
 
-    return one_by_one("searching", "Search that goes on", records, draw, _now(*_last_run(records[0])))
+    return one_by_one("searching", "Search in progress", records, draw, _now(*_last_run(records[0])))
 
 
 def _last_run(record: Record) -> tuple[RecordFields, list[RecordFields]]:
