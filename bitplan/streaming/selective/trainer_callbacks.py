@@ -204,6 +204,13 @@ def trainer_callback(
             elif steps.trains:
                 steps.stream.state_dict()  # the others give their moments, if these are divided
 
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            # The trainer has the norm of what lies on the device alone.
+            norm = None if steps.stream.training is None else steps.stream.training.gradient_norm
+            for entry in (logs, *state.log_history[-1:]):
+                if norm is not None and entry is not None and "grad_norm" in entry:
+                    entry["grad_norm"] = norm
+
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             steps.synchronize()
 

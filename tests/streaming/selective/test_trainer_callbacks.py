@@ -265,18 +265,49 @@ def test_another_optimizer_of_a_trainer_trains_streamed_weights_and_goes_on(opti
     transformers = pytest.importorskip("transformers")
     arguments = transformers.TrainingArguments(
         str(tmp_path), optim=optim, max_steps=4, save_steps=2, learning_rate=1e-3, max_grad_norm=0.1, use_cpu=True,
-        report_to="none", disable_tqdm=True, logging_strategy="no", weight_decay=0.1,
+        report_to="none", disable_tqdm=True, logging_steps=1, weight_decay=0.1,
     )  # fmt: skip
-    weights = []
+    weights, norms = [], []
     for resume in (None, str(tmp_path / "checkpoint-2"), False):
         model = Task("weights")
         with maybe_streamed(model, "stack.layers.*", resume is not False, trainer_callback) as callbacks:
             trainer = transformers.Trainer(model, arguments, train_dataset=rows(), callbacks=callbacks)
             trainer.train(resume_from_checkpoint=resume or None)
         weights.append({name: one.detach().clone() for name, one in model.named_parameters()})
+        norms.append([one["grad_norm"] for one in trainer.state.log_history if "grad_norm" in one])
+    assert norms[0] == pytest.approx(norms[2], rel=1e-4)  # of all gradients, not of those on the device alone
     assert_equal(weights[0], weights[1])
     for name, one in weights[2].items():
         torch.testing.assert_close(weights[0][name], one, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_trls_trainer_trains_streamed_weights_as_it_trains_others(tmp_path):
+    trl = pytest.importorskip("trl", reason="TRL is not installed: SFTTrainer cannot be tried")
+    datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(32)}, unk_token="0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="2")
+    rows = datasets.Dataset.from_dict({"input_ids": [[(3 + one * two) % 32 for two in range(8)] for one in range(16)]})
+    weights = []
+    for is_streamed in (True, False):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, pad_token_id=2,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+        arguments = trl.SFTConfig(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            learning_rate=1e-3, weight_decay=0.1, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        with maybe_streamed(model, "model.layers.*", is_streamed, trainer_callback) as callbacks:
+            trl.SFTTrainer(
+                model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=callbacks
+            ).train()
+        weights.append(dict(model.named_parameters()))
+    for name, one in weights[1].items():
+        torch.testing.assert_close(weights[0][name], one, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def fit_to_the_best(folder, *, is_streamed):
