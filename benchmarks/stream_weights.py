@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bitplan.formats import Picked
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.streaming.training import host_training as adamw
+from bitplan.streaming.training import trained_weight as adamw
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.devices import StreamDevice
 
