@@ -44,7 +44,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -58,7 +58,9 @@ from bitplan.base.paired_timing import CudaStopwatch
 from bitplan.base.records import write_json
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
-from bitplan.packed.products.fused import FusedMatmul, Launch
+
+if TYPE_CHECKING:
+    from bitplan.packed.products.fused import FusedMatmul, Launch
 
 log = logging.getLogger("bitplan")
 
@@ -75,7 +77,7 @@ NUMBER_OF_RESULT = 2.0**-6
 NUMBER_OF_ROW = 2.0**-5
 
 Call = Callable[[], Tensor]
-Run = Callable[[Launch | None], Tensor]  # the fused product with a launch
+Run = Callable[["Launch | None"], Tensor]  # the fused product with a launch
 Timer = Callable[[Call, int], Sequence[float]]  # a call and a number of samples -> milliseconds
 
 

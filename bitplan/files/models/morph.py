@@ -7,7 +7,6 @@ quantization happens after training, not in it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from bitplan.base.errors import StoreError, did_you_mean
 from bitplan.files.models.decoded_in_eval import MorphedParameter, set_slots, slots_of
 from bitplan.files.models.weight_store import ActivationObserver, CalibrationGain, EncodeOptions, WeightStore
 from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.encoded import EncodedModule
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.plan.format_choices import Wanted, choose_formats
@@ -56,20 +56,6 @@ class MorphReport:
 
     def to_dict(self) -> dict[str, Any]:
         return {name: asdict(choice) for name, choice in self.choices.items()}
-
-
-class EncodedModule(nn.Module, ABC):
-    """A module in the place of a Parameter, which it holds encoded; its name is the Parameter's."""
-
-    shape: tuple[int, ...]
-
-    @property
-    @abstractmethod
-    def encoded(self) -> Encoded: ...
-
-    @abstractmethod
-    def replace(self, encoded: Encoded) -> None:
-        """Replace the bytes by others of the same format and shape."""
 
 
 def encoded_modules_of(model: nn.Module) -> dict[str, EncodedModule]:
