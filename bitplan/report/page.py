@@ -40,7 +40,7 @@ SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section | No
     (("stream",), stream_section),
     (("fp8_policy", "fp8_report", "crossover"), speed_section),
     (("drift", "calibration"), errors_section),
-    (("trees", "demo", "benchmark"), benchmark_section),
+    (("demo", "benchmark"), benchmark_section),
 )
 
 
