@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from bitplan.formats.encoded import Encoded as Encoded
     from bitplan.formats.format import Format as Format
     from bitplan.formats.quantization_error import ErrorReport as ErrorReport, error_report as error_report
-    from bitplan.formats.reencode import requantize as requantize
+    from bitplan.formats.reencode import repack as repack, requantize as requantize
     from bitplan.formats.registry import get_format as get_format, list_formats as list_formats
-    from bitplan.formats.repacking import repack as repack
     from bitplan.formats.scale_checks import scale_health as scale_health
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

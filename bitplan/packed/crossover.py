@@ -50,10 +50,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bitplan.base.cache_folder import cache_dir
 from bitplan.base.documents import LIST, NAME, OBJECT, SIZE, Kind, Reader, is_number, load_document, one_of
 from bitplan.base.errors import FileFormatError
 from bitplan.base.fingerprints import describe_gpu
+from bitplan.base.folders import cache_dir
 from bitplan.base.paired_timing import CudaStopwatch
 from bitplan.base.records import write_json
 from bitplan.formats import Encoded

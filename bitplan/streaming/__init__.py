@@ -54,6 +54,6 @@ if TYPE_CHECKING:
     )
     from bitplan.streaming.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
     from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy as SelectivePrecisionPolicy
-    from bitplan.streaming.selective.run_calibration import run_calibration as run_calibration
+    from bitplan.streaming.selective.calibration import run_calibration as run_calibration
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)
