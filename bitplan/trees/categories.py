@@ -13,13 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from sklearn.utils import check_array  # type: ignore[import-untyped]
 
 from bitplan.base.documents import is_number, is_text
 from bitplan.base.errors import did_you_mean
 from bitplan.trees.checks import is_missing, refuse_text
 from bitplan.trees.distributed.shards import Shards, gather_json
 from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.scikit import check_array
 
 # ---- feature settings ------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 from scipy.sparse import issparse  # type: ignore[import-untyped]
-from sklearn.utils import check_array, check_consistent_length, column_or_1d  # type: ignore[import-untyped]
 
 from bitplan.base.errors import did_you_mean
 from bitplan.trees.boost import NO_WEIGHTS, Rows
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.pieces import TablePieces
+from bitplan.trees.scikit import check_array, check_consistent_length, column_or_1d
 
 FLOAT32 = np.finfo(np.float32)
 DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)  # pandas' are among them

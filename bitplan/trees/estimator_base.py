@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
-from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
 
 from bitplan.base.loops.jit import use_threads
 from bitplan.base.version import __version__
@@ -49,6 +48,7 @@ from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.objectives import Objective, custom_metrics, metrics_of
 from bitplan.trees.pieces import TablePieces
+from bitplan.trees.scikit import validate_data
 from bitplan.trees.threads import has_infinity, is_large_table, threads_of
 
 # ---- evaluation sets -------------------------------------------------------------------------------------------------

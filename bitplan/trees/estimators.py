@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-from sklearn.base import ClassifierMixin, RegressorMixin  # type: ignore[import-untyped]
-from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
 
 from bitplan.base.loops.jit import use_threads
 from bitplan.trees.boost import Rows
@@ -23,6 +21,7 @@ from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.estimator_base import BoostedTreesBase, FitOptions, leaves_model_if_refused
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, CustomOfClasses, Multiclass, Objective
+from bitplan.trees.scikit import ClassifierMixin, RegressorMixin, check_classification_targets
 from bitplan.trees.threads import distinct_labels, places_among, threads_of
 
 # ---- class weights ---------------------------------------------------------------------------------------------------
