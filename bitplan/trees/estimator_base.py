@@ -25,14 +25,12 @@ from bitplan.base.version import __version__
 from bitplan.trees.boost import DEVICES, Booster, BoostSettings, EvalSet, Rows, boost
 from bitplan.trees.categories import category_flags, encode, interaction_groups, learn_categories, monotone_signs
 from bitplan.trees.checks import (
-    dense,
     first_scores_of,
     naming_set,
     number,
     one_of,
     pieces_of,
     refuse_missing_targets,
-    refuse_text,
     seed_of,
     split_rows,
     truth,
@@ -49,6 +47,7 @@ from bitplan.trees.grow import GrowthRules
 from bitplan.trees.objectives import Objective, custom_metrics, metrics_of
 from bitplan.trees.pieces import TablePieces
 from bitplan.trees.scikit import validate_data
+from bitplan.trees.tables import dense, names_of, refuse_text
 from bitplan.trees.threads import has_infinity, is_large_table, threads_of
 
 # ---- evaluation sets -------------------------------------------------------------------------------------------------
@@ -253,7 +252,7 @@ class BoostedTreesBase(FittedTrees):
             plain: Array = x
             return plain
         x = dense(x)
-        if hasattr(x, "columns") and not isinstance(x, TablePieces):  # before anything is said about what a column has
+        if names_of(x) and not isinstance(x, TablePieces):  # before anything is said about what a column has
             validate_data(self, x, reset=False, skip_check_array=True)
         table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
         return table
@@ -267,8 +266,8 @@ class BoostedTreesBase(FittedTrees):
 
     def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
         x = dense(x)
-        if initial is not None and hasattr(x, "columns"):  # before anything is said about what a column has
-            initial.check_names(list(x.columns or ()) if isinstance(x, TablePieces) else list(x.columns))
+        if initial is not None:  # before anything is said about what a column has
+            initial.check_names(names_of(x) or ())
         before = initial.categories if initial else {}
         self.categories_ = learn_categories(x, self.categorical_features, before, shards)
         table, targets = self._validated(encode(x, self.categories_), shards, y=y)
@@ -279,7 +278,7 @@ class BoostedTreesBase(FittedTrees):
         fewest = 1 if shards.count == 1 else 0  # a process may have none
         if isinstance(x, TablePieces):
             return pieces_of(self, x, fewest, **more)
-        has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
+        has_types = hasattr(x, "dtype") or names_of(x) is not None
         if has_types:  # text that spells a number would pass as one
             refuse_text(x)
         is_large = is_large_table(x) and not has_infinity(x)  # then scikit-learn need not look, with one thread
