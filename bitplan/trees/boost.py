@@ -322,7 +322,7 @@ class HostScores:
     def leaf_values(self, grown: Grown, output: int) -> Array:
         """Leaf values from full-precision gradients, or by the objective's own rule."""
         data = self._rows
-        by_rule = self._objective.renew(data.y, self._scores, data.weights, grown.leaf_rows, self._shards)
+        by_rule = self._objective.renew(data.y, self._scores, data.weights, grown.leaf_rows, self._shards, output)
         if by_rule is not None:
             low, high = np.array(grown.leaf_bounds).T
             return np.clip(by_rule, low, high)

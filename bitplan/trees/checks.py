@@ -22,7 +22,9 @@ MAX_TARGET = 1e300
 MAX_COUNT = 2**53  # some settings become float64
 
 
-def pieces_of(model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: bool = True) -> Any:
+def pieces_of(
+    model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: bool = True, multi_output: bool = False
+) -> Any:
     """A table in files as `validate_data` takes one in memory: number and names of features, a target for each row."""
     names = None if x.columns is None else np.array(x.columns, object)
     if reset:
@@ -47,17 +49,17 @@ def pieces_of(model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: 
     if y is None:
         return x
     check_consistent_length(x, y)
-    return x, column_or_1d(y, warn=True)
+    return x, np.asarray(y) if multi_output else column_or_1d(y, warn=True)
 
 
 def targets_of(y: Array) -> Array:
-    """y as float64."""
+    """y as float64: (rows,), or (rows, targets)."""
     try:
         targets = y.astype(np.float64)
     except (TypeError, ValueError):
         raise TreesError(f"y: expected numbers, got {y.dtype}; a regressor cannot be fitted to {y[:1]!r}") from None
-    if targets.ndim != 1 or not np.isfinite(targets).all():
-        raise TreesError(f"y: expected a flat array of finite numbers, got shape {y.shape} with NaN or infinity in it")
+    if targets.ndim not in (1, 2) or not np.isfinite(targets).all():
+        raise TreesError(f"y: expected finite numbers, got shape {y.shape} with NaN or infinity in it")
     if np.abs(targets).max(initial=0.0) > MAX_TARGET:
         raise TreesError(
             f"y: expected numbers within {MAX_TARGET:g}, whose sums and differences are finite; scale them"

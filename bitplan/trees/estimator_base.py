@@ -270,9 +270,14 @@ class BoostedTreesBase(FittedTrees):
             initial.check_names(names_of(x) or ())
         before = initial.categories if initial else {}
         self.categories_ = learn_categories(x, self.categorical_features, before, shards)
-        table, targets = self._validated(encode(x, self.categories_), shards, y=y)
+        several = self._takes_several(y)
+        table, targets = self._validated(encode(x, self.categories_), shards, y=y, multi_output=several)
         refuse_missing_targets(targets)
         return table, targets
+
+    def _takes_several(self, y: Any) -> bool:
+        """Whether y is several targets, for an estimator that is fitted to such."""
+        return False
 
     def _validated(self, x: Any, shards: Shards, **more: Any) -> Any:
         fewest = 1 if shards.count == 1 else 0  # a process may have none
@@ -306,8 +311,11 @@ class BoostedTreesBase(FittedTrees):
             with naming_set(place):
                 table = self._read(x, shards)
                 targets = self._targets(np.asarray(y))
-                if targets.shape != (len(table),):
-                    raise TreesError(f"y: expected a target for each of {len(table)} rows, got shape {targets.shape}")
+                expected = (len(table),) if self.n_outputs_ == 1 else (len(table), self.n_outputs_)
+                if targets.shape != expected:
+                    raise TreesError(
+                        f"y: expected a target for each of {len(table)} rows, shape {expected}, got {targets.shape}"
+                    )
             scores = first_scores_of(first, len(table), objective.outputs, "eval_init_score")
             rows = Rows(table, targets, weights_of(weight, table, shards, "eval_sample_weight"), scores)
             sets.append(EvalSet(f"valid_{place}", rows, metrics_of(objective, options.eval_metric)))
@@ -335,6 +343,7 @@ class BoostedTreesBase(FittedTrees):
         of_rows = {
             "the type of X": str(x.dtype),
             "the type of y": y.dtype.kind,
+            "the number of targets": y.shape[1] if y.ndim == 2 else 1,
             "sample_weight (given or not)": sample_weight is not None,
         }
         return x.astype(agree(always, of_rows, len(x), shards)["the type of X"], copy=False)

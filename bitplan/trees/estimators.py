@@ -6,7 +6,7 @@ Weights of classes, multiplied into those of rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -20,8 +20,9 @@ from bitplan.trees.distributed.agreement import merge_classes
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.estimator_base import BoostedTreesBase, FitOptions, leaves_model_if_refused
 from bitplan.trees.gradients import Array, TreesError
-from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, CustomOfClasses, Multiclass, Objective
+from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, CustomOfClasses, Multiclass, Objective, Several
 from bitplan.trees.scikit import ClassifierMixin, RegressorMixin, check_classification_targets
+from bitplan.trees.tables import plain
 from bitplan.trees.threads import distinct_labels, places_among, threads_of
 
 # ---- class weights ---------------------------------------------------------------------------------------------------
@@ -212,28 +213,42 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
     """Boosted trees for numbers.
 
     objective      squared_error, absolute_error, poisson, quantile, huber, gamma, tweedie, or a function of (y, scores)
-    alpha          which quantile, or from which error on `huber` counts absolute errors
+    alpha          which quantile, or a list of them; or from which error on `huber` counts absolute errors
     tweedie_power  from 1 (counts) to 2 (gamma)
+
+    y may have several columns: a round has a tree for each, and predictions are (rows, targets), as those of several
+    quantiles are (rows, quantiles). The trees of each are those of a fit to it alone, where columns are not sampled
+    and rounding is to nearest.
     """
 
     file_kind = "regressor"
     objective: Any = "squared_error"
-    alpha: float = 0.9
+    alpha: float | Sequence[float] = 0.9
     tweedie_power: float = 1.5
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.positive_only = self.objective == "gamma"
+        tags.target_tags.multi_output = True
         return tags
 
+    def _takes_several(self, y: Any) -> bool:
+        try:
+            shape = y.shape if hasattr(y, "shape") else np.asarray(y).shape
+        except ValueError:  # rows of different lengths, which scikit-learn refuses
+            return False
+        return len(shape) == 2 and shape[1] > 1
+
     def _rows(self, x: Array, targets: Array, sample_weight: Any, shards: Shards) -> Rows:
+        self.n_outputs_ = targets.shape[1] if targets.ndim == 2 else 1
         return Rows(x, targets_of(targets), weights_of(sample_weight, x, shards))
 
     def _targets(self, y: Array) -> Array:
         return targets_of(y)
 
     def predict(self, X: Any, *, contributions: bool = False) -> Array:
-        """A number for each row (custom objective: a raw score); or what each feature adds to it (`contributions`)."""
+        """A number for each row, or several (custom objective: raw scores); or what each feature adds to them
+        (`contributions`)."""
         return self._contributions(X) if contributions else self._objective().mean(self._scores(X))
 
     def staged_predict(self, X: Any) -> Iterator[Array]:
@@ -242,15 +257,27 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
 
     def _objective(self) -> Objective:
         if callable(self.objective):
-            return Custom(self.objective)
+            return Custom(self.objective, self.n_outputs_)
         make = OBJECTIVES[one_of("objective", self.objective, tuple(OBJECTIVES))]
-        alpha = number("alpha", self.alpha, 0, 1 if self.objective == "quantile" else math.inf, above=True)
         power = number("tweedie_power", self.tweedie_power, 1, 2, above=True)
-        if alpha == 1 and self.objective == "quantile":
-            raise TreesError("alpha: a quantile is above 0 and below 1, got 1")
         if power == 2:
             raise TreesError("tweedie_power: expected a number above 1 and below 2, got 2; use objective='gamma'")
-        return make(alpha, power)
+        if np.ndim(self.alpha) == 0:
+            alpha = self._alpha(self.alpha)
+            return make(alpha, power) if self.n_outputs_ == 1 else Several([make(alpha, power)] * self.n_outputs_)
+        alphas = [self._alpha(plain(alpha)) for alpha in np.ravel(np.asarray(self.alpha, dtype=object))]
+        if self.objective != "quantile" or not alphas or self.n_outputs_ > 1:
+            raise TreesError(
+                f"alpha: a list is for objective='quantile' and one target, got {self.alpha!r:.60} for "
+                f"{self.objective!r:.40} and {self.n_outputs_} targets; give one number"
+            )
+        return Several([make(alpha, power) for alpha in alphas])
+
+    def _alpha(self, given: Any) -> float:
+        alpha = number("alpha", given, 0, 1 if self.objective == "quantile" else math.inf, above=True)
+        if alpha == 1 and self.objective == "quantile":
+            raise TreesError("alpha: a quantile is above 0 and below 1, got 1")
+        return alpha
 
     def _check_parameters(self, features: int) -> None:
         super()._check_parameters(features)

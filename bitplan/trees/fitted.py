@@ -123,6 +123,7 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
     categories_: dict[int, list[Any]]  # by the place of a feature: what its numbers stand for
     importance_type: str
     n_jobs: int | None
+    n_outputs_ = 1  # targets of a row
 
     def _read(self, x: Any) -> Array:
         raise NotImplementedError
