@@ -144,20 +144,27 @@ OTHER_NAMES = {
     other: ours
     for ours, others in {
         "max_leaves": "num_leaves max_leaf_nodes",
-        "n_estimators": "num_iterations max_iter num_boost_round",
+        "n_estimators": "num_iterations max_iter num_boost_round iterations num_trees",
         "learning_rate": "eta",
         "max_bins": "max_bin",
         "l1": "reg_alpha lambda_l1",
-        "l2": "reg_lambda lambda_l2 l2_regularization",
+        "l2": "reg_lambda lambda_l2 l2_regularization l2_leaf_reg",
+        "max_depth": "depth",
+        "growth": "grow_policy",
+        "verbose": "verbosity verbose_eval",
+        "class_weight ('balanced')": "is_unbalance auto_class_weights",
+        "eval_metric of fit, and no setting": "metric eval_metric scoring custom_metric",
+        "callbacks of fit, and no setting": "callbacks",
         "min_child_samples": "min_data_in_leaf min_samples_leaf",
         "min_child_weight": "min_sum_hessian_in_leaf",
         "min_split_gain": "min_gain_to_split gamma",
         "subsample": "bagging_fraction",
+        "sampling ('gradient', with subsample)": "data_sample_strategy sampling_method top_rate other_rate",
         "colsample": "feature_fraction colsample_bytree max_features",
         "categorical_features": "categorical_feature",
         "monotone_constraints": "monotonic_cst",
         "interaction_constraints": "interaction_cst",
-        "early_stopping_rounds": "n_iter_no_change early_stopping_round",
+        "early_stopping_rounds": "n_iter_no_change early_stopping_round early_stopping",
         "n_jobs": "num_threads nthread",
         "random_state": "seed",
         "gradient_precision ('i16')": "use_quantized_grad",
@@ -166,6 +173,19 @@ OTHER_NAMES = {
     }.items()
     for other in others.split()
 }
+# What others set, and what is so here.
+NO_SETTINGS = {
+    "subsample_freq": "rows are drawn in every round (subsample)",
+    "bagging_freq": "rows are drawn in every round (subsample)",
+    "boosting_type": "there is gradient boosting alone; sampling='gradient' with subsample=0.3 is LightGBM's GOSS",
+    "tree_method": "trees always grow by histograms",
+    "enable_categorical": "columns of a categorical type are categorical features, others where categorical_features "
+    "names them",
+    "num_class": "the classes are those of y",
+    "linear_tree": "leaves are constants",
+}
+NO_SETTINGS |= dict.fromkeys(("boosting", "booster"), NO_SETTINGS["boosting_type"])
+SAMPLINGS = ("uniform", "gradient")
 Fit = TypeVar("Fit", bound=Callable[..., Any])
 
 
@@ -215,6 +235,7 @@ class BoostedTreesBase(FittedTrees):
     min_child_samples: int = 20
     min_split_gain: float = 0.0
     subsample: float = 1.0
+    sampling: str = "uniform"
     colsample: float = 1.0
     monotone_constraints: Any = None
     interaction_constraints: Any = None
@@ -236,6 +257,8 @@ class BoostedTreesBase(FittedTrees):
         for name in settings:
             if name in OTHER_NAMES and name not in cls.__dataclass_fields__:
                 raise TypeError(f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here")
+            if name in NO_SETTINGS:
+                raise TypeError(f"{cls.__name__}: there is no {name}, leave it out: {NO_SETTINGS[name]}")
         estimator: Self = super().__new__(cls)
         return estimator
 
@@ -433,7 +456,14 @@ class BoostedTreesBase(FittedTrees):
             seed=seed_of(self.random_state),
             patience=None if patience is None else whole_number("early_stopping_rounds", patience, 1),
             device=one_of("device", self.device, DEVICES),
+            by_gradient=self._by_gradient(),
         )
+
+    def _by_gradient(self) -> bool:
+        by_gradient = one_of("sampling", self.sampling, SAMPLINGS) == "gradient"
+        if by_gradient and self.subsample == 1:
+            raise TreesError("sampling: 'gradient' draws a share of the rows, and subsample is 1; set subsample=0.3")
+        return by_gradient
 
     def _check_parameters(self, features: int) -> None:
         """What `fit` would refuse, whatever the rows."""

@@ -36,6 +36,7 @@ LATER_PARAMETERS = {
     "device",
     "importance_type",
     "interaction_constraints",
+    "sampling",
     "scale_pos_weight",
     "tweedie_power",
     "warm_start",
