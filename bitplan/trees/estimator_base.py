@@ -199,6 +199,7 @@ class FitOptions:
     init_model: Any = None
     init_score: Any = None
     eval_init_score: Any = None
+    seconds: Any = None
 
 
 def leaves_model_if_refused(fit: Fit) -> Fit:

@@ -13,7 +13,8 @@ from typing import Any, Self
 import numpy as np
 
 from bitplan.base.loops.jit import use_threads
-from bitplan.trees.boost import Rows
+from bitplan.trees.boost import EvalSet, Rows
+from bitplan.trees.budget import fit_in_seconds, start_of
 from bitplan.trees.checks import first_scores_of, number, one_of, targets_of, weights_of
 from bitplan.trees.continuing import Initial
 from bitplan.trees.distributed.agreement import merge_classes
@@ -82,14 +83,21 @@ class _FitToTargets(BoostedTreesBase):
         init_model: Any = None,
         init_score: Any = None,
         eval_init_score: Any = None,
+        seconds: float | None = None,
     ) -> Self:
         """Fit; with `early_stopping_rounds`, `eval_set` ((X, y), or the last of a list) is watched, or else a share of
         the rows. `init_model` is a model to train further, ours or LightGBM's.
 
         `init_score` are raw scores of the rows that trees are added to (another model's, the logarithm of an exposure),
         `eval_init_score` those of `eval_set`. Predictions are without them: add them to raw scores.
+
+        `seconds` is a time for the whole fit: settings that have their defaults are searched in part of it, by the loss
+        on `eval_set` or on rows held out, and the best are in `search_["settings"]`: a plain fit with these gives the
+        same trees.
         """
-        options = FitOptions(eval_sample_weight, eval_metric, callbacks, init_model, init_score, eval_init_score)
+        options = FitOptions(
+            eval_sample_weight, eval_metric, callbacks, init_model, init_score, eval_init_score, seconds
+        )
         return self._fit(X, y, sample_weight, eval_set, ALONE, options)
 
     @leaves_model_if_refused
@@ -97,6 +105,7 @@ class _FitToTargets(BoostedTreesBase):
         self, X: Any, y: Any, sample_weight: Any, eval_set: Any, shards: Shards, options: FitOptions | None = None
     ) -> Self:
         options = options or FitOptions()
+        started = start_of(options)
         initial = self._initial(options)
         with use_threads(threads_of(self.n_jobs)):
             x, targets = self._read_both(X, y, initial, shards)
@@ -108,8 +117,28 @@ class _FitToTargets(BoostedTreesBase):
             raise TreesError("init_score: a model that is trained further has scores of its own; give one of the two")
         rows = replace(rows, first_scores=first)
         watched = self._eval_sets(objective, eval_set, options, shards)
+        vars(self).pop("search_", None)
+        if started is not None:
+            self._search(rows, objective, watched, options, initial, started)
+            return self
         self._boost(rows, objective, watched, options, initial, shards)
         return self
+
+    def _search(
+        self,
+        rows: Rows,
+        objective: Objective,
+        watched: Sequence[EvalSet],
+        options: FitOptions,
+        initial: Initial | None,
+        started: float,
+    ) -> None:
+        if initial is not None or not isinstance(rows.x, np.ndarray):
+            raise TreesError("seconds: settings are searched for a new model, and X in memory; leave seconds out")
+        if isinstance(objective, Custom) and options.eval_metric is None:
+            raise TreesError("seconds: a custom objective has no loss to search by; give eval_metric")
+        self._settings(rows.x.shape[1])  # refuses what is wrong before the search
+        fit_in_seconds(self, rows, objective, watched, options, started)
 
     def _rows(self, x: Array, targets: Array, sample_weight: Any, shards: Shards) -> Rows:
         """The rows with their targets and weights as the objective takes them."""
