@@ -19,7 +19,7 @@ from bitplan.base.errors import MissingLibraryError
 
 ROOT = Path(bitplan.__file__).parents[1]
 PARTS = ("files", "formats", "fp8", "packed", "plan", "report", "rounding", "searching", "streaming", "trees")
-LAZY = ("", ".files", ".formats", ".fp8", ".packed", ".plan", ".rounding", ".searching", ".streaming")
+LAZY = ("", ".files", ".formats", ".fp8", ".packed", ".plan", ".rounding", ".searching", ".streaming", ".trees")
 NAMES = {
     "BitplanError",
     "Choice",
