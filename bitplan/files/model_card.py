@@ -176,7 +176,7 @@ def _panel(title: str, names: Sequence[str], stacks: Sequence[Sequence[tuple[str
             marks.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{0.8 * step:.1f}" height="{high:.1f}" fill="{colour}"/>'
             )
-        if at % every == 0 or name == _REST:
+        if name == _REST or (at % every == 0 and (names[-1] != _REST or len(names) - at > every)):
             marks.append(
                 f'<text x="{x + 0.4 * step:.1f}" y="{top + _HEIGHT + 16}" text-anchor="middle">{escape(name)}</text>'
             )
