@@ -277,7 +277,7 @@ _CHANGED = "other bytes than were written; copy or write it again"
 
 def is_sealed(holder: Path, certificate: Mapping[str, Any]) -> bool:
     """Whether the file that holds a certificate, and so the certificate, is as it was written."""
-    return sealed_sha256(holder, certificate["seal"]) == certificate["seal"]
+    return bool(sealed_sha256(holder, certificate["seal"]) == certificate["seal"])
 
 
 def byte_findings(path: Path, certificate: Mapping[str, Any], parts: Sequence[Path]) -> list[Finding]:
