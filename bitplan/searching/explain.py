@@ -49,7 +49,7 @@ def compare_plans(first: Plan, second: Plan, evidence: SearchEvidence | None = N
         old, new = first.entries.get(name), second.entries.get(name)
         if old and new:
             _require_one_shape(name, old, new)
-        before, after = old and (old.stored or old.choice.format), new and (new.stored or new.choice.format)
+        before, after = old and (old.stored or old.choice.shown), new and (new.stored or new.choice.shown)
         nbytes = (new.nbytes if new else 0) - (old.nbytes if old else 0)
         if before == after and not nbytes:
             continue
