@@ -70,10 +70,10 @@ def inputs_by_layer(layers: Mapping[str, nn.Module], inputs: Inputs, where: str)
     for name, given in inputs.items():
         fmt, path = input_format(given, f"{where}: {name}"), name.rpartition(".")[0]
         require_scale(fmt, f"{where}: {name}")
-        layer = layers.get(path)
-        paths = [path] if path in linears else sharing.get(id(getattr(layer, "weight", None)), [])
-        if fmt is not None and not paths and not isinstance(layer, QuantEmbedding):
-            raise LayerError(_without_products(name, layer, fmt))
+        holder = layers.get(path)
+        paths = [path] if path in linears else sharing.get(id(getattr(holder, "weight", None)), [])
+        if fmt is not None and not paths and not isinstance(holder, QuantEmbedding):
+            raise LayerError(_without_products(name, holder, fmt))
         formats.update(
             dict.fromkeys(
                 (other for other in paths if f"{other}.weight" == name or f"{other}.weight" not in inputs), fmt

@@ -134,13 +134,14 @@ def round_cheap_inputs(evidence: SearchEvidence, choice: Mapping[str, str], goal
         return rounded
     predicted = evidence.predict(choice)
     room = SHARE * predicted if goal.max_kl is None else min(SHARE * predicted, goal.max_kl - predicted)
-    costs = []
-    for name, fmt in choice.items():
-        for candidate, cost in evidence.groups[name].formats.items():
-            if input_of(candidate) is not None and weight_format(candidate) == fmt:
-                costs.append((cost.inputs * evidence.together, name, candidate))
-    for cost, name, candidate in sorted(costs):
-        if cost > room:
+    costs = sorted(
+        (cost.inputs * evidence.together, name, candidate)
+        for name, fmt in choice.items()
+        for candidate, cost in evidence.groups[name].formats.items()
+        if input_of(candidate) is not None and weight_format(candidate) == fmt
+    )
+    for nats, name, candidate in costs:
+        if nats > room:
             break
-        rounded[name], room = candidate, room - cost
+        rounded[name], room = candidate, room - nats
     return rounded

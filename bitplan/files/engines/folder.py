@@ -52,7 +52,7 @@ from bitplan.plan.structure.model_view import ModelView
 PLAIN = ("bfloat16", "float16", "float32")
 DEFAULT_TYPE = "bfloat16"
 _NOT_PACKED = {"router", "embedding", "position_embedding", "norm", "convolution", "bias", "scale"}
-Pack = Callable[[Encoded, str], list[Tensor]]
+Pack = Callable[[Encoded, "OutputLayer", str], list[Tensor]]
 
 
 @dataclass(frozen=True)
