@@ -120,9 +120,9 @@ def proven_otherwise(plan: Path) -> str | None:
 
 
 def has_formats_of(plan: Plan, other: Plan) -> bool:
-    """Whether a plan gives every weight the format that another one does; tensors that stay may be in other types."""
-    packed = {name: entry.choice.format for name, entry in other.entries.items() if entry.stored is None}
-    return all(name in plan and plan[name].format == fmt for name, fmt in packed.items())
+    """Whether a plan gives every weight and input the format that another does; what stays may be in other types."""
+    packed = {name: entry.choice.shown for name, entry in other.entries.items() if entry.stored is None}
+    return all(name in plan and plan[name].shown == shown for name, shown in packed.items())
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

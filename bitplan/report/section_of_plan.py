@@ -58,6 +58,7 @@ class Decided:
     shape: list[int] | None
     nbytes: int
     evidence: str
+    input: str
 
     @property
     def shown_format(self) -> str:
@@ -87,6 +88,7 @@ def read_plan(record: Record) -> list[Decided]:
                 None if sizes is None else [int(size) for size in sizes],
                 item.whole("bytes", 0),
                 _evidence(item),
+                item.text("input", ""),
             )
         )
     return entries
@@ -184,8 +186,9 @@ def _why(item: Decided) -> Markup:
 
 
 def _table(decided: Sequence[Decided], classes: dict[str, str]) -> Markup:
-    with_role = any(item.role for item in decided)
+    with_role, with_input = any(item.role for item in decided), any(item.input for item in decided)
     columns = [Column("Tensor", mono=True), Column("Format", choose=True)]
+    columns += [Column("Inputs", choose=True)] if with_input else []
     columns += [Column("Role", choose=True)] if with_role else []
     columns += [Column("Shape", numeric=True), Column("Bytes", numeric=True), Column("Why", wide=True)]
     rows = []
@@ -193,6 +196,7 @@ def _table(decided: Sequence[Decided], classes: dict[str, str]) -> Markup:
         chip = tag("span", item.shown_format, class_=f"chip {classes[item.format]}")
         sizes = item.shape
         row = [Cell(item.name), Cell(chip, word=item.shown_format)]
+        row += [Cell(item.input or "as they are")] if with_input else []
         row += [Cell(item.role)] if with_role else []
         row += [
             Cell("" if sizes is None else shape(sizes), float(math.prod(sizes or [0]))),
