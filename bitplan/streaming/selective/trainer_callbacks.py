@@ -37,8 +37,8 @@ from bitplan.base.optional import require
 from bitplan.base.records import on_failure
 from bitplan.plan.names import listed
 from bitplan.streaming.errors import StreamError
+from bitplan.streaming.selective.calibration import Forward
 from bitplan.streaming.selective.config import SelectiveError
-from bitplan.streaming.selective.run_calibration import Forward
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
