@@ -18,6 +18,7 @@ An arm is good if its mean differs from float32's by less than the seeds of floa
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import statistics
 import time
@@ -33,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from bitplan.streaming.find_blocks import StreamedParameter
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.training.optimizers import HostOptimizer
-from bitplan.streaming.training.trained_weight import TrainedWeight
+from bitplan.streaming.training.trained_weight import MomentFormat, TrainedWeight
 
 SEEDS = (0, 1, 2)
 GRADIENT_BLOCK = 256
@@ -50,7 +51,7 @@ class Arm:
     def __init__(self, name: str, model: nn.Module, lr: float) -> None:
         self._parameters = dict(model.named_parameters())
         weights = {key: nn.Parameter(one.detach().bfloat16()) for key, one in self._parameters.items()}
-        moments = "int8" if name == "int8" else "float32"
+        moments: MomentFormat = "int8" if name == "int8" else "float32"
         self._weights = {
             key: TrainedWeight(key, StreamedParameter(key, one, ()), moments if one.numel() >= 4096 else "float32")
             for key, one in weights.items()
@@ -58,9 +59,8 @@ class Arm:
         self._bf16, self._scratch = weights, torch.empty(2**18)
         self._settings: Any = AdamWSettings(lr=lr, weight_decay=0.01)
         if name == "bitsandbytes":
-            import bitsandbytes
-
-            self._settings = HostOptimizer(bitsandbytes.optim.AdamW8bit, lr, {"weight_decay": 0.01})
+            peer = importlib.import_module("bitsandbytes")
+            self._settings = HostOptimizer(peer.optim.AdamW8bit, lr, {"weight_decay": 0.01})
         self._round = rounding(name, weights)
         self.show()
 

@@ -299,7 +299,8 @@ def test_trls_trainer_trains_streamed_weights_as_it_trains_others(tmp_path):
         model = transformers.LlamaForCausalLM(config)
         arguments = trl.SFTConfig(
             str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            learning_rate=1e-3, weight_decay=0.1, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, save_strategy="no",
+            learning_rate=1e-3, weight_decay=0.1, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
+            save_strategy="no",
         )  # fmt: skip
         with maybe_streamed(model, "model.layers.*", is_streamed, trainer_callback) as callbacks:
             trl.SFTTrainer(
