@@ -321,13 +321,14 @@ class HostScores:
             sizes = np.abs(self._grads * self._hess).sum(axis=0)
         large = math.ceil(len(sizes) * share * LARGE_SHARE)
         least = np.partition(sizes, len(sizes) - large)[len(sizes) - large]
-        is_used = sizes > least
+        is_used: Array = sizes > least
         is_used[np.flatnonzero(sizes == least)[: large - int(is_used.sum())]] = True
         of_others = share * (1 - LARGE_SHARE) / (1 - share * LARGE_SHARE)
         is_drawn = ~is_used & (draws < of_others)
         for held in (self._grads, self._hess):
             held[:, is_drawn] *= np.float32(1 / of_others)
-        return is_used | is_drawn
+        is_used |= is_drawn
+        return is_used
 
     def prepare(self, output: int, key: int | None) -> Gradients:
         held = prepare(*self._by_output[output], self._settings.precision, key, self._span)

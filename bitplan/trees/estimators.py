@@ -117,7 +117,8 @@ class _FitToTargets(BoostedTreesBase):
             raise TreesError("init_score: a model that is trained further has scores of its own; give one of the two")
         rows = replace(rows, first_scores=first)
         watched = self._eval_sets(objective, eval_set, options, shards)
-        vars(self).pop("search_", None)
+        if hasattr(self, "search_"):
+            del self.search_
         if started is not None:
             self._search(rows, objective, watched, options, initial, started)
             return self
