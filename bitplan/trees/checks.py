@@ -184,6 +184,11 @@ def truth(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def has_default(value: Any, default: Any) -> bool:
+    """Whether a setting has its default; arrays and lists of them never do."""
+    return value is default or (isinstance(value, (str, numbers.Real)) and bool(value == default))
+
+
 def one_of(name: str, value: Any, known: Any) -> str:
     if value not in known:
         hint = did_you_mean(str(value), known)
