@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bitplan.files.safetensors import write_safetensors
-from bitplan.plan import SHIPPED
+from bitplan.plan.manifest import SHIPPED
 
 HEAVY = {"torch", "numpy", "triton", "numba", "gguf", "matplotlib", "sklearn", "transformers"}
 
