@@ -38,7 +38,7 @@ def ours(table: trees_tables.Table, seconds: float) -> tuple[Any, dict[str, Any]
 
 def lightgbm_by_optuna(table: trees_tables.Table, seconds: float) -> tuple[Any, dict[str, Any]]:
     import lightgbm
-    import optuna
+    import optuna  # type: ignore[import-not-found]
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     end = time.process_time() + seconds
@@ -56,7 +56,7 @@ def lightgbm_by_optuna(table: trees_tables.Table, seconds: float) -> tuple[Any, 
         started = time.process_time()
         model = lightgbm.LGBMClassifier(n_estimators=1000, n_jobs=1, verbose=-1, **settings)
         pair = table.train_x[is_held], table.train_y[is_held]
-        calls = [lightgbm.early_stopping(30, verbose=False)]
+        calls: list[Any] = [lightgbm.early_stopping(30, verbose=False)]
         model.fit(table.train_x[~is_held], table.train_y[~is_held], eval_set=[pair], callbacks=calls)
         value = float(model.best_score_["valid_0"]["binary_logloss"])
         took.append((value, time.process_time() - started, int(model.best_iteration_)))
