@@ -168,11 +168,11 @@ def boost(
     held = _scores_of(rows, objective, settings, grower, _first_scores(rows, booster), span)
     trainer = _Trainer(rows, settings, grower, held, span)
     shards.sent_for("bins and start")
-    watched = [replace(each, rows=replace(each.rows, x=np.asarray(each.rows.x))) for each in watched]
-    scores = [_first_scores(each.rows, booster) for each in watched]
+    watched = [replace(one_set, rows=replace(one_set.rows, x=np.asarray(one_set.rows.x))) for one_set in watched]
+    scores = [_first_scores(one_set.rows, booster) for one_set in watched]
     for number in range(settings.rounds):
         new = trainer.round(booster.rounds_before + number, booster.outputs)
-        seen = [_watch(each, sums, new, booster, shards) for each, sums in zip(watched, scores, strict=True)]
+        seen = [_watch(one_set, sums, new, booster, shards) for one_set, sums in zip(watched, scores, strict=True)]
         booster.losses += seen[-1:]
         booster.trees += new
         is_last = after_round(number)

@@ -128,8 +128,8 @@ def first_scores_of(given: Any, count: int, outputs: int, name: str) -> Array | 
     if scores.shape == (count * outputs,):  # LightGBM's flat order: all rows of the first class, then of the second
         scores = scores.reshape(outputs, count).T
     if scores.shape != (count, outputs):
-        each = "a number" if outputs == 1 else f"{outputs} numbers"
-        raise TreesError(f"{name}: expected {each} for each of {count} rows, got shape {scores.shape}")
+        wanted = "a number" if outputs == 1 else f"{outputs} numbers"
+        raise TreesError(f"{name}: expected {wanted} for each of {count} rows, got shape {scores.shape}")
     return np.ascontiguousarray(scores)
 
 

@@ -44,8 +44,8 @@ def class_weights(
                 "class_weight"
             )
         by_class[1] *= number("scale_pos_weight", scale_pos_weight, 0, above=True)
-    each: Array = by_class[places]
-    return each * weights if len(weights) else each
+    of_rows: Array = by_class[places]
+    return of_rows * weights if len(weights) else of_rows
 
 
 def _by_class(given: Any, classes: Array, places: Array, shards: Shards) -> Array:

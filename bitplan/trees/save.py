@@ -71,7 +71,9 @@ def save_trees(model: Any, path: str | Path) -> None:
         "trees": [_tree_document(tree) for tree in booster.trees],
     }
     if model.categories_:
-        document["categories"] = {str(place): _plain("categories", each) for place, each in model.categories_.items()}
+        document["categories"] = {
+            str(place): _plain("categories", values) for place, values in model.categories_.items()
+        }
     if booster.rounds_before:
         document["rounds_before"] = booster.rounds_before
     write_json(path, document)
