@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bitplan.base.devices import known_device
 from bitplan.base.errors import MeasureError
 from bitplan.files.headers import is_gguf
-from bitplan.files.models.morph import ParameterPlace, formats_of, morph_model, places_of
+from bitplan.files.models.morph import formats_of, morph_model
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import decode, encode
 from bitplan.formats.elements import dtype_name
@@ -40,6 +40,7 @@ from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_form
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
 from bitplan.plan.structure.families import GGUF_MANIFESTS
+from bitplan.plan.structure.parameters import ParameterPlace, places_of
 
 CACHED_LOGITS_BYTES = 2**29  # of the reference at most: last states, and logits where they are not made late
 BATCH_LOGITS_BYTES = 2**28  # of a batch: a window of 512 tokens and a vocabulary of 131,072 alone has as much
