@@ -128,7 +128,8 @@ def items_of_stacks(model: nn.Module, names: Mapping[str, str], slices: dict[str
     found: dict[str, str] = {}
     for tensor, ours in names.items():
         place = places[ours]
-        if tensor in slices or packed_kind(place.module, place.local) != "StackedExperts":
+        is_stack = place.parameter.ndim == 3 and packed_kind(place.module, place.local) == "StackedExperts"
+        if tensor in slices or not is_stack:
             continue
         transposed = are_columns(place.module, place.local)
         for index in range(len(place.parameter)):
