@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bitplan.base.devices import known_device
 from bitplan.base.errors import MeasureError
+from bitplan.base.hardware import free_memory
 from bitplan.files.headers import is_gguf
 from bitplan.files.models.morph import formats_of, morph_model
 from bitplan.formats import Format, get_format
@@ -35,7 +36,6 @@ from bitplan.packed.language.perplexity import (
     spread_windows,
 )
 from bitplan.packed.layer_replacement import are_columns, packed_shape, with_output_rows
-from bitplan.packed.machine import free_memory
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
