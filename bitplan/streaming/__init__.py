@@ -41,7 +41,8 @@ if TYPE_CHECKING:
         trainer_callback as trainer_callback,
     )
     from bitplan.streaming.training.adamw_settings import AdamWSettings as AdamWSettings
-    from bitplan.streaming.training.optimizers import HostOptimizer as HostOptimizer, Lion as Lion
+    from bitplan.streaming.training.optimizers import HostOptimizer as HostOptimizer
+    from bitplan.streaming.training.packed_mismatch import PackedMismatch as PackedMismatch
     from bitplan.streaming.transfer.devices import (
         CudaDevice as CudaDevice,
         SimulatedDevice as SimulatedDevice,

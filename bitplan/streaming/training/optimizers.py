@@ -30,7 +30,7 @@ PACKED_ROWS = 64  # of one for which optimizers that keep states in bytes do so
 class HostOptimizer:
     """An optimizer of torch for the streamed weights: `HostOptimizer(torch.optim.SGD, 0.1, {"momentum": 0.9})`.
 
-    kind       a class of torch.optim, or one made like them, such as `Lion`
+    kind       a class of torch.optim, or one made like them
     settings   its other arguments
     vectors    AdamW for weights that `kind` does not take, as Muon takes matrices alone; its rate follows `lr`
     """
@@ -51,6 +51,11 @@ class HostOptimizer:
                 f"{self.name} cannot step a matrix on the host: {type(error).__name__}: {error}; correct its settings "
                 f"({show(dict(self.settings))}), or use another optimizer"
             ) from None
+
+    @classmethod
+    def lion(cls, lr: float, **settings: Any) -> HostOptimizer:
+        """Lion, which torch lacks; settings: betas, weight_decay."""
+        return cls(Lion, lr, settings)
 
     @property
     def name(self) -> str:

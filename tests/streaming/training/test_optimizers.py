@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 
-from bitplan.streaming import AdamWSettings, HostOptimizer, Lion, StreamError
+from bitplan.streaming import AdamWSettings, HostOptimizer, StreamError
+from bitplan.streaming.training.optimizers import Lion
 from tests.streaming.stream_samples import assert_equal, batch, make_stack, streaming
 
 KINDS = {
     "sgd": HostOptimizer(torch.optim.SGD, 0.05, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
-    "lion": HostOptimizer(Lion, 1e-3, {"weight_decay": 0.1}),
+    "lion": HostOptimizer.lion(1e-3, weight_decay=0.1),
     "adafactor": HostOptimizer(torch.optim.Adafactor, 1e-2),
     "muon": HostOptimizer(torch.optim.Muon, 1e-2, vectors=AdamWSettings(lr=1e-3)),
 }
