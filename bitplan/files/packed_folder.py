@@ -10,8 +10,9 @@
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
 `quantization_config` is {"quant_method": "bitplan; ...", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
-"load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}. transformers looks for weights
-in the file that `transformers_weights` names: it holds no file's name but what to import, and with our plug-in goes.
+"load_with": WORDS}; where inputs of packed layers are rounded, {"inputs": FORMAT}; where keys and values are kept in
+formats, {"kv_cache": {"keys": FORMAT, "values": FORMAT}} (`KVFormats`). transformers looks for weights in the file that
+`transformers_weights` names: it holds no file's name but what to import, and with our plug-in goes.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import get_format
 from bitplan.formats.input_formats import input_format
 from bitplan.plan.check_manifest import Finding
+from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
 from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
@@ -115,6 +117,14 @@ def folder_inputs(config: Mapping[str, Any] | None) -> str | None:
     return settings.get("inputs") if isinstance(settings, dict) and is_packed_config(config or {}) else None
 
 
+def folder_kv(config: Mapping[str, Any] | None, where: str = "config") -> KVFormats | None:
+    """The formats in which a packed folder's model keeps keys and values; None: as they are."""
+    settings = (config or {}).get("quantization_config")
+    if not isinstance(settings, dict) or not is_packed_config(config or {}) or settings.get("kv_cache") is None:
+        return None
+    return KVFormats.from_document(settings["kv_cache"], f"{where}: kv_cache")
+
+
 def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
     """The plan by which a folder was packed, after the config's entry for it was checked."""
     return Plan.load(plan_path(folder, config))
@@ -142,6 +152,7 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
     reader.keys("", settings, _KEYS, tuple(_KEYS))
     try:
         input_format(settings.get("inputs"))
+        folder_kv(config)
     except FormatError as error:
         raise FileFormatError(f"{where}: {error}") from None
     return settings
@@ -201,11 +212,18 @@ def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in {*QUANTIZATION_KEYS, WEIGHTS_FILE}}
 
 
-def packed_config(config: Mapping[str, Any], plan: Plan, inputs: str | None = None) -> dict[str, Any]:
-    """A model's config for the folder that holds it packed; `inputs`: the format that its layers round inputs to."""
+def packed_config(
+    config: Mapping[str, Any], plan: Plan, inputs: str | None = None, kv: KVFormats | None = None
+) -> dict[str, Any]:
+    """A model's config for the folder that holds it packed.
+
+    inputs   the format that its layers round inputs to
+    kv       the formats in which it keeps keys and values
+    """
     settings = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan)}
     settings["load_with"] = _HINT
     settings |= {} if inputs is None else {"inputs": inputs}
+    settings |= {} if kv is None else {"kv_cache": kv.to_document()}
     return {**unquantized_config(config), "quantization_config": settings, WEIGHTS_FILE: f"packed by bitplan; {_HINT}"}
 
 

@@ -44,6 +44,7 @@ from bitplan.formats.elements import wider_types
 from bitplan.formats.input_formats import input_format
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted
+from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.manifest import needs_base
 from bitplan.plan.names import listed, without_expert
 from bitplan.plan.plan import Planned
@@ -169,6 +170,7 @@ def quantize_file(
     nonfinite: NonFinite = "error",
     evidence: str | Path | None = None,
     inputs: str | None = None,
+    kv: KVFormats | str | None = None,
     force: bool = False,
     options: QuantizeOptions | None = None,
 ) -> QuantizeReport:
@@ -178,6 +180,7 @@ def quantize_file(
     keep, only   names or shell patterns, of tensors or of modules
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
     inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.round_inputs`)
+    kv           for a folder: formats in which its model keeps keys and values, "int8:int4"; None: what a plan says
     force        replace an existing folder
     options      the size of a folder's files, and a function that sees every tensor that is done
 
@@ -197,6 +200,7 @@ def quantize_file(
         only=only,
         pad=pad,
         inputs=inputs,
+        kv=kv,
         reads=[] if evidence is None else [evidence_file(evidence)],
         force=force or container_for(output) is not None,
         shard_bytes=options.shard_bytes,
@@ -211,6 +215,7 @@ class Quantization(Closing):
     other names.
 
     inputs   for a folder: the format that its packed layers round their inputs to
+    kv       for a folder: the formats in which its model keeps keys and values
     reads    files beside the source that are read, so that the output is none of them
     force    the output may exist
     """
@@ -225,6 +230,7 @@ class Quantization(Closing):
         only: Sequence[str] = (),
         pad: Literal["zero"] | None = None,
         inputs: str | None = None,
+        kv: KVFormats | str | None = None,
         reads: Sequence[Path] = (),
         force: bool = False,
         shard_bytes: int = SHARD_BYTES,
@@ -235,6 +241,11 @@ class Quantization(Closing):
         self._rounded = input_format(inputs, "quantize_file")
         if self._rounded is not None and container is not None:
             raise StoreError(f"{output}: a file of weights says nothing of inputs in {self._rounded}; write a folder")
+        self._kv = KVFormats.parse(kv, "quantize_file") if isinstance(kv, str) else kv
+        if self._kv is None and isinstance(fmt, Plan):
+            self._kv = KVFormats.of_plan(fmt)
+        if self._kv is not None and container is not None:
+            self.report.notes.append(f"{output}: a file of weights says nothing of keys and values; a folder does")
         with ExitStack() as opened:
             self._file = file = opened.enter_context(_open(source, is_folder=container is None))
             self._stamps, read = stamps_of(file.files), [*file.files, *reads]
@@ -331,7 +342,7 @@ class Quantization(Closing):
                     "give the folder of the model in bfloat16 or float32"
                 )
             shards = cut_shards(self._outputs(list(file.specs)), file.tied, self._shard_bytes)
-            new_config = packed_config(config, self.plan, self._rounded)
+            new_config = packed_config(config, self.plan, self._rounded, self._kv)
             return FolderContents(shards, new_config, self.plan, side_files(file.folder))
         if self._rounded is not None:
             raise StoreError(

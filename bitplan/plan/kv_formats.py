@@ -12,8 +12,8 @@ one pass and one that is made token by token have the same numbers.
 | q8_0_gguf | float16 of 32 numbers | 68 | llama.cpp's q8_0 |
 | q4_0_gguf | float16 of 32 numbers | 36 | llama.cpp's q4_0 |
 
-In a plan each is a part of kind "kv", named `layers.3.keys`; a part that is not named stays as it is. In the config of a
-packed folder they are {"kv_cache": {"keys": F, "values": F}}, F a format or null, or a list with one for every layer.
+In a plan each is a part of kind "kv", named `layers.3.keys`; a part that is not named stays as it is. In the config of
+a packed folder they are {"kv_cache": {"keys": F, "values": F}}, F a format or null, or a list with one for every layer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class KVFormats:
         """Formats as they are typed: `int8` for both, or `int8:int4`, keys before values."""
         names = text.split(":")
         if len(names) > 2:
-            raise FormatError(f"{where}: expected a format, or one for keys and one for values as int8:int4, got {text!r:.60}")
+            raise FormatError(
+                f"{where}: expected a format, or one for keys and one for values as int8:int4, got {text!r:.60}"
+            )
         known = [kv_format(name, where) for name in names]
         return cls(known[0], known[-1])
 
@@ -83,7 +85,9 @@ class KVFormats:
         for name, choice in plan.of_kind("kv").items():
             match = _PART.fullmatch(name)
             if match is None:
-                raise FormatError(f"the plan has a part of kind 'kv' named {name!r:.80}, expected layers.N.keys or .values")
+                raise FormatError(
+                    f"the plan has a part of kind 'kv' named {name!r:.80}, expected layers.N.keys or .values"
+                )
             parts[match[2]][int(match[1])] = choice.format
         if not any(parts.values()):
             return None
@@ -108,6 +112,10 @@ class KVFormats:
             for formats in (self.keys, self.values)
         )
         return keys, values
+
+    def is_all(self, fmt: str) -> bool:
+        """Whether keys and values of every layer have this format."""
+        return all({*part} == {fmt} if isinstance(part, tuple) else part == fmt for part in (self.keys, self.values))
 
     def nbytes(self, layer: int, rows: tuple[int, int], widths: tuple[int, int], item_bytes: int) -> int:
         """Bytes of one layer: rows (tokens times heads) of keys and of values, `item_bytes` for a number as it is."""

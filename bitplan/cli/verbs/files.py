@@ -13,7 +13,19 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from bitplan.base.text import counted, visible
-from bitplan.cli.options import Evidence, Force, Json, Keep, ManifestName, Only, Pad, PlanFile, Rule, ScaleRule
+from bitplan.cli.options import (
+    Evidence,
+    Force,
+    Json,
+    Keep,
+    KeysValues,
+    ManifestName,
+    Only,
+    Pad,
+    PlanFile,
+    Rule,
+    ScaleRule,
+)
 from bitplan.cli.quick_help import format_names
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
@@ -111,7 +123,7 @@ def inspect(
     Example: bitplan inspect model.safetensors --tensor model.layers.0.mlp.up_proj.weight
     """
     from bitplan.files.open_files import open_tensors
-    from bitplan.files.packed_folder import folder_inputs, is_model_folder, read_config
+    from bitplan.files.packed_folder import folder_inputs, folder_kv, is_model_folder, read_config
 
     if file is None:
         if tensor is not None or structure:
@@ -136,9 +148,11 @@ def inspect(
         {"name": spec.name, "format": spec.format, "shape": list(spec.shape), "bytes": spec.nbytes} for spec in specs
     ]
     total = sum(by_format.values())
-    rounded = folder_inputs(read_config(file)) if is_model_folder(file) else None
+    config = read_config(file) if is_model_folder(file) else None
+    rounded, kv = folder_inputs(config), folder_kv(config, str(file))
     if as_json:
         shown_inputs = {} if rounded is None else {"inputs": rounded}
+        shown_inputs |= {} if kv is None else {"kv_cache": str(kv)}
         show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **shown_inputs})
         return
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
@@ -148,6 +162,8 @@ def inspect(
     say(f"{'all':>16}  {human_bytes(total):>10}")
     if rounded is not None:
         say(f"inputs of packed layers are rounded to {rounded}")
+    if kv is not None:
+        say(f"keys and values are kept in {kv}")
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
@@ -206,6 +222,7 @@ def quantize(
     inputs: Annotated[
         str | None, typer.Option(help="A folder whose packed layers round their inputs: int8, int8_row or fp8.")
     ] = None,
+    kv: KeysValues = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -247,6 +264,7 @@ def quantize(
                 only=only or (),
                 pad=pad,
                 inputs=inputs,
+                kv=kv,
                 reads=reads,
                 force=force,
             )

@@ -42,7 +42,7 @@ from bitplan.base.optional import WEIGHTS_FILE, remote_code_allowed, require
 from bitplan.files.engines.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.files.headers import check_model_source, is_gguf
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import folder_inputs, is_model_folder, packed_experts, read_config
+from bitplan.files.packed_folder import folder_inputs, folder_kv, is_model_folder, packed_experts, read_config
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
@@ -55,6 +55,7 @@ from bitplan.files.transformers_names import (
 )
 from bitplan.formats import get_format
 from bitplan.packed.language.perplexity import LateLogits, round_linear_inputs, windows_of
+from bitplan.packed.rounded_kv import round_kv
 
 # ---- gguf reader -----------------------------------------------------------------------------------------------------
 
@@ -324,9 +325,12 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
         if getattr(config, key, None) is not None:
             delattr(config, key)
     model = model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
-    inputs = folder_inputs(read_config(file.folder)) if is_model_folder(file.folder) else None
+    packed = read_config(file.folder) if is_model_folder(file.folder) else None
+    inputs, kv = folder_inputs(packed), folder_kv(packed, where)
     if inputs is not None:  # as its packed layers do
         round_linear_inputs(model, inputs, keep={name for name in numbers if not _is_rounded(file, name)})
+    if kv is not None:
+        round_kv(model, kv)
     return model
 
 

@@ -25,6 +25,7 @@ from torch.nn import functional
 from bitplan.base.errors import PlanError
 from bitplan.packed.fused_projections import JointProjection, view_of
 from bitplan.packed.quant_linear import QuantLinear
+from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.structure.model_view import LinearUse, ModelView, NormUse
 
 TOLERANCE = 1e-4  # of the largest input of a product
@@ -182,6 +183,10 @@ class TokenSteps:
         self._cos = cos[0].reshape(room, 1, 2, -1)
         self._sin = sin[0].reshape(room, 1, 2, -1) * torch.tensor([[-1.0], [1.0]])
 
+    @property
+    def kv_bytes(self) -> int:
+        return self._held.nbytes
+
     def __call__(self, token: int) -> Tensor:
         """Logits [1, vocabulary] after one more token."""
         if self.length == self._held.shape[3]:
@@ -260,14 +265,6 @@ class TokenSteps:
         return None
 
 
-def _keeps_kv_in_formats(model: nn.Module) -> bool:
-    if not model._forward_pre_hooks:
-        return False
-    from bitplan.packed.language.kv_cache import kv_of  # which needs transformers
-
-    return kv_of(model) is not None
-
-
 class Decoding:
     """A text in the making: gives the logits after each token, by the model, and soon by `TokenSteps` where it can.
 
@@ -282,7 +279,7 @@ class Decoding:
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # not those of the whole prompt
         on_cpu = all(part.device.type == "cpu" for part in (*model.parameters(), *model.buffers()))
         self._structure = structure_of(model) if on_cpu else "the model lies on another device"
-        if on_cpu and _keeps_kv_in_formats(model):
+        if on_cpu and kv_of(model) is not None:
             self._structure = "keys and values are kept in formats"
         if isinstance(self._structure, str):
             self.why_not = self._structure
@@ -294,6 +291,15 @@ class Decoding:
         """Logits [batch, vocabulary] after these tokens [batch, length]; many are read a piece at a time."""
         pieces = ids.split(PIECE_TOKENS, dim=1) if ids.shape[1] > PIECE_TOKENS and self._reads_pieces() else (ids,)
         return [self._read(piece) for piece in pieces][-1]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values that are held now."""
+        from bitplan.packed.kv_cache import kv_bytes  # which needs transformers
+
+        if self._steps is not None:
+            return self._steps.kv_bytes
+        return 0 if self._cache is None else kv_bytes(self._cache)
 
     def _reads_pieces(self) -> bool:
         """Whether tokens can come in pieces: some layers without keys and values take a text whole or by one token."""

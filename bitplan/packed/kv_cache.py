@@ -1,26 +1,25 @@
 """KVCache: a transformers cache that holds keys and values in formats, and decodes a layer when it is attended to.
 
-`KVFormats` (plan/kv_formats.py) says which part gets which format, and when a row is rounded. A layer holds the parts of
-a format, codes and scales, as [batch, heads, tokens, width] each, so whatever transformers does with the tokens of a
+`KVFormats` (plan/kv_formats.py) says which part gets which format, and when a row is rounded. A layer holds the parts
+of a format, codes and scales, as [batch, heads, tokens, width] each, so whatever transformers does with the tokens of a
 cache (crop, reorder, select) is done with every part. Decoding goes tile by tile: beside the packed cache memory holds
 the keys and values of one layer.
 
     model.generate(**inputs, past_key_values=KVCache(model.config, "int8:int4"))
-    round_kv(model, "int8")      # from now on the model's own calls keep them so: generate, forward, judge
 
+`rounded_kv.round_kv` lets a model do so in all its calls.
 Layers of full attention and of sliding windows are held so, those without keys and values (linear attention) are left
 as they are; any other kind of layer, and a static cache, is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from bitplan.base.errors import MeasureError
@@ -30,7 +29,6 @@ from bitplan.plan.kv_formats import KVFormats
 
 require("transformers", purpose="a cache of keys and values", extra="models")
 from transformers.cache_utils import (  # noqa: E402
-    Cache,
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
@@ -69,7 +67,9 @@ class PackedRows:
         """These tokens, then the later ones."""
         if not self.parts:
             return later
-        return replace(self, parts={name: torch.cat([part, later.parts[name]], dim=2) for name, part in self.parts.items()})
+        return replace(
+            self, parts={name: torch.cat([part, later.parts[name]], dim=2) for name, part in self.parts.items()}
+        )
 
     def numbers(self) -> Tensor:
         """What the codes stand for, tile by tile."""
@@ -88,9 +88,9 @@ class PackedRows:
         assert fmt.scales is not None
         data, scales = (self.parts[name][:, :, tokens] for name in ("data", "scales"))
         size = fmt.block.cols or self.width
-        codes = data.reshape(-1, size)
-        if fmt.packing is not None:
-            codes = fmt.packing.unpack(data.reshape(-1, fmt.packing.packed_length(size)), size)
+        width = size if fmt.packing is None else fmt.packing.packed_length(size)
+        codes = data.reshape(-1, width)
+        codes = codes if fmt.packing is None else fmt.packing.unpack(codes, size)
         numbers = fmt.dequantize(codes, fmt.scales.load(scales.reshape(-1), None), None)
         return numbers.reshape(*data.shape[:-1], -1)[..., : self.width]
 
@@ -186,8 +186,8 @@ def _packed_layer(layer: Any, index: int, formats: KVFormats, *, stores: bool) -
         packed = _PackedLayer()
     else:
         raise MeasureError(
-            f"layer {index}: keys and values of a {type(layer).__name__} cannot be kept in formats, only those of dynamic "
-            "layers of full attention or sliding windows; keep them as they are, or take a dynamic cache"
+            f"layer {index}: keys and values of a {type(layer).__name__} cannot be kept in formats, only those of "
+            "dynamic layers of full attention or sliding windows; keep them as they are, or take a dynamic cache"
         )
     packed.formats = tuple(None if name is None else get_format(name) for name in formats.of_layer(index))
     packed.stores = stores
@@ -203,7 +203,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     def __init__(self, config: Any, formats: KVFormats | str, *, stores: bool = True) -> None:
         super().__init__(config=config.get_text_config(decoder=True))
         known = KVFormats.parse(formats) if isinstance(formats, str) else formats
-        _pack_layers(self, known, stores=stores)
+        pack_layers(self, known, stores=stores)
 
     @property
     def nbytes(self) -> int:
@@ -211,7 +211,10 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         return kv_bytes(self)
 
 
-def _pack_layers(cache: Any, formats: KVFormats, *, stores: bool = True) -> None:
+def pack_layers(cache: Any, formats: KVFormats, *, stores: bool = True) -> None:
+    """Let the empty layers of a cache hold keys and values in formats; a cache that holds so already is as it was."""
+    if any(isinstance(layer, _PackedLayer) for layer in cache.layers):
+        return
     cache.layers = [_packed_layer(layer, index, formats, stores=stores) for index, layer in enumerate(cache.layers)]
 
 
@@ -219,57 +222,3 @@ def kv_bytes(cache: Any) -> int:
     """Bytes of the keys and values that any cache holds."""
     held = [part for layer in cache.layers for part in (getattr(layer, "keys", None), getattr(layer, "values", None))]
     return sum(part.nbytes for part in held if part is not None)
-
-
-@dataclass(frozen=True)
-class _GiveCache:
-    """A hook before a model's forward: whatever cache a call brings or makes holds keys and values in formats."""
-
-    formats: KVFormats
-
-    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if model.training:
-            return None
-        cache, asked = kwargs.get("past_key_values"), kwargs.get("use_cache")
-        stores = bool(getattr(model.config, "use_cache", True) if asked is None else asked)
-        if cache is None:
-            kwargs["past_key_values"] = KVCache(model.config, self.formats, stores=stores)
-        elif not isinstance(cache, Cache):
-            raise MeasureError(f"past_key_values must be a cache of transformers, got a {type(cache).__name__}")
-        elif not isinstance(cache, KVCache) and cache.get_seq_length() == 0:
-            if not cache.layers:  # made without a config
-                cache.layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-            if not any(isinstance(layer, _PackedLayer) for layer in cache.layers):
-                _pack_layers(cache, self.formats)
-        return args, kwargs
-
-
-def round_kv(model: nn.Module, formats: KVFormats | str | None) -> None:
-    """From now on a language model keeps keys and values in formats, in every call but in training; None: as they are.
-
-    Caches that `generate` or a caller makes are changed when they come in empty; one that holds tokens already stays.
-    """
-    known = KVFormats.parse(formats) if isinstance(formats, str) else formats
-    if known is not None:
-        KVCache(model.config, known)  # refuses what cannot be held, before a text is begun
-    for key in [key for key, hook in model._forward_pre_hooks.items() if isinstance(hook, _GiveCache)]:
-        del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
-    if known is not None:
-        model.register_forward_pre_hook(_GiveCache(known), with_kwargs=True)
-
-
-def kv_of(model: nn.Module) -> KVFormats | None:
-    """The formats in which a model keeps keys and values; None: as they are."""
-    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _GiveCache))
-    return next((hook.formats for hook in hooks), None)
-
-
-@contextmanager
-def rounded_kv(model: nn.Module, formats: KVFormats | str | None) -> Iterator[None]:
-    """Within the block, a model keeps keys and values in these formats."""
-    before = kv_of(model)
-    round_kv(model, formats)
-    try:
-        yield
-    finally:
-        round_kv(model, before)

@@ -13,8 +13,9 @@ from bitplan.formats import codec
 from bitplan.plan.kv_formats import KV_FORMATS, KVFormats
 
 transformers = pytest.importorskip("transformers")
-from bitplan.packed.language.kv_cache import KVCache, PackedRows, kv_bytes, kv_of, pack_rows, round_kv  # noqa: E402
+from bitplan.packed.kv_cache import KVCache, PackedRows, kv_bytes, pack_rows  # noqa: E402
 from bitplan.packed.language.token_steps import Decoding  # noqa: E402
+from bitplan.packed.rounded_kv import kv_of, round_kv  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -44,7 +45,7 @@ def llama() -> Any:
 @pytest.mark.parametrize("width", [64, 40, 8])
 def test_rows_have_the_bits_of_the_formats_definition(name: str, width: int) -> None:
     torch.manual_seed(1)
-    rows = torch.randn(2, 3, 5, width)
+    rows = torch.randn(1, 3, 5, width)
     rows[0, 1, 2] = 0.0
     encoded = codec.encode(rows.reshape(-1, width), name, pad="zero")
     held = PackedRows(encoded.fmt, width, torch.float32, pack_rows(rows, encoded.fmt))
@@ -103,7 +104,12 @@ def test_a_window_holds_no_more_than_the_next_token_sees() -> None:
 
 
 def test_generate_of_transformers_makes_the_cache_itself(llama: Any) -> None:
-    inputs: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    inputs: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+    }
     mask = torch.ones_like(IDS)
     given = llama.generate(IDS, attention_mask=mask, past_key_values=KVCache(llama.config, "int4"), **inputs)
     round_kv(llama, "int4")
