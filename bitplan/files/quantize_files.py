@@ -151,10 +151,12 @@ class QuantizeOptions:
 
     shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
     on_tensor    is called with every tensor of the source that is done
+    kv           for a folder: formats in which its model keeps keys and values, "int8:int4"; None: what a plan says
     """
 
     shard_bytes: int = SHARD_BYTES
     on_tensor: OnTensor | None = None
+    kv: KVFormats | str | None = None
 
 
 @keywords_in(QuantizeOptions)
@@ -170,7 +172,6 @@ def quantize_file(
     nonfinite: NonFinite = "error",
     evidence: str | Path | None = None,
     inputs: str | None = None,
-    kv: KVFormats | str | None = None,
     force: bool = False,
     options: QuantizeOptions | None = None,
 ) -> QuantizeReport:
@@ -180,7 +181,6 @@ def quantize_file(
     keep, only   names or shell patterns, of tensors or of modules
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
     inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.round_inputs`)
-    kv           for a folder: formats in which its model keeps keys and values, "int8:int4"; None: what a plan says
     force        replace an existing folder
     options      the size of a folder's files, and a function that sees every tensor that is done
 
@@ -200,7 +200,7 @@ def quantize_file(
         only=only,
         pad=pad,
         inputs=inputs,
-        kv=kv,
+        kv=options.kv,
         reads=[] if evidence is None else [evidence_file(evidence)],
         force=force or container_for(output) is not None,
         shard_bytes=options.shard_bytes,

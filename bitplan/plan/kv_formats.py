@@ -151,6 +151,12 @@ def _shown(formats: ByLayer) -> str:
     return " ".join((name or KEEP) if len(counts) == 1 else f"{count}x{name or KEEP}" for name, count in counts.items())
 
 
+def split_kv(plan: Plan) -> tuple[Plan, KVFormats | None]:
+    """The other parts of a plan, and what it says of keys and values."""
+    others = {name: entry for name, entry in plan.entries.items() if entry.kind != "kv"}
+    return Plan(others, padding=plan.padding), KVFormats.of_plan(plan)
+
+
 def kv_nbytes(fmt: str | None, rows: int, width: int, item_bytes: int) -> int:
     """Bytes of rows of keys or values in a format, scales included, each filled to whole blocks."""
     return rows * (item_bytes * width if fmt is None else get_format(fmt).nbytes((1, width)))

@@ -137,10 +137,16 @@ class PlanMeter:
         def weight(name: str) -> Tensor | None:
             return numbers(name, formats[name]) if name in formats else None
 
-        replaced = self.rounded.subject.replaced_by(weight)
-        logits = self._logits_of(replaced)
+        replaced, around = self.rounded.subject.replaced_by(weight), self._around(choice)
+        _ = self._itself  # before the model is changed
+        with around():
+            logits = self._logits_of(replaced, around)
         with self._runner.outside(replaced):
             return self._compare(label, logits, on_windows)
+
+    def _around(self, _choice: Mapping[str, str]) -> Callable[[], AbstractContextManager[None]]:
+        """What else of the model a choice changes while it runs: nothing, but for groups that are no weights."""
+        return nullcontext
 
     def _formats(self, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
         """The format of every weight of a choice."""
@@ -149,6 +155,7 @@ class PlanMeter:
             name: fmt
             for group, fmt in choice.items()
             for tensor in evidence.groups[group].tensors
+            if tensor in tensors  # keys and values are no weights
             for name in tensors[tensor].weights
         }
 
