@@ -286,7 +286,7 @@ def _begin(
         "checks": len(checks),
         "tokens": sum(len(window) for window in windows),
     }
-    groups = {} if before is None else {name: _uncorrected(group) for name, group in before.groups.items()}
+    groups = {} if before is None else {name: uncorrected(group) for name, group in before.groups.items()}
     return SearchEvidence(
         subject.where,
         subject.numbers,
@@ -300,7 +300,7 @@ def _begin(
     )
 
 
-def _uncorrected(group: TensorGroup) -> TensorGroup:
+def uncorrected(group: TensorGroup) -> TensorGroup:
     """A group as it was predicted and checked: corrections by plans are those of one search, and are made again."""
     return replace(group, formats={fmt: replace(cost, factor=1.0) for fmt, cost in group.formats.items()})
 

@@ -39,7 +39,7 @@ from bitplan.formats.elements import ITEM_BYTES
 from bitplan.packed.kv_cache import KVCache, PackedRows, pack_rows
 from bitplan.plan.kv_formats import KEYS, VALUES, KVFormats, kv_nbytes, layers_in, part_name
 from bitplan.plan.plan import Plan
-from bitplan.searching.collect import EVIDENCE, smallest_bytes
+from bitplan.searching.collect import EVIDENCE, smallest_bytes, uncorrected
 from bitplan.searching.evidence import FormatCost, SearchEvidence, StayingTensor, TensorGroup
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.forecast import Stage
@@ -131,10 +131,11 @@ class KVShapes:
     parts: dict[str, tuple[int, int]]
     windows: dict[str, int]
 
-    def nbytes(self, fmt: str, goal: FitGoal) -> int:
-        """Bytes of all layers in one format."""
+    def nbytes(self, fmt: str | None, goal: FitGoal, item_bytes: int = 0) -> int:
+        """Bytes of all layers in one format; None: as they are, with so many bytes a number."""
         return sum(
-            self.tokens(name, goal) * kv_nbytes(fmt, heads, width, 0) for name, (heads, width) in self.parts.items()
+            self.tokens(name, goal) * kv_nbytes(fmt, heads, width, item_bytes)
+            for name, (heads, width) in self.parts.items()
         )
 
     def tokens(self, name: str, goal: FitGoal) -> int:
@@ -224,8 +225,8 @@ def _check_formats(evidence: SearchEvidence, meter: PlanMeter, formats: Sequence
                 predicted = sum(evidence.groups[name].formats[fmt].predicted for name in names)
                 for name in names:
                     cost = evidence.groups[name].formats[fmt]
-                    factor = measured / predicted if predicted > 0 and measured > 0 else 1.0
-                    evidence.groups[name].formats[fmt] = replace(cost, factor=factor)
+                    ratio = measured / predicted if predicted > 0 and measured > 0 else 1.0
+                    evidence.groups[name].formats[fmt] = replace(cost, predicted=cost.predicted * ratio)
                 advance(1, f"{part} in {fmt}")
 
 
@@ -398,18 +399,6 @@ def _refuse_below(model: str, goal: FitGoal, weights: int, in_kv: int, reserved:
     )
 
 
-def _whole_fits(joint: SearchEvidence, kv: SearchEvidence, subject_bytes: int, goal: FitGoal) -> None:
-    """Say so where nothing needs another format: then there is nothing to find."""
-    in_kv = sum(joint.groups[name].formats[_kept(kv)].nbytes for name in kv.groups)
-    needed = subject_bytes + in_kv + joint.stays[RESERVED].nbytes
-    if needed <= goal.memory:
-        raise GoalError(
-            f"{joint.model}: the model fits as it is: {needed:,} bytes with keys and values, and {goal.memory:,} are "
-            "allowed; give less memory, a longer context or more texts at once",
-            settings={"memory": None},
-        )
-
-
 # ---- fit -------------------------------------------------------------------------------------------------------------
 
 
@@ -468,6 +457,7 @@ class _Fitter:
         in_kv = min(shapes.nbytes(fmt, goal) for fmt in self.kv_formats)
         least = smallest_bytes(self.subject, self.searcher.formats)
         _refuse_below(self.subject.where, goal, least, in_kv, probe.nbytes)
+        self._refuse_whole(shapes, probe)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
         how.note(self.searcher.needs())
@@ -477,7 +467,6 @@ class _Fitter:
         kv = self._kv(weights, joint_meter)
         joint = joint_evidence(weights, kv, goal, probe.nbytes)
         _within(joint, kv, goal)
-        _whole_fits(joint, kv, self._plain_bytes(), goal)
         limit = Goal(nbytes=goal.memory)
         solution, _, _ = solve_and_correct(joint, limit, joint_meter, self.searcher.stage)
         _take_corrections(joint, weights, kv)
@@ -485,10 +474,19 @@ class _Fitter:
         self._save(weights, kv, result)
         return result
 
-    def _plain_bytes(self) -> int:
-        wide = self.goal.dtype
-        numbers = sum(parameter.numel() for parameter in self.subject.model.parameters())
-        return self.subject.stored.nbytes if wide is None else numbers * ITEM_BYTES[wide]
+    def _refuse_whole(self, shapes: KVShapes, probe: MemoryProbe) -> None:
+        """Say so where nothing needs another format: then there is nothing to find."""
+        goal, subject = self.goal, self.subject
+        wide = goal.dtype or _dtype_of(subject)
+        numbers = sum(parameter.numel() for parameter in subject.model.parameters())
+        weights = subject.stored.nbytes if goal.dtype is None else numbers * ITEM_BYTES[wide]
+        needed = weights + shapes.nbytes(None, goal, ITEM_BYTES[wide]) + probe.nbytes
+        if needed <= goal.memory:
+            raise GoalError(
+                f"{subject.where}: the model fits as it is: {needed:,} bytes with keys and values, and "
+                f"{goal.memory:,} are allowed; give less memory, a longer context or more texts at once",
+                settings={"memory": None},
+            )
 
     def _meter(self, meter: PlanMeter, windows: Sequence[Tensor]) -> JointMeter:
         kept = self.searcher.memory_use.kept_logits // 2
@@ -501,7 +499,10 @@ class _Fitter:
             known = SearchEvidence.load(path)
             group = next(iter(known.groups.values()))
             if known.fingerprint == weights.fingerprint and {*self.kv_formats} <= {*group.formats}:
-                return known
+                # Corrections by plans are those of one run, and are made again.
+                return replace(
+                    known, groups={name: uncorrected(one) for name, one in known.groups.items()}, together=1.0
+                )
         known = gather_kv(self.subject, meter, weights, self.searcher.stage, self.kv_formats)
         if path is not None:
             known.save(path)

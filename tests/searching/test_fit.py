@@ -139,6 +139,7 @@ def test_a_stopped_fit_goes_on_with_what_was_measured(fitted, monkeypatch):
     monkeypatch.setattr(fit, "gather_kv", None)  # would be called where nothing is known
     again = bitplan.fit(model, tokens(), memory=MEMORY, context=CONTEXT, formats=FORMATS, out=folder)
     assert dict(again.row.choice) == dict(result.row.choice)
+    assert again.plan == result.plan
 
 
 def test_a_window_counts_no_more_than_its_tokens_and_texts_at_once_count_each(fitted):

@@ -42,7 +42,7 @@ def fit(
 
     Writes evidence.json, kv_evidence.json, plan.json and fit.json into the folder; a run that was stopped goes on.
 
-    Example: bitplan fit llama --memory 2GB --context 64 --text text.txt --window 16 --formats mxfp4,int8_row -o fitted
+    Example: bitplan fit llama --memory 24GB --context 32k --text text.txt --window 16 --formats mxfp4,int8_row
     """
     from bitplan.base.records import read_text
     from bitplan.files.headers import check_model_source
