@@ -41,6 +41,7 @@ PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
 RECORDS = {
     "plan": "plan",
     "front": "search",
+    "search-progress": "searching",
     "findings": "findings",
     "calibration": "calibration",
     "selective-telemetry": "precision",

@@ -69,7 +69,7 @@ class JsonLog(Closing):
             if not self._may_lose_lines:
                 raise
             if not self.lost_lines:
-                _log.error("bitplan: %s; telemetry is being lost, training goes on", fault)
+                _log.error("bitplan: %s; telemetry is being lost, the run goes on", fault)
             self.lost_lines += len(records)
 
     def close(self) -> None:

@@ -24,13 +24,14 @@ from bitplan.report.section_of_plan import findings_section, plan_section
 from bitplan.report.section_of_precision import precision_section
 from bitplan.report.section_of_quality import errors_section, quality_section
 from bitplan.report.section_of_run import RECORDS, run_section
-from bitplan.report.section_of_search import search_section
+from bitplan.report.section_of_search import progress_section, search_section
 from bitplan.report.section_of_speed import benchmark_section, speed_section
 from bitplan.report.section_of_streaming import stream_section, training_section
 
 # The sections in the order of the page, and the kinds of record that each one shows.
 SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section | None]], ...] = (
     (tuple(RECORDS), run_section),
+    (("searching",), progress_section),
     (("search",), search_section),
     (("plan",), plan_section),
     (("findings",), findings_section),

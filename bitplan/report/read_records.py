@@ -119,6 +119,14 @@ def _are_trees(document: dict[str, Any]) -> bool:
 KINDS = (
     RecordKind("plan", "plan", _has("tensors"), document="bitplan-plan", versions=(1,)),
     RecordKind("search", "search", _has("front", "plan", "measured"), document="bitplan-front", versions=(1,)),
+    RecordKind(
+        "searching",
+        "search in progress",
+        _has("goal"),
+        lines=True,
+        document="bitplan-search-progress",
+        versions=(1,),
+    ),
     RecordKind("fp8_policy", "FP8 policy", _has("rules"), document="bitplan-fp8-policy", versions=(2,)),
     RecordKind("fp8_report", "FP8 layer benchmark", _has("rows"), document="bitplan-fp8-report", versions=(1,)),
     RecordKind(

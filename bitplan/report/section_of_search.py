@@ -54,6 +54,47 @@ def search_section(records: Sequence[Record]) -> Section:
     return one_by_one("search", "Search", records, draw, _sentence(records[0].fields()))
 
 
+def progress_section(records: Sequence[Record]) -> Section:
+    """The phases of a search that goes on; of one that was stopped and begun again, those since then."""
+
+    def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
+        start, steps = _last_run(record)
+        phases = column_table(
+            "phases of the search",
+            (Column("Phase"), [item.text("phase") for item in steps]),
+            (Column("Done", numeric=True), [Cell(percent(_share(item)), _share(item)) for item in steps]),
+            (Column("Seconds from the start", numeric=True), [figure(item.number("seconds"), count) for item in steps]),
+            (Column("Last step", wide=True), [item.text("at") for item in steps]),
+        )
+        return join([source(record), phases]), told(record, _now(start, steps)) if len(records) > 1 else "", ()
+
+    return one_by_one("searching", "Search in progress", records, draw, _now(*_last_run(records[0])))
+
+
+def _last_run(record: Record) -> tuple[RecordFields, list[RecordFields]]:
+    """The first line of the last run in a log, and the last line of each of its phases."""
+    lines = record.lines()
+    begin = max(number for number, item in enumerate(lines) if "goal" in item)
+    return lines[begin], list({item.text("phase"): item for item in lines[begin + 1 :]}.values())
+
+
+def _share(step: RecordFields) -> float:
+    return min(1.0, step.number("done") / max(1.0, step.number("of")))
+
+
+def _now(start: RecordFields, steps: Sequence[RecordFields]) -> str:
+    sentence = f"{start.text('model')} is searched for {start.text('goal')}"
+    if not steps:
+        return f"{sentence}; no step is done yet."
+    latest = max(steps, key=lambda step: step.number("seconds"))
+    whole = latest.number("expected_seconds", None)
+    expected = "" if whole is None else f" of about {count(whole)}"
+    return (
+        f"{sentence}: {latest.text('phase')}, {percent(_share(latest))}, after {count(latest.number('seconds'))}"
+        f"{expected} seconds."
+    )
+
+
 def _charts(found: RecordFields) -> list[Markup]:
     """Predicted against measured only of three plans and more: of two, the table says it."""
     drawn = [_heat_card(found), _front_card(found)]

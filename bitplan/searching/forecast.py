@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from bitplan.base.logs import JsonLog
 from bitplan.formats.dispatch import parts_of
 from bitplan.packed.language.perplexity import MADE_AT_ONCE, measure_perplexity
 from bitplan.packed.machine import free_memory
@@ -41,6 +42,7 @@ from bitplan.searching.statistics import AT_ONCE, MOST_OUTPUTS
 IN_ALL = "in all"
 SHARES = 1000
 COUNTED = 1000  # weights in one step of progress
+LOG_SECONDS = 1.0
 TRUSTED = 0.2  # of what is expected: after as much of it, what it took counts as much as what was expected
 Advance = Callable[[int, str], None]
 # What shows progress: called with what is done and how many steps it has, gives what to call for each.
@@ -214,27 +216,44 @@ class PhaseClock:
     """A stage that also counts: by phase, seconds of wall time, and of all of this process' threads.
 
     expected   what each phase will take; without it nothing is said of the whole
+    log        where steps are also written as they are done, at most one line in `LOG_SECONDS`
     """
 
     stage: Stage
     expected: Mapping[str, ExpectedPhase] = field(default_factory=dict)
+    log: JsonLog | None = None
     wall: dict[str, float] = field(default_factory=dict)
     cpu: dict[str, float] = field(default_factory=dict)
     _steps: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
+        self._logged = -math.inf
 
     @contextmanager
     def __call__(self, what: str, total: int) -> Iterator[Advance]:
         with self.counted(what), self.stage(what, total) as advance:
+            done = 0
 
             def add(count: int, label: str) -> None:
+                nonlocal done
+                done += count
                 self._steps[what] = self._steps.get(what, 0) + count
                 seconds = self.seconds_in_all(what)
+                self._write(what, done, total, label, seconds)
                 advance(count, label if seconds is None else f"{label}; the search takes about {in_minutes(seconds)}")
 
             yield add
+
+    def _write(self, what: str, done: int, total: int, label: str, expected: float | None) -> None:
+        now = time.perf_counter()
+        if self.log is None or (done < total and now - self._logged < LOG_SECONDS):
+            return
+        self._logged = now
+        seconds = round(now - self._started, 1)
+        whole = None if expected is None else round(expected, 1)
+        line = {"phase": what, "done": done, "of": total, "at": label, "seconds": seconds, "expected_seconds": whole}
+        self.log.write_lines(line)
 
     def seconds_in_all(self, current: str) -> float | None:
         """Seconds of the whole search: those that are over, and what is left as fast as it went until now."""

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitplan.base.hardware import hardware
+from bitplan.base.logs import JsonLog
 from bitplan.base.old_names import keywords_in
 from bitplan.base.records import write_json
 from bitplan.files.engines.gguf_source import is_folder_like
@@ -58,7 +59,7 @@ from bitplan.searching.statistics import GRADIENT_TOKENS, steps_of
 from bitplan.searching.timing import BlockTimes, is_timed, time_block
 from bitplan.searching.training_evidence import read_gradients, read_speeds, time_by_policy, weigh_by_gradients
 
-PLAN, FRONT = "plan.json", "front.json"
+PLAN, FRONT, PROGRESS = "plan.json", "front.json", "progress.jsonl"
 DOCUMENT = "bitplan-front"
 VERSION = 1
 
@@ -357,12 +358,30 @@ class Searcher:
         self.require_size(goal)
         self._read_training(goal)
         with _made(self.folder):
-            with self.clock.counted(IN_ALL):
-                result = self._find(goal)
-            result.seconds = self.clock.to_dict()
-            if self.folder is not None:
-                result.save(self.folder)
+            with self._logged(goal):
+                with self.clock.counted(IN_ALL):
+                    result = self._find(goal)
+                result.seconds = self.clock.to_dict()
+                if self.folder is not None:
+                    result.save(self.folder)
             return result
+
+    @contextmanager
+    def _logged(self, goal: Goal) -> Iterator[None]:
+        """Steps are in a file of the folder while the search goes on, for a report that follows it."""
+        if self.folder is None:
+            yield
+            return
+        path, begins = self.folder / PROGRESS, b'{"document": "bitplan-search-progress"'
+        model = "a model" if self.subject.path is None else self.subject.path.name
+        try:
+            with JsonLog(path, begins, what="log of a search", may_lose_lines=True) as self.clock.log:
+                start = {"document": "bitplan-search-progress", "version": 1, "model": model, "goal": str(goal)}
+                self.clock.log.write_lines(start)
+                yield
+        finally:
+            self.clock.log = None
+            path.unlink(missing_ok=True)
 
     def _find(self, goal: Goal) -> SearchResult:
         evidence, meter = self.collect(goal)

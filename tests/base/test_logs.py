@@ -99,9 +99,7 @@ def test_a_run_that_must_go_on_counts_what_it_loses(tmp_path, monkeypatch, caplo
         log.write_lines(LINE)
         assert log.lost_lines == 3
     assert (tmp_path / "log").read_bytes() == TEXT
-    assert [record.message.split("; ")[-1] for record in caplog.records] == [
-        "telemetry is being lost, training goes on"
-    ]
+    assert [record.message.split("; ")[-1] for record in caplog.records] == ["telemetry is being lost, the run goes on"]
 
 
 def test_errors_are_of_the_class_that_was_given(tmp_path):

@@ -22,7 +22,7 @@ LIMIT = 20_000
 
 @contextmanager
 def files_of_at_most(nbytes):
-    """No module is compiled to a file meanwhile: Python 3.11 keeps one that did not fit, cut off, and imports fail later."""
+    """Python 3.11 keeps a compiled module that did not fit, cut off, so none is written meanwhile."""
     before, writes_bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
     sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bitplan.base.logs import JsonLog
 from bitplan.searching import forecast
 from bitplan.searching.statistics import steps_of
 
@@ -111,6 +113,21 @@ def test_the_whole_time_is_told_from_the_first_steps_on(model, windows, context,
     assert all(whole / 2 < each < 2 * whole for each in estimates), expected
     assert estimates[-1] == pytest.approx(whole, rel=0.15)
     assert labels[0][1] == f"a weight; the search takes about {estimates[1] / 60:.0f} min"
+
+
+def test_steps_are_logged_once_a_second_and_the_last_of_a_phase_always(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(forecast.time, "perf_counter", lambda: clock.now)
+    searched = forecast.PhaseClock(forecast.no_stage)
+    with JsonLog(tmp_path / "log", b'{"phase"', what="log") as searched.log, searched("proving", 6) as advance:
+        for seconds in (0.0, 0.5, 0.6, 0.1, 0.1, 0.1):
+            clock.now += seconds
+            advance(1, "a plan")
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(line["done"], line["seconds"]) for line in lines] == [(1, 0.0), (3, 1.1), (6, 1.4)]
+    assert lines[0] == {
+        "phase": "proving", "done": 1, "of": 6, "at": "a plan", "seconds": 0.0, "expected_seconds": None,
+    }  # fmt: skip
 
 
 def test_rounding_is_timed_in_a_format_that_holds_the_weight():

@@ -6,7 +6,7 @@ import io
 import json
 import math
 import threading
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 
 import pytest
@@ -28,6 +28,7 @@ from bitplan.packed.checkpoints.load import empty_model
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import choose_formats
 from bitplan.report.page import write_report
+from bitplan.report.read_records import read_records
 from bitplan.rounding import round_weight
 from bitplan.searching import (
     EvidenceFileError,
@@ -44,6 +45,7 @@ from bitplan.searching import run as runner
 from bitplan.searching import statistics as gathered
 from bitplan.searching.collect import EVIDENCE
 from bitplan.searching.explain import explain_plan
+from bitplan.searching.run import SearchOptions
 from bitplan.searching.runtime_formats import TARGETS
 from bitplan.searching.searched_model import subject_of
 from bitplan.searching.solver import plan_for, solve
@@ -84,8 +86,26 @@ def plain_rounding():
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search")
     model = tiny_llama()
-    result = bitplan.search(model, tokens(), goal={"bits": 7.0}, formats=FORMATS, out=folder)
+    shown = []
+
+    @contextmanager
+    def stage(what, _total):
+        shown.append((what, [step.content for step in read_records([folder / "progress.jsonl"])]))
+        yield lambda _count, _label: None
+
+    options = SearchOptions(stage=stage)
+    result = bitplan.search(model, tokens(), goal={"bits": 7.0}, formats=FORMATS, out=folder, options=options)
+    result.shown = shown
     return model, folder, result
+
+
+def test_steps_are_in_the_folder_while_the_search_goes_on(found):
+    _, folder, result = found
+    what, ((start, *steps),) = result.shown[-1]
+    assert what == "proving"
+    assert (start["model"], start["goal"]) == ("a model", "7 bits a weight")
+    assert {"statistics", "rounding"} <= {step["phase"] for step in steps}
+    assert not (folder / "progress.jsonl").exists()
 
 
 def test_a_search_writes_a_plan_within_its_goal(found):
