@@ -41,7 +41,8 @@ from bitplan.formats import Encoded, get_format
 from bitplan.plan.plan import Plan
 from bitplan.searching import Goal, GoalError, Searcher, SearchEvidence, SearchOptions, explain_plan
 from bitplan.searching.damage import RoundedWeights
-from bitplan.searching.forecast import Advance, no_stage
+from bitplan.searching.forecast import no_stage
+from bitplan.searching.goal import Advance
 from bitplan.searching.plan_meter import PlanMeter
 from bitplan.searching.run import solve_and_correct
 from bitplan.searching.runtime_formats import candidates, target_of

@@ -30,8 +30,8 @@ from bitplan.searching.damage import (
     projection_of,
 )
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, place_of
-from bitplan.searching.forecast import MemoryUse, Stage, in_shares, no_stage, within_memory
-from bitplan.searching.goal import EvidenceFileError, SearchError
+from bitplan.searching.forecast import MemoryUse, in_shares, no_stage, within_memory
+from bitplan.searching.goal import EvidenceFileError, SearchError, Stage
 from bitplan.searching.plan_meter import PlanMeter
 from bitplan.searching.searched_model import SearchSubject, group_tensors
 from bitplan.searching.solver import nearest_uniform

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.documents import load_document
+from bitplan.base.documents import OBJECT, SIZE, TEXT, Kind, Reader, is_text, load_document
 from bitplan.base.records import write_json
 from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES
@@ -42,14 +42,14 @@ from bitplan.plan.plan import Plan
 from bitplan.searching.collect import EVIDENCE, smallest_bytes, uncorrected
 from bitplan.searching.evidence import FormatCost, SearchEvidence, StayingTensor, TensorGroup
 from bitplan.searching.explain import explain_plan
-from bitplan.searching.forecast import Stage
-from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, SearchError
+from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, SearchError, Stage
 from bitplan.searching.memory_probe import MemoryProbe, probe_memory
 from bitplan.searching.plan_meter import MeasuredPlan, PlanMeter, summary_of
 from bitplan.searching.run import PLAN, Searcher, SearchOptions, best_of, solve_and_correct
 from bitplan.searching.runtime_formats import candidates, target_of
 from bitplan.searching.searched_model import SearchSubject, prepare
-from bitplan.searching.solver import Kind, RivalPlan, Solution, solve
+from bitplan.searching.solver import Kind as PlanKind
+from bitplan.searching.solver import RivalPlan, Solution, solve
 
 KV_EVIDENCE, FIT = "kv_evidence.json", "fit.json"
 DOCUMENT, VERSION = "bitplan-fit", 1
@@ -538,7 +538,7 @@ class _Fitter:
             floor = judge.noise_floor(lambda count: advance(count, "noise floor"))
             rows = []
             for label, choice in choices.items():
-                kind: Kind = "plan" if label == "joint plan" else "heuristic"
+                kind: PlanKind = "plan" if label == "joint plan" else "heuristic"
                 measured = judge.measured(joint, RivalPlan(label, kind, choice), partial(_advance, advance, label))
                 rows.append(replace(_row(joint, kv, label, choice), measured=measured))
         plans = [row.measured for row in rows if row.measured is not None]
@@ -584,6 +584,24 @@ def _advance(advance: Callable[[int, str], None], label: str, count: int) -> Non
     advance(count, label)
 
 
+_PROBE_KEYS = {"context": SIZE, "batch": SIZE, "device": TEXT, "nbytes": SIZE}
+_GOAL_KEYS = {"memory": SIZE, "context": SIZE, "batch": SIZE, "device": TEXT}
+_CHOICE = Kind("an object of groups to formats", lambda item: type(item) is dict and all(map(is_text, item.values())))
+
+
+def read_fit(path: str | Path) -> dict[str, Any]:
+    """fit.json, with what an answer from evidence needs of it checked; the rest is for people and the report."""
+    document: dict[str, Any] = load_document(path, EvidenceFileError)
+    reader = Reader(str(path), EvidenceFileError, strict=False)
+    reader.require_document(document, DOCUMENT, "fit.json of a fit")
+    reader.version(document, VERSION)
+    reader.keys("", document, {"model": TEXT, "plan": OBJECT}, ("model", "plan", "goal", "probe"))
+    reader.keys("goal", document["goal"], _GOAL_KEYS, tuple(_GOAL_KEYS))
+    reader.keys("probe", document["probe"], _PROBE_KEYS, tuple(_PROBE_KEYS))
+    reader.keys("plan", document["plan"], {"label": TEXT, "choice": _CHOICE}, ("label", "choice"))
+    return document
+
+
 def plan_fit(folder: str | Path, goal: FitGoal) -> FitResult:
     """The plan for a goal from the evidence of an earlier fit, without a model's run: what was measured for this goal,
     or else what is predicted best; nothing is written.
@@ -595,10 +613,9 @@ def plan_fit(folder: str | Path, goal: FitGoal) -> FitResult:
                 f"{place}: no {name}: not the folder of a finished fit; run `bitplan fit` with this output first"
             )
     weights, kv = SearchEvidence.load(place / EVIDENCE), SearchEvidence.load(place / KV_EVIDENCE)
-    before = load_document(place / FIT, EvidenceFileError)
-    probes = [MemoryProbe.from_dict(before["probe"])]
-    probe = next((one for one in probes if one.is_of(goal.context, goal.batch, goal.device)), None)
-    if probe is None:
+    before = read_fit(place / FIT)
+    probe = MemoryProbe(**before["probe"])
+    if not probe.is_of(goal.context, goal.batch, goal.device):
         probe = probe_memory(before["model"], goal.context, goal.batch, goal.device)
     joint = joint_evidence(weights, kv, goal, probe.nbytes)
     _within(joint, kv, goal)

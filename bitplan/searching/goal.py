@@ -6,6 +6,8 @@ What a search refuses.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,10 @@ class EvidenceFileError(SearchError, FileFormatError):
 
 WINDOWS = 32  # of text for a search's statistics, where nobody says how many
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+COUNTED = 1000  # weights in one step of progress
+Advance = Callable[[int, str], None]
+# What shows progress: called with what is done and how many steps it has, gives what to call for each.
+Stage = Callable[[str, int], AbstractContextManager[Advance]]
 _FAR_TOO_LARGE = 1e100  # and infinity: times the weights of a model this would be no whole number
 
 

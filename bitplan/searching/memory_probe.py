@@ -40,10 +40,6 @@ class MemoryProbe:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> MemoryProbe:
-        return cls(document["context"], document["batch"], document["device"], document["nbytes"])
-
 
 def probe_memory(model: nn.Module | str | Path, context: int, batch: int, device: str = "cpu") -> MemoryProbe:
     """Measure in a child process; `model` gives its config, or is the folder or GGUF file that has it."""

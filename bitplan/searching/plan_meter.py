@@ -24,7 +24,7 @@ from bitplan.packed.language.perplexity import (
 from bitplan.searching.blocks import BATCH, BlockRunner, Replaced, TokenStates, equal_lengths
 from bitplan.searching.damage import RoundedWeights
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.forecast import COUNTED, Stage
+from bitplan.searching.goal import COUNTED, Stage
 from bitplan.searching.solver import Kind, RivalPlan
 
 OnWindows = Callable[[int], None]

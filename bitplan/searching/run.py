@@ -30,14 +30,13 @@ from bitplan.searching.forecast import (
     IN_ALL,
     MemoryUse,
     PhaseClock,
-    Stage,
     expected_phases,
     in_minutes,
     measure_steps,
     no_stage,
     within_memory,
 )
-from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError
+from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError, Stage
 from bitplan.searching.plan_meter import MeasuredPlan, PlanMeter, paired_difference, summary_of
 from bitplan.searching.runtime_formats import Target, candidates, target_of
 from bitplan.searching.searched_model import SearchSubject, SearchText, prepare
