@@ -6,13 +6,15 @@
 | model.safetensors, or model-N-of-M.safetensors and an index | bitplan's safetensors, of `SHARD_BYTES` at most |
 | bitplan_plan.json | the plan: the format of every tensor, and why |
 | bitplan_evidence.json | the certificate of what was quantized (`files.certificate`) |
-| README.md | the model card, unless somebody else wrote the one that is there |
+| README.md, bitplan_plan.svg | the model card and its picture, unless somebody else wrote the one that is there |
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
 `quantization_config` is {"quant_method": "bitplan; ...", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
-"load_with": WORDS}; where inputs of packed layers are rounded, {"inputs": FORMAT}; where keys and values are kept in
-formats, {"kv_cache": {"keys": FORMAT, "values": FORMAT}} (`KVFormats`). transformers looks for weights in the file that
-`transformers_weights` names: it holds no file's name but what to import, and with our plug-in goes.
+"load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}: the plan has the format of each
+layer, and `inputs` is BY_LAYER where they differ; folders of earlier versions have `inputs` alone. Where keys and
+values are kept in formats, {"kv_cache": {"keys": FORMAT, "values": FORMAT}} (`KVFormats`). transformers looks for
+weights in the file that `transformers_weights` names: it holds no file's name but what to import, and goes where our
+plug-in is.
 """
 
 from __future__ import annotations
@@ -36,14 +38,16 @@ from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.optional import WEIGHTS_FILE
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.base.text import counted, visible
-from bitplan.files.certificate import CARD, EVIDENCE_FILE, is_card_of_ours, write_certificate
+from bitplan.files.certificate import EVIDENCE_FILE, settled_certificate, write_certificate
+from bitplan.files.model_card import CARD, PICTURE, is_card_of_ours, write_card
 from bitplan.files.open_files import write_tensors
 from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import get_format
-from bitplan.formats.input_formats import input_format
+from bitplan.formats.input_formats import Inputs, input_format
 from bitplan.plan.check_manifest import Finding
+from bitplan.plan.format_choices import multiplied_names
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
@@ -58,6 +62,7 @@ PLAN = "bitplan_plan.json"
 # A library that does not know the method prints it: so it says what to do. Earlier versions wrote the name alone.
 QUANT_METHOD = "bitplan; import bitplan.transformers before from_pretrained"
 QUANT_METHODS = (QUANT_METHOD, "bitplan")
+BY_LAYER = "by layer"
 VERSION = 1
 QUANTIZATION_KEYS = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
 SHARD_BYTES = 5 * 10**9
@@ -111,10 +116,29 @@ def is_packed_config(config: Mapping[str, Any]) -> bool:
     return isinstance(settings, dict) and settings.get("quant_method") in QUANT_METHODS
 
 
-def folder_inputs(config: Mapping[str, Any] | None) -> str | None:
-    """The format that a packed folder's layers round their inputs to; None: they stay as they are."""
-    settings = (config or {}).get("quantization_config")
-    return settings.get("inputs") if isinstance(settings, dict) and is_packed_config(config or {}) else None
+def folder_inputs(config: Mapping[str, Any] | None, plan: Plan | None) -> Inputs:
+    """The formats that a packed folder's layers round their inputs to, by names of weights where its plan has them."""
+    inputs = shown_inputs(config)
+    if plan is not None and plan.inputs:
+        return plan.inputs
+    if inputs == BY_LAYER:
+        raise FileFormatError(
+            f"the folder's {PLAN} says which layer rounds its inputs to what, and it is not there, or does not say it; "
+            "copy or quantize the folder again"
+        )
+    return inputs
+
+
+def shown_inputs(config: Mapping[str, Any] | None) -> str | None:
+    """What a packed folder's config says of inputs: a format, or BY_LAYER; None: they stay as they are."""
+    inputs = config["quantization_config"].get("inputs") if config and is_packed_config(config) else None
+    return None if inputs is None else str(inputs)
+
+
+def _inputs_of(plan: Plan) -> str | None:
+    """What a config says of a plan's inputs."""
+    formats = {plan[name].input for name in (*multiplied_names(plan), *plan.inputs)} or {None}
+    return formats.pop() if len(formats) == 1 else BY_LAYER
 
 
 def folder_kv(config: Mapping[str, Any] | None, where: str = "config") -> KVFormats | None:
@@ -151,7 +175,8 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
         )
     reader.keys("", settings, _KEYS, tuple(_KEYS))
     try:
-        input_format(settings.get("inputs"))
+        if settings.get("inputs") != BY_LAYER:
+            input_format(settings.get("inputs"))
         folder_kv(config)
     except FormatError as error:
         raise FileFormatError(f"{where}: {error}") from None
@@ -212,17 +237,11 @@ def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in {*QUANTIZATION_KEYS, WEIGHTS_FILE}}
 
 
-def packed_config(
-    config: Mapping[str, Any], plan: Plan, inputs: str | None = None, kv: KVFormats | None = None
-) -> dict[str, Any]:
-    """A model's config for the folder that holds it packed.
-
-    inputs   the format that its layers round inputs to
-    kv       the formats in which it keeps keys and values
-    """
+def packed_config(config: Mapping[str, Any], plan: Plan, kv: KVFormats | None = None) -> dict[str, Any]:
+    """A model's config for the folder that holds it packed; `kv`: the formats in which it keeps keys and values."""
     settings = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan)}
     settings["load_with"] = _HINT
-    settings |= {} if inputs is None else {"inputs": inputs}
+    settings |= {} if (inputs := _inputs_of(plan)) is None else {"inputs": inputs}
     settings |= {} if kv is None else {"kv_cache": kv.to_document()}
     return {**unquantized_config(config), "quantization_config": settings, WEIGHTS_FILE: f"packed by bitplan; {_HINT}"}
 
@@ -363,7 +382,13 @@ def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FolderContents:
-    """Everything in a folder except the numbers; without config and plan it is weights alone."""
+    """Everything in a folder except the numbers; without config and plan it is weights alone.
+
+    certificate  of what is written, without the hashes of its files
+    earlier      the certificate of the folder that the model was loaded from: kept where its weights are written again
+    source       the folder of the model that it was made of, whose card has fields that hold here, too
+    target       for whom it is: `bitplan`, or a target of `files.engines`
+    """
 
     shards: Sequence[Shard]
     config: Mapping[str, Any] | None = None
@@ -371,7 +396,9 @@ class FolderContents:
     beside: Mapping[str, Path] = field(default_factory=dict)
     inputs: Stamps = field(default_factory=dict)
     certificate: Mapping[str, Any] | None = None
-    card: str | None = None
+    earlier: Mapping[str, Any] | None = None
+    source: Path | None = None
+    target: str = "bitplan"
 
 
 def check_packed_output(
@@ -429,13 +456,15 @@ def write_packed_folder(
             contents.plan.save(folder / PLAN)
         if contents.config is not None:
             write_json(folder / CONFIG, contents.config)
-        if contents.card is not None and is_card_of_ours(Path(output, CARD)):
-            (folder / CARD).write_text(contents.card, encoding="utf-8")
+        certificate = settled_certificate(folder, contents.certificate, contents.earlier)
+        if certificate is not None and contents.config is not None and is_card_of_ours(Path(output, CARD)):
+            plan = contents.plan or Plan.from_document(certificate["plan"], where=str(output))
+            write_card(folder, plan, certificate, contents.source, contents.target)
         written = sorted(path.name for path in folder.iterdir())
         if force:
             _set_aside(Path(output), folder, keeps_tokenizer=keeps_tokenizer)
-        if contents.certificate is not None:
-            write_certificate(folder, contents.certificate)
+        if certificate is not None:
+            write_certificate(folder, certificate)
             written = sorted([*written, EVIDENCE_FILE])
         require_unchanged(contents.inputs)
     return [Path(output, name) for name in written]
@@ -475,7 +504,7 @@ def _has_tokenizer(folder: Path) -> bool:
 def _model_files(old: Path, new: Path, *, keeps_tokenizer: bool) -> set[str]:
     """Files of the model in a folder that has no place beside a new one: shards that its index names included."""
     names = {path.name for path in old.iterdir() if _WEIGHTS.fullmatch(path.name)}
-    names |= {CONFIG, GENERATION, PLAN, EVIDENCE_FILE, *([CARD] if is_card_of_ours(old / CARD) else [])}
+    names |= {CONFIG, GENERATION, PLAN, EVIDENCE_FILE, PICTURE, *([CARD] if is_card_of_ours(old / CARD) else [])}
     with suppress(FileFormatError, OSError):  # an index that cannot be read names none
         names |= {*read_index(old / INDEX).values()}
     return names if keeps_tokenizer and not _has_tokenizer(new) else names | TOKENIZER_FILES

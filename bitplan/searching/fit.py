@@ -40,7 +40,7 @@ from bitplan.packed.kv_cache import KVCache, PackedRows, pack_rows
 from bitplan.plan.kv_formats import KEYS, VALUES, KVFormats, kv_nbytes, layers_in, part_name
 from bitplan.plan.plan import Plan
 from bitplan.searching.collect import EVIDENCE, smallest_bytes, uncorrected
-from bitplan.searching.evidence import FormatCost, SearchEvidence, StayingTensor, TensorGroup
+from bitplan.searching.evidence import FormatCost, SearchEvidence, StayingTensor, TensorGroup, weight_format
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, SearchError, Stage
 from bitplan.searching.memory_probe import MemoryProbe, probe_memory
@@ -258,7 +258,7 @@ def joint_evidence(weights: SearchEvidence, kv: SearchEvidence, goal: FitGoal, r
     wide = goal.dtype
 
     def in_memory(fmt: str, cost: FormatCost, group: TensorGroup) -> FormatCost:
-        if wide is None or not get_format(fmt).is_cast:
+        if wide is None or not get_format(weight_format(fmt)).is_cast:
             return cost
         return replace(cost, nbytes=group.numbers * ITEM_BYTES[wide])
 

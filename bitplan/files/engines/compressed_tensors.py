@@ -19,8 +19,7 @@ names it. `kernels` says which engine has a kernel for what.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,47 +100,46 @@ def prepare(request: ExportRequest) -> FolderExport:
     engine = get_engine(request.engine)
     source = open_folder(request, TARGET, SUBSTITUTES)
     with on_failure(source.file.close):
-        schemes = _schemes(source)
-        layers = [_layer(source, name, schemes) for name in source.file.specs]
+        layers = [_layer(source, name) for name in source.file.specs]
         joined = _joined_groups(source, layers)
         if not any(layer.is_packed for layer in layers):
             raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
         if engine is not None:
             _check_kernels(source, layers, joined, engine)
-    config = {**source.config, "quantization_config": quantization_config(layers, schemes, kv_of_request(request))}
-    pack = functools.partial(_pack, schemes)
-    export = FolderExport(request, TARGET, source, layers, config, pack, joined)
+    config = {**source.config, "quantization_config": quantization_config(layers, kv_of_request(request))}
+    export = FolderExport(request, TARGET, source, layers, config, _pack, joined)
     export.report.notes += [engine.note] if engine is not None and engine.note else []
     return export
 
 
-def _schemes(source: FolderSource) -> Mapping[str, Scheme]:
-    """The formats that layers can have: where they round their inputs, the one of the inputs alone."""
-    if source.inputs is None:
-        return SCHEMES
-    if source.inputs not in WITH_INPUTS:
-        raise StoreError(
-            f"{source.file.path}: compressed-tensors has no inputs in {source.inputs}; take one of "
-            f"{', '.join(WITH_INPUTS)} for weights and inputs, or leave inputs as they are (keep)",
-            settings={"inputs": None},
-        )
-    return {source.inputs: WITH_INPUTS[source.inputs]}
-
-
-def _layer(source: FolderSource, name: str, schemes: Mapping[str, Scheme]) -> OutputLayer:
+def _layer(source: FolderSource, name: str) -> OutputLayer:
     spec = source.file.spec(name)
-    fmt, reason = source.format_of(name)
+    (fmt, reason), rounded = source.format_of(name), source.plan[name].input
     if fmt is None or fmt.is_cast or not source.is_linear(name):
         return source.unpacked(name, fmt, reason if fmt is None or fmt.is_cast else STAYS)
     if source.plan.entries[name].choice.cause == "default" and source.view.role(name) == "head":
         return source.unpacked(name, fmt, HEAD)
-    if fmt.name not in schemes:
-        beside = "" if source.inputs is None else f" with inputs in {source.inputs}"
+    if rounded is not None and rounded not in WITH_INPUTS:
         raise StoreError(
-            f"{source.file.path}: compressed-tensors has no {fmt.name}{beside} ({name!r}); "
+            f"{source.file.path}: compressed-tensors has no inputs in {rounded} ({name!r}); take one of "
+            f"{', '.join(WITH_INPUTS)} for weights and inputs, or leave inputs as they are (keep)",
+            settings={"inputs": None},
+        )
+    schemes = SCHEMES if rounded is None else {rounded: WITH_INPUTS[rounded]}
+    if fmt.name not in schemes:
+        raise StoreError(
+            f"{source.file.path}: compressed-tensors has no {fmt.name}{_beside(rounded)} ({name!r}); "
             f"take one of {', '.join(schemes)}"
         )
-    return OutputLayer((name,), fmt, reason, tuple(promises(name, spec.shape, fmt, schemes)))
+    return OutputLayer((name,), fmt, reason, tuple(promises(name, spec.shape, fmt, rounded)), rounded)
+
+
+def _beside(rounded: str | None) -> str:
+    return "" if rounded is None else f" with inputs in {rounded}"
+
+
+def _scheme_of(fmt: Format, rounded: str | None) -> Scheme:
+    return SCHEMES[fmt.name] if rounded is None else WITH_INPUTS[fmt.name]
 
 
 def _check_kernels(
@@ -154,10 +152,9 @@ def _check_kernels(
             continue
         (name,), fmt = layer.sources, layer.fmt.name
         rows, cols = source.file.spec(name).shape
-        if not engine.has_kernel(fmt, source.inputs, of_expert=EXPERT.fullmatch(name) is not None):
-            beside = "" if source.inputs is None else f" with inputs in {source.inputs}"
+        if not engine.has_kernel(fmt, layer.input, of_expert=EXPERT.fullmatch(name) is not None):
             raise StoreError(
-                f"{source.file.path}: {engine.version} has no kernel for {fmt}{beside} ({name!r}); "
+                f"{source.file.path}: {engine.version} has no kernel for {fmt}{_beside(layer.input)} ({name!r}); "
                 f"the nearest that it has is {engine.instead(fmt)}, or keep the layer",
                 settings={"keep": name},
             )
@@ -169,13 +166,11 @@ def _check_kernels(
             )
 
 
-def promises(
-    name: str, shape: tuple[int, ...], fmt: Format, schemes: Mapping[str, Scheme] = SCHEMES
-) -> list[TensorSpec]:
+def promises(name: str, shape: tuple[int, ...], fmt: Format, rounded: str | None = None) -> list[TensorSpec]:
     parts = fmt.part_shapes(shape)
     (data_dtype, data_shape), (scale_dtype, scale_shape) = parts["data"], parts["scales"]
     scales = TensorSpec.of(f"{name}_scale", scale_shape, None, scale_dtype)
-    container = schemes[fmt.name].container
+    container = _scheme_of(fmt, rounded).container
     if container == _PACKED:
         width = data_shape[-1] * data_dtype.itemsize // 4
         packed = TensorSpec.of(f"{name}_packed", (*data_shape[:-1], width), None, torch.int32)
@@ -188,9 +183,9 @@ def promises(
     return [TensorSpec.of(name, data_shape, None, data_dtype), scales]
 
 
-def _pack(schemes: Mapping[str, Scheme], encoded: Encoded, where: str) -> list[Tensor]:
+def _pack(encoded: Encoded, layer: OutputLayer, where: str) -> list[Tensor]:
     assert encoded.scales is not None
-    container, data = schemes[encoded.fmt.name].container, encoded.data
+    container, data = _scheme_of(encoded.fmt, layer.input).container, encoded.data
     if container == _PACKED:
         if data.shape[-1] * data.dtype.itemsize % 4:
             raise StoreError(f"{where}: rows of {encoded.shape[-1]} do not fill whole int32 words; keep the layer")
@@ -206,7 +201,7 @@ def _pack(schemes: Mapping[str, Scheme], encoded: Encoded, where: str) -> list[T
 def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[list[str]]:
     """The layers that engines compute as one, as the model's view has them.
 
-    Those must have one format, and so must all experts of a layer, each of which reads inputs of its own.
+    Those must have one format, and inputs in one; so must all experts of a layer, each of which reads its own inputs.
     """
     by_name = {layer.sources[0]: layer for layer in layers}
     experts: dict[str, list[str]] = {}
@@ -214,8 +209,13 @@ def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[
         if expert := EXPERT.fullmatch(name):
             experts.setdefault(expert["before"], []).append(name)
     for group in (*source.view.joined, *experts.values()):
-        formats = {name: layer.fmt for name in group if (layer := by_name[name]).is_packed}
-        named = {name: fmt.name if (fmt := formats.get(name)) is not None else "not packed" for name in group}
+        named = {
+            name: f"{layer.fmt.name}{_beside(layer.input)}"
+            if layer.fmt is not None and layer.is_packed
+            else "not packed"
+            for name in group
+            if (layer := by_name[name])
+        }
         other = next((name for name in group if named[name] != named[group[0]]), None)
         if other is not None:
             raise StoreError(
@@ -229,29 +229,27 @@ def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
-def quantization_config(
-    layers: Sequence[OutputLayer], schemes: Mapping[str, Scheme] = SCHEMES, kv: KVFormats | None = None
-) -> dict[str, Any]:
-    """What config.json says: a group for each format, by the names of its layers; others are ignored by name."""
-    modules: dict[str, list[str]] = {}
+def quantization_config(layers: Sequence[OutputLayer], kv: KVFormats | None = None) -> dict[str, Any]:
+    """What config.json says: a group for each pair of formats, by the names of its layers; others are ignored."""
+    modules: dict[tuple[Format, str | None], list[str]] = {}
     ignored = []
     for layer in layers:
         module = layer.sources[0].removesuffix(".weight")
         if layer.fmt is not None and layer.is_packed:
-            modules.setdefault(layer.fmt.name, []).append(module)
+            modules.setdefault((layer.fmt, layer.input), []).append(module)
         elif layer.sources[0].endswith(".weight") and len(layer.promises[0].shape) == 2:
             ignored.append(module)
     groups = {
         f"group_{number}": {
             "targets": names,
-            "weights": schemes[fmt].weights,
-            "input_activations": schemes[fmt].inputs,
+            "weights": _scheme_of(*pair).weights,
+            "input_activations": _scheme_of(*pair).inputs,
             "output_activations": None,
-            "format": schemes[fmt].container,
+            "format": _scheme_of(*pair).container,
         }
-        for number, (fmt, names) in enumerate(modules.items())
+        for number, (pair, names) in enumerate(modules.items())
     }
-    containers = {schemes[fmt].container for fmt in modules}
+    containers = {_scheme_of(*pair).container for pair in modules}
     return {
         "quant_method": TARGET,
         "quantization_status": "compressed",

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure, stamps_of
+from bitplan.files.certificate import certificate_of, written_plan
 from bitplan.files.describe_files import describe_tensors
 from bitplan.files.engines.gguf_names import evidence_of, fit_names
 from bitplan.files.engines.gguf_source import GGUFModel, open_model
-from bitplan.files.engines.targets import ExportReport, ExportRequest, ExportRow, OnBytes
+from bitplan.files.engines.targets import ExportReport, ExportRequest, ExportRow, OnBytes, notes_on_inputs
 from bitplan.files.headers import check_model_source, is_gguf, plan_for_file
 from bitplan.files.open_files import container_for
 from bitplan.files.packed_folder import (
@@ -32,26 +33,27 @@ from bitplan.files.packed_folder import (
     folder_inputs,
     is_packed_config,
     read_config,
+    read_packed_plan,
     side_files,
     unquantized_config,
     write_packed_folder,
 )
-from bitplan.files.round_with_evidence import WeightEvidence, open_evidence
+from bitplan.files.round_with_evidence import WeightEvidence, evidence_file, open_evidence
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
 from bitplan.formats.elements import dtype_name, wider_types
-from bitplan.formats.input_formats import input_format
+from bitplan.formats.input_formats import Inputs, input_format
 from bitplan.plan import Plan
-from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.format_choices import Substitutes, multiplied_names
 from bitplan.plan.structure.model_view import ModelView
 
 PLAIN = ("bfloat16", "float16", "float32")
 DEFAULT_TYPE = "bfloat16"
 _NOT_PACKED = {"router", "embedding", "position_embedding", "norm", "convolution", "bias", "scale"}
-Pack = Callable[[Encoded, str], list[Tensor]]
+Pack = Callable[[Encoded, "OutputLayer", str], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class OutputLayer:
     fmt: Format | None
     reason: str
     promises: tuple[TensorSpec, ...]
+    input: str | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -73,14 +76,12 @@ class FolderSource:
     """A model, open for reading, its config without a word on how it was packed, and the plan for it.
 
     folder   where config and tokenizer lie
-    inputs   the format that its packed layers round their inputs to, if any
     """
 
     file: TensorFile
     folder: Path
     config: dict[str, Any]
     plan: Plan
-    inputs: str | None = None
 
     def format_of(self, name: str) -> tuple[Format | None, str]:
         """The format that the plan has for a tensor, None where it stays in its own type, and the reason."""
@@ -155,8 +156,20 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             substitutes=substitutes,
             how_to_fill=None,
         )
-        inputs = folder_inputs(config) if request.inputs is None else input_format(request.inputs, "export")
-    return FolderSource(file, folder, unquantized_config(config), plan, inputs)
+        plan = _with_inputs(plan, request.inputs, folder, config)
+    return FolderSource(file, folder, unquantized_config(config), plan)
+
+
+def _with_inputs(plan: Plan, asked: str | None, folder: Path, config: Mapping[str, Any]) -> Plan:
+    """The plan with the formats of inputs that are asked for; else its own, or those of a packed folder."""
+    inputs: Inputs = input_format(asked, "export")
+    if asked is None and not plan.inputs and is_packed_config(config):
+        inputs = folder_inputs(config, read_packed_plan(folder, config))
+    elif asked is None:
+        return plan
+    names = multiplied_names(plan)
+    given = inputs if isinstance(inputs, Mapping) else dict.fromkeys(names, inputs)
+    return plan.with_inputs({name: given.get(name) for name in (*names, *plan.inputs)})
 
 
 def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[str]) -> WeightEvidence | None:
@@ -172,11 +185,18 @@ def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[st
         return evidence
 
 
+def _format_there(plan: Plan, name: str, layer: OutputLayer) -> str | None:
+    """The format of a tensor in the output; None where it stays as the plan has it."""
+    if layer.fmt is not None:
+        return layer.fmt.name
+    return layer.promises[0].dtype if plan.entries[name].stored is None else None
+
+
 class FolderExport:
     """A prepared export; see `bitplan.files.engines.targets`.
 
     config   what the output's config.json says
-    pack     an Encoded, and what to call it in a message -> the tensors that a packed layer's promises name, in order
+    pack     an Encoded, its layer, and what to call it in a message -> the tensors that the layer's promises name
     joined   tensors that the engine computes as one: formats whose scales have a base share it
     metadata what the header of every file says beside the tensors
     """
@@ -199,9 +219,15 @@ class FolderExport:
         self._made: dict[str, Tensor] = {}
         self._joined = {name: tuple(group) for group in joined for name in group}
         self._bases: dict[tuple[str, ...], float] = {}
+        written = {
+            name: (_format_there(source.plan, name, layer), layer.reason) for layer in layers for name in layer.sources
+        }
+        self._plan = written_plan(source.plan, written, source.file.tied)
         left_out = {alias: f"is {name!r}" for alias, name in source.file.tied.items()}
         rows = [self._row(layer) for layer in layers]
         self.report = ExportReport(str(request.source), str(request.output), target, rows, left_out)
+        if not any(layer.input for layer in layers):
+            self.report.notes += notes_on_inputs(source.plan, target)
         packed = [name for layer in layers if layer.is_packed for name in layer.sources]
         self._evidence = _open_evidence(request, source.file, packed)
 
@@ -222,7 +248,26 @@ class FolderExport:
     def write(self, on_bytes: OnBytes | None = None) -> None:
         promises = [promise for layer in dict.fromkeys(self._layers.values()) for promise in layer.promises]
         shards = [replace(shard, metadata=self._metadata) for shard in cut_shards(promises, {})]
-        contents = FolderContents(shards, self._config, None, side_files(self._folder), self._stamps)
+        evidence = None if self._request.evidence is None else evidence_file(self._request.evidence)
+        certificate = certificate_of(
+            self._plan,
+            self._request.source,
+            self._file.files,
+            evidence=evidence,
+            scale_rule=self._request.scale_rule,
+            config=self._config,
+            holds_plan=True,
+        )
+        contents = FolderContents(
+            shards,
+            self._config,
+            None,
+            side_files(self._folder),
+            self._stamps,
+            certificate=certificate,
+            source=self._folder,
+            target=self.report.target,
+        )
 
         def write_shard(writer: Writer, own: Sequence[TensorSpec]) -> None:
             for promise in own:
@@ -253,7 +298,7 @@ class FolderExport:
         where, spec = f"{self._file.path}: {source}", self._file.spec(source)
         if layer.is_packed:
             assert layer.fmt is not None
-            return self._pack(self._encoded(layer.fmt, source), where)
+            return self._pack(self._encoded(layer.fmt, source), layer, where)
         numbers = self._file.read_float(source) if spec.encoded else self._file.read(source)
         assert isinstance(numbers, Tensor)
         dtype = layer.promises[0].torch_dtype

@@ -138,6 +138,13 @@ def packed_bytes(to: str | None, fmt: str, shape: tuple[int, ...]) -> int:
     return sum(promise.nbytes for promise in promises)
 
 
+def notes_on_inputs(plan: Plan, target: str) -> list[str]:
+    """What a user must know of a plan's formats of inputs where the files of a target hold none."""
+    if not plan.inputs:
+        return []
+    return [f"{target} has no word for formats of inputs: the engine takes those of {len(plan.inputs)} layers its way"]
+
+
 def prepare_export(request: ExportRequest, to: str) -> Prepared:
     """Refuse what cannot be done, and say what would be: see `Prepared`."""
     if to not in TARGETS:

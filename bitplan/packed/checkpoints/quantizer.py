@@ -43,12 +43,13 @@ from bitplan.packed.checkpoints.load import (
     decide,
     device_of,
     finish,
+    inputs_by_target,
     make_layers,
     place_all,
     read_values,
 )
 from bitplan.packed.checkpoints.tensor_sources import Assignment
-from bitplan.packed.rounded_inputs import round_inputs
+from bitplan.packed.rounded_inputs import inputs_by_layer, set_inputs
 from bitplan.packed.rounded_kv import round_kv
 from bitplan.plan.plan import Plan
 
@@ -174,9 +175,11 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
                 self._layers.__getitem__, values, biases, strategy="auto", cache=None, dtypes=self._dtypes
             )
             place_all(model, values, {}, layers)
-            round_inputs(model, folder_inputs(self._config))
+            where = str(self._folder)
+            inputs = inputs_by_target(folder_inputs(self._config, self._plan), self._all, where)
+            set_inputs(layers, inputs_by_layer(layers, inputs, where))
             if hasattr(model, "generate"):
-                round_kv(model, folder_kv(self._config, str(self._folder)))
+                round_kv(model, folder_kv(self._config, where))
             finish(
                 model,
                 file,
