@@ -44,10 +44,10 @@ from bitplan.searching.evidence import FormatCost, SearchEvidence, StayingTensor
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, SearchError, Stage
 from bitplan.searching.memory_probe import MemoryProbe, probe_memory
-from bitplan.searching.plan_meter import MeasuredPlan, PlanMeter, summary_of
+from bitplan.searching.plan_meter import MeasuredPlan, PlanMeter, hurt_kind, kl_by_kind, summary_of
 from bitplan.searching.run import PLAN, Searcher, SearchOptions, best_of, solve_and_correct
 from bitplan.searching.runtime_formats import candidates, target_of
-from bitplan.searching.searched_model import SearchSubject, prepare
+from bitplan.searching.searched_model import SearchSubject, Text, prepare
 from bitplan.searching.solver import Kind as PlanKind
 from bitplan.searching.solver import RivalPlan, Solution, solve
 
@@ -329,6 +329,12 @@ class FitResult:
     missing: list[str] = field(default_factory=list)
     noise_floor: float | None = None
     tokens: int = 0
+    kinds: tuple[str, ...] = ()  # of each window of the proof, where the text is of several kinds
+
+    @property
+    def hurt_kind(self) -> str | None:
+        """What to say where one kind of text is hurt far more than another."""
+        return None if self.row.measured is None else hurt_kind(kl_by_kind(self.row.measured.quality, self.kinds))
 
     @property
     def needed(self) -> int:
@@ -351,6 +357,11 @@ class FitResult:
             "missing": self.missing,
             "noise_floor": self.noise_floor,
             "tokens": self.tokens,
+            **(
+                {}
+                if self.row.measured is None or not self.kinds
+                else {"kinds": kl_by_kind(self.row.measured.quality, self.kinds)}
+            ),
         }
 
     def save(self, folder: Path) -> None:
@@ -409,7 +420,7 @@ def fit(
     memory: int,
     context: int,
     batch: int = 1,
-    text: str | None = None,
+    text: Text | None = None,
     held_out: Sequence[Tensor] | str | None = None,
     formats: Sequence[str] | None = None,
     keep: Sequence[str] = (),
@@ -422,7 +433,7 @@ def fit(
     model        an nn.Module of transformers, or a path: a Hugging Face folder or GGUF
     memory       bytes that the running model may take: on a CPU the process, on a GPU what torch allocates
     context      tokens of a text, prompt and answer together; `batch` texts at once
-    text         plain text, where the model is a path; else `batches` of token ids
+    text         as `bitplan.search` takes it, of one or several kinds, where the model is a path; else `batches`
     out          a folder for the evidence, plan.json and fit.json; a stopped run goes on there
     plan_only    answer from the evidence that an earlier run left in `out`: nothing of the model is run
     options      how it works: device, windows, progress; `options.context` are the tokens of a window of text
@@ -559,6 +570,7 @@ class _Fitter:
             missing,
             floor.against.kl.mean,
             floor.tokens,
+            self.searcher.text.kinds,
         )
 
     def _save(self, weights: SearchEvidence, kv: SearchEvidence, result: FitResult) -> None:

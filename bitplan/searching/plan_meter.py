@@ -330,3 +330,29 @@ def paired_difference(first: MeasuredPlan, second: MeasuredPlan) -> Estimate:
     counts = [int(count) for count in first.quality.samples["tokens"]]
     pairs = zip(first.quality.samples["kl"], second.quality.samples["kl"], strict=True)
     return clustered_mean([one - two for one, two in pairs], counts)
+
+
+FAR_MORE = 2.0  # times the distance on another kind of text
+
+
+def kl_by_kind(quality: Quality, kinds: Sequence[str]) -> dict[str, float]:
+    """The distance on each kind of text, of windows whose kinds these are; empty where there is one kind alone."""
+    pairs = list(zip(kinds, quality.samples["kl"], quality.samples["tokens"], strict=True)) if kinds else []
+    return {
+        kind: sum(kl for name, kl, _ in pairs if name == kind) / sum(count for name, _, count in pairs if name == kind)
+        for kind in dict.fromkeys(kinds)
+    }
+
+
+def hurt_kind(distances: Mapping[str, float]) -> str | None:
+    """What to say where one kind of text is hurt far more than another; None where none is."""
+    if not distances:
+        return None
+    worst, least = max(distances, key=lambda kind: distances[kind]), min(distances, key=lambda kind: distances[kind])
+    if distances[worst] < FAR_MORE * distances[least] or distances[least] <= 0:
+        return None
+    more, less = distances[worst], distances[least]
+    return (
+        f"{worst} is hurt {more / less:.1f} times as much as {least} (KL {more:.4g} and {less:.4g}): give more bits or "
+        "more text of its kind"
+    )

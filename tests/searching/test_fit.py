@@ -10,11 +10,13 @@ import torch
 import transformers
 
 import bitplan
+from bitplan.packed.language.perplexity import Quality
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.searching import EvidenceFileError, GoalError, SearchError, SearchEvidence, fit
 from bitplan.searching.fit import KV_CANDIDATES, KV_EVIDENCE, FitGoal, joint_evidence, plan_fit
 from bitplan.searching.goal import Goal, parse_tokens
 from bitplan.searching.memory_probe import MemoryProbe, _measure
+from bitplan.searching.plan_meter import hurt_kind, kl_by_kind
 from bitplan.searching.solver import solve
 from tests.searching.tiny_mixtral import rounding_to_nearest
 
@@ -181,3 +183,14 @@ def test_what_cannot_be_fitted_is_refused_before_work():
         bitplan.fit(torch.nn.Sequential(torch.nn.Embedding(96, 64), torch.nn.Linear(64, 96)), tokens(), **small)
     with pytest.raises(GoalError, match="above 0"):
         bitplan.fit(tiny_llama(), tokens(), memory=0, context=64)
+
+
+def test_distances_by_kind_of_text_and_a_warning_where_one_is_hurt_twice_as_much():
+    quality = Quality(40, 4, None, None, {"kl": [1.0, 1.0, 3.0, 6.0], "tokens": [10, 10, 10, 20]})
+    kinds = ("wiki.txt", "wiki.txt", "code.txt", "code.txt")
+    distances = kl_by_kind(quality, kinds)
+    assert distances == {"wiki.txt": 0.1, "code.txt": 0.3}
+    assert str(hurt_kind(distances)).startswith("code.txt is hurt 3.0 times as much as wiki.txt (KL 0.3 and 0.1)")
+    assert hurt_kind({"wiki.txt": 0.1, "code.txt": 0.19}) is None
+    assert kl_by_kind(quality, ()) == {}
+    assert hurt_kind({}) is None

@@ -20,7 +20,10 @@ def fit(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a GGUF file.")],
     memory: Annotated[str, typer.Option(metavar="SIZE", help="What the running model may take: 24GB, 900MB.")],
     context: Annotated[str, typer.Option(metavar="TOKENS", help="Prompt and answer together: 8192, 32k.")],
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Plain text of the kind the model is for.")] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Text of the kind the model is for, or .jsonl of chats; several: kinds."),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Texts at once, each of this context.")] = 1,
     device: Annotated[str, typer.Option(help="Where the model shall run: cpu, cuda or cuda:N.")] = "cpu",
     held_out: Annotated[
@@ -45,14 +48,15 @@ def fit(
     Example: bitplan fit llama --memory 24GB --context 32k --text text.txt --window 16 --formats mxfp4,int8_row
     """
     from bitplan.base.records import read_text
+    from bitplan.cli.verbs.search import read_kinds
     from bitplan.files.headers import check_model_source
     from bitplan.searching.goal import GoalError, parse_bytes, parse_tokens
 
     limit, tokens = parse_bytes(memory, "memory"), parse_tokens(context)
     names = None if formats is None else [name.strip() for name in formats.split(",")]
-    if text is None and not plan_only:
+    if not text and not plan_only:
         raise GoalError("a fit needs text, or the evidence of an earlier one", settings={"text": "FILE"})
-    content = None if text is None else read_text(text)
+    content = read_kinds(text) if text else None
     proof = None if held_out is None else read_text(held_out)
     check_model_source(model, None)
 
@@ -81,7 +85,7 @@ def fit(
 
 def show_fit(result: FitResult, out: Path) -> None:
     """A table of plans, what the memory is for, and the commands that come next."""
-    from bitplan.cli.verbs.search import next_step
+    from bitplan.cli.verbs.search import kinds_columns, next_step
     from bitplan.searching.runtime_formats import target_of
 
     rows = [
@@ -91,6 +95,7 @@ def show_fit(result: FitResult, out: Path) -> None:
             "K and V": human_bytes(row.kv),
             "predicted KL": f"{row.predicted:.5f}",
             "KL": "not measured" if row.measured is None else f"{row.measured.kl.mean:.5f}",
+            **({} if row.measured is None else kinds_columns(row.measured.quality, result.kinds)),
         }
         for row in result.rows
     ]
@@ -105,4 +110,6 @@ def show_fit(result: FitResult, out: Path) -> None:
     )
     floor = "" if result.noise_floor is None else f"; noise floor of KL: {result.noise_floor:.2g}"
     say(f"solved to within {result.solution.gap:.2g} of the best possible{floor}")
+    if result.hurt_kind is not None:
+        say(f"a kind of text is hurt far more: {result.hurt_kind}")
     say(next_step(target_of("bitplan"), result.model, out), divided=False)

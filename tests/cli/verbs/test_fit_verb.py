@@ -108,3 +108,24 @@ def test_what_cannot_be_is_refused_in_one_line(change, said, capsys):
 def test_a_fit_without_text_says_what_to_give(capsys):
     assert run(["fit", "llama", "--memory", "1GB", "--context", "64"]) == 2
     assert "--text FILE" in capsys.readouterr().err
+
+
+def test_kinds_of_text_are_measured_each_conversations_by_the_chat_template(folder, capsys):
+    template = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+    path = folder / "llama" / "tokenizer_config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"chat_template": template}))
+    chats = [{"messages": [{"role": "user", "content": "who goes there"}]}, {"text": "nobody of note"}]
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, 30 * chats)))
+    words = [*example(), "--text", "chats.jsonl", "--output", "kinds", "--json"]
+    try:
+        with rounding_to_nearest():
+            assert run(words) == 0, capsys.readouterr().err
+        document = json.loads(capsys.readouterr().out)
+        assert set(document["kinds"]) == {"text.txt", "chats.jsonl"}
+        assert all(kl > 0 for kl in document["kinds"].values())
+        Path("chats.jsonl").write_text('{"messages": "none"}\n')
+        assert run(words) == 2
+        assert "chats.jsonl: line 1: expected" in capsys.readouterr().err
+    finally:
+        path.write_text(before)
