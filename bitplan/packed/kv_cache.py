@@ -123,6 +123,9 @@ class PackedRows:
     def repeat_interleave(self, repeats: int, dim: int) -> PackedRows:
         return self._each(lambda part: part.view(torch.uint8).repeat_interleave(repeats, dim=dim).view(part.dtype))
 
+    def contiguous(self) -> PackedRows:
+        return self._each(Tensor.contiguous)
+
     def to(self, *args: Any, **options: Any) -> PackedRows:
         return self._each(lambda part: part.to(*args, **options))
 
@@ -163,6 +166,8 @@ class _PackedLayer(DynamicLayer):  # type: ignore[misc]
 class _PackedWindow(_PackedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A layer that attends to a window: of the tokens before, those are held that the next one still sees."""
 
+    _sliding_window_tensor: Tensor
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         _PackedLayer.lazy_initialization(self, key_states, value_states)
         self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
@@ -173,7 +178,8 @@ class _PackedWindow(_PackedLayer, DynamicSlidingWindowLayer):  # type: ignore[mi
     def _hold(self, keys: PackedRows, values: PackedRows, tokens: int) -> None:
         self.cumulative_length += tokens
         seen = slice(-self.sliding_window + 1, None)
-        self.keys, self.values = keys[:, :, seen, :], values[:, :, seen, :]
+        # A view would hold what has left the window.
+        self.keys, self.values = (rows[:, :, seen, :].contiguous() for rows in (keys, values))
 
 
 def _packed_layer(layer: Any, index: int, formats: KVFormats, *, stores: bool) -> Any:
@@ -189,7 +195,8 @@ def _packed_layer(layer: Any, index: int, formats: KVFormats, *, stores: bool) -
             f"layer {index}: keys and values of a {type(layer).__name__} cannot be kept in formats, only those of "
             "dynamic layers of full attention or sliding windows; keep them as they are, or take a dynamic cache"
         )
-    packed.formats = tuple(None if name is None else get_format(name) for name in formats.of_layer(index))
+    keys, values = (None if name is None else get_format(name) for name in formats.of_layer(index))
+    packed.formats = keys, values
     packed.stores = stores
     return packed
 

@@ -43,7 +43,7 @@ class MemoryProbe:
 
 def probe_memory(model: nn.Module | str | Path, context: int, batch: int, device: str = "cpu") -> MemoryProbe:
     """Measure in a child process; `model` gives its config, or is the folder or GGUF file that has it."""
-    config = model.config if isinstance(model, nn.Module) else _config_of(Path(model))
+    config: Any = model.config if isinstance(model, nn.Module) else _config_of(Path(model))
     request = {
         "config": config.to_dict(),
         "model_type": config.model_type,

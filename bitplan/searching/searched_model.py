@@ -618,12 +618,13 @@ def render_chat(lm: CausalLM, messages: Sequence[Mapping[str, str]]) -> str:
 
 def _joined_cuts(cuts: Mapping[str, SearchText]) -> SearchText:
     """The windows of all kinds, one kind after the other."""
-    joined = [
-        [window for cut in cuts.values() for window in getattr(cut, part)] for part in ("statistics", "checks", "proof")
-    ]
-    kinds = tuple(name for name, cut in cuts.items() for _ in cut.proof)
+
+    def windows(part: str) -> list[Tensor]:
+        return [window for cut in cuts.values() for window in getattr(cut, part)]
+
+    kinds = tuple(name for name, cut in cuts.items() for _ in cut.proof) if len(cuts) > 1 else ()
     unscored = next(iter(cuts.values())).unscored
-    return SearchText(*joined, unscored, kinds if len(cuts) > 1 else ())
+    return SearchText(windows("statistics"), windows("checks"), windows("proof"), unscored, kinds)
 
 
 def _read_model(
