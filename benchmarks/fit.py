@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import command, commit, machine, save, versions
+from harness import commit, machine, save, versions
 
 import bitplan
 from bitplan.searching.memory_probe import probe_memory
@@ -91,7 +91,6 @@ def main() -> None:
             print(json.dumps(row), flush=True)
     document = {
         "benchmark": "fit",
-        "command": command(),
         "commit": commit(),
         "machine": machine("cpu"),
         "versions": versions(),
