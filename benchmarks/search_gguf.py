@@ -42,7 +42,8 @@ from bitplan.plan.plan import Plan
 from bitplan.searching import Goal, GoalError, Searcher, SearchEvidence, SearchOptions
 from bitplan.searching.damage import RoundedWeights
 from bitplan.searching.explain import explain_plan
-from bitplan.searching.forecast import Advance, no_stage
+from bitplan.searching.forecast import no_stage
+from bitplan.searching.goal import Advance
 from bitplan.searching.plan_meter import PlanMeter
 from bitplan.searching.run import solve_and_correct
 from bitplan.searching.runtime_formats import candidates, target_of

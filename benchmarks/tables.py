@@ -501,6 +501,23 @@ def _with_error(figure: dict[str, float], sign: str) -> str:
     return f"{figure['mean']:{sign}{style}} ± {figure['standard_error']:{style}}"
 
 
+def fit_table() -> str:
+    """Plans of `fit` within a memory, and what the process was predicted and measured to take."""
+    result = _read("fit_lm26m")
+    lines = [
+        "| MB for weights, K and V | KL: joint | K, V in 8 bits | as they are | MB predicted | measured |",
+        "|---" * 6 + "|",
+    ]
+    for row in result["rows"]:
+        plans = row["plans"]
+        fixed = [plans.get(label) for label in ("K and V in 8 bits", "K and V as they are")]
+        shown = " | ".join("no room" if kl is None else f"{kl:.4f}" for kl in fixed)
+        sizes = " | ".join(f"{row[key] / 1e6:.0f}" for key in ("predicted_bytes", "measured_bytes"))
+        room = (row["weights_bytes"] + row["kv_bytes"]) / 1e6
+        lines.append(f"| {room:.1f} | {plans['joint plan']:.4f} | {shown} | {sizes} |")
+    return "\n".join(lines)
+
+
 def prompts_table() -> str:
     """Eager prompts through transformers' own llama: milliseconds of BF16, and each format's speed in times of its."""
     rows = [row for row in _read("decode_prompts_nvidia_h200")["rows"] if row["mode"] == "prompt"]
@@ -839,6 +856,7 @@ PLACES = {  # page: its tables
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table, vllm_table),
     "docs/rounding.md": (rounding_gguf_table,),
     "docs/search.md": (searched_table, searched_smollm2_table),
+    "docs/fit.md": (fit_table,),
 }
 
 

@@ -26,6 +26,7 @@ from bitplan.plan import Manifest, Plan, expand_raw_map, manifest_schema, plan
 from bitplan.report.page import build_sections
 from bitplan.report.read_records import read_records
 from bitplan.searching import SearchEvidence
+from bitplan.searching.fit import read_fit
 from bitplan.streaming.selective.calibration import load_calibration
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.state import PolicyState, load_state
@@ -113,6 +114,10 @@ def test_plan(example):
 
 def test_evidence(example):
     assert SearchEvidence.load(example("evidence")).to_document() == read_json(example("evidence"))
+
+
+def test_fit(example):
+    assert read_fit(example("fit")) == read_json(example("fit"))
 
 
 def test_certificate(example):

@@ -15,7 +15,7 @@ import typer
 
 from bitplan.base.version import __version__
 from bitplan.cli.quick_help import QuickCommand, QuickGroup
-from bitplan.cli.verbs import doctor, export, files, fp8, gpt_oss, plan, quality, report, run_model, search
+from bitplan.cli.verbs import doctor, export, files, fit, fp8, gpt_oss, plan, quality, report, run_model, search
 
 app = typer.Typer(
     cls=QuickGroup,
@@ -27,7 +27,7 @@ app = typer.Typer(
 
 VERBS: dict[str, tuple[Callable[..., Any] | typer.Typer, ...]] = {
     "Measure": (quality.judge, files.compare, run_model.bench, fp8.fp8_app),
-    "Plan": (search.search, plan.plan, plan.explain, plan.diff, plan.verify, plan.manifest_app),
+    "Plan": (search.search, fit.fit, plan.plan, plan.explain, plan.diff, plan.verify, plan.manifest_app),
     "Apply": (files.quantize, export.export, gpt_oss.gpt_oss_app),
     "Run": (run_model.generate,),
     "Look": (doctor.doctor, files.inspect, report.report),

@@ -15,6 +15,12 @@ Rule = Literal["absmax", "absmean", "percentile", "mse"]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Recipe = Annotated[str | None, typer.Option("--recipe", help=" or ".join(", ".join(RECIPES).rsplit(", ", 1)) + ".")]
+KeysValues = Annotated[
+    str | None,
+    typer.Option(
+        "--kv", metavar="K[:V]", help="Formats of the cache's keys and values: int8, fp8, int4, int8:int4; or keep."
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 Emulated = Annotated[
     Literal["cuda", "cpu"], typer.Option("--device", help="cpu emulates FP8: to try the command, not to decide.")

@@ -11,9 +11,10 @@
 
 `quantization_config` is {"quant_method": "bitplan; ...", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
 "load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}: the plan has the format of each
-layer, and `inputs` is BY_LAYER where they differ; folders of earlier versions have `inputs` alone. transformers looks
-for weights in the file that `transformers_weights` names: it holds no file's name but what to import, and goes where
-our plug-in is.
+layer, and `inputs` is BY_LAYER where they differ; folders of earlier versions have `inputs` alone. Where keys and
+values are kept in formats, {"kv_cache": {"keys": FORMAT, "values": FORMAT}} (`KVFormats`). transformers looks for
+weights in the file that `transformers_weights` names: it holds no file's name but what to import, and goes where our
+plug-in is.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from bitplan.formats import get_format
 from bitplan.formats.input_formats import Inputs, input_format
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.format_choices import multiplied_names
+from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
 from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
@@ -139,6 +141,14 @@ def _inputs_of(plan: Plan) -> str | None:
     return formats.pop() if len(formats) == 1 else BY_LAYER
 
 
+def folder_kv(config: Mapping[str, Any] | None, where: str = "config") -> KVFormats | None:
+    """The formats in which a packed folder's model keeps keys and values; None: as they are."""
+    settings = (config or {}).get("quantization_config")
+    if not isinstance(settings, dict) or not is_packed_config(config or {}) or settings.get("kv_cache") is None:
+        return None
+    return KVFormats.from_document(settings["kv_cache"], f"{where}: kv_cache")
+
+
 def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
     """The plan by which a folder was packed, after the config's entry for it was checked."""
     return Plan.load(plan_path(folder, config))
@@ -167,6 +177,7 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
     try:
         if settings.get("inputs") != BY_LAYER:
             input_format(settings.get("inputs"))
+        folder_kv(config)
     except FormatError as error:
         raise FileFormatError(f"{where}: {error}") from None
     return settings
@@ -226,11 +237,12 @@ def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in {*QUANTIZATION_KEYS, WEIGHTS_FILE}}
 
 
-def packed_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """A model's config for the folder that holds it packed."""
+def packed_config(config: Mapping[str, Any], plan: Plan, kv: KVFormats | None = None) -> dict[str, Any]:
+    """A model's config for the folder that holds it packed; `kv`: the formats in which it keeps keys and values."""
     settings = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan)}
     settings["load_with"] = _HINT
     settings |= {} if (inputs := _inputs_of(plan)) is None else {"inputs": inputs}
+    settings |= {} if kv is None else {"kv_cache": kv.to_document()}
     return {**unquantized_config(config), "quantization_config": settings, WEIGHTS_FILE: f"packed by bitplan; {_HINT}"}
 
 

@@ -44,6 +44,7 @@ from bitplan.formats.elements import wider_types
 from bitplan.formats.input_formats import require_scale
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted, give_inputs
+from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.manifest import needs_base
 from bitplan.plan.names import listed, without_expert
 from bitplan.plan.plan import Planned
@@ -150,10 +151,12 @@ class QuantizeOptions:
 
     shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
     on_tensor    is called with every tensor of the source that is done
+    kv           for a folder: formats in which its model keeps keys and values, "int8:int4"; None: what a plan says
     """
 
     shard_bytes: int = SHARD_BYTES
     on_tensor: OnTensor | None = None
+    kv: KVFormats | str | None = None
 
 
 @keywords_in(QuantizeOptions)
@@ -198,6 +201,7 @@ def quantize_file(
         only=only,
         pad=pad,
         inputs=inputs,
+        kv=options.kv,
         reads=[] if evidence is None else [evidence_file(evidence)],
         force=force or container_for(output) is not None,
         shard_bytes=options.shard_bytes,
@@ -212,6 +216,7 @@ class Quantization(Closing):
     other names.
 
     inputs   for a folder: the format that all its packed layers round their inputs to; None: the plan's
+    kv       for a folder: the formats in which its model keeps keys and values
     reads    files beside the source that are read, so that the output is none of them
     force    the output may exist
     """
@@ -226,6 +231,7 @@ class Quantization(Closing):
         only: Sequence[str] = (),
         pad: Literal["zero"] | None = None,
         inputs: str | None = None,
+        kv: KVFormats | str | None = None,
         reads: Sequence[Path] = (),
         force: bool = False,
         shard_bytes: int = SHARD_BYTES,
@@ -233,6 +239,11 @@ class Quantization(Closing):
         self.report = QuantizeReport(str(source), str(output))
         self._output, self._force, self._shard_bytes = Path(output), force, shard_bytes
         container = container_for(output)
+        self._kv = KVFormats.parse(kv, "quantize_file") if isinstance(kv, str) else kv
+        if self._kv is None and isinstance(fmt, Plan):
+            self._kv = KVFormats.of_plan(fmt)
+        if self._kv is not None and container is not None:
+            self.report.notes.append(f"{output}: a file of weights says nothing of keys and values; a folder does")
         with ExitStack() as opened:
             self._file = file = opened.enter_context(_open(source, is_folder=container is None))
             self._stamps, read = stamps_of(file.files), [*file.files, *reads]
@@ -343,7 +354,7 @@ class Quantization(Closing):
                     "give the folder of the model in bfloat16 or float32"
                 )
             shards = cut_shards(self._outputs(list(file.specs)), file.tied, self._shard_bytes)
-            new_config = packed_config(config, self.plan)
+            new_config = packed_config(config, self.plan, self._kv)
             return FolderContents(shards, new_config, self.plan, side_files(file.folder))
         assert isinstance(file, NativeTensors)
         return FolderContents(self._same_shards(file))

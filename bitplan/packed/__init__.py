@@ -20,6 +20,7 @@ from bitplan.base.lazy_names import lazy_names
 if TYPE_CHECKING:
     from bitplan.base.errors import MeasureError as MeasureError
     from bitplan.packed.apply_plan import ApplyError as ApplyError
+    from bitplan.packed.kv_cache import KVCache as KVCache
     from bitplan.packed.machine import examine_machine as examine_machine
     from bitplan.packed.product_strategy import LayerError as LayerError
     from bitplan.packed.quant_embedding import QuantEmbedding as QuantEmbedding
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from bitplan.packed.quant_linear import QuantLinear as QuantLinear
     from bitplan.packed.tile_cache import TileCache as TileCache
     from bitplan.packed.fused_projections import fuse_projections as fuse_projections
+    from bitplan.packed.rounded_kv import round_kv as round_kv
     from bitplan.packed.language.compare_on_text import compare_on_text as compare_on_text
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -48,8 +48,10 @@ from bitplan.packed.layer_replacement import (
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import check_strategy
 from bitplan.packed.rounded_inputs import inputs_by_layer, set_inputs
+from bitplan.packed.rounded_kv import round_kv
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.format_choices import Wanted, choose_formats
+from bitplan.plan.kv_formats import split_kv
 from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
 from bitplan.plan.structure.describe import is_norm
@@ -202,7 +204,7 @@ def apply_plan(
     scale_rule: ScaleRule | None = None,
     pad: Literal["zero"] | None = None,
 ) -> AppliedPlan:
-    """Rewrite a model in place so that every tensor has the format of the plan.
+    """Rewrite a model in place so that every tensor has the format of the plan, and keys and values those it names.
 
     plan              a Plan; or a format, mapping or manifest, from which `choose_formats` makes a plan for this model
     strategy, cache   of the packed layers that are made
@@ -224,6 +226,7 @@ def apply_plan(
     tensors = _Tensors(model)
     if not isinstance(plan, Plan):
         plan = choose_formats(tensors.stored(), plan, where="apply_plan")
+    plan, kv = split_kv(plan)
     decided = _decide(plan, tensors, match, unsupported)
     _check_meetings(tensors, decided, plan)
     made = _pack(decided, strategy, cache, {"scale_rule": scale_rule, "pad": pad or plan.pad})
@@ -234,6 +237,8 @@ def apply_plan(
     formats = inputs_by_layer(layers, planned if inputs is None else inputs, "apply_plan")
     _swap(model, made)
     set_inputs(layers, formats)
+    if kv is not None:
+        round_kv(model, kv)
     if made:
         adapt_to_transformers(model)
     for decision in decided.casts:

@@ -10,6 +10,7 @@ Which module does which step:
     plan_meter, timing       distances of plans from the model, and times of layers; `training_evidence` beside them
     solver, explain          the plan, by evidence alone, with its rivals and reasons
     run                      all of it in turn, the proof on held-out text, and the files
+    fit, memory_probe        weights, keys and values for a memory and a context, and what a model takes beside them
     verify                   whether what was quantized holds, by its certificate
 """
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         SearchError as SearchError,
     )
     from bitplan.searching.evidence import SearchEvidence as SearchEvidence
+    from bitplan.searching.fit import FitResult as FitResult
     from bitplan.searching.goal import Goal as Goal
     from bitplan.searching.run import (
         Searcher as Searcher,

@@ -30,8 +30,8 @@ from bitplan.searching.damage import (
     projection_of,
 )
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, place_of
-from bitplan.searching.forecast import MemoryUse, Stage, in_shares, no_stage, within_memory
-from bitplan.searching.goal import EvidenceFileError, SearchError
+from bitplan.searching.forecast import MemoryUse, in_shares, no_stage, within_memory
+from bitplan.searching.goal import EvidenceFileError, SearchError, Stage
 from bitplan.searching.input_damage import InputMode, add_rounded_inputs, candidates_of
 from bitplan.searching.plan_meter import PlanMeter
 from bitplan.searching.searched_model import SearchSubject, group_tensors
@@ -295,7 +295,7 @@ def _begin(
         "checks": len(checks),
         "tokens": sum(len(window) for window in windows),
     }
-    groups = {} if before is None else {name: _uncorrected(group) for name, group in before.groups.items()}
+    groups = {} if before is None else {name: uncorrected(group) for name, group in before.groups.items()}
     return SearchEvidence(
         subject.where,
         subject.numbers,
@@ -309,7 +309,7 @@ def _begin(
     )
 
 
-def _uncorrected(group: TensorGroup) -> TensorGroup:
+def uncorrected(group: TensorGroup) -> TensorGroup:
     """A group as it was predicted and checked: corrections by plans are those of one search, and are made again."""
     return replace(group, formats={fmt: replace(cost, factor=1.0) for fmt, cost in group.formats.items()})
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,18 +35,14 @@ from bitplan.rounding.error_compensation import InputHessian
 from bitplan.rounding.weights import round_weight
 from bitplan.searching.blocks import BACK, BATCH, LOGITS_AT_ONCE
 from bitplan.searching.damage import MOST_NUMBERS, MOST_WEIGHTS, ROUNDED_AT_ONCE, formats_that_hold
-from bitplan.searching.goal import SearchError
+from bitplan.searching.goal import COUNTED, Advance, SearchError, Stage
 from bitplan.searching.searched_model import SearchSubject
 from bitplan.searching.statistics import AT_ONCE, MOST_OUTPUTS
 
 IN_ALL = "in all"
 SHARES = 1000
-COUNTED = 1000  # weights in one step of progress
 LOG_SECONDS = 1.0
 TRUSTED = 0.2  # of what is expected: after as much of it, what it took counts as much as what was expected
-Advance = Callable[[int, str], None]
-# What shows progress: called with what is done and how many steps it has, gives what to call for each.
-Stage = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 @contextmanager

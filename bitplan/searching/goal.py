@@ -6,6 +6,8 @@ What a search refuses.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,10 @@ class EvidenceFileError(SearchError, FileFormatError):
 
 WINDOWS = 32  # of text for a search's statistics, where nobody says how many
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+COUNTED = 1000  # weights in one step of progress
+Advance = Callable[[int, str], None]
+# What shows progress: called with what is done and how many steps it has, gives what to call for each.
+Stage = Callable[[str, int], AbstractContextManager[Advance]]
 _FAR_TOO_LARGE = 1e100  # and infinity: times the weights of a model this would be no whole number
 
 
@@ -95,3 +101,14 @@ def parse_bytes(text: str, what: str = "nbytes") -> int:
         text = text[:40]
         raise GoalError(f"expected a size such as 6GB, 900MB or 1.5GiB, got {text!r}", settings={what: None})
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_tokens(text: str, what: str = "context") -> int:
+    """32k is 32768 tokens; 1m, or a plain number."""
+    match = re.fullmatch(r"([0-9]{1,12})\s*([kKmM]?)", text.strip())
+    count = 0 if match is None else int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+    if count < 2:
+        raise GoalError(
+            f"expected a number of tokens, 2 or more, such as 8192 or 32k, got {text[:40]!r}", settings={what: None}
+        )
+    return count

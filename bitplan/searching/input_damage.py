@@ -18,8 +18,7 @@ from torch.nn.functional import linear
 
 from bitplan.formats.input_formats import round_input
 from bitplan.searching.evidence import SearchEvidence, candidate_name, input_of, place_of, weight_format
-from bitplan.searching.forecast import Stage
-from bitplan.searching.goal import Goal, SearchError
+from bitplan.searching.goal import Goal, SearchError, Stage
 from bitplan.searching.runtime_formats import Target
 from bitplan.searching.searched_model import SearchSubject
 from bitplan.searching.statistics import GRADIENT

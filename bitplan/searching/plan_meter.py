@@ -25,7 +25,7 @@ from bitplan.packed.language.perplexity import (
 from bitplan.searching.blocks import BATCH, BlockRunner, Replaced, TokenStates, equal_lengths
 from bitplan.searching.damage import RoundedWeights
 from bitplan.searching.evidence import SearchEvidence, input_of, weight_format
-from bitplan.searching.forecast import COUNTED, Stage
+from bitplan.searching.goal import COUNTED, Stage
 from bitplan.searching.solver import Kind, RivalPlan
 
 OnWindows = Callable[[int], None]
@@ -143,7 +143,7 @@ class PlanMeter:
         replaced, sites = self.rounded.subject.replaced_by(weight), self.rounded.subject.sites
         rounding = self._inputs(evidence, choice) if inputs is None else inputs
         hooks = [(layer, _rounding(fmt)) for name, fmt in rounding.items() for layer in sites[name].linears]
-        return self.watch(hooks, label, replaced, on_windows)
+        return self.watch(hooks, label, replaced, on_windows, self._around(choice))
 
     def watch(
         self,
@@ -151,17 +151,27 @@ class PlanMeter:
         label: str,
         replaced: Replaced | None = None,
         on_windows: OnWindows | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Quality:
-        """The model with hooks before some of its layers, which see their inputs, or change them; and new weights."""
+        """The model with hooks before some of its layers, which see their inputs, or change them; and new weights.
+
+        around   what else is changed while it runs
+        """
         _ = self._itself  # before the model is changed
 
-        def hooked() -> AbstractContextManager[None]:  # and the reference in between, as it is
-            return _hooked(hooks)
+        @contextmanager
+        def hooked() -> Iterator[None]:  # and the reference in between, as it is
+            with _hooked(hooks), around():
+                yield
 
         with hooked():
             logits = self._logits_of(replaced, hooked)
         with self._runner.outside(replaced):
             return self._compare(label, logits, on_windows)
+
+    def _around(self, _choice: Mapping[str, str]) -> Callable[[], AbstractContextManager[None]]:
+        """What else of the model a choice changes while it runs: nothing, but for groups that are no weights."""
+        return nullcontext
 
     def _formats(self, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
         """The format of every weight of a choice."""
@@ -175,7 +185,8 @@ class PlanMeter:
         tensors = self.rounded.subject.tensors
         for group, candidate in choice.items():
             for tensor in evidence.groups[group].tensors:
-                yield from ((name, candidate) for name in tensors[tensor].weights)
+                weights = tensors[tensor].weights if tensor in tensors else ()  # keys and values are no weights
+                yield from ((name, candidate) for name in weights)
 
     def kl(
         self, evidence: SearchEvidence, choice: Mapping[str, str], label: str, inputs: Mapping[str, str] | None = None
@@ -319,3 +330,29 @@ def paired_difference(first: MeasuredPlan, second: MeasuredPlan) -> Estimate:
     counts = [int(count) for count in first.quality.samples["tokens"]]
     pairs = zip(first.quality.samples["kl"], second.quality.samples["kl"], strict=True)
     return clustered_mean([one - two for one, two in pairs], counts)
+
+
+FAR_MORE = 2.0  # times the distance on another kind of text
+
+
+def kl_by_kind(quality: Quality, kinds: Sequence[str]) -> dict[str, float]:
+    """The distance on each kind of text, of windows whose kinds these are; empty where there is one kind alone."""
+    pairs = list(zip(kinds, quality.samples["kl"], quality.samples["tokens"], strict=True)) if kinds else []
+    return {
+        kind: sum(kl for name, kl, _ in pairs if name == kind) / sum(count for name, _, count in pairs if name == kind)
+        for kind in dict.fromkeys(kinds)
+    }
+
+
+def hurt_kind(distances: Mapping[str, float]) -> str | None:
+    """What to say where one kind of text is hurt far more than another; None where none is."""
+    if not distances:
+        return None
+    worst, least = max(distances, key=lambda kind: distances[kind]), min(distances, key=lambda kind: distances[kind])
+    if distances[worst] < FAR_MORE * distances[least] or distances[least] <= 0:
+        return None
+    more, less = distances[worst], distances[least]
+    return (
+        f"{worst} is hurt {more / less:.1f} times as much as {least} (KL {more:.4g} and {less:.4g}): give more bits or "
+        "more text of its kind"
+    )

@@ -32,18 +32,24 @@ from bitplan.searching.forecast import (
     IN_ALL,
     MemoryUse,
     PhaseClock,
-    Stage,
     expected_phases,
     in_minutes,
     measure_steps,
     no_stage,
     within_memory,
 )
-from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError
+from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError, Stage
 from bitplan.searching.input_damage import SHARE, InputMode, check_mode, round_cheap_inputs
-from bitplan.searching.plan_meter import MeasuredPlan, PlanMeter, paired_difference, summary_of
+from bitplan.searching.plan_meter import (
+    MeasuredPlan,
+    PlanMeter,
+    hurt_kind,
+    kl_by_kind,
+    paired_difference,
+    summary_of,
+)
 from bitplan.searching.runtime_formats import Target, candidates, target_of
-from bitplan.searching.searched_model import SearchSubject, SearchText, prepare
+from bitplan.searching.searched_model import SearchSubject, SearchText, Text, prepare
 from bitplan.searching.solver import (
     Corrections,
     RivalPlan,
@@ -84,6 +90,7 @@ class SearchResult:
     unmeasured: list[RivalPlan] = field(default_factory=list)  # rivals that are predicted to lose
     nearest: Quality | None = None  # the plan without the statistics that its weights were rounded by
     times: BlockTimes | None = None  # with a speed goal: a whole block by the plan
+    kinds: tuple[str, ...] = ()  # of each window of the proof, where the text is of several kinds
     inputs_kept: Quality | None = None  # the plan with all inputs as they are, where it rounds some
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # of each phase: wall, cpu
 
@@ -137,6 +144,11 @@ class SearchResult:
         )
 
     @property
+    def hurt_kind(self) -> str | None:
+        """What to say where one kind of text is hurt far more than another."""
+        return hurt_kind(kl_by_kind(self.winner.quality, self.kinds))
+
+    @property
     def unseen_experts(self) -> str | None:
         """What to say where no token of the text was sent to some experts."""
         count, whole = (self.evidence.text.get(key, 0) for key in ("unseen_experts", "experts"))
@@ -175,6 +187,7 @@ class SearchResult:
             "missed_goal": self.missed_goal,
             "better_beyond_goal": self.better_beyond_goal,
             "unseen_experts": self.unseen_experts,
+            **({} if not self.kinds else {"kinds": kl_by_kind(self.winner.quality, self.kinds)}),
             "against_best_rival": None if best is None else _against(self.winner, best),
             "measured": [each.to_dict(evidence) for each in self.rivals],
             "unmeasured": [_predicted(evidence, each) for each in self.unmeasured],
@@ -290,7 +303,7 @@ def search(
     batches: Sequence[Tensor] | None = None,
     *,
     goal: Goal | Mapping[str, Any],
-    text: str | None = None,
+    text: Text | None = None,
     held_out: Sequence[Tensor] | str | None = None,
     formats: Sequence[str] | None = None,
     target: str = "bitplan",
@@ -302,7 +315,8 @@ def search(
     """Find the best plan for a model within a goal, and prove it on text that was not used to find it.
 
     model      an nn.Module that maps token ids [windows, length] to logits, or a path: a Hugging Face folder or GGUF
-    batches    token ids, [length] or [windows, length]; or `text`, plain, where the model is a path
+    batches    token ids, [length] or [windows, length]; or `text`, plain, where the model is a path; of several kinds a
+               mapping from names to contents, of which names that end in .jsonl have conversations
     goal       Goal(bits=4.5), or a mapping of its fields; several limits hold together
     held_out   other text, for the proof; without it the last quarter of the text is kept for that
     formats    candidates; all that `target` loads unless given
@@ -363,7 +377,9 @@ class Searcher:
         target, text = self.subject.target, self.text
         rounded = [name for name in self.formats if not get_format(name).is_cast and not target.streamed]
         steps = measure_steps(self.subject, text.statistics, rounded)
-        tokens = {what: sum(map(len, windows)) for what, windows in vars(text).items() if what != "unscored"}
+        tokens = {
+            what: sum(map(len, windows)) for what, windows in vars(text).items() if what not in ("unscored", "kinds")
+        }
         tokens |= {
             "watched": min(tokens["statistics"], GRADIENT_TOKENS),
             "steps": steps_of(self.subject, text.statistics, 0),
@@ -525,6 +541,7 @@ class Searcher:
             corrections,
             [each for each in every if each not in rivals],
             nearest,
+            kinds=self.text.kinds,
             inputs_kept=inputs_kept,
         )
 

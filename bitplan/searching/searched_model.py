@@ -11,6 +11,7 @@ outputs]; files have them so, too, or one by one, or (GGUF) gate and up apart. A
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 import warnings
@@ -31,6 +32,7 @@ from bitplan.files.input_statistics import expert_name, weight_digest
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, read_config
 from bitplan.files.tensor_file import TensorSpec, spec_of
+from bitplan.files.transformers_names import foreign_faults
 from bitplan.packed.checkpoints.load import device_of
 from bitplan.packed.language.causal_lm import CausalLM, load_causal_lm, require_causal
 from bitplan.packed.language.model_on_disk import ModelOnDisk, is_plain_folder
@@ -516,18 +518,26 @@ LEAST_WINDOWS = 4
 
 @dataclass(frozen=True)
 class SearchText:
-    """Windows of token ids: no window serves twice. `unscored` tokens at the head of each are context only."""
+    """Windows of token ids: no window serves twice. `unscored` tokens at the head of each are context only.
+
+    kinds   where the text is of several kinds: the kind of each window of the proof
+    """
 
     statistics: list[Tensor]
     checks: list[Tensor]
     proof: list[Tensor]
     unscored: int
+    kinds: tuple[str, ...] = ()
+
+
+Text = str | Mapping[str, str]  # plain, or contents by the names of their files, of which each is a kind of text
+JSONL = ".jsonl"
 
 
 def prepare(
     model: nn.Module | str | Path,
     batches: Sequence[Tensor] | None,
-    text: str | None,
+    text: Text | None,
     held_out: Sequence[Tensor] | str | None,
     *,
     keep: Sequence[str] = (),
@@ -536,7 +546,10 @@ def prepare(
     windows: int = WINDOWS,
     device: str | None = None,
 ) -> tuple[SearchSubject, SearchText]:
-    """Open the model where it is a path, cut the text, and keep some of it for the proof."""
+    """Open the model where it is a path, cut the text, and keep some of it for the proof.
+
+    Of several kinds of text each gives as many windows, for statistics, checks and proof.
+    """
     if isinstance(model, nn.Module):
         if batches is None or isinstance(held_out, str):
             raise SearchError("a model in memory has no tokenizer: batches and held_out must be token ids")
@@ -548,12 +561,71 @@ def prepare(
     lm, subject = _read_model(Path(model), keep, only, device)
     length = min(512, lm.positions or 512) if context is None else context
     lm.check_context(length)
+    if isinstance(text, Mapping):
+        if held_out is not None and len(text) > 1:
+            raise SearchError(
+                "text of several kinds keeps the last quarter of each for the proof; give no other for it"
+            )
+        cuts = {
+            name: _split_text(
+                _whole(lm.windows(plain_text(lm, name, content), length)),
+                None if held_out is None else _whole(lm.windows(str(held_out), length)),
+                math.ceil(windows / len(text)),
+                len(lm.prefix),
+                f"{name}: the text",
+            )
+            for name, content in text.items()
+        }
+        return subject, _joined_cuts(cuts)
     calibration = _whole(lm.windows(text, length)) if text is not None else _windows_of_batches(batches or ())
     if isinstance(held_out, str):
         proof = _whole(lm.windows(held_out, length))
     else:
         proof = None if held_out is None else _windows_of_batches(held_out)
     return subject, _split_text(calibration, proof, windows, len(lm.prefix))
+
+
+def plain_text(lm: CausalLM, name: str, content: str) -> str:
+    """A file's text: of JSONL, conversations by the tokenizer's chat template ("messages"), or plain ("text")."""
+    if not name.endswith(JSONL):
+        return content
+    pieces = []
+    for number, line in enumerate(filter(str.strip, content.splitlines()), start=1):
+        try:
+            item = json.loads(line)
+        except ValueError:
+            item = None
+        messages = item.get("messages") if isinstance(item, dict) else None
+        if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+            pieces.append(render_chat(lm, messages))
+        elif isinstance(item, dict) and isinstance(item.get("text"), str):
+            pieces.append(item["text"])
+        else:
+            raise SearchError(
+                f'{name}: line {number}: expected {{"messages": [{{"role": ..., "content": ...}}]}} or '
+                f'{{"text": ...}}, got {line[:60]!r}'
+            )
+    return "\n".join(pieces)
+
+
+def render_chat(lm: CausalLM, messages: Sequence[Mapping[str, str]]) -> str:
+    """A conversation as the model was trained to see it."""
+    if not getattr(lm.tokenizer, "chat_template", None):
+        raise SearchError(f"{lm.where}: the tokenizer has no chat template for conversations; give plain text")
+    where = f"{lm.where}: its chat template refuses a conversation"  # it is a program, and raises what it likes
+    with foreign_faults(SearchError, where):
+        return str(lm.tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
+
+
+def _joined_cuts(cuts: Mapping[str, SearchText]) -> SearchText:
+    """The windows of all kinds, one kind after the other."""
+
+    def windows(part: str) -> list[Tensor]:
+        return [window for cut in cuts.values() for window in getattr(cut, part)]
+
+    kinds = tuple(name for name, cut in cuts.items() for _ in cut.proof) if len(cuts) > 1 else ()
+    unscored = next(iter(cuts.values())).unscored
+    return SearchText(windows("statistics"), windows("checks"), windows("proof"), unscored, kinds)
 
 
 def _read_model(
@@ -602,11 +674,15 @@ def _windows_of_batches(batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _split_text(
-    calibration: Sequence[Tensor], proof: Sequence[Tensor] | None, windows: int, unscored: int
+    calibration: Sequence[Tensor],
+    proof: Sequence[Tensor] | None,
+    windows: int,
+    unscored: int,
+    what: str = "the text",
 ) -> SearchText:
     if len(calibration) < LEAST_WINDOWS:
         raise SearchError(
-            f"the text has {len(calibration)} windows, and a search needs {LEAST_WINDOWS} or more, of which some are "
+            f"{what} has {len(calibration)} windows, and a search needs {LEAST_WINDOWS} or more, of which some are "
             "kept for the proof; give a longer text, or shorter windows",
             settings={"context": None},
         )

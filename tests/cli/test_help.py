@@ -67,7 +67,7 @@ def test_verbs_are_grouped_by_what_they_are_for(capsys):
     assert re.findall(r"╭─ (\w+) ─", message)[1:] == PANELS
     for name in ALL:
         assert f" {name.split()[0]} " in message
-    assert len([name for name in ALL if " " not in name]) == 14
+    assert len([name for name in ALL if " " not in name]) == 15
     assert {name.split()[0] for name in ALL if " " in name} == {"fp8", "gpt-oss", "manifest"}
 
 
@@ -86,7 +86,9 @@ def test_the_warning_names_the_new_verb(capsys):
     assert shown.err == "bitplan: warning: `formats` is `bitplan inspect` now; the next version has no `formats`\n"
 
 
-@pytest.mark.parametrize("name", [*sorted(set(ALL) - {"search"}), pytest.param("search", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", [*sorted(set(ALL) - {"fit", "search"}), pytest.param("search", marks=pytest.mark.long)]
+)
 def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsys):
     result = EXAMPLE.search(" ".join((ALL[name].help or "").split()))
     assert result, f"{name}: its help has no example"
@@ -105,7 +107,7 @@ def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    "name", few(sorted(set(ALL) - {"bench", "fp8 bench", "fp8 confirm", "judge", "search"}), 8)
+    "name", few(sorted(set(ALL) - {"bench", "fp8 bench", "fp8 confirm", "fit", "judge", "search"}), 8)
 )  # test it themselves
 def test_with_json_standard_output_is_one_document(name, prepared, tmp_path, monkeypatch, capsys):
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)

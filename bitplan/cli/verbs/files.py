@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from bitplan.base.text import counted, visible
-from bitplan.cli.options import Evidence, Force, Json, Keep, ManifestName, Only, Pad, PlanFile, Rule, ScaleRule
+from bitplan.cli.options import (
+    Evidence,
+    Force,
+    Json,
+    Keep,
+    KeysValues,
+    ManifestName,
+    Only,
+    Pad,
+    PlanFile,
+    Rule,
+    ScaleRule,
+)
 from bitplan.cli.quick_help import format_names
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
@@ -114,7 +126,14 @@ def inspect(
     Example: bitplan inspect model.safetensors --tensor model.layers.0.mlp.up_proj.weight
     """
     from bitplan.files.open_files import open_tensors
-    from bitplan.files.packed_folder import BY_LAYER, is_model_folder, read_config, read_packed_plan, shown_inputs
+    from bitplan.files.packed_folder import (
+        BY_LAYER,
+        folder_kv,
+        is_model_folder,
+        read_config,
+        read_packed_plan,
+        shown_inputs,
+    )
 
     if file is None:
         if tensor is not None or structure:
@@ -140,12 +159,13 @@ def inspect(
     ]
     total = sum(by_format.values())
     config = read_config(file) if is_model_folder(file) else {}
-    rounded = shown_inputs(config)
+    rounded, kv = shown_inputs(config), folder_kv(config, str(file))
     if rounded == BY_LAYER:
         inputs = read_packed_plan(file, config).inputs
         rows = [{**row, "inputs": inputs.get(row["name"], "")} for row in rows]
     if as_json:
         beside = {} if rounded is None else {"inputs": rounded}
+        beside |= {} if kv is None else {"kv_cache": str(kv)}
         show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **beside})
         return
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
@@ -155,6 +175,8 @@ def inspect(
     say(f"{'all':>16}  {human_bytes(total):>10}")
     if rounded is not None:
         say(f"inputs of packed layers are rounded {'' if rounded == BY_LAYER else 'to '}{rounded}")
+    if kv is not None:
+        say(f"keys and values are kept in {kv}")
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
@@ -216,6 +238,7 @@ def quantize(
             help="A folder whose packed layers round their inputs: int8, int8_row, fp8; int8_static with --text; keep."
         ),
     ] = None,
+    kv: KeysValues = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -257,6 +280,7 @@ def quantize(
                 only=only or (),
                 pad=pad,
                 inputs=inputs,
+                kv=kv,
                 reads=reads,
                 force=force,
             )

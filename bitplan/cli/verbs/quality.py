@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.options import Config, Force, Json, Pad, Rule, Threads
+from bitplan.cli.options import Config, Force, Json, KeysValues, Pad, Rule, Threads
 from bitplan.cli.quick_help import format_names, manifest_names
 from bitplan.cli.show import progress, say, show_json, table
 
@@ -56,6 +56,7 @@ def judge(
             "each weight's format. Unless given as a plan or a packed folder says."
         ),
     ] = None,
+    kv: KeysValues = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens in a window; 512 unless given, or what the models have.")
     ] = None,
@@ -89,6 +90,7 @@ def judge(
     from bitplan.formats import get_format
     from bitplan.formats.input_formats import AS_LLAMA_CPP, input_format
     from bitplan.plan import Manifest, Plan, open_manifest
+    from bitplan.plan.kv_formats import KVFormats
 
     # Refuse all that can be refused before torch is imported and minutes are spent.
     if text is None:
@@ -99,6 +101,8 @@ def judge(
     formats = [get_format(name) for name in fmt or ()]
     if inputs != AS_LLAMA_CPP:
         input_format(inputs, "--inputs")
+    if kv is not None:
+        KVFormats.parse(kv, "--kv")
     if (keep or scale_rule) and not formats:
         raise MeasureError("--keep and --scale-rule go with --format; a manifest or plan says itself what gets what")
     manifests = [(f"manifest {name}", open_manifest(name)) for name in manifest or ()]
@@ -137,7 +141,7 @@ def judge(
                 *(Variant(label, given, pad=pad) for label, given in rules),
             ],
             config=config,
-            settings=TextSettings(context, tokens, batch, floor, inputs, device, getattr(torch, dtype)),
+            settings=TextSettings(context, tokens, batch, floor, inputs, device, getattr(torch, dtype), kv),
             on_windows=measuring,
         )
     document = {**result.to_dict(), "text": str(text)}

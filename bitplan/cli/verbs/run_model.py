@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from bitplan.base.text import visible
-from bitplan.cli.options import Config, Json, Threads
+from bitplan.cli.options import Config, Json, KeysValues, Threads
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def generate(
     device: Device = None,
     dtype: Type = None,
     inputs: Inputs = None,
+    kv: KeysValues = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -68,7 +69,7 @@ def generate(
     if chat and raw:
         raise MeasureError("--chat puts the prompt into the chat template, and --raw does not: give one of them")
     question = _standard_input() if prompt == "-" else prompt
-    _check_model(model, config)
+    _check_model(model, config, kv)
     import torch
 
     from bitplan.packed.language.generation import AUTO, Sampling, as_prompt, generate_text, load_for_running
@@ -79,7 +80,7 @@ def generate(
     with progress("loading", 1):
         kind = getattr(torch, dtype) if dtype else None
         place = device or _device()
-        lm = load_for_running(model, config=config, device=place, dtype=kind, inputs=inputs or AUTO)
+        lm = load_for_running(model, config=config, device=place, dtype=kind, inputs=inputs or AUTO, kv=kv)
 
     def answer(given: str | list[Message]) -> Generated:
         shown = (lambda _text: None) if as_json else _show_text
@@ -136,6 +137,8 @@ def _show_end(result: Generated, *, asked: bool) -> None:
     )
     if result.inputs is not None:
         say(f"Inputs of packed layers were rounded to {result.inputs}, as llama.cpp does; --inputs keep leaves them.")
+    if result.kv is not None:
+        say(f"Keys and values were kept in {result.kv}: {human_bytes(result.kv_bytes)}; --kv keep leaves them.")
     if result.ended == "context":
         say("The model's context is full.")
     if not result.tokens:
@@ -161,6 +164,7 @@ def bench(
     device: Device = None,
     dtype: Type = None,
     inputs: Inputs = None,
+    kv: KeysValues = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -168,7 +172,7 @@ def bench(
 
     Example: bitplan bench packed --against llama --batch 1 --prompt-tokens 16 --tokens 4 --repeats 1
     """
-    _check_model(model, config)
+    _check_model(model, config, kv)
     if against is not None:
         _check_model(against, None)
     import torch
@@ -180,7 +184,7 @@ def bench(
     place, kind = device or _device(), getattr(torch, dtype) if dtype else None
     with progress("loading", 1):
         rounded = inputs or AUTO
-        models = [load_for_running(model, config=config, device=place, dtype=kind, inputs=rounded)]
+        models = [load_for_running(model, config=config, device=place, dtype=kind, inputs=rounded, kv=kv)]
         models += [] if against is None else [load_for_running(against, device=place, dtype=kind, inputs=AUTO)]
     batches = batch or [1, 4, 16]
     with progress("timing", len(models) * len(batches) * (repeats + 1)) as advance:
@@ -199,6 +203,7 @@ def bench(
         {
             "model": Path(row.model).name,
             **({"inputs": row.inputs or "as they are"} if any(one.inputs for one in rows) else {}),
+            **({"K and V": row.kv or "as they are"} if any(one.kv for one in rows) else {}),
             "batch": row.batch,
             "prompt, tokens/s": f"{row.prefill_tokens_per_second:.1f}",
             "step, ms": f"{row.decode_ms:.2f}",
@@ -211,12 +216,15 @@ def bench(
     table(f"{model.name}: prompts of {prompt_tokens} tokens, then {tokens} tokens, on {place}", shown)
 
 
-def _check_model(model: Path, config: Path | None) -> None:
+def _check_model(model: Path, config: Path | None, kv: str | None = None) -> None:
     """Refuse what can be refused without torch, whose import takes seconds."""
     from bitplan.files.headers import check_model_source
     from bitplan.files.open_files import open_tensors
     from bitplan.files.packed_folder import is_packed_config, read_config, read_packed_plan
+    from bitplan.plan.kv_formats import KVFormats
 
+    if kv is not None:
+        KVFormats.parse(kv, "--kv")
     check_model_source(model, config)
     if model.is_file():
         open_tensors(model).close()

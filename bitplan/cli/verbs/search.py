@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -16,6 +17,7 @@ from bitplan.cli.verbs.report import records_of_search
 from bitplan.searching.goal import WINDOWS
 
 if TYPE_CHECKING:
+    from bitplan.packed.language.perplexity import Quality
     from bitplan.searching.run import SearchResult
     from bitplan.searching.runtime_formats import Target
 
@@ -24,7 +26,10 @@ EVIDENCE_FILES = ("evidence.json", "evidence.safetensors", "statistics.safetenso
 
 def search(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a GGUF file.")],
-    text: Annotated[Path, typer.Option(metavar="FILE", help="Plain text of the kind the model is for.")],
+    text: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="Text of the kind the model is for, or .jsonl of chats; several: kinds."),
+    ],
     bits: Bits = None,
     size: Bytes = None,
     max_kl: MaxKl = None,
@@ -92,7 +97,7 @@ def search(
     goal = Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows)
     target = target_of(runtime or "bitplan")
     names = candidates(target, None if formats is None else [name.strip() for name in formats.split(",")])
-    content = read_text(text)
+    content = read_kinds(text)
     proof = None if held_out is None else read_text(held_out)
     check_model_source(model, None)
     open_tensors(model).close()
@@ -154,6 +159,21 @@ def search(
     say(next_step(target, result.evidence.model, out), divided=False)
 
 
+def read_kinds(files: Sequence[Path]) -> str | dict[str, str]:
+    """One plain text as it is; several, or conversations, by their files."""
+    from bitplan.base.records import read_text
+
+    contents = {str(file): read_text(file) for file in files}
+    return contents if len(files) > 1 or files[0].suffix == ".jsonl" else contents[str(files[0])]
+
+
+def kinds_columns(quality: Quality, kinds: Sequence[str]) -> dict[str, str]:
+    """Columns of a table: the distance on every kind of text."""
+    from bitplan.searching.plan_meter import kl_by_kind
+
+    return {f"KL, {Path(kind).name}": f"{kl:.5f}" for kind, kl in kl_by_kind(quality, kinds).items()}
+
+
 def _left(folder: Path, out: Path, force: bool) -> str:
     """A sentence on what an interrupted search left, and how to go on."""
     from bitplan.searching.collect import EvidenceFolder
@@ -192,6 +212,7 @@ def show_result(result: SearchResult) -> None:
             "bits/weight": f"{evidence.bits(each.nbytes):.3f}",
             "predicted KL": f"{each.predicted:.5f}",
             "KL": f"{each.kl.mean:.5f}" + (f" +- {each.kl.standard_error:.5f}" if each.kl.standard_error else ""),
+            **kinds_columns(each.quality, result.kinds),
             "perplexity": f"{each.quality.perplexity:.3f}",
         }
         for each in result.rivals
@@ -234,5 +255,7 @@ def show_result(result: SearchResult) -> None:
         say(f"the search lost: {result.why_lost}")
     if result.better_beyond_goal is not None:
         say(f"a larger plan is better: {result.better_beyond_goal}")
+    if result.hurt_kind is not None:
+        say(f"a kind of text is hurt far more: {result.hurt_kind}")
     if result.unseen_experts is not None:
         say(result.unseen_experts)

@@ -30,10 +30,11 @@ from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
 from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
 from bitplan.files.engines.kernels import Engine, get_engine
-from bitplan.files.engines.targets import EXPERT, ExportRequest
+from bitplan.files.engines.targets import EXPERT, ExportRequest, kv_of_request
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.kv_formats import KVFormats
 
 TARGET = "compressed-tensors"
 
@@ -105,7 +106,7 @@ def prepare(request: ExportRequest) -> FolderExport:
             raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
         if engine is not None:
             _check_kernels(source, layers, joined, engine)
-    config = {**source.config, "quantization_config": quantization_config(layers)}
+    config = {**source.config, "quantization_config": quantization_config(layers, kv_of_request(request))}
     export = FolderExport(request, TARGET, source, layers, config, _pack, joined)
     export.report.notes += [engine.note] if engine is not None and engine.note else []
     return export
@@ -224,7 +225,11 @@ def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[
     return [list(group) for group in source.view.joined]
 
 
-def quantization_config(layers: Sequence[OutputLayer]) -> dict[str, Any]:
+# Keys and values in FP8, one scale for a tensor: vLLM takes 1 where the file has none.
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def quantization_config(layers: Sequence[OutputLayer], kv: KVFormats | None = None) -> dict[str, Any]:
     """What config.json says: a group for each pair of formats, by the names of its layers; others are ignored."""
     modules: dict[tuple[Format, str | None], list[str]] = {}
     ignored = []
@@ -251,6 +256,6 @@ def quantization_config(layers: Sequence[OutputLayer]) -> dict[str, Any]:
         "format": next(iter(containers)) if len(containers) == 1 else "mixed-precision",
         "config_groups": groups,
         "ignore": sorted({*ignored, "lm_head"} - {name for names in modules.values() for name in names}),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": KV_SCHEME if kv is not None and kv.is_all("fp8_e4m3_row") else None,
         "global_compression_ratio": None,
     }

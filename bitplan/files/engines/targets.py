@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bitplan.base.errors import StoreError, did_you_mean
+from bitplan.files.packed_folder import folder_kv, is_model_folder, read_config
 from bitplan.files.tensor_file import TensorFile
 from bitplan.formats import get_format
 from bitplan.formats.codec import NonFinite
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.plan.format_choices import Wanted
+from bitplan.plan.kv_formats import ByLayer, KVFormats
 from bitplan.plan.plan import Plan
 
 EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
@@ -156,7 +158,41 @@ def prepare_export(request: ExportRequest, to: str) -> Prepared:
             settings={"engine" if request.engine is not None else "inputs": None},
         )
     prepared: Prepared = importlib.import_module(TARGETS[to]).prepare(request)
+    kv = kv_of_request(request)
+    if kv is not None:
+        prepared.report.notes.append(kv_note(to, kv))
     return prepared
+
+
+def kv_of_request(request: ExportRequest) -> KVFormats | None:
+    """The formats of keys and values that the plan has, or else the packed folder that is exported."""
+    known = KVFormats.of_plan(request.formats) if isinstance(request.formats, Plan) else None
+    if known is None and is_model_folder(request.source):
+        known = folder_kv(read_config(request.source), str(request.source))
+    return known
+
+
+def kv_note(to: str, kv: KVFormats) -> str:
+    """How the engine is told to keep keys and values so; most have one format for all layers, or none."""
+    if to == "gguf":
+        keys, values = (_llama_cpp_type(part) for part in (kv.keys, kv.values))
+        flash = " -fa on" if values != "f16" else ""
+        differs = isinstance(kv.keys, tuple) or isinstance(kv.values, tuple)
+        one_for_all = "; it has one type for all layers: this is the widest of each" if differs else ""
+        return f"keys and values in {kv}: start llama.cpp with -ctk {keys} -ctv {values}{flash}{one_for_all}"
+    if to == "compressed-tensors":
+        if kv.is_all("fp8_e4m3_row"):
+            return "keys and values in fp8: config.json says so (kv_cache_scheme), as vllm --kv-cache-dtype fp8 does"
+        return f"keys and values in {kv}: vLLM keeps them in fp8 or as they are, so config.json says nothing of them"
+    return f"keys and values in {kv}: a folder for {to} says nothing of them"
+
+
+def _llama_cpp_type(formats: ByLayer) -> str:
+    """The type of llama.cpp's cache that holds what every layer has: 4 bits where all have, 8 where none has more."""
+    names = set(formats if isinstance(formats, tuple) else (formats,))
+    if None in names:
+        return "f16"
+    return "q4_0" if names <= {"int4_g32", "q4_0_gguf"} else "q8_0"
 
 
 def export_model(

@@ -39,7 +39,7 @@ from bitplan.files.engines.gguf_source import GGUFModel
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.models.save_load import fill_model
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, read_config, read_packed_plan
+from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, folder_kv, read_config, read_packed_plan
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
 from bitplan.files.transformers_names import foreign_faults, read_generation_config, silence_transformers
@@ -63,6 +63,7 @@ from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import INPUTS, check_strategy
 from bitplan.packed.rounded_inputs import inputs_by_layer, set_inputs
+from bitplan.packed.rounded_kv import round_kv
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
@@ -161,6 +162,8 @@ def load_packed(
             _compute_buffers(target, place)
         place_all(target, values, parameters, layers)
         set_inputs(layers, formats)
+        if (kv := folder_kv(config, where)) is not None and hasattr(target, "config"):
+            round_kv(target, kv)
         own_config = config if file.folder == source else None  # one that was made for a file is not kept
         folder = source if source.is_dir() else None
         finish(target, file, assignment, place, folder=folder, config=own_config, plan=plan, where=where)

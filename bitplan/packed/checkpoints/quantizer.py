@@ -32,6 +32,7 @@ from bitplan.files.packed_folder import (
     VERSION,
     check_packed_config,
     folder_inputs,
+    folder_kv,
     read_config,
     read_packed_plan,
 )
@@ -49,6 +50,7 @@ from bitplan.packed.checkpoints.load import (
 )
 from bitplan.packed.checkpoints.tensor_sources import Assignment
 from bitplan.packed.rounded_inputs import inputs_by_layer, set_inputs
+from bitplan.packed.rounded_kv import round_kv
 from bitplan.plan.plan import Plan
 
 
@@ -62,12 +64,15 @@ class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
         plan_sha256: str = "",
         quant_method: str = QUANT_METHOD,
         inputs: str | None = None,
+        kv_cache: dict[str, Any] | None = None,
         **_theirs: Any,
     ) -> None:
         self.quant_method = quant_method
         self.version, self.plan, self.plan_sha256 = version, plan, plan_sha256
         if inputs is not None:
             self.inputs = inputs
+        if kv_cache is not None:
+            self.kv_cache = kv_cache
 
 
 class _Unfilled(nn.Module):
@@ -173,6 +178,8 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             where = str(self._folder)
             inputs = inputs_by_target(folder_inputs(self._config, self._plan), self._all, where)
             set_inputs(layers, inputs_by_layer(layers, inputs, where))
+            if hasattr(model, "generate"):
+                round_kv(model, folder_kv(self._config, where))
             finish(
                 model,
                 file,

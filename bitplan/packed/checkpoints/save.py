@@ -40,6 +40,7 @@ from bitplan.formats.elements import dtype_name
 from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, TensorRecipe, config_of, remembered
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.rounded_inputs import inputs_of, shown_inputs
+from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.format_choices import choose_formats
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.plan.structure.families import guess_role
@@ -89,7 +90,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
     plan: Plan | None = None
     if source is None or not source.is_gpt_oss:
         plan = _plan(saved, source).with_inputs(_inputs(model, source))
-        config = None if config is None else packed_config(config, plan)
+        config = None if config is None else packed_config(config, plan, kv_of(model))
     else:  # in Hugging Face's layout; `bitplan gpt-oss convert` brings it into the others
         saved = {part.name: part for one in saved.values() for part in _in_gpt_oss_layout(one)}
         if source.folder is not None and config is source.config:

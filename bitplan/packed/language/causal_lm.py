@@ -44,6 +44,7 @@ from bitplan.files.headers import check_model_source, is_gguf
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import (
     folder_inputs,
+    folder_kv,
     is_model_folder,
     is_packed_config,
     packed_experts,
@@ -64,6 +65,7 @@ from bitplan.files.transformers_names import (
 from bitplan.formats import get_format
 from bitplan.formats.input_formats import Inputs
 from bitplan.packed.language.perplexity import LateLogits, round_linear_inputs, windows_of
+from bitplan.packed.rounded_kv import round_kv
 
 # ---- gguf reader -----------------------------------------------------------------------------------------------------
 
@@ -335,9 +337,12 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
         if getattr(config, key, None) is not None:
             delattr(config, key)
     model = model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
+    kv = folder_kv(read_config(file.folder), where) if is_model_folder(file.folder) else None
     inputs = _inputs_of(file)
     if inputs is not None:  # as its packed layers do
         round_linear_inputs(model, inputs, keep={name for name in numbers if not _is_rounded(file, name)})
+    if kv is not None:
+        round_kv(model, kv)
     return model
 
 

@@ -36,8 +36,10 @@ from bitplan.packed.language.perplexity import (
     spread_windows,
 )
 from bitplan.packed.layer_replacement import are_columns, packed_shape, with_output_rows
+from bitplan.packed.rounded_kv import round_kv
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.format_choices import Wanted
+from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.names import listed
 from bitplan.plan.structure.families import GGUF_MANIFESTS
 from bitplan.plan.structure.parameters import ParameterPlace, places_of
@@ -70,6 +72,7 @@ class TextSettings:
     floor     measure the reference's own noise floor, too
     inputs    the format that linear layers of the second model round their inputs to; None: what plans and packed
               folders say; "llama.cpp": what its code for CPUs rounds them to, by the weight's format
+    kv        the formats in which the second model keeps keys and values, such as "int8:int4", or "keep"
     device    where both models compute
     dtype     the type that both compute in; a GPU may be too small for two models in float32
     """
@@ -81,6 +84,7 @@ class TextSettings:
     inputs: str | None = None
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    kv: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class TextComparison:
     reference_row: QualityRow
     noise_floor: QualityRow | None
     rows: Sequence[QualityRow]
+    kv: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `bitplan report` shows."""
@@ -104,6 +109,7 @@ class TextComparison:
             "context": self.context,
             "batch": self.batch,
             "inputs": self.inputs,
+            **({} if self.kv is None else {"kv": self.kv}),
             "reference_row": self.reference_row.to_dict(),
             "noise_floor": self.noise_floor and self.noise_floor.to_dict(),
             "rows": [row.to_dict() for row in self.rows],
@@ -130,6 +136,7 @@ def compare_on_text(
     on_windows  called with the number of windows to measure; gives what is called with those just done, and of what
     """
     given = settings or TextSettings()
+    kv = None if given.kv is None else KVFormats.parse(given.kv)
     rounded = given.inputs if given.inputs == AS_LLAMA_CPP else input_format(given.inputs)
     device = known_device(given.device, "compute on the CPU")
     paths = [Path(path) for path in (reference, candidate) if path is not None]
@@ -141,7 +148,7 @@ def compare_on_text(
         require_same_tokens(second, first, text)
     windows = second.windows(text, context)
     windows = windows if given.tokens is None else spread_windows(windows, given.tokens)
-    is_itself = candidate is None and rounded in (None, AS_LLAMA_CPP)
+    is_itself = candidate is None and rounded in (None, AS_LLAMA_CPP) and kv is None
     jobs: list[_Job] = [] if is_itself else [(Path(second.where).name, None, None, None)]
     jobs += [_job(second, variant) for variant in variants]
     for _, formats, rule, pad in jobs:  # refuse what a format cannot hold before anything is measured
@@ -161,9 +168,12 @@ def compare_on_text(
         run.measure_reference(f"reference: {Path(first.where).name}", counted("reference")),
         run.measure_floor(counted("noise floor")) if given.floor else None,
         [
-            run.measure(label, second, formats, scale_rule=rule, pad=pad, inputs=rounded, on_windows=counted(label))
+            run.measure(
+                label, second, formats, scale_rule=rule, pad=pad, inputs=rounded, kv=kv, on_windows=counted(label)
+            )
             for label, formats, rule, pad in jobs
         ],
+        None if kv is None else str(kv),
     )
 
 
@@ -249,12 +259,14 @@ class QualityRun:
         scale_rule: ScaleRule | None = None,
         pad: Literal["zero"] | None = None,
         inputs: str | None = None,
+        kv: KVFormats | None = None,
         on_windows: OnWindows | None = None,
     ) -> QualityRow:
         """A model in these formats (None: unchanged); the candidate itself is not modified.
 
         inputs   the format that linear layers round their inputs to, but those whose weights the plan leaves as floats;
                  "llama.cpp": what its code for CPUs rounds them to; None: what the plan says
+        kv       the formats in which keys and values are kept; None: what the plan says, or as the candidate does
         """
         twin = morphed_twin(candidate, formats, scale_rule=scale_rule, pad=pad)
         planned = formats if isinstance(formats, Plan) else Plan({})
@@ -266,6 +278,10 @@ class QualityRun:
         else:
             round_linear_inputs(twin, planned.inputs)
         label = label if inputs is None else f"{label}, inputs {inputs}"
+        kv = KVFormats.of_plan(planned) if kv is None else kv
+        if kv is not None:
+            round_kv(twin, kv)
+            label = f"{label}, K and V {kv}"
         stored = {**(candidate.stored or {}), **_packed_bytes(candidate.model, formats)}
         bits = stored_bits(candidate) if formats is None else bits_per_weight(twin, stored)
         return self._against(label, twin, bits, on_windows)

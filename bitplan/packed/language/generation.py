@@ -44,6 +44,8 @@ from bitplan.packed.language.causal_lm import (
 )
 from bitplan.packed.language.token_steps import Decoding
 from bitplan.packed.rounded_inputs import round_inputs, runs_on_integers, shown_inputs
+from bitplan.packed.rounded_kv import round_kv, shown_kv
+from bitplan.plan.kv_formats import KVFormats
 
 AUTO = "auto"
 
@@ -55,6 +57,7 @@ def load_for_running(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     inputs: str | None = None,
+    kv: str | None = None,
 ) -> CausalLM:
     """A model and its tokenizer: a packed folder and a GGUF file run packed, others as transformers loads them.
 
@@ -62,8 +65,10 @@ def load_for_running(
     dtype   type of weights that are not packed; None: float32 on a CPU, else as in the folder
     inputs  the format that packed layers round their inputs to, or "keep"; None: what a packed folder says; "auto":
             this, and where nothing is said int8 on a CPU, if all products are then such of whole numbers
+    kv      formats of keys and values, such as "int8:int4", or "keep"; None: what a packed folder says
     """
     place, source = device_of(device), Path(path)
+    kept_in = None if kv is None or kv == KEEP else KVFormats.parse(kv, str(path))
     asked = None if inputs == AUTO else input_format(inputs, str(path))
     require_transformers(str(path))
     wanted = dtype or (torch.float32 if place.type == "cpu" else None)
@@ -83,6 +88,8 @@ def load_for_running(
         round_inputs(model, asked)
     elif inputs == AUTO and shown_inputs(model) is None and runs_on_integers(model):
         round_inputs(model, "int8")
+    if kv is not None:
+        round_kv(model, kept_in)
     with silence_transformers():
         lm = CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
         require_causal(lm, lambda ids: lm(ids.to(lm.device)))
@@ -143,6 +150,7 @@ class Generated:
 
     ended   why it is over: the model's "end", "max tokens", or its "context" is full
     inputs  the format that packed layers round their inputs to, if they do
+    kv      the formats in which keys and values were kept, if in any, and `kv_bytes` what they took at the end
     """
 
     text: str
@@ -155,6 +163,8 @@ class Generated:
     peak_bytes: int | None
     device: str
     inputs: str | None = None
+    kv: str | None = None
+    kv_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -231,6 +241,8 @@ def generate_text(
         peak_bytes=peak_bytes(device),
         device=str(device),
         inputs=shown_inputs(lm.model),
+        kv=shown_kv(lm.model),
+        kv_bytes=decoding.kv_bytes,
     )
 
 
@@ -328,6 +340,7 @@ class BenchRow:
     weight_bytes: int
     speedup: float | None = None  # of decoding, over the last model
     inputs: str | None = None  # the format that packed layers round their inputs to
+    kv: str | None = None  # the formats in which keys and values are kept
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -374,6 +387,7 @@ def bench_models(
                     weight_bytes=sizes[index],
                     speedup=reference / each if index + 1 < len(models) else None,
                     inputs=shown_inputs(lm.model),
+                    kv=shown_kv(lm.model),
                 )
             )
     return rows

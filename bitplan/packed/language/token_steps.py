@@ -25,10 +25,12 @@ from torch.nn import functional
 from bitplan.base.errors import PlanError
 from bitplan.packed.fused_projections import JointProjection, view_of
 from bitplan.packed.quant_linear import QuantLinear
+from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.structure.model_view import LinearUse, ModelView, NormUse
 
 TOLERANCE = 1e-4  # of the largest input of a product
 ROOM = 256  # tokens by which memory for keys and values grows
+PIECE_TOKENS = 512  # of a prompt, read at once: what passes between layers and the mask of a whole one may be large
 # Kinds of rotary positions whose angles do not depend on the length of the text.
 FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -181,6 +183,10 @@ class TokenSteps:
         self._cos = cos[0].reshape(room, 1, 2, -1)
         self._sin = sin[0].reshape(room, 1, 2, -1) * torch.tensor([[-1.0], [1.0]])
 
+    @property
+    def kv_bytes(self) -> int:
+        return self._held.nbytes
+
     def __call__(self, token: int) -> Tensor:
         """Logits [1, vocabulary] after one more token."""
         if self.length == self._held.shape[3]:
@@ -273,6 +279,8 @@ class Decoding:
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # not those of the whole prompt
         on_cpu = all(part.device.type == "cpu" for part in (*model.parameters(), *model.buffers()))
         self._structure = structure_of(model) if on_cpu else "the model lies on another device"
+        if on_cpu and kv_of(model) is not None:
+            self._structure = "keys and values are kept in formats"
         if isinstance(self._structure, str):
             self.why_not = self._structure
 
@@ -280,7 +288,28 @@ class Decoding:
     _steps: TokenSteps | None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Logits [batch, vocabulary] after these tokens [batch, length]."""
+        """Logits [batch, vocabulary] after these tokens [batch, length]; many are read a piece at a time."""
+        pieces = ids.split(PIECE_TOKENS, dim=1) if ids.shape[1] > PIECE_TOKENS and self._reads_pieces() else (ids,)
+        return [self._read(piece) for piece in pieces][-1]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values that are held now."""
+        from bitplan.packed.kv_cache import kv_bytes  # which needs transformers
+
+        if self._steps is not None:
+            return self._steps.kv_bytes
+        return 0 if self._cache is None else kv_bytes(self._cache)
+
+    def _reads_pieces(self) -> bool:
+        """Whether tokens can come in pieces: some layers without keys and values take a text whole or by one token."""
+        from transformers import DynamicCache
+
+        config = getattr(self._model, "config", None)
+        known = None if config is None else DynamicCache(config=config.get_text_config(decoder=True))
+        return known is not None and len(known.layers) > 0 and not any(known.is_linear)
+
+    def _read(self, ids: Tensor) -> Tensor:
         if self._steps is not None:  # the model's cache has no more tokens since then
             return [self._steps(token) for (token,) in ids.mT.tolist()][-1]
         is_step = ids.shape == (1, 1) and self._cache is not None and self.why_not is None

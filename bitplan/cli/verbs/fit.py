@@ -1,0 +1,115 @@
+"""`bitplan fit` finds formats of weights, keys and values for a memory and a context, and proves them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bitplan.cli.options import Json, Keep
+from bitplan.cli.show import human_bytes, progress, say, show_json, table
+from bitplan.searching.goal import WINDOWS
+
+if TYPE_CHECKING:
+    from bitplan.searching.fit import FitResult
+
+
+def fit(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a GGUF file.")],
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="What the running model may take: 24GB, 900MB.")],
+    context: Annotated[str, typer.Option(metavar="TOKENS", help="Prompt and answer together: 8192, 32k.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Text of the kind the model is for, or .jsonl of chats; several: kinds."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Texts at once, each of this context.")] = 1,
+    device: Annotated[str, typer.Option(help="Where the model shall run: cpu, cuda or cuda:N.")] = "cpu",
+    held_out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text for the proof; else the last quarter of --text.")
+    ] = None,
+    formats: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="Candidates for weights; all unless given.")
+    ] = None,
+    keep: Keep = None,
+    window: Annotated[int | None, typer.Option(help="Tokens in a window of text; 512, or what the model has.")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of text for the statistics.")] = WINDOWS,
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Answer from the evidence that is in the folder; nothing is measured.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go.")] = Path("fit"),
+    as_json: Json = False,
+) -> None:
+    """Find the best formats of weights, keys and values with which a model and its context fit into a memory.
+
+    Writes evidence.json, kv_evidence.json, plan.json and fit.json into the folder; a run that was stopped goes on.
+
+    Example: bitplan fit llama --memory 24GB --context 32k --text text.txt --window 16 --formats mxfp4,int8_row
+    """
+    from bitplan.base.records import read_text
+    from bitplan.cli.verbs.search import read_kinds
+    from bitplan.files.headers import check_model_source
+    from bitplan.searching.goal import GoalError, parse_bytes, parse_tokens
+
+    limit, tokens = parse_bytes(memory, "memory"), parse_tokens(context)
+    names = None if formats is None else [name.strip() for name in formats.split(",")]
+    if not text and not plan_only:
+        raise GoalError("a fit needs text, or the evidence of an earlier one", settings={"text": "FILE"})
+    content = read_kinds(text) if text else None
+    proof = None if held_out is None else read_text(held_out)
+    check_model_source(model, None)
+
+    from bitplan.searching.fit import fit as run_fit
+    from bitplan.searching.run import SearchOptions
+
+    note = (lambda _line: None) if as_json else say
+    result = run_fit(
+        model,
+        memory=limit,
+        context=tokens,
+        batch=batch,
+        text=content,
+        held_out=proof,
+        formats=names,
+        keep=keep or (),
+        out=out,
+        plan_only=plan_only,
+        options=SearchOptions(device, window, windows, stage=partial(progress, estimates=False), note=note),
+    )
+    if as_json:
+        show_json(result.to_document())
+        return
+    show_fit(result, out)
+
+
+def show_fit(result: FitResult, out: Path) -> None:
+    """A table of plans, what the memory is for, and the commands that come next."""
+    from bitplan.cli.verbs.search import kinds_columns, next_step
+    from bitplan.searching.runtime_formats import target_of
+
+    rows = [
+        {
+            "plan": row.label,
+            "weights": human_bytes(row.weights),
+            "K and V": human_bytes(row.kv),
+            "predicted KL": f"{row.predicted:.5f}",
+            "KL": "not measured" if row.measured is None else f"{row.measured.kl.mean:.5f}",
+            **({} if row.measured is None else kinds_columns(row.measured.quality, result.kinds)),
+        }
+        for row in result.rows
+    ]
+    measured = f"; measured on {result.tokens} tokens that were held out" if result.tokens else ""
+    table(f"{result.model}: {result.goal}{measured}", rows)
+    for line in result.missing:
+        say(line)
+    say(
+        f"memory: {human_bytes(result.needed)} of {human_bytes(result.goal.memory)}: weights "
+        f"{human_bytes(result.row.weights)} ({8 * result.row.weights / result.numbers:.2f} bits a weight), K and V "
+        f"{human_bytes(result.row.kv)} ({result.kv}), workspace and overhead {human_bytes(result.probe.nbytes)}"
+    )
+    floor = "" if result.noise_floor is None else f"; noise floor of KL: {result.noise_floor:.2g}"
+    say(f"solved to within {result.solution.gap:.2g} of the best possible{floor}")
+    if result.hurt_kind is not None:
+        say(f"a kind of text is hurt far more: {result.hurt_kind}")
+    say(next_step(target_of("bitplan"), result.model, out), divided=False)

@@ -1,0 +1,231 @@
+"""KVCache: a transformers cache that holds keys and values in formats, and decodes a layer when it is attended to.
+
+`KVFormats` (plan/kv_formats.py) says which part gets which format, and when a row is rounded. A layer holds the parts
+of a format, codes and scales, as [batch, heads, tokens, width] each, so whatever transformers does with the tokens of a
+cache (crop, reorder, select) is done with every part. Decoding goes tile by tile: beside the packed cache memory holds
+the keys and values of one layer.
+
+    model.generate(**inputs, past_key_values=KVCache(model.config, "int8:int4"))
+
+`rounded_kv.round_kv` lets a model do so in all its calls.
+Layers of full attention and of sliding windows are held so, those without keys and values (linear attention) are left
+as they are; any other kind of layer, and a static cache, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bitplan.base.errors import MeasureError
+from bitplan.base.optional import require
+from bitplan.formats import Format, get_format
+from bitplan.plan.kv_formats import KVFormats
+
+require("transformers", purpose="a cache of keys and values", extra="models")
+from transformers.cache_utils import (  # noqa: E402
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+TILE_NUMBERS = 2**20  # decoded at once
+
+
+def pack_rows(rows: Tensor, fmt: Format) -> dict[str, Tensor]:
+    """The parts of rows [..., width] in a format: those of `encode(rows, fmt, pad="zero")`, without its checks."""
+    assert fmt.scales is not None
+    lead, width = rows.shape[:-1], rows.shape[-1]
+    filled = functional.pad(rows.float(), (0, fmt.padded_cols(width) - width))
+    blocks = filled.reshape(-1, fmt.block.cols or width)
+    codes, scales = fmt.quantize(blocks, fmt.scale_for(fmt.limits(blocks, "absmax", 100.0)), None, None)
+    data = codes if fmt.packing is None else fmt.packing.pack(codes)
+    return {"data": data.reshape(*lead, fmt.data_cols(width)), "scales": scales.reshape(*lead, -1)}
+
+
+@dataclass
+class PackedRows:
+    """Keys or values of one layer. It is indexed, moved and counted as the tensor [batch, heads, tokens, width]."""
+
+    fmt: Format | None
+    width: int
+    dtype: torch.dtype
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+    def packed(self, rows: Tensor) -> PackedRows:
+        """Other rows in the same format."""
+        parts = {"data": rows} if self.fmt is None else pack_rows(rows, self.fmt)
+        return replace(self, parts=parts, width=rows.shape[-1])
+
+    def followed_by(self, later: PackedRows) -> PackedRows:
+        """These tokens, then the later ones."""
+        if not self.parts:
+            return later
+        return replace(
+            self, parts={name: torch.cat([part, later.parts[name]], dim=2) for name, part in self.parts.items()}
+        )
+
+    def numbers(self) -> Tensor:
+        """What the codes stand for, tile by tile."""
+        if self.fmt is None:
+            return self.parts["data"]
+        batch, heads, tokens, width = self.shape
+        decoded = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        step = max(1, TILE_NUMBERS // max(1, batch * heads * width))
+        for first in range(0, tokens, step):
+            decoded[:, :, first : first + step] = self._tile(slice(first, first + step))
+        return decoded
+
+    def _tile(self, tokens: slice) -> Tensor:
+        fmt = self.fmt
+        assert fmt is not None
+        assert fmt.scales is not None
+        data, scales = (self.parts[name][:, :, tokens] for name in ("data", "scales"))
+        size = fmt.block.cols or self.width
+        width = size if fmt.packing is None else fmt.packing.packed_length(size)
+        codes = data.reshape(-1, width)
+        codes = codes if fmt.packing is None else fmt.packing.unpack(codes, size)
+        numbers = fmt.dequantize(codes, fmt.scales.load(scales.reshape(-1), None), None)
+        return numbers.reshape(*data.shape[:-1], -1)[..., : self.width]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    # ---- what transformers asks of a tensor in its place -------------------------------------------------------------
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedRows:
+        return replace(self, parts={name: change(part) for name, part in self.parts.items()})
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([*self.parts["data"].shape[:-1], self.width]) if self.parts else torch.Size([0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts["data"].device
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def __getitem__(self, index: Any) -> PackedRows:
+        return self._each(lambda part: part[index])
+
+    def index_select(self, axis: int, indices: Tensor) -> PackedRows:
+        return self._each(lambda part: part.view(torch.uint8).index_select(axis, indices).view(part.dtype))
+
+    def repeat_interleave(self, repeats: int, dim: int) -> PackedRows:
+        return self._each(lambda part: part.view(torch.uint8).repeat_interleave(repeats, dim=dim).view(part.dtype))
+
+    def contiguous(self) -> PackedRows:
+        return self._each(Tensor.contiguous)
+
+    def to(self, *args: Any, **options: Any) -> PackedRows:
+        return self._each(lambda part: part.to(*args, **options))
+
+
+class _PackedLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer of full attention.
+
+    stores   False: rows are rounded and given back, and none is kept, for one pass over a whole text
+    """
+
+    formats: tuple[Format | None, Format | None] = (None, None)
+    stores = True
+    keys: Any
+    values: Any
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (
+            PackedRows(fmt, rows.shape[-1], rows.dtype)
+            for fmt, rows in zip(self.formats, (key_states, value_states), strict=True)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+        """Round and hold these tokens; gives the numbers of all that they may attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys = self.keys.followed_by(self.keys.packed(key_states))
+        values = self.values.followed_by(self.values.packed(value_states))
+        if self.stores:
+            self._hold(keys, values, key_states.shape[-2])
+        return keys.numbers(), values.numbers()
+
+    def _hold(self, keys: PackedRows, values: PackedRows, _tokens: int) -> None:
+        self.keys, self.values = keys, values
+
+
+class _PackedWindow(_PackedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A layer that attends to a window: of the tokens before, those are held that the next one still sees."""
+
+    _sliding_window_tensor: Tensor
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        _PackedLayer.lazy_initialization(self, key_states, value_states)
+        self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
+
+    def activate_past_recording(self) -> None:
+        raise MeasureError("keys and values of a sliding window in formats cannot go back; keep them as they are")
+
+    def _hold(self, keys: PackedRows, values: PackedRows, tokens: int) -> None:
+        self.cumulative_length += tokens
+        seen = slice(-self.sliding_window + 1, None)
+        # A view would hold what has left the window.
+        self.keys, self.values = (rows[:, :, seen, :].contiguous() for rows in (keys, values))
+
+
+def _packed_layer(layer: Any, index: int, formats: KVFormats, *, stores: bool) -> Any:
+    """An empty layer of transformers as one that packs; those without keys and values as they are."""
+    if not isinstance(layer, CacheLayerMixin):
+        return layer
+    if type(layer) is DynamicSlidingWindowLayer:
+        packed = _PackedWindow(layer.sliding_window)
+    elif type(layer) is DynamicLayer:
+        packed = _PackedLayer()
+    else:
+        raise MeasureError(
+            f"layer {index}: keys and values of a {type(layer).__name__} cannot be kept in formats, only those of "
+            "dynamic layers of full attention or sliding windows; keep them as they are, or take a dynamic cache"
+        )
+    keys, values = (None if name is None else get_format(name) for name in formats.of_layer(index))
+    packed.formats = keys, values
+    packed.stores = stores
+    return packed
+
+
+class KVCache(DynamicCache):  # type: ignore[misc]
+    """A cache for a model of this config, with keys and values in formats: "int8", "int8:int4", or `KVFormats`.
+
+    stores   False: nothing is kept of a call, for texts that are read in one pass
+    """
+
+    def __init__(self, config: Any, formats: KVFormats | str, *, stores: bool = True) -> None:
+        super().__init__(config=config.get_text_config(decoder=True))
+        known = KVFormats.parse(formats) if isinstance(formats, str) else formats
+        pack_layers(self, known, stores=stores)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values that are held."""
+        return kv_bytes(self)
+
+
+def pack_layers(cache: Any, formats: KVFormats, *, stores: bool = True) -> None:
+    """Let the empty layers of a cache hold keys and values in formats; a cache that holds so already is as it was."""
+    if any(isinstance(layer, _PackedLayer) for layer in cache.layers):
+        return
+    cache.layers = [_packed_layer(layer, index, formats, stores=stores) for index, layer in enumerate(cache.layers)]
+
+
+def kv_bytes(cache: Any) -> int:
+    """Bytes of the keys and values that any cache holds."""
+    held = [part for layer in cache.layers for part in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    return sum(part.nbytes for part in held if part is not None)

@@ -1,0 +1,81 @@
+"""A whole model that keeps keys and values in formats: set, read, and ended; the cache itself is `KVCache`.
+
+round_kv(model, "int8:int4")     # in every call: generate, forward, one pass over a text; None ends it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from bitplan.base.errors import MeasureError
+from bitplan.plan.kv_formats import KVFormats
+
+
+@dataclass(frozen=True)
+class _GiveCache:
+    """A hook before a model's forward: whatever cache a call brings or makes holds keys and values in formats."""
+
+    formats: KVFormats
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if model.training:
+            return None
+        from transformers.cache_utils import Cache, DynamicCache
+
+        from bitplan.packed.kv_cache import KVCache, pack_layers  # which needs transformers
+
+        cache, asked = kwargs.get("past_key_values"), kwargs.get("use_cache")
+        stores = bool(getattr(model.config, "use_cache", True) if asked is None else asked)
+        if cache is None:
+            kwargs["past_key_values"] = KVCache(model.config, self.formats, stores=stores)
+        elif not isinstance(cache, Cache):
+            raise MeasureError(f"past_key_values must be a cache of transformers, got a {type(cache).__name__}")
+        elif not isinstance(cache, KVCache) and cache.get_seq_length() == 0:
+            if not cache.layers:  # made without a config
+                cache.layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+            pack_layers(cache, self.formats)
+        return args, kwargs
+
+
+def round_kv(model: nn.Module, formats: KVFormats | str | None) -> None:
+    """From now on a language model keeps keys and values in formats, in every call but in training; None: as they are.
+
+    Caches that `generate` or a caller makes are changed when they come in empty; one that holds tokens already stays.
+    """
+    known = KVFormats.parse(formats) if isinstance(formats, str) else formats
+    if known is not None:
+        from bitplan.packed.kv_cache import KVCache  # which needs transformers
+
+        KVCache(model.config, known)  # refuses what cannot be held, before a text is begun
+    for key in [key for key, hook in model._forward_pre_hooks.items() if isinstance(hook, _GiveCache)]:
+        del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
+    if known is not None:
+        model.register_forward_pre_hook(_GiveCache(known), with_kwargs=True)
+
+
+def kv_of(model: nn.Module) -> KVFormats | None:
+    """The formats in which a model keeps keys and values; None: as they are."""
+    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _GiveCache))
+    return next((hook.formats for hook in hooks), None)
+
+
+def shown_kv(model: nn.Module) -> str | None:
+    """The formats in which a model keeps keys and values, in words; None: as they are."""
+    formats = kv_of(model)
+    return None if formats is None else str(formats)
+
+
+@contextmanager
+def rounded_kv(model: nn.Module, formats: KVFormats | str | None) -> Iterator[None]:
+    """Within the block, a model keeps keys and values in these formats."""
+    before = kv_of(model)
+    round_kv(model, formats)
+    try:
+        yield
+    finally:
+        round_kv(model, before)

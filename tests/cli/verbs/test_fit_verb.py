@@ -1,0 +1,131 @@
+"""`bitplan fit` as it is typed: its example, the command that it prints next, other goals from evidence, refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+import bitplan
+from bitplan.cli import run
+from bitplan.cli.verbs import fit as verb
+from bitplan.packed.rounded_kv import kv_of
+from bitplan.plan.kv_formats import KVFormats
+from bitplan.searching import fit
+from bitplan.searching.memory_probe import MemoryProbe
+from tests.cli.verbs.test_perplexity_verb import save_llama
+from tests.searching.tiny_mixtral import rounding_to_nearest
+
+LEFT = 1_300_000  # for weights, keys and values
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fit")
+    save_llama(folder / "llama", blocks=1)
+    (folder / "text.txt").write_text(" ".join(["abandon hope all ye who enter here"] * 40))
+    return folder
+
+
+def fake_probe(_model, context, batch, device):
+    return MemoryProbe(context, batch, device, 24 * 10**9 - LEFT)
+
+
+@pytest.fixture(scope="module")
+def shown(folder):
+    """What the example prints."""
+    with pytest.MonkeyPatch.context() as patch, rounding_to_nearest(), redirect_stdout(io.StringIO()) as out:
+        patch.chdir(folder)
+        patch.setattr(fit, "probe_memory", fake_probe)
+        assert run(example()) == 0
+    return out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("bitplan.cli.show.LINE_EVERY_S", 1e6)
+    monkeypatch.setattr(fit, "probe_memory", fake_probe)
+
+
+def example() -> list[str]:
+    found = re.search(r"Example: bitplan (.*)", " ".join((verb.fit.__doc__ or "").split()))
+    assert found
+    return shlex.split(found[1])
+
+
+def test_the_example_finds_a_plan_that_its_next_command_packs_and_generate_runs(shown, capsys):
+    words = " ".join(shown.split())
+    assert "memory: 24.00 GB of 24.00 GB" in words
+    assert re.search(r"solved to within [0-9.e-]+ of the best possible", words)
+    command = shlex.split(shown.rpartition("apply it: bitplan ")[2])
+    assert run(command) == 0
+    packed = command[2]
+    made = json.loads(Path("fit/fit.json").read_text())
+    kv = kv_of(bitplan.load_packed(packed).model)
+    assert kv is not None
+    assert kv.of_layer(0) == KVFormats.from_document(made["kv_cache"], "fit.json").of_layer(0)
+    capsys.readouterr()
+    assert run(["generate", packed, "abandon", "--max-tokens", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv"] == str(kv)
+
+
+def test_evidence_answers_for_another_context_as_one_document(shown, capsys):
+    assert shown
+    shorter = [word.replace("32k", "30k") for word in example()]
+    assert run([*shorter, "--plan-only", "--json"]) == 0, capsys.readouterr().err
+    document = json.loads(capsys.readouterr().out)
+    assert document["goal"]["context"] == 30 * 1024
+    assert document["needed_bytes"] <= 24 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--memory", "2MB"], "2,000,000 bytes are too few"),
+        (["--memory", "24GBs"], "expected a size such as 6GB"),
+        (["--context", "many"], "such as 8192 or 32k"),
+        (["--context", "4k"], "the model fits as it is"),
+        (["--output", "nowhere", "--plan-only"], "no evidence.json"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(change, said, capsys):
+    words = example()
+    if change[0] in words:
+        words[words.index(change[0]) + 1] = change[1]
+        change = change[2:]
+    assert run([*words, *change, "--output", "other"] if "--output" not in change else [*words, *change]) == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert message.startswith("bitplan: ")
+
+
+def test_a_fit_without_text_says_what_to_give(capsys):
+    assert run(["fit", "llama", "--memory", "1GB", "--context", "64"]) == 2
+    assert "--text FILE" in capsys.readouterr().err
+
+
+def test_kinds_of_text_are_measured_each_conversations_by_the_chat_template(folder, capsys):
+    template = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+    path = folder / "llama" / "tokenizer_config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"chat_template": template}))
+    chats = [{"messages": [{"role": "user", "content": "who goes there"}]}, {"text": "nobody of note"}]
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, 30 * chats)))
+    words = [*example(), "--text", "chats.jsonl", "--output", "kinds", "--json"]
+    try:
+        with rounding_to_nearest():
+            assert run(words) == 0, capsys.readouterr().err
+        document = json.loads(capsys.readouterr().out)
+        assert set(document["kinds"]) == {"text.txt", "chats.jsonl"}
+        assert all(kl > 0 for kl in document["kinds"].values())
+        Path("chats.jsonl").write_text('{"messages": "none"}\n')
+        assert run(words) == 2
+        assert "chats.jsonl: line 1: expected" in capsys.readouterr().err
+    finally:
+        path.write_text(before)

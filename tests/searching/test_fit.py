@@ -1,0 +1,196 @@
+"""Weights, keys and values in one solution: bytes that add up, damage that was measured, and a plan that runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+import bitplan
+from bitplan.packed.language.perplexity import Quality
+from bitplan.plan.kv_formats import KVFormats
+from bitplan.searching import EvidenceFileError, GoalError, SearchError, SearchEvidence, fit
+from bitplan.searching.fit import KV_CANDIDATES, KV_EVIDENCE, FitGoal, joint_evidence, plan_fit
+from bitplan.searching.goal import Goal, parse_tokens
+from bitplan.searching.memory_probe import MemoryProbe, _measure
+from bitplan.searching.plan_meter import hurt_kind, kl_by_kind
+from bitplan.searching.solver import solve
+from tests.searching.tiny_mixtral import rounding_to_nearest
+
+FORMATS = ("mxfp4", "int8_row", "bfloat16")
+RESERVED, MEMORY = 1_000_000, 1_300_000
+CONTEXT = 1024
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def tokens(windows=20):
+    return list(torch.randint(96, (windows, 32), generator=torch.Generator().manual_seed(1)))
+
+
+def fake_probe(_model, context, batch, device="cpu"):
+    return MemoryProbe(context, batch, device, RESERVED + context * batch)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measured_elsewhere():
+    with rounding_to_nearest(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "probe_memory", fake_probe)
+        yield
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    folder, model = tmp_path_factory.mktemp("fit"), tiny_llama()
+    result = bitplan.fit(model, tokens(), memory=MEMORY, context=CONTEXT, formats=FORMATS, out=folder)
+    return model, folder, result
+
+
+def test_the_parts_of_the_memory_add_up_and_the_plan_names_every_part(fitted):
+    _, folder, result = fitted
+    assert result.needed <= result.goal.memory
+    assert result.needed == result.row.weights + result.row.kv + RESERVED + CONTEXT
+    assert result.row.kv == sum(result.kv.nbytes(layer, (CONTEXT, CONTEXT), (32, 32), 4) for layer in range(3))
+    plan = bitplan.Plan.load(folder / "plan.json")
+    kinds = {name: entry.kind for name, entry in plan.entries.items()}
+    known = KVFormats.of_plan(plan)
+    assert known is not None
+    assert [known.of_layer(layer) for layer in range(3)] == [result.kv.of_layer(layer) for layer in range(3)]
+    packed = [name for name, kind in kinds.items() if kind == "weight" and plan.entries[name].stored is None]
+    assert packed
+    assert json.loads((folder / "fit.json").read_text())["kv_cache"] == result.kv.to_document()
+
+
+def test_no_fixed_format_of_keys_and_values_is_better_within_the_memory(fitted):
+    _, _, result = fitted
+    measured = {row.label: row.measured.kl.mean for row in result.rows}
+    assert result.row.measured.kl.mean == min(measured.values())
+    assert "K and V in 8 bits" in measured
+    assert 0 <= result.solution.gap <= 1e-6
+
+
+def test_the_measured_distance_is_that_of_the_model_run_so(fitted):
+    model, _, result = fitted
+    ids = torch.stack(tokens()[-5:])
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits.double().log_softmax(-1)
+        twin = tiny_llama()
+        bitplan.apply_plan(twin, result.plan, unsupported="skip")
+        after = twin(ids, use_cache=False).logits.double().log_softmax(-1)
+    kl = float((before.exp() * (before - after))[:, :-1].sum(-1).mean())
+    assert kl == pytest.approx(result.row.measured.kl.mean, rel=0.05)
+
+
+def test_damage_of_a_layers_keys_grows_as_formats_get_coarser(fitted):
+    _, folder, _ = fitted
+    kv = SearchEvidence.load(folder / KV_EVIDENCE)
+    assert [*kv.groups] == [f"layers.{layer}.{part}" for layer in range(3) for part in ("keys", "values")]
+    for group in kv.groups.values():
+        nats = {fmt: group.nats(fmt) for fmt in KV_CANDIDATES}
+        assert 0 < nats["int8_row"] < nats["fp8_e4m3_row"] < nats["int4_g32"]
+        assert group.formats["int4_g32"].nbytes == 18
+        assert group.formats["float32"].predicted == 0.0
+
+
+def test_evidence_answers_for_other_memories_and_contexts_at_once(fitted, monkeypatch):
+    _, folder, result = fitted
+    again = plan_fit(folder, result.goal)
+    assert again.plan == result.plan
+    monkeypatch.setattr(fit, "probe_memory", fake_probe)
+    longer = bitplan.fit("unused", memory=MEMORY, context=2 * CONTEXT, out=folder, plan_only=True)
+    assert longer.needed <= MEMORY
+    assert longer.row.kv / (2 * CONTEXT) < result.row.kv / CONTEXT
+    assert longer.row.predicted >= again.row.predicted
+    (folder / "other").mkdir()
+    (folder / "other" / "evidence.json").write_text((folder / "evidence.json").read_text())
+    with pytest.raises(EvidenceFileError, match=r"no kv_evidence\.json"):
+        plan_fit(folder / "other", result.goal)
+
+
+def test_too_little_memory_says_the_smallest_and_too_much_that_nothing_is_needed(fitted):
+    _, folder, result = fitted
+    with pytest.raises(GoalError, match=r"1,050,000 bytes are too few .* the smallest plan takes ([0-9,]+),") as said:
+        plan_fit(folder, replace(result.goal, memory=1_050_000))
+    smallest = int(str(said.value).split("takes ")[1].split(", of")[0].replace(",", ""))
+    assert plan_fit(folder, replace(result.goal, memory=smallest)).needed == smallest
+    with pytest.raises(GoalError):
+        plan_fit(folder, replace(result.goal, memory=smallest - 1))
+    with pytest.raises(GoalError, match="the model fits as it is"):
+        bitplan.fit(tiny_llama(), tokens(), memory=10**9, context=CONTEXT, formats=FORMATS, out=folder)
+
+
+def test_a_stopped_fit_goes_on_with_what_was_measured(fitted, monkeypatch):
+    model, folder, result = fitted
+    monkeypatch.setattr(fit, "gather_kv", None)  # would be called where nothing is known
+    again = bitplan.fit(model, tokens(), memory=MEMORY, context=CONTEXT, formats=FORMATS, out=folder)
+    assert dict(again.row.choice) == dict(result.row.choice)
+    assert again.plan == result.plan
+
+
+def test_a_window_counts_no_more_than_its_tokens_and_texts_at_once_count_each(fitted):
+    _, folder, _ = fitted
+    weights, kv = SearchEvidence.load(folder / "evidence.json"), SearchEvidence.load(folder / KV_EVIDENCE)
+    kv = replace(kv, text={"windows": {"1": 100}})
+    joint = joint_evidence(weights, kv, FitGoal(10**7, 1000, 3), 0)
+    assert joint.groups["layers.0.keys"].formats["int4_g32"].nbytes == 3 * 1000 * 18
+    assert joint.groups["layers.1.keys"].formats["int4_g32"].nbytes == 3 * 100 * 18
+    assert joint.groups["layers.1.values"].formats["float32"].nbytes == 3 * 100 * 32 * 4
+    # On a CPU what is not packed is float32, however it is stored.
+    name = next(name for name in weights.groups if "embed" in name)
+    assert joint.groups[name].formats["bfloat16"].nbytes == 4 * weights.groups[name].numbers
+    assert solve(joint, Goal(nbytes=10**7)).nbytes <= 10**7
+
+
+def test_the_probe_counts_what_is_neither_weights_nor_cache():
+    config = tiny_llama().config.to_dict()
+    small = _measure(config, "llama", 64, 1, "cpu")
+    more_logits = _measure(config | {"vocab_size": 10**8}, "llama", 64, 1, "cpu")
+    assert 10**7 < small < 10**10
+    assert more_logits - small > 10**9 - 10**8
+
+
+@pytest.mark.parametrize(("text", "count"), [("32k", 32768), ("1M", 2**20), ("8192", 8192), (" 2 k", 2048)])
+def test_tokens_are_read_as_people_write_them(text, count):
+    assert parse_tokens(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "32kb", "-1", "1", "1.5k", "many"])
+def test_what_is_no_number_of_tokens_is_refused(text):
+    with pytest.raises(GoalError, match="such as 8192 or 32k"):
+        parse_tokens(text)
+
+
+def test_what_cannot_be_fitted_is_refused_before_work():
+    small = {"memory": 10**7, "context": 64, "formats": FORMATS}
+    with pytest.raises(SearchError, match="models of transformers alone"):
+        bitplan.fit(torch.nn.Sequential(torch.nn.Embedding(96, 64), torch.nn.Linear(64, 96)), tokens(), **small)
+    with pytest.raises(GoalError, match="above 0"):
+        bitplan.fit(tiny_llama(), tokens(), memory=0, context=64)
+
+
+def test_distances_by_kind_of_text_and_a_warning_where_one_is_hurt_twice_as_much():
+    quality = Quality(40, 4, None, None, {"kl": [1.0, 1.0, 3.0, 6.0], "tokens": [10, 10, 10, 20]})
+    kinds = ("wiki.txt", "wiki.txt", "code.txt", "code.txt")
+    distances = kl_by_kind(quality, kinds)
+    assert distances == {"wiki.txt": 0.1, "code.txt": 0.3}
+    assert str(hurt_kind(distances)).startswith("code.txt is hurt 3.0 times as much as wiki.txt (KL 0.3 and 0.1)")
+    assert hurt_kind({"wiki.txt": 0.1, "code.txt": 0.19}) is None
+    assert kl_by_kind(quality, ()) == {}
+    assert hurt_kind({}) is None
