@@ -10,6 +10,7 @@
 | nvfp4 | nvfp4-pack-quantized: codes and E4M3 scales as they are, the base as its reciprocal |
 | int8_row with inputs in int8_row | int-quantized: codes as they are, inputs rounded token by token |
 | fp8_e4m3_row with inputs in fp8_e4m3_row | float-quantized, inputs rounded token by token |
+| int4_g128 with inputs in fp8_e4m3_row | pack-quantized, inputs rounded token by token |
 
 Codes and scales are ours, bit for bit. 8-bit integers are pack-quantized because vLLM has no kernel for int-quantized
 weights without quantized activations. Layers that engines join into one (q, k and v; gate and up; all experts of a
@@ -53,11 +54,6 @@ def _scheme(container: str, bits: int, kind: str, strategy: str, **more: Any) ->
     return Scheme(container, weights)
 
 
-def _with_inputs(container: str, kind: str) -> Scheme:
-    weights = _scheme(container, 8, kind, "channel").weights
-    return Scheme(container, weights, {**weights, "strategy": "token", "dynamic": True})
-
-
 _PACKED, _FLOAT, _MXFP4, _NVFP4 = (
     "pack-quantized",
     "float-quantized",
@@ -75,10 +71,15 @@ SCHEMES = {
     "mxfp4": _scheme(_MXFP4, 4, "float", "group", **_E8M0),
     "nvfp4": _scheme(_NVFP4, 4, "float", "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"),
 }
-# Weights and inputs in one format.
+_INT8, _FP8 = SCHEMES["int8_row"].weights, SCHEMES["fp8_e4m3_row"].weights
+_TOKEN = {"strategy": "token", "dynamic": True}
+# Formats of the inputs -> those that weights can have then.
 WITH_INPUTS = {
-    "int8_row": _with_inputs("int-quantized", "int"),
-    "fp8_e4m3_row": _with_inputs(_FLOAT, "float"),
+    "int8_row": {"int8_row": Scheme("int-quantized", _INT8, {**_INT8, **_TOKEN})},
+    "fp8_e4m3_row": {
+        "fp8_e4m3_row": Scheme(_FLOAT, _FP8, {**_FP8, **_TOKEN}),
+        "int4_g128": Scheme(_PACKED, SCHEMES["int4_g128"].weights, {**_FP8, **_TOKEN}),
+    },
 }
 _FOUR_BITS = ("int4_g64", "int4_g32", "nvfp4", "int8_row")
 SUBSTITUTES = Substitutes(
@@ -115,16 +116,16 @@ def prepare(request: ExportRequest) -> FolderExport:
 
 
 def _schemes(source: FolderSource) -> Mapping[str, Scheme]:
-    """The formats that layers can have: where they round their inputs, the one of the inputs alone."""
+    """The formats that layers can have, fewer where they round their inputs."""
     if source.inputs is None:
         return SCHEMES
     if source.inputs not in WITH_INPUTS:
         raise StoreError(
             f"{source.file.path}: compressed-tensors has no inputs in {source.inputs}; take one of "
-            f"{', '.join(WITH_INPUTS)} for weights and inputs, or leave inputs as they are (keep)",
+            f"{', '.join(WITH_INPUTS)}, or leave inputs as they are (keep)",
             settings={"inputs": None},
         )
-    return {source.inputs: WITH_INPUTS[source.inputs]}
+    return WITH_INPUTS[source.inputs]
 
 
 def _layer(source: FolderSource, name: str, schemes: Mapping[str, Scheme]) -> OutputLayer:
@@ -157,12 +158,13 @@ def _check_kernels(
             beside = "" if source.inputs is None else f" with inputs in {source.inputs}"
             raise StoreError(
                 f"{source.file.path}: {engine.version} has no kernel for {fmt}{beside} ({name!r}); "
-                f"the nearest that it has is {engine.instead(fmt)}, or keep the layer",
+                f"the nearest that it has is {engine.instead(fmt, source.inputs)}, or keep the layer",
                 settings={"keep": name},
             )
-        if rows_of.get(name, rows) % engine.multiple or cols % engine.multiple:
+        multiple = engine.multiple_of(fmt, source.inputs)
+        if rows_of.get(name, rows) % multiple or cols % multiple:
             raise StoreError(
-                f"{source.file.path}: {engine.version} has kernels for sizes that are multiples of {engine.multiple}, "
+                f"{source.file.path}: {engine.version} has kernels for sizes that are multiples of {multiple}, "
                 f"and {name!r} is {rows_of.get(name, rows)} x {cols}; keep the layer",
                 settings={"keep": name},
             )
