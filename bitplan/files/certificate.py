@@ -37,6 +37,7 @@ from bitplan.base.hardware import code_sha256, code_versions, hardware
 from bitplan.base.records import atomic_file, parse_json, read_bytes, read_json
 from bitplan.files.model_card import CARD, base_model
 from bitplan.files.tensor_bytes import DOCUMENT, SEAL, sealed_sha256
+from bitplan.formats import get_format
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import natural_order
 from bitplan.plan.plan import PLAN_NAME, Plan
@@ -120,9 +121,9 @@ def proven_otherwise(plan: Path) -> str | None:
 
 
 def has_formats_of(plan: Plan, other: Plan) -> bool:
-    """Whether a plan gives every weight the format that another one does; tensors that stay may be in other types."""
-    packed = {name: entry.choice.format for name, entry in other.entries.items() if entry.stored is None}
-    return all(name in plan and plan[name].format == fmt for name, fmt in packed.items())
+    """Whether a plan gives every weight and input the format that another does; what stays may be in other types."""
+    packed = {name: entry.choice.shown for name, entry in other.entries.items() if entry.stored is None}
+    return all(name in plan and plan[name].shown == shown for name, shown in packed.items())
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -181,7 +182,9 @@ def written_plan(plan: Plan, written: Mapping[str, tuple[str | None, str]], tied
     for name, (fmt, reason) in written.items():
         entry = entries[name]
         if fmt is not None:
-            choice = entry.choice if entry.choice.format == fmt else replace(entry.choice, format=fmt, reason=reason)
+            rounded = None if get_format(fmt).is_cast else entry.choice.input
+            why = entry.choice.reason if entry.choice.format == fmt else reason
+            choice = replace(entry.choice, format=fmt, reason=why, input=rounded)
             entries[name] = replace(entry, choice=choice, stored=None)
     for alias, name in tied.items():
         if alias in entries and name in written:

@@ -10,8 +10,10 @@
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
 `quantization_config` is {"quant_method": "bitplan; ...", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
-"load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}. transformers looks for weights
-in the file that `transformers_weights` names: it holds no file's name but what to import, and with our plug-in goes.
+"load_with": WORDS}, and where inputs of packed layers are rounded, {"inputs": FORMAT}: the plan has the format of each
+layer, and `inputs` is BY_LAYER where they differ; folders of earlier versions have `inputs` alone. transformers looks
+for weights in the file that `transformers_weights` names: it holds no file's name but what to import, and goes where
+our plug-in is.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import get_format
-from bitplan.formats.input_formats import input_format
+from bitplan.formats.input_formats import Inputs, input_format
 from bitplan.plan.check_manifest import Finding
+from bitplan.plan.format_choices import multiplied_names
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
 from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
@@ -57,6 +60,7 @@ PLAN = "bitplan_plan.json"
 # A library that does not know the method prints it: so it says what to do. Earlier versions wrote the name alone.
 QUANT_METHOD = "bitplan; import bitplan.transformers before from_pretrained"
 QUANT_METHODS = (QUANT_METHOD, "bitplan")
+BY_LAYER = "by layer"
 VERSION = 1
 QUANTIZATION_KEYS = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
 SHARD_BYTES = 5 * 10**9
@@ -110,10 +114,29 @@ def is_packed_config(config: Mapping[str, Any]) -> bool:
     return isinstance(settings, dict) and settings.get("quant_method") in QUANT_METHODS
 
 
-def folder_inputs(config: Mapping[str, Any] | None) -> str | None:
-    """The format that a packed folder's layers round their inputs to; None: they stay as they are."""
-    settings = (config or {}).get("quantization_config")
-    return settings.get("inputs") if isinstance(settings, dict) and is_packed_config(config or {}) else None
+def folder_inputs(config: Mapping[str, Any] | None, plan: Plan | None) -> Inputs:
+    """The formats that a packed folder's layers round their inputs to, by names of weights where its plan has them."""
+    inputs = shown_inputs(config)
+    if plan is not None and plan.inputs:
+        return plan.inputs
+    if inputs == BY_LAYER:
+        raise FileFormatError(
+            f"the folder's {PLAN} says which layer rounds its inputs to what, and it is not there, or does not say it; "
+            "copy or quantize the folder again"
+        )
+    return inputs
+
+
+def shown_inputs(config: Mapping[str, Any] | None) -> str | None:
+    """What a packed folder's config says of inputs: a format, or BY_LAYER; None: they stay as they are."""
+    inputs = config["quantization_config"].get("inputs") if config and is_packed_config(config) else None
+    return None if inputs is None else str(inputs)
+
+
+def _inputs_of(plan: Plan) -> str | None:
+    """What a config says of a plan's inputs."""
+    formats = {plan[name].input for name in (*multiplied_names(plan), *plan.inputs)} or {None}
+    return formats.pop() if len(formats) == 1 else BY_LAYER
 
 
 def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
@@ -142,7 +165,8 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
         )
     reader.keys("", settings, _KEYS, tuple(_KEYS))
     try:
-        input_format(settings.get("inputs"))
+        if settings.get("inputs") != BY_LAYER:
+            input_format(settings.get("inputs"))
     except FormatError as error:
         raise FileFormatError(f"{where}: {error}") from None
     return settings
@@ -202,11 +226,11 @@ def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in {*QUANTIZATION_KEYS, WEIGHTS_FILE}}
 
 
-def packed_config(config: Mapping[str, Any], plan: Plan, inputs: str | None = None) -> dict[str, Any]:
-    """A model's config for the folder that holds it packed; `inputs`: the format that its layers round inputs to."""
+def packed_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """A model's config for the folder that holds it packed."""
     settings = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan)}
     settings["load_with"] = _HINT
-    settings |= {} if inputs is None else {"inputs": inputs}
+    settings |= {} if (inputs := _inputs_of(plan)) is None else {"inputs": inputs}
     return {**unquantized_config(config), "quantization_config": settings, WEIGHTS_FILE: f"packed by bitplan; {_HINT}"}
 
 

@@ -7,7 +7,7 @@ output takes its final name only when it is complete.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,9 +41,9 @@ from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import Format, get_format
 from bitplan.formats.elements import wider_types
-from bitplan.formats.input_formats import input_format
+from bitplan.formats.input_formats import require_scale
 from bitplan.plan import Plan
-from bitplan.plan.format_choices import Wanted
+from bitplan.plan.format_choices import Wanted, give_inputs
 from bitplan.plan.manifest import needs_base
 from bitplan.plan.names import listed, without_expert
 from bitplan.plan.plan import Planned
@@ -177,7 +177,8 @@ def quantize_file(
     fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
     keep, only   names or shell patterns, of tensors or of modules
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
-    inputs       for a folder: the format that its packed layers round their inputs to (`bitplan.round_inputs`)
+    inputs       for a folder: the format that all its packed layers round their inputs to (`bitplan.round_inputs`), or
+                 "keep"; None: the plan's
     force        replace an existing folder
     options      the size of a folder's files, and a function that sees every tensor that is done
 
@@ -210,7 +211,7 @@ class Quantization(Closing):
     Everything that names, shapes and configs show to be impossible is refused here, without torch where no tensor needs
     other names.
 
-    inputs   for a folder: the format that its packed layers round their inputs to
+    inputs   for a folder: the format that all its packed layers round their inputs to; None: the plan's
     reads    files beside the source that are read, so that the output is none of them
     force    the output may exist
     """
@@ -232,9 +233,6 @@ class Quantization(Closing):
         self.report = QuantizeReport(str(source), str(output))
         self._output, self._force, self._shard_bytes = Path(output), force, shard_bytes
         container = container_for(output)
-        self._rounded = input_format(inputs, "quantize_file")
-        if self._rounded is not None and container is not None:
-            raise StoreError(f"{output}: a file of weights says nothing of inputs in {self._rounded}; write a folder")
         with ExitStack() as opened:
             self._file = file = opened.enter_context(_open(source, is_folder=container is None))
             self._stamps, read = stamps_of(file.files), [*file.files, *reads]
@@ -257,7 +255,15 @@ class Quantization(Closing):
             if container is None and is_model_folder(file.folder):
                 plan = self._runnable(plan)
             self.report.notes += _packed_before(file, plan)
-            plan.require_whole(str(source))
+            is_model = container is None and is_model_folder(file.folder)
+            plan = give_inputs(plan, inputs, str(source))
+            for name, rounded in () if is_model else plan.inputs.items():
+                raise StoreError(
+                    f"{output}: only a model's folder, with config.json, says that inputs are rounded; {name} has "
+                    f"{rounded}: write a folder, or leave inputs as they are",
+                    settings={"inputs": "keep"},
+                )
+            plan.require_whole(str(source), rounds_inputs=True)
             self.plan = plan
             shapes = shapes_of_transposed(file) if container is None else {}
             self._transposed = {name: shape for name, shape in shapes.items() if is_packed_by(plan, name)}
@@ -272,6 +278,11 @@ class Quantization(Closing):
     def close(self) -> None:
         self._file.close()
 
+    def give_scales(self, inputs: Mapping[str, str | None]) -> None:
+        """Take other formats of inputs: static ones with scales that a text has shown."""
+        self.plan = self.plan.with_inputs(inputs)
+        self._contents = self._folder_contents()
+
     def write(
         self,
         evidence: str | Path | None = None,
@@ -281,6 +292,8 @@ class Quantization(Closing):
         on_tensor: OnTensor | None = None,
     ) -> QuantizeReport:
         """Read, encode and write every tensor, one at a time; the output gets its name when it is whole."""
+        for name, rounded in self.plan.inputs.items():
+            require_scale(rounded, f"{self.report.source}: {name}")
         with ExitStack() as opened:
             self._scale_rule, self._nonfinite, self._on_tensor = scale_rule, nonfinite, on_tensor
             self._evidence: WeightEvidence | None = None
@@ -330,12 +343,8 @@ class Quantization(Closing):
                     "give the folder of the model in bfloat16 or float32"
                 )
             shards = cut_shards(self._outputs(list(file.specs)), file.tied, self._shard_bytes)
-            new_config = packed_config(config, self.plan, self._rounded)
+            new_config = packed_config(config, self.plan)
             return FolderContents(shards, new_config, self.plan, side_files(file.folder))
-        if self._rounded is not None:
-            raise StoreError(
-                f"{self._output}: only a model's folder, with config.json, says that inputs are in {self._rounded}"
-            )
         assert isinstance(file, NativeTensors)
         return FolderContents(self._same_shards(file))
 

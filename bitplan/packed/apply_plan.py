@@ -35,7 +35,6 @@ from bitplan.files.models.morph import ParameterPlace, places_of
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import encode
 from bitplan.formats.elements import dtype_name
-from bitplan.formats.input_formats import input_format
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.packed.checkpoints.save import adapt_to_transformers
 from bitplan.packed.layer_replacement import (
@@ -49,7 +48,7 @@ from bitplan.packed.layer_replacement import (
 )
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import check_strategy
-from bitplan.packed.rounded_inputs import check_inputs, round_inputs
+from bitplan.packed.rounded_inputs import inputs_by_layer, set_inputs
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.format_choices import Wanted, choose_formats
 from bitplan.plan.names import listed
@@ -209,12 +208,12 @@ def apply_plan(
     strategy, cache   of the packed layers that are made
     match             "all": plan and model must name the same tensors; "common": tensors of one only are skipped
     unsupported       "skip": a tensor whose layer cannot hold the plan's format stays as it is, listed as skipped
-    inputs            the format that packed layers round their inputs to (`round_inputs`); None: they are kept
+    inputs            the format that all packed layers round their inputs to (`round_inputs`); None: the plan's
     scale_rule, pad   as `bitplan.encode` takes them; pad="zero" fills rows that are not whole blocks,
                       as a plan whose padding is "zero" does
     """
     check_strategy(strategy, "apply_plan")
-    rounded = input_format(inputs, "apply_plan")
+    inputs_by_layer({}, inputs, "apply_plan")  # refuses an unknown name before anything is read
     for option, value, known in (("match", match, MATCHES), ("unsupported", unsupported, UNSUPPORTED)):
         if value not in known:
             raise ApplyError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
@@ -230,11 +229,11 @@ def apply_plan(
     made = _pack(decided, strategy, cache, {"scale_rule": scale_rule, "pad": pad or plan.pad})
     for decision in decided.casts:
         _check_range(decision)
-    names = {id(place.module): place.name.rpartition(".")[0] for one in decided.packs for place in one.places}
-    check_inputs(((names[key], layer) for key, layer in made.items()), rounded)
+    layers = {path: made.get(id(layer), layer) for path, layer in model.named_modules(remove_duplicate=False)}
+    planned = {name: fmt for name, fmt in plan.inputs.items() if name in tensors and name not in decided.unsupported}
+    formats = inputs_by_layer(layers, planned if inputs is None else inputs, "apply_plan")
     _swap(model, made)
-    if rounded is not None:
-        round_inputs(model, rounded)
+    set_inputs(layers, formats)
     if made:
         adapt_to_transformers(model)
     for decision in decided.casts:
@@ -319,6 +318,7 @@ class _Decided:
     packs: list[_PackDecision]
     casts: list[_CastDecision]
     skipped: list[Skipped]
+    unsupported: set[str]  # names of tensors whose layer cannot hold the plan's format
 
 
 class _RefusedError(Exception):
@@ -330,7 +330,7 @@ class _RefusedError(Exception):
 
 
 def _decide(plan: Plan, tensors: _Tensors, match: str, unsupported: str) -> _Decided:
-    decided = _Decided([], [], [])
+    decided = _Decided([], [], [], set())
     _match_names(plan, tensors, match, decided)
     faults, may_skip = [], False
     groups = [[name for name in group if name in plan] for group in tensors.groups()]
@@ -343,6 +343,7 @@ def _decide(plan: Plan, tensors: _Tensors, match: str, unsupported: str) -> _Dec
         except _RefusedError as fault:
             if fault.layer and unsupported == "skip":
                 decided.skipped += [Skipped(name, str(fault)) for name in names]
+                decided.unsupported |= set(names)
             else:
                 may_skip |= fault.layer
                 faults.append(f"{names[0]}: {fault}")

@@ -1,41 +1,92 @@
-"""Formats of the inputs of a whole model's packed layers: set, read, and refused by name where a layer has none.
+"""Formats of the inputs of a model's packed layers: set, read, measured, and refused by name where a layer has none.
 
-round_inputs(model, "int8")     # all products with packed weights round their inputs; "keep" ends it
+round_inputs(model, "int8")                                # all products with packed weights; "keep" ends it
+round_inputs(model, {"lm_head.weight": "int8_row"})        # those with these weights, as a plan names them
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import nn
 
 from bitplan.base.errors import StoreError
-from bitplan.formats.input_formats import KEEP, input_format
+from bitplan.formats.input_formats import KEEP, STATIC, Inputs, input_format, require_scale, static_scale
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.products.cpu_fused import INTEGER_INPUTS, IntegersOnCpu
 from bitplan.packed.products.fused import fused_for
+from bitplan.packed.quant_embedding import QuantEmbedding
 from bitplan.packed.quant_experts import QuantExperts
 from bitplan.packed.quant_linear import QuantLinear
+from bitplan.plan.plan import Plan
 
 
-def round_inputs(model: nn.Module, inputs: str | None) -> list[str]:
-    """Give all packed linear layers of a model this format of inputs; returns their names.
+def round_inputs(model: nn.Module, inputs: Inputs) -> list[str]:
+    """Give packed linear layers of a model formats of inputs; returns the names of those that have one now.
 
-    inputs   a format of `bitplan.formats.input_formats`, or "keep"
+    inputs   a format of `bitplan.formats.input_formats`, or "keep", for all packed linear layers; or a mapping from
+             names of weights to such, which leaves other layers as they are
     """
-    fmt = input_format(inputs, "round_inputs")
-    layers = dict(model.named_modules())
-    check_inputs(layers.items(), fmt)
-    linears = {path: layer for path, layer in layers.items() if isinstance(layer, QuantLinear)}
-    if fmt is not None and not linears:
+    layers = dict(model.named_modules(remove_duplicate=False))
+    formats = inputs_by_layer(layers, inputs, "round_inputs")
+    if not isinstance(inputs, Mapping) and input_format(inputs) is not None and not formats:
         raise LayerError(
-            f"round_inputs: nothing in this {type(model).__name__} is packed, so nothing rounds its inputs to {fmt}; "
-            "apply_plan packs it"
+            f"round_inputs: nothing in this {type(model).__name__} is packed, so nothing rounds its inputs to "
+            f"{input_format(inputs)}; apply_plan packs it"
         )
-    for layer in linears.values():
+    set_inputs(layers, formats)
+    return list(formats)
+
+
+def set_inputs(layers: Mapping[str, nn.Module], formats: Mapping[str, str | None]) -> None:
+    """What `inputs_by_layer` gave, done."""
+    for path, fmt in formats.items():
+        layer = layers[path]
+        assert isinstance(layer, QuantLinear)
         if layer.inputs != fmt:
             layer.inputs = fmt
-    return list(linears)
+
+
+def inputs_by_layer(layers: Mapping[str, nn.Module], inputs: Inputs, where: str) -> dict[str, str | None]:
+    """The format of each packed linear layer, by its path; what no layer can do is refused by name.
+
+    layers   modules by path; a layer whose weight another one shares is also found by the other's name: a tied output
+             head by its embedding's. An embedding itself multiplies nothing, so a format has no effect on it.
+    """
+    linears = {path: layer for path, layer in layers.items() if isinstance(layer, QuantLinear)}
+    if not isinstance(inputs, Mapping):
+        fmt = input_format(inputs, where)
+        require_scale(fmt, where)
+        experts = next((path for path, layer in layers.items() if isinstance(layer, QuantExperts)), None)
+        if fmt is not None and experts is not None:
+            raise LayerError(_without_products(experts, layers[experts], fmt))
+        return dict.fromkeys(linears, fmt)
+    sharing: dict[int, list[str]] = {}
+    for path, layer in linears.items():
+        sharing.setdefault(id(layer.weight), []).append(path)
+    formats: dict[str, str | None] = {}
+    for name, given in inputs.items():
+        fmt, path = input_format(given, f"{where}: {name}"), name.rpartition(".")[0]
+        require_scale(fmt, f"{where}: {name}")
+        holder = layers.get(path)
+        paths = [path] if path in linears else sharing.get(id(getattr(holder, "weight", None)), [])
+        if fmt is not None and not paths and not isinstance(holder, QuantEmbedding):
+            raise LayerError(_without_products(name, holder, fmt))
+        formats.update(
+            dict.fromkeys(
+                (other for other in paths if f"{other}.weight" == name or f"{other}.weight" not in inputs), fmt
+            )
+        )
+    return formats
+
+
+def _without_products(name: str, layer: nn.Module | None, fmt: str) -> str:
+    if isinstance(layer, QuantExperts):
+        return f"{name}: packed experts have no products of inputs in {fmt}; leave inputs as they are (keep)"
+    held = "no layer" if layer is None else f"a {type(layer).__name__}"
+    return f"{name}: {held} that rounds its inputs, and the plan has {fmt} for them; packed linear layers round theirs"
 
 
 def runs_on_integers(model: nn.Module) -> bool:
@@ -54,33 +105,79 @@ def runs_on_integers(model: nn.Module) -> bool:
     )
 
 
-def check_inputs(layers: Iterable[tuple[str, nn.Module]], fmt: str | None) -> None:
-    """Refuse layers that cannot round their inputs."""
-    experts = next((path for path, layer in layers if isinstance(layer, QuantExperts)), None)
-    if fmt is not None and experts is not None:
-        raise LayerError(
-            f"{experts}: packed experts have no products of inputs in {fmt}; leave inputs as they are (keep)"
-        )
-
-
 def shown_inputs(model: nn.Module) -> str | None:
     """The formats that packed layers round their inputs to, in words; None where none does."""
-    names = sorted(fmt or KEEP for fmt in _first_of(model))
+    formats = {layer.inputs or KEEP for layer in model.modules() if isinstance(layer, QuantLinear)}
+    names = sorted({name.partition("@")[0] for name in formats})
     return None if names in ([], [KEEP]) else " and ".join(names)
 
 
-def _first_of(model: nn.Module) -> dict[str | None, str]:
-    """Formats of inputs, each with a layer that has it."""
-    return {layer.inputs: path for path, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+def inputs_of(model: nn.Module) -> dict[str, str | None]:
+    """Formats of inputs by names of packed weights, all names of one that layers share; an error where those differ."""
+    layers = dict(model.named_modules(remove_duplicate=False))
+    by_weight: dict[int, tuple[str, str | None]] = {}
+    for path, layer in layers.items():
+        if isinstance(layer, QuantLinear):
+            other, fmt = by_weight.setdefault(id(layer.weight), (path, layer.inputs))
+            if fmt != layer.inputs:
+                raise StoreError(
+                    f"{other} rounds its inputs to {fmt or 'nothing'} and {path} to {layer.inputs or 'nothing'}; they "
+                    "share a weight, and a folder holds one format of inputs for it: give both layers one (inputs)"
+                )
+    weights = {f"{path}.weight": getattr(layer, "weight", None) for path, layer in layers.items()}
+    return {name: by_weight[id(weight)][1] for name, weight in weights.items() if id(weight) in by_weight}
 
 
-def inputs_of(model: nn.Module) -> str | None:
-    """The format of inputs that all packed linear layers have; an error where they differ, for a folder holds one."""
-    formats = _first_of(model)
-    if len(formats) > 1:
-        (one, first), (other, second) = list(formats.items())[:2]
-        raise StoreError(
-            f"{first} rounds its inputs to {one or 'nothing'} and {second} to {other or 'nothing'}, and a folder holds "
-            "one format of inputs for all layers; call bitplan.round_inputs(model, format) first"
+# ---- static scales ---------------------------------------------------------------------------------------------------
+
+
+def calibrate_inputs(
+    model: nn.Module, plan: Plan, batches: Iterable[Any], run: Callable[[Any], object] | None = None
+) -> Plan:
+    """The plan with measured scales for inputs in `int8_static`: the largest magnitude that a layer's input had, / 127.
+
+    model     the model before it is packed, or after; linear layers are found by the names of their weights
+    batches   what the model is run on, one after the other
+    run       how it is run on one; None: model(batch)
+    """
+    wanted = [name for name, rounded in plan.inputs.items() if rounded == STATIC]
+    layers = dict(model.named_modules(remove_duplicate=False))
+    unknown = [name for name in wanted if name.rpartition(".")[0] not in layers]
+    if unknown:
+        raise LayerError(
+            f"calibrate_inputs: the model has no layer of {unknown[0]!r}, which the plan rounds to {STATIC}"
         )
-    return next(iter(formats), None)
+    largest: dict[str, float] = {}
+
+    def seen(name: str) -> Callable[..., None]:
+        def hook(_layer: nn.Module, args: tuple[Any, ...]) -> None:
+            top = float(args[0].detach().abs().amax()) if args[0].numel() else 0.0
+            largest[name] = max(largest.get(name, 0.0), top)
+
+        return hook
+
+    readers = {name: _readers(layers, name) for name in wanted}
+    hooks = [layer.register_forward_pre_hook(seen(name)) for name in wanted for layer in readers[name]]
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                (run or model)(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name in wanted:
+        if not 0 < largest.get(name, 0.0) < float("inf"):
+            raise LayerError(
+                f"calibrate_inputs: {name}: its input was never seen, or is {largest.get(name, 0.0)}; give other text, "
+                f"or another format of inputs than {STATIC}"
+            )
+    return plan.with_inputs({name: static_scale(largest[name]) for name in wanted})
+
+
+def _readers(layers: Mapping[str, nn.Module], name: str) -> list[nn.Module]:
+    """The layers that multiply by a weight: its own, or those that share the weight of an embedding."""
+    own = layers[name.rpartition(".")[0]]
+    if not isinstance(own, nn.Embedding | QuantEmbedding):
+        return [own]
+    sharing = [layer for layer in layers.values() if getattr(layer, "weight", None) is own.weight and layer is not own]
+    return list(dict.fromkeys(sharing))

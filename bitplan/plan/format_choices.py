@@ -16,10 +16,11 @@ from bitplan.base.errors import ArgumentError, FormatError, PlanError
 from bitplan.formats import Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.gguf.layouts import LAYOUTS, SMALLER_BLOCKS
+from bitplan.formats.input_formats import input_format
 from bitplan.plan.manifest import Manifest
-from bitplan.plan.names import ShellPatterns, listed
+from bitplan.plan.names import ShellPatterns, listed, without_expert
 from bitplan.plan.plan import Cause, Choice, Plan, Planned
-from bitplan.plan.structure.families import guess_role
+from bitplan.plan.structure.families import guess_role, role_of
 from bitplan.plan.structure.model_view import TensorSpec
 
 SMALL_NUMBERS = 1024
@@ -138,6 +139,36 @@ def choose_formats(
         entries = {name: rules.planned(name, item) for name, item in stored.items()}
         return Plan(entries, padding="zero" if pad else "none")
     return _keep_tensors(plan, stored, _Kept(keep, only), pad)
+
+
+def multiplied_names(plan: Plan) -> list[str]:
+    """The packed weights whose products may round their inputs: all but an embedding beside which there is a head."""
+    has_head = any(role_of(name) == "head" for name in plan)
+    return [
+        name
+        for name, entry in plan.entries.items()
+        if entry.kind == "weight" and entry.stored is None and not get_format(entry.choice.format).is_cast
+        if not (has_head and role_of(name) == "embedding")
+    ]
+
+
+def give_inputs(plan: Plan, inputs: str | None, where: str) -> Plan:
+    """The plan whose products all round their inputs to one format; "keep": to none; None: as the plan says.
+
+    Packed experts, whose products round none, are refused by name, as they are where a plan names them.
+    """
+    if inputs is not None:
+        fmt = input_format(inputs, where)
+        names = plan.inputs if fmt is None else multiplied_names(plan)
+        plan = plan.with_inputs(dict.fromkeys(names, fmt))
+    for name, fmt in plan.inputs.items():
+        shape = plan.entries[name].shape
+        if without_expert(name) != name or (shape is not None and len(shape) != 2):
+            raise PlanError(
+                f"{where}: {name}: packed experts have no products of inputs in {fmt}; leave inputs as they are "
+                "(keep), or give other weights theirs by a manifest's rules"
+            )
+    return plan
 
 
 def _check_fit(plan: Plan, tensors: Mapping[str, TensorSpec], where: str) -> None:

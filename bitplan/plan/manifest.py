@@ -420,12 +420,12 @@ _KEYS = {
 }
 _OPTIONS = [key for key in _KEYS if key not in ("version", "formats", "patterns", "aliases", "fused_dequant")]
 _TAG_KEYS = {"bits": _BITS, "role": _ROLE, "format": NAME, "part": one_of(*PARTS)}
-_RULE_KEYS = {"regex": NAME, "format": NAME, "role": NAME, "optional": FLAG}
+_RULE_KEYS = {"regex": NAME, "format": NAME, "input": NAME, "role": NAME, "optional": FLAG}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors whose whole name matches `pattern` get the format of this tag.
+    """Tensors whose whole name matches `pattern` get the format of this tag, and inputs of their products `input`.
 
     `optional` rules may match nothing: a bias that some models of a family lack.
     """
@@ -434,6 +434,7 @@ class Rule:
     format: str
     role: str = ""
     optional: bool = False
+    input: str | None = None
 
 
 @dataclass(frozen=True)
@@ -483,6 +484,10 @@ class Manifest:
                         f"{did_you_mean(rule.format[:80], known)}"
                     ) from None
             self._check_nibbles(where, get_format(self.tag(rule.format).format))
+            try:
+                Choice(self.tag(rule.format).format, where, input=rule.input)
+            except BitplanError as error:
+                raise ManifestError(f"{where}: {error}") from None
         _ = self.patterns
 
     def _check_nibbles(self, where: str, fmt: Format) -> None:
@@ -551,7 +556,8 @@ class Manifest:
         alias = self.aliases.template_of(name)
         reason = f"{rule_text(match.index, match.rule)}{f', as {alias}' if alias else ''}"
         role = match.rule.role or (tag.roles[0] if len(tag.roles) == 1 else guess_role(match.name))
-        return Planned(Choice(tag.format, reason, cause="rule"), shape, role, tag.part)
+        choice = Choice(tag.format, reason, cause="rule", input=match.rule.input)
+        return Planned(choice, shape, role, tag.part)
 
 
 def rule_text(index: int, rule: Rule) -> str:
@@ -625,7 +631,7 @@ def _read(reader: Reader, document: Any) -> Manifest:
 
 def _read_rule(reader: Reader, index: int, value: Any) -> Rule:
     item = reader.keys(f"patterns[{index}]", value, _RULE_KEYS, ("regex", "format"))
-    return Rule(item["regex"], item["format"], item.get("role", ""), item.get("optional", False))
+    return Rule(item["regex"], item["format"], item.get("role", ""), item.get("optional", False), item.get("input"))
 
 
 def _read_tag(reader: Reader, name: str, value: Any, document: Mapping[str, Any]) -> Tag:

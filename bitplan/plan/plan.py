@@ -9,14 +9,17 @@ name (`part` "data") and its scales under another (`part` "scales"). Such an ent
 For a tensor that stays as it is, `stored` is its torch dtype in the file. Its format is the one of the same name, or if
 there is none (bool) the one whose codes have this type; the tensor is copied, not encoded.
 
+A weight's choice may have an `input`: the format that inputs of products with it are rounded to
+(`bitplan.formats.input_formats`); without it they stay as they are.
+
 A plan's `padding` is "zero" where rows that are not whole blocks of their format are filled with zeros, else "none".
 
 The document, version 1 (`padding` only where it is "zero"; `cause` unless it is "given", `kind` unless it is "weight";
-`evidence`, `shape`, `role`, `part`, `stored` only where known; `bytes` goes with `shape`):
+`input`, `evidence`, `shape`, `role`, `part`, `stored` only where known; `bytes` goes with `shape`):
 
     {"document": "bitplan-plan", "version": 1, "padding": "zero",
-     "tensors": {NAME: {"format": F, "cause": C, "reason": R, "evidence": {...}, "kind": K, "shape": [...],
-                        "role": R, "part": P, "stored": DTYPE, "bytes": N}}}
+     "tensors": {NAME: {"format": F, "input": I, "cause": C, "reason": R, "evidence": {...}, "kind": K,
+                        "shape": [...], "role": R, "part": P, "stored": DTYPE, "bytes": N}}}
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +39,7 @@ from bitplan.base.errors import BitplanError, FormatError, PlanError, PlanFileEr
 from bitplan.base.records import write_json
 from bitplan.formats import Format, get_format
 from bitplan.formats.elements import ITEM_BYTES
+from bitplan.formats.input_formats import input_format
 from bitplan.plan.names import listed, natural_order, number_ranges, split_layer
 
 PLAN_NAME = "plan.json"
@@ -45,11 +49,16 @@ BF16_BYTES = 2
 PARTS = ("data", "scales")
 PADDINGS = ("none", "zero")
 Part = Literal["data", "scales"]
-# What has a format: weights at rest, inputs of operators, K and V, products of layers, what crosses the bus, states of
-# optimizers, gradients. Some have formats that no tensor is stored in: FP8's recipes, codes of gradients.
-PartKind = Literal["weight", "input", "kv", "product", "wire", "state", "gradient"]
+# What has a format: weights at rest (and with them inputs of their products), K and V, products of layers, what
+# crosses the bus, states of optimizers, gradients. Some have formats that no tensor is stored in: FP8's recipes, codes
+# of gradients, small states.
+PartKind = Literal["weight", "kv", "product", "wire", "state", "gradient"]
 PART_KINDS: tuple[PartKind, ...] = get_args(PartKind)
-_OWN_FORMATS = {"product": re.compile(r"fp8:[a-z][a-z0-9_]{0,39}"), "gradient": re.compile(r"i8|i16")}
+_OWN_FORMATS = {
+    "product": re.compile(r"fp8:[a-z][a-z0-9_]{0,39}"),
+    "gradient": re.compile(r"i8|i16"),
+    "state": re.compile(r"int8_root_b256|int16_remainder"),  # bitplan/streaming/training/small_moments.py
+}
 # What decided, for code to read; people read the reason:
 #   forced   a force list                      default  what bitplan does with a tensor of this role and shape
 #   rule     a manifest, a mapping, a pattern  kept     somebody asked that it stay as it is
@@ -60,6 +69,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 _TENSOR_KEYS = {
     "format": NAME,
+    "input": NAME,
     "cause": one_of(*CAUSES),
     "reason": NAME,
     "evidence": EVIDENCE,
@@ -74,15 +84,19 @@ _TENSOR_KEYS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A format, what decided it (`cause`, which code reads), the reason in words, and the figures behind the reason."""
+    """A format, what decided it (`cause`, which code reads), the reason in words, and the figures behind the reason.
+
+    `input` is the format that inputs of products with this weight are rounded to; None: they stay as they are.
+    """
 
     format: str
     reason: str
     evidence: Mapping[str, Any] | None = None
     cause: Cause = "given"
+    input: str | None = None
 
     def __post_init__(self) -> None:
-        if not any(pattern.fullmatch(self.format) for pattern in _OWN_FORMATS.values()):
+        if not self._is_of_another_kind:
             get_format(self.format)
         if self.cause not in CAUSES:
             raise PlanError(f"the cause of {self.format!r} must be one of {', '.join(CAUSES)}, got {show(self.cause)}")
@@ -92,6 +106,22 @@ class Choice:
             if not EVIDENCE.holds(self.evidence):
                 raise PlanError(f"the evidence for {self.format!r} must be {EVIDENCE.text}, got {self.evidence!r}")
             object.__setattr__(self, "evidence", MappingProxyType(_plain(self.evidence)))
+        if self.input is not None:
+            object.__setattr__(self, "input", input_format(self.input, "input"))
+            if self.input is not None and (self._is_of_another_kind or get_format(self.format).is_cast):
+                raise PlanError(
+                    f"input {self.input!r} beside {self.format}: only packed weights round the inputs of their "
+                    "products; give the weight a packed format, such as int8_row, or leave out its input"
+                )
+
+    @property
+    def _is_of_another_kind(self) -> bool:
+        return any(pattern.fullmatch(self.format) for pattern in _OWN_FORMATS.values())
+
+    @property
+    def shown(self) -> str:
+        """The format, and that of inputs where they are rounded."""
+        return self.format if self.input is None else f"{self.format}, inputs {self.input}"
 
 
 @dataclass(frozen=True)
@@ -165,6 +195,7 @@ class TableRow(NamedTuple):
     nbytes: int
     reason: str
     kind: PartKind
+    input: str | None = None
 
 
 @dataclass(frozen=True)
@@ -181,11 +212,11 @@ class PlanDiff:
 
     def lines(self) -> list[str]:
         """One line per difference."""
-        lines = [f"+ {name}: {choice.format} ({choice.reason})" for name, choice in self.added.items()]
-        lines += [f"- {name}: {choice.format} ({choice.reason})" for name, choice in self.removed.items()]
+        lines = [f"+ {name}: {choice.shown} ({choice.reason})" for name, choice in self.added.items()]
+        lines += [f"- {name}: {choice.shown} ({choice.reason})" for name, choice in self.removed.items()]
         for mark, pairs in (("~", self.changed), ("=", self.restated)):
             lines += [
-                f"{mark} {name}: {old.format} ({old.reason}) -> {new.format} ({new.reason})"
+                f"{mark} {name}: {old.shown} ({old.reason}) -> {new.shown} ({new.reason})"
                 for name, (old, new) in pairs.items()
             ]
         return lines
@@ -276,14 +307,36 @@ class Plan(Mapping[str, Choice]):
         """The padding as `bitplan.encode` takes it."""
         return "zero" if self.padding == "zero" else None
 
-    def require_whole(self, where: str) -> None:
-        """Refuse a plan that has parts of packed tensors, where whole tensors are to be encoded."""
+    def require_whole(self, where: str, *, rounds_inputs: bool = False) -> None:
+        """Refuse a plan that has parts of packed tensors, where whole tensors are to be encoded.
+
+        rounds_inputs   what is made by the plan rounds inputs; else a plan with formats of inputs is refused, too
+        """
         for name, entry in self.entries.items():
+            if entry.choice.input is not None and not rounds_inputs:
+                raise PlanError(
+                    f"{where}: {name}: the plan rounds inputs to {entry.choice.input}, which only packed models and "
+                    "their folders do (apply_plan, quantize to a folder); here take "
+                    "plan.with_inputs(dict.fromkeys(plan.inputs)), which keeps them",
+                )
             if entry.part is not None:
                 raise PlanError(
                     f"{where}: {name}: the plan has it as the {entry.part} of a packed tensor; what is packed "
                     "already is brought into another layout by `bitplan gpt-oss convert`"
                 )
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The formats of inputs, by the weights whose products round them."""
+        return {name: choice.input for name, choice in self.items() if choice.input is not None}
+
+    def with_inputs(self, inputs: Mapping[str, str | None]) -> Plan:
+        """The same plan, but that products with these weights round their inputs to these formats (None: to none)."""
+        entries = {
+            name: replace(entry, choice=replace(entry.choice, input=inputs[name])) if name in inputs else entry
+            for name, entry in self.entries.items()
+        }
+        return Plan(entries, padding=self.padding)
 
     def of_kind(self, kind: PartKind) -> Plan:
         """The entries of one kind of part."""
@@ -308,8 +361,7 @@ class Plan(Mapping[str, Choice]):
         groups: dict[Any, list[str]] = {}
         for name, entry in self.entries.items():
             key = split_layer(name)[0::2] if collapse else name
-            choice = entry.choice
-            same = (key, choice.format, choice.reason, entry.shape, entry.role, entry.part, entry.stored, entry.kind)
+            same = (key, entry.choice.reason, *_layout(entry))
             groups.setdefault(same, []).append(name)
         return [self._row(names) for names in groups.values()]
 
@@ -317,9 +369,8 @@ class Plan(Mapping[str, Choice]):
         entry = self.entries[names[0]]
         shown = f"{entry.choice.format}.{entry.part}" if entry.part else entry.stored or entry.choice.format
         nbytes = sum(self.entries[name].nbytes for name in names)
-        return TableRow(
-            _run(names), len(names), entry.role, shown, entry.shape, nbytes, entry.choice.reason, entry.kind
-        )
+        reason, rounded = entry.choice.reason, entry.choice.input
+        return TableRow(_run(names), len(names), entry.role, shown, entry.shape, nbytes, reason, entry.kind, rounded)
 
     def bytes_by_role_and_format(self) -> list[SizeRow]:
         """A row per role and format, then one per format (role `all`), then the total.
@@ -366,7 +417,7 @@ def combine(
     for name, shape in tensors.items():
         choice = rules.get(name) or policy.get(name) or default
         if name in force:
-            over = f", over {choice.format} ({choice.reason})" if choice else ""
+            over = f", over {choice.shown} ({choice.reason})" if choice else ""
             choice = Choice(force[name], f"forced{over}", cause="forced")
         if choice is None:
             missing.append(name)
@@ -399,7 +450,8 @@ def _size(role: str, name: str, entries: list[Planned]) -> SizeRow:
 
 
 def _layout(entry: Planned) -> tuple[Any, ...]:
-    return entry.choice.format, entry.shape, entry.role, entry.part, entry.stored, entry.kind
+    choice = entry.choice
+    return choice.format, choice.input, entry.shape, entry.role, entry.part, entry.stored, entry.kind
 
 
 def _plain(value: Any) -> Any:
@@ -411,7 +463,8 @@ def _plain(value: Any) -> Any:
 
 def _to_document(entry: Planned) -> dict[str, Any]:
     cause = {"cause": entry.choice.cause} if entry.choice.cause != "given" else {}
-    item: dict[str, Any] = {"format": entry.choice.format, **cause, "reason": entry.choice.reason}
+    rounded = {"input": entry.choice.input} if entry.choice.input is not None else {}
+    item: dict[str, Any] = {"format": entry.choice.format, **rounded, **cause, "reason": entry.choice.reason}
     if entry.choice.evidence is not None:
         item["evidence"] = dict(entry.choice.evidence)
     if entry.kind != "weight":
@@ -428,7 +481,8 @@ def _from_document(reader: Reader, name: str, value: Any) -> Planned:
     if ("shape" in item) != ("bytes" in item):
         reader.stop(f"{path}: shape and bytes go together, got only {'shape' if 'shape' in item else 'bytes'}")
     try:
-        choice = Choice(item["format"], item["reason"], item.get("evidence"), item.get("cause", "given"))
+        known = {key: item[key] for key in ("evidence", "cause", "input") if key in item}
+        choice = Choice(item["format"], item["reason"], **known)
         shape = tuple(item["shape"]) if "shape" in item else None
         kind = item.get("kind", "weight")
         entry = Planned(choice, shape, item.get("role", ""), item.get("part"), item.get("stored"), kind)

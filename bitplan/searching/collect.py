@@ -32,6 +32,7 @@ from bitplan.searching.damage import (
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, place_of
 from bitplan.searching.forecast import MemoryUse, Stage, in_shares, no_stage, within_memory
 from bitplan.searching.goal import EvidenceFileError, SearchError
+from bitplan.searching.input_damage import InputMode, add_rounded_inputs, candidates_of
 from bitplan.searching.plan_meter import PlanMeter
 from bitplan.searching.searched_model import SearchSubject, group_tensors
 from bitplan.searching.solver import nearest_uniform
@@ -115,6 +116,7 @@ def collect_evidence(
     folder: Path | None = None,
     unscored: int = 1,
     near_bits: float | None = None,
+    inputs: InputMode = "keep",
     rows: int | None = None,
     workers: int = 0,
     memory: MemoryUse | None = None,
@@ -125,6 +127,7 @@ def collect_evidence(
     windows     text for the statistics
     checks      other windows of it, on which each projection is measured in one format, in all layers at once
     near_bits   the size that is wanted: groups are measured in the best format of about this size
+    inputs      "8": products round their inputs to eight bits where the target can; "auto": or do not
     rows        also time every format at so many rows
     workers     processes that round weights; none unless given
     memory      what is kept in memory; unless given, as much as is free
@@ -157,12 +160,18 @@ def collect_evidence(
                 _check_part(evidence, choice, meter, part)
                 advance(1, part)
                 kept.save(evidence)
+    members = subject.groups(subject.tensors)
+    candidates = {name: candidates_of(subject, members[name], wanted[name], inputs) for name in wanted}
+    if inputs != "keep":
+        add_rounded_inputs(evidence, meter, candidates, stage)
+        kept.save(evidence)
     if rows is not None:
+        timed = dict.fromkeys(name for own in candidates.values() for name in own)
         with stage("timing", len(wanted)) as advance:
-            time_groups(subject, evidence, rows, () if subject.target.streamed else formats, advance)
+            time_groups(subject, evidence, rows, () if subject.target.streamed else list(timed), advance)
     evidence.complete = True
     kept.save(evidence)
-    evidence.groups = {name: _only(evidence.groups[name], wanted[name]) for name in wanted}
+    evidence.groups = {name: _only(evidence.groups[name], candidates[name]) for name in wanted}
     return evidence, meter
 
 

@@ -2,9 +2,10 @@
 
 Damage is predicted from the really quantized weight (damage.py). In one format, `checked`, the distance was also
 measured, with the same projection of all layers quantized; the ratio is the group's `factor`, by which its predictions
-are multiplied. Whole plans that were measured correct this: by the `factor` of a format, and by `together`, what many
-changes do together over the sum of what each does alone (`Corrections` of solver.py). `weight` is how much a group's
-nats count when formats are chosen, by the gradients of a training run.
+are multiplied. A candidate may also round the inputs of its products: its name is FORMAT+INPUT, and `inputs` the nats
+of that (input_damage.py). Whole plans that were measured correct this: by the `factor` of a format, and by `together`,
+what many changes do together over the sum of what each does alone (`Corrections` of solver.py). `weight` is how much a
+group's nats count when formats are chosen, by the gradients of a training run.
 
 The document, version 1. It needs no torch and no model to solve again for another goal:
 
@@ -17,7 +18,8 @@ The document, version 1. It needs no torch and no model to solve again for anoth
      "stays": {NAME: {"format": F, "shape": [...], "role": R, "stored": DTYPE, "bytes": N, "reason": R}},
      "groups": {GROUP: {"tensors": {NAME: {"shape": [...], "role": R}}, "factor": RATIO, "checked": F,
                         "reference_us": {ROWS: T}, "weight": W,
-                        "formats": {F: {"bytes": N, "predicted": NATS, "factor": RATIO, "us": {ROWS: T}}}}}}
+                        "formats": {F: {"bytes": N, "predicted": NATS, "factor": RATIO, "inputs": NATS,
+                                        "us": {ROWS: T}}}}}}
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from bitplan.base.errors import FormatError
 from bitplan.base.records import write_json
 from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES
+from bitplan.formats.input_formats import input_format
 from bitplan.plan.names import natural_order, split_layer
 from bitplan.searching.goal import EvidenceFileError
 
@@ -91,7 +94,21 @@ _GROUP = {
     "weight": _NATS,
 }
 _TENSOR = {"shape": SHAPE, "role": TEXT}
-_FORMAT = {"bytes": SIZE, "predicted": _NATS, "factor": _NATS, "us": _TIMES}
+_FORMAT = {"bytes": SIZE, "predicted": _NATS, "factor": _NATS, "inputs": _NATS, "us": _TIMES}
+_WITH_INPUT = "+"
+
+
+def candidate_name(fmt: str, rounded: str | None) -> str:
+    """What evidence and choices call a format of weights whose products round their inputs."""
+    return fmt if rounded is None else f"{fmt}{_WITH_INPUT}{rounded}"
+
+
+def weight_format(candidate: str) -> str:
+    return candidate.partition(_WITH_INPUT)[0]
+
+
+def input_of(candidate: str) -> str | None:
+    return candidate.partition(_WITH_INPUT)[2] or None
 
 
 @dataclass(frozen=True)
@@ -108,12 +125,13 @@ class StayingTensor:
 
 @dataclass(frozen=True)
 class FormatCost:
-    """What a format costs a group: bytes, nats a token, and where it was timed microseconds by rows."""
+    """What a candidate costs a group: bytes, nats a token, and where it was timed microseconds by rows."""
 
     nbytes: int
     predicted: float
     factor: float = 1.0  # by which measured plans correct the prediction
     us: Mapping[int, float] = field(default_factory=dict)
+    inputs: float = 0.0  # nats of rounded inputs, beside those of the weights
 
 
 @dataclass
@@ -130,7 +148,7 @@ class TensorGroup:
     def nats(self, fmt: str) -> float:
         """What the format is believed to cost, alone."""
         cost = self.formats[fmt]
-        return cost.predicted * self.factor * cost.factor
+        return cost.predicted * self.factor * cost.factor + cost.inputs
 
     @property
     def numbers(self) -> int:
@@ -204,7 +222,16 @@ class SearchEvidence:
     def formats(self) -> list[str]:
         """Every candidate of some group, the smallest first."""
         names = {name for group in self.groups.values() for name in group.formats}
-        return sorted(names, key=lambda name: (get_format(name).bits_per_weight((4096, 4096)), name))
+
+        def order(name: str) -> tuple[float, bool, str]:  # inputs as they are come after rounded ones
+            bits = get_format(weight_format(name)).bits_per_weight((4096, 4096))
+            return bits, input_of(name) is None, name
+
+        return sorted(names, key=order)
+
+    def input_nats(self, choice: Mapping[str, str]) -> float:
+        """The part of a prediction that is of rounded inputs."""
+        return self.together * sum(self.groups[group].formats[name].inputs for group, name in choice.items())
 
     def bits(self, nbytes: int) -> float:
         return 8 * nbytes / self.numbers
@@ -300,6 +327,7 @@ def _group_document(group: TensorGroup) -> dict[str, Any]:
                 "bytes": cost.nbytes,
                 "predicted": cost.predicted,
                 **({} if cost.factor == 1.0 else {"factor": cost.factor}),
+                **({"inputs": cost.inputs} if cost.inputs else {}),
                 **({"us": _times_document(cost.us)} if cost.us else {}),
             }
             for name, cost in group.formats.items()
@@ -317,7 +345,8 @@ def _read_times(item: Mapping[str, Any], key: str) -> dict[int, float]:
 
 def _check_format(reader: Reader, where: str, name: str) -> None:
     try:
-        get_format(name)
+        get_format(weight_format(name))
+        input_format(input_of(name))
     except FormatError as error:
         reader.stop(f"{where}: {error}")
 
@@ -333,7 +362,8 @@ def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
     for fmt, row in item["formats"].items():
         _check_format(reader, where, fmt)
         cost = reader.keys(f"{where}.formats[{fmt[:80]!r}]", row, _FORMAT, ("bytes", "predicted"))
-        formats[fmt] = FormatCost(cost["bytes"], cost["predicted"], cost.get("factor", 1.0), _read_times(cost, "us"))
+        factor, inputs = cost.get("factor", 1.0), cost.get("inputs", 0.0)
+        formats[fmt] = FormatCost(cost["bytes"], cost["predicted"], factor, _read_times(cost, "us"), inputs)
     if not tensors or not formats:
         reader.stop(
             f"{where}: a group has tensors and formats; the search that wrote it did not finish: start it again"

@@ -11,7 +11,7 @@ from typing import Any
 
 from bitplan.plan.names import natural_order
 from bitplan.plan.plan import Choice, Plan, Planned
-from bitplan.searching.evidence import SearchEvidence, TensorGroup
+from bitplan.searching.evidence import SearchEvidence, TensorGroup, candidate_name, input_of, weight_format
 from bitplan.searching.goal import SearchError
 
 # ---- compare plans ---------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def compare_plans(first: Plan, second: Plan, evidence: SearchEvidence | None = N
         old, new = first.entries.get(name), second.entries.get(name)
         if old and new:
             _require_one_shape(name, old, new)
-        before, after = old and (old.stored or old.choice.format), new and (new.stored or new.choice.format)
+        before, after = old and (old.stored or old.choice.shown), new and (new.stored or new.choice.shown)
         nbytes = (new.nbytes if new else 0) - (old.nbytes if old else 0)
         if before == after and not nbytes:
             continue
@@ -80,7 +80,7 @@ def _nats(first: Plan, second: Plan, name: str, evidence: SearchEvidence | None)
         return None
     if evidence is not None:
         group = next((key for key, each in evidence.groups.items() if name in each.tensors), None)
-        formats = first[name].format, second[name].format
+        formats = [candidate_name(plan[name].format, plan[name].input) for plan in (first, second)]
         if group is None or not all(fmt in evidence.groups[group].formats for fmt in formats):
             return None
         return group, evidence.nats(group, formats[1]) - evidence.nats(group, formats[0])
@@ -104,7 +104,7 @@ def explain_plan(evidence: SearchEvidence, choice: Mapping[str, str], *, rows: i
     for group_name, fmt in choice.items():
         group = evidence.groups[group_name]
         reason, figures = _reason(evidence, group_name, fmt, rows), _figures(evidence, group_name, fmt, rows)
-        decided = Choice(fmt, reason, figures, cause="solver")
+        decided = Choice(weight_format(fmt), reason, figures, "solver", input_of(fmt))
         for name, (shape, role) in group.tensors.items():
             entries[name] = Planned(decided, shape, role)
     return Plan(entries)
@@ -147,6 +147,7 @@ def _figures(evidence: SearchEvidence, name: str, fmt: str, rows: int | None) ->
         "group": name,
         "nats": evidence.nats(name, fmt),
         "bytes": cost.nbytes,
+        **({"nats of inputs": cost.inputs * evidence.together} if cost.inputs else {}),
     }
     if rows is not None and rows in cost.us:
         figures["microseconds"] = cost.us[rows]

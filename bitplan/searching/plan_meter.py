@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.formats.input_formats import round_input
 from bitplan.packed.language.perplexity import (
     Estimate,
     LateLogits,
@@ -23,7 +24,7 @@ from bitplan.packed.language.perplexity import (
 )
 from bitplan.searching.blocks import BATCH, BlockRunner, Replaced, TokenStates, equal_lengths
 from bitplan.searching.damage import RoundedWeights
-from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.evidence import SearchEvidence, input_of, weight_format
 from bitplan.searching.forecast import COUNTED, Stage
 from bitplan.searching.solver import Kind, RivalPlan
 
@@ -127,33 +128,59 @@ class PlanMeter:
         on_windows: OnWindows | None = None,
         *,
         nearest: bool = False,
+        inputs: Mapping[str, str] | None = None,
     ) -> Quality:
         """The model with groups in formats; groups that `choice` does not name stay as they are.
 
         nearest   weights are rounded without statistics
+        inputs    formats of inputs by weights; those that the choice's candidates have unless given
         """
         formats, numbers = self._formats(evidence, choice), self.rounded.nearest if nearest else self.rounded.decoded
 
         def weight(name: str) -> Tensor | None:
             return numbers(name, formats[name]) if name in formats else None
 
-        replaced = self.rounded.subject.replaced_by(weight)
-        logits = self._logits_of(replaced)
+        replaced, sites = self.rounded.subject.replaced_by(weight), self.rounded.subject.sites
+        rounding = self._inputs(evidence, choice) if inputs is None else inputs
+        hooks = [(layer, _rounding(fmt)) for name, fmt in rounding.items() for layer in sites[name].linears]
+        return self.watch(hooks, label, replaced, on_windows)
+
+    def watch(
+        self,
+        hooks: Sequence[tuple[nn.Module, Callable[..., Any]]],
+        label: str,
+        replaced: Replaced | None = None,
+        on_windows: OnWindows | None = None,
+    ) -> Quality:
+        """The model with hooks before some of its layers, which see their inputs, or change them; and new weights."""
+        _ = self._itself  # before the model is changed
+
+        def hooked() -> AbstractContextManager[None]:  # and the reference in between, as it is
+            return _hooked(hooks)
+
+        with hooked():
+            logits = self._logits_of(replaced, hooked)
         with self._runner.outside(replaced):
             return self._compare(label, logits, on_windows)
 
     def _formats(self, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
         """The format of every weight of a choice."""
-        tensors = self.rounded.subject.tensors
-        return {
-            name: fmt
-            for group, fmt in choice.items()
-            for tensor in evidence.groups[group].tensors
-            for name in tensors[tensor].weights
-        }
+        return {name: weight_format(candidate) for name, candidate in self._by_weight(evidence, choice)}
 
-    def kl(self, evidence: SearchEvidence, choice: Mapping[str, str], label: str) -> float:
-        quality = self.measure(evidence, choice, label)
+    def _inputs(self, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
+        """The format of inputs of every weight of a choice whose products round theirs."""
+        return {name: fmt for name, candidate in self._by_weight(evidence, choice) if (fmt := input_of(candidate))}
+
+    def _by_weight(self, evidence: SearchEvidence, choice: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        tensors = self.rounded.subject.tensors
+        for group, candidate in choice.items():
+            for tensor in evidence.groups[group].tensors:
+                yield from ((name, candidate) for name in tensors[tensor].weights)
+
+    def kl(
+        self, evidence: SearchEvidence, choice: Mapping[str, str], label: str, inputs: Mapping[str, str] | None = None
+    ) -> float:
+        quality = self.measure(evidence, choice, label, inputs=inputs)
         assert quality.against is not None
         return max(0.0, quality.against.kl.mean)
 
@@ -253,6 +280,20 @@ class _PiecesOfLogits(LateLogits):
     def of_window(self, window: int, tokens: slice) -> Tensor:
         make = partial(super().of_window, window, tokens)
         return self.windows.kept((self.window, tokens.start), make)
+
+
+def _rounding(fmt: str) -> Callable[..., Any]:
+    return lambda _layer, args: (round_input(args[0], fmt), *args[1:])
+
+
+@contextmanager
+def _hooked(hooks: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    handles = [layer.register_forward_pre_hook(hook) for layer, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

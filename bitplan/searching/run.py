@@ -26,7 +26,7 @@ from bitplan.formats import get_format
 from bitplan.packed.language.perplexity import Quality
 from bitplan.plan.plan import Plan
 from bitplan.searching.collect import EVIDENCE, collect_evidence, evidence_bytes, smallest_bytes
-from bitplan.searching.evidence import ProvenPlan, SearchEvidence, place_of
+from bitplan.searching.evidence import ProvenPlan, SearchEvidence, input_of, place_of, weight_format
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.forecast import (
     IN_ALL,
@@ -40,6 +40,7 @@ from bitplan.searching.forecast import (
     within_memory,
 )
 from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError
+from bitplan.searching.input_damage import SHARE, InputMode, check_mode, round_cheap_inputs
 from bitplan.searching.plan_meter import MeasuredPlan, PlanMeter, paired_difference, summary_of
 from bitplan.searching.runtime_formats import Target, candidates, target_of
 from bitplan.searching.searched_model import SearchSubject, SearchText, prepare
@@ -83,6 +84,7 @@ class SearchResult:
     unmeasured: list[RivalPlan] = field(default_factory=list)  # rivals that are predicted to lose
     nearest: Quality | None = None  # the plan without the statistics that its weights were rounded by
     times: BlockTimes | None = None  # with a speed goal: a whole block by the plan
+    inputs_kept: Quality | None = None  # the plan with all inputs as they are, where it rounds some
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # of each phase: wall, cpu
 
     @property
@@ -167,6 +169,7 @@ class SearchResult:
             **({} if self.times is None else {"block_times": self.times.to_dict()}),
             "plan": self.winner.to_dict(evidence),
             "nearest": None if self.nearest is None else summary_of(self.nearest),
+            **({} if self.inputs_kept is None else {"inputs": self._inputs_document(self.inputs_kept)}),
             "lost": self.lost,
             "why_lost": self.why_lost,
             "missed_goal": self.missed_goal,
@@ -180,6 +183,18 @@ class SearchResult:
             "heat": _heat(evidence, self.winner.choice),
             "seconds": self.seconds,
             "machine": hardware(),
+        }
+
+    def _inputs_document(self, kept: Quality) -> dict[str, Any]:
+        """How many groups round their inputs, and what part of the plan's distance that is, predicted and measured."""
+        choice = self.winner.choice
+        summary, kl = summary_of(kept), self.winner.kl.mean
+        return {
+            "groups": sum(input_of(name) is not None for name in choice.values()),
+            "of": len(choice),
+            "predicted": self.evidence.input_nats(choice),
+            "kl_kept": summary["kl"],
+            "share": max(0.0, 1 - summary["kl"] / kl) if kl > 0 else 0.0,
         }
 
     def save(self, folder: Path) -> None:
@@ -247,6 +262,8 @@ class SearchOptions:
     gradients    for training: a saved state of selective precision; groups count by the gradients it saw
     fp8_policy   with a speed goal: a policy file, by whose times formats fp8_* count
     all_rivals   measure heuristics that are predicted to lose as well
+    inputs       "8": products round their inputs to eight bits where the target can; "auto": where speed is asked for
+                 the solver says of which layers, else where it adds little (`input_damage.SHARE`); "keep": none do
     workers      processes of one thread each that round weights on CPUs, beside a GPU or in place of threads; a script
                  that asks for some begins under `if __name__ == "__main__":`
     memory       bytes that the process may have; what is free less a tenth unless given. What does not fit is refused
@@ -264,6 +281,7 @@ class SearchOptions:
     memory: int | None = None
     stage: Stage = no_stage
     note: Callable[[str], None] = lambda _line: None
+    inputs: InputMode = "keep"
 
 
 @keywords_in(SearchOptions)
@@ -295,6 +313,7 @@ def search(
     wanted = goal if isinstance(goal, Goal) else Goal(**goal)
     runtime = target_of(target)
     names = candidates(runtime, formats)
+    check_mode(how.inputs, runtime, names)
     if runtime.streamed and wanted.faster is not None and how.fp8_policy is None:
         raise GoalError(
             "speed of training needs a policy: whatever weights cross in, they are multiplied in BF16 where none says "
@@ -396,7 +415,13 @@ class Searcher:
 
     def _find(self, goal: Goal) -> SearchResult:
         evidence, meter = self.collect(goal)
-        solution, corrections, error = solve_and_correct(evidence, goal, meter, self.stage)
+        is_free = self.options.inputs == "auto" and goal.faster is None
+        # What rounded inputs may add is left free below a limit of KL.
+        aim = replace(goal, max_kl=goal.max_kl / (1 + SHARE)) if is_free and goal.max_kl is not None else goal
+        solution, corrections, error = solve_and_correct(evidence, aim, meter, self.stage)
+        if is_free:
+            choice = round_cheap_inputs(evidence, solution.choice, goal)
+            solution = replace(solution, choice=choice, nats=evidence.predict(choice))
         solution, times = self._confirm_speed(evidence, goal, solution)
         result = replace(self._prove(evidence, goal, solution, corrections, error), times=times)
         evidence.add_proven(ProvenPlan(goal.to_dict(), max(0.0, result.winner.kl.mean), dict(result.winner.choice)))
@@ -416,6 +441,7 @@ class Searcher:
                 folder=self.folder,
                 unscored=self.text.unscored,
                 near_bits=None if most is None else 8 * most / self.subject.numbers,
+                inputs=self.options.inputs,
                 rows=rows,
                 workers=self.options.workers,
                 memory=self.memory_use,
@@ -467,7 +493,8 @@ class Searcher:
         every = rivals_of(evidence, solution.nbytes)
         rivals = [each for each in every if self.options.all_rivals or may_win(evidence, each, solution.choice, error)]
         self.judge.prepare(evidence, [solution.choice, *(rival.choice for rival in rivals)], self.stage)
-        with self.stage("proving", len(self.text.proof) * (2 + len(rivals))) as advance:
+        more = int(any(map(input_of, solution.choice.values())))
+        with self.stage("proving", len(self.text.proof) * (2 + len(rivals) + more)) as advance:
 
             def measured(rival: RivalPlan) -> MeasuredPlan:
                 return self.judge.measured(evidence, rival, lambda count: advance(count, rival.label))
@@ -479,6 +506,12 @@ class Searcher:
             nearest = self.judge.measure(
                 evidence, winner.choice, label, lambda count: advance(count, label), nearest=True
             )
+            kept = f"{winner.label}, inputs as they are"
+            inputs_kept = None
+            if any(map(input_of, winner.choice.values())):
+                inputs_kept = self.judge.measure(
+                    evidence, winner.choice, kept, lambda count: advance(count, kept), inputs={}
+                )
         return SearchResult(
             explain_plan(evidence, winner.choice, rows=goal.rows if goal.faster is not None else None),
             evidence,
@@ -492,6 +525,7 @@ class Searcher:
             corrections,
             [each for each in every if each not in rivals],
             nearest,
+            inputs_kept=inputs_kept,
         )
 
     def _confirm_speed(
@@ -564,8 +598,13 @@ class Searcher:
             return
         known = SearchEvidence.load(self.folder / EVIDENCE)
         for name, group in evidence.groups.items():
-            before = known.groups[name]
-            known.groups[name] = replace(group, formats={**before.formats, **group.formats})
+            factors = {weight_format(each): cost.factor for each, cost in group.formats.items()}
+            every = {**known.groups[name].formats, **group.formats}
+            corrected = {
+                each: replace(cost, factor=factors.get(weight_format(each), cost.factor))
+                for each, cost in every.items()
+            }
+            known.groups[name] = replace(group, formats=corrected)
         known.together, known.proven = evidence.together, evidence.proven
         known.save(self.folder / EVIDENCE)
 

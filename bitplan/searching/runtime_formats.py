@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bitplan.base.errors import did_you_mean
 from bitplan.files.engines.targets import FORMATS, packed_bytes
 from bitplan.formats import get_format
+from bitplan.formats.input_formats import input_format, llama_cpp_input
 from bitplan.searching.goal import SearchError
 
 
@@ -35,6 +36,16 @@ class Target:
 
     def loads(self, fmt: str) -> bool:
         return self.export is None or get_format(fmt).is_cast or fmt in FORMATS[self.export]
+
+    def input_for(self, fmt: str) -> str | None:
+        """What products with weights in a format round their inputs to in eight bits; None where they round none."""
+        if get_format(fmt).is_cast or self.streamed:
+            return None
+        if self.export == "gguf":
+            return llama_cpp_input(fmt)
+        if self.export == "compressed-tensors":
+            return fmt if fmt in ("int8_row", "fp8_e4m3_row") else None
+        return input_format("int8") if self.export is None else None
 
     def nbytes(self, fmt: str, shape: tuple[int, ...]) -> int:
         """Bytes of a weight in the files that the runtime reads."""

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from bitplan.base.optional import require
 from bitplan.formats import get_format
-from bitplan.searching.evidence import SearchEvidence, place_of
+from bitplan.searching.evidence import SearchEvidence, place_of, weight_format
 from bitplan.searching.goal import Goal, GoalError
 
 # ---- correct ---------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class Corrections:
     """Evidence as it is now, and the whole plans that were measured since; `apply` changes the evidence."""
 
     evidence: SearchEvidence
-    _measured: list[tuple[dict[Cell, float], float]] = field(default_factory=list)
+    _measured: list[tuple[dict[Cell, float], float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         evidence = self.evidence
@@ -59,7 +59,8 @@ class Corrections:
         """A format for every group, and the KL that was measured with all of them."""
         cells = self._damage(choice)
         if kl > 0 and sum(cells.values()) > 0:
-            self._measured.append((cells, kl / self._together))
+            inputs = sum(self.evidence.groups[name].formats[fmt].inputs for name, fmt in choice.items())
+            self._measured.append((cells, kl / self._together, inputs))
 
     def apply(self) -> None:
         """The factors of formats and `together`, from everything that was measured so far."""
@@ -69,25 +70,27 @@ class Corrections:
         steps = self._steps_from_check()
         for name, group in self.evidence.groups.items():
             part = place_of(name)[1]
-            for fmt, cost in group.formats.items():
+            for candidate, cost in group.formats.items():
+                fmt = weight_format(candidate)
                 size = of_format.get(fmt, 0.0) + of_cell.get((part, fmt), 0.0) + by_damage * steps.get((part, fmt), 0.0)
-                factor = self._factors[name, fmt] * math.exp(max(-MOST, min(MOST, size)))
-                group.formats[fmt] = replace(cost, factor=factor)
+                factor = self._factors[name, candidate] * math.exp(max(-MOST, min(MOST, size)))
+                group.formats[candidate] = replace(cost, factor=factor)
         self.evidence.together = self._together * math.exp(together)
 
     def _fit(self) -> tuple[dict[str, float], dict[Cell, float], float, float]:
         numpy = require("numpy", purpose="searching a plan")
         optimize = require("scipy.optimize", purpose="searching a plan", extra="search")
         known = [
-            *((cells, sum(cells.values()), 0.0) for cells in self._checks),
+            *((cells, sum(cells.values()), 0.0, 0.0) for cells in self._checks),
             *((*one, 1.0) for one in self._measured),
         ]
-        cells = sorted({cell for observed, _, _ in known for cell in observed})
+        cells = sorted({cell for observed, *_ in known for cell in observed})
         formats = sorted({fmt for _, fmt in cells})
         steps = self._steps_from_check()
-        damage = numpy.array([[observed.get(cell, 0.0) for cell in cells] for observed, _, _ in known])
-        wanted = numpy.log(numpy.array([kl for _, kl, _ in known]))
-        is_whole = numpy.array([whole for _, _, whole in known])
+        damage = numpy.array([[observed.get(cell, 0.0) for cell in cells] for observed, *_ in known])
+        wanted = numpy.log(numpy.array([kl for _, kl, _, _ in known]))
+        of_inputs = numpy.array([inputs for _, _, inputs, _ in known])  # measured, so nothing corrects them
+        is_whole = numpy.array([whole for *_, whole in known])
         # Columns: formats, cells, the growth with damage; `together` acts on whole plans and not on cells.
         design = numpy.zeros((len(cells), len(formats) + len(cells) + 1))
         for row, (part, fmt) in enumerate(cells):
@@ -97,7 +100,7 @@ class Corrections:
 
         def residuals(scaled: Any) -> Any:
             moved = damage * numpy.exp(numpy.clip(design @ (scaled * sizes)[:-1], -MOST, MOST))
-            apart = numpy.log(moved.sum(1)) + is_whole * scaled[-1] * TOGETHER - wanted
+            apart = numpy.log(moved.sum(1) + of_inputs) + is_whole * scaled[-1] * TOGETHER - wanted
             return numpy.concatenate([apart / NOISE, scaled])
 
         found = optimize.least_squares(residuals, numpy.zeros(len(sizes))).x * sizes
@@ -109,7 +112,7 @@ class Corrections:
         """Nats by projection and format, as they were predicted at first."""
         cells: dict[Cell, float] = {}
         for name, fmt in choice.items():
-            group, cell = self.evidence.groups[name], (place_of(name)[1], fmt)
+            group, cell = self.evidence.groups[name], (place_of(name)[1], weight_format(fmt))
             nats = group.formats[fmt].predicted * group.factor * self._factors[name, fmt]
             cells[cell] = cells.get(cell, 0.0) + nats
         return {cell: nats for cell, nats in cells.items() if nats > 0}
@@ -130,7 +133,7 @@ class Corrections:
             for fmt, cost in group.formats.items():
                 if checked is not None and checked.predicted > 0 and cost.predicted > 0:
                     step = math.log(cost.predicted / checked.predicted)
-                    found.setdefault((place_of(name)[1], fmt), []).append(step)
+                    found.setdefault((place_of(name)[1], weight_format(fmt)), []).append(step)
         return {cell: sum(steps) / len(steps) for cell, steps in found.items()}
 
 
@@ -546,7 +549,7 @@ def _two_formats(
 
 
 def _bits(fmt: str) -> float:
-    return get_format(fmt).bits_per_weight((4096, 4096))
+    return get_format(weight_format(fmt)).bits_per_weight((4096, 4096))
 
 
 def _nearest_above(evidence: SearchEvidence, nbytes: int, rivals: Iterable[RivalPlan]) -> RivalPlan | None:

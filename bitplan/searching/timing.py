@@ -30,8 +30,9 @@ from bitplan.packed.expert_products import ExpertMatrices, Routes, fused_product
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import FUSED_ROWS_UNMEASURED, compute_dtype
 from bitplan.packed.quant_linear import QuantLinear
+from bitplan.packed.rounded_inputs import round_inputs
 from bitplan.packed.warm_up import warm_up
-from bitplan.searching.evidence import SearchEvidence, TensorGroup
+from bitplan.searching.evidence import SearchEvidence, TensorGroup, input_of, weight_format
 from bitplan.searching.goal import SearchError
 from bitplan.searching.searched_model import SearchSubject
 
@@ -196,7 +197,8 @@ def compile_first(subject: SearchSubject, wanted: Iterable[tuple[tuple[int, ...]
 
     What does not compile fails once more when it is timed, and says why there.
     """
-    pairs = list(dict.fromkeys((shape, fmt) for shape, own in wanted for fmt in own if not get_format(fmt).is_cast))
+    formats = ((shape, weight_format(name)) for shape, own in wanted for name in own)  # kernels are the same ones
+    pairs = list(dict.fromkeys((shape, fmt) for shape, fmt in formats if not get_format(fmt).is_cast))
     while pairs:
         count = max(1, sum(total <= COMPILED_AT_ONCE for total in accumulate(math.prod(shape) for shape, _ in pairs)))
         some, pairs = pairs[:count], pairs[count:]
@@ -228,7 +230,7 @@ def _time_shape(subject: SearchSubject, weight: Tensor, formats: Sequence[str], 
     half = weight.to(torch.bfloat16)
     arms: dict[str, Arm] = {REFERENCE: lambda: lambda: linear(x, half)}
     for name in formats:
-        if get_format(name).is_cast:
+        if get_format(weight_format(name)).is_cast:
             cast = weight.to(get_format(name).storage)
             arms[name] = _cast_arm(x.to(cast.dtype), cast)
         else:
@@ -246,9 +248,10 @@ def _cast_arm(x: Tensor, weight: Tensor) -> Arm:
     return lambda: lambda: linear(x, weight)
 
 
-def _packed_arm(weight: Tensor, fmt: str, x: Tensor) -> Arm:
+def _packed_arm(weight: Tensor, candidate: str, x: Tensor) -> Arm:
     def build() -> Callable[[], object]:
-        layer = QuantLinear(encode(weight.float(), fmt), name=fmt)
+        encoded = encode(weight.float(), weight_format(candidate))
+        layer = QuantLinear(encoded, inputs=input_of(candidate), name=candidate)
         return lambda: layer(x)
 
     return build
@@ -289,8 +292,9 @@ def time_block(subject: SearchSubject, formats: Mapping[str, str], rows: int) ->
         with runner.block_weights(index):
             plain = copy.deepcopy(runner.blocks[index]).to(torch.bfloat16)
             packed = copy.deepcopy(plain)
-        local = {runner.name_in_block(index, subject.names[name]): fmt for name, fmt in formats.items()}
-        apply_plan(packed, {name: fmt for name, fmt in local.items() if name}, match="common")
+        local = {runner.name_in_block(index, subject.names[name]): candidate for name, candidate in formats.items()}
+        apply_plan(packed, {name: weight_format(each) for name, each in local.items() if name}, match="common")
+        round_inputs(packed, {name: rounded for name, each in local.items() if name and (rounded := input_of(each))})
         hidden, args, kwargs = given
         arms: dict[str, Arm] = {
             REFERENCE: lambda: lambda: plain(hidden, *args, **kwargs),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -16,6 +16,9 @@ from bitplan.base.text import counted, visible
 from bitplan.cli.options import Evidence, Force, Json, Keep, ManifestName, Only, Pad, PlanFile, Rule, ScaleRule
 from bitplan.cli.quick_help import format_names
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
+
+if TYPE_CHECKING:
+    from bitplan.plan import Plan
 
 
 def formats(
@@ -111,7 +114,7 @@ def inspect(
     Example: bitplan inspect model.safetensors --tensor model.layers.0.mlp.up_proj.weight
     """
     from bitplan.files.open_files import open_tensors
-    from bitplan.files.packed_folder import folder_inputs, is_model_folder, read_config
+    from bitplan.files.packed_folder import BY_LAYER, is_model_folder, read_config, read_packed_plan, shown_inputs
 
     if file is None:
         if tensor is not None or structure:
@@ -136,10 +139,14 @@ def inspect(
         {"name": spec.name, "format": spec.format, "shape": list(spec.shape), "bytes": spec.nbytes} for spec in specs
     ]
     total = sum(by_format.values())
-    rounded = folder_inputs(read_config(file)) if is_model_folder(file) else None
+    config = read_config(file) if is_model_folder(file) else {}
+    rounded = shown_inputs(config)
+    if rounded == BY_LAYER:
+        inputs = read_packed_plan(file, config).inputs
+        rows = [{**row, "inputs": inputs.get(row["name"], "")} for row in rows]
     if as_json:
-        shown_inputs = {} if rounded is None else {"inputs": rounded}
-        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **shown_inputs})
+        beside = {} if rounded is None else {"inputs": rounded}
+        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **beside})
         return
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
     table(f"{file}: {kind}, {counted(len(rows), 'tensor')}", shown)
@@ -147,7 +154,7 @@ def inspect(
         say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
     say(f"{'all':>16}  {human_bytes(total):>10}")
     if rounded is not None:
-        say(f"inputs of packed layers are rounded to {rounded}")
+        say(f"inputs of packed layers are rounded {'' if rounded == BY_LAYER else 'to '}{rounded}")
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
@@ -204,7 +211,10 @@ def quantize(
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
     ] = "error",
     inputs: Annotated[
-        str | None, typer.Option(help="A folder whose packed layers round their inputs: int8, int8_row or fp8.")
+        str | None,
+        typer.Option(
+            help="A folder whose packed layers round their inputs: int8, int8_row, fp8; int8_static with --text; keep."
+        ),
     ] = None,
     force: Force = False,
     as_json: Json = False,
@@ -216,7 +226,7 @@ def quantize(
     from bitplan.base.records import read_text
     from bitplan.files.certificate import evidence_of_search, proven_otherwise
     from bitplan.files.quantize_files import Quantization
-    from bitplan.formats.input_formats import input_format
+    from bitplan.formats.input_formats import STATIC, input_format
     from bitplan.plan import Plan, open_manifest
     from bitplan.plan.plan import plan_file
 
@@ -252,6 +262,8 @@ def quantize(
             )
         )
         prepared.report.notes += [] if proven is None else [proven]
+        if STATIC in prepared.plan.inputs.values() and content is not None:
+            prepared.give_scales(_static_scales(source, content, prepared.plan, windows or 96))
         if content is not None:
             evidence = opened.enter_context(_gathered(source, output, content, windows or 96))
         advance = opened.enter_context(progress("quantizing", prepared.nbytes, amount=human_bytes))
@@ -280,6 +292,16 @@ def quantize(
     before, after = report.bytes_before, report.bytes_after
     change = f"{before / max(after, 1):.2f}x smaller" if after <= before else f"{after / max(before, 1):.2f}x larger"
     say(f"{human_bytes(before)} -> {human_bytes(after)} ({change})")
+
+
+def _static_scales(source: Path, text: str, plan: Plan, windows: int) -> dict[str, str]:
+    """Formats of inputs by names of weights, static ones with the scales that the model's inputs have on a text."""
+    from bitplan.packed.language.causal_lm import load_causal_lm
+    from bitplan.packed.rounded_inputs import calibrate_inputs
+
+    lm = load_causal_lm(source)
+    batches = [window[None] for window in lm.windows(text, min(512, lm.positions or 512))[:windows]]
+    return calibrate_inputs(lm.model, plan, batches).inputs
 
 
 @contextmanager

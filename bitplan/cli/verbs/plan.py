@@ -307,9 +307,7 @@ def explain(
         return
     for part, item in documents.items():
         entry = decided.entries[part]
-        say(
-            f"{part}: {entry.stored or entry.choice.format} ({entry.kind}, {entry.choice.cause}): {entry.choice.reason}"
-        )
+        say(f"{part}: {entry.stored or entry.choice.shown} ({entry.kind}, {entry.choice.cause}): {entry.choice.reason}")
         if entry.shape is not None:
             say(f"  {'x'.join(map(str, entry.shape)) or 'scalar'}, {human_bytes(entry.nbytes)}")
         for key, value in item.get("evidence", {}).items():
@@ -374,6 +372,8 @@ def _show_plan(
     for row in rows:
         row["nbytes"] = human_bytes(row["nbytes"])
         row["shape"] = "x".join(map(str, row["shape"] or ()))
+        rounded = row.pop("input")
+        row |= {"inputs": rounded or ""} if resolved.inputs else {}
     if all(entry.kind == "weight" for entry in resolved.entries.values()):
         rows = [{key: value for key, value in row.items() if key != "kind"} for row in rows]
     elif not resolved.nbytes:

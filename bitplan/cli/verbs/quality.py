@@ -51,7 +51,10 @@ def judge(
     pad: Pad = None,
     inputs: Annotated[
         str | None,
-        typer.Option(help="Linear layers round their inputs, too: int8 (as llama.cpp does), int8_row or fp8."),
+        typer.Option(
+            help="Linear layers round their inputs, too: int8 (blocks of 32), int8_row, fp8; llama.cpp: as it does for "
+            "each weight's format. Unless given as a plan or a packed folder says."
+        ),
     ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens in a window; 512 unless given, or what the models have.")
@@ -84,7 +87,7 @@ def judge(
     from bitplan.files.headers import check_model_source, is_gguf
     from bitplan.files.open_files import open_tensors
     from bitplan.formats import get_format
-    from bitplan.formats.input_formats import input_format
+    from bitplan.formats.input_formats import AS_LLAMA_CPP, input_format
     from bitplan.plan import Manifest, Plan, open_manifest
 
     # Refuse all that can be refused before torch is imported and minutes are spent.
@@ -94,7 +97,8 @@ def judge(
         raise typer.BadParameter("--against is the reference, and so is A: give one")
     reference, candidate = (first, second) if against is None else (against, first)
     formats = [get_format(name) for name in fmt or ()]
-    input_format(inputs, "--inputs")
+    if inputs != AS_LLAMA_CPP:
+        input_format(inputs, "--inputs")
     if (keep or scale_rule) and not formats:
         raise MeasureError("--keep and --scale-rule go with --format; a manifest or plan says itself what gets what")
     manifests = [(f"manifest {name}", open_manifest(name)) for name in manifest or ()]

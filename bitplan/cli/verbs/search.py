@@ -6,7 +6,7 @@ import shlex
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -44,6 +44,12 @@ def search(
             help="Where the plan shall run: bitplan (default), llama.cpp, vllm, mlx; training: streamed blocks.",
         ),
     ] = None,
+    inputs: Annotated[
+        Literal["keep", "8", "auto"],
+        typer.Option(
+            help="Products round their inputs to eight bits: none, all, or where it pays or costs nearly nothing."
+        ),
+    ] = "keep",
     keep: Keep = None,
     only: Annotated[list[str] | None, typer.Option(help="Search these and leave all others.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute, such as cuda.")] = None,
@@ -132,6 +138,7 @@ def search(
                 None if memory is None else parse_bytes(memory, "memory"),
                 partial(progress, estimates=False),
                 note,
+                inputs,
             ),
         )
         write_report(records_of_search(folder), folder / "report.html", title=f"{model.name}: {goal}")
@@ -210,6 +217,12 @@ def show_result(result: SearchResult) -> None:
         f"solved to within {solution.gap:.2g} of the best possible, corrections: {result.corrections}{more}; "
         f"front.json has {len(result.front)} sizes"
     )
+    if result.inputs_kept is not None:
+        rounded = result.to_document()["inputs"]
+        say(
+            f"{rounded['groups']} of {rounded['of']} groups round their inputs: {rounded['share']:.1%} of the KL, "
+            f"which is {rounded['kl_kept']:.5f} with all inputs as they are"
+        )
     times = result.times
     if times is not None and result.goal.faster is not None:
         verdict = "" if times.faster >= result.goal.faster else f", below the goal of {result.goal.faster:g}"

@@ -20,8 +20,7 @@ names it. `kernels` says which engine has a kernel for what.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +72,9 @@ SCHEMES = {
 }
 _INT8, _FP8 = SCHEMES["int8_row"].weights, SCHEMES["fp8_e4m3_row"].weights
 _TOKEN = {"strategy": "token", "dynamic": True}
-# Formats of the inputs -> those that weights can have then.
-WITH_INPUTS = {
+# The format of a layer's inputs -> those that its weights can have then.
+WITH_INPUTS: dict[str | None, dict[str, Scheme]] = {
+    None: SCHEMES,
     "int8_row": {"int8_row": Scheme("int-quantized", _INT8, {**_INT8, **_TOKEN})},
     "fp8_e4m3_row": {
         "fp8_e4m3_row": Scheme(_FLOAT, _FP8, {**_FP8, **_TOKEN}),
@@ -101,47 +101,46 @@ def prepare(request: ExportRequest) -> FolderExport:
     engine = get_engine(request.engine)
     source = open_folder(request, TARGET, SUBSTITUTES)
     with on_failure(source.file.close):
-        schemes = _schemes(source)
-        layers = [_layer(source, name, schemes) for name in source.file.specs]
+        layers = [_layer(source, name) for name in source.file.specs]
         joined = _joined_groups(source, layers)
         if not any(layer.is_packed for layer in layers):
             raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
         if engine is not None:
             _check_kernels(source, layers, joined, engine)
-    config = {**source.config, "quantization_config": quantization_config(layers, schemes)}
-    pack = functools.partial(_pack, schemes)
-    export = FolderExport(request, TARGET, source, layers, config, pack, joined)
+    config = {**source.config, "quantization_config": quantization_config(layers)}
+    export = FolderExport(request, TARGET, source, layers, config, _pack, joined)
     export.report.notes += [engine.note] if engine is not None and engine.note else []
     return export
 
 
-def _schemes(source: FolderSource) -> Mapping[str, Scheme]:
-    """The formats that layers can have, fewer where they round their inputs."""
-    if source.inputs is None:
-        return SCHEMES
-    if source.inputs not in WITH_INPUTS:
-        raise StoreError(
-            f"{source.file.path}: compressed-tensors has no inputs in {source.inputs}; take one of "
-            f"{', '.join(WITH_INPUTS)}, or leave inputs as they are (keep)",
-            settings={"inputs": None},
-        )
-    return WITH_INPUTS[source.inputs]
-
-
-def _layer(source: FolderSource, name: str, schemes: Mapping[str, Scheme]) -> OutputLayer:
+def _layer(source: FolderSource, name: str) -> OutputLayer:
     spec = source.file.spec(name)
-    fmt, reason = source.format_of(name)
+    (fmt, reason), rounded = source.format_of(name), source.plan[name].input
     if fmt is None or fmt.is_cast or not source.is_linear(name):
         return source.unpacked(name, fmt, reason if fmt is None or fmt.is_cast else STAYS)
     if source.plan.entries[name].choice.cause == "default" and source.view.role(name) == "head":
         return source.unpacked(name, fmt, HEAD)
-    if fmt.name not in schemes:
-        beside = "" if source.inputs is None else f" with inputs in {source.inputs}"
+    if rounded not in WITH_INPUTS:
         raise StoreError(
-            f"{source.file.path}: compressed-tensors has no {fmt.name}{beside} ({name!r}); "
+            f"{source.file.path}: compressed-tensors has no inputs in {rounded} ({name!r}); take one of "
+            f"{', '.join(filter(None, WITH_INPUTS))}, or leave inputs as they are (keep)",
+            settings={"inputs": None},
+        )
+    schemes = WITH_INPUTS[rounded]
+    if fmt.name not in schemes:
+        raise StoreError(
+            f"{source.file.path}: compressed-tensors has no {fmt.name}{_beside(rounded)} ({name!r}); "
             f"take one of {', '.join(schemes)}"
         )
-    return OutputLayer((name,), fmt, reason, tuple(promises(name, spec.shape, fmt, schemes)))
+    return OutputLayer((name,), fmt, reason, tuple(promises(name, spec.shape, fmt, rounded)), rounded)
+
+
+def _beside(rounded: str | None) -> str:
+    return "" if rounded is None else f" with inputs in {rounded}"
+
+
+def _scheme_of(fmt: Format, rounded: str | None) -> Scheme:
+    return WITH_INPUTS[rounded][fmt.name]
 
 
 def _check_kernels(
@@ -154,14 +153,13 @@ def _check_kernels(
             continue
         (name,), fmt = layer.sources, layer.fmt.name
         rows, cols = source.file.spec(name).shape
-        if not engine.has_kernel(fmt, source.inputs, of_expert=EXPERT.fullmatch(name) is not None):
-            beside = "" if source.inputs is None else f" with inputs in {source.inputs}"
+        if not engine.has_kernel(fmt, layer.input, of_expert=EXPERT.fullmatch(name) is not None):
             raise StoreError(
-                f"{source.file.path}: {engine.version} has no kernel for {fmt}{beside} ({name!r}); "
-                f"the nearest that it has is {engine.instead(fmt, source.inputs)}, or keep the layer",
+                f"{source.file.path}: {engine.version} has no kernel for {fmt}{_beside(layer.input)} ({name!r}); "
+                f"the nearest that it has is {engine.instead(fmt, layer.input)}, or keep the layer",
                 settings={"keep": name},
             )
-        multiple = engine.multiple_of(fmt, source.inputs)
+        multiple = engine.multiple_of(fmt, layer.input)
         if rows_of.get(name, rows) % multiple or cols % multiple:
             raise StoreError(
                 f"{source.file.path}: {engine.version} has kernels for sizes that are multiples of {multiple}, "
@@ -170,13 +168,11 @@ def _check_kernels(
             )
 
 
-def promises(
-    name: str, shape: tuple[int, ...], fmt: Format, schemes: Mapping[str, Scheme] = SCHEMES
-) -> list[TensorSpec]:
+def promises(name: str, shape: tuple[int, ...], fmt: Format, rounded: str | None = None) -> list[TensorSpec]:
     parts = fmt.part_shapes(shape)
     (data_dtype, data_shape), (scale_dtype, scale_shape) = parts["data"], parts["scales"]
     scales = TensorSpec.of(f"{name}_scale", scale_shape, None, scale_dtype)
-    container = schemes[fmt.name].container
+    container = _scheme_of(fmt, rounded).container
     if container == _PACKED:
         width = data_shape[-1] * data_dtype.itemsize // 4
         packed = TensorSpec.of(f"{name}_packed", (*data_shape[:-1], width), None, torch.int32)
@@ -189,9 +185,9 @@ def promises(
     return [TensorSpec.of(name, data_shape, None, data_dtype), scales]
 
 
-def _pack(schemes: Mapping[str, Scheme], encoded: Encoded, where: str) -> list[Tensor]:
+def _pack(encoded: Encoded, layer: OutputLayer, where: str) -> list[Tensor]:
     assert encoded.scales is not None
-    container, data = schemes[encoded.fmt.name].container, encoded.data
+    container, data = _scheme_of(encoded.fmt, layer.input).container, encoded.data
     if container == _PACKED:
         if data.shape[-1] * data.dtype.itemsize % 4:
             raise StoreError(f"{where}: rows of {encoded.shape[-1]} do not fill whole int32 words; keep the layer")
@@ -207,7 +203,7 @@ def _pack(schemes: Mapping[str, Scheme], encoded: Encoded, where: str) -> list[T
 def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[list[str]]:
     """The layers that engines compute as one, as the model's view has them.
 
-    Those must have one format, and so must all experts of a layer, each of which reads inputs of its own.
+    Those must have one format, and inputs in one; so must all experts of a layer, each of which reads its own inputs.
     """
     by_name = {layer.sources[0]: layer for layer in layers}
     experts: dict[str, list[str]] = {}
@@ -215,8 +211,13 @@ def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[
         if expert := EXPERT.fullmatch(name):
             experts.setdefault(expert["before"], []).append(name)
     for group in (*source.view.joined, *experts.values()):
-        formats = {name: layer.fmt for name in group if (layer := by_name[name]).is_packed}
-        named = {name: fmt.name if (fmt := formats.get(name)) is not None else "not packed" for name in group}
+        named = {
+            name: f"{layer.fmt.name}{_beside(layer.input)}"
+            if layer.fmt is not None and layer.is_packed
+            else "not packed"
+            for name in group
+            if (layer := by_name[name])
+        }
         other = next((name for name in group if named[name] != named[group[0]]), None)
         if other is not None:
             raise StoreError(
@@ -226,27 +227,27 @@ def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[
     return [list(group) for group in source.view.joined]
 
 
-def quantization_config(layers: Sequence[OutputLayer], schemes: Mapping[str, Scheme] = SCHEMES) -> dict[str, Any]:
-    """What config.json says: a group for each format, by the names of its layers; others are ignored by name."""
-    modules: dict[str, list[str]] = {}
+def quantization_config(layers: Sequence[OutputLayer]) -> dict[str, Any]:
+    """What config.json says: a group for each pair of formats, by the names of its layers; others are ignored."""
+    modules: dict[tuple[Format, str | None], list[str]] = {}
     ignored = []
     for layer in layers:
         module = layer.sources[0].removesuffix(".weight")
         if layer.fmt is not None and layer.is_packed:
-            modules.setdefault(layer.fmt.name, []).append(module)
+            modules.setdefault((layer.fmt, layer.input), []).append(module)
         elif layer.sources[0].endswith(".weight") and len(layer.promises[0].shape) == 2:
             ignored.append(module)
     groups = {
         f"group_{number}": {
             "targets": names,
-            "weights": schemes[fmt].weights,
-            "input_activations": schemes[fmt].inputs,
+            "weights": _scheme_of(*pair).weights,
+            "input_activations": _scheme_of(*pair).inputs,
             "output_activations": None,
-            "format": schemes[fmt].container,
+            "format": _scheme_of(*pair).container,
         }
-        for number, (fmt, names) in enumerate(modules.items())
+        for number, (pair, names) in enumerate(modules.items())
     }
-    containers = {schemes[fmt].container for fmt in modules}
+    containers = {_scheme_of(*pair).container for pair in modules}
     return {
         "quant_method": TARGET,
         "quantization_status": "compressed",

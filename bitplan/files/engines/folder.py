@@ -22,7 +22,7 @@ from bitplan.files.certificate import certificate_of, written_plan
 from bitplan.files.describe_files import describe_tensors
 from bitplan.files.engines.gguf_names import evidence_of, fit_names
 from bitplan.files.engines.gguf_source import GGUFModel, open_model
-from bitplan.files.engines.targets import ExportReport, ExportRequest, ExportRow, OnBytes
+from bitplan.files.engines.targets import ExportReport, ExportRequest, ExportRow, OnBytes, notes_on_inputs
 from bitplan.files.headers import check_model_source, is_gguf, plan_for_file
 from bitplan.files.open_files import container_for
 from bitplan.files.packed_folder import (
@@ -33,6 +33,7 @@ from bitplan.files.packed_folder import (
     folder_inputs,
     is_packed_config,
     read_config,
+    read_packed_plan,
     side_files,
     unquantized_config,
     write_packed_folder,
@@ -44,15 +45,15 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
 from bitplan.formats.elements import dtype_name, wider_types
-from bitplan.formats.input_formats import input_format
+from bitplan.formats.input_formats import Inputs, input_format
 from bitplan.plan import Plan
-from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.format_choices import Substitutes, multiplied_names
 from bitplan.plan.structure.model_view import ModelView
 
 PLAIN = ("bfloat16", "float16", "float32")
 DEFAULT_TYPE = "bfloat16"
 _NOT_PACKED = {"router", "embedding", "position_embedding", "norm", "convolution", "bias", "scale"}
-Pack = Callable[[Encoded, str], list[Tensor]]
+Pack = Callable[[Encoded, "OutputLayer", str], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class OutputLayer:
     fmt: Format | None
     reason: str
     promises: tuple[TensorSpec, ...]
+    input: str | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -74,14 +76,12 @@ class FolderSource:
     """A model, open for reading, its config without a word on how it was packed, and the plan for it.
 
     folder   where config and tokenizer lie
-    inputs   the format that its packed layers round their inputs to, if any
     """
 
     file: TensorFile
     folder: Path
     config: dict[str, Any]
     plan: Plan
-    inputs: str | None = None
 
     def format_of(self, name: str) -> tuple[Format | None, str]:
         """The format that the plan has for a tensor, None where it stays in its own type, and the reason."""
@@ -156,8 +156,20 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             substitutes=substitutes,
             how_to_fill=None,
         )
-        inputs = folder_inputs(config) if request.inputs is None else input_format(request.inputs, "export")
-    return FolderSource(file, folder, unquantized_config(config), plan, inputs)
+        plan = _with_inputs(plan, request.inputs, folder, config)
+    return FolderSource(file, folder, unquantized_config(config), plan)
+
+
+def _with_inputs(plan: Plan, asked: str | None, folder: Path, config: Mapping[str, Any]) -> Plan:
+    """The plan with the formats of inputs that are asked for; else its own, or those of a packed folder."""
+    inputs: Inputs = input_format(asked, "export")
+    if asked is None and not plan.inputs and is_packed_config(config):
+        inputs = folder_inputs(config, read_packed_plan(folder, config))
+    elif asked is None:
+        return plan
+    names = multiplied_names(plan)
+    given = inputs if isinstance(inputs, Mapping) else dict.fromkeys(names, inputs)
+    return plan.with_inputs({name: given.get(name) for name in (*names, *plan.inputs)})
 
 
 def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[str]) -> WeightEvidence | None:
@@ -184,7 +196,7 @@ class FolderExport:
     """A prepared export; see `bitplan.files.engines.targets`.
 
     config   what the output's config.json says
-    pack     an Encoded, and what to call it in a message -> the tensors that a packed layer's promises name, in order
+    pack     an Encoded, its layer, and what to call it in a message -> the tensors that the layer's promises name
     joined   tensors that the engine computes as one: formats whose scales have a base share it
     metadata what the header of every file says beside the tensors
     """
@@ -214,6 +226,8 @@ class FolderExport:
         left_out = {alias: f"is {name!r}" for alias, name in source.file.tied.items()}
         rows = [self._row(layer) for layer in layers]
         self.report = ExportReport(str(request.source), str(request.output), target, rows, left_out)
+        if not any(layer.input for layer in layers):
+            self.report.notes += notes_on_inputs(source.plan, target)
         packed = [name for layer in layers if layer.is_packed for name in layer.sources]
         self._evidence = _open_evidence(request, source.file, packed)
 
@@ -284,7 +298,7 @@ class FolderExport:
         where, spec = f"{self._file.path}: {source}", self._file.spec(source)
         if layer.is_packed:
             assert layer.fmt is not None
-            return self._pack(self._encoded(layer.fmt, source), where)
+            return self._pack(self._encoded(layer.fmt, source), layer, where)
         numbers = self._file.read_float(source) if spec.encoded else self._file.read(source)
         assert isinstance(numbers, Tensor)
         dtype = layer.promises[0].torch_dtype

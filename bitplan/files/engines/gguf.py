@@ -24,7 +24,15 @@ from bitplan.files.certificate import certificate_of, written_plan
 from bitplan.files.engines.gguf_metadata import ModelConfig, is_gpt_oss, model_metadata, rope_factors, text
 from bitplan.files.engines.gguf_names import GGUFNames, fit_names, heads_of, is_plus_one, row_order
 from bitplan.files.engines.gguf_tokenizer import tokenizer_metadata
-from bitplan.files.engines.targets import EXPERT, ExportReport, ExportRequest, ExportRow, OnBytes, experts_in_order
+from bitplan.files.engines.targets import (
+    EXPERT,
+    ExportReport,
+    ExportRequest,
+    ExportRow,
+    OnBytes,
+    experts_in_order,
+    notes_on_inputs,
+)
 from bitplan.files.gguf import GGUFValue
 from bitplan.files.gguf_split import check_gguf_output, write_parts
 from bitplan.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
@@ -247,6 +255,7 @@ class GGUFExport:
         self._outgoing, self._metadata, self._stamps = outgoing, metadata, stamps_of(file.files)
         rows = [self._row(item) for item in outgoing]
         self.report = ExportReport(str(request.source), str(request.output), "gguf", rows, left_out)
+        self.report.notes += notes_on_inputs(plan, "gguf")
 
     def _row(self, item: Outgoing) -> ExportRow:
         source = item.sources[0] if item.sources else ""

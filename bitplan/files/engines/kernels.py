@@ -63,8 +63,8 @@ ENGINES = {
         inputs={("int8_row", "int8_row"): 32},
         multiple=32,
         nearest={**dict.fromkeys((*_INT8, *_FP8, "mxfp8_e4m3"), _WITH_INPUTS), "*": "int4_g32"},
-        note="vLLM's int4 products on a CPU are in float16 or bfloat16, and experts need a CPU with AMX: on others vLLM "
-        "stops with 'No WNA16 MoE backend supports the deployment configuration'",
+        note="vLLM's int4 products on a CPU are in float16 or bfloat16, and those of experts need a CPU with AMX: on "
+        "others vLLM stops with 'No WNA16 MoE backend supports the deployment configuration'",
     ),
     "vllm-cuda": Engine(
         "vLLM 0.32.0 on CUDA",

@@ -147,7 +147,7 @@ def promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpec
     return words, scales, TensorSpec.of(f"{stem}.biases", scales.shape, None, held.scales)
 
 
-def _pack(encoded: Encoded, where: str) -> list[Tensor]:
+def _pack(encoded: Encoded, _layer: OutputLayer, where: str) -> list[Tensor]:
     held = QUANTIZATIONS[encoded.fmt.name]
     if isinstance(encoded.fmt, GgufBlocks):
         blocks = encoded.fmt.layout.unpack(encoded.data.reshape(-1, encoded.fmt.layout.block_bytes))

@@ -20,6 +20,7 @@ from bitplan.formats import get_format
 from bitplan.formats.codec import NonFinite
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.plan.format_choices import Wanted
+from bitplan.plan.plan import Plan
 
 EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
 TARGETS = {
@@ -133,6 +134,13 @@ def packed_bytes(to: str | None, fmt: str, shape: tuple[int, ...]) -> int:
         return held.nbytes(shape)
     promises = importlib.import_module(TARGETS[to]).promises("", shape, held)
     return sum(promise.nbytes for promise in promises)
+
+
+def notes_on_inputs(plan: Plan, target: str) -> list[str]:
+    """What a user must know of a plan's formats of inputs where the files of a target hold none."""
+    if not plan.inputs:
+        return []
+    return [f"{target} has no word for formats of inputs: the engine takes those of {len(plan.inputs)} layers its way"]
 
 
 def prepare_export(request: ExportRequest, to: str) -> Prepared:

@@ -119,7 +119,7 @@ def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpe
     return tuple(TensorSpec.of(f"{module}._{own}_{part}", size, None, dtype) for part, (size, dtype) in found.items())
 
 
-def _pack(encoded: Encoded, _where: str) -> list[Tensor]:
+def _pack(encoded: Encoded, _layer: OutputLayer, _where: str) -> list[Tensor]:
     assert encoded.scales is not None
     if encoded.fmt.name in _GROUPS:
         codes = encoded.codes().reshape(encoded.shape).to(torch.int8)

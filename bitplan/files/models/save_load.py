@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from bitplan.base.errors import FileFormatError
 from bitplan.files.certificate import certificate_of
-from bitplan.files.models.morph import EncodedModule, attach_encoded, encoded_modules_of, formats_of, stores_of
+from bitplan.files.models.morph import attach_encoded, encoded_modules_of, formats_of, stores_of
 from bitplan.files.open_files import open_tensors, require_container, write_tensors
 from bitplan.files.tensor_file import NARROW_FLOATS, TensorFile, TensorSpec, spec_of
 from bitplan.files.transformers_names import listed_names, model_from_tensors
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.elements import dtype_name
+from bitplan.formats.encoded import EncodedModule
 from bitplan.plan.format_choices import choose_formats
 
 

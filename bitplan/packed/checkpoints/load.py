@@ -46,7 +46,7 @@ from bitplan.files.transformers_names import foreign_faults, read_generation_con
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.elements import torch_dtype
 from bitplan.formats.gguf.blocks import GgufBlocks
-from bitplan.formats.input_formats import input_format
+from bitplan.formats.input_formats import Inputs
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors, ManifestLike, holds_gpt_oss
 from bitplan.packed.checkpoints.save import adapt_to_transformers
 from bitplan.packed.checkpoints.tensor_sources import (
@@ -62,7 +62,7 @@ from bitplan.packed.fused_projections import fuse_what_is_seen
 from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import INPUTS, check_strategy
-from bitplan.packed.rounded_inputs import check_inputs, round_inputs
+from bitplan.packed.rounded_inputs import inputs_by_layer, set_inputs
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
@@ -132,7 +132,7 @@ def load_packed(
     started, place, where = time.perf_counter(), device_of(device), str(path)
     check_strategy(strategy, where)
     _check_arguments(path, model, dtype, check)
-    rounded = input_format(inputs, "load_packed")
+    inputs_by_layer({}, inputs, "load_packed")  # refuses an unknown name before anything is read
     source = Path(path)
     if masters:
         return _load_masters(source, model, dtype, check, started)
@@ -154,13 +154,13 @@ def load_packed(
         values = read_values(target, assignment, file, place, dtypes, may_round=dtype is not None)
         parameters = make_parameters(target, values)
         layers = make_layers(target.get_submodule, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
-        rounded = folder_inputs(config) if inputs is None else rounded
-        check_inputs(layers.items(), rounded)
+        rounded = folder_inputs(config, plan) if inputs is None else inputs
+        formats = inputs_by_layer(layers, inputs_by_target(rounded, assignment, where), where)
         is_on_meta = all(tensor.is_meta for tensor in (*target.parameters(), *target.buffers()))
         if model is not None and hasattr(target, "initialize_weights") and is_on_meta:
             _compute_buffers(target, place)
         place_all(target, values, parameters, layers)
-        round_inputs(target, rounded)
+        set_inputs(layers, formats)
         own_config = config if file.folder == source else None  # one that was made for a file is not kept
         folder = source if source.is_dir() else None
         finish(target, file, assignment, place, folder=folder, config=own_config, plan=plan, where=where)
@@ -228,6 +228,23 @@ def decide(
     dtypes = plain_types(model, dtype)
     _check_room(where, _needed_bytes(model, assignment, file, dtypes), device)
     return assignment, dtypes
+
+
+def inputs_by_target(inputs: Inputs, assignment: Assignment, where: str) -> Inputs:
+    """Formats of inputs by the names of a model's weights, for those by the names of a file's."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    formats: dict[str, str | None] = {}
+    for recipe in assignment.recipes:
+        of_pieces = {piece.name: inputs.get(piece.name) for piece in recipe.pieces}
+        if len(set(of_pieces.values())) > 1:
+            shown = ", ".join(f"{name} {fmt or 'as they are'}" for name, fmt in list(of_pieces.items())[:4])
+            raise StoreError(
+                f"{where}: {recipe.targets[0]} is one layer of the model, and its plan has several formats for its "
+                f"inputs: {shown}; give them one"
+            )
+        formats |= dict.fromkeys(recipe.targets, next(iter(of_pieces.values())))
+    return formats | {name: fmt for name, fmt in inputs.items() if name in assignment.ties}
 
 
 def finish(

@@ -42,12 +42,13 @@ from bitplan.packed.checkpoints.load import (
     decide,
     device_of,
     finish,
+    inputs_by_target,
     make_layers,
     place_all,
     read_values,
 )
 from bitplan.packed.checkpoints.tensor_sources import Assignment
-from bitplan.packed.rounded_inputs import round_inputs
+from bitplan.packed.rounded_inputs import inputs_by_layer, set_inputs
 from bitplan.plan.plan import Plan
 
 
@@ -169,7 +170,9 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
                 self._layers.__getitem__, values, biases, strategy="auto", cache=None, dtypes=self._dtypes
             )
             place_all(model, values, {}, layers)
-            round_inputs(model, folder_inputs(self._config))
+            where = str(self._folder)
+            inputs = inputs_by_target(folder_inputs(self._config, self._plan), self._all, where)
+            set_inputs(layers, inputs_by_layer(layers, inputs, where))
             finish(
                 model,
                 file,

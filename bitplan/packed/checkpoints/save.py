@@ -77,7 +77,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
         if (rounded := shown_inputs(model)) is not None:
             warnings.warn(
                 f"{path}: a file does not say that layers round their inputs to {rounded}, as a folder does; load it "
-                f"with load_packed(..., inputs={rounded!r})",
+                f"with load_packed(..., inputs={rounded!r}), or save a folder where layers differ",
                 stacklevel=2,
             )
         return
@@ -88,8 +88,8 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
     config, beside = _config(model, source), {} if (folder := _folder_of(model)) is None else side_files(folder)
     plan: Plan | None = None
     if source is None or not source.is_gpt_oss:
-        plan = _plan(saved, source)
-        config = None if config is None else packed_config(config, plan, inputs_of(model))
+        plan = _plan(saved, source).with_inputs(_inputs(model, source))
+        config = None if config is None else packed_config(config, plan)
     else:  # in Hugging Face's layout; `bitplan gpt-oss convert` brings it into the others
         saved = {part.name: part for one in saved.values() for part in _in_gpt_oss_layout(one)}
         if source.folder is not None and config is source.config:
@@ -259,6 +259,20 @@ def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
     if source is not None and source.plan is not None:
         entries |= {alias: known[alias] for alias in source.tied if alias in known}
     return Plan(entries, padding="none" if source is None or source.plan is None else source.plan.padding)
+
+
+def _inputs(model: nn.Module, source: LoadedFrom | None) -> dict[str, str | None]:
+    """Formats of inputs by the names that weights have in the file."""
+    formats = inputs_of(model)
+    recipes = () if source is None else source.recipes
+    pieces = {
+        piece.name: formats[target]
+        for one in recipes
+        for target in one.targets
+        if target in formats
+        for piece in one.pieces
+    }
+    return formats | pieces
 
 
 def _layout(entry: Planned) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,15 @@ from bitplan.base.optional import WEIGHTS_FILE, remote_code_allowed, require
 from bitplan.files.engines.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.files.headers import check_model_source, is_gguf
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import folder_inputs, is_model_folder, packed_experts, read_config
+from bitplan.files.packed_folder import (
+    folder_inputs,
+    is_model_folder,
+    is_packed_config,
+    packed_experts,
+    read_config,
+    read_packed_plan,
+    shown_inputs,
+)
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
@@ -54,6 +62,7 @@ from bitplan.files.transformers_names import (
     silence_transformers,
 )
 from bitplan.formats import get_format
+from bitplan.formats.input_formats import Inputs
 from bitplan.packed.language.perplexity import LateLogits, round_linear_inputs, windows_of
 
 # ---- gguf reader -----------------------------------------------------------------------------------------------------
@@ -102,13 +111,14 @@ def one_gguf_reader() -> Iterator[None]:
 class CausalLM:
     """A model that maps token ids to logits, in eval mode, and the tokenizer that it was trained with.
 
-    `stored` has the bytes of each tensor on disk, under the file's names.
+    `stored` has the bytes of each tensor on disk, under the file's names, `formats` the formats of packed ones.
     """
 
     model: nn.Module
     tokenizer: Any
     where: str
     stored: Mapping[str, int] | None = None
+    formats: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, ids: Tensor) -> Tensor:
         return logits_of(self.model, ids)
@@ -263,6 +273,7 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
     require("transformers", purpose=f"reading {source.name}", extra="models")
     with open_named(source, said) as file, silence_transformers():
         stored = {name: spec.nbytes for name, spec in file.specs.items()}
+        formats = {name: spec.format for name, spec in file.specs.items() if spec.format != spec.dtype}
         if isinstance(file, GGUFModel):
             tokenizer, model = file.tokenizer, _model_of(file, file.folder, str(source))
         elif is_gguf(source) and config is None:
@@ -273,7 +284,7 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
             # A file that carries its own names is read by them; one of transformers may need its own decoding.
             ours = said is not None or source.is_file() or _is_packed(file)
             model = _model_of(file, folder, str(source)) if ours else read_model(source, _place(folder))
-    lm = CausalLM(model.eval(), tokenizer, str(path), stored)
+    lm = CausalLM(model.eval(), tokenizer, str(path), stored, formats)
     require_causal(lm, lm)
     return lm
 
@@ -324,10 +335,17 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
         if getattr(config, key, None) is not None:
             delattr(config, key)
     model = model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
-    inputs = folder_inputs(read_config(file.folder)) if is_model_folder(file.folder) else None
+    inputs = _inputs_of(file)
     if inputs is not None:  # as its packed layers do
         round_linear_inputs(model, inputs, keep={name for name in numbers if not _is_rounded(file, name)})
     return model
+
+
+def _inputs_of(file: TensorFile) -> Inputs:
+    """The formats of inputs of a packed folder."""
+    config = read_config(file.folder) if is_model_folder(file.folder) else {}
+    has_plan = is_packed_config(config) and shown_inputs(config) is not None
+    return folder_inputs(config, read_packed_plan(file.folder, config) if has_plan else None)
 
 
 def _is_rounded(file: TensorFile, name: str) -> bool:

@@ -22,7 +22,7 @@ from bitplan.files.models.morph import ParameterPlace, formats_of, morph_model, 
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import decode, encode
 from bitplan.formats.elements import dtype_name
-from bitplan.formats.input_formats import input_format
+from bitplan.formats.input_formats import AS_LLAMA_CPP, input_format, llama_cpp_input
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.packed.language.causal_lm import CausalLM, late_logits_of, load_causal_lm
 from bitplan.packed.language.perplexity import (
@@ -67,7 +67,8 @@ class TextSettings:
     tokens    about so many tokens, in windows spread over the text; None: all of it
     batch     windows at once
     floor     measure the reference's own noise floor, too
-    inputs    the format that linear layers of the second model round their inputs to
+    inputs    the format that linear layers of the second model round their inputs to; None: what plans and packed
+              folders say; "llama.cpp": what its code for CPUs rounds them to, by the weight's format
     device    where both models compute
     dtype     the type that both compute in; a GPU may be too small for two models in float32
     """
@@ -128,7 +129,8 @@ def compare_on_text(
     on_windows  called with the number of windows to measure; gives what is called with those just done, and of what
     """
     given = settings or TextSettings()
-    rounded, device = input_format(given.inputs), known_device(given.device, "compute on the CPU")
+    rounded = given.inputs if given.inputs == AS_LLAMA_CPP else input_format(given.inputs)
+    device = known_device(given.device, "compute on the CPU")
     paths = [Path(path) for path in (reference, candidate) if path is not None]
     first, second = (lm.to(device, given.dtype) for lm in _load_pair(paths[0], paths[-1], config))
     context = given.context or min(LONGEST_CONTEXT, *(lm.positions or LONGEST_CONTEXT for lm in (first, second)))
@@ -138,7 +140,8 @@ def compare_on_text(
         require_same_tokens(second, first, text)
     windows = second.windows(text, context)
     windows = windows if given.tokens is None else spread_windows(windows, given.tokens)
-    jobs: list[_Job] = [] if candidate is None and rounded is None else [(Path(second.where).name, None, None, None)]
+    is_itself = candidate is None and rounded in (None, AS_LLAMA_CPP)
+    jobs: list[_Job] = [] if is_itself else [(Path(second.where).name, None, None, None)]
     jobs += [_job(second, variant) for variant in variants]
     for _, formats, rule, pad in jobs:  # refuse what a format cannot hold before anything is measured
         morphed_twin(second, formats, scale_rule=rule, pad=pad)
@@ -249,14 +252,19 @@ class QualityRun:
     ) -> QualityRow:
         """A model in these formats (None: unchanged); the candidate itself is not modified.
 
-        inputs   the format that linear layers round their inputs to, but those whose weights the plan leaves as floats
+        inputs   the format that linear layers round their inputs to, but those whose weights the plan leaves as floats;
+                 "llama.cpp": what its code for CPUs rounds them to; None: what the plan says
         """
         twin = morphed_twin(candidate, formats, scale_rule=scale_rule, pad=pad)
-        if inputs is not None:
-            planned = formats.items() if isinstance(formats, Plan) else ()
-            plain = {name for name, choice in planned if get_format(choice.format).is_cast}
+        planned = formats if isinstance(formats, Plan) else Plan({})
+        if inputs == AS_LLAMA_CPP:
+            round_linear_inputs(twin, _inputs_of_llama_cpp(candidate, planned))
+        elif inputs is not None:
+            plain = {name for name, choice in planned.items() if get_format(choice.format).is_cast}
             round_linear_inputs(twin, inputs, keep=plain)
-            label = f"{label}, inputs {inputs}"
+        else:
+            round_linear_inputs(twin, planned.inputs)
+        label = label if inputs is None else f"{label}, inputs {inputs}"
         stored = {**(candidate.stored or {}), **_packed_bytes(candidate.model, formats)}
         bits = stored_bits(candidate) if formats is None else bits_per_weight(twin, stored)
         return self._against(label, twin, bits, on_windows)
@@ -279,6 +287,19 @@ class QualityRun:
         return QualityRow(label, bits, quality)
 
 
+def _inputs_of_llama_cpp(candidate: CausalLM, plan: Plan) -> dict[str, str | None]:
+    """Formats of inputs by names of weights: those of the file, and of a plan over them."""
+    formats = {**candidate.formats, **{name: choice.format for name, choice in plan.items()}}
+    inputs = {name: llama_cpp_input(fmt) for name, fmt in formats.items()}
+    weights = {name for name, _ in candidate.model.named_parameters()}
+    if not any(fmt is not None and name in weights for name, fmt in inputs.items()):
+        raise MeasureError(
+            f"{candidate.where}: llama.cpp rounds inputs by the formats of weights, and no weight of this model is "
+            "known to be packed; give a GGUF file of a known family, a packed folder or a plan"
+        )
+    return inputs
+
+
 def morphed_twin(
     candidate: CausalLM, formats: Wanted | None, *, scale_rule: ScaleRule | None, pad: Literal["zero"] | None
 ) -> nn.Module:
@@ -289,6 +310,8 @@ def morphed_twin(
     twin = shared_twin(candidate.model)
     if formats is None:
         return twin
+    if isinstance(formats, Plan):
+        formats = formats.with_inputs(dict.fromkeys(formats.inputs))  # the caller rounds them
     turned = _packed_transposed(twin, formats)
     for place, fmt in turned:
         filled = pad or (formats.pad if isinstance(formats, Plan) else None)
@@ -364,7 +387,7 @@ def plan_for_model(
             if place.name in first_names
         }
         formats = choose_formats(tensors, formats, keep=keep, pad=pad, where=where)
-    formats.require_whole(where)
+    formats.require_whole(where, rounds_inputs=True)
     known = {place.name for place in places}
     families = [shipped_manifest(name).aliases for name in GGUF_MANIFESTS]
     entries: dict[str, Planned] = {}

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bitplan.base.errors import MeasureError
-from bitplan.formats.input_formats import round_input
+from bitplan.formats.input_formats import Inputs, input_format, require_scale, round_input
 
 # ---- noise floor -----------------------------------------------------------------------------------------------------
 
@@ -63,17 +63,25 @@ def round_activations(
     ]
 
 
-def round_linear_inputs(model: nn.Module, fmt: str, *, keep: Collection[str] = ()) -> list[RemovableHandle]:
-    """Let every linear layer, except those whose weights are in `keep`, round its input to a format (`round_input`)."""
+def round_linear_inputs(model: nn.Module, inputs: Inputs, *, keep: Collection[str] = ()) -> list[RemovableHandle]:
+    """Let linear layers round their inputs (`round_input`): as packed layers do, in a model that is not packed.
 
-    def rounded(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return round_input(args[0], fmt), *args[1:]
+    inputs   one format for all, except those whose weights are in `keep`; or formats by names of weights
+    """
+    linears = {f"{path}.weight": module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not isinstance(inputs, Mapping):
+        formats = {name: input_format(inputs) for name in linears if name not in keep}
+    else:
+        named = {name: input_format(fmt, name) for name, fmt in inputs.items()}
+        shared = {id(tensor): named[name] for name, tensor in model.named_parameters() if name in named}
+        formats = {name: named.get(name, shared.get(id(layer.weight))) for name, layer in linears.items()}
 
-    return [
-        module.register_forward_pre_hook(rounded)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and f"{path}.weight" not in keep
-    ]
+    def hook(fmt: str) -> Callable[..., tuple[Any, ...]]:
+        return lambda _module, args: (round_input(args[0], fmt), *args[1:])
+
+    for name, fmt in formats.items():
+        require_scale(fmt, name)
+    return [linears[name].register_forward_pre_hook(hook(fmt)) for name, fmt in formats.items() if fmt is not None]
 
 
 def _rounded(output: Any, dtype: torch.dtype) -> Any:

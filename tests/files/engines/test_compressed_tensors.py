@@ -13,6 +13,7 @@ from bitplan.files.engines.compressed_tensors import SCHEMES
 from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
 from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats.codec import decode, encode
+from bitplan.plan import Manifest
 from tests.crosses import few
 from tests.files.engines.tiny_models import save_tiny
 
@@ -235,10 +236,43 @@ def test_weights_and_inputs_in_one_format(folder, tmp_path):
         )
     with pytest.raises(StoreError, match=r"no int4_g32 with inputs in int8_row .*; take one of int8_row"):
         export_model(folder, tmp_path / "a", "compressed-tensors", "int4_g32", inputs="int8_row")
-    with pytest.raises(StoreError, match="no inputs in q8_0_gguf; take one of int8_row, fp8_e4m3_row"):
+    with pytest.raises(StoreError, match=r"no inputs in q8_0_gguf \(.*\); take one of int8_row, fp8_e4m3_row"):
         export_model(folder, tmp_path / "a", "compressed-tensors", "int8_row", inputs="int8")
     with pytest.raises(StoreError, match=r"is for compressed-tensors alone was given, and mlx asked for \(inputs\)"):
         export_model(folder, tmp_path / "a", "mlx", "int8_g64", inputs="int8_row")
+
+
+def test_each_layer_of_a_plan_has_its_own_inputs(folder, tmp_path):
+    """W8A8 for the MLP, int8 weights alone for attention: two groups, each with its own container."""
+    from bitplan import quantize_file
+
+    rules = [
+        {"regex": ".*mlp.*weight", "format": "int8_row", "input": "int8_row"},
+        {"regex": ".*(self_attn).*_proj.weight", "format": "int8_row"},
+        {"regex": ".*", "format": "FP32"},
+    ]
+    manifest = Manifest.from_document({"version": 1, "patterns": rules})
+    quantize_file(folder, tmp_path / "packed", manifest)
+    export_model(tmp_path / "packed", tmp_path / "held", "compressed-tensors", {})
+    export_model(folder, tmp_path / "out", "compressed-tensors", manifest)
+    for path in ("held", "out"):
+        config = json.loads((tmp_path / path / "config.json").read_text())["quantization_config"]
+        groups = {bool(group["input_activations"]): group for group in config["config_groups"].values()}
+        assert config["format"] == "mixed-precision"
+        assert {rounded: group["format"] for rounded, group in groups.items()} == {
+            True: "int-quantized",
+            False: "pack-quantized",
+        }
+        assert all(".mlp." in name for name in groups[True]["targets"])
+        packed = safetensors.torch.load_file(tmp_path / path / "model.safetensors")
+        assert packed[UP].dtype == torch.int8
+        assert any(name.endswith("q_proj.weight_packed") for name in packed)
+    report = export_model(tmp_path / "packed", tmp_path / "out.gguf", "gguf", "q8_0_gguf")
+    assert report.notes == []  # a format that was asked for has no inputs
+    one = {"regex": ".*mlp.up.*weight", "format": "int8_row"}
+    other = Manifest.from_document({"version": 1, "patterns": [one, *rules]})
+    with pytest.raises(StoreError, match=r"is int8_row with inputs in int8_row, .* int8_row; engines compute them"):
+        export_model(folder, tmp_path / "a", "compressed-tensors", other)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from bitplan.files.gguf_tensors import GGUF_TYPES
 from bitplan.files.models.morph import formats_of, morph_model, stores_of
 from bitplan.files.models.save_load import load_model, write_model
 from bitplan.files.open_files import open_tensors
-from bitplan.formats import DTYPE_NAMES
+from bitplan.formats.registry import DTYPE_NAMES
 from tests.crosses import few
 from tests.formats.samples import SMALL_BLOCKS
 

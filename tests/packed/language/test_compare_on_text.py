@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bitplan.base.errors import MeasureError, StoreError
+from bitplan.cli import run
 from bitplan.files.engines.targets import export_model
 from bitplan.files.quantize_files import quantize_file
 from bitplan.packed import compare_on_text
-from bitplan.packed.language.compare_on_text import TextSettings
+from bitplan.packed.language.compare_on_text import TextSettings, Variant
+from bitplan.plan import Manifest, Plan
 from tests.cli.verbs.test_perplexity_verb import save_llama, write_gguf
 from tests.files.quantized_folders import AWQ_ORDER, stream
 
@@ -109,6 +112,53 @@ def test_a_folder_that_rounds_inputs_is_measured_so(models, tmp_path):
         for path in (models["packed"], tmp_path / "rounded")
     )
     assert rounded > 2 * plain
+
+
+def kl_of(first: Path, second: Path | None, inputs: str | None = None, *variants: Variant) -> float:
+    settings = replace(SETTINGS, inputs=inputs)
+    result = compare_on_text(first, second, TEXT, variants=variants, settings=settings)
+    return result.rows[-1].quality.against.kl.mean
+
+
+def test_inputs_of_a_plan_are_rounded_as_in_its_folder(models, tmp_path):
+    """Some layers round their inputs: a plan over the float model, and the folder packed by it, are one distance."""
+    rules = [
+        {"regex": ".*mlp.*weight", "format": "int8_row", "input": "fp8"},
+        {"regex": ".*proj.weight", "format": "int8_row"},
+        {"regex": ".*", "format": "FP32"},
+    ]
+    manifest = Manifest.from_document({"version": 1, "patterns": rules})
+    quantize_file(models["llama"], tmp_path / "some", manifest)
+    from_folder = kl_of(models["llama"], tmp_path / "some")
+    from_plan = kl_of(models["llama"], None, None, Variant("plan", Plan.load(tmp_path / "some" / "bitplan_plan.json")))
+    assert from_folder == pytest.approx(from_plan, rel=1e-4)
+    without = [{key: value for key, value in rule.items() if key != "input"} for rule in rules]
+    kept = Variant("kept", Manifest.from_document({"version": 1, "patterns": without}))
+    assert from_folder > 1.5 * kl_of(models["llama"], None, None, kept)
+
+
+def test_gguf_is_measured_with_inputs_as_llama_cpp_rounds_them(models):
+    """All weights are q8_0: blocks of 32 for all, so the same as asking for those; a float model has none."""
+    file, source = models["llama.gguf"], models["llama"]
+    rounded = kl_of(source, file, "llama.cpp")
+    assert rounded == pytest.approx(kl_of(source, file, "int8"), rel=1e-6)
+    assert rounded == pytest.approx(kl_of(source, None, "llama.cpp", Variant("packed", "q8_0_gguf")), rel=1e-3)
+    with pytest.raises(MeasureError, match="no weight of this model is known to be packed"):
+        kl_of(source, source, "llama.cpp")
+
+
+def test_a_text_gives_static_scales(models, tmp_path, capsys):
+    text, packed = tmp_path / "text.txt", tmp_path / "packed"
+    text.write_text(TEXT)
+    command = ["quantize", str(models["llama"]), str(packed), "-f", "int8_row", "--inputs", "int8_static"]
+    command += ["--only", "*q_proj*", "--only", "*down_proj*"]
+    assert run(command) == 2
+    assert "int8_static has no scale yet; a text gives one" in capsys.readouterr().err
+    assert run([*command, "--text", str(text), "--windows", "2"]) == 0
+    scales = set(Plan.load(packed / "bitplan_plan.json").inputs.values())
+    assert len(scales) > 2
+    assert all(fmt.startswith("int8_static@0.") for fmt in scales)
+    assert 0 < kl_of(models["llama"], packed) < 0.1
 
 
 def test_models_of_other_tokens_are_refused_by_name(models, tmp_path):
