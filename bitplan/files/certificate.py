@@ -91,6 +91,7 @@ def search_facts(path: Path) -> dict[str, Any] | None:
     for cell in front.get("heat", ()):
         nats[cell["layer"] or "other"] += cell["nats"]
     evidence = read_json(folder / "evidence.json")
+    evidence |= {"model": Path(str(evidence.get("model"))).name}  # its place on this machine is nobody's business
     is_small = len(json.dumps(evidence)) <= MOST_EVIDENCE_BYTES
     return {
         "goal": front["goal"],
@@ -182,9 +183,10 @@ def written_plan(plan: Plan, written: Mapping[str, tuple[str | None, str]], tied
     for name, (fmt, reason) in written.items():
         entry = entries[name]
         if fmt is not None:
-            rounded = None if get_format(fmt).is_cast else entry.choice.input
-            why = entry.choice.reason if entry.choice.format == fmt else reason
-            choice = replace(entry.choice, format=fmt, reason=why, input=rounded)
+            choice = entry.choice
+            if choice.format != fmt:
+                rounded = None if get_format(fmt).is_cast else choice.input
+                choice = replace(choice, format=fmt, reason=reason, input=rounded)
             entries[name] = replace(entry, choice=choice, stored=None)
     for alias, name in tied.items():
         if alias in entries and name in written:
