@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -180,8 +181,12 @@ def test_the_verb_takes_all_of_them(written, name, capsys):
     assert ("the plan follows from its evidence" in out) == (name == "found")
 
 
-def test_without_a_certificate_it_says_so(written, capsys):
+def test_without_a_certificate_it_says_so(written, tmp_path, capsys):
     assert run(["verify", str(written / "llama" / "model.safetensors")]) == 0
+    assert "it has no certificate" in capsys.readouterr().out
+    shutil.copytree(written / "found", tmp_path / "found")
+    (tmp_path / "found" / EVIDENCE_FILE).unlink()  # as earlier versions left it
+    assert run(["verify", str(tmp_path / "found")]) == 0
     assert "it has no certificate" in capsys.readouterr().out
     with pytest.raises(SearchError, match="has no certificate to hold against"):
         verify_model(written / "llama", source=written / "llama")
@@ -200,6 +205,12 @@ def test_the_card_has_hugging_faces_fields(written):
     assert head[-3:] == ["license: apache-2.0", "language:", "- en"]
     assert "- their" not in head
     assert "| int8_row | 8 |" in card
+    assert "![Bytes of every layer by format](bitplan_plan.svg)" in card
+    texts = {text.text for text in ElementTree.parse(written / "packed" / "bitplan_plan.svg").iter() if text.text}
+    assert {"MB by layer and format", "0", "other"} <= texts
+    assert any(text.startswith("int8_row (") for text in texts)
+    mlx = (written / "mlx" / CARD).read_text()
+    assert "library_name: mlx" in mlx and "from mlx_lm import load" in mlx and "license: apache-2.0" in mlx
 
 
 def test_a_card_that_somebody_wrote_stays(written, tmp_path):
