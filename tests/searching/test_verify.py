@@ -210,7 +210,7 @@ def test_the_card_has_hugging_faces_fields(written):
     assert {"MB by layer and format", "0", "other"} <= texts
     assert any(text.startswith("int8_row (") for text in texts)
     mlx = (written / "mlx" / CARD).read_text()
-    assert "library_name: mlx" in mlx and "from mlx_lm import load" in mlx and "license: apache-2.0" in mlx
+    assert all(text in mlx for text in ("library_name: mlx", "from mlx_lm import load", "license: apache-2.0"))
 
 
 def test_a_card_that_somebody_wrote_stays(written, tmp_path):
