@@ -23,6 +23,7 @@ from bitplan.searching.goal import SearchError
 from bitplan.searching.run import SearchOptions
 from bitplan.searching.verify import verify_model
 from tests.cli.verbs.test_perplexity_verb import save_llama, write_gguf
+from tests.files.engines.tiny_models import save_tiny
 
 TEXT = " ".join(["abandon hope all ye who enter here", "the bee sees a dead tree", "we were here before he came"] * 40)
 
@@ -232,3 +233,11 @@ def test_a_certificate_is_not_copied_into_another_file(written, tmp_path):
     assert first["seal"] != second["seal"]
     with safe_open(written / "packed.safetensors", "pt") as file:
         assert json.loads(file.metadata()["bitplan_evidence"])["document"] == "bitplan-certificate"
+
+
+def test_an_exported_gpt_oss_has_a_certificate(tmp_path):
+    save_tiny(tmp_path / "in", "gpt_oss")
+    export_model(tmp_path / "in", tmp_path / "out.gguf", "gguf", "mxfp4")
+    result = verify_model(tmp_path / "out.gguf", source=tmp_path / "in")
+    assert result.findings == []
+    assert result.held[0] == "every byte is as it was written"
