@@ -91,6 +91,7 @@ def search_facts(path: Path) -> dict[str, Any] | None:
     for cell in front.get("heat", ()):
         nats[cell["layer"] or "other"] += cell["nats"]
     evidence = read_json(folder / "evidence.json")
+    evidence |= {"model": Path(str(evidence.get("model"))).name}  # the path is of this machine
     is_small = len(json.dumps(evidence)) <= MOST_EVIDENCE_BYTES
     return {
         "goal": front["goal"],

@@ -81,7 +81,8 @@ def verify_model(
         return Verification([Finding("bytes", target.name, f"cannot be read: {error}")])
     if certificate is None:
         if source is None:
-            return Verification(held=["it has no certificate: another program wrote it, or an earlier bitplan"])
+            held = ["it has no certificate: another program wrote it, or an earlier bitplan"]
+            return Verification(held=held, has_weights=not target.is_dir() or search_folder(target) is None)
         raise SearchError(f"{path}: has no certificate to hold against {source}; `bitplan quantize` writes one")
     holder = target / EVIDENCE_FILE if target.is_dir() else parts[0]
     if not is_sealed(holder, certificate):

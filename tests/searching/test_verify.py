@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from bitplan.searching.goal import SearchError
 from bitplan.searching.run import SearchOptions
 from bitplan.searching.verify import verify_model
 from tests.cli.verbs.test_perplexity_verb import save_llama, write_gguf
+from tests.files.engines.tiny_models import save_tiny
 
 TEXT = " ".join(["abandon hope all ye who enter here", "the bee sees a dead tree", "we were here before he came"] * 40)
 
@@ -180,8 +182,12 @@ def test_the_verb_takes_all_of_them(written, name, capsys):
     assert ("the plan follows from its evidence" in out) == (name == "found")
 
 
-def test_without_a_certificate_it_says_so(written, capsys):
+def test_without_a_certificate_it_says_so(written, tmp_path, capsys):
     assert run(["verify", str(written / "llama" / "model.safetensors")]) == 0
+    assert "it has no certificate" in capsys.readouterr().out
+    shutil.copytree(written / "found", tmp_path / "found")
+    (tmp_path / "found" / EVIDENCE_FILE).unlink()  # as earlier versions left it
+    assert run(["verify", str(tmp_path / "found")]) == 0
     assert "it has no certificate" in capsys.readouterr().out
     with pytest.raises(SearchError, match="has no certificate to hold against"):
         verify_model(written / "llama", source=written / "llama")
@@ -200,6 +206,12 @@ def test_the_card_has_hugging_faces_fields(written):
     assert head[-3:] == ["license: apache-2.0", "language:", "- en"]
     assert "- their" not in head
     assert "| int8_row | 8 |" in card
+    assert "![Bytes of every layer by format](bitplan_plan.svg)" in card
+    texts = {text.text for text in ElementTree.parse(written / "packed" / "bitplan_plan.svg").iter() if text.text}
+    assert {"MB by layer and format", "0", "other"} <= texts
+    assert any(text.startswith("int8_row (") for text in texts)
+    mlx = (written / "mlx" / CARD).read_text()
+    assert all(text in mlx for text in ("library_name: mlx", "from mlx_lm import load", "license: apache-2.0"))
 
 
 def test_a_card_that_somebody_wrote_stays(written, tmp_path):
@@ -221,3 +233,11 @@ def test_a_certificate_is_not_copied_into_another_file(written, tmp_path):
     assert first["seal"] != second["seal"]
     with safe_open(written / "packed.safetensors", "pt") as file:
         assert json.loads(file.metadata()["bitplan_evidence"])["document"] == "bitplan-certificate"
+
+
+def test_an_exported_gpt_oss_has_a_certificate(tmp_path):
+    save_tiny(tmp_path / "in", "gpt_oss")
+    export_model(tmp_path / "in", tmp_path / "out.gguf", "gguf", "mxfp4")
+    result = verify_model(tmp_path / "out.gguf", source=tmp_path / "in")
+    assert result.findings == []
+    assert result.held[0] == "every byte is as it was written"

@@ -10,6 +10,7 @@
 | nvfp4 | nvfp4-pack-quantized: codes and E4M3 scales as they are, the base as its reciprocal |
 | int8_row with inputs in int8_row | int-quantized: codes as they are, inputs rounded token by token |
 | fp8_e4m3_row with inputs in fp8_e4m3_row | float-quantized, inputs rounded token by token |
+| int4_g128 with inputs in fp8_e4m3_row | pack-quantized, inputs rounded token by token |
 
 Codes and scales are ours, bit for bit. 8-bit integers are pack-quantized because vLLM has no kernel for int-quantized
 weights without quantized activations. Layers that engines join into one (q, k and v; gate and up; all experts of a
@@ -53,11 +54,6 @@ def _scheme(container: str, bits: int, kind: str, strategy: str, **more: Any) ->
     return Scheme(container, weights)
 
 
-def _with_inputs(container: str, kind: str) -> Scheme:
-    weights = _scheme(container, 8, kind, "channel").weights
-    return Scheme(container, weights, {**weights, "strategy": "token", "dynamic": True})
-
-
 _PACKED, _FLOAT, _MXFP4, _NVFP4 = (
     "pack-quantized",
     "float-quantized",
@@ -75,10 +71,16 @@ SCHEMES = {
     "mxfp4": _scheme(_MXFP4, 4, "float", "group", **_E8M0),
     "nvfp4": _scheme(_NVFP4, 4, "float", "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"),
 }
-# Weights and inputs in one format.
-WITH_INPUTS = {
-    "int8_row": _with_inputs("int-quantized", "int"),
-    "fp8_e4m3_row": _with_inputs(_FLOAT, "float"),
+_INT8, _FP8 = SCHEMES["int8_row"].weights, SCHEMES["fp8_e4m3_row"].weights
+_TOKEN = {"strategy": "token", "dynamic": True}
+# The format of a layer's inputs -> those that its weights can have then.
+WITH_INPUTS: dict[str | None, dict[str, Scheme]] = {
+    None: SCHEMES,
+    "int8_row": {"int8_row": Scheme("int-quantized", _INT8, {**_INT8, **_TOKEN})},
+    "fp8_e4m3_row": {
+        "fp8_e4m3_row": Scheme(_FLOAT, _FP8, {**_FP8, **_TOKEN}),
+        "int4_g128": Scheme(_PACKED, SCHEMES["int4_g128"].weights, {**_FP8, **_TOKEN}),
+    },
 }
 _FOUR_BITS = ("int4_g64", "int4_g32", "nvfp4", "int8_row")
 SUBSTITUTES = Substitutes(
@@ -119,13 +121,13 @@ def _layer(source: FolderSource, name: str) -> OutputLayer:
         return source.unpacked(name, fmt, reason if fmt is None or fmt.is_cast else STAYS)
     if source.plan.entries[name].choice.cause == "default" and source.view.role(name) == "head":
         return source.unpacked(name, fmt, HEAD)
-    if rounded is not None and rounded not in WITH_INPUTS:
+    if rounded not in WITH_INPUTS:
         raise StoreError(
             f"{source.file.path}: compressed-tensors has no inputs in {rounded} ({name!r}); take one of "
-            f"{', '.join(WITH_INPUTS)} for weights and inputs, or leave inputs as they are (keep)",
+            f"{', '.join(filter(None, WITH_INPUTS))}, or leave inputs as they are (keep)",
             settings={"inputs": None},
         )
-    schemes = SCHEMES if rounded is None else {rounded: WITH_INPUTS[rounded]}
+    schemes = WITH_INPUTS[rounded]
     if fmt.name not in schemes:
         raise StoreError(
             f"{source.file.path}: compressed-tensors has no {fmt.name}{_beside(rounded)} ({name!r}); "
@@ -139,7 +141,7 @@ def _beside(rounded: str | None) -> str:
 
 
 def _scheme_of(fmt: Format, rounded: str | None) -> Scheme:
-    return SCHEMES[fmt.name] if rounded is None else WITH_INPUTS[fmt.name]
+    return WITH_INPUTS[rounded][fmt.name]
 
 
 def _check_kernels(
@@ -155,12 +157,13 @@ def _check_kernels(
         if not engine.has_kernel(fmt, layer.input, of_expert=EXPERT.fullmatch(name) is not None):
             raise StoreError(
                 f"{source.file.path}: {engine.version} has no kernel for {fmt}{_beside(layer.input)} ({name!r}); "
-                f"the nearest that it has is {engine.instead(fmt)}, or keep the layer",
+                f"the nearest that it has is {engine.instead(fmt, layer.input)}, or keep the layer",
                 settings={"keep": name},
             )
-        if rows_of.get(name, rows) % engine.multiple or cols % engine.multiple:
+        multiple = engine.multiple_of(fmt, layer.input)
+        if rows_of.get(name, rows) % multiple or cols % multiple:
             raise StoreError(
-                f"{source.file.path}: {engine.version} has kernels for sizes that are multiples of {engine.multiple}, "
+                f"{source.file.path}: {engine.version} has kernels for sizes that are multiples of {multiple}, "
                 f"and {name!r} is {rows_of.get(name, rows)} x {cols}; keep the layer",
                 settings={"keep": name},
             )

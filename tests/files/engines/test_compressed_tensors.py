@@ -215,6 +215,25 @@ def test_weights_and_inputs_in_one_format(folder, tmp_path):
         assert group["format"] == "int-quantized"
         assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
     assert any(row.format == "int8_row" for row in report.rows)
+    export_model(
+        folder,
+        tmp_path / "w4a8",
+        "compressed-tensors",
+        "int4_g128",
+        inputs="fp8",
+        only=["*mlp*"],
+        engine="transformers",
+    )
+    config = json.loads((tmp_path / "w4a8" / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    assert (group["format"], group["weights"]["num_bits"], group["weights"]["group_size"]) == ("pack-quantized", 4, 128)
+    assert (group["input_activations"]["type"], group["input_activations"]["strategy"]) == ("float", "token")
+    with pytest.raises(
+        StoreError, match=r"no kernel for int4_g128 with inputs in fp8_e4m3_row .* int8_row with inputs in"
+    ):
+        export_model(
+            folder, tmp_path / "a", "compressed-tensors", "int4_g128", inputs="fp8", only=["*mlp*"], engine="vllm-cpu"
+        )
     with pytest.raises(StoreError, match=r"no int4_g32 with inputs in int8_row .*; take one of int8_row"):
         export_model(folder, tmp_path / "a", "compressed-tensors", "int4_g32", inputs="int8_row")
     with pytest.raises(StoreError, match=r"no inputs in q8_0_gguf \(.*\); take one of int8_row, fp8_e4m3_row"):
