@@ -3,7 +3,8 @@
 python benchmarks/search.py --model FOLDER --text FILE --out FOLDER
 
 Evidence is gathered once, into --out, where a stopped run goes on; each size is then solved and proven. `--plans 30`
-also measures so many random plans: how well are they predicted? Rows are kept in the result file; the same command
+also measures so many random plans: how well are they predicted? With `--inputs auto` these round inputs of some layers,
+and the same plans are measured with inputs as they are. Rows are kept in the result file; the same command
 goes on.
 """
 
@@ -22,7 +23,8 @@ from bitplan.base.records import read_json, read_text
 from bitplan.formats.dispatch import decode, encode
 from bitplan.packed.language.perplexity import measure_perplexity
 from bitplan.searching import Goal, Searcher, SearchOptions
-from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.evidence import SearchEvidence, input_of, weight_format
+from bitplan.searching.input_damage import INPUT_MODES
 from bitplan.searching.plan_meter import PlanMeter, summary_of
 from bitplan.searching.runtime_formats import candidates, target_of
 from bitplan.searching.searched_model import prepare
@@ -67,7 +69,7 @@ def nearest_rounding(meter: PlanMeter, evidence: SearchEvidence, choice: Mapping
     """A plan with every weight rounded to nearest, as `encode` does."""
     subject = meter.rounded.subject
     weights = {
-        name: decode(encode(subject.weight(name), fmt), torch.float32)
+        name: decode(encode(subject.weight(name), weight_format(fmt)), torch.float32)
         for group, fmt in choice.items()
         for name in evidence.groups[group].tensors
     }
@@ -85,6 +87,8 @@ def main() -> None:
     parser.add_argument("--formats", default=None)
     parser.add_argument("--bits", type=float, nargs="*", default=BITS)
     parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--context", type=int, default=None)
+    parser.add_argument("--inputs", choices=INPUT_MODES, default="keep")
     parser.add_argument("--plans", type=int, default=0)
     parser.add_argument("--all-rivals", action="store_true", help="also heuristics that are predicted to lose")
     parser.add_argument("--nearest", action="store_true", help="also uniform plans rounded to nearest")
@@ -96,10 +100,11 @@ def main() -> None:
     found |= {"machine": harness.machine("cpu"), "versions": harness.versions()}
     text = read_text(options.text)
     runtime = target_of(options.target)
-    subject, cut = prepare(options.model, None, text, None, windows=options.windows)
+    subject, cut = prepare(options.model, None, text, None, windows=options.windows, context=options.context)
     subject.aim_at(runtime)
     names = candidates(runtime, options.formats.split(",") if options.formats else None)
-    searcher = Searcher(subject, cut, names, options.out, SearchOptions(all_rivals=options.all_rivals))
+    how = SearchOptions(all_rivals=options.all_rivals, inputs=options.inputs)
+    searcher = Searcher(subject, cut, names, options.out, how)
     for bits in options.bits:
         if str(bits) in found.get("searches", {}):
             continue
@@ -117,6 +122,7 @@ def main() -> None:
                 "seconds",
             )
         }
+        row |= {"inputs": document["inputs"]} if "inputs" in document else {}
         found.setdefault("searches", {})[str(bits)] = row
         harness.save("search", found, options.result)
         print(f"{bits}: KL {document['plan']['kl']:.5f} at {document['plan']['bits']:.3f} bits", flush=True)
@@ -131,10 +137,15 @@ def main() -> None:
                 harness.save("search", found, options.result)
     generator = random.Random(0)
     pairs: list[list[float]] = []
+    of_inputs: list[list[float]] = []  # what rounded inputs add to a plan's KL
     for index in range(options.plans):
         choice = random_plan(evidence, generator)
         pairs.append([evidence.predict(choice), searcher.judge.kl(evidence, choice, f"random plan {index}")])
         found["random_plans"] = rank_of_plans(pairs)
+        if any(map(input_of, choice.values())):
+            kept = searcher.judge.kl(evidence, choice, f"random plan {index}, inputs kept", {})
+            of_inputs.append([evidence.input_nats(choice), pairs[-1][1] - kept])
+            found["inputs_of_random_plans"] = rank_of_plans(of_inputs)
         harness.save("search", found, options.result)
 
 

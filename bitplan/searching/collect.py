@@ -29,7 +29,7 @@ from bitplan.searching.damage import (
     formats_that_hold,
     projection_of,
 )
-from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, place_of
+from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, by_part
 from bitplan.searching.forecast import MemoryUse, Stage, in_shares, no_stage, within_memory
 from bitplan.searching.goal import EvidenceFileError, SearchError
 from bitplan.searching.input_damage import InputMode, add_rounded_inputs, candidates_of
@@ -251,10 +251,7 @@ def _work(subject: SearchSubject, weight: str) -> int:
 
 def _unchecked_parts(evidence: SearchEvidence, names: Iterable[str]) -> dict[str, list[str]]:
     """Groups by projection, over all layers; only projections of which some group was not checked."""
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        parts.setdefault(place_of(name)[1], []).append(name)
-    return {part: groups for part, groups in parts.items() if any(not evidence.groups[each].checked for each in groups)}
+    return {part: own for part, own in by_part(names).items() if any(not evidence.groups[each].checked for each in own)}
 
 
 def _check_part(evidence: SearchEvidence, choice: Mapping[str, str], meter: PlanMeter, part: str) -> None:

@@ -25,7 +25,7 @@ The document, version 1. It needs no torch and no model to solve again for anoth
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -370,6 +370,14 @@ def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
         )
     times, weight = _read_times(item, "reference_us"), item.get("weight", 1.0)
     return TensorGroup(tensors, formats, item["factor"], item["checked"], times, weight)
+
+
+def by_part(groups: Iterable[str]) -> dict[str, list[str]]:
+    """Groups by projection, over all layers."""
+    parts: dict[str, list[str]] = {}
+    for name in groups:
+        parts.setdefault(place_of(name)[1], []).append(name)
+    return parts
 
 
 def place_of(group: str) -> tuple[str, str]:

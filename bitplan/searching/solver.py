@@ -519,7 +519,13 @@ def _total(evidence: SearchEvidence, rivals: Iterable[RivalPlan]) -> int:
 
 
 def _is_common(evidence: SearchEvidence, fmt: str) -> bool:
-    """Whether most of the weights can have the format: else a plan of it is a plan of another."""
+    """Whether most of the weights can have the format: else a plan of it is a plan of another.
+
+    Rounded inputs are a rival's where they are all that there is, or may be faster: else they only add damage.
+    """
+    is_timed = any(group.formats[fmt].us for group in evidence.groups.values() if fmt in group.formats)
+    if weight_format(fmt) != fmt and not is_timed and _is_common(evidence, weight_format(fmt)):
+        return False
     held = sum(group.numbers for group in evidence.groups.values() if fmt in group.formats)
     return 2 * held > sum(group.numbers for group in evidence.groups.values())
 
