@@ -28,9 +28,9 @@ from llama_stack import LlamaStack, Size
 from stream_decode import pinned_bandwidth
 from torch import Tensor
 
-from bitplan.formats import Picked
+from bitplan.formats.dispatch import Picked
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.streaming.training import host_training as adamw
+from bitplan.streaming.training import trained_weight as adamw
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.transfer.devices import StreamDevice
 

@@ -1,10 +1,10 @@
-"""Task accuracy of a packed folder in lm-eval, beside the same folder decoded: the answers must be the same.
+"""Task accuracy of packed models in lm-eval, beside the same weights decoded: the answers must be the same.
 
 The task is made of the text that comes with the package, so that nothing is downloaded: two lines, and four that could
-follow, of which one does. The packed folder is run as `--model hf` with bitplan's plug-in and as `--model bitplan`,
-the decoded one (`export --to hf`) as `--model hf`.
+follow, of which one does. A packed folder is run as `--model hf` with bitplan's plug-in and as `--model bitplan`, a
+GGUF file as `--model bitplan`, the decoded one (`export --to hf`) as `--model hf`.
 
-python benchmarks/task_accuracy.py --model FOLDER --formats int4_g32 mxfp4 --questions 200
+python benchmarks/task_accuracy.py --model FOLDER --formats int4_g32 gguf:q4_k_gguf plan.json --questions 200
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from harness import commit, machine, save, shipped_text, versions
 
 from bitplan import quantize_file
 from bitplan.files import export_model
+from bitplan.plan import Plan
 
 TASK = "bitplan_next_line"
 CHOICES = 4
@@ -84,7 +85,11 @@ def evaluate(kind: str, folder: Path, tasks: Path) -> dict[str, Any]:
 
 def compare(folders: Mapping[str, Path], tasks: Path) -> dict[str, Any]:
     """A row: accuracies of all three, how many answers differ from the decoded model's, and by how much a choice."""
-    answers = {name: evaluate(kind, folders[name.partition(",")[0]], tasks) for name, kind in MODELS.items()}
+    answers = {
+        name: evaluate(kind, path, tasks)
+        for name, kind in MODELS.items()
+        if (path := folders[name.partition(",")[0]]).is_dir() or kind == "bitplan"
+    }
     decoded = answers["decoded, --model hf"]["choices"]
     row: dict[str, Any] = {"questions": len(decoded)}
     for name, answer in answers.items():
@@ -97,16 +102,23 @@ def compare(folders: Mapping[str, Path], tasks: Path) -> dict[str, Any]:
     return row
 
 
+def pack(model: Path, fmt: str, folder: Path) -> dict[str, Path]:
+    """A model in a format, by a plan (a path), or as a GGUF file (`gguf:FORMAT`), and the same decoded."""
+    kind, _, gguf = fmt.partition(":")
+    packed = folder / ("packed.gguf" if kind == "gguf" else "packed")
+    if kind == "gguf":
+        export_model(model, packed, "gguf", gguf)
+    else:
+        quantize_file(model, packed, Plan.load(fmt) if fmt.endswith(".json") else fmt)
+    export_model(packed, folder / "decoded", "hf", "float32")
+    return {"packed": packed, "decoded": folder / "decoded"}
+
+
 def run(model: Path, fmt: str, questions: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        write_task(place / "tasks", shipped_text(), questions)
-        quantize_file(model, place / "packed", fmt)
-        export_model(place / "packed", place / "decoded", "hf", "float32")
-        return {
-            "format": fmt,
-            **compare({"packed": place / "packed", "decoded": place / "decoded"}, place / "tasks"),
-        }
+        write_task(Path(name, "tasks"), shipped_text(), questions)
+        row = compare(pack(model, fmt, Path(name)), Path(name, "tasks"))
+    return {"format": "plan of a search" if fmt.endswith(".json") else fmt, **row}
 
 
 def main() -> None:
@@ -129,7 +141,7 @@ def main() -> None:
         "rows": rows,
     }
     print(save("task_accuracy", document, given.output))
-    if any(row[name]["other_answers"] for row in rows for name in MODELS):
+    if any(row[name]["other_answers"] for row in rows for name in MODELS if name in row):
         sys.exit("a packed folder answers otherwise than the decoded one")
 
 

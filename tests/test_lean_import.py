@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bitplan.files.safetensors import write_safetensors
-from bitplan.plan import SHIPPED
+from bitplan.plan.manifest import SHIPPED
 
 HEAVY = {"torch", "numpy", "triton", "numba", "gguf", "matplotlib", "sklearn", "transformers"}
 
@@ -35,10 +35,23 @@ def test_a_name_loads_what_it_needs_and_starts_no_gpu() -> None:
     assert not modules_after(code) & {"transformers", "lightning", "tensorboard", "triton"}
 
 
-def test_trees_are_fitted_without_torch() -> None:
-    code = "import numpy as np; from bitplan.trees import BoostedTreesRegressor\n"
-    code += "X = np.random.default_rng(0).normal(size=(500, 3))\n"
-    code += "BoostedTreesRegressor(n_estimators=2).fit(X, X[:, 0]).predict(X)"
+def test_trees_are_fitted_without_torch_pandas_and_statistics() -> None:
+    """scikit-learn imports the last two and does not use them; whoever does gets them."""
+    code = f"""
+import sys
+import bitplan.trees
+assert not set(sys.modules) & {HEAVY | {"scipy", "pandas"}}
+import numpy as np
+from bitplan.trees import BoostedTreesRegressor
+x = np.random.default_rng(0).normal(size=(500, 3))
+model = BoostedTreesRegressor(n_estimators=2)
+model.fit(x, x[:, 0]).predict(x)
+assert not set(sys.modules) & {{"pandas", "scipy.stats._stats_py"}}
+import pandas
+import scipy.stats
+assert scipy.stats.norm.cdf(0) == 0.5
+assert list(model.fit(pandas.DataFrame(x, columns=["a", "b", "c"]), x[:, 0]).feature_names_in_) == ["a", "b", "c"]
+"""
     assert not modules_after(code) & {"torch", "triton", "transformers", "gguf"}
 
 

@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all, and scratch folders that go with their process.
+"""Folders that are written whole or not at all, scratch folders that go with their process, and the folder of caches.
 
 `atomic_folder` writes a new folder beside the old one and exchanges the two in one step, so that a kill at any moment
 leaves the old folder or the new one. Of an old folder only what the new one replaces goes: every other file is the
@@ -284,3 +284,11 @@ def _sweep(target: Path) -> None:
     name = re.escape(target.name)
     sweep(target.parent, rf"\.{name}\.[0-9a-f]{{12}}\.replaced", put_back_or_remove)
     sweep(target.parent, rf"\.{name}\.[0-9a-f]{{12}}\.partial")
+
+
+def cache_dir() -> Path:
+    """The folder of this machine's measurements: $BITPLAN_CACHE_DIR, $XDG_CACHE_HOME/bitplan or ~/.cache/bitplan."""
+    if named := os.environ.get("BITPLAN_CACHE_DIR"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "bitplan"

@@ -25,12 +25,15 @@ _MOVED = {
         "bitplan.files": "WeightStore morph_model unmorph_model",
         "bitplan.fp8": "apply_fp8_config",
     },
+    "bitplan.formats": {"bitplan.formats.dispatch": "Picked", "bitplan.formats.registry": "DTYPE_NAMES"},
     "bitplan.kernels": {
-        "bitplan.formats": "Picked explain_decode explain_encode",
+        "bitplan.formats": "explain_decode explain_encode",
+        "bitplan.formats.dispatch": "Picked",
         "bitplan": "decode encode",
     },
     "bitplan.measure": {
-        "bitplan.streaming": "CalibrationError GradStatsCollector GradStatsError collect_grad_stats",
+        "bitplan.streaming": "CalibrationError GradStatsError",
+        "bitplan.streaming.selective.gradient_statistics": "GradStatsCollector collect_grad_stats",
         "bitplan.packed": "MeasureError examine_machine",
     },
     "bitplan.plan": {
@@ -40,8 +43,11 @@ _MOVED = {
         ),
         "bitplan.streaming": (
             "HeuristicPolicyBridge Phase PolicyState Pressure RuntimeLimitHints SelectiveError "
-            "SelectivePrecisionConfig compute_hints describe_changes layout_of load_state observe save_state"
+            "SelectivePrecisionConfig compute_hints layout_of load_state observe save_state"
         ),
+        "bitplan.streaming.selective.decide": "describe_changes",
+        "bitplan.plan.manifest": "Aliases Rule SHIPPED Tag",
+        "bitplan.plan.plan": "PlanDiff SizeRow TableRow",
     },
     "bitplan.runtime": {
         "bitplan.streaming": (
@@ -52,6 +58,11 @@ _MOVED = {
         "bitplan.packed": ("ApplyError LayerError QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections"),
         "bitplan.fp8": "Fp8LayerError Fp8UnavailableError apply_fp8_config gather_weights_in_fp8",
         "bitplan": "apply_fp8 apply_plan load_packed save_packed warm_up",
+    },
+    "bitplan.searching": {"bitplan.searching.explain": "explain_plan"},
+    "bitplan.streaming": {
+        "bitplan.streaming.selective.decide": "describe_changes",
+        "bitplan.streaming.selective.gradient_statistics": "GradStatsCollector collect_grad_stats",
     },
     "bitplan.store": {
         "bitplan.files": (

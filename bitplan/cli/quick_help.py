@@ -71,6 +71,6 @@ def manifest_names(incomplete: str) -> list[str]:
 
 def shipped_names(incomplete: str) -> list[str]:
     """The shipped manifests whose names begin with `incomplete`."""
-    from bitplan.plan import SHIPPED
+    from bitplan.plan.manifest import SHIPPED
 
     return [name for name in SHIPPED if name.startswith(incomplete)]

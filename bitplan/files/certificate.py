@@ -1,22 +1,22 @@
 """The certificate of what bitplan quantized: by which plan, of which weights, with which code, and what was measured.
 
-A packed folder has it as bitplan_evidence.json, a single .safetensors or .gguf file as the metadata key
-`bitplan_evidence`. One changed byte anywhere is found: the certificate of a folder has the hash of every other file,
-that of a file is part of the file, and both hold the hash of the file that they are in, computed with `SEAL` in its
+A folder has it as bitplan_evidence.json, be it packed, written for another engine, or that of a search; a .safetensors
+or .gguf file, or the first part of a split one, as the metadata key `bitplan_evidence`. One changed byte anywhere is
+found: the certificate has the hash of every other file, and of the file that it is in, computed with `SEAL` in its
 place. The document, version 1:
 
     {"document": "bitplan-certificate", "version": 1, "seal": HASH of the file that holds this,
-     "plan_sha256": HASH, "plan": PLAN, in a single file; a folder has it beside,
-     "source": {"name": N, "files": {NAME: HASH}}, the weights that were quantized,
-     "rounding": {"evidence": HASH} by statistics of a text, or {"scale_rule": RULE or null},
+     "plan_sha256": HASH, "plan": PLAN, where no file beside has it,
+     "source": {"name": N, "base_model": N, "files": {NAME: HASH}}, the weights that were quantized,
+     "rounding": {"evidence": HASH} by statistics of a text, {"scale_rule": RULE or null}, or {"held": true} for what
+                 `save_packed` wrote as a model held it,
      "code": {"sha256": HASH, "versions": {...}}, "machine": {...},
      "search": {"goal": {...}, "measured": {"kl": X, "kl_standard_error": X, "kl_interval": [X, X], "windows": N, ...},
-                "nearest": the same without statistics, "machine": {...}, "evidence": EVIDENCE},
-     "files": {NAME: HASH}, in a folder}
+                "nearest": the same without statistics, "nats_by_layer": {NUMBER: NATS}, "machine": {...},
+                "evidence": EVIDENCE, in the folder of a search beside},
+     "files": {NAME: HASH}, the other files of a folder, or the other parts in order}
 
 `search` is there where the plan and the statistics are those that a search proved together. Hashes are SHA-256.
-
-A folder also gets a model card, README.md, with the fields that Hugging Face reads; one that others wrote stays.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,19 @@ from bitplan.base.documents import OBJECT, SIZE, Kind, Reader, one_of, or_null
 from bitplan.base.errors import BitplanError, FileFormatError
 from bitplan.base.hardware import code_sha256, code_versions, hardware
 from bitplan.base.records import atomic_file, parse_json, read_bytes, read_json
-from bitplan.files.tensor_bytes import SEAL, sealed_sha256
+from bitplan.files.model_card import CARD, base_model
+from bitplan.files.tensor_bytes import DOCUMENT, SEAL, sealed_sha256
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import natural_order
 from bitplan.plan.plan import PLAN_NAME, Plan
 
-DOCUMENT, VERSION = "bitplan-certificate", 1
+VERSION = 1
 EVIDENCE_FILE = "bitplan_evidence.json"
-CARD = "README.md"
+SEARCH_FILES = (
+    *("evidence.json", "evidence.safetensors", "statistics.safetensors"),
+    *(PLAN_NAME, "front.json", "report.html"),
+)
 MOST_EVIDENCE_BYTES = 2**22  # a larger document of a search is left out of the certificate
-_BY_US = "<!-- written by bitplan: quantizing into this folder again replaces this page -->"
 _HASH = Kind("64 hexadecimal digits", lambda value: type(value) is str and bool(re.fullmatch("[0-9a-f]{64}", value)))
 _KEYS = {
     "document": one_of(DOCUMENT),
@@ -57,8 +62,6 @@ _KEYS = {
     "search": or_null(OBJECT),
     "files": OBJECT,
 }
-# Fields of a model's own card that hold for the quantized model as well.
-_CARD_FIELDS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
 def sha256_of(path: Path) -> str:
@@ -83,12 +86,16 @@ def search_facts(path: Path) -> dict[str, Any] | None:
     front = Reader(str(folder / "front.json"), FileFormatError, strict=False).keys(
         "", read_json(folder / "front.json"), {"goal": OBJECT, "plan": OBJECT}, ("goal", "plan")
     )
+    nats = Counter[str]()
+    for cell in front.get("heat", ()):
+        nats[cell["layer"] or "other"] += cell["nats"]
     evidence = read_json(folder / "evidence.json")
     is_small = len(json.dumps(evidence)) <= MOST_EVIDENCE_BYTES
     return {
         "goal": front["goal"],
         "measured": {key: value for key, value in front["plan"].items() if key != "choice"},
         "nearest": front.get("nearest"),
+        "nats_by_layer": dict(nats),
         "machine": front.get("machine"),
         "evidence": evidence if is_small else None,
     }
@@ -128,39 +135,105 @@ def certificate_of(
     *,
     evidence: Path | None = None,
     scale_rule: str | None = None,
+    held: bool = False,
+    config: Mapping[str, Any] | None = None,
     holds_plan: bool,
 ) -> dict[str, Any]:
     """A certificate of weights quantized by a plan, but for what is known when they are written.
 
-    files       those that hold the weights
+    source      the model that they are of, or its name
+    files       those of its weights
     evidence    the statistics by which they were rounded
-    holds_plan  the plan is a part of it, for a single file
+    held        they are as a model in memory held them
+    config      of the model, which may name its repository
+    holds_plan  the plan is a part of it, where no file beside has it
     """
     search = None
     if evidence is not None and (folder := search_folder(evidence)) is not None:
         search = search_facts(folder) if has_formats_of(plan, Plan.load(folder / PLAN_NAME)) else None
     text = plan.to_json()
+    rounding = {"held": True} if held else {"scale_rule": scale_rule}
     return {
         "document": DOCUMENT,
         "version": VERSION,
         "seal": SEAL,
         "plan_sha256": hashlib.sha256(text.encode()).hexdigest(),
         **({"plan": json.loads(text)} if holds_plan else {}),
-        "source": {"name": source.resolve().name, "files": {path.name: sha256_of(path) for path in files}},
-        "rounding": {"scale_rule": scale_rule} if evidence is None else {"evidence": sha256_of(evidence)},
+        "source": {
+            "name": source.resolve().name,
+            "base_model": base_model(source, config or {}),
+            "files": {path.name: sha256_of(path) for path in files},
+        },
+        "rounding": rounding if evidence is None else {"evidence": sha256_of(evidence)},
         "code": {"sha256": code_sha256(), "versions": code_versions()},
         "machine": hardware(),
         "search": search,
     }
 
 
-def write_certificate(folder: Path, certificate: Mapping[str, Any]) -> None:
-    """Write a folder's certificate, with the hashes of all files that are there."""
-    files = {name: sha256_of(folder / name) for name in _covered(folder)}
-    text = json.dumps({**certificate, "files": files}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+def written_plan(plan: Plan, written: Mapping[str, tuple[str | None, str]], tied: Mapping[str, str]) -> Plan:
+    """A plan as an engine's files hold it, which may leave tensors unpacked, or cast them.
+
+    written   name -> the format that it has there, None for its own type, and the reason
+    tied      alias -> name
+    """
+    entries = dict(plan.entries)
+    for name, (fmt, reason) in written.items():
+        entry = entries[name]
+        if fmt is not None:
+            choice = entry.choice if entry.choice.format == fmt else replace(entry.choice, format=fmt, reason=reason)
+            entries[name] = replace(entry, choice=choice, stored=None)
+    for alias, name in tied.items():
+        if alias in entries and name in written:
+            entries[alias] = replace(entries[alias], choice=entries[name].choice, stored=entries[name].stored)
+    return Plan(entries, padding=plan.padding)
+
+
+def part_seals(count: int) -> list[str]:
+    """Where the hashes of the other parts of a split file come, in the certificate in its first part."""
+    return [f"sha256-of-part-{number:05d}".ljust(64, "=") for number in range(2, count + 1)]
+
+
+def settled_certificate(
+    folder: Path, fresh: Mapping[str, Any] | None, earlier: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """The certificate for weights that are written: an earlier one where they are the same files, bit for bit."""
+    if earlier is None or fresh is None or earlier["plan_sha256"] != fresh["plan_sha256"]:
+        return fresh
+    known = {name: digest for name, digest in earlier.get("files", {}).items() if name.endswith(".safetensors")}
+    same = {path.name for path in folder.glob("*.safetensors")} == known.keys()
+    return earlier if same and all(sha256_of(folder / name) == digest for name, digest in known.items()) else fresh
+
+
+def write_certificate(folder: Path, certificate: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+    """Write a folder's certificate, with the hashes of all files that are there, or of these."""
+    files = {name: sha256_of(folder / name) for name in (_covered(folder) if names is None else names)}
+    document = {**certificate, "seal": SEAL, "files": files}
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     seal = hashlib.sha256(text.encode()).hexdigest()
     with atomic_file(folder / EVIDENCE_FILE) as file:
         file.write(text.replace(SEAL, seal, 1).encode())
+
+
+def certify_search(folder: Path, source: Path, files: Iterable[Path]) -> None:
+    """Write the certificate of a search's folder: of its own files, for others may lie there."""
+    evidence = folder / "evidence.safetensors"
+    certificate = certificate_of(
+        Plan.load(folder / PLAN_NAME),
+        source,
+        files,
+        evidence=evidence if evidence.is_file() else None,
+        holds_plan=False,
+    )
+    search = {**(search_facts(folder) or {}), "evidence": None}  # it is beside
+    certify_again(folder, {**certificate, "search": search})
+
+
+def certify_again(folder: Path, certificate: Mapping[str, Any] | None = None) -> None:
+    """Write a certificate, or the one that is there, for the files that a search's folder has now, with its page."""
+    known = certificate or read_certificate(folder, None)
+    assert known is not None
+    write_certificate(folder, known, [name for name in SEARCH_FILES if (folder / name).is_file()])
 
 
 def _covered(folder: Path) -> list[str]:
@@ -191,24 +264,34 @@ def read_certificate(path: Path, text: str | None) -> dict[str, Any] | None:
     return certificate
 
 
+def earlier_certificate(folder: Path) -> dict[str, Any] | None:
+    """The certificate of a folder, None where there is none that can be read."""
+    with suppress(BitplanError, OSError, UnicodeError):
+        return read_certificate(folder, None)
+    return None
+
+
 _OPTIONAL = ("plan", "files")
+_CHANGED = "other bytes than were written; copy or write it again"
 
 
-def byte_findings(path: Path, certificate: Mapping[str, Any]) -> list[Finding]:
-    """Files that are not as they were written: changed, missing or added."""
-    holder = path / EVIDENCE_FILE if path.is_dir() else path
-    findings = []
-    if sealed_sha256(holder, certificate["seal"]) != certificate["seal"]:
-        findings.append(Finding("bytes", holder.name, "other bytes than were written; copy or write it again"))
+def is_sealed(holder: Path, certificate: Mapping[str, Any]) -> bool:
+    """Whether the file that holds a certificate, and so the certificate, is as it was written."""
+    return bool(sealed_sha256(holder, certificate["seal"]) == certificate["seal"])
+
+
+def byte_findings(path: Path, certificate: Mapping[str, Any], parts: Sequence[Path]) -> list[Finding]:
+    """Files beside the certificate that are not as they were written; `parts` are those of a split file."""
     files = certificate.get("files", {})
     if not path.is_dir():
-        return findings
-    there = _covered(path)
+        pairs = zip(parts[1:], files.values(), strict=True)
+        return [Finding("bytes", part.name, _CHANGED) for part, known in pairs if sha256_of(part) != known]
+    there, findings = _covered(path) if search_folder(path) is None else [*files], []
     for name in natural_order(files):
-        if name not in there:
+        if name not in there or not (path / name).is_file():
             findings.append(Finding("bytes", name, "missing: the folder had it when it was written; copy it again"))
         elif sha256_of(path / name) != files[name]:
-            findings.append(Finding("bytes", name, "other bytes than were written; copy or write the folder again"))
+            findings.append(Finding("bytes", name, _CHANGED))
     added = [name for name in there if name not in files and name != CARD]
     return findings + [Finding("bytes", name, "added: the certificate knows nothing of it") for name in added]
 
@@ -221,72 +304,3 @@ def source_findings(certificate: Mapping[str, Any], source: Path, files: Sequenc
     differing = [name for name in natural_order(wanted) if name not in held or sha256_of(held[name]) != wanted[name]]
     text = "is missing, or has other bytes than the one that was quantized; give the model that this was made of"
     return [Finding("source", str(source), f"{name} {text}") for name in differing]
-
-
-# ---- the model card --------------------------------------------------------------------------------------------------
-
-
-def is_card_of_ours(path: Path) -> bool:
-    """Whether a README.md may be replaced: there is none, or bitplan wrote it."""
-    try:
-        return not path.exists() or _BY_US in read_bytes(path, what="model card").decode(errors="replace")
-    except BitplanError:
-        return False
-
-
-def model_card(plan: Plan, certificate: Mapping[str, Any], source: Path, config: Mapping[str, Any]) -> str:
-    """README.md for a packed folder: Hugging Face's fields, sizes by format, and what was measured."""
-    name = config.get("_name_or_path")
-    base = name if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) else _repository(source)
-    fields = [f"base_model: {json.dumps(base)}", "base_model_relation: quantized", "library_name: transformers"]
-    fields += ["tags:", "- bitplan", "- quantized", *_fields_of(source / CARD)]
-    counts, sizes = Counter[str](), Counter[str]()
-    for entry in plan.entries.values():
-        fmt = entry.stored or entry.choice.format
-        counts[fmt], sizes[fmt] = counts[fmt] + 1, sizes[fmt] + entry.nbytes
-    total = max(1, sizes.total())
-    rows = [
-        f"| {fmt} | {counts[fmt]} | {nbytes / 1e6:,.2f} | {nbytes / total:.1%} |" for fmt, nbytes in sizes.most_common()
-    ]
-    check = f"`bitplan verify FOLDER` holds it against `{EVIDENCE_FILE}`: what it was made of, with what, and where."
-    lines = [
-        *("---", *fields, "---", "", _BY_US, "", f"# {source.resolve().name}, quantized by bitplan", ""),
-        *(f"{sizes.total() / 1e6:,.2f} MB of weights, by the plan in `bitplan_plan.json`.", ""),
-        *("| format | tensors | MB | share |", "|---|---|---|---|", *rows, "", *_measured(certificate["search"]), ""),
-        *("```python", "import bitplan.transformers", "from transformers import AutoModelForCausalLM", ""),
-        *("model = AutoModelForCausalLM.from_pretrained(FOLDER)", "```", "", check, ""),
-    ]
-    return "\n".join(lines)
-
-
-def _measured(search: Mapping[str, Any] | None) -> list[str]:
-    if search is None:
-        return ["Its distance from the model was not measured: `bitplan judge MODEL FOLDER --text FILE` does."]
-    facts, interval = search["measured"], search["measured"].get("kl_interval")
-    between = "" if not interval else f" ({interval[0]:.4g} to {interval[1]:.4g})"
-    return [
-        f"On {facts['tokens']} tokens that were held out: KL from the model {facts['kl']:.4g}{between} nats a token, "
-        f"perplexity {facts['perplexity']:.4g}, same top token {facts['top1_agreement']:.2%}."
-    ]
-
-
-def _repository(source: Path) -> str:
-    """A folder of Hugging Face's cache is called after its repository; any other by its own name."""
-    cached = next((part for part in reversed(source.resolve().parts) if part.startswith("models--")), None)
-    return source.resolve().name if cached is None else "/".join(cached.split("--")[1:])
-
-
-def _fields_of(card: Path) -> list[str]:
-    """The lines of a model's own card that hold for what was made of it, as they are there."""
-    if not card.is_file():
-        return []
-    lines = read_bytes(card, what="model card").decode(errors="replace").splitlines()
-    if not lines or lines[0].strip() != "---" or "---" not in lines[1:]:
-        return []
-    kept, is_wanted = [], False
-    for line in lines[1 : lines.index("---", 1)]:
-        if line[:1] not in (" ", "-", "#", ""):
-            is_wanted = line.partition(":")[0] in _CARD_FIELDS
-        if is_wanted and line.strip():
-            kept.append(line)
-    return kept

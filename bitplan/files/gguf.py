@@ -42,7 +42,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import atomic_file
-from bitplan.files.tensor_bytes import CERTIFICATE, MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums
+from bitplan.files.tensor_bytes import MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums, take_certificate
 from bitplan.formats.elements import torch_dtype
 from bitplan.plan.structure.model_view import TensorSpec
 
@@ -210,8 +210,7 @@ class GGUFFile(ContainerFile[GGUFTensor]):
         infos = [header.tensor_info() for _ in range(tensor_count)]
         self.tensors = self._place(infos, first=header.position + -header.position % self.alignment)
         self.checksums = self._read_checksums(start, header.position)
-        said = self.metadata.pop(CERTIFICATE, None)
-        self.certificate = None if said is None else str(said.value)
+        self.certificate = take_certificate(self.metadata)
 
     def _read_checksums(self, start: int, stop: int) -> dict[str, int]:
         """Those that the metadata have for this list of tensors, which lies at these bytes of the header."""
@@ -553,7 +552,7 @@ class SplitGGUF(GGUFFile):
         first = parts[0]
         self.path, self.version, self.alignment = first.path, first.version, first.alignment
         self.metadata = {key: value for key, value in first.metadata.items() if not key.startswith(_SPLIT)}
-        self.certificate = None  # parts are written without
+        self.certificate = first.certificate
         self._opened = parts
         self._part_of: dict[str, GGUFFile] = {}
         for part in parts:

@@ -1,24 +1,27 @@
 """Writes a GGUF model, in one file or in parts, as llama.cpp's gguf-split names and marks them.
 
-Parts get their names in reverse order, so that the first part, which engines open, appears when all others exist. Each
-says in `split.run` what was written into all of them, so that parts of two runs are not read as one model.
+Parts get their names in reverse order, so that the first part, which engines open, appears when all others exist: its
+certificate has their hashes. Each says in `split.run` what was written into all of them, so that parts of two runs are
+not read as one model.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gguf.constants import GGMLQuantizationType, GGUFValueType
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import check_output
+from bitplan.files.certificate import part_seals, sha256_of
 from bitplan.files.gguf import GGUFValue, write_gguf
-from bitplan.files.gguf_tensors import GGUFTensorWriter, gguf_type
+from bitplan.files.gguf_tensors import GGUF, GGUFTensorWriter, gguf_type
 from bitplan.files.tensor_bytes import PayloadWriter
 from bitplan.plan.structure.model_view import TensorSpec
 
@@ -78,11 +81,20 @@ def _grouped(tensors: Sequence[TensorSpec], part_bytes: int | None) -> list[list
 
 @contextmanager
 def write_parts(
-    output: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, GGUFValue], part_bytes: int | None
+    output: Path,
+    tensors: Sequence[TensorSpec],
+    metadata: Mapping[str, GGUFValue],
+    part_bytes: int | None,
+    certificate: Mapping[str, Any] | None = None,
 ) -> Iterator[PartWriter]:
-    """One file, or parts of at most `part_bytes` bytes of tensors; the first part has the metadata."""
+    """One file, or parts of at most `part_bytes` bytes of tensors; the first part has metadata and certificate."""
     groups = _grouped(tensors, part_bytes)
     paths = _paths(output, len(groups), part_bytes)
+    seals = {} if certificate is None else dict(zip(paths[1:], part_seals(len(paths)), strict=True))
+    if certificate is not None:
+        others = {"files": {path.name: seal for path, seal in seals.items()}} if seals else {}
+        text = json.dumps({**certificate, **others}, separators=(",", ":"))
+        metadata = {**metadata, **GGUF().certificate_entry(text)}
     writers: dict[str, GGUFTensorWriter] = {}
     files: list[PayloadWriter] = []
     run = f"{RUN}{secrets.token_hex(16)}"  # until the numbers are known
@@ -98,6 +110,8 @@ def write_parts(
                 }
             entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in group]
             payloads = opened.enter_context(write_gguf(path, entries, part_metadata, checksums=True))
+            if number == 0:
+                opened.push(lambda kind, *_: kind is None and _fill_hashes(files[0], seals))
             files.append(payloads)
             writers |= {item.name: GGUFTensorWriter(payloads) for item in group}
         yield PartWriter(paths, writers)
@@ -106,3 +120,10 @@ def write_parts(
             contents = hashlib.sha256(repr((sorted(metadata.items()), checksums)).encode()).hexdigest()
             for file in files:
                 file.fill(run.encode(), f"{RUN}{contents[:32]}".encode())
+
+
+def _fill_hashes(first: PayloadWriter, seals: Mapping[Path, str]) -> bool:
+    """Put the hashes of the other parts, which have their names by now, into the first part's certificate."""
+    for path, seal in seals.items():
+        first.fill(seal.encode(), sha256_of(path).encode())
+    return False

@@ -75,7 +75,7 @@ class GGUFTensors(TensorFile):
 
     @property
     def certificate(self) -> str | None:
-        return self.file.certificate if len(self.files) == 1 else None
+        return self.file.certificate
 
     def damaged_parts(self, name: str) -> list[str]:
         return ["data"] if self.file.is_damaged(self.spec(name).name) else []

@@ -6,7 +6,7 @@
 | model.safetensors, or model-N-of-M.safetensors and an index | bitplan's safetensors, of `SHARD_BYTES` at most |
 | bitplan_plan.json | the plan: the format of every tensor, and why |
 | bitplan_evidence.json | the certificate of what was quantized (`files.certificate`) |
-| README.md | the model card, unless somebody else wrote the one that is there |
+| README.md, bitplan_plan.svg | the model card and its picture, unless somebody else wrote the one that is there |
 | the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
 
 `quantization_config` is {"quant_method": "bitplan; ...", "version": 1, "plan": FILE, "plan_sha256": DIGEST,
@@ -37,7 +37,8 @@ from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.optional import WEIGHTS_FILE
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.base.text import counted, visible
-from bitplan.files.certificate import CARD, EVIDENCE_FILE, is_card_of_ours, write_certificate
+from bitplan.files.certificate import EVIDENCE_FILE, settled_certificate, write_certificate
+from bitplan.files.model_card import CARD, PICTURE, is_card_of_ours, write_card
 from bitplan.files.open_files import write_tensors
 from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
@@ -369,7 +370,13 @@ def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FolderContents:
-    """Everything in a folder except the numbers; without config and plan it is weights alone."""
+    """Everything in a folder except the numbers; without config and plan it is weights alone.
+
+    certificate  of what is written, without the hashes of its files
+    earlier      the certificate of the folder that the model was loaded from: kept where its weights are written again
+    source       the folder of the model that it was made of, whose card has fields that hold here, too
+    target       for whom it is: `bitplan`, or a target of `files.engines`
+    """
 
     shards: Sequence[Shard]
     config: Mapping[str, Any] | None = None
@@ -377,7 +384,9 @@ class FolderContents:
     beside: Mapping[str, Path] = field(default_factory=dict)
     inputs: Stamps = field(default_factory=dict)
     certificate: Mapping[str, Any] | None = None
-    card: str | None = None
+    earlier: Mapping[str, Any] | None = None
+    source: Path | None = None
+    target: str = "bitplan"
 
 
 def check_packed_output(
@@ -435,13 +444,15 @@ def write_packed_folder(
             contents.plan.save(folder / PLAN)
         if contents.config is not None:
             write_json(folder / CONFIG, contents.config)
-        if contents.card is not None and is_card_of_ours(Path(output, CARD)):
-            (folder / CARD).write_text(contents.card, encoding="utf-8")
+        certificate = settled_certificate(folder, contents.certificate, contents.earlier)
+        if certificate is not None and contents.config is not None and is_card_of_ours(Path(output, CARD)):
+            plan = contents.plan or Plan.from_document(certificate["plan"], where=str(output))
+            write_card(folder, plan, certificate, contents.source, contents.target)
         written = sorted(path.name for path in folder.iterdir())
         if force:
             _set_aside(Path(output), folder, keeps_tokenizer=keeps_tokenizer)
-        if contents.certificate is not None:
-            write_certificate(folder, contents.certificate)
+        if certificate is not None:
+            write_certificate(folder, certificate)
             written = sorted([*written, EVIDENCE_FILE])
         require_unchanged(contents.inputs)
     return [Path(output, name) for name in written]
@@ -481,7 +492,7 @@ def _has_tokenizer(folder: Path) -> bool:
 def _model_files(old: Path, new: Path, *, keeps_tokenizer: bool) -> set[str]:
     """Files of the model in a folder that has no place beside a new one: shards that its index names included."""
     names = {path.name for path in old.iterdir() if _WEIGHTS.fullmatch(path.name)}
-    names |= {CONFIG, GENERATION, PLAN, EVIDENCE_FILE, *([CARD] if is_card_of_ours(old / CARD) else [])}
+    names |= {CONFIG, GENERATION, PLAN, EVIDENCE_FILE, PICTURE, *([CARD] if is_card_of_ours(old / CARD) else [])}
     with suppress(FileFormatError, OSError):  # an index that cannot be read names none
         names |= {*read_index(old / INDEX).values()}
     return names if keeps_tokenizer and not _has_tokenizer(new) else names | TOKENIZER_FILES

@@ -54,8 +54,9 @@ from torch import Tensor
 from bitplan.base.documents import FLAG, LIST, MAX_RANK, NUMBER, OBJECT, SHAPE, SIZE, STRING, TEXT, Kind, Reader, show
 from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.base.records import atomic_file, check_input, read_json
-from bitplan.formats import DTYPE_NAMES, Encoded, Format, get_format
+from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import decode, encode
+from bitplan.formats.registry import DTYPE_NAMES
 
 # ---- which version of the original wrote a network -------------------------------------------------------------------
 

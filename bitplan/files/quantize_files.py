@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bitplan.base.errors import FormatError, StoreError
 from bitplan.base.old_names import keywords_in
 from bitplan.base.records import Closing, Stamps, require_unchanged, stamps_of
-from bitplan.files.certificate import certificate_of, model_card
+from bitplan.files.certificate import certificate_of
 from bitplan.files.headers import is_gguf, is_packed_by, plan_for_file, plan_of_stored
 from bitplan.files.input_statistics import EvidenceFile
 from bitplan.files.open_files import container_for, open_tensors, require_container
@@ -312,12 +312,11 @@ class Quantization(Closing):
                 self._file.files,
                 evidence=used,
                 scale_rule=scale_rule,
+                config=None if contents is None else contents.config,
                 holds_plan=contents is None or contents.plan is None,
             )
             if contents is not None:
-                has_card = contents.plan is not None and contents.config is not None
-                card = model_card(self.plan, certificate, source, contents.config or {}) if has_card else None
-                contents = replace(contents, inputs=stamps, certificate=certificate, card=card)
+                contents = replace(contents, inputs=stamps, certificate=certificate, source=self._file.folder)
                 write_packed_folder(self._output, contents, self._write_each, force=self._force)
             else:
                 self._write_file(stamps, json.dumps(certificate, separators=(",", ":")))

@@ -29,7 +29,7 @@ from bitplan.base.documents import Kind, Reader, is_text
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, atomic_file, check_input, parse_json, read_json
 from bitplan.base.text import visible
-from bitplan.files.tensor_bytes import CERTIFICATE, MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums
+from bitplan.files.tensor_bytes import MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums, take_certificate
 from bitplan.formats.elements import ITEM_BYTES, dtype_name
 from bitplan.plan.structure.model_view import TensorSpec
 
@@ -142,7 +142,7 @@ class SafetensorsFile(ContainerFile[TensorSpec]):
                 "it is cut short or has bytes that belong to no tensor"
             )
         self.tensors = {entry.name: entry for entry in entries}
-        self.certificate = self.metadata.pop(CERTIFICATE, None)
+        self.certificate = take_certificate(self.metadata)
         where = f"{self.path}: metadata {CHECKSUMS!r}"
         self.checksums = parse_checksums(self.metadata.pop(CHECKSUMS, ""), list(self.tensors), where)
 

@@ -17,7 +17,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
 from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.base.records import Closing, check_input, on_failure, require_unchanged, stamps_of
@@ -132,8 +132,19 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
 
 
 CERTIFICATE = "bitplan_evidence"  # metadata: a JSON document, with the file's own hash in it
+DOCUMENT = "bitplan-certificate"
 SEAL = "sha256-of-this-file".ljust(64, "=")  # where that hash comes; the file is hashed with this in its place
 _HASHED_AT_ONCE = 2**22
+
+
+def take_certificate(metadata: dict[str, Any]) -> str | None:
+    """Remove the certificate from a file's metadata and return it; under a damaged key it is known by what it says."""
+    for key, value in metadata.items():
+        text = getattr(value, "value", value)  # of GGUF, or a text
+        if key == CERTIFICATE or (isinstance(text, str) and text.startswith(f'{{"document":"{DOCUMENT}"')):
+            del metadata[key]
+            return str(text)
+    return None
 
 
 def sealed_sha256(path: str | Path, seal: str = SEAL) -> str | None:

@@ -19,7 +19,6 @@ from bitplan.base.lazy_names import lazy_names
 if TYPE_CHECKING:
     from bitplan.base.errors import FormatError as FormatError, NonFiniteError as NonFiniteError
     from bitplan.formats.dispatch import (
-        Picked as Picked,
         decode as decode,
         encode as encode,
         explain_decode as explain_decode,
@@ -28,13 +27,8 @@ if TYPE_CHECKING:
     from bitplan.formats.encoded import Encoded as Encoded
     from bitplan.formats.format import Format as Format
     from bitplan.formats.quantization_error import ErrorReport as ErrorReport, error_report as error_report
-    from bitplan.formats.reencode import requantize as requantize
-    from bitplan.formats.registry import (
-        DTYPE_NAMES as DTYPE_NAMES,
-        get_format as get_format,
-        list_formats as list_formats,
-    )
-    from bitplan.formats.repacking import repack as repack
+    from bitplan.formats.reencode import repack as repack, requantize as requantize
+    from bitplan.formats.registry import get_format as get_format, list_formats as list_formats
     from bitplan.formats.scale_checks import scale_health as scale_health
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

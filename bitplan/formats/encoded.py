@@ -1,12 +1,13 @@
-"""Encoded: a tensor held in a format, together with its own scales."""
+"""Encoded: a tensor held in a format, together with its own scales; and a module that holds one."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitplan.base.errors import FormatError
 from bitplan.formats.format import Format, PartShapes
@@ -96,6 +97,20 @@ class Encoded:
         )
         layout = fmt.part_shapes(shape)
         return cls(fmt, shape, **(_split_interleaved(raw, layout) if fmt.interleaved else _split_parts(raw, layout)))
+
+
+class EncodedModule(nn.Module, ABC):
+    """A module in the place of a Parameter, which it holds encoded; its name is the Parameter's."""
+
+    shape: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def encoded(self) -> Encoded: ...
+
+    @abstractmethod
+    def replace(self, encoded: Encoded) -> None:
+        """Replace the bytes by others of the same format and shape."""
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

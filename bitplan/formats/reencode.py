@@ -1,4 +1,4 @@
-"""Encodes changed weights again, with new scales only for the tiles that need one.
+"""Encodes changed weights again, with new scales only for the tiles that need one; repacks codes as they are.
 
 Someone who fine-tunes over a packed base encodes the same weight after every step. Most blocks have hardly moved: a new
 scale for each would change every byte of the file for nothing. So a block (tile) keeps its scale while it fits:
@@ -17,6 +17,8 @@ scale. Rules that clip on purpose (absmean, percentile, mse) clip as they would 
 Scales that are multiples of a `base` (nvfp4, fp4_u8_g128) can only be rebased within base x 448 or base x 255. When the
 largest scale no longer fits, or a tile's scale would underflow although the base could be half as large, the base
 itself is rebased, and with it every tile. Unsigned formats have one scale and one zero point, kept or rebased together.
+
+`repack` moves the same codes into another byte layout, without rounding a value.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ from bitplan.formats.codec import (
 from bitplan.formats.elements import BinaryElement
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
+from bitplan.formats.registry import get_format
 from bitplan.formats.scale_choice import choose_affine, choose_scales
-from bitplan.formats.scale_rules import BasedScales, ScaleRule
+from bitplan.formats.scale_rules import E8M0_NAN, BasedScales, ScaleRule
 
 SHRINK = 2.0  # a scale this many times the fresh one still fits
 BINARY_REACH = 2.0  # binary never clips, so both directions get the same room
@@ -192,3 +195,43 @@ def _requantize_affine(encoded: Encoded, matrix: Tensor, step: Tensor, zero: Ten
 def _bits(stored: Tensor) -> Tensor:
     """Stored scales as integers: a NaN equals itself, and 8-bit floats can be compared."""
     return stored.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[stored.itemsize])
+
+
+# Pairs of formats that hold the same numbers in different bytes.
+_TWINS = ({"q4_0_poly", "q4_0_gguf"}, {"mxfp4", "mxfp4_gguf"})
+
+
+def repack(encoded: Encoded, fmt: Format | str, *, round_scales: bool = False) -> Encoded:
+    """Move codes and scales to a twin layout: q4_0_poly <-> q4_0_gguf, mxfp4 <-> mxfp4_gguf.
+
+    The codes never change. GGUF's scales are float16: a float32 scale that does not fit is an error,
+    unless `round_scales` accepts the nearest one.
+    """
+    target = get_format(fmt)
+    if {encoded.fmt.name, target.name} not in _TWINS:
+        pairs = ", ".join(" <-> ".join(sorted(pair)) for pair in _TWINS)
+        raise FormatError(
+            f"{encoded.fmt.name} does not repack to {target.name} without rounding (only {pairs}); "
+            "decode and encode instead"
+        )
+    assert encoded.scales is not None
+    assert target.scales is not None
+    assert target.packing is not None
+    scales = encoded.scales.to(target.scales.dtype)
+    if scales.dtype.is_floating_point:
+        _check_rounding(encoded, scales, round_scales)
+    elif bool((scales == E8M0_NAN).any()):
+        raise FormatError(f"a scale byte 255 of {encoded.fmt.name} is NaN to mxfp4 and 2^128 to mxfp4_gguf")
+    data = target.packing.pack(encoded.codes())
+    return Encoded(target, encoded.shape, data.reshape(target.part_shapes(encoded.shape)["data"][1]), scales)
+
+
+def _check_rounding(encoded: Encoded, scales: Tensor, round_scales: bool) -> None:
+    assert encoded.scales is not None
+    changed = int((scales.to(encoded.scales.dtype) != encoded.scales).sum())
+    if changed and not (round_scales and bool(torch.isfinite(scales).all())):
+        raise FormatError(
+            f"{changed} of {scales.numel()} scales of {encoded.fmt.name} do not fit {scales.dtype} exactly; "
+            "pass round_scales=True to round those in range (each value then moves by at most 2^-11 of itself, "
+            "or 2^-22 where the scale is below 2^-14)"
+        )

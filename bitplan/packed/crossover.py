@@ -44,21 +44,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bitplan.base.cache_folder import cache_dir
 from bitplan.base.documents import LIST, NAME, OBJECT, SIZE, Kind, Reader, is_number, load_document, one_of
 from bitplan.base.errors import FileFormatError
 from bitplan.base.fingerprints import describe_gpu
+from bitplan.base.folders import cache_dir
 from bitplan.base.paired_timing import CudaStopwatch
 from bitplan.base.records import write_json
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
-from bitplan.packed.products.fused import FusedMatmul, Launch
+
+if TYPE_CHECKING:
+    from bitplan.packed.products.fused import FusedMatmul, Launch
 
 log = logging.getLogger("bitplan")
 
@@ -75,7 +77,7 @@ NUMBER_OF_RESULT = 2.0**-6
 NUMBER_OF_ROW = 2.0**-5
 
 Call = Callable[[], Tensor]
-Run = Callable[[Launch | None], Tensor]  # the fused product with a launch
+Run = Callable[["Launch | None"], Tensor]  # the fused product with a launch
 Timer = Callable[[Call, int], Sequence[float]]  # a call and a number of samples -> milliseconds
 
 

@@ -143,13 +143,6 @@ def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple
     return (shape[0], shape[2], shape[1]) if are_columns(module, local) else shape
 
 
-def shape_in_file(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a packed parameter has in a file, whether or not there is a packed layer for it."""
-    experts = experts_of(module)
-    is_turned = experts is not None and local in experts.weights and experts.is_columns
-    return (shape[0], shape[2], shape[1]) if is_turned else shape
-
-
 def with_output_rows(place: ParameterPlace) -> Tensor:
     """The numbers of a parameter as they are packed."""
     numbers: Tensor = place.parameter

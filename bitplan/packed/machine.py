@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitplan.base.cache_folder import cache_dir
+from bitplan.base.folders import cache_dir
 from bitplan.base.hardware import hardware
 from bitplan.base.version import __version__
 

@@ -22,19 +22,15 @@ if TYPE_CHECKING:
         PlanError as PlanError,
         PlanFileError as PlanFileError,
     )
-    from bitplan.plan.manifest import Aliases as Aliases
     from bitplan.plan.check_manifest import (
         Finding as Finding,
         check_headers as check_headers,
         require_clean as require_clean,
     )
     from bitplan.plan.format_choices import choose_formats as choose_formats
-    from bitplan.plan.manifest import manifest_schema as manifest_schema
     from bitplan.plan.manifest import (
         Manifest as Manifest,
-        Rule as Rule,
-        SHIPPED as SHIPPED,
-        Tag as Tag,
+        manifest_schema as manifest_schema,
         expand_raw_map as expand_raw_map,
         open_manifest as open_manifest,
         shipped_manifest as shipped_manifest,
@@ -42,10 +38,7 @@ if TYPE_CHECKING:
     from bitplan.plan.plan import (
         Choice as Choice,
         Plan as Plan,
-        PlanDiff as PlanDiff,
         Planned as Planned,
-        SizeRow as SizeRow,
-        TableRow as TableRow,
         combine as combine,
     )
     from bitplan.plan.from_records import read_plan as read_plan

@@ -51,10 +51,14 @@ PADDINGS = ("none", "zero")
 Part = Literal["data", "scales"]
 # What has a format: weights at rest (and with them inputs of their products), K and V, products of layers, what
 # crosses the bus, states of optimizers, gradients. Some have formats that no tensor is stored in: FP8's recipes, codes
-# of gradients.
+# of gradients, small states.
 PartKind = Literal["weight", "kv", "product", "wire", "state", "gradient"]
 PART_KINDS: tuple[PartKind, ...] = get_args(PartKind)
-_OWN_FORMATS = {"product": re.compile(r"fp8:[a-z][a-z0-9_]{0,39}"), "gradient": re.compile(r"i8|i16")}
+_OWN_FORMATS = {
+    "product": re.compile(r"fp8:[a-z][a-z0-9_]{0,39}"),
+    "gradient": re.compile(r"i8|i16"),
+    "state": re.compile(r"int8_root_b256|int16_remainder"),  # bitplan/streaming/training/small_moments.py
+}
 # What decided, for code to read; people read the reason:
 #   forced   a force list                      default  what bitplan does with a tensor of this role and shape
 #   rule     a manifest, a mapping, a pattern  kept     somebody asked that it stay as it is

@@ -20,10 +20,9 @@ from bitplan.report.markup import Markup, tag
 from bitplan.report.read_records import Record, read_records
 from bitplan.report.section import Section
 from bitplan.report.section_of_machine import machine_section
-from bitplan.report.section_of_plan import findings_section, plan_section
+from bitplan.report.section_of_plan import RECORDS, findings_section, plan_section, run_section
 from bitplan.report.section_of_precision import precision_section
 from bitplan.report.section_of_quality import errors_section, quality_section
-from bitplan.report.section_of_run import RECORDS, run_section
 from bitplan.report.section_of_search import progress_section, search_section
 from bitplan.report.section_of_speed import benchmark_section, speed_section
 from bitplan.report.section_of_streaming import stream_section, training_section
@@ -41,7 +40,7 @@ SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section | No
     (("stream",), stream_section),
     (("fp8_policy", "fp8_report", "crossover"), speed_section),
     (("drift", "calibration"), errors_section),
-    (("trees", "demo", "benchmark"), benchmark_section),
+    (("demo", "benchmark"), benchmark_section),
 )
 
 

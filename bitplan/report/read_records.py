@@ -111,11 +111,6 @@ def _has(*keys: str) -> Callable[[dict[str, Any]], bool]:
     return lambda document: all(key in document for key in keys)
 
 
-def _are_trees(document: dict[str, Any]) -> bool:
-    runs = document["runs"]
-    return isinstance(runs, list) and bool(runs) and isinstance(runs[0], dict) and "contender" in runs[0]
-
-
 KINDS = (
     RecordKind("plan", "plan", _has("tensors"), document="bitplan-plan", versions=(1,)),
     RecordKind("search", "search", _has("front", "plan", "measured"), document="bitplan-front", versions=(1,)),
@@ -162,9 +157,6 @@ KINDS = (
     RecordKind("quality", "perplexity", _has("reference_row", "rows")),
     RecordKind(
         "quality", "perplexity benchmark", lambda found: found.get("benchmark") == "quality" and "rows" in found
-    ),
-    RecordKind(
-        "trees", "trees benchmark", lambda found: _has("machine", "versions", "runs")(found) and _are_trees(found)
     ),
     RecordKind("demo", "demo figures", _has("train_seconds", "formats")),
     RecordKind("benchmark", "benchmark", _has("benchmark", "machine", "versions")),

@@ -1,4 +1,9 @@
-"""Sections of decisions (each tensor's format and reason, and the bytes) and of findings (what checks reported)."""
+"""Sections of decisions (each tensor's format and reason, and the bytes), of findings (what checks reported), and of a
+whole run: which part has which format, for weights, products, what crosses the bus and gradients alike.
+
+The section of a run is drawn where the records decide more than one kind of part. Weights are listed under decisions,
+and only counted there.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bitplan.plan.from_records import plan_of_document, plan_of_log
+from bitplan.plan.plan import Plan
 from bitplan.report.chart import bars, card, format_colours
 from bitplan.report.markup import TIMES, Markup, count, escape, join, nbytes, percent, plural, shape, significant, tag
 from bitplan.report.read_records import Record, RecordFields
-from bitplan.report.section import Cell, Column, Fact, Section, cards, one_by_one, source, table, told
+from bitplan.report.section import Cell, Column, Fact, Section, cards, column_table, one_by_one, source, table, told
 
 COLUMNS = (Column("Code", choose=True), Column("Where", mono=True), Column("Finding", wide=True))
 
@@ -198,3 +205,54 @@ def _table(decided: Sequence[Decided], classes: dict[str, str]) -> Markup:
         ]
         rows.append(row)
     return table(f"the {count(len(decided))} tensors of the plan", columns, rows)
+
+
+WORDS = {"weight": "weights", "wire": "what crosses the bus", "product": "products", "gradient": "gradients"}
+# The kinds of record that decide formats, and of which kind of part.
+RECORDS = {
+    "plan": "weight",
+    "fp8_policy": "product",
+    "precision": "wire",
+    "selective": "wire",
+    "trees_model": "gradient",
+}
+
+
+def run_section(records: Sequence[Record]) -> Section | None:
+    """None where the records decide one kind of part, or none."""
+    if len({RECORDS[record.kind] for record in records}) < 2:
+        return None
+    weights = [item for record in records if record.kind == "plan" for item in read_plan(record)]
+    others = [
+        (record, name, entry)
+        for record in records
+        if record.kind != "plan"
+        for name, entry in _plan(record).entries.items()
+    ]
+    counts = Counter(("weight", item.format) for item in weights)
+    counts += Counter((entry.kind, entry.choice.format) for _, _, entry in others)
+    kinds = [WORDS[kind] for kind, _ in counts]
+    counted = column_table(
+        "parts by kind and format",
+        (Column("Part", choose=True), kinds),
+        (Column("Format", choose=True), [name for _, name in counts]),
+        (Column("How many", numeric=True), [Cell(count(number), float(number)) for number in counts.values()]),
+    )
+    listed = column_table(
+        "every part that is no weight",
+        (Column("Part", choose=True), [WORDS[entry.kind] for _, _, entry in others]),
+        (Column("Name", mono=True), [name for _, name, _ in others]),
+        (Column("Format", choose=True), [entry.choice.format for _, _, entry in others]),
+        (Column("Why", wide=True), [entry.choice.reason for _, _, entry in others]),
+        (Column("Record", choose=True), [record.name for record, _, _ in others]),
+    )
+    names = list(dict.fromkeys(kinds))
+    line = f"One run, {plural(counts.total(), 'part')}: {', '.join(names[:-1])} and {names[-1]} have formats."
+    more = tag("p", "Each part's format by its own record; weights are listed under Decisions.", class_="from")
+    return Section("run", "All parts", join([more, counted, listed]), (line,))
+
+
+def _plan(record: Record) -> Plan:
+    if record.kind == "precision":
+        return plan_of_log(list(enumerate(record.content, 1))[-1:], where=record.name)
+    return plan_of_document(record.content, where=record.name)

@@ -79,7 +79,7 @@ def _last_run(record: Record) -> tuple[RecordFields, list[RecordFields]]:
 
 
 def _share(step: RecordFields) -> float:
-    return min(1.0, step.number("done") / max(1.0, step.number("of")))
+    return min(1.0, float(step.number("done")) / max(1.0, float(step.number("of"))))
 
 
 def _now(start: RecordFields, steps: Sequence[RecordFields]) -> str:

@@ -3,7 +3,7 @@
 A policy holds speedups with intervals and the bands that follow; they are drawn as they are. Benchmarks and crossover
 files hold raw times: every sample is drawn, the line goes through the medians, and nothing is decided here.
 
-Results of benchmarks: known ones as charts, others as tables of their rows.
+Results of benchmarks are tables of their rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from bitplan.base.text import visible
 from bitplan.report.chart import (
     Frame,
     Point,
-    bars,
     box,
     card,
     colour,
@@ -36,7 +35,6 @@ from bitplan.report.markup import (
     count,
     join,
     milliseconds,
-    nbytes,
     percent,
     plural,
     shape,
@@ -66,120 +64,14 @@ MAX_COLUMNS = 14
 
 
 def benchmark_section(records: Sequence[Record]) -> Section:
-    draw = {"trees": _trees, "demo": _demo, "benchmark": _benchmark_of_section_of_benchmarks}
     bodies, names = [], []
     for record in records:
         document = record.fields()
-        name = document.text("benchmark", record.kind)
-        bodies.append(
-            join([heading(f"{name}: {record.name}"), source(record, _commit(document)), draw[record.kind](document)])
-        )
+        name, commit = document.text("benchmark", record.kind), document.text("commit", "")
+        title, origin = heading(f"{name}: {record.name}"), source(record, f"Commit {commit}." if commit else "")
+        bodies.append(join([title, origin, _rows(document)]))
         names.append(name)
     return Section("benchmarks", "Benchmarks", join(bodies), (f"Results of benchmarks: {', '.join(names)}.",))
-
-
-def _commit(document: RecordFields) -> str:
-    found = document.text("commit", "")
-    return f"Commit {found}." if found else ""
-
-
-def _benchmark_of_section_of_benchmarks(document: RecordFields) -> Markup:
-    known = {"formats": _formats, "fused_matmul": _fused, "demo": _demo}
-    return known.get(document.text("benchmark"), _rows)(document)
-
-
-# ---- trees -----------------------------------------------------------------------------------------------------------
-
-
-def _trees(document: RecordFields) -> Markup:
-    runs = sorted(document.each("runs"), key=lambda run: (run.whole("rows"), _fit_seconds(run)))
-    drawn = []
-    for rows in dict.fromkeys(run.whole("rows") for run in runs):
-        same = [run for run in runs if run.whole("rows") == rows]
-        shown = [(run.text("contender"), _fit_seconds(run), _trees_text(run), _contender(run)) for run in same]
-        title = f"Training time, {count(rows)} rows"
-        alone = all(_contender(run) == "k0" for run in same)
-        names = legend([] if alone else [("k0", "bitplan"), ("plain", "others")])
-        drawn.append(card(title, bars(shown, title), legend=names, note="Shorter is faster; AUC on rows held out."))
-    return join([cards(drawn), fold("All runs", _list_table("runs", [run.value for run in runs]))])
-
-
-def _trees_text(run: RecordFields) -> str:
-    auc = f"  ·  AUC {run.number('auc'):.4f}" if "auc" in run else ""
-    return f"{significant(_fit_seconds(run))} s{auc}"
-
-
-def _fit_seconds(run: RecordFields) -> float:
-    return float(run.number("seconds" if "seconds" in run else "train_s"))
-
-
-def _contender(run: RecordFields) -> str:
-    return "k0" if run.text("contender").startswith("bitplan") else "plain"
-
-
-# ---- formats, fused products, demo -----------------------------------------------------------------------------------
-
-
-def _formats(document: RecordFields) -> Markup:
-    rows = list(document.each("rows"))
-    top = document.number("copy_gb_per_s", None)
-    drawn = []
-    for way in dict.fromkeys(row.text("way") for row in rows):
-        sorted_rows = sorted((row for row in rows if row.text("way") == way), key=lambda row: -row.number("gb_per_s"))
-        shown = [
-            (
-                f"{row.text('format')}, {row.text('dtype', '')}",
-                row.number("gb_per_s"),
-                _rate_text(row),
-                "k0" if way == "encode" else "k2",
-            )
-            for row in sorted_rows
-        ]
-        note = f"The same memory copied: {significant(top)} GB/s." if top else ""
-        drawn.append(card(f"{way.capitalize()}, GB/s", bars(shown, f"{way} speed of each format"), note=note))
-    return join([cards(drawn), fold("All figures", _list_table("formats", [row.value for row in rows]))])
-
-
-def _rate_text(row: RecordFields) -> str:
-    share = row.number("share_of_copy", None)
-    return f"{significant(row.number('gb_per_s'))} GB/s" + (f"  ·  {percent(share)} of a copy" if share else "")
-
-
-def _fused(document: RecordFields) -> Markup:
-    drawn = []
-    for row in document.each("batch1", []):
-        row.number("times_bf16")
-    rows = list(document.each("batch1", []))
-    for sizes in dict.fromkeys(tuple(row.numbers("shape")) for row in rows):
-        same = [row for row in rows if tuple(row.numbers("shape")) == sizes]
-        shown = [
-            (
-                row.text("format"),
-                row.number("times_bf16"),
-                f"{significant(row.number('times_bf16'))}{TIMES} bfloat16",
-                colour(0),
-            )
-            for row in sorted(same, key=lambda row: -row.number("times_bf16"))
-        ]
-        title = f"One row of input, {shape(sizes)}"
-        drawn.append(card(title, bars(shown, title), note="Times as fast as the product in bfloat16."))
-    return join([cards(drawn), _rows(document)])
-
-
-def _demo(document: RecordFields) -> Markup:
-    rows = list(document.each("formats"))
-    sizes = [(row.text("format"), float(row.whole("bytes")), nbytes(row.whole("bytes")), "k0") for row in rows]
-    hard = [
-        (row.text("format"), row.number("perplexity"), significant(row.number("perplexity"), 4), "k1") for row in rows
-    ]
-    drawn = [
-        card("Bytes of the file", bars(sizes, "Bytes of each format")),
-        card("Perplexity on held-out text", bars(hard, "Perplexity of each format"), note="Lower is better."),
-    ]
-    return join([cards(drawn), fold("All figures", _list_table("formats", [row.value for row in rows]))])
-
-
-# ---- anything else ---------------------------------------------------------------------------------------------------
 
 
 def _rows(document: RecordFields) -> Markup:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         SearchError as SearchError,
     )
     from bitplan.searching.evidence import SearchEvidence as SearchEvidence
-    from bitplan.searching.explain import explain_plan as explain_plan
     from bitplan.searching.goal import Goal as Goal
     from bitplan.searching.run import (
         Searcher as Searcher,

@@ -18,8 +18,10 @@ from bitplan.base.hardware import hardware
 from bitplan.base.logs import JsonLog
 from bitplan.base.old_names import keywords_in
 from bitplan.base.records import write_json
+from bitplan.files.certificate import certify_search
 from bitplan.files.engines.gguf_source import is_folder_like
 from bitplan.files.headers import is_gguf
+from bitplan.files.open_files import open_tensors
 from bitplan.formats import get_format
 from bitplan.packed.language.perplexity import Quality
 from bitplan.plan.plan import Plan
@@ -383,7 +385,16 @@ class Searcher:
                 result.seconds = self.clock.to_dict()
                 if self.folder is not None:
                     result.save(self.folder)
+                    self._certify(self.folder)
             return result
+
+    def _certify(self, folder: Path) -> None:
+        """Write the certificate of the folder, with the hashes of the model's files where it has some."""
+        files: list[Path] = []
+        if self.subject.path is not None:
+            with open_tensors(self.subject.path) as file:
+                files = file.files
+        certify_search(folder, self.subject.path or Path(self.subject.where), files)
 
     @contextmanager
     def _logged(self, goal: Goal) -> Iterator[None]:

@@ -22,15 +22,8 @@ if TYPE_CHECKING:
     from bitplan.streaming.options import StreamOptions as StreamOptions
     from bitplan.streaming.selective.calibration import CalibrationError as CalibrationError
     from bitplan.streaming.selective.config import SelectiveError as SelectiveError
-    from bitplan.streaming.selective.decide import (
-        compute_hints as compute_hints,
-        describe_changes as describe_changes,
-    )
-    from bitplan.streaming.selective.gradient_statistics import (
-        GradStatsCollector as GradStatsCollector,
-        GradStatsError as GradStatsError,
-        collect_grad_stats as collect_grad_stats,
-    )
+    from bitplan.streaming.selective.decide import compute_hints as compute_hints
+    from bitplan.streaming.selective.gradient_statistics import GradStatsError as GradStatsError
     from bitplan.streaming.selective.state import (
         PolicyState as PolicyState,
         layout_of as layout_of,
@@ -48,6 +41,7 @@ if TYPE_CHECKING:
         trainer_callback as trainer_callback,
     )
     from bitplan.streaming.training.adamw_settings import AdamWSettings as AdamWSettings
+    from bitplan.streaming.training.optimizers import HostOptimizer as HostOptimizer, Lion as Lion
     from bitplan.streaming.transfer.devices import (
         CudaDevice as CudaDevice,
         SimulatedDevice as SimulatedDevice,
@@ -61,6 +55,6 @@ if TYPE_CHECKING:
     )
     from bitplan.streaming.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
     from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy as SelectivePrecisionPolicy
-    from bitplan.streaming.selective.run_calibration import run_calibration as run_calibration
+    from bitplan.streaming.selective.calibration import run_calibration as run_calibration
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -18,24 +18,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from bitplan.formats import Format, get_format
 from bitplan.plan.format_choices import Wanted, choose_formats
-from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.plan.names import ShellPatterns
+from bitplan.plan.plan import Cause, Choice, Plan, Planned
 from bitplan.plan.structure.model_view import TensorSpec
 from bitplan.streaming.block_layout import ParameterSpec
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import Train
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.optimizers import Settings
+from bitplan.streaming.training.trained_weight import MomentFormat
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S
 from bitplan.streaming.transfer.host_memory import HostKind
 from bitplan.streaming.transfer.schedule import Slots, check_slots
 
 Formats = Wanted | None
-Moments = Literal["float32", "int8"]
+Moments = MomentFormat | Mapping[str, MomentFormat]
+# Names in a plan of what is no format of stored tensors; `training.small_moments` defines both.
+STATE_FORMATS = {"float32": "float32", "int8": "int8_root_b256"}
+SPLIT_MASTER = "int16_remainder"
+SMALLEST_IN_8_BITS = 4096  # numbers: smaller weights save nothing, and norms and biases mix kinds of numbers in a block
 # Block name -> (parameter's name within the block -> its shape and type).
 BlockSpecs = Mapping[str, Mapping[str, ParameterSpec]]
 BlockFormats = dict[str, dict[str, Format]]
@@ -72,6 +78,33 @@ def own_format(spec: ParameterSpec, name: str) -> Format:
     return get_format(text)
 
 
+def plan_states(moments: Moments, weights: Mapping[str, ParameterSpec]) -> Plan:
+    """How the moments and the master of every trained weight are kept, as `WEIGHT.moments` and `WEIGHT.master`."""
+    by_name = moments if isinstance(moments, Mapping) else {}
+    patterns = ShellPatterns(by_name)
+    patterns.check(weights, "moments", "trained weight", StreamError)
+    entries: dict[str, Planned] = {}
+    for name, spec in weights.items():
+        pattern = next(iter(patterns.matching(name)), None)
+        cause: Cause
+        if isinstance(moments, str):
+            chosen, reason, cause = moments, f"{moments} for all weights", "rule" if moments == "int8" else "default"
+            if moments == "int8" and math.prod(spec.shape) < SMALLEST_IN_8_BITS:
+                chosen, reason, cause = "float32", f"fewer than {SMALLEST_IN_8_BITS} numbers", "default"
+        elif pattern is not None:
+            chosen, reason, cause = by_name[pattern], f"{pattern!r} in the mapping", "rule"
+        else:
+            chosen, reason, cause = "float32", "not in the mapping", "default"
+        is_split = chosen == "int8" and spec.dtype == torch.bfloat16
+        of_master = "with the BF16 weight it is the FP32 master" if is_split else "as AdamW steps it"
+        choices = {
+            "moments": Choice(STATE_FORMATS[chosen], reason, cause=cause),
+            "master": Choice(SPLIT_MASTER if is_split else "float32", of_master, cause="default"),
+        }
+        entries |= {f"{name}.{part}": Planned(choice, kind="state") for part, choice in choices.items()}
+    return Plan(entries)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
     """What few streams need to say, for `stream_blocks(options=)`.
@@ -82,10 +115,12 @@ class StreamOptions:
     check_finite  look for NaN and infinity in the outputs of blocks, without waiting for the device
     compile       run blocks through torch.compile, once for all blocks of one kind; a mapping has its arguments
     timeout_s     how long any wait, for a transfer or for another process, may take before it is an error
-    shard_optimizer   with train="weights" in several processes (torchrun): each keeps the moments of its part of every
-                  weight, and steps that part; see `training.processes`
-    moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8;
-                  see `training.small_moments`
+    shard_optimizer   with train="weights" in several processes (torchrun): each keeps the master and the states of its
+                  part of every weight, and steps that part; see `training.processes`
+    moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8,
+                  with the FP32 master of a BF16 weight in 2 bytes beside it instead of 4 (`training.small_moments`);
+                  weights of fewer than 4,096 numbers keep float32. Or a mapping from patterns of names, first match
+                  wins: {"*.mlp.*": "int8"}; what it does not name keeps float32
     """
 
     slot_bytes: int | None = None
@@ -106,7 +141,7 @@ class StreamRequest(StreamOptions):
     slots: Slots
     host: HostKind
     train: Train
-    optimizer: AdamWSettings | None
+    optimizer: Settings | None
     clip_grad_norm: float | None
     telemetry: str | Path | None
     offload_activations: bool
@@ -133,8 +168,10 @@ class StreamRequest(StreamOptions):
             raise StreamError(
                 f"compile={self.compile!r}: expected True, False or a mapping of torch.compile's arguments"
             )
-        if not isinstance(self.optimizer, AdamWSettings | None):
-            raise StreamError(f"optimizer: expected AdamWSettings, got {type(self.optimizer).__name__}")
+        if not isinstance(self.optimizer, Settings | None):
+            raise StreamError(
+                f"optimizer: expected AdamWSettings or HostOptimizer, got {type(self.optimizer).__name__}"
+            )
         if self.clip_grad_norm is not None:
             if train != "weights":
                 raise StreamError(
@@ -150,10 +187,16 @@ class StreamRequest(StreamOptions):
             raise StreamError(
                 "train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'"
             )
-        if self.moments not in get_args(Moments):
-            raise StreamError(f"moments={self.moments!r}: there are {', '.join(map(repr, get_args(Moments)))}")
+        self._check_moments()
         if self.shard_optimizer and train != "weights":
             raise StreamError(f"shard_optimizer=True divides AdamW of streamed weights, but train={train!r}")
+
+    def _check_moments(self) -> None:
+        chosen = self.moments.values() if isinstance(self.moments, Mapping) else (self.moments,)
+        for one in chosen:
+            if one not in get_args(MomentFormat):
+                known = ", ".join(map(repr, get_args(MomentFormat)))
+                raise StreamError(f"moments={one!r}: there are {known}")
 
 
 def check_norm(what: str, max_norm: float) -> None:

@@ -318,10 +318,11 @@ class BlockUpkeep:
                 continue
             parameter = block.parameters[name].parameter
             if self._training is not None and self._trains(block, name):
-                if piece.fmt.is_cast:
-                    piece.parts["data"].view(buffer).copy_(self._training.master(block.name, name))
-                else:
-                    piece.write(buffer, self._training.encoded(block.name, name, piece.fmt))
+                source = self._training.weight(block.name, name).source(is_own_type=piece.is_own_type)
+                if not piece.fmt.is_cast:
+                    piece.write(buffer, encode(source, piece.fmt, name=f"{block.name}.{name}"))
+                elif (target := piece.parts["data"].view(buffer)).data_ptr() != source.data_ptr():
+                    target.copy_(source)
             elif piece.is_own_type:
                 piece.parts["data"].view(buffer).copy_(parameter.detach())
             else:
@@ -396,7 +397,7 @@ class BlockUpkeep:
             self._check(f"{block.name}.{name}", block, one, held := _held(f"{block.name}.{name}", one))
             one.parameter = held
             if into_masters and self._training is not None and self._trains(block, name):
-                self._training.take(block.name, name, held)
+                self._training.weight(block.name, name).read_parameter()
         self._note(block)
 
     def _note(self, block: StreamedBlock) -> None:
@@ -438,7 +439,7 @@ class BlockUpkeep:
         """Wait for updates, and make the model's Parameters the weights as they were trained."""
         if self._training is not None:
             self._refuse_racing(self._blocks)
-            self._training.settle(self._by_name)
+            self._training.settle()
 
     def hook_state_dicts(self) -> list[RemovableHandle]:
         """With train="weights": the model's state_dict holds trained weights, and load_state_dict waits for updates.
@@ -470,7 +471,7 @@ class BlockUpkeep:
     def _before_loading(self, block: StreamedBlock, *_: Any) -> None:
         block.put_back()
         if self._training is not None:
-            self._training.settle(self._by_name)
+            self._training.settle()
 
     def refuse_changes_within(self, step: int) -> None:
         """Refuse weights that changed within a step: its gradients are those of the weights it began with."""
@@ -495,7 +496,7 @@ class BlockUpkeep:
         for block, tensors in changed.items():
             if tensors:
                 self._read(self._by_name[block], into_masters=False)
-        training.settle(self._by_name)
+        training.settle()
         raise StreamError(
             f"{listed(names)} changed after end_step and before synchronize(), while the update of the step was under "
             "way: which of the two is in it is not certain; call synchronize() before you change weights. Load the "

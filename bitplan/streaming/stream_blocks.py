@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from bitplan.base.errors import FormatError
 from bitplan.base.old_names import keywords_in
 from bitplan.base.records import on_failure
+from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.streaming.errors import StreamError, StreamStateError
 from bitplan.streaming.find_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
 from bitplan.streaming.options import (
@@ -43,8 +44,8 @@ from bitplan.streaming.options import (
 from bitplan.streaming.reencode_blocks import BlockUpkeep, lay_out_all, refuse_unmerging
 from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_weights_by_place
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
-from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
+from bitplan.streaming.training.optimizers import Settings
 from bitplan.streaming.training.processes import Processes, hide_from_ddp, refuse_subgroups, several_processes
 from bitplan.streaming.training.training_state import load_training, read_training, training_document, write_training
 from bitplan.streaming.transfer.activation_offload import ActivationOffload, Compute
@@ -199,7 +200,7 @@ def stream_blocks(
     slots: Slots = "auto",
     host: HostKind = "pinned",
     train: Train = "adapters",
-    optimizer: AdamWSettings | None = None,
+    optimizer: Settings | None = None,
     clip_grad_norm: float | None = None,
     telemetry: str | Path | None = None,
     offload_activations: bool = False,
@@ -213,7 +214,8 @@ def stream_blocks(
     slots         ring slots on the device; "auto" fills the memory that steps leave, with resident blocks first
     host          "pinned", "pageable", or "file" (in `StreamOptions.host_folder`, or a temporary folder)
     train         "adapters": parameters of blocks that require gradients stay on the device, for your optimizer;
-                  "weights": they are streamed, and trained on the host by AdamW (`optimizer`);
+                  "weights": they are streamed, and trained on the host by `optimizer`: AdamWSettings, or
+                  HostOptimizer for another one of torch's;
                   "nothing": all is streamed, without gradients
     clip_grad_norm    with train="weights": the largest norm of all streamed gradients, as in
                   torch.nn.utils.clip_grad_norm_; `clip_gradients` includes parameters outside of blocks
@@ -450,10 +452,29 @@ class BlockStream:
         """The format of every streamed parameter, by full name."""
         return _by_full_name(self._upkeep.formats)
 
+    @property
+    def plan(self) -> Plan:
+        """What crosses the bus in which format, by full name, and with train="weights" how masters, moments and
+        gradients (`NAME.master`, `NAME.moments`, `NAME.gradient`) are kept on the host.
+        """
+        specs = {f"{block.name}.{name}": spec for block in self.blocks for name, spec in block.specs.items()}
+        entries = {
+            name: Planned(Choice(fmt, "as it crosses the bus"), specs[name].shape, kind="wire")
+            for name, fmt in self.formats.items()
+        }
+        if self.training is not None:
+            entries |= self.training.plan.entries
+            for name in self.training.trained():
+                own = Choice(
+                    str(specs[name].dtype).removeprefix("torch."), "in the type of the weight", cause="default"
+                )
+                entries[f"{name}.gradient"] = Planned(own, specs[name].shape, kind="gradient")
+        return Plan(entries)
+
     def truth_of(self, block: str, name: str) -> Tensor:
         """A streamed weight on the host, whatever format it is sent in: its master where it is trained."""
         if self.training is not None and self.training.trains(block, name):
-            return self.training.master(block, name)
+            return self.training.weight(block, name).source(is_own_type=False)
         return self._by_name[block].parameters[name].parameter.detach()
 
     @property
@@ -477,11 +498,15 @@ class BlockStream:
 
         The tensors are the ones in use, not copies, as in torch: save or copy them before the next end_step.
         """
-        training = self._require_training("state_dict")
-        if self._step is not None:
-            raise StreamError(f"state_dict: step {self._step} is open; save between end_step and begin_step")
-        self.synchronize()
+        training = self._training_between_steps("state_dict")
         return training_document(training, _by_full_name(self._upkeep.chosen))
+
+    def _training_between_steps(self, call: str) -> HostTraining:
+        training = self._require_training(call)
+        if self._step is not None:
+            raise StreamError(f"{call}: step {self._step} is open; save between end_step and begin_step")
+        self.synchronize()
+        return training
 
     def load_state_dict(
         self,
@@ -498,8 +523,9 @@ class BlockStream:
         self._restore(document, where, accept_optimizer_change=accept_optimizer_change, copies=True)
 
     def save(self, path: str | Path) -> None:
-        """`state_dict` in a safetensors file, whole or not at all."""
-        write_training(path, self.state_dict())
+        """`state_dict` in a safetensors file, whole or not at all; tensors are made and written one by one."""
+        training = self._training_between_steps("save")
+        write_training(path, training, _by_full_name(self._upkeep.chosen))
 
     def load(self, path: str | Path, *, accept_optimizer_change: bool = False) -> None:
         """`load_state_dict` from a file that `save` wrote."""
@@ -519,7 +545,9 @@ class BlockStream:
         if self._step is not None:
             self._abandon()
         training.finish()
-        self._upkeep.replace_weights(chosen, lambda: training.restore(state.trained, state.lr, copies=copies))
+        self._upkeep.replace_weights(
+            chosen, lambda: training.restore(state.tensors, state.steps, state.lr, copies=copies)
+        )
 
     def _require_training(self, call: str) -> HostTraining:
         self._check_open()

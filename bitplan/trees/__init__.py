@@ -1,47 +1,36 @@
 """Gradient-quantized boosted trees: histograms of integers, so that training is fast and exactly reproducible."""
 
+import importlib.util
+from typing import TYPE_CHECKING
+
+from bitplan.base.lazy_names import lazy_names
 from bitplan.base.optional import require
 
-require("sklearn", purpose="bitplan.trees", extra="trees")  # before the modules below import it
+if TYPE_CHECKING:
+    from bitplan.trees.distributed.fit import DistributedFit as DistributedFit, fit_distributed as fit_distributed
+    from bitplan.trees.distributed.shards import ProcessLostError as ProcessLostError
+    from bitplan.trees.estimator_base import RoundState as RoundState
+    from bitplan.trees.estimators import (
+        BoostedTreesClassifier as BoostedTreesClassifier,
+        BoostedTreesRegressor as BoostedTreesRegressor,
+    )
+    from bitplan.trees.gradients import (
+        GradientPrecision as GradientPrecision,
+        Gradients as Gradients,
+        GradientsF32 as GradientsF32,
+        GradientsI8 as GradientsI8,
+        GradientsI16 as GradientsI16,
+        TreesError as TreesError,
+    )
+    from bitplan.trees.load import from_lightgbm as from_lightgbm, load_trees as load_trees
+    from bitplan.trees.pieces import TablePieces as TablePieces, open_pieces as open_pieces
+    from bitplan.trees.plots import plot_importance as plot_importance, plot_tree as plot_tree
+    from bitplan.trees.ranker import BoostedTreesRanker as BoostedTreesRanker
+    from bitplan.trees.recommend import (
+        PrecisionAdvice as PrecisionAdvice,
+        recommend_gradient_precision as recommend_gradient_precision,
+    )
 
-from bitplan.trees.distributed.fit import DistributedFit, fit_distributed
-from bitplan.trees.distributed.shards import ProcessLostError
-from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
-from bitplan.trees.estimator_base import RoundState
-from bitplan.trees.load import from_lightgbm, load_trees
-from bitplan.trees.pieces import TablePieces, open_pieces
-from bitplan.trees.gradients import (
-    GradientPrecision,
-    Gradients,
-    GradientsF32,
-    GradientsI8,
-    GradientsI16,
-    TreesError,
-)
-from bitplan.trees.plots import plot_importance, plot_tree
-from bitplan.trees.ranker import BoostedTreesRanker
-from bitplan.trees.recommend import PrecisionAdvice, recommend_gradient_precision
-
-__all__ = [
-    "BoostedTreesClassifier",
-    "BoostedTreesRanker",
-    "BoostedTreesRegressor",
-    "DistributedFit",
-    "GradientPrecision",
-    "Gradients",
-    "GradientsF32",
-    "GradientsI8",
-    "GradientsI16",
-    "PrecisionAdvice",
-    "ProcessLostError",
-    "RoundState",
-    "TablePieces",
-    "TreesError",
-    "fit_distributed",
-    "from_lightgbm",
-    "load_trees",
-    "open_pieces",
-    "plot_importance",
-    "plot_tree",
-    "recommend_gradient_precision",
-]
+if importlib.util.find_spec("sklearn") is None:
+    require("sklearn", purpose="bitplan.trees", extra="trees")  # says what is missing before a part of it is used
+__getattr__, __dir__, __all__ = lazy_names(__name__, parts=("dask",))

@@ -1,4 +1,4 @@
-"""Categories that are no numbers: pandas' categorical columns, and text, become whole numbers.
+"""Categories that are no numbers: columns of a frame's type of categories, and text, become whole numbers.
 
 The number of a category is its place among the sorted categories that `fit` saw, in all processes; `predict` looks
 values up, whatever the column's own numbering is. A value that `fit` did not see is missing, and goes with the rest.
@@ -13,13 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from sklearn.utils import check_array  # type: ignore[import-untyped]
 
 from bitplan.base.documents import is_number, is_text
 from bitplan.base.errors import did_you_mean
-from bitplan.trees.checks import is_missing, refuse_text
+from bitplan.trees.checks import is_missing
 from bitplan.trees.distributed.shards import Shards, gather_json
 from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.scikit import check_array
+from bitplan.trees.tables import Table, plain, refuse_text, table_of
 
 # ---- feature settings ------------------------------------------------------------------------------------------------
 
@@ -109,42 +110,21 @@ def are_categories(values: Any) -> bool:
     return is_known and all(is_text(value) or type(value) is bool or is_number(value) for value in values)
 
 
-class _Table:
-    """The columns of a frame, an array or a list of rows."""
-
-    def __init__(self, x: Any) -> None:
-        self.is_frame = hasattr(x, "iloc") and hasattr(x, "columns")
-        self.x = x
-        self.names: list[Any] = list(x.columns) if self.is_frame else []
-        self.count = len(self.names) if self.is_frame else int(x.shape[1])
-
-    def column(self, place: int) -> Any:
-        return self.x.iloc[:, place] if self.is_frame else self.x[:, place]
-
-    def shown(self, place: int) -> str:
-        return f"column {self.names[place]!r:.80}" if self.is_frame else f"column {place}"
-
-    def is_pandas_category(self, place: int) -> bool:
-        return self.is_frame and str(self.column(place).dtype) == "category"
-
-    def may_be_text(self, place: int) -> bool:
-        return getattr(self.column(place).dtype, "kind", "O") in "OSU"
-
-
 def learn_categories(x: Any, categorical_features: Any, before: Mapping[int, list[Any]], shards: Shards) -> Known:
-    """The categories of pandas' categorical columns, and of the columns of text that `categorical_features` names.
+    """The categories of columns of a frame's type for them, and of columns of text that `categorical_features` names.
 
     `before` are those of a model that is trained further: their numbers stay, and new ones follow.
     """
-    table = _table_of(x)
+    table = table_of(x)
     found: Known = {}
     if table is not None:
         named = category_flags(categorical_features, table.names, table.count)
         for place in range(table.count):
-            if table.is_pandas_category(place):
-                values = [_plain(value) for value in table.column(place).cat.categories]
-            elif place in before or (named[place] and table.may_be_text(place)):
-                values = _distinct(table.column(place))
+            typed = table.categories(place)
+            if typed is not None:
+                values = [plain(value) for value in typed]
+            elif place in before or (named[place] and table.kind(place) == "O"):
+                values = _distinct(table.cells(place))
                 if place not in before and not any(isinstance(value, str) for value in values):
                     continue  # numbers in an array of objects
             else:
@@ -163,69 +143,47 @@ def learn_categories(x: Any, categorical_features: Any, before: Mapping[int, lis
 
 def encode(x: Any, known: Known) -> Any:
     """X with numbers for categories: a frame as before, with the same names, or an array."""
-    table = _table_of(x)
+    table = table_of(x)
     if table is None or not known or max(known) >= table.count:
         return x  # another number of features is refused later
     others = [place for place in range(table.count) if place not in known]
     numbers = np.empty((len(x), table.count))
-    rest = table.x.iloc[:, others] if table.is_frame else table.x[:, others]
     if others:
+        rest = table.part(others)
         refuse_text(rest)
         numbers[:, others] = check_array(rest, dtype=np.float64, ensure_all_finite=False, ensure_min_samples=0)
     for place, values in known.items():
         numbers[:, place] = _numbers(table, place, values)
-    return type(x)(numbers, columns=x.columns, index=x.index) if table.is_frame else numbers
+    return table.with_numbers(numbers)
 
 
-def _table_of(x: Any) -> _Table | None:
-    """None where there are no columns to look at, which scikit-learn refuses."""
-    if hasattr(x, "iloc") and hasattr(x, "columns"):
-        return _Table(x)
-    if not isinstance(x, (np.ndarray, list, tuple)):
-        return None
-    try:
-        array = np.asarray(x)
-    except ValueError:  # rows of different lengths
-        return None
-    if array.dtype.kind in "SU" and not isinstance(x, np.ndarray):
-        array = np.array(x, dtype=object)  # numbers beside text stay numbers
-    return _Table(array) if array.ndim == 2 else None
-
-
-def _numbers(table: _Table, place: int, values: Sequence[Any]) -> Array:
-    place_of = {value: float(number) for number, value in enumerate(values)}
-    column = table.column(place)
+def _numbers(table: Table, place: int, values: Sequence[Any]) -> Array:
+    number_of = {value: float(number) for number, value in enumerate(values)}
     has_text = any(isinstance(value, str) for value in values)
-    if table.is_pandas_category(place):
-        given = list(column.cat.categories)
-        if given and values and any(isinstance(value, str) for value in given) != has_text:
-            raise _other_kind(table, place, values, f"categories such as {given[0]!r:.60}")
-        by_code: list[float] = [place_of.get(_plain(value), np.nan) for value in column.cat.categories]
-        numbers: Array = np.array([*by_code, np.nan])[np.asarray(column.cat.codes)]  # -1 is missing
-        return numbers
-    if has_text and not table.may_be_text(place):
-        raise _other_kind(table, place, values, str(column.dtype))
-    cells = np.asarray(column, dtype=object).tolist()
-    if values and not has_text and (text := next((cell for cell in cells if isinstance(cell, str)), None)) is not None:
-        raise _other_kind(table, place, values, f"text such as {text!r:.60}")
-    return np.array([place_of.get(value, np.nan) for value in cells])
+    typed = table.categories(place)
+    if typed is not None:
+        if typed and values and any(isinstance(value, str) for value in typed) != has_text:
+            raise _other_kind(table, place, values, f"categories such as {typed[0]!r:.60}")
+        return table.category_numbers(place, number_of)
+    if has_text and table.kind(place) != "O":
+        raise _other_kind(table, place, values, str(table.dtype(place)))
+    if values and not has_text:
+        text = next((cell for cell in table.cells(place) if isinstance(cell, str)), None)
+        if text is not None:
+            raise _other_kind(table, place, values, f"text such as {text!r:.60}")
+    return table.category_numbers(place, number_of)
 
 
-def _other_kind(table: _Table, place: int, values: Sequence[Any], got: str) -> TreesError:
+def _other_kind(table: Table, place: int, values: Sequence[Any], got: str) -> TreesError:
     kind = "text as categories" if isinstance(values[0], str) else "categories that are no text"
     return TreesError(
         f"X: {table.shown(place)} has {kind}, such as {values[0]!r:.60}, got {got}; give the same column as at fit"
     )
 
 
-def _distinct(column: Any) -> list[Any]:
+def _distinct(cells: Sequence[Any]) -> list[Any]:
     """The values of a column, missing ones left out."""
-    values = set(np.asarray(column, dtype=object).tolist())
-    return [_plain(value) for value in values if isinstance(value, str) or not is_missing(value)]
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    return [plain(value) for value in set(cells) if isinstance(value, str) or not is_missing(value)]
 
 
 def _checked(values: list[Any], where: str) -> list[Any]:

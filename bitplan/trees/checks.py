@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import numbers
 from collections.abc import Iterator
@@ -10,66 +9,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from scipy.sparse import issparse  # type: ignore[import-untyped]
-from sklearn.utils import check_array, check_consistent_length, column_or_1d  # type: ignore[import-untyped]
 
 from bitplan.base.errors import did_you_mean
 from bitplan.trees.boost import NO_WEIGHTS, Rows
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.pieces import TablePieces
+from bitplan.trees.scikit import check_array, check_consistent_length, column_or_1d
 
 FLOAT32 = np.finfo(np.float32)
-DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)  # pandas' are among them
 MAX_TARGET = 1e300
 MAX_COUNT = 2**53  # some settings become float64
 
 
-def dense(x: Any) -> Any:
-    """A sparse matrix of scipy, or the sparse columns of a frame, as the numbers they stand for: bins are dense."""
-    if issparse(x):
-        return x.toarray()
-    if hasattr(x, "iloc") and hasattr(x, "dtypes") and any(_is_sparse(dtype) for dtype in x.dtypes):
-        return x.apply(lambda column: column.sparse.to_dense() if _is_sparse(column.dtype) else column)
-    return x
-
-
-def _is_sparse(dtype: Any) -> bool:
-    return hasattr(dtype, "fill_value")
-
-
-def refuse_text(x: Any) -> None:
-    """Text is no number, even where it looks like one, nor are dates, nor categories that `fit` did not see: refused by
-    column."""
-    if isinstance(x, np.ndarray) and x.dtype.kind not in "OSUmM":
-        return
-    if hasattr(x, "iloc") and hasattr(x, "columns"):
-        columns = [(repr(name), x.iloc[:, place]) for place, name in enumerate(x.columns)]
-    else:
-        table = x if isinstance(x, np.ndarray) else np.array(x, dtype=object)
-        columns = [(str(place), table[:, place]) for place in range(table.shape[1])] if table.ndim == 2 else []
-    for name, column in columns:
-        if str(column.dtype) == "category":
-            raise TreesError(
-                f"X: column {name:.80} has pandas' type category, and had numbers at fit; give the same columns"
-            )
-        kind = getattr(column.dtype, "kind", "O")
-        values = np.asarray(column) if kind in "OSU" else ()
-        date = next((value for value in values if isinstance(value, DATES)), None)
-        if kind in "mM" or date is not None:
-            raise TreesError(
-                f"X: column {name:.80} has dates or times ({column.dtype if date is None else type(date).__name__}), "
-                "expected numbers; give what matters of them: days since a date, the month, the hour"
-            )
-        row = next((row for row, value in enumerate(values) if isinstance(value, (str, bytes))), None)
-        if row is not None:
-            raise TreesError(
-                f"X: column {name:.80} has text, {values[row]!r:.60} in row {row}, expected numbers; name the column "
-                "in categorical_features, and each text is a category"
-            )
-
-
-def pieces_of(model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: bool = True) -> Any:
+def pieces_of(
+    model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: bool = True, multi_output: bool = False
+) -> Any:
     """A table in files as `validate_data` takes one in memory: number and names of features, a target for each row."""
     names = None if x.columns is None else np.array(x.columns, object)
     if reset:
@@ -94,17 +49,17 @@ def pieces_of(model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: 
     if y is None:
         return x
     check_consistent_length(x, y)
-    return x, column_or_1d(y, warn=True)
+    return x, np.asarray(y) if multi_output else column_or_1d(y, warn=True)
 
 
 def targets_of(y: Array) -> Array:
-    """y as float64."""
+    """y as float64: (rows,), or (rows, targets)."""
     try:
         targets = y.astype(np.float64)
     except (TypeError, ValueError):
         raise TreesError(f"y: expected numbers, got {y.dtype}; a regressor cannot be fitted to {y[:1]!r}") from None
-    if targets.ndim != 1 or not np.isfinite(targets).all():
-        raise TreesError(f"y: expected a flat array of finite numbers, got shape {y.shape} with NaN or infinity in it")
+    if targets.ndim not in (1, 2) or not np.isfinite(targets).all():
+        raise TreesError(f"y: expected finite numbers, got shape {y.shape} with NaN or infinity in it")
     if np.abs(targets).max(initial=0.0) > MAX_TARGET:
         raise TreesError(
             f"y: expected numbers within {MAX_TARGET:g}, whose sums and differences are finite; scale them"

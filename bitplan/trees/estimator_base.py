@@ -19,21 +19,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
-from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
 
 from bitplan.base.loops.jit import use_threads
 from bitplan.base.version import __version__
 from bitplan.trees.boost import DEVICES, Booster, BoostSettings, EvalSet, Rows, boost
 from bitplan.trees.categories import category_flags, encode, interaction_groups, learn_categories, monotone_signs
 from bitplan.trees.checks import (
-    dense,
     first_scores_of,
     naming_set,
     number,
     one_of,
     pieces_of,
     refuse_missing_targets,
-    refuse_text,
     seed_of,
     split_rows,
     truth,
@@ -49,6 +46,8 @@ from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.objectives import Objective, custom_metrics, metrics_of
 from bitplan.trees.pieces import TablePieces
+from bitplan.trees.scikit import validate_data
+from bitplan.trees.tables import dense, names_of, refuse_text
 from bitplan.trees.threads import has_infinity, is_large_table, threads_of
 
 # ---- evaluation sets -------------------------------------------------------------------------------------------------
@@ -145,20 +144,27 @@ OTHER_NAMES = {
     other: ours
     for ours, others in {
         "max_leaves": "num_leaves max_leaf_nodes",
-        "n_estimators": "num_iterations max_iter num_boost_round",
+        "n_estimators": "num_iterations max_iter num_boost_round iterations num_trees",
         "learning_rate": "eta",
         "max_bins": "max_bin",
         "l1": "reg_alpha lambda_l1",
-        "l2": "reg_lambda lambda_l2 l2_regularization",
+        "l2": "reg_lambda lambda_l2 l2_regularization l2_leaf_reg",
+        "max_depth": "depth",
+        "growth": "grow_policy",
+        "verbose": "verbosity verbose_eval",
+        "class_weight ('balanced')": "is_unbalance auto_class_weights",
+        "eval_metric of fit, and no setting": "metric eval_metric scoring custom_metric",
+        "callbacks of fit, and no setting": "callbacks",
         "min_child_samples": "min_data_in_leaf min_samples_leaf",
         "min_child_weight": "min_sum_hessian_in_leaf",
         "min_split_gain": "min_gain_to_split gamma",
         "subsample": "bagging_fraction",
+        "sampling ('gradient', with subsample)": "data_sample_strategy sampling_method top_rate other_rate",
         "colsample": "feature_fraction colsample_bytree max_features",
         "categorical_features": "categorical_feature",
         "monotone_constraints": "monotonic_cst",
         "interaction_constraints": "interaction_cst",
-        "early_stopping_rounds": "n_iter_no_change early_stopping_round",
+        "early_stopping_rounds": "n_iter_no_change early_stopping_round early_stopping",
         "n_jobs": "num_threads nthread",
         "random_state": "seed",
         "gradient_precision ('i16')": "use_quantized_grad",
@@ -167,6 +173,19 @@ OTHER_NAMES = {
     }.items()
     for other in others.split()
 }
+# What others set, and what is so here.
+NO_SETTINGS = {
+    "subsample_freq": "rows are drawn in every round (subsample)",
+    "bagging_freq": "rows are drawn in every round (subsample)",
+    "boosting_type": "there is gradient boosting alone; sampling='gradient' with subsample=0.3 is LightGBM's GOSS",
+    "tree_method": "trees always grow by histograms",
+    "enable_categorical": "columns of a categorical type are categorical features, others where categorical_features "
+    "names them",
+    "num_class": "the classes are those of y",
+    "linear_tree": "leaves are constants",
+}
+NO_SETTINGS |= dict.fromkeys(("boosting", "booster"), NO_SETTINGS["boosting_type"])
+SAMPLINGS = ("uniform", "gradient")
 Fit = TypeVar("Fit", bound=Callable[..., Any])
 
 
@@ -180,6 +199,7 @@ class FitOptions:
     init_model: Any = None
     init_score: Any = None
     eval_init_score: Any = None
+    seconds: Any = None
 
 
 def leaves_model_if_refused(fit: Fit) -> Fit:
@@ -216,6 +236,7 @@ class BoostedTreesBase(FittedTrees):
     min_child_samples: int = 20
     min_split_gain: float = 0.0
     subsample: float = 1.0
+    sampling: str = "uniform"
     colsample: float = 1.0
     monotone_constraints: Any = None
     interaction_constraints: Any = None
@@ -237,6 +258,8 @@ class BoostedTreesBase(FittedTrees):
         for name in settings:
             if name in OTHER_NAMES and name not in cls.__dataclass_fields__:
                 raise TypeError(f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here")
+            if name in NO_SETTINGS:
+                raise TypeError(f"{cls.__name__}: there is no {name}, leave it out: {NO_SETTINGS[name]}")
         estimator: Self = super().__new__(cls)
         return estimator
 
@@ -253,7 +276,7 @@ class BoostedTreesBase(FittedTrees):
             plain: Array = x
             return plain
         x = dense(x)
-        if hasattr(x, "columns") and not isinstance(x, TablePieces):  # before anything is said about what a column has
+        if names_of(x) and not isinstance(x, TablePieces):  # before anything is said about what a column has
             validate_data(self, x, reset=False, skip_check_array=True)
         table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
         return table
@@ -267,19 +290,24 @@ class BoostedTreesBase(FittedTrees):
 
     def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
         x = dense(x)
-        if initial is not None and hasattr(x, "columns"):  # before anything is said about what a column has
-            initial.check_names(list(x.columns or ()) if isinstance(x, TablePieces) else list(x.columns))
+        if initial is not None:  # before anything is said about what a column has
+            initial.check_names(names_of(x) or ())
         before = initial.categories if initial else {}
         self.categories_ = learn_categories(x, self.categorical_features, before, shards)
-        table, targets = self._validated(encode(x, self.categories_), shards, y=y)
+        several = self._takes_several(y)
+        table, targets = self._validated(encode(x, self.categories_), shards, y=y, multi_output=several)
         refuse_missing_targets(targets)
         return table, targets
+
+    def _takes_several(self, y: Any) -> bool:
+        """Whether y is several targets, for an estimator that is fitted to such."""
+        return False
 
     def _validated(self, x: Any, shards: Shards, **more: Any) -> Any:
         fewest = 1 if shards.count == 1 else 0  # a process may have none
         if isinstance(x, TablePieces):
             return pieces_of(self, x, fewest, **more)
-        has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
+        has_types = hasattr(x, "dtype") or names_of(x) is not None
         if has_types:  # text that spells a number would pass as one
             refuse_text(x)
         is_large = is_large_table(x) and not has_infinity(x)  # then scikit-learn need not look, with one thread
@@ -307,8 +335,11 @@ class BoostedTreesBase(FittedTrees):
             with naming_set(place):
                 table = self._read(x, shards)
                 targets = self._targets(np.asarray(y))
-                if targets.shape != (len(table),):
-                    raise TreesError(f"y: expected a target for each of {len(table)} rows, got shape {targets.shape}")
+                expected = (len(table),) if self.n_outputs_ == 1 else (len(table), self.n_outputs_)
+                if targets.shape != expected:
+                    raise TreesError(
+                        f"y: expected a target for each of {len(table)} rows, shape {expected}, got {targets.shape}"
+                    )
             scores = first_scores_of(first, len(table), objective.outputs, "eval_init_score")
             rows = Rows(table, targets, weights_of(weight, table, shards, "eval_sample_weight"), scores)
             sets.append(EvalSet(f"valid_{place}", rows, metrics_of(objective, options.eval_metric)))
@@ -336,6 +367,7 @@ class BoostedTreesBase(FittedTrees):
         of_rows = {
             "the type of X": str(x.dtype),
             "the type of y": y.dtype.kind,
+            "the number of targets": y.shape[1] if y.ndim == 2 else 1,
             "sample_weight (given or not)": sample_weight is not None,
         }
         return x.astype(agree(always, of_rows, len(x), shards)["the type of X"], copy=False)
@@ -425,7 +457,14 @@ class BoostedTreesBase(FittedTrees):
             seed=seed_of(self.random_state),
             patience=None if patience is None else whole_number("early_stopping_rounds", patience, 1),
             device=one_of("device", self.device, DEVICES),
+            by_gradient=self._by_gradient(),
         )
+
+    def _by_gradient(self) -> bool:
+        by_gradient = one_of("sampling", self.sampling, SAMPLINGS) == "gradient"
+        if by_gradient and self.subsample == 1:
+            raise TreesError("sampling: 'gradient' draws a share of the rows, and subsample is 1; set subsample=0.3")
+        return by_gradient
 
     def _check_parameters(self, features: int) -> None:
         """What `fit` would refuse, whatever the rows."""

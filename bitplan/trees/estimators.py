@@ -6,23 +6,24 @@ Weights of classes, multiplied into those of rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-from sklearn.base import ClassifierMixin, RegressorMixin  # type: ignore[import-untyped]
-from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
 
 from bitplan.base.loops.jit import use_threads
-from bitplan.trees.boost import Rows
+from bitplan.trees.boost import EvalSet, Rows
+from bitplan.trees.budget import fit_in_seconds, start_of
 from bitplan.trees.checks import first_scores_of, number, one_of, targets_of, weights_of
 from bitplan.trees.continuing import Initial
 from bitplan.trees.distributed.agreement import merge_classes
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.estimator_base import BoostedTreesBase, FitOptions, leaves_model_if_refused
 from bitplan.trees.gradients import Array, TreesError
-from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, CustomOfClasses, Multiclass, Objective
+from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, CustomOfClasses, Multiclass, Objective, Several
+from bitplan.trees.scikit import ClassifierMixin, RegressorMixin, check_classification_targets
+from bitplan.trees.tables import plain
 from bitplan.trees.threads import distinct_labels, places_among, threads_of
 
 # ---- class weights ---------------------------------------------------------------------------------------------------
@@ -82,14 +83,21 @@ class _FitToTargets(BoostedTreesBase):
         init_model: Any = None,
         init_score: Any = None,
         eval_init_score: Any = None,
+        seconds: float | None = None,
     ) -> Self:
         """Fit; with `early_stopping_rounds`, `eval_set` ((X, y), or the last of a list) is watched, or else a share of
         the rows. `init_model` is a model to train further, ours or LightGBM's.
 
         `init_score` are raw scores of the rows that trees are added to (another model's, the logarithm of an exposure),
         `eval_init_score` those of `eval_set`. Predictions are without them: add them to raw scores.
+
+        `seconds` is a time for the whole fit: settings that have their defaults are searched in part of it, by the loss
+        on `eval_set` or on rows held out, and the best are in `search_["settings"]`: a plain fit with these gives the
+        same trees.
         """
-        options = FitOptions(eval_sample_weight, eval_metric, callbacks, init_model, init_score, eval_init_score)
+        options = FitOptions(
+            eval_sample_weight, eval_metric, callbacks, init_model, init_score, eval_init_score, seconds
+        )
         return self._fit(X, y, sample_weight, eval_set, ALONE, options)
 
     @leaves_model_if_refused
@@ -97,6 +105,7 @@ class _FitToTargets(BoostedTreesBase):
         self, X: Any, y: Any, sample_weight: Any, eval_set: Any, shards: Shards, options: FitOptions | None = None
     ) -> Self:
         options = options or FitOptions()
+        started = start_of(options)
         initial = self._initial(options)
         with use_threads(threads_of(self.n_jobs)):
             x, targets = self._read_both(X, y, initial, shards)
@@ -108,8 +117,28 @@ class _FitToTargets(BoostedTreesBase):
             raise TreesError("init_score: a model that is trained further has scores of its own; give one of the two")
         rows = replace(rows, first_scores=first)
         watched = self._eval_sets(objective, eval_set, options, shards)
+        vars(self).pop("search_", None)
+        if started is not None:
+            self._search(rows, objective, watched, options, initial, started)
+            return self
         self._boost(rows, objective, watched, options, initial, shards)
         return self
+
+    def _search(
+        self,
+        rows: Rows,
+        objective: Objective,
+        watched: Sequence[EvalSet],
+        options: FitOptions,
+        initial: Initial | None,
+        started: float,
+    ) -> None:
+        if initial is not None or not isinstance(rows.x, np.ndarray):
+            raise TreesError("seconds: settings are searched for a new model, and X in memory; leave seconds out")
+        if isinstance(objective, Custom) and options.eval_metric is None:
+            raise TreesError("seconds: a custom objective has no loss to search by; give eval_metric")
+        self._settings(rows.x.shape[1])  # refuses what is wrong before the search
+        fit_in_seconds(self, rows, objective, watched, options, started)
 
     def _rows(self, x: Array, targets: Array, sample_weight: Any, shards: Shards) -> Rows:
         """The rows with their targets and weights as the objective takes them."""
@@ -213,28 +242,42 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
     """Boosted trees for numbers.
 
     objective      squared_error, absolute_error, poisson, quantile, huber, gamma, tweedie, or a function of (y, scores)
-    alpha          which quantile, or from which error on `huber` counts absolute errors
+    alpha          which quantile, or a list of them; or from which error on `huber` counts absolute errors
     tweedie_power  from 1 (counts) to 2 (gamma)
+
+    y may have several columns: a round has a tree for each, and predictions are (rows, targets), as those of several
+    quantiles are (rows, quantiles). The trees of each are those of a fit to it alone, where columns are not sampled
+    and rounding is to nearest.
     """
 
     file_kind = "regressor"
     objective: Any = "squared_error"
-    alpha: float = 0.9
+    alpha: float | Sequence[float] = 0.9
     tweedie_power: float = 1.5
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.positive_only = self.objective == "gamma"
+        tags.target_tags.multi_output = True
         return tags
 
+    def _takes_several(self, y: Any) -> bool:
+        try:
+            shape = y.shape if hasattr(y, "shape") else np.asarray(y).shape
+        except ValueError:  # rows of different lengths, which scikit-learn refuses
+            return False
+        return len(shape) == 2 and shape[1] > 1
+
     def _rows(self, x: Array, targets: Array, sample_weight: Any, shards: Shards) -> Rows:
+        self.n_outputs_ = targets.shape[1] if targets.ndim == 2 else 1
         return Rows(x, targets_of(targets), weights_of(sample_weight, x, shards))
 
     def _targets(self, y: Array) -> Array:
         return targets_of(y)
 
     def predict(self, X: Any, *, contributions: bool = False) -> Array:
-        """A number for each row (custom objective: a raw score); or what each feature adds to it (`contributions`)."""
+        """A number for each row, or several (custom objective: raw scores); or what each feature adds to them
+        (`contributions`)."""
         return self._contributions(X) if contributions else self._objective().mean(self._scores(X))
 
     def staged_predict(self, X: Any) -> Iterator[Array]:
@@ -243,15 +286,27 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
 
     def _objective(self) -> Objective:
         if callable(self.objective):
-            return Custom(self.objective)
+            return Custom(self.objective, self.n_outputs_)
         make = OBJECTIVES[one_of("objective", self.objective, tuple(OBJECTIVES))]
-        alpha = number("alpha", self.alpha, 0, 1 if self.objective == "quantile" else math.inf, above=True)
         power = number("tweedie_power", self.tweedie_power, 1, 2, above=True)
-        if alpha == 1 and self.objective == "quantile":
-            raise TreesError("alpha: a quantile is above 0 and below 1, got 1")
         if power == 2:
             raise TreesError("tweedie_power: expected a number above 1 and below 2, got 2; use objective='gamma'")
-        return make(alpha, power)
+        if np.ndim(self.alpha) == 0:
+            alpha = self._alpha(self.alpha)
+            return make(alpha, power) if self.n_outputs_ == 1 else Several([make(alpha, power)] * self.n_outputs_)
+        alphas = [self._alpha(plain(alpha)) for alpha in np.ravel(np.asarray(self.alpha, dtype=object))]
+        if self.objective != "quantile" or not alphas or self.n_outputs_ > 1:
+            raise TreesError(
+                f"alpha: a list is for objective='quantile' and one target, got {self.alpha!r:.60} for "
+                f"{self.objective!r:.40} and {self.n_outputs_} targets; give one number"
+            )
+        return Several([make(alpha, power) for alpha in alphas])
+
+    def _alpha(self, given: Any) -> float:
+        alpha = number("alpha", given, 0, 1 if self.objective == "quantile" else math.inf, above=True)
+        if alpha == 1 and self.objective == "quantile":
+            raise TreesError("alpha: a quantile is above 0 and below 1, got 1")
+        return alpha
 
     def _check_parameters(self, features: int) -> None:
         super()._check_parameters(features)

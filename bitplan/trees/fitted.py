@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator  # type: ignore[import-untyped]
-from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
 from bitplan.base.loops.jit import on_threads, use_threads
 from bitplan.base.optional import require
@@ -24,6 +22,7 @@ from bitplan.trees.lightgbm_text import to_lightgbm_text
 from bitplan.trees.loops.predict import add_contributions
 from bitplan.trees.objectives import Objective
 from bitplan.trees.save import save_trees
+from bitplan.trees.scikit import BaseEstimator, check_is_fitted
 from bitplan.trees.threads import threads_for, threads_of
 from bitplan.trees.tree import Forest, Tree
 
@@ -124,6 +123,7 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
     categories_: dict[int, list[Any]]  # by the place of a feature: what its numbers stand for
     importance_type: str
     n_jobs: int | None
+    n_outputs_ = 1  # targets of a row
 
     def _read(self, x: Any) -> Array:
         raise NotImplementedError

@@ -31,10 +31,13 @@ OBJECTIVE_NAMES: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def to_lightgbm_text(model: Any) -> str:
-    """The text of a fitted estimator; a custom objective is left out, as LightGBM knows no name for it."""
+    """The text of a fitted estimator; LightGBM has no name for a custom objective, nor for several targets or
+    quantiles, so these are left out, and it predicts raw scores."""
     booster = model.booster_
     name = model._objective().name
     objective = OBJECTIVE_NAMES[name][0] if name in OBJECTIVE_NAMES else None
+    if booster.outputs > 1:
+        objective = None
     if name in ("binary", "multiclass"):
         objective = "binary sigmoid:1" if name == "binary" else f"multiclass num_class:{booster.outputs}"
     used = {int(feature) for tree in booster.trees for feature in tree.feature}

@@ -67,7 +67,7 @@ def load_trees(path: str | Path) -> BoostedTrees:
     model: BoostedTrees = _estimator(reader, document)
     trees, features = document["trees"], document["features"]
     start = _numbers(reader, "start", document["start"], float)
-    outputs = _expected_outputs(model)
+    outputs = model._objective().outputs
     if len(start) != outputs or len(trees) % outputs:
         reader.stop(f"expected {outputs} starting scores and as many trees in each round")
     model.booster_ = Booster(
@@ -117,6 +117,8 @@ def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
     model = kind(**reader.keys("parameters", parameters, dict.fromkeys(defaults, _ANY), set(defaults) - later))
     if isinstance(parameters.get("class_weight"), list):
         model.class_weight = _class_weights(reader, parameters["class_weight"])
+    if kind is BoostedTreesRegressor and not isinstance(parameters.get("alpha"), list):
+        model.n_outputs_ = max(len(document["start"]), 1)
     model.n_features_in_ = features
     model.categories_ = _categories(reader, document.get("categories", {}), features)
     names = document["feature_names"]
@@ -166,11 +168,6 @@ def _classes(reader: Reader, classes: Any) -> Array:
         if is_exact or all(map(is_text, classes)):
             return labels
     return reader.fail("classes", "two or more labels of one type, sorted, numbers finite and of 64 bits", classes)
-
-
-def _expected_outputs(model: Any) -> int:
-    classes = getattr(model, "classes_", ())
-    return len(classes) if len(classes) > 2 else 1
 
 
 # ---- trees -----------------------------------------------------------------------------------------------------------

@@ -39,7 +39,9 @@ class Objective(Protocol):
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None: ...
     def mean(self, scores: Array) -> Array: ...
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float: ...
-    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None: ...
+    def renew(
+        self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
+    ) -> Array | None: ...
 
 
 class OneScore:
@@ -58,7 +60,9 @@ class OneScore:
     def mean(self, scores: Array) -> Array:
         return scores[:, 0]
 
-    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None:
+    def renew(
+        self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
+    ) -> Array | None:
         return None
 
 
@@ -91,7 +95,9 @@ class AbsoluteError(OneScore):
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         return average(np.abs(scores[:, 0] - y), weights, shards)
 
-    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None:
+    def renew(
+        self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
+    ) -> Array | None:
         return find_medians(y - scores[:, 0], weights, leaves, shards)
 
 
@@ -168,7 +174,9 @@ class Multiclass:
         chosen = np.take_along_axis(self.mean(scores), y.astype(np.int64)[:, None], axis=1)[:, 0]
         return average(-np.log(np.maximum(chosen, 1e-300)), weights, shards)
 
-    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None:
+    def renew(
+        self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
+    ) -> Array | None:
         return None
 
 
@@ -177,8 +185,8 @@ class Custom(OneScore):
 
     name = "custom"
 
-    def __init__(self, function: CustomObjective) -> None:
-        self._function = function
+    def __init__(self, function: CustomObjective, outputs: int = 1) -> None:
+        self._function, self.outputs = function, outputs
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         return np.zeros(self.outputs)
@@ -199,6 +207,9 @@ class Custom(OneScore):
             for held, part in zip((grads, hess), returned, strict=True):
                 held[:] = np.asarray(part).T * factor
 
+    def mean(self, scores: Array) -> Array:
+        return scores[:, 0] if self.outputs == 1 else scores
+
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         raise TreesError("early stopping: a custom objective has no loss to watch; set early_stopping_rounds=None")
 
@@ -207,8 +218,8 @@ class CustomOfClasses(Custom):
     """The same for classes: scores are read as those of the objective that classes have else, for probabilities."""
 
     def __init__(self, function: CustomObjective, plain: Binary | Multiclass) -> None:
-        super().__init__(function)
-        self._plain, self.outputs = plain, plain.outputs
+        super().__init__(function, plain.outputs)
+        self._plain = plain
 
     def mean(self, scores: Array) -> Array:
         return self._plain.mean(scores)
@@ -233,7 +244,9 @@ class Quantile(OneScore):
         error = y - scores[:, 0]
         return average(np.maximum(self._share * error, (self._share - 1.0) * error), weights, shards)
 
-    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None:
+    def renew(
+        self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
+    ) -> Array | None:
         return find_quantiles(y - scores[:, 0], weights, leaves, self._share, shards)
 
 
@@ -288,6 +301,40 @@ class Tweedie(LogMean):
         spread: Array = np.exp(two * score)
         expected: Array = y * np.exp(one * score)
         return average(spread / two - expected / one, weights, shards)
+
+
+class Several:
+    """An objective for each output: several targets, y (rows, targets), or several quantiles of one."""
+
+    def __init__(self, parts: Sequence[Objective]) -> None:
+        self._parts, self.outputs, self.name = parts, len(parts), parts[0].name
+
+    def _target(self, y: Array, output: int) -> Array:
+        return y if y.ndim == 1 else np.ascontiguousarray(y[:, output])
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        starts = [part.start(self._target(y, output), weights, shards) for output, part in enumerate(self._parts)]
+        return np.concatenate(starts)
+
+    def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
+        for output, part in enumerate(self._parts):
+            one = slice(output, output + 1)
+            part.gradients(self._target(y, output), scores[:, [output]], weights, grads[one], hess[one])
+
+    def mean(self, scores: Array) -> Array:
+        return np.column_stack([part.mean(scores[:, [output]]) for output, part in enumerate(self._parts)])
+
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        losses = [
+            part.loss(self._target(y, output), scores[:, [output]], weights, shards)
+            for output, part in enumerate(self._parts)
+        ]
+        return sum(losses) / len(losses)
+
+    def renew(
+        self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
+    ) -> Array | None:
+        return self._parts[output].renew(self._target(y, output), scores[:, [output]], weights, leaves, shards)
 
 
 # By name, from the settings `alpha` and `tweedie_power`.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
 from bitplan.base.optional import require
 from bitplan.trees.checks import one_of, whole_number
 from bitplan.trees.fitted import IMPORTANCES, FittedTrees
 from bitplan.trees.gradients import TreesError
+from bitplan.trees.scikit import check_is_fitted
 from bitplan.trees.tree import Tree
 
 SHOWN_CATEGORIES = 4

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from sklearn.base import clone  # type: ignore[import-untyped]
-from sklearn.utils.multiclass import type_of_target  # type: ignore[import-untyped]
 
 from bitplan.trees.boost import NO_WEIGHTS
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.scikit import clone, type_of_target
 from bitplan.trees.threads import threads_of
 
 TURNS = 3

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
 from bitplan.base.documents import is_text
 from bitplan.base.records import write_json
 from bitplan.trees.gradients import GradientPrecision, TreesError
 from bitplan.trees.grow import FAR
+from bitplan.trees.scikit import check_is_fitted
 from bitplan.trees.tree import Tree
 
 FORMAT, VERSION = "bitplan.trees", 1
@@ -36,6 +36,7 @@ LATER_PARAMETERS = {
     "device",
     "importance_type",
     "interaction_constraints",
+    "sampling",
     "scale_pos_weight",
     "tweedie_power",
     "warm_start",

@@ -24,7 +24,8 @@ from bitplan.files.tensor_bytes import ContainerFile
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, get_format, list_formats
 from bitplan.formats.codec import encode
-from bitplan.plan import Manifest, Rule, shipped_manifest
+from bitplan.plan import Manifest, shipped_manifest
+from bitplan.plan.manifest import Rule
 from tests.crosses import few
 
 ANY = Manifest((Rule(".*", "bfloat16"),))

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.files import poly_network
 from bitplan.files.poly_network import DTYPES, PolyNetwork, read_poly_json, write_poly_json
-from bitplan.formats import DTYPE_NAMES, Encoded, get_format
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import decode, encode
+from bitplan.formats.registry import DTYPE_NAMES
 from tests.crosses import few
 
 Json = dict[str, Any]

@@ -44,7 +44,10 @@ def tensors():
     }
 
 
-WRITTEN = ("config.json", "model.safetensors", "bitplan_plan.json", "bitplan_evidence.json", "README.md")
+WRITTEN = (
+    *("config.json", "model.safetensors", "bitplan_plan.json", "bitplan_evidence.json"),
+    *("README.md", "bitplan_plan.svg"),
+)
 
 
 def numbers_of(path):

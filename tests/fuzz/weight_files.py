@@ -137,8 +137,8 @@ def make_networks(folder: Path) -> list[Path]:
     import torch
 
     from bitplan.files.poly_network import PolyNetwork
-    from bitplan.formats import DTYPE_NAMES
     from bitplan.formats.codec import encode
+    from bitplan.formats.registry import DTYPE_NAMES
     from tests.files.test_poly_json import AMBIGUOUS, EVERY_ORIGINAL, ORIGINAL, b64, network, pack, packed
 
     x = torch.linspace(-1, 1, 6).reshape(2, 3)

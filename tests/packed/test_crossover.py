@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bitplan.base.cache_folder import cache_dir
 from bitplan.base.errors import FileFormatError
+from bitplan.base.folders import cache_dir
 from bitplan.formats import Encoded
 from bitplan.formats.codec import decode, encode
 from bitplan.packed import crossover

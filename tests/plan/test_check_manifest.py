@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 
 from bitplan.formats import list_formats
-from bitplan.plan import (
-    Finding,
-    Manifest,
-    ManifestError,
-    Rule,
-    Tag,
-    check_headers,
-    require_clean,
-    shipped_manifest,
-)
+from bitplan.plan import Finding, Manifest, ManifestError, check_headers, require_clean, shipped_manifest
+from bitplan.plan.manifest import Rule, Tag
 from tests.crosses import few
 from tests.limits import assert_quick
 

@@ -9,18 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.plan import (
-    Manifest,
-    ManifestError,
-    Plan,
-    Rule,
-    Tag,
-    check_headers,
-    combine,
-    expand_raw_map,
-    manifest_schema,
-)
-from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS
+from bitplan.plan import Manifest, ManifestError, Plan, check_headers, combine, expand_raw_map, manifest_schema
+from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS, Rule, Tag
 from bitplan.plan.structure.families import guess_role
 from tests.limits import assert_quick
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from bitplan.plan import SHIPPED, ManifestError, check_headers, manifest_schema, open_manifest, shipped_manifest
-from bitplan.plan.manifest import shipped_text
+from bitplan.plan import ManifestError, check_headers, manifest_schema, open_manifest, shipped_manifest
+from bitplan.plan.manifest import SHIPPED, shipped_text
 
 from .samples import gpt_oss_hugging_face, gpt_oss_openai, header, llama, mixtral, shapes
 

@@ -4,71 +4,110 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 
-from bitplan import open_tensors
+import bitplan
+from bitplan import open_tensors, search
 from bitplan.base.errors import BitplanError
 from bitplan.cli import run
 from bitplan.files.certificate import CARD, EVIDENCE_FILE, read_certificate
-from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
-from bitplan.files.quantize_files import quantize_file
+from bitplan.files.engines.targets import export_model
+from bitplan.files.quantize_files import QuantizeOptions, quantize_file
 from bitplan.searching.goal import SearchError
+from bitplan.searching.run import SearchOptions
 from bitplan.searching.verify import verify_model
 from tests.cli.verbs.test_perplexity_verb import save_llama, write_gguf
 
 TEXT = " ".join(["abandon hope all ye who enter here", "the bee sees a dead tree", "we were here before he came"] * 40)
 
 
+FOLDERS = ("packed", "shards", "saved", "compressed-tensors", "mlx", "torchao", "hf", "found")
+FILES = ("packed.safetensors", "packed.gguf", "exported.gguf", "parts-00001-of-00003.gguf", "saved.safetensors")
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """One model as a packed folder, a file of safetensors and a GGUF file."""
+    """One model as everything that bitplan writes; `found` is the folder of a search."""
     folder = tmp_path_factory.mktemp("written")
-    save_llama(folder / "llama", blocks=1)
-    (folder / "llama" / CARD).write_text("---\nlicense: apache-2.0\ntags:\n- their\nlanguage:\n- en\n---\n# Theirs\n")
-    write_gguf(folder / "llama", folder / "wide.gguf", blocks=1)
-    quantize_file(folder / "llama", folder / "packed", "int8_row")
-    quantize_file(folder / "llama", folder / "packed.safetensors", "mxfp4")
+    model = folder / "llama"
+    save_llama(model, blocks=1)
+    (model / CARD).write_text("---\nlicense: apache-2.0\ntags:\n- their\nlanguage:\n- en\n---\n# Theirs\n")
+    write_gguf(model, folder / "wide.gguf", blocks=1)
+    quantize_file(model, folder / "packed", "int8_row")
+    quantize_file(model, folder / "shards", "int8_row", options=QuantizeOptions(shard_bytes=20_000))
+    quantize_file(model, folder / "packed.safetensors", "mxfp4")
     quantize_file(folder / "wide.gguf", folder / "packed.gguf", "q8_0_gguf")
+    for target in ("compressed-tensors", "mlx", "torchao", "hf"):
+        export_model(model, folder / target, target, {"mlx": "mxfp4", "hf": "bfloat16"}.get(target, "int4_g32"))
+    export_model(model, folder / "exported.gguf", "gguf", "q8_0_gguf")
+    with pytest.MonkeyPatch.context() as patched:  # parts of less than a megabyte
+        patched.setattr("bitplan.files.engines.gguf.check_gguf_output", lambda *_, **__: None)
+        export_model(model, folder / "parts.gguf", "gguf", "float32", part_bytes=50_000)
+    lm = transformers.AutoModelForCausalLM.from_pretrained(model)
+    bitplan.apply_plan(lm, {"*_proj*": "int8_row"})
+    bitplan.save_packed(lm, folder / "saved")
+    bitplan.save_packed(lm, folder / "saved.safetensors")
+    search(model, text=TEXT, goal={"bits": 7.0}, formats=FORMATS, out=folder / "found", options=SEARCH)
     return folder
 
 
+FORMATS = ("mxfp4", "int8_row")
+SEARCH = SearchOptions(context=64, windows=4)
+
+
+def source_of(written: Path, name: str) -> Path:
+    return written / ("wide.gguf" if name == "packed.gguf" else "llama")
+
+
 def certificate_in(path: Path) -> dict:
-    with open_tensors(path) as file:
-        found = read_certificate(path, file.certificate)
-    assert found is not None
-    return found
+    text = None
+    if path.is_file():
+        with open_tensors(path) as file:
+            text = file.certificate
+    certificate = read_certificate(path, text)
+    assert certificate is not None
+    return certificate
 
 
-@pytest.mark.parametrize("name", ["packed", "packed.safetensors", "packed.gguf"])
+@pytest.mark.parametrize("name", [*FOLDERS, *FILES])
 def test_what_was_written_holds(written, name):
     certificate = certificate_in(written / name)
     assert certificate["code"]["versions"]["torch"] == torch.__version__
-    assert certificate["rounding"] == {"scale_rule": None}
-    source = written / ("wide.gguf" if name.endswith("gguf") else "llama")
+    rounding = {"held": True} if "saved" in name else {"scale_rule": None}
+    assert "evidence" in certificate["rounding"] if name == "found" else certificate["rounding"] == rounding
+    source = source_of(written, name)
     result = verify_model(written / name, source=source)
     assert result.findings == []
     assert result.held[0] == "every byte is as it was written"
     assert result.held[-1] == f"{source} has the weights that were quantized"
 
 
-@pytest.mark.parametrize("name", ["packed", "packed.safetensors", "packed.gguf"])
+def places_in(path: Path, count: int) -> list[tuple[Path, int]]:
+    """Bytes all over a file: its first and last, and of metadata the name of the certificate's key."""
+    raw, size = path.read_bytes(), path.stat().st_size
+    key = raw.find(b"bitplan_evidence")
+    return [
+        (path, at) for at in sorted({0, 9, *range(40, size, max(1, size // count)), size - 1, max(key, 0)}) if at < size
+    ]
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *FILES])
 def test_one_changed_byte_anywhere_is_found(written, name, tmp_path):
-    """A byte of every file of the folder, and bytes all over a single file: header, certificate, padding, tensors."""
+    """Bytes of every file of a folder, and of every part: header, certificate, padding, tensors."""
     copy = tmp_path / name
     if (written / name).is_dir():
         shutil.copytree(written / name, copy)
-        places = [
-            (path, at) for path in copy.iterdir() for at in (0, path.stat().st_size // 2, path.stat().st_size - 1)
-        ]
+        places = [place for path in copy.iterdir() for place in places_in(path, 4)]
     else:
-        shutil.copy(written / name, copy)
-        size = copy.stat().st_size
-        places = [(copy, at) for at in (0, 9, *range(40, size, size // 24), size - 1)]
+        stem = name.partition("-0")[0]
+        for path in written.glob(f"{stem}-0*" if stem != name else name):
+            shutil.copy(path, tmp_path)
+        places = [place for path in tmp_path.iterdir() for place in places_in(path, 24)]
     for path, at in places:
         raw = bytearray(path.read_bytes())
         raw[at] ^= 1
@@ -104,17 +143,41 @@ def test_another_model_is_not_the_source(written, tmp_path):
     assert "model.safetensors is missing, or has other bytes" in finding.message
 
 
-def test_a_text_measures_again(written, capsys):
-    result = verify_model(written / "packed", source=written / "llama", text=TEXT, context=64)
+@pytest.mark.parametrize("name", [*FOLDERS, *FILES])
+def test_a_text_measures_again(written, name):
+    result = verify_model(written / name, source=source_of(written, name), text=TEXT[:700], context=64)
     assert result.findings == []
-    assert 0 < result.measured["kl"]["mean"] < 0.01
-    assert result.held[-1].endswith("none was certified")
+    assert 0 <= result.measured["kl"]["mean"] < 0.2
+    assert (result.measured["kl"]["mean"] == 0) == name.startswith("parts")
+    assert result.held[-1].endswith("none was certified") == (name != "found")
+
+
+def test_what_is_asked_of_verify(written, capsys):
     with pytest.raises(SearchError, match=r"KL is measured against the model it was made of \(source\)"):
         verify_model(written / "packed", text=TEXT)
     assert run(["verify", str(written / "packed"), "--source", str(written / "llama")]) == 0
     out = capsys.readouterr().out
     assert "no findings under its own plan" in out
     assert "every byte is as it was written" in out
+
+
+def test_weights_that_are_saved_as_they_were_loaded_keep_their_certificate(written, tmp_path):
+    lm = bitplan.load_packed(written / "packed").model
+    bitplan.save_packed(lm, tmp_path / "again")
+    assert (tmp_path / "again" / EVIDENCE_FILE).read_bytes() == (written / "packed" / EVIDENCE_FILE).read_bytes()
+    lm.model.norm.weight.data += 1
+    bitplan.save_packed(lm, tmp_path / "other")
+    assert certificate_in(tmp_path / "other")["rounding"] == {"held": True}
+    assert verify_model(tmp_path / "other", source=written / "packed").findings == []
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "torchao", "found", "parts-00001-of-00003.gguf"])
+def test_the_verb_takes_all_of_them(written, name, capsys):
+    assert run(["verify", str(written / name), "--source", str(written / "llama")]) == 0
+    out = capsys.readouterr().out
+    assert "every byte is as it was written" in out
+    assert "no checksums" not in out
+    assert ("the plan follows from its evidence" in out) == (name == "found")
 
 
 def test_without_a_certificate_it_says_so(written, capsys):
@@ -149,19 +212,6 @@ def test_a_card_that_somebody_wrote_stays(written, tmp_path):
     assert (out / CARD).read_text() == "# Mine\n"
     assert CARD not in json.loads((out / EVIDENCE_FILE).read_text())["files"]
     assert verify_model(out).findings == []
-
-
-def test_an_exported_gguf_file_has_a_certificate_and_parts_have_none(written, tmp_path):
-    export_model(written / "llama", tmp_path / "out.gguf", "gguf", "q8_0_gguf")
-    result = verify_model(tmp_path / "out.gguf", source=written / "llama")
-    assert result.findings == []
-    assert "every byte is as it was written" in result.held
-    request = ExportRequest(written / "llama", tmp_path / "part.gguf", "q8_0_gguf", part_bytes=2**20)
-    with closing(prepare_export(request, "gguf")) as prepared:
-        prepared.write()
-    assert verify_model(prepared.report.files[0]).held == [
-        "it has no certificate: another program wrote it, or an earlier bitplan"
-    ]
 
 
 def test_a_certificate_is_not_copied_into_another_file(written, tmp_path):

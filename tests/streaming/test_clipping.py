@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from bitplan.streaming.errors import BlockNonFiniteError, StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
-from bitplan.streaming.training import host_training
+from bitplan.streaming.training import trained_weight
 from tests.crosses import few
 from tests.streaming.stream_samples import CHECKPOINTING, assert_equal, batch, make_stack, streaming
 from tests.streaming.test_weights import SETTINGS, adamw, masters_of, run_streamed
@@ -72,7 +72,7 @@ def test_norms_up_to_the_limit_are_scaled_as_torch_scales_them(share, size):
 
 @pytest.mark.parametrize("numbers", [1, 2**40], ids=["one pass", "torch"])
 def test_bfloat16_gradients_are_clipped_as_float32_ones_and_stay_as_they_came(monkeypatch, numbers):
-    monkeypatch.setattr(host_training, "SMALLEST_FOR_CPU", numbers)
+    monkeypatch.setattr(trained_weight, "SMALLEST_FOR_CPU", numbers)
     model = make_stack(adapters=False, dtype=torch.bfloat16, count=3)
     resident, names = copy.deepcopy(model), [name for name, _ in model.named_parameters() if name.startswith("layers.")]
     own = dict(resident.named_parameters())

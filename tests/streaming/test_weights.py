@@ -13,7 +13,7 @@ from bitplan import decode, encode
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.streaming.training import host_training
+from bitplan.streaming.training import host_training, trained_weight
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from tests.crosses import few
 from tests.streaming.stream_samples import CHECKPOINTING, Stack, assert_equal, batch, make_stack, streaming
@@ -111,7 +111,7 @@ def test_masters_equal_those_of_a_resident_model(dtype, formats):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_masters_equal_those_of_a_resident_model_with_adamw_in_one_pass(monkeypatch, micro_batches):
-    monkeypatch.setattr(host_training, "SMALLEST_FOR_CPU", 1)
+    monkeypatch.setattr(trained_weight, "SMALLEST_FOR_CPU", 1)
     model = make_stack(adapters=False, dtype=torch.bfloat16, count=4)
     resident = copy.deepcopy(model)
     with streaming(model, train="weights", optimizer=SETTINGS, slots=2) as stream:

@@ -32,6 +32,34 @@ def test_a_column_of_text_is_as_its_numbers(dtype):
     assert len(set(model.predict(new))) == 1
 
 
+@pytest.mark.parametrize("library", ["polars", "pyarrow"])
+def test_frames_of_polars_and_tables_of_arrow_are_as_those_of_pandas(library):
+    package = pytest.importorskip(library)
+    frame, _, y = towns(200)
+    expected = BoostedTreesRegressor(categorical_features=["town"], **SETTINGS).fit(frame, y)
+    columns = {"town": frame["town"].tolist(), "size": frame["size"].tolist()}
+    if library == "polars":
+        text = package.DataFrame(columns)
+        typed, with_date = text.cast({"town": package.Categorical}), text.with_columns(size=package.date(2026, 1, 1))
+    else:
+        text = package.table(columns)
+        typed = text.set_column(0, "town", text["town"].dictionary_encode())
+        with_date = text.set_column(1, "size", package.array([0] * 200, "timestamp[s]"))
+    by_text = BoostedTreesRegressor(categorical_features=["town"], **SETTINGS).fit(text, y, eval_set=(typed, y))
+    by_type = BoostedTreesRegressor(**SETTINGS).fit(typed, y)
+    assert list(by_type.feature_names_in_) == ["town", "size"]
+    for given in (frame, text, typed):
+        for model in (expected, by_text, by_type):
+            np.testing.assert_array_equal(model.predict(given), expected.predict(frame))
+    with pytest.raises(TreesError, match=r"column 'town' has text, .* name the column in categorical_features"):
+        BoostedTreesRegressor().fit(text, y)
+    with pytest.raises(TreesError, match="column 'size' has dates or times"):
+        by_type.predict(with_date)
+    if library == "polars":
+        with pytest.raises(TreesError, match=r"give X.collect\(\)"):
+            by_type.predict(text.lazy())
+
+
 def test_text_in_an_array_and_in_a_list():
     frame, _, y = towns(200)
     expected = BoostedTreesRegressor(categorical_features=["town"], **SETTINGS).fit(frame, y).predict(frame)
@@ -95,7 +123,7 @@ def test_what_cannot_be_a_category_is_refused():
     model.fit(frame.astype({"town": "category"}), y)
     with pytest.raises(TreesError, match="column 'town' has text as categories, such as 'town 0000', got int64"):
         model.predict(frame.assign(town=1))
-    with pytest.raises(TreesError, match="column 'size' has pandas' type category, and had numbers at fit"):
+    with pytest.raises(TreesError, match="column 'size' has the type category, and had numbers at fit"):
         model.predict(frame.astype("category"))
 
 

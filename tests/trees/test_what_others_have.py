@@ -120,6 +120,33 @@ def test_names_of_others_are_answered_with_ours(rows):
         BoostedTreesRegressor(max_depth=-1).fit(x, y)
 
 
+@pytest.mark.parametrize("name", ["bagging_freq", "boosting_type", "booster", "num_class"])
+def test_settings_that_are_not_ours_are_answered_with_what_is_so_here(name):
+    with pytest.raises(TypeError, match=f"there is no {name}, leave it out: "):
+        BoostedTreesRegressor(**{name: 1})
+
+
+def test_rows_of_large_gradients_are_kept_and_others_stand_for_those_left_out():
+    rng = np.random.default_rng(5)
+    x = rng.integers(0, 12, (3000, 3)).astype(float)
+    y = x[:, 0] * np.sin(x[:, 1]) + rng.standard_normal(3000)
+    settings = {"n_estimators": 2, "learning_rate": 1.0, "max_leaves": 7}
+    model = BoostedTreesRegressor(**settings, subsample=0.3, sampling="gradient").fit(x, y)
+    before = BoostedTreesRegressor(**settings | {"n_estimators": 1}).fit(x, y).predict(x)
+    assert_array_equal(model.first_rounds(1).predict(x), before)  # all rows, as long as gradients say little
+    order = np.argsort(-np.abs(before - y), kind="stable")
+    weights = np.zeros(3000)
+    weights[order[:600]] = 1.0
+    draws = np.random.Generator(np.random.PCG64([0, 1])).random(3000)
+    weights[(weights == 0) & (draws < 0.1 / 0.8)] = 8.0
+    second = BoostedTreesRegressor(**settings | {"n_estimators": 1}).fit(x, y, weights, init_score=before)
+    assert_allclose(model.predict(x), before + second.predict(x), atol=1e-5)
+    by_codes = BoostedTreesRegressor(**settings, subsample=0.3, sampling="gradient", gradient_precision="i16")
+    assert_array_equal(by_codes.fit(x, y).predict(x), by_codes.set_params(n_jobs=1).fit(x, y).predict(x))
+    with pytest.raises(TreesError, match=r"sampling: 'gradient' draws a share .* set subsample=0.3"):
+        BoostedTreesRegressor(sampling="gradient").fit(x, y)
+
+
 def test_a_generator_is_a_seed_and_numpys_bools_end_a_fit(rows):
     x, y, _ = rows
     models = [

@@ -82,8 +82,10 @@ def verify(
                 device=device,
                 on_windows=lambda count: shown.enter_context(progress("measuring", count)),
             )
+    checked = CheckedTensors(arguments[-1], [], "the folder of a search")
     try:
-        checked = _checked(arguments, deep=not headers)
+        if outcome.has_weights:
+            checked = _checked(arguments, deep=not headers, has_all_bytes=outcome.has_all_bytes)
     except BitplanError as error:
         if not outcome.findings:  # else what cannot be read is known to be damaged
             raise
@@ -118,10 +120,19 @@ def _show_checked(checked: CheckedTensors, as_json: bool) -> NoReturn:
     raise typer.Exit(1 if findings else 0)
 
 
-def _checked(arguments: list[str], deep: bool) -> CheckedTensors:
-    """What is wrong with the tensors of a checkpoint, by its headers, or with `deep` by its numbers as well."""
+def _checked(arguments: list[str], deep: bool, has_all_bytes: bool = False) -> CheckedTensors:
+    """What is wrong with the tensors of a checkpoint, by its headers, or with `deep` by its numbers as well.
+
+    has_all_bytes   every byte was held against a certificate
+    """
     from bitplan.files.open_files import open_tensors
-    from bitplan.files.packed_folder import plan_findings, read_config, read_packed_plan
+    from bitplan.files.packed_folder import (
+        is_model_folder,
+        is_packed_config,
+        plan_findings,
+        read_config,
+        read_packed_plan,
+    )
     from bitplan.plan import check_headers, open_manifest
     from bitplan.plan.check_manifest import CAST
 
@@ -134,8 +145,9 @@ def _checked(arguments: list[str], deep: bool) -> CheckedTensors:
     if rules is None:
         if not Path(checkpoint).exists():
             raise typer.BadParameter(f"{checkpoint}: no such file or folder")
-        if Path(checkpoint).is_dir():
-            packed = read_packed_plan(Path(checkpoint), read_config(Path(checkpoint)))
+        config = read_config(Path(checkpoint)) if is_model_folder(Path(checkpoint)) else {}
+        if is_packed_config(config):
+            packed = read_packed_plan(Path(checkpoint), config)
         elif not deep:
             raise typer.BadParameter(
                 f"{checkpoint} alone has numbers and checksums to check (`bitplan verify {checkpoint}`); its "
@@ -163,7 +175,7 @@ def _checked(arguments: list[str], deep: bool) -> CheckedTensors:
 
             with progress("checking", total, amount=human_bytes) as advance:
                 findings += deep_check(rules, file, on_bytes=advance)
-        unsummed = deep and not file.has_checksums
+        unsummed = deep and not file.has_checksums and not has_all_bytes
     notes = []
     if unsummed:
         notes.append(f"{checkpoint}: has no checksums, so a changed byte that makes a sound number is not seen")

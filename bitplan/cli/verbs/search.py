@@ -111,6 +111,7 @@ def search(
             )
         say(line)
 
+    from bitplan.files.certificate import certify_again
     from bitplan.report.page import write_report
     from bitplan.searching.run import SearchOptions
     from bitplan.searching.run import search as run_search
@@ -141,6 +142,7 @@ def search(
             ),
         )
         write_report(records_of_search(folder), folder / "report.html", title=f"{model.name}: {goal}")
+        certify_again(folder)
     except KeyboardInterrupt:
         raise StoppedVerbError(_left(folder, out, force)) from None
     if begins_again:

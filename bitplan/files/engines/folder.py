@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure, stamps_of
+from bitplan.files.certificate import certificate_of, written_plan
 from bitplan.files.describe_files import describe_tensors
 from bitplan.files.engines.gguf_names import evidence_of, fit_names
 from bitplan.files.engines.gguf_source import GGUFModel, open_model
@@ -37,7 +38,7 @@ from bitplan.files.packed_folder import (
     unquantized_config,
     write_packed_folder,
 )
-from bitplan.files.round_with_evidence import WeightEvidence, open_evidence
+from bitplan.files.round_with_evidence import WeightEvidence, evidence_file, open_evidence
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import Encoded, Format, get_format
@@ -175,6 +176,13 @@ def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[st
         return evidence
 
 
+def _format_there(plan: Plan, name: str, layer: OutputLayer) -> str | None:
+    """The format of a tensor in the output; None where it stays as the plan has it."""
+    if layer.fmt is not None:
+        return layer.fmt.name
+    return layer.promises[0].dtype if plan.entries[name].stored is None else None
+
+
 class FolderExport:
     """A prepared export; see `bitplan.files.engines.targets`.
 
@@ -202,6 +210,10 @@ class FolderExport:
         self._made: dict[str, Tensor] = {}
         self._joined = {name: tuple(group) for group in joined for name in group}
         self._bases: dict[tuple[str, ...], float] = {}
+        written = {
+            name: (_format_there(source.plan, name, layer), layer.reason) for layer in layers for name in layer.sources
+        }
+        self._plan = written_plan(source.plan, written, source.file.tied)
         left_out = {alias: f"is {name!r}" for alias, name in source.file.tied.items()}
         rows = [self._row(layer) for layer in layers]
         self.report = ExportReport(str(request.source), str(request.output), target, rows, left_out)
@@ -227,7 +239,26 @@ class FolderExport:
     def write(self, on_bytes: OnBytes | None = None) -> None:
         promises = [promise for layer in dict.fromkeys(self._layers.values()) for promise in layer.promises]
         shards = [replace(shard, metadata=self._metadata) for shard in cut_shards(promises, {})]
-        contents = FolderContents(shards, self._config, None, side_files(self._folder), self._stamps)
+        evidence = None if self._request.evidence is None else evidence_file(self._request.evidence)
+        certificate = certificate_of(
+            self._plan,
+            self._request.source,
+            self._file.files,
+            evidence=evidence,
+            scale_rule=self._request.scale_rule,
+            config=self._config,
+            holds_plan=True,
+        )
+        contents = FolderContents(
+            shards,
+            self._config,
+            None,
+            side_files(self._folder),
+            self._stamps,
+            certificate=certificate,
+            source=self._folder,
+            target=self.report.target,
+        )
 
         def write_shard(writer: Writer, own: Sequence[TensorSpec]) -> None:
             for promise in own:

@@ -8,7 +8,6 @@ ways of their own, is written by `files.gpt_oss`.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import require_unchanged, stamps_of
-from bitplan.files.certificate import certificate_of
+from bitplan.files.certificate import certificate_of, written_plan
 from bitplan.files.engines.gguf_metadata import ModelConfig, is_gpt_oss, model_metadata, rope_factors, text
 from bitplan.files.engines.gguf_names import GGUFNames, fit_names, heads_of, is_plus_one, row_order
 from bitplan.files.engines.gguf_tokenizer import tokenizer_metadata
@@ -36,7 +35,7 @@ from bitplan.files.engines.targets import (
 )
 from bitplan.files.gguf import GGUFValue
 from bitplan.files.gguf_split import check_gguf_output, write_parts
-from bitplan.files.gguf_tensors import GGUF, GGUFTensors, file_metadata, gguf_type
+from bitplan.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
 from bitplan.files.gpt_oss.convert import save_gpt_oss
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
 from bitplan.files.gpt_oss.source import GptOssFile
@@ -266,15 +265,19 @@ class GGUFExport:
 
     def write(self, on_bytes: OnBytes | None = None) -> None:
         promises, request = [item.promise for item in self._outgoing], self._request
-        metadata = dict(self._metadata)
-        if request.part_bytes is None:  # a certificate is of one file
-            evidence = None if request.evidence is None else evidence_file(request.evidence)
-            rule, files = request.scale_rule, self._file.files
-            certificate = certificate_of(
-                self._plan, request.source, files, evidence=evidence, scale_rule=rule, holds_plan=True
-            )
-            metadata |= GGUF().certificate_entry(json.dumps(certificate, separators=(",", ":")))
-        with write_parts(request.output, promises, metadata, request.part_bytes) as writer:
+        certificate = certificate_of(
+            written_plan(
+                self._plan,
+                {name: (item.fmt.name, item.reason) for item in self._outgoing for name in item.sources},
+                self._file.tied,
+            ),
+            request.source,
+            self._file.files,
+            evidence=None if request.evidence is None else evidence_file(request.evidence),
+            scale_rule=request.scale_rule,
+            holds_plan=True,
+        )
+        with write_parts(request.output, promises, self._metadata, request.part_bytes, certificate) as writer:
             for item in self._outgoing:
                 writer.write(item.name, self._read(item))
                 if on_bytes:

@@ -20,7 +20,7 @@ from bitplan.files.gguf import GGUFValue
 from bitplan.plan.structure.families import GGUF_FAMILIES, Family
 
 _MOST_LAYERS = 10_000
-_MOST_TOKENS = 2**24  # a list of them is made, with names for those that no tokenizer has
+_MOST_TOKENS = 2**20  # a list of them is made, with names for those that no tokenizer has
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # and what both sides take where a config has none
 _GEMMA_PATTERN = 6  # llama.cpp's own where a file says nothing
 

@@ -31,7 +31,7 @@ def prepare(request: ExportRequest) -> FolderExport:
         wide = _wide(request, source)
         layers = [_layer(source, name, wide) for name in source.file.specs]
     return FolderExport(
-        request, TARGET, source, layers, _config(source.config, wide), lambda encoded, _: [encoded.data]
+        request, TARGET, source, layers, _config(source.config, wide), lambda encoded, _layer, _where: [encoded.data]
     )
 
 

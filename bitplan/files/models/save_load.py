@@ -7,8 +7,9 @@ from it, so that a loaded model can run, be saved again byte for byte, or be tra
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,43 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.errors import FileFormatError
-from bitplan.files.models.morph import EncodedModule, attach_encoded, encoded_modules_of, formats_of, stores_of
+from bitplan.files.certificate import certificate_of
+from bitplan.files.models.morph import attach_encoded, encoded_modules_of, formats_of, stores_of
 from bitplan.files.open_files import open_tensors, require_container, write_tensors
-from bitplan.files.tensor_file import NARROW_FLOATS, TensorFile, spec_of
+from bitplan.files.tensor_file import NARROW_FLOATS, TensorFile, TensorSpec, spec_of
 from bitplan.files.transformers_names import listed_names, model_from_tensors
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.elements import dtype_name
+from bitplan.formats.encoded import EncodedModule
+from bitplan.plan.format_choices import choose_formats
 
 
-def write_model(model: nn.Module, path: str | Path) -> None:
+def write_model(model: nn.Module, path: str | Path, source: Path | None = None, files: Sequence[Path] = ()) -> None:
     """Write a model's parameters and persistent buffers, as `save_packed` does to a .safetensors, .gguf or .json file.
 
     Parameters that `morph_model` or `apply_plan` packed are written packed, under their own names, as by
     `quantize_file`.
+
+    source, files   the folder that the model was loaded from, and the files of its weights, for the certificate
     """
     items, tied = _model_items(model)
     if not require_container(path).holds_ties:
         items |= {alias: items[name] for alias, name in tied.items()}
         tied = {}
-    with write_tensors(path, [spec_of(name, item) for name, item in items.items()], tied=tied) as writer:
+    specs = {name: spec_of(name, item) for name, item in items.items()}
+    plan = choose_formats({name: _as_read(spec) for name, spec in specs.items()}, {}, where=str(path))
+    certificate = certificate_of(plan, source or Path(type(model).__name__), files, held=True, holds_plan=True)
+    metadata = require_container(path).certificate_entry(json.dumps(certificate, separators=(",", ":")))
+    with write_tensors(path, [*specs.values()], metadata=metadata, tied=tied) as writer:
         for name, item in items.items():
             writer.write(name, item)
+
+
+def _as_read(spec: TensorSpec) -> TensorSpec:
+    """The record of a tensor when it is read: one in a plain type is no longer encoded."""
+    is_plain = spec.fmt is not None and spec.fmt.is_cast
+    return TensorSpec.of(spec.name, spec.shape, dtype=spec.torch_dtype) if is_plain else spec
 
 
 def load_model(path: str | Path, model: nn.Module) -> nn.Module:

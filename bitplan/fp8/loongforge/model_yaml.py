@@ -14,7 +14,7 @@ under Megatron's names and its own FP8 keys:
 ignored, but an unknown key with one of our prefixes is a spelling mistake, and refused. A config.json describes a model
 too (`open_model`); it has no FP8 keys.
 
-The text is untrusted, so it is read within limits and without surprises. PyYAML only splits it into events; their
+The text is untrusted, so it is read within limits and without surprises. PyYAML only splits it into nodes; their
 meaning is decided here, because PyYAML's own is that of YAML 1.1: `1:30` is 90, `010` is 8, `!!int ''` is an
 IndexError, and ten lines of aliases or merge keys make a billion nodes. Scalars are null, booleans, integers, floats
 and strings; dates and base-60 numbers are strings, as in YAML 1.2. Keys are text. An alias counts as many nodes as it
@@ -24,7 +24,7 @@ stands for, and so does a merge key (`<<`). Every fault of the text is one Model
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,7 +42,6 @@ from bitplan.plan.structure.families import MEGATRON_KEYS
 
 MAX_YAML_CHARACTERS = 2**17
 MAX_NODES = 10_000
-MAX_ALIASES = 100
 MAX_DEPTH = 32
 MAX_DIGITS = 40
 MERGE = "<<"
@@ -62,52 +61,41 @@ def load_yaml(text: str, *, where: str) -> dict[str, Any]:
     """A YAML mapping with text as keys; one document, only plain tags, no duplicate keys."""
     import yaml  # type: ignore[import-untyped]  # when it is asked for; it comes with gguf
 
+    class Composer(yaml.SafeLoader):  # type: ignore[misc]
+        def compose_scalar_node(self, anchor: Any) -> Any:
+            """A scalar whose tag is what the text says: None where it is plain, so that its letters decide its kind."""
+            event = self.peek_event()
+            node = super().compose_scalar_node(anchor)
+            node.tag = event.tag or (None if event.implicit[0] else "!")
+            return node
+
     if len(text) > MAX_YAML_CHARACTERS:
         raise ModelConfigError(
             f"{where}: {len(text)} characters are too many for a model's YAML, at most {MAX_YAML_CHARACTERS}"
         )
     try:
-        document = _Reading(where, yaml.parse(text, Loader=yaml.SafeLoader)).document()
+        root = Composer(text).get_single_node()
     # PyYAML's own errors, and Python's that its scanner lets through: "\UFFFFFFFF", %YAML with a number too long to
     # convert.
     except (yaml.YAMLError, ArithmeticError, ValueError) as fault:
-        if isinstance(fault, ModelConfigError):
-            raise
         raise ModelConfigError(f"{where}: not valid YAML: {' '.join(str(fault).split())[:300]}") from None
-    if document is None:
+    except RecursionError:
+        raise ModelConfigError(f"{where}: nested more than {MAX_DEPTH} deep") from None
+    if root is None:
         raise ModelConfigError(f"{where}: empty; a model's YAML is a mapping of keys")
+    document = _Reading(where).value(root, 0)
     if not isinstance(document, dict):
         raise ModelConfigError(f"{where}: a model's YAML must be a mapping of keys, got {show(document)}")
     return document
 
 
 class _Reading:
-    """One pass over the events of one text."""
+    """One pass over the nodes of one text; a node that aliases stand for is visited for each of them."""
 
-    def __init__(self, where: str, events: Iterator[Any]) -> None:
+    def __init__(self, where: str) -> None:
         self.where = where
-        self.events = events
         self.nodes = 0
-        self.aliases = 0
-        self.anchors: dict[str, tuple[Any, int]] = {}  # name -> its value and number of nodes
         self.line = 0
-
-    def document(self) -> Any:
-        self.next("StreamStartEvent")
-        start = self.next()
-        if type(start).__name__ == "StreamEndEvent":
-            return None
-        value = self.node(self.next(), 0)
-        self.next("DocumentEndEvent")
-        if type(self.next()).__name__ != "StreamEndEvent":
-            self.stop("a second document begins; a model's YAML is one")
-        return value
-
-    def next(self, expected: str = "") -> Any:
-        event = next(self.events)
-        assert not expected or type(event).__name__ == expected
-        self.line = event.start_mark.line + 1
-        return event
 
     def stop(self, message: str) -> NoReturn:
         raise ModelConfigError(f"{self.where}: line {self.line}: {message}")
@@ -119,67 +107,37 @@ class _Reading:
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
-    def node(self, event: Any, depth: int) -> Any:
-        kind = type(event).__name__
-        if kind == "AliasEvent":
-            return self.alias(event.anchor)
+    def value(self, node: Any, depth: int) -> Any:
+        self.line = node.start_mark.line + 1
         if depth > MAX_DEPTH:
-            self.stop(f"nested more than {MAX_DEPTH} deep")
-        before = self.nodes
+            self.stop(f"nested more than {MAX_DEPTH} deep, or an alias stands within its own anchor")
         self.count(1)
-        if event.anchor in self.anchors:
-            self.stop(f"the anchor &{short(event.anchor, 40)} is set twice")
-        if kind == "ScalarEvent":
-            value = self.scalar(event)
-        elif kind == "SequenceStartEvent":
-            self.check_tag(event.tag, "seq")
-            value = self.sequence(depth)
-        else:
-            self.check_tag(event.tag, "map")
-            value = self.mapping(depth)
-        if event.anchor is not None:
-            self.anchors[event.anchor] = value, self.nodes - before
-        return value
-
-    def alias(self, name: str) -> Any:
-        self.aliases += 1
-        if self.aliases > MAX_ALIASES:
-            self.stop(f"more than {MAX_ALIASES} aliases")
-        if name not in self.anchors:
-            self.stop(f"the alias *{short(name, 40)} has no anchor before it, or stands within its own")
-        value, nodes = self.anchors[name]
-        self.count(nodes)
-        return value
-
-    def sequence(self, depth: int) -> list[Any]:
-        items = []
-        while type(event := self.next()).__name__ != "SequenceEndEvent":
-            items.append(self.node(event, depth + 1))
-        return items
-
-    def mapping(self, depth: int) -> dict[str, Any]:
+        if node.id == "scalar":
+            return self.scalar(node)
+        self.check_tag(node.tag, "seq" if node.id == "sequence" else "map")
+        if node.id == "sequence":
+            return [self.value(item, depth + 1) for item in node.value]
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
-        while type(event := self.next()).__name__ != "MappingEndEvent":
-            key = self.key(event)
+        for name, item in node.value:
+            key = self.key(name)
             if key in own or (key == MERGE and merged):
                 self.stop(f"key {short(key, 80)!r} appears twice")
-            value = self.node(self.next(), depth + 1)
+            value = self.value(item, depth + 1)
             if key == MERGE:
                 merged = self.merged(value)
             else:
                 own[key] = value
         return {**merged, **own}
 
-    def key(self, event: Any) -> str:
-        if type(event).__name__ != "ScalarEvent":
-            self.stop("a key must be text, not a list, a mapping or an alias")
+    def key(self, node: Any) -> str:
+        self.line = node.start_mark.line + 1
+        if node.id != "scalar":
+            self.stop("a key must be text, not a list or a mapping")
         self.count(1)
-        if event.anchor is not None:
-            self.stop("a key has an anchor; only values may")
-        if event.tag not in (None, "!", f"{_TAG}str"):
-            self.check_tag(event.tag, "str")
-        return self.text(event.value)
+        if node.tag not in (None, "!", f"{_TAG}str"):
+            self.check_tag(node.tag, "str")
+        return self.text(node.value)
 
     def merged(self, value: Any) -> dict[str, Any]:
         """The keys that `<<` merges; of several mappings the first that has a key gives its value."""
@@ -193,12 +151,11 @@ class _Reading:
 
     # ---- scalars --------------------------------------------------------------------------------------------------
 
-    def scalar(self, event: Any) -> Any:
-        text = self.text(event.value)
-        if event.tag in (None, "!"):
-            # implicit[0]: the scalar is plain, so that its text decides its kind; else it was quoted, or tagged "!"
-            return self.plain(text) if event.implicit[0] and event.tag is None else text
-        kind = self.check_tag(event.tag, *_SCALAR_TAGS)
+    def scalar(self, node: Any) -> Any:
+        text = self.text(node.value)
+        if node.tag in (None, "!"):
+            return self.plain(text) if node.tag is None else text
+        kind = self.check_tag(node.tag, *_SCALAR_TAGS)
         if kind == "str":
             return text
         value = self.plain(text)

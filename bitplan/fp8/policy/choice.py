@@ -47,9 +47,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from bitplan.fp8.policy.policy import Fp8Decision, Question, alike_rules, asked_by_shape, decide, matching_rules
+from bitplan.fp8.policy.policy import Fp8Decision, Question, alike_rules, decide, matching_rules
 from bitplan.fp8.policy.rules import LayerRule, Point, Policy
 from bitplan.fp8.policy.vocabulary import (
     DEFAULT_RECIPE,
@@ -59,12 +59,9 @@ from bitplan.fp8.policy.vocabulary import (
     PRODUCTS,
     UNDECIDED,
     UNMEASURED,
-    kind_of,
-    name_of_role,
     shape_obstacle,
 )
 from bitplan.fp8.recipes import RECIPES
-from bitplan.plan.structure.model_view import ModelView
 
 # ---- estimates -------------------------------------------------------------------------------------------------------
 
@@ -247,48 +244,6 @@ class Fp8Choice:
 
     def to_dict(self) -> dict[str, Any]:
         return {"precision": self.precision} | asdict(self)
-
-
-class PolicyChoice(NamedTuple):
-    """What a policy chooses for a weight, as a plan says it: a format, the reason, and the figures behind it.
-
-    format    "fp8:tensorwise" where all three products are FP8, "fp8:tensorwise:fprop+dgrad" where some are, "bfloat16"
-    evidence  `tokens`, the policy's `answer`, and where known `speedup`, `holds_from` and `holds_to`
-    """
-
-    format: str
-    reason: str
-    evidence: dict[str, Any]
-
-
-def policy_choices(policy: Policy, view: ModelView, tokens: int, **more: Any) -> dict[str, PolicyChoice]:
-    """What a policy chooses for every projection that a view saw, by the name of its weight; nothing is built.
-
-    Projections that are one layer (`view.joined`) are asked about as one. The output layer and routers stay BF16, as
-    `apply_fp8` leaves them. `more` are fields of `Question`: recipe, tp, part, extrapolate.
-    """
-    together = {weight: weights for weights in view.joined for weight in weights}
-    uses = {use.weight: use for use in view.linears if use.weight and not use.experts}
-    choices: dict[str, PolicyChoice] = {}
-    for weight, use in uses.items():
-        if use.role in ("head", "router"):
-            choices[weight] = PolicyChoice("bfloat16", f"a {use.role} is left in BF16", {"tokens": tokens})
-            continue
-        members = [uses[name] for name in together.get(weight, (weight,)) if name in uses]
-        norm = view.norm_before(use.path)
-        name = name_of_role(use.role, len(members))
-        kind = kind_of(name, has_norm=norm is not None and norm.only_projections)
-        shape = (sum(member.shape[0] for member in members), use.shape[1])
-        question = Question(kind, tokens, name=name, shape=shape, **more)
-        choice = choose_products(policy, asked_by_shape(policy, question))
-        products = "" if choice.products == PRODUCTS else f":{'+'.join(choice.products)}"
-        figures = {name: getattr(choice, name) for name in ("tokens", "answer", "speedup", "holds_from", "holds_to")}
-        choices[weight] = PolicyChoice(
-            f"fp8:{choice.recipe}{products}" if choice else "bfloat16",
-            choice.reason,
-            {name: figure for name, figure in figures.items() if figure is not None},
-        )
-    return choices
 
 
 def choose_products(policy: Policy, question: Question, *, apart: bool = True) -> Fp8Choice:

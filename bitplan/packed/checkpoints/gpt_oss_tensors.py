@@ -17,10 +17,9 @@ from torch import Tensor
 from bitplan.base.errors import FileFormatError, FormatError
 from bitplan.base.records import on_failure, read_json, write_json
 from bitplan.files.gguf_tensors import GGUFTensors
-from bitplan.files.gpt_oss import GptOssFile
 from bitplan.files.gpt_oss.config import ARCHITECTURE, check_settings_held, hf_config
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
-from bitplan.files.gpt_oss.source import GATE_UP, MXFP4, plain_rows
+from bitplan.files.gpt_oss.source import GATE_UP, MXFP4, GptOssFile, plain_rows
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, is_packed_config
 from bitplan.files.tensor_file import TensorFile, TensorSpec

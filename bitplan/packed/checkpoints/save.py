@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.errors import ArgumentError, StoreError
+from bitplan.base.errors import ArgumentError, BitplanError, StoreError
+from bitplan.files.certificate import certificate_of, earlier_certificate
 from bitplan.files.gpt_oss.config import with_quantization
 from bitplan.files.models.save_load import own_tensors, write_model
-from bitplan.files.open_files import container_for
+from bitplan.files.open_files import container_for, open_tensors
 from bitplan.files.packed_folder import (
     CONFIG,
     SHARD_BYTES,
@@ -71,7 +73,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
         )
     if container is not None:
         container.check_output(path, inputs=(), force=force)
-        write_model(model, path)
+        write_model(model, path, *_loaded_from(model))
         if (rounded := shown_inputs(model)) is not None:
             warnings.warn(
                 f"{path}: a file does not say that layers round their inputs to {rounded}, as a folder does; load it "
@@ -83,7 +85,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
     saved, tied = _items(model, source)
     inputs = [] if source is None or source.folder is None else _files(source)
     check_packed_output(path, inputs=inputs, force=force, any_folder=True)
-    config, beside = _config(model, source), _beside(model, source)
+    config, beside = _config(model, source), {} if (folder := _folder_of(model)) is None else side_files(folder)
     plan: Plan | None = None
     if source is None or not source.is_gpt_oss:
         plan = _plan(saved, source).with_inputs(_inputs(model, source))
@@ -100,7 +102,12 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
         for spec in tensors:
             writer.write(spec.name, saved[spec.name].read())
 
-    contents = FolderContents(shards, config, plan, beside)
+    _, files = _loaded_from(model)
+    written = plan or choose_formats(saved, {}, where=str(path))
+    origin = folder or Path(type(model).__name__)
+    certificate = certificate_of(written, origin, files, held=True, config=config, holds_plan=plan is None)
+    earlier = None if folder is None else earlier_certificate(folder)
+    contents = FolderContents(shards, config, plan, beside, certificate=certificate, earlier=earlier, source=folder)
     write_packed_folder(path, contents, write, force=force, keeps_tokenizer=True)
 
 
@@ -291,12 +298,23 @@ def _shards(
     ]
 
 
-def _beside(model: nn.Module, source: LoadedFrom | None) -> dict[str, Path]:
-    """Tokenizer and the like, from the folder that bitplan or transformers loaded the model from."""
+def _folder_of(model: nn.Module) -> Path | None:
+    """The folder that bitplan or transformers loaded a model from, if any."""
+    source = remembered(model)
     if source is not None and source.folder is not None:
-        return side_files(source.folder)
+        return source.folder
     name = getattr(model, "name_or_path", None)
-    return side_files(Path(name)) if isinstance(name, str) and name and Path(name).is_dir() else {}
+    return Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None
+
+
+def _loaded_from(model: nn.Module) -> tuple[Path | None, list[Path]]:
+    """That folder, and the files of its weights, none where they cannot be read any more."""
+    folder = _folder_of(model)
+    with suppress(BitplanError, OSError):
+        if folder is not None:
+            with open_tensors(folder) as file:
+                return folder, file.files
+    return folder, []
 
 
 def _config(model: nn.Module, source: LoadedFrom | None) -> Mapping[str, Any] | None:

@@ -27,9 +27,9 @@ from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import get_format
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors
-from bitplan.packed.layer_replacement import shape_in_file
 from bitplan.plan.names import natural_order
 from bitplan.plan.plan import Plan
+from bitplan.plan.structure.describe import experts_of
 
 MOST_SHOWN = 8
 
@@ -217,9 +217,16 @@ def _shapes_in(
         return shapes
     parts = {target: target.rpartition(".") for target in shapes}
     return {
-        target: shape_in_file(model.get_submodule(parts[target][0]), parts[target][2], shape)
+        target: _shape_in_file(model.get_submodule(parts[target][0]), parts[target][2], shape)
         for target, shape in shapes.items()
     }
+
+
+def _shape_in_file(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a packed parameter has in a file, whether or not there is a packed layer for it."""
+    experts = experts_of(module)
+    is_turned = experts is not None and local in experts.weights and experts.is_columns
+    return (shape[0], shape[2], shape[1]) if is_turned else shape
 
 
 def _shape_fault(recipe: TensorRecipe, held: Mapping[str, tuple[int, ...]]) -> str | None:

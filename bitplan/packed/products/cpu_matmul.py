@@ -34,8 +34,7 @@ from torch import Tensor
 
 from bitplan.base.errors import FormatError
 from bitplan.formats import Encoded
-from bitplan.formats.codec import encode
-from bitplan.packed.products.decode_row_slices import decoded_pieces
+from bitplan.formats.codec import decode, encode
 
 FOUR_BIT_FORMAT = "int4_g32"
 GROUP = 32
@@ -124,7 +123,7 @@ def _why_not_here() -> str | None:
     generator = torch.Generator().manual_seed(0)
     w, x = (torch.randn(rows, 96, generator=generator) for rows in (19, 3))
     weight = encode(w, FOUR_BIT_FORMAT)
-    decoded = next(decoded_pieces(weight, torch.float32, 19))[1]
+    decoded = decode(weight, torch.float32)
     try:
         product = four_bit_linear(x, weight, pack_four_bit(weight))
     except (RuntimeError, FormatError) as error:

@@ -4,6 +4,6 @@ training_policy      a training step: gathers statistics, asks `decide`, changes
 decide, score        the answer for every block at a step, with its reason; how sensitive a block is
 config, state        every switch; what survives a restart
 precision_units, layer_probes, gradient_statistics    what is decided on, and what is measured of it
-run_calibration, calibration    relative output errors of candidate formats, before training, and their file
+calibration          relative output errors of candidate formats, before training, and their file
 trainer_callbacks    the same steps for Hugging Face's Trainer, Lightning and TensorBoard
 """

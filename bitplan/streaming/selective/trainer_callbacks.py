@@ -12,15 +12,17 @@ the model to its device. Each checkpoint holds the policy's state and, where the
 If the config sets `run_calibration`, calibration runs before the first step on the trainer's own data: the first
 batches of the dataset, unshuffled, so that neither the order of training nor its random numbers change.
 
-With train="weights" the trainer's AdamW also holds for the streamed weights, each by its group: rates and schedule,
-betas, eps, decay (of norms and biases none, in Hugging Face's Trainer); another optimizer is refused. So do its limit
-on the norm of gradients, on the device and on the host together, and its scaler of the loss (fp16).
+With train="weights" the trainer's optimizer also holds for the streamed weights, each by its group: rates and schedule,
+betas, eps, decay (of norms and biases none, in Hugging Face's Trainer); one that cannot step weights one by one on the
+host is refused. So do its limit on the norm of gradients, on the device and on the host together, and its scaler of the
+loss (fp16).
 
 None of the libraries is imported until it is asked for.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -34,12 +36,14 @@ from torch.optim import AdamW, Optimizer
 from bitplan.base.optional import require
 from bitplan.base.records import on_failure
 from bitplan.plan.names import listed
+from bitplan.streaming.errors import StreamError
+from bitplan.streaming.selective.calibration import Forward
 from bitplan.streaming.selective.config import SelectiveError
-from bitplan.streaming.selective.run_calibration import Forward
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
+from bitplan.streaming.training.optimizers import HostOptimizer, Settings
 from bitplan.streaming.training.processes import hide_from_ddp
 
 log = logging.getLogger("bitplan")
@@ -161,13 +165,13 @@ def trainer_callback(
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if not state.global_step and steps.policy is not None and steps.policy.lacks_calibration:
                 steps.calibrate(kwargs["train_dataloader"], args.train_batch_size)
+            if kwargs.get("optimizer") is not None:  # an optimizer that cannot be followed is refused before a step
+                steps.adamw.follow(kwargs["optimizer"])
             if state.global_step:
                 folder = Path(resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
                 steps.restore(
                     lambda policy: policy.load(folder / STATE_FILE), lambda: steps.stream.load(folder / WEIGHTS_FILE)
                 )
-            if kwargs.get("optimizer") is not None:  # an optimizer that cannot be followed is refused before a step
-                steps.adamw.follow(kwargs["optimizer"])
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             steps.begin(state.global_step)
@@ -304,6 +308,7 @@ class _FollowedOptimizer:
         self._stream = stream
         self._optimizer: Any = None
         self._groups: dict[int, list[tuple[str, str]]] = {}  # number of a group -> the streamed weights in it
+        self._settings: dict[int, Settings] = {}  # of each group, as last seen
 
     def follow(self, optimizer: Any) -> None:
         """Take over the settings, before the optimizer steps; it may be wrapped, as accelerate does."""
@@ -311,11 +316,15 @@ class _FollowedOptimizer:
         if training is None:
             return
         if optimizer is not self._optimizer:
-            self._groups = self._find_streamed(training, optimizer)
+            self._groups, self._settings = self._find_streamed(training, optimizer), {}
             self._optimizer = optimizer
             self._say_what_holds(training)
-        settings = {at: _settings_of(optimizer.param_groups[at]) for at in self._groups}
-        training.own_settings = {key: settings[at] for at, keys in self._groups.items() for key in keys}
+        self._settings = settings = {at: _settings_of(optimizer, at, self._settings.get(at)) for at in self._groups}
+        own = {key: settings[at].of(training.weight(*key).shape) for at, keys in self._groups.items() for key in keys}
+        try:
+            training.own_settings = own
+        except StreamError as error:
+            raise SelectiveError(f"the trainer's optimizer cannot train streamed weights: {error}") from None
         rates = {one.lr for one in settings.values()}
         training.lr = rates.pop() if len(rates) == 1 else training.lr
 
@@ -337,12 +346,6 @@ class _FollowedOptimizer:
                 training.lr,
             )
             return groups
-        if type(optimizer) is not AdamW:
-            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-            raise SelectiveError(
-                f"the trainer's optimizer is {kind}, and streamed weights are trained by AdamW on the host: use "
-                "torch.optim.AdamW (in TrainingArguments: optim='adamw_torch'), or train adapters (train='adapters')"
-            )
         if trained:
             raise SelectiveError(
                 f"{listed([f'{block}.{name}' for block, name in trained.values()])}: streamed and trained, and not "
@@ -353,7 +356,10 @@ class _FollowedOptimizer:
     def _say_what_holds(self, training: HostTraining) -> None:
         given, default = training.settings, AdamWSettings()
         for at in self._groups:
-            of_group = _settings_of(self._optimizer.param_groups[at])
+            of_group = _settings_of(self._optimizer, at)
+            if not (isinstance(given, AdamWSettings) and isinstance(of_group, AdamWSettings)):
+                log.info("bitplan: streamed weights of group %d are trained by %s", at, of_group)
+                continue
             for name in ("betas", "eps", "weight_decay"):
                 asked, holds = getattr(given, name), getattr(of_group, name)
                 if asked not in (getattr(default, name), holds):
@@ -370,7 +376,24 @@ def unwrapped(optimizer: Any) -> Any:
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def _settings_of(group: dict[str, Any]) -> AdamWSettings:
+def _settings_of(optimizer: Optimizer, at: int, before: Settings | None = None) -> Settings:
+    """The settings of one group, for the host: AdamW's, or those that the optimizer's class takes.
+
+    before: those of the last step; where only the rate differs, the optimizer is not tried again.
+    """
+    group = optimizer.param_groups[at]
+    if type(optimizer) is not AdamW:
+        known = inspect.signature(type(optimizer)).parameters.keys() - {"params", "lr"}
+        settings = {name: group[name] for name in known if name in group}
+        if isinstance(before, HostOptimizer) and before.settings == settings:
+            return before.with_lr(float(group["lr"]))
+        try:
+            return HostOptimizer(type(optimizer), group["lr"], settings)
+        except StreamError as error:
+            raise SelectiveError(
+                f"the trainer's optimizer cannot train streamed weights: {error}; with AdamW "
+                "(in TrainingArguments: optim='adamw_torch') it does, or train adapters (train='adapters')"
+            ) from None
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise SelectiveError(

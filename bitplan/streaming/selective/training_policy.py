@@ -52,7 +52,14 @@ from bitplan.base.documents import OBJECT, SIZE, Kind, Reader, is_number, load_d
 from bitplan.base.errors import BitplanError
 from bitplan.base.logs import JsonLog
 from bitplan.base.records import Closing, write_json
-from bitplan.streaming.selective.calibration import CalibrationResult
+from bitplan.streaming.selective.calibration import (
+    CalibrationResult,
+    Forward,
+    OnProgress,
+    OnStale,
+    evaluating,
+    run_calibration,
+)
 from bitplan.streaming.selective.config import (
     PRECISIONS,
     SelectiveError,
@@ -73,7 +80,6 @@ from bitplan.streaming.selective.decide import (
 from bitplan.streaming.selective.gradient_statistics import GradStatsCollector
 from bitplan.streaming.selective.layer_probes import LayerProbes
 from bitplan.streaming.selective.precision_units import PrecisionUnits
-from bitplan.streaming.selective.run_calibration import Forward, OnProgress, OnStale, evaluating, run_calibration
 from bitplan.streaming.selective.score import mean_of
 from bitplan.streaming.selective.state import (
     PolicyState,

@@ -1,8 +1,8 @@
-"""AdamW in one pass: reads the gradient in its type; writes master, moments and what is sent. See `adamw`.
+"""AdamW in one pass: reads the gradient in its type; writes master, moments and what is sent.
 
 Every operation is one of torch's fused AdamW, in its order, with multiplication and addition in one rounding where
 torch's compiler puts them into one. The last few numbers, which fill no vector, torch computes another way: they are
-left to it.
+left to it. States in little memory (`small_moments`) are widened, stepped and made small again a block at a time.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,18 +17,30 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from torch import Tensor
 
-from bitplan.base.loops.jit import compiled
-from bitplan.base.loops.row_pieces import Cut, run
+from bitplan.base.loops.jit import compiled, inlined
+from bitplan.base.loops.row_pieces import Cut, First, run
 from bitplan.base.loops.vectors import VectorType, VectorWriter, define, lanewise, load, store
 from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
+from bitplan.streaming.training.small_moments import (
+    BLOCK,
+    FIRST_CODES,
+    FIRST_MIX,
+    SECOND_CODES,
+    SECOND_MIX,
+    STRIDE,
+    SmallTensors,
+    random_seed,
+    step_small_by_torch,
+)
 
 LANES = 16  # a multiple of what torch takes at a time, on any CPU
-NUMBER_NS = 1.0  # on one thread
-F32 = np.float32
+NUMBER_NS, SMALL_NUMBER_NS = 1.0, 6.0  # on one thread
+F32, I32, U32 = np.float32, np.int32, np.uint32
 INT32 = ir.IntType(32)
 WORDS = ir.VectorType(INT32, LANES)
 FLOATS = VectorType(types.float32, LANES)
 SMALL_SHARE = 0.5  # of a gradient in its mean: torch rounds larger ones another way
+NO_MASTER, NO_REMAINDER = torch.empty(0), torch.empty(0, dtype=torch.int16)
 # The look at torch's bits: how many numbers; betas, decay of weights, types of the gradient and of what is sent.
 TRIED = 4096
 TRIED_WAYS = (
@@ -50,6 +62,30 @@ def step_by_loop(tensors: AdamWTensors, rates: AdamWRates) -> None:
     if whole < len(flat[0]):
         rest = AdamWTensors(*(one[whole:] for one in flat))
         step_by_torch(rest, rates, torch.empty(LANES))
+
+
+def step_small_by_loop(tensors: SmallTensors, rates: AdamWRates, key: str, start: int) -> None:
+    """`step_small_by_torch`, to the bit, for whole blocks; the numbers after them are left to it."""
+    whole = len(tensors.gradient) // BLOCK * BLOCK
+    weights, remainder, gradient, moments = tensors.part(0, whole)
+    if whole:
+        halves = (weights, remainder) if remainder is not None else (torch.empty(0, dtype=torch.uint16), NO_REMAINDER)
+        master = NO_MASTER if remainder is not None else weights
+        given = [Cut(_array(one)) for one in (master, *halves, gradient, moments.first, moments.second)]
+        scales = [Cut(one.numpy(), share=BLOCK) for one in (moments.first_scales, moments.second_scales)]
+        seeds = np.array([random_seed(key, moment) for moment in (1, 2)], U32)
+        run(
+            _step_small,
+            whole,
+            SMALL_NUMBER_NS,
+            *given,
+            *scales,
+            _factors(rates, remainder is not None),
+            seeds,
+            First(start),
+        )
+    if whole < len(tensors.gradient):
+        step_small_by_torch(tensors.part(whole, len(tensors.gradient)), rates, key, start + whole)
 
 
 def differs_from_torch() -> str:
@@ -76,7 +112,7 @@ def _array(tensor: Tensor) -> Any:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def _factors(rates: AdamWRates) -> Any:
+def _factors(rates: AdamWRates, is_split: bool = False) -> Any:
     """Computed in 64 bits and rounded to 32, as torch does."""
     (beta1, beta2), share = rates.betas, F32(1 - rates.betas[0])
     is_large = not abs(share) < SMALL_SHARE
@@ -92,6 +128,7 @@ def _factors(rates: AdamWRates) -> Any:
             rates.eps,
             -(rates.lr / corrections[0]),
             rates.factor,
+            is_split,
         ],
         F32,
     )
@@ -146,3 +183,68 @@ def _step(master, gradient, first, second, sent, sends, factors):
         store(master, i, weight)
         if sends:
             write(sent, i, weight)
+
+
+# ---- states in little memory -----------------------------------------------------------------------------------------
+
+
+@inlined
+def _random(place, seed):
+    """A number of `random_numbers`; every product is cut to 32 bits, for numba makes it one of 64."""
+    word = U32(place * U32(STRIDE) + seed)
+    word = U32((word ^ (word >> U32(16))) * U32(FIRST_MIX))
+    word = U32((word ^ (word >> U32(15))) * U32(SECOND_MIX))
+    return F32(I32(U32(word ^ (word >> U32(15))) >> U32(8))) * F32(2.0**-24)
+
+
+@inlined
+def _largest(bits):
+    """The bits of the largest magnitude: without their signs, bits have the order of numbers."""
+    largest = I32(0)
+    for i in range(BLOCK):
+        largest = max(largest, bits[i] & I32(0x7FFFFFFF))
+    return largest
+
+
+@compiled
+def _step_small(
+    master, weights, remainder, gradient, first, second, first_scales, second_scales, factors, seeds, start
+):
+    """Either `master` has numbers, or `weights` and `remainder` have."""
+    masters, means, squares = np.empty(BLOCK, F32), np.empty(BLOCK, F32), np.empty(BLOCK, F32)
+    words, mean_bits, square_bits = masters.view(I32), means.view(I32), squares.view(I32)
+    scale_bits, is_split = np.empty(2, I32), factors[9] != 0
+    scales = scale_bits.view(F32)
+    for block in range(gradient.size // BLOCK):
+        at = block * BLOCK
+        if is_split:
+            for i in range(BLOCK):
+                words[i] = (I32(weights[at + i]) << I32(16)) + I32(remainder[at + i])
+        else:
+            for i in range(BLOCK):
+                masters[i] = master[at + i]
+        for i in range(BLOCK):
+            share = F32(first[at + i]) / F32(FIRST_CODES)
+            means[i] = share * abs(share) * first_scales[block]
+            share = F32(second[at + i]) / F32(SECOND_CODES)
+            squares[i] = share * share * second_scales[block]
+        _step(masters, gradient[at : at + BLOCK], means, squares, masters, False, factors)
+        if is_split:
+            for i in range(BLOCK):
+                weights[at + i] = np.uint16((words[i] + I32(0x8000)) >> I32(16))
+                remainder[at + i] = np.int16(words[i])
+        else:
+            for i in range(BLOCK):
+                master[at + i] = masters[i]
+        scale_bits[0], scale_bits[1] = _largest(mean_bits), _largest(square_bits)
+        first_scales[block], second_scales[block] = scales[0], scales[1]
+        by = scales[0] if scales[0] != 0 else F32(1)
+        second_by = scales[1] if scales[1] != 0 else F32(1)
+        for i in range(BLOCK):
+            place = U32(start + at + i)
+            code = I32(np.sqrt(abs(means[i]) / by) * F32(FIRST_CODES) + _random(place, seeds[0]))
+            code = min(code, I32(FIRST_CODES))
+            first[at + i] = np.int8(-code if means[i] < 0 else code)
+            code = I32(np.sqrt(squares[i] / second_by) * F32(SECOND_CODES) + _random(place, seeds[1]))
+            code = max(min(code, I32(SECOND_CODES)), I32(1))
+            second[at + i] = np.uint8(code if squares[i] != 0 else I32(0))

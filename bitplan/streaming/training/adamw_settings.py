@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -30,6 +30,16 @@ class AdamWSettings:
         object.__setattr__(self, "betas", checked)
         for name in ("lr", "eps", "weight_decay"):
             object.__setattr__(self, name, setting(name, getattr(self, name)))
+
+    def with_lr(self, lr: float) -> AdamWSettings:
+        return replace(self, lr=lr)
+
+    def of(self, _shape: tuple[int, ...]) -> AdamWSettings:
+        """The settings of a weight, which are those of all."""
+        return self
+
+    def document(self) -> dict[str, Any]:
+        return {**asdict(self), "betas": list(self.betas)}
 
 
 def setting(name: str, value: Any, *, below: float = math.inf) -> float:

@@ -19,39 +19,31 @@ the bus. So a gradient is copied straight to its own place, the same in every st
 reads it, which multiplies by the factor of clipping. A second gradient of a weight in a step (accumulation) is added in
 float32, in memory that is made when it is first needed. A place is free again when its next gradient comes: the
 weight's forward of that step has waited for the update that read it.
-
-AdamW is torch's fused one by definition (`adamw_torch`), which makes 46 bytes a number cross the host's memory where
-gradient and sent weights are BF16; `adamw_loop` takes one pass, with 28. Whether it has torch's bits on this machine is
-looked at before its first use.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from bitplan.formats import Encoded, Format
-from bitplan.formats.dispatch import SMALLEST_FOR_CPU, Picked, encode
 from bitplan.streaming.block_layout import ParameterSpec, Part, aligned
 from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.streaming.find_blocks import StreamedBlock
-from bitplan.streaming.options import StreamRequest
+from bitplan.streaming.options import STATE_FORMATS, StreamRequest, plan_states
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
-from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, pieces, step_by_torch
+from bitplan.streaming.training.adamw_torch import pieces
+from bitplan.streaming.training.optimizers import Settings
 from bitplan.streaming.training.processes import ROLL_CALL_S, Processes, listed_ranks
-from bitplan.streaming.training.small_moments import SmallMoments
+from bitplan.streaming.training.trained_weight import MASTER, TrainedWeight, prepare_adamw
 from bitplan.streaming.transfer.copies import FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
@@ -77,143 +69,7 @@ def share_overflow(
     return overflowed
 
 
-LOOP_TYPES = (torch.float32, torch.bfloat16)  # of gradients, and of what is sent
-_log = logging.getLogger("bitplan")
-
-
-def step_adamw(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> None:
-    """Step the master and its moments in place; `scratch` is float32, of any size, and so torch's pieces are."""
-    if explain_adamw(tensors).implementation == "torch":
-        step_by_torch(tensors, rates, scratch)
-        return
-    from bitplan.streaming.training.adamw_loop import step_by_loop
-
-    step_by_loop(tensors, rates)
-
-
-def explain_adamw(tensors: AdamWTensors) -> Picked:
-    """What `step_adamw` runs for these tensors."""
-    master, gradient, *_, sent = tensors
-    for what, dtype in (("a gradient", gradient.dtype), ("sent weights", master.dtype if sent is None else sent.dtype)):
-        if dtype not in LOOP_TYPES:
-            return Picked("torch", f"{what} of {str(dtype).removeprefix('torch.')}")
-    if master.numel() < SMALLEST_FOR_CPU:
-        return Picked("torch", f"small: {master.numel()} numbers")
-    return loop_choice()
-
-
-def prepare_adamw(masters: Iterable[Tensor]) -> None:
-    """Compile, before the first step, what `step_adamw` would compile in it."""
-    if any(master.numel() >= SMALLEST_FOR_CPU for master in masters):
-        loop_choice()
-
-
-@functools.cache
-def loop_choice() -> Picked:
-    """Whether the loop serves here; compiles it, which takes some seconds the first time on a machine."""
-    if importlib.util.find_spec("numba") is None:
-        return Picked("torch", "numba is not installed")
-    from bitplan.streaming.training.adamw_loop import differs_from_torch
-
-    if differs := differs_from_torch():
-        _log.warning("AdamW on the host: %s; torch's own is used, which takes about twice the time", differs)
-        return Picked("torch", differs)
-    return Picked("numba", "one pass of the host's memory, with torch's bits")
-
-
-SMALL_AT_A_TIME = 2**18  # moments that are decoded at a time: they stay in the processor's caches
 NUMBERS_AT_A_TIME = 2**24  # for torch's AdamW: with smaller pieces every call waits for all its threads
-
-
-class BlockAdamW:
-    """Masters (contiguous, float32), their moments, and how often each was stepped."""
-
-    def __init__(self, masters: Mapping[str, Tensor], *, is_small: bool = False) -> None:
-        """is_small: moments are in 8 bits."""
-        self.masters, self._is_small = dict(masters), is_small
-        self.slice_of: Callable[[Tensor], Tensor] = lambda tensor: tensor  # that is stepped here, of each master
-        self._moments: dict[str, tuple[Tensor, Tensor] | SmallMoments] = {}
-        self.steps = dict.fromkeys(masters, 0)
-        prepare_adamw(masters.values())
-
-    def divide(self, processes: Processes) -> None:
-        """From now on step only this process's slice of every master, and keep the moments of that alone."""
-        present = {name: self.read_moments(name) for name in self.masters}
-        self.slice_of = processes.own_slice
-        for name, moments in present.items():
-            if moments is not None:
-                first, second = (self.slice_of(one).clone() for one in moments)
-                self.set_moments(name, (first, second))
-
-    def make_moments(self, name: str) -> None:
-        """As AdamW does in its first step."""
-        if name not in self._moments:
-            master = self.slice_of(self.masters[name])
-            small = SmallMoments.zeros(master.numel()) if self._is_small else None
-            self._moments[name] = small or (torch.zeros_like(master), torch.zeros_like(master))
-
-    def read_moments(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """The moments of this process's slice in float32: the ones in use, or decoded; None before the first step."""
-        moments = self._moments.get(name)
-        if not isinstance(moments, SmallMoments):
-            return moments
-        master = self.slice_of(self.masters[name])
-        first, second = moments.read()
-        return first.view(master.shape), second.view(master.shape)
-
-    def set_moments(self, name: str, moments: tuple[Tensor, Tensor] | None) -> None:
-        """Take these for the moments of this process's slice, which they are of."""
-        self._moments.pop(name, None)
-        if moments is None:
-            return
-        if self._is_small:
-            self.make_moments(name)
-            first, second = (one.detach().reshape(-1).clone() for one in moments)
-            cast(SmallMoments, self._moments[name]).write(first, second)
-        else:
-            self._moments[name] = moments
-
-    @property
-    def moment_bytes(self) -> int:
-        """What moments take on the host."""
-        return sum(part.nbytes for moments in self._moments.values() for part in moments)
-
-    def step(
-        self,
-        gradients: Mapping[str, Tensor],
-        settings: Mapping[str, AdamWSettings],
-        scratch: Tensor,
-        sent: Mapping[str, Tensor] | None = None,
-        factor: float = 1.0,
-    ) -> None:
-        """Step every master that has a gradient (times `factor`) by its settings, and copy it to `sent`; `scratch` is
-        float32, of any size.
-        """
-        for name, gradient in gradients.items():
-            self.make_moments(name)
-            master, gradient = self.slice_of(self.masters[name]), self.slice_of(gradient)
-            of, moments = settings[name], self._moments[name]
-            rates = AdamWRates(of.lr, of.betas, of.eps, of.weight_decay, self.steps[name] + 1, factor)
-            given = (master, gradient) if name not in (sent or {}) else (master, gradient, (sent or {})[name])
-            if isinstance(moments, SmallMoments):
-                self._step_small(name, given, moments, rates, scratch)
-            elif master.numel():
-                step_adamw(AdamWTensors(*given[:2], *moments, *given[2:]), rates, scratch)
-            self.steps[name] += 1
-
-    def _step_small(
-        self, name: str, given: Sequence[Tensor], moments: SmallMoments, rates: AdamWRates, scratch: Tensor
-    ) -> None:
-        """Some numbers at a time: decode their moments, step, encode them again."""
-        start, of_slice = 0, int(given[0].storage_offset() - self.masters[name].storage_offset())
-        for weights, gradient, *sent in pieces(given, SMALL_AT_A_TIME):
-            part = moments.part(start, start + len(weights))
-            first, second = part.read()
-            step_adamw(AdamWTensors(weights, gradient, first, second, *sent), rates, scratch)
-            part.write(first, second, f"{name} {rates.step}", of_slice + start)
-            start += len(weights)
-
-
 NUMBERS_ADDED_AT_A_TIME = 2**22
 Key = tuple[str, str]  # block and parameter
 
@@ -280,6 +136,11 @@ class GradientPlaces:
             gradient = self._measured[: gradient.numel()].view(gradient.shape).copy_(gradient)
         norm: Tensor = torch.linalg.vector_norm(gradient)
         return norm
+
+    @property
+    def nbytes(self) -> int:
+        """The places of all gradients, and their sums in float32; not the buffers of one gradient."""
+        return sum(one.nbytes for one in (*self._buffers, *self._wide.values()))
 
     def close(self) -> None:
         for buffer in [self.staging, *self._buffers]:
@@ -374,21 +235,13 @@ FROZEN = -1  # in the place of a gradient's kind: the weight does not require on
 GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a llama block has nine
 
 
-class Trained(NamedTuple):
-    """One parameter's training: its master, AdamW's two moments (None before the first step), and its step count."""
-
-    master: Tensor
-    moments: tuple[Tensor, Tensor] | None
-    steps: int
-
-
 @dataclass(eq=False)
 class _Update:
     """The progress of one step's update: how many blocks were begun, stepped and encoded, and which are up to date."""
 
     gradients: StepGradients
     flags: SentFlags
-    settings: Mapping[Key, AdamWSettings]
+    settings: Mapping[Key, Settings]
     fresh: Mapping[str, Latch]
     checked: Latch = field(default_factory=Latch)  # it is known whether the step counts
     begun: int = 0
@@ -408,29 +261,33 @@ class HostTraining:
         self._device, self._timeout_s, self._shards = device, options.timeout_s, options.shard_optimizer
         self._blocks = {block.name: block for block in blocks}
         self.processes: Processes | None = None
-        self.settings, self.max_norm = options.optimizer or AdamWSettings(), options.clip_grad_norm
+        self.settings: Settings = options.optimizer or AdamWSettings()
+        self.max_norm = options.clip_grad_norm
         self.lr = self.settings.lr
-        self.own_settings: Mapping[Key, AdamWSettings] = {}  # of weights that do not have `settings` and `lr`
+        self._own_settings: Mapping[Key, Settings] = {}
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
-        self._masters: dict[str, dict[str, Tensor]] = {}
-        self._optimizers: dict[str, BlockAdamW] = {}
-        specs = {}
-        for block in blocks:
-            masters = {
-                # `.data`: writes to the master must not count as writes to the model's Parameter, which are watched.
-                name: one.parameter.data.float().contiguous()
-                for name, one in block.parameters.items()
-                if one.parameter.requires_grad
+        trained = {
+            block.name: {name: one for name, one in block.parameters.items() if one.parameter.requires_grad}
+            for block in blocks
+        }
+        trained = {block: parameters for block, parameters in trained.items() if parameters}
+        specs = {block: {name: one.spec for name, one in parameters.items()} for block, parameters in trained.items()}
+        by_name = {f"{block}.{name}": spec for block, parameters in specs.items() for name, spec in parameters.items()}
+        self.plan = plan_states(options.moments, by_name)
+        self._weights: dict[str, dict[str, TrainedWeight]] = {}
+        for block, parameters in trained.items():
+            small = {name: self.plan[f"{block}.{name}.moments"].format == STATE_FORMATS["int8"] for name in parameters}
+            self._weights[block] = {
+                name: TrainedWeight(f"{block}.{name}", one, "int8" if small[name] else "float32")
+                for name, one in parameters.items()
             }
-            if not masters:
-                continue
-            self._masters[block.name] = masters
-            # One optimizer a block, so that each can be stepped, and its block sent, before the others.
-            self._optimizers[block.name] = BlockAdamW(masters, is_small=options.moments == "int8")
-            specs[block.name] = {name: block.specs[name] for name in masters}
+        self._keys = [(block, name) for block, weights in self._weights.items() for name in weights]
+        for key, settings in self.settings_now().items():
+            self.weight(*key).require_steppable(settings, is_divided=False)
+        if isinstance(self.settings, AdamWSettings):
+            prepare_adamw(math.prod(spec.shape) for spec in by_name.values())
         self._places = GradientPlaces(device, specs, pinned=options.host == "pinned")
         self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
-        self._keys = [(block, name) for block, masters in self._masters.items() for name in masters]
         names = [f"{block}.{name}" for block, name in self._keys]
         self._flag_of = {name: number for number, name in enumerate(names)}
         self._finite = FiniteCheck(device, names)
@@ -454,13 +311,25 @@ class HostTraining:
     def lr(self, lr: float) -> None:
         self._lr = setting("lr", lr)
 
+    @property
+    def own_settings(self) -> Mapping[Key, Settings]:
+        """The settings of weights that do not have `settings` and `lr`."""
+        return self._own_settings
+
+    @own_settings.setter
+    def own_settings(self, settings: Mapping[Key, Settings]) -> None:
+        for key, of_weight in settings.items():
+            self.weight(*key).require_steppable(of_weight, is_divided=self.is_sharded)
+        self._own_settings = settings
+
     def join(self, processes: Processes, frozen: Mapping[str, Tensor]) -> None:
         """Train with other processes, which have the same weights, from now on; nothing may be under way."""
-        processes.require_same({**{name: one.master for name, one in self.trained().items()}, **frozen})
-        self.processes = processes
+        masters = {name: part for one in self.trained().values() for name, part in one.parts().items()}
+        processes.require_same({**masters, **frozen})
         if self._shards:
-            for optimizer in self._optimizers.values():
-                optimizer.divide(processes)
+            for key, settings in self.settings_now().items():
+                self.weight(*key).divide(processes, settings)
+        self.processes = processes
 
     @property
     def _update_s(self) -> float:
@@ -471,24 +340,28 @@ class HostTraining:
     def is_sharded(self) -> bool:
         return self._shards and self.processes is not None
 
-    def _settings_now(self) -> dict[Key, AdamWSettings]:
-        common = replace(self.settings, lr=self.lr)
-        return {key: self.own_settings.get(key, common) for key in self._keys}
+    def settings_now(self) -> dict[Key, Settings]:
+        """The settings of every weight from the next update on, by block and parameter."""
+        common = self.settings.with_lr(self.lr)
+        return {key: self.own_settings.get(key) or common.of(self.weight(*key).shape) for key in self._keys}
 
     def trains(self, block: str, name: str) -> bool:
-        return name in self._masters.get(block, {})
+        return name in self._weights.get(block, {})
 
-    def master(self, block: str, name: str) -> Tensor:
-        return self._masters[block][name]
-
-    def encoded(self, block: str, name: str, fmt: Format) -> Encoded:
-        """The master in a format, for sending; not kept, because the host holds the bytes."""
-        return encode(self._masters[block][name], fmt, name=f"{block}.{name}")
+    def weight(self, block: str, name: str) -> TrainedWeight:
+        return self._weights[block][name]
 
     @property
-    def moment_bytes(self) -> int:
-        """What AdamW's moments take on the host of this process."""
-        return sum(one.moment_bytes for one in self._optimizers.values())
+    def host_bytes(self) -> dict[str, int]:
+        """What training takes on the host of this process, counted now: masters beside the model's own Parameters,
+        states of the optimizer, gradients.
+        """
+        of_weights = [one.host_bytes for one in self.trained().values()]
+        return {
+            "masters": sum(one["masters"] for one in of_weights),
+            "states": sum(one["states"] for one in of_weights),
+            "gradients": self._places.nbytes,
+        }
 
     def limit_gradients(self, in_flight: int | None) -> None:
         """How many gradients may be on their way to the host before backward waits; None: GRADIENTS_WAITING."""
@@ -682,7 +555,7 @@ class HostTraining:
         """Queue the optimizer for every block. `check_step` raises if the step must not count."""
         # The settings of now: the user may set the next step's before the optimizer thread runs this update.
         flags = self._finite.send(self.gradients.step)
-        update = _Update(self.gradients, flags, self._settings_now(), {name: Latch() for name in self._masters})
+        update = _Update(self.gradients, flags, self.settings_now(), {name: Latch() for name in self._weights})
         self.is_settled = False
         self._updates.submit(lambda: self._apply(update, encode_block, check_step), f"step {update.gradients.step}")
         self._update, self._open = update, None
@@ -696,9 +569,9 @@ class HostTraining:
             elif earlier is not None:
                 raise earlier
             if not gradients.overflowed:
-                self._make_moments(gradients)
+                self._make_states(update)
                 update.checked.set()
-                for block in self._masters:
+                for block in self._weights:
                     self._step_block(update, block)
                     self._encode(update, block, encode_block)
         except Exception as error:
@@ -708,10 +581,10 @@ class HostTraining:
             self.failure = self.failure or TransferError(f"{what}: the thread was stopped ({error!r})")
             raise
         finally:
-            self.unencoded.update(list(self._masters)[update.encoded : update.begun])
-            if update.begun and update.stepped < len(self._masters):
+            self.unencoded.update(list(self._weights)[update.encoded : update.begun])
+            if update.begun and update.stepped < len(self._weights):
                 self.torn = (
-                    f"{what} broke off after {update.stepped} of {len(self._masters)} blocks ({self.failure}): the "
+                    f"{what} broke off after {update.stepped} of {len(self._weights)} blocks ({self.failure}): the "
                     "weights are of two steps; load a state (stream.load or load_state_dict)"
                 )
             gradients.sums.clear()
@@ -729,20 +602,22 @@ class HostTraining:
         if self.max_norm is not None:
             self._scale(update.gradients, self.max_norm)
 
-    def _make_moments(self, gradients: StepGradients) -> None:
+    def _make_states(self, update: _Update) -> None:
         """As AdamW does in its first step; here, before any block is stepped, running out of memory does no harm."""
-        for block, name in gradients.sums:
-            self._optimizers[block].make_moments(name)
+        for key in update.gradients.sums:
+            if isinstance(update.settings[key], AdamWSettings):
+                self.weight(*key).make_states()
 
     def _step_block(self, update: _Update, block: str) -> None:
         sums, sent = update.gradients.sums, {} if self.is_sharded else self.places_to_send(block)
-        own = {name: sums[block, name] for name in self._masters[block] if (block, name) in sums}
+        stepped = {name: one for name, one in self._weights[block].items() if (block, name) in sums}
         update.begun += 1
-        settings = {name: update.settings[block, name] for name in own}
-        self._optimizers[block].step(own, settings, self._scratch, sent, update.gradients.factor)
+        for name, weight in stepped.items():
+            key = block, name
+            weight.step(sums[key], update.settings[key], self._scratch, sent.get(name), update.gradients.factor)
         if self.processes is not None and self._shards:
-            self.processes.gather([self._masters[block][name] for name in own])
-        self.sent = own.keys() & sent.keys()
+            self.processes.gather([weight.shared for weight in stepped.values()])
+        self.sent = stepped.keys() & sent.keys()
         update.stepped += 1
 
     def _encode(self, update: _Update, block: str, encode_block: Callable[[str], None]) -> None:
@@ -790,11 +665,12 @@ class HostTraining:
             self.finish()
         return self.failure
 
-    def settle(self, blocks: Mapping[str, StreamedBlock]) -> None:
+    def settle(self) -> None:
         """Wait for all updates, and copy the masters into the model's own Parameters."""
         self.finish()
         if not self.is_settled:
-            self.write_back(blocks)
+            for weight in self.trained().values():
+                weight.write_back()
             self.is_settled = True
 
     def recover(self) -> Exception | None:
@@ -803,69 +679,39 @@ class HostTraining:
         failure, self.failure, self._update = self.failure, None, None
         return failure
 
-    def write_back(self, blocks: Mapping[str, StreamedBlock]) -> None:
-        """Copy the masters into the model's own Parameters."""
-        for block, masters in self._masters.items():
-            for name, master in masters.items():
-                parameter = blocks[block].parameters[name].parameter
-                if parameter.data_ptr() != master.data_ptr():
-                    parameter.data.copy_(master.detach())
-
-    def take(self, block: str, name: str, parameter: Tensor) -> None:
-        """Copy the model's Parameter into its master where they differ; AdamW's moments stay."""
-        master = self._masters[block][name]
-        if parameter.data_ptr() != master.data_ptr():
-            # Compared in the Parameter's type: an unchanged bfloat16 Parameter must not round its master.
-            if not torch.equal(parameter.detach(), master.to(parameter.dtype)):
-                master.copy_(parameter.detach())
-            if parameter.dtype == master.dtype:
-                parameter.data = master.data
-
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def trained(self) -> dict[str, Trained]:
-        """Every trained parameter by full name, as it is now; call `finish` first, for updates write these tensors."""
-        return {
-            f"{block}.{name}": Trained(
-                master.detach(), self._optimizers[block].read_moments(name), self._optimizers[block].steps[name]
-            )
-            for block, masters in self._masters.items()
-            for name, master in masters.items()
-        }
+    def trained(self) -> dict[str, TrainedWeight]:
+        """Every trained weight by full name, as it is now; call `finish` first, for updates write their tensors."""
+        return {one.name: one for weights in self._weights.values() for one in weights.values()}
 
-    def whole(self) -> dict[str, Trained]:
-        """`trained`, with the moments that other processes keep; with sharded ones all processes must call it."""
-        trained = self.trained()
-        return self._in_turn(lambda: self._with_all_moments(trained)) if self.is_sharded else trained
+    def read_tensors(self, weight: TrainedWeight) -> dict[str, Tensor]:
+        """The master and the states of a weight, whole; where they are divided all processes must call it."""
+        tensors = {MASTER: weight.master, **weight.read_states()}
+        if not self.is_sharded:
+            return tensors
+        return self._in_turn(lambda: {key: self._gathered(weight, part) for key, part in tensors.items()})
 
-    def _with_all_moments(self, trained: Mapping[str, Trained]) -> dict[str, Trained]:
+    def _gathered(self, weight: TrainedWeight, part: Tensor) -> Tensor:
+        if part.dim() == 0:  # a count
+            return part
         assert self.processes is not None
-        whole = {}
-        for name, one in trained.items():
-            moments = None
-            if one.moments is not None:
-                moments = torch.empty_like(one.master), torch.empty_like(one.master)
-                for full, own in zip(moments, one.moments, strict=True):
-                    self.processes.own_slice(full).copy_(own)
-                self.processes.gather(moments)
-            whole[name] = one._replace(moments=moments)
+        whole = torch.empty(weight.shape)
+        self.processes.own_slice(whole).copy_(part)
+        self.processes.gather([whole])
         return whole
 
-    def restore(self, trained: Mapping[str, Trained], lr: float, *, copies: bool) -> None:
-        """Restore a saved state; nothing may be under way. copies: False if only this call holds the moments."""
+    def restore(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], steps: Mapping[str, int], lr: float, *, copies: bool
+    ) -> None:
+        """Restore a saved state; nothing may be under way. copies: False if only this call holds the tensors."""
         self._open = self._update = self.failure = None
         self.torn = "loading a state broke off: some weights are of it and some are not; load it again"
         self.lr, self.gradient_norm, self.is_settled = lr, None, False
-        for block, masters in self._masters.items():
-            optimizer = self._optimizers[block]
-            for name, master in masters.items():
-                saved = trained[f"{block}.{name}"]
-                master.copy_(saved.master.detach())
-                optimizer.steps[name], moments = saved.steps, None
-                if saved.moments is not None:
-                    first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)
-                    moments = optimizer.slice_of(first), optimizer.slice_of(second)
-                optimizer.set_moments(name, moments)
+        for key, settings in self.settings_now().items():
+            weight = self.weight(*key)
+            states = dict(tensors[weight.name])
+            weight.restore(states.pop(MASTER), states, steps[weight.name], settings, copies=copies)
         self.torn = None
 
     def close(self, error: BaseException | None = None) -> None:
@@ -879,13 +725,6 @@ class HostTraining:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _laid_out_as(master: Tensor, moment: Tensor, copies: bool) -> Tensor:
-    """The moment in its master's memory layout, which the fused AdamW needs: itself, or a copy."""
-    if not copies and moment.device == master.device and moment.stride() == master.stride():
-        return moment.detach()
-    return torch.empty_like(master).copy_(moment.detach())
 
 
 def _also_lost(failure: Exception, step: int) -> Exception:

@@ -12,8 +12,8 @@ So all processes have the same bits, whatever sends them (gloo on the host; NCCL
 has it), and these are the bits of one process that accumulates the same batches in float32, where the number of
 processes is a power of two. A weight without a gradient in one process counts as 0 there, as under DDP.
 
-With `shard_optimizer` each process steps its slice of every master, keeps the moments of that slice alone, and gives
-the new numbers to all.
+With `shard_optimizer` each process keeps the master and the states of its slice of every weight alone, steps these, and
+gives the new numbers, in the type of the weight, to all.
 
 A process that ends closes its connections, which ends what the others wait in; they look into the store of the default
 group for its last words, and name it.
@@ -184,6 +184,10 @@ class Processes:
         """The numbers of a contiguous tensor that this process steps, as a flat view."""
         size = self._slice_size(tensor)
         return tensor.view(-1)[self.rank * size : (self.rank + 1) * size]
+
+    def slice_start(self, tensor: Tensor) -> int:
+        """Where the slice of this process begins."""
+        return min(self.rank * self._slice_size(tensor), tensor.numel())
 
     def _slice_size(self, tensor: Tensor) -> int:
         return -(-tensor.numel() // (self.count * SLICE_ALIGNMENT)) * SLICE_ALIGNMENT

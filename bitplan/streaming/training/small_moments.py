@@ -1,4 +1,5 @@
-"""AdamW's moments in 8 bits: 2.03 bytes a weight instead of 8. The definition, in plain torch.
+"""AdamW's states in little memory: moments in 2.03 bytes a weight instead of 8, the FP32 master of a BF16 weight in 2
+bytes beside it instead of 4. The definition, in plain torch; `adamw_loop` has its twin, to the bit.
 
 A moment is cut into blocks of 256 numbers, and each has a scale, the largest magnitude in it, in float32:
 
@@ -13,6 +14,11 @@ far less than half a code, and would stand still if it were rounded to nearest. 
 the step and the place in the weight alone, so any number of processes makes the same codes. The largest number of a
 block has the largest code, so numbers that are read and written again, to nearest, as a saved state is, have the same
 codes.
+
+The FP32 master of a BF16 weight is the weight, which is sent, and a remainder of 16 bits:
+
+    weight        the nearest BF16 number of the master; of two that are as near, the one that is farther from 0
+    remainder     bits of the master - bits of the weight * 65536, from -32768 to 32767: no bit of the master is lost
 """
 
 from __future__ import annotations
@@ -24,9 +30,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
+
 BLOCK = 256
 FIRST_CODES, SECOND_CODES = 127, 255
-RANDOM_CHUNK = 2**18  # random numbers of one seed
+AT_A_TIME = 2**18  # numbers that are widened at a time: they stay in the processor's caches
+WORD = 2**32 - 1
+# Multipliers of `random_numbers`.
+STRIDE, FIRST_MIX, SECOND_MIX = 0x9E3779B1, 0x21F0AAAD, 0x735A2D97
 
 
 class SmallMoments(NamedTuple):
@@ -64,12 +75,41 @@ class SmallMoments(NamedTuple):
 
         key: of the random numbers, with `start`, where these numbers begin in their weight; None: round to nearest.
         """
-        up, second_up = (None if key is None else _random(f"{key} {one}", start, len(first)) for one in (1, 2))
+        up, second_up = (
+            None if key is None else random_numbers(random_seed(key, moment), start, len(first)) for moment in (1, 2)
+        )
         signs = first.sign()
         self.first.copy_(_codes(_roots(first.abs_(), self.first_scales), FIRST_CODES, up).mul_(signs))
         is_zero = second == 0
         codes = _codes(_roots(second, self.second_scales), SECOND_CODES, second_up)
         self.second.copy_(codes.clamp_(min=1).masked_fill_(is_zero, 0))
+
+
+class SmallTensors(NamedTuple):
+    """One weight with its states, flat: float32 masters, or BF16 weights with their remainders."""
+
+    weights: Tensor
+    remainder: Tensor | None
+    gradient: Tensor
+    moments: SmallMoments
+
+    def part(self, start: int, end: int) -> SmallTensors:
+        """Views of the numbers from `start`, a multiple of a block, to `end`."""
+        remainder = None if self.remainder is None else self.remainder[start:end]
+        return SmallTensors(self.weights[start:end], remainder, self.gradient[start:end], self.moments.part(start, end))
+
+
+def step_small_by_torch(tensors: SmallTensors, rates: AdamWRates, key: str, start: int) -> None:
+    """The definition: widen, step, make small again. `key` and `start` are of the random numbers, see `write`."""
+    scratch = torch.empty(min(len(tensors.gradient), AT_A_TIME))
+    for begin in range(0, len(tensors.gradient), AT_A_TIME):
+        weights, remainder, gradient, moments = tensors.part(begin, begin + AT_A_TIME)
+        master = weights if remainder is None else join_master(weights, remainder)
+        first, second = moments.read()
+        step_by_torch(AdamWTensors(master, gradient, first, second), rates, scratch)
+        moments.write(first, second, key, start + begin)
+        if remainder is not None:
+            split_master(master, weights, remainder)
 
 
 def _times(numbers: Tensor, scales: Tensor) -> Tensor:
@@ -103,12 +143,26 @@ def _codes(roots: Tensor, largest: int, up: Tensor | None) -> Tensor:
     return codes.add_(up).floor_().clamp_(max=largest)
 
 
-def _random(key: str, start: int, count: int) -> Tensor:
-    """Numbers `start` to `start + count` of a key, the same whichever of them are asked for together."""
-    parts = []
-    for chunk in range(start // RANDOM_CHUNK, -(-(start + count) // RANDOM_CHUNK)):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{key} {chunk}".encode()))
-        first = chunk * RANDOM_CHUNK
-        numbers = torch.rand(min(RANDOM_CHUNK, start + count - first), generator=generator)
-        parts.append(numbers[max(start - first, 0) :])
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def random_seed(key: str, moment: int) -> int:
+    """What the random numbers of one step of one weight begin with; `moment` is 1 or 2."""
+    return zlib.crc32(f"{key} {moment}".encode())
+
+
+def random_numbers(seed: int, start: int, count: int) -> Tensor:
+    """Numbers `start` to `start + count` of a seed, from 0 to below 1 in 24 bits: a hash of their places."""
+    word = torch.arange(start, start + count).mul_(STRIDE).add_(seed).bitwise_and_(WORD)
+    for shift, multiplier in ((16, FIRST_MIX), (15, SECOND_MIX)):
+        word = (word ^ (word >> shift)).mul_(multiplier).bitwise_and_(WORD)
+    return (word ^ (word >> 15)).bitwise_right_shift_(8).float().mul_(2.0**-24)
+
+
+def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 master of a BF16 weight, both flat."""
+    return (weight.view(torch.int16).int() << 16).add_(remainder).view(torch.float32)
+
+
+def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write a float32 master into a BF16 weight and its remainder, all flat."""
+    bits = master.view(torch.int32)
+    weight.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    remainder.copy_(bits)  # its low 16 bits

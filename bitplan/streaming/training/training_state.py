@@ -1,14 +1,16 @@
 """The state of weights that are trained on the host: all that a run needs to go on as if it had never stopped.
 
     {"document": "bitplan-streamed-training", "version": 1,
-     "optimizer": {"lr": L, "betas": [B, B], "eps": E, "weight_decay": D, "clip_grad_norm": N or null},   as given
+     "optimizer": {"lr": L, "betas": [B, B], "eps": E, "weight_decay": D, "clip_grad_norm": N or null},   as given;
+                                            for another one than AdamW its "kind", its settings and the norm
      "lr": L,                               the rate of now, which a schedule may have moved
      "formats": {PARAMETER: FORMAT},        every streamed parameter
-     "steps": {PARAMETER: COUNT},           every trained one: how often AdamW has stepped it
-     "tensors": {"PARAMETER.master": M, "PARAMETER.exp_avg": A, "PARAMETER.exp_avg_sq": S}}
+     "steps": {PARAMETER: COUNT},           every trained one: how often it was stepped
+     "tensors": {"PARAMETER.master": M, "PARAMETER.exp_avg": A, "PARAMETER.exp_avg_sq": S}}     or other states
 
 Float32 tensors, plain numbers and texts: torch.load(weights_only=True) takes it, safetensors takes the tensors and
-JSON the rest, and we never pickle. A parameter that was never stepped has no moments, as in torch.
+JSON the rest, and we never pickle. A parameter that was never stepped has no states, as in torch. Tensors are whole and
+in float32 however a run keeps them, so a state goes on in any number of processes, with moments in any format.
 
 A document is read in full, and refused where it is of another model or optimizer, before anything is changed.
 """
@@ -16,7 +18,7 @@ A document is read in full, and refused where it is of another model or optimize
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,12 @@ from bitplan.base.records import parse_json
 from bitplan.files.safetensors import SafetensorsFile, write_safetensors
 from bitplan.plan.names import listed
 from bitplan.streaming.errors import StreamStateError
-from bitplan.streaming.training.host_training import HostTraining, Trained
+from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.host_training import HostTraining
+from bitplan.streaming.training.trained_weight import MASTER, MOMENTS, TrainedWeight
 
 DOCUMENT, VERSION = "bitplan-streamed-training", 1
 METADATA = "bitplan_streamed_training"  # key of a file's metadata for everything that is not a tensor
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 _NUMBER = Kind("a number", is_number)
 _TENSOR = Kind("a tensor", lambda value: isinstance(value, Tensor))
@@ -51,29 +54,32 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A document that fits: the state of each trained parameter and the format of each streamed one, by full name."""
+    """A document that fits: tensors and steps of each trained parameter, the format of each streamed one, by name."""
 
-    trained: Mapping[str, Trained]
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    steps: Mapping[str, int]
     formats: Mapping[str, str]
     lr: float
 
 
 def training_document(training: HostTraining, formats: Mapping[str, str]) -> dict[str, Any]:
-    """The document; its tensors are the ones in use, not copies."""
-    steps, tensors = {}, {}
-    for name, one in training.whole().items():
-        steps[name] = one.steps
-        tensors[f"{name}.{MASTER}"] = one.master
-        if one.moments is not None:
-            tensors |= {f"{name}.{key}": moment for key, moment in zip(MOMENTS, one.moments, strict=True)}
+    """The document; its tensors are the ones in use where these are float32 and whole."""
+    tensors = {
+        f"{name}.{key}": tensor
+        for name, weight in training.trained().items()
+        for key, tensor in training.read_tensors(weight).items()
+    }
+    return {**_without_tensors(training, formats), "tensors": tensors}
+
+
+def _without_tensors(training: HostTraining, formats: Mapping[str, str]) -> dict[str, Any]:
     return {
         "document": DOCUMENT,
         "version": VERSION,
         "optimizer": _settings(training),
         "lr": float(training.lr),
         "formats": dict(formats),
-        "steps": steps,
-        "tensors": tensors,
+        "steps": {name: weight.steps for name, weight in training.trained().items()},
     }
 
 
@@ -89,7 +95,8 @@ def read_training(
     _require_same_names(reader, "streamed", item["formats"], list(parameters))
     reader.keys("steps", item["steps"], dict.fromkeys(now, SIZE), tuple(now))
     reader.keys("formats", item["formats"], dict.fromkeys(item["formats"], NAME), ())
-    trained = _read_tensors(reader, item["tensors"], item["steps"], now)
+    by_adamw = {".".join(key) for key, one in training.settings_now().items() if isinstance(one, AdamWSettings)}
+    tensors = _read_tensors(reader, item["tensors"], item["steps"], now, by_adamw)
     lr = float(item["lr"])
     if accept_optimizer_change:
         lr = training.lr
@@ -97,17 +104,30 @@ def read_training(
         if lr < 0:
             raise StreamStateError(f"{where}: lr: expected a number of at least 0, got {lr!r}")
         _require_same_optimizer(reader, item["optimizer"], _settings(training))
-    return TrainingState(trained, item["formats"], lr)
+    return TrainingState(tensors, item["steps"], item["formats"], lr)
 
 
-def write_training(path: str | Path, document: Mapping[str, Any]) -> None:
-    """A safetensors file, whole or not at all; tensors are written one by one."""
-    tensors = document["tensors"]
-    rest = {key: value for key, value in document.items() if key != "tensors"}
-    entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with write_safetensors(path, entries, {METADATA: json.dumps(rest, allow_nan=False)}) as writer:
-        for name in writer.order:
-            writer.write(name, tensors[name].contiguous())
+def write_training(path: str | Path, training: HostTraining, formats: Mapping[str, str]) -> None:
+    """Write the document as a safetensors file, whole or not at all.
+
+    Tensors are read weight by weight, for in float32 all may be larger than the states; divided ones, for which other
+    processes wait, before anything is written.
+    """
+    weights, ready = training.trained(), {}
+    if training.is_sharded:
+        ready = {name: training.read_tensors(weight) for name, weight in weights.items()}
+    parts = {
+        name: {key: tuple(one.shape) for key, one in (ready.get(name) or training.read_tensors(weight)).items()}
+        for name, weight in weights.items()
+    }
+    entries = [(f"{name}.{key}", torch.float32, shape) for name, keys in parts.items() for key, shape in keys.items()]
+    owners = {f"{name}.{key}": (name, key) for name, keys in parts.items() for key in keys}
+    metadata = {METADATA: json.dumps(_without_tensors(training, formats), allow_nan=False)}
+    with write_safetensors(path, entries, metadata) as writer:
+        for entry in writer.order:
+            name, key = owners[entry]
+            tensors = ready.get(name) or training.read_tensors(weights[name])
+            writer.write(entry, tensors[key].float().contiguous())
 
 
 def load_training(path: str | Path) -> dict[str, Any]:
@@ -131,14 +151,8 @@ def load_training(path: str | Path) -> dict[str, Any]:
 
 
 def _settings(training: HostTraining) -> dict[str, Any]:
-    given = training.settings
-    return {
-        "lr": float(given.lr),
-        "betas": [float(beta) for beta in given.betas],
-        "eps": float(given.eps),
-        "weight_decay": float(given.weight_decay),
-        "clip_grad_norm": None if training.max_norm is None else float(training.max_norm),
-    }
+    norm = None if training.max_norm is None else float(training.max_norm)
+    return {**training.settings.document(), "clip_grad_norm": norm}
 
 
 def _require_same_names(reader: Reader, what: str, saved: Iterable[str], now: Iterable[str]) -> None:
@@ -167,25 +181,29 @@ def _require_same_optimizer(reader: Reader, saved: Mapping[str, Any], now: Mappi
 
 
 def _read_tensors(
-    reader: Reader, tensors: Mapping[str, Any], steps: Mapping[str, int], now: Mapping[str, Trained]
-) -> dict[str, Trained]:
-    parts = {name: (MASTER, *MOMENTS) if steps[name] else (MASTER,) for name in now}
-    wanted = {f"{name}.{part}": now[name].master for name, saved in parts.items() for part in saved}
+    reader: Reader,
+    tensors: Mapping[str, Any],
+    steps: Mapping[str, int],
+    now: Mapping[str, TrainedWeight],
+    by_adamw: Container[str],
+) -> dict[str, dict[str, Tensor]]:
+    keys = {name: [MASTER] for name in now}
+    for name in now:
+        if name in by_adamw:
+            keys[name] += MOMENTS if steps[name] else ()
+        elif steps[name]:  # an optimizer's states have its own names and shapes
+            states = [full.removeprefix(f"{name}.") for full in tensors if full.startswith(f"{name}.")]
+            keys[name] += [key for key in states if key != MASTER and "." not in key]
+    wanted = {f"{name}.{key}": (name, key) for name, parts in keys.items() for key in parts}
     reader.keys("tensors", tensors, dict.fromkeys(wanted, _TENSOR), tuple(wanted))
-    for key, master in wanted.items():
-        _require_fitting(reader, key, tensors[key], tuple(master.shape))
-    return {
-        name: Trained(
-            tensors[f"{name}.{MASTER}"],
-            (tensors[f"{name}.{MOMENTS[0]}"], tensors[f"{name}.{MOMENTS[1]}"]) if steps[name] else None,
-            steps[name],
-        )
-        for name in now
-    }
+    for full, (name, key) in wanted.items():
+        is_like_weight = name in by_adamw or key == MASTER
+        _require_fitting(reader, full, tensors[full], now[name].shape if is_like_weight else None)
+    return {name: {key: tensors[f"{name}.{key}"] for key in parts} for name, parts in keys.items()}
 
 
-def _require_fitting(reader: Reader, key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
+def _require_fitting(reader: Reader, key: str, tensor: Tensor, shape: tuple[int, ...] | None) -> None:
+    if shape is not None and tuple(tensor.shape) != shape:
         reader.stop(f"tensors: {key} has shape {tuple(tensor.shape)}, and in this model it has {shape}: another model")
     if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
         kind = f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")

@@ -22,7 +22,6 @@ import dask
 import dask.array
 import distributed
 import numpy as np
-from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
 from bitplan.base.text import visible
 from bitplan.trees.checks import number
@@ -31,6 +30,7 @@ from bitplan.trees.dask.on_worker import predict_part
 from bitplan.trees.distributed.shards import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import TreesError
+from bitplan.trees.scikit import check_is_fitted
 
 # ---- cluster ---------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from distributed import get_worker
 from distributed.comm import get_address_host
-from sklearn.base import clone  # type: ignore[import-untyped]
 
 from bitplan.base.errors import BitplanError
 from bitplan.trees.dask.secret_store import SecretStore, StoreHost
@@ -22,6 +21,7 @@ from bitplan.trees.distributed.fit import fit_by_ranks
 from bitplan.trees.distributed.ranks import Meeting, Ranks
 from bitplan.trees.distributed.shards import ProcessLostError
 from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.scikit import clone
 
 _stores: dict[str, StoreHost] = {}  # by fit: those that this process hosts
 _cancelled: set[str] = set()  # fits that the client has given up

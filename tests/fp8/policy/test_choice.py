@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bitplan.base.records import parse_json
-from bitplan.fp8.policy.choice import APART_MARGIN, choose_products, policy_choices
+from bitplan.fp8.policy.choice import APART_MARGIN, choose_products
 from bitplan.fp8.policy.merge import merge_reports
 from bitplan.fp8.policy.policy import Question, decide
 from bitplan.fp8.policy.rules import read_policy
 from bitplan.fp8.policy.vocabulary import PRODUCTS
-from bitplan.plan.structure.describe import describe
 from tests.fp8.policy.fp8_policies import POLICIES, TOKENS, random_policy
 from tests.fp8.policy.fp8_samples import VERSION_1, experts, report, series
-from tests.plan.structure.handwritten_models import Titan
 
 FC2 = Question("row", 4096, name="fc2", shape=(4096, 14336), recipe="blockwise")
 STILL = (1.0,) * 10
@@ -56,26 +53,6 @@ def test_whole_or_some(speedups, products):
     assert [choice.precision_of(gemm) for gemm in PRODUCTS] == [
         "fp8" if gemm in products else "bf16" for gemm in PRODUCTS
     ]
-
-
-def test_a_policy_chooses_for_every_weight_that_a_view_saw():
-    """What apply_fp8 would build, as formats by weights: joined projections are one layer, the head stays BF16."""
-    norm = {"part": "llm", "kind": "layernorm_column", "tp": 1}
-    rows = series({512: 1.3, 1024: 1.4}, name="qkv", shape=(96, 32), **norm)
-    rows += series({512: 0.8, 1024: 0.9}, name="fc1", shape=(128, 32), **norm)
-    policy = merge_reports([report(rows, recipe="tensorwise")]).policy
-    view = describe(Titan(), (torch.arange(16)[None],))
-    choices = policy_choices(policy, view, 768)
-    block = "layers.0"
-    formats = {name.removeprefix(f"{block}."): choice.format for name, choice in choices.items() if block in name}
-    assert formats == {
-        **dict.fromkeys((f"attention.{name}.weight" for name in ("wq", "wk", "wv")), "fp8:tensorwise"),
-        **dict.fromkeys(("attention.wo.weight", *(f"feed_forward.w{n}.weight" for n in (1, 2, 3))), "bfloat16"),
-    }
-    assert choices["output.weight"].format == "bfloat16"
-    evidence = choices[f"{block}.attention.wq.weight"].evidence
-    assert (evidence["tokens"], evidence["answer"], evidence["holds_to"]) == (768, "win", 1024)
-    assert "between two measured wins" in choices[f"{block}.attention.wq.weight"].reason
 
 
 def test_the_speedup_of_some_is_the_sum_of_their_savings():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from bitplan.streaming.selective.calibration import run_calibration
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
-from bitplan.streaming.selective.run_calibration import run_calibration
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from tests.streaming.stream_samples import COUNT, batch, make_stack, streaming

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bitplan.formats import Picked
+from bitplan.formats.dispatch import Picked
 from bitplan.streaming.selective.gradient_statistics import (
     GradStatsCollector,
     GradStatsError,

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from bitplan import decode, encode
-from bitplan.streaming.selective.calibration import CalibrationError
+from bitplan.streaming.selective.calibration import CalibrationError, run_calibration
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
-from bitplan.streaming.selective.run_calibration import run_calibration
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from tests.streaming.stream_samples import batch, streaming

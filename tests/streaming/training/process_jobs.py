@@ -77,19 +77,22 @@ def train(rank: int, _count: int, *, dtype: torch.dtype = torch.float32, **optio
     """Train the blocks; everything else is frozen. One batch a process and step."""
     model = frozen_outside(make_stack(adapters=False, count=2, dtype=dtype))
     losses = []
-    with streaming(model, train="weights", optimizer=SETTINGS, **options) as stream:
+    with streaming(model, **{"train": "weights", "optimizer": SETTINGS, **options}) as stream:
         for step in range(STEPS):
             with one_step(stream, step):
                 losses.append(backward(model, batch(10 * step + rank, dtype)))
         assert stream.training is not None
-        return {"losses": losses, "tensors": tensors_of(stream), "moments": stream.training.moment_bytes}
+        state, nbytes = stream.state_dict(), stream.training.host_bytes
+        tensors = {name: one.clone() for name, one in state["tensors"].items()}
+        parameters = {name: one.clone() for name, one in model.layers.state_dict().items()}
+        return {"losses": losses, "tensors": tensors, "bytes": nbytes, "parameters": parameters, "state": state}
 
 
 def train_alone(count: int, *, dtype: torch.dtype = torch.float32, joined: bool = False, **options: Any) -> Result:
     """The same in one process: the batches of all processes one by one (accumulated), or as one."""
     model = frozen_outside(make_stack(adapters=False, count=2, dtype=dtype))
     losses = []
-    with streaming(model, train="weights", optimizer=SETTINGS, **options) as stream:
+    with streaming(model, **{"train": "weights", "optimizer": SETTINGS, **options}) as stream:
         for step in range(STEPS):
             with one_step(stream, step):
                 inputs = [batch(10 * step + rank, dtype) for rank in range(count)]

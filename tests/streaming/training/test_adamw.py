@@ -7,15 +7,16 @@ import logging
 import pytest
 import torch
 
-from bitplan.streaming.training import adamw_loop, host_training
+from bitplan.streaming.training import adamw_loop, trained_weight
 from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
-from bitplan.streaming.training.host_training import explain_adamw, step_adamw
+from bitplan.streaming.training.small_moments import SmallMoments, SmallTensors, split_master, step_small_by_torch
+from bitplan.streaming.training.trained_weight import explain_adamw, step_adamw
 
 
 @pytest.fixture
 def needs_bits():
-    if host_training.loop_choice().implementation != "numba":
-        pytest.skip(host_training.loop_choice().reason)
+    if trained_weight.loop_choice().implementation != "numba":
+        pytest.skip(trained_weight.loop_choice().reason)
 
 
 def tensors_of(count: int, gradient: torch.dtype, sent: torch.dtype | None, seed: int = 0) -> AdamWTensors:
@@ -53,6 +54,27 @@ def test_the_loop_equals_torchs_fused_adamw(count, gradient, sent):
         adamw_loop.step_by_loop(mine, rates)
         step_by_torch(torchs, rates, torch.empty(1000))
     assert_same_bits(mine, torchs)
+
+
+@pytest.mark.usefixtures("needs_bits")
+@pytest.mark.parametrize("count", [100, 256, 70_003])
+@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_the_loop_of_small_states_equals_its_definition(count, gradient, is_split):
+    results = []
+    for step_small in (adamw_loop.step_small_by_loop, step_small_by_torch):
+        master, gradients, *_ = tensors_of(count, gradient, None)
+        remainder = None
+        if is_split:
+            whole, remainder = master, torch.empty(count, dtype=torch.int16)
+            master = torch.empty(count, dtype=torch.bfloat16)
+            split_master(whole, master, remainder)
+        tensors = SmallTensors(master, remainder, gradients, SmallMoments.zeros(count))
+        for step in range(1, 5):
+            rates = AdamWRates(1e-2 / step, (0.9, 0.999), 1e-8, 0.1, step, 1.0 if step < 3 else 0.3)
+            step_small(tensors, rates, f"weight {step}", 512)
+        results.append([one for one in (*tensors[:3], *tensors.moments) if one is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.usefixtures("needs_bits")
@@ -112,7 +134,7 @@ def test_large_weights_take_the_loop(monkeypatch):
 
 def test_other_bits_than_torchs_are_said_and_not_used(monkeypatch, caplog):
     monkeypatch.setattr(adamw_loop, "differs_from_torch", lambda: "bits of master differ")
-    monkeypatch.setattr(host_training, "loop_choice", host_training.loop_choice.__wrapped__)
+    monkeypatch.setattr(trained_weight, "loop_choice", trained_weight.loop_choice.__wrapped__)
     with caplog.at_level(logging.WARNING, logger="bitplan"):
         picked = explain_adamw(tensors_of(2**16, torch.bfloat16, None))
     assert (picked.implementation, picked.reason) == ("torch", "bits of master differ")

@@ -17,15 +17,22 @@ from bitplan.streaming.errors import StreamError
 from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.selective.trainer_callbacks import WEIGHTS_FILE
 from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.training.optimizers import HostOptimizer, Lion
 from bitplan.streaming.training.processes import SLICE_ALIGNMENT, hide_from_ddp
 from tests.streaming.stream_samples import assert_equal, batch, make_stack, streaming
-from tests.streaming.training.process_jobs import in_processes, train_alone, train_unevenly
+from tests.streaming.training.process_jobs import SETTINGS, frozen_outside, in_processes, train_alone, train_unevenly
 
 JOBS = {
     "train": ("train", {}),
     "sharded": ("train", {"shard_optimizer": True, "clip_grad_norm": 0.1, "formats": "int8_row"}),
     "small": ("train", {"shard_optimizer": True, "moments": "int8"}),
     "bfloat16": ("train", {"dtype": torch.bfloat16}),
+    "bfloat16 sharded": ("train", {"dtype": torch.bfloat16, "shard_optimizer": True}),
+    "small bfloat16": ("train", {"dtype": torch.bfloat16, "moments": "int8"}),
+    "small bfloat16 sharded": ("train", {"dtype": torch.bfloat16, "moments": "int8", "shard_optimizer": True}),
+    "packed": ("train", {"dtype": torch.bfloat16, "shard_optimizer": True, "formats": "int8_row"}),
+    "lion": ("train", {"shard_optimizer": True, "optimizer": HostOptimizer(Lion, 1e-3)}),
+    "muon": ("train", {"shard_optimizer": True, "optimizer": HostOptimizer(torch.optim.Muon, 1e-3)}),
     "ddp": ("train_with_ddp", {"max_norm": 0.05}),
     "uneven": ("train_unevenly", {}),
     "nan": ("meet_nan", {}),
@@ -77,11 +84,33 @@ def difference(result, expected):
     return max(float((one - expected[name]).norm() / expected[name].norm()) for name, one in result.items())
 
 
-def test_sharded_moments_are_half_in_each_process_and_change_no_bit(two):
+def test_sharded_states_are_half_in_each_process_and_change_no_bit(two):
     assert_equal(of_all(two["sharded"]), train_alone(2, clip_grad_norm=0.1, formats="int8_row")["tensors"])
-    whole, first, second = (one["moments"] for one in (two["train"][0], *two["sharded"]))
+    whole, first, second = (one["bytes"]["states"] for one in (two["train"][0], *two["sharded"]))
     assert first + second == whole
     assert abs(first - second) <= 10 * 2 * 4 * SLICE_ALIGNMENT  # of ten weights the first slice may be longer
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "small bfloat16"])
+def test_sharded_masters_are_half_in_each_process_and_change_no_bit(two, kind):
+    assert_equal(of_all(two[f"{kind} sharded"]), of_all(two[kind]))
+    for part in ("masters", "states"):
+        whole, first, second = (one["bytes"][part] for one in (two[kind][0], *two[f"{kind} sharded"]))
+        assert first + second == pytest.approx(whole, rel=0.01)
+        assert first < 0.52 * whole
+    assert_equal(two[f"{kind} sharded"][0]["parameters"], two[kind][0]["parameters"])
+    assert_equal(two[f"{kind} sharded"][1]["parameters"], two[kind][0]["parameters"])
+
+
+def test_packed_weights_of_divided_masters_are_the_same_in_all(two):
+    of_all(two["packed"])
+    assert_equal(two["packed"][0]["parameters"], two["packed"][1]["parameters"])
+
+
+def test_another_optimizer_is_divided_where_it_steps_parts(two):
+    assert_equal(of_all(two["lion"]), train_alone(2, optimizer=HostOptimizer(Lion, 1e-3))["tensors"])
+    for one in two["muon"]:
+        assert re.match(r"layers\.0\.\S+: shard_optimizer=True steps each weight in parts, and torch", one["message"])
 
 
 def test_sharded_moments_in_8_bits_change_no_bit(two):
@@ -116,6 +145,15 @@ def test_a_step_that_overflows_in_one_process_is_skipped_in_all(two):
     of_all(two["overflow"])
     assert [one["skipped"] for one in two["overflow"]] == [[False, True, False]] * 2
     assert {one["scale"] for one in two["overflow"]} == {1.0}
+
+
+def test_a_state_of_divided_masters_goes_on_in_one_process(two):
+    state, tensors = two["small bfloat16 sharded"][0]["state"], of_all(two["small bfloat16 sharded"])
+    model = frozen_outside(make_stack(adapters=False, count=2, dtype=torch.bfloat16, seed=1))
+    with streaming(model, train="weights", optimizer=SETTINGS, moments="int8") as stream:
+        stream.load_state_dict(state)
+        assert_equal(stream.state_dict()["tensors"], tensors)
+        assert_equal(dict(model.layers.state_dict()), two["small bfloat16"][0]["parameters"])
 
 
 def test_sharded_moments_are_saved_whole(two):
@@ -200,10 +238,13 @@ def test_trainers_of_two_processes_train_one_model(tmp_path):
 
 @pytest.mark.long
 def test_four_processes(tmp_path):
-    train, sharded, ddp = in_processes(4, [JOBS[job] for job in ("train", "sharded", "ddp")], tmp_path)
+    names = ("train", "sharded", "ddp", "small bfloat16", "small bfloat16 sharded")
+    train, sharded, ddp, small, small_sharded = in_processes(4, [JOBS[job] for job in names], tmp_path)
     assert_equal(of_all(train), train_alone(4)["tensors"])
     assert_equal(of_all(sharded), train_alone(4, clip_grad_norm=0.1, formats="int8_row")["tensors"])
     of_all(ddp)
+    assert_equal(of_all(small_sharded), of_all(small))
+    assert sum(one["bytes"]["masters"] for one in small_sharded) == small[0]["bytes"]["masters"]
 
 
 @pytest.fixture

@@ -1,0 +1,356 @@
+"""TrainedWeight: one weight that is trained on the host, where its FP32 master lies, and the states of its optimizer.
+
+    the Parameter     its master                                       bytes a weight beside the Parameter's own
+    float32           the Parameter                                    0
+    BF16, FP16        float32 numbers                                  4
+    BF16, 8 bits      the Parameter and a remainder of 16 bits         2
+
+"8 bits": its moments are kept so (`small_moments`). Where several processes divide the optimizer, each keeps masters,
+remainders and states of its slice of the weight, and steps that; the Parameter, which is sent, is whole in each.
+
+AdamW is torch's fused one by definition (`adamw_torch`), which makes 46 bytes a number cross the host's memory where
+gradient and sent weights are BF16; `adamw_loop` takes one pass, with 28. Whether it has torch's bits on this machine is
+looked at before its first use. Other optimizers are torch's own (`optimizers`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bitplan.formats.dispatch import SMALLEST_FOR_CPU, Picked
+from bitplan.streaming.errors import StreamError
+from bitplan.streaming.find_blocks import StreamedParameter
+from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
+from bitplan.streaming.training.optimizers import HostOptimizer, Settings, step_alone
+from bitplan.streaming.training.processes import Processes
+from bitplan.streaming.training.small_moments import (
+    SmallMoments,
+    SmallTensors,
+    join_master,
+    split_master,
+    step_small_by_torch,
+)
+
+LOOP_TYPES = (torch.float32, torch.bfloat16)  # of gradients, and of what is sent
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+MomentFormat = Literal["float32", "int8"]
+_log = logging.getLogger("bitplan")
+
+
+def step_adamw(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> None:
+    """Step the master and its moments in place; `scratch` is float32, of any size, and so torch's pieces are."""
+    if explain_adamw(tensors).implementation == "torch":
+        step_by_torch(tensors, rates, scratch)
+        return
+    from bitplan.streaming.training.adamw_loop import step_by_loop
+
+    step_by_loop(tensors, rates)
+
+
+def step_small(tensors: SmallTensors, rates: AdamWRates, key: str, start: int) -> None:
+    """The same with states in little memory; `key` and `start` are of the random numbers (`SmallMoments.write`)."""
+    if explain_adamw(tensors).implementation == "torch":
+        step_small_by_torch(tensors, rates, key, start)
+        return
+    from bitplan.streaming.training.adamw_loop import step_small_by_loop
+
+    step_small_by_loop(tensors, rates, key, start)
+
+
+def explain_adamw(tensors: AdamWTensors | SmallTensors) -> Picked:
+    """What `step_adamw` or `step_small` runs for these tensors."""
+    sent = tensors.sent if isinstance(tensors, AdamWTensors) else None
+    types = {"a gradient": tensors.gradient.dtype, "sent weights": torch.float32 if sent is None else sent.dtype}
+    for what, dtype in types.items():
+        if dtype not in LOOP_TYPES:
+            return Picked("torch", f"{what} of {str(dtype).removeprefix('torch.')}")
+    if tensors.gradient.numel() < SMALLEST_FOR_CPU:
+        return Picked("torch", f"small: {tensors.gradient.numel()} numbers")
+    return loop_choice()
+
+
+def prepare_adamw(numbers: Iterable[int]) -> None:
+    """Compile, before the first step of weights with so many numbers, what it would compile."""
+    if any(count >= SMALLEST_FOR_CPU for count in numbers):
+        loop_choice()
+
+
+@functools.cache
+def loop_choice() -> Picked:
+    """Whether the loop serves here; compiles it, which takes some seconds the first time on a machine."""
+    if importlib.util.find_spec("numba") is None:
+        return Picked("torch", "numba is not installed")
+    from bitplan.streaming.training.adamw_loop import differs_from_torch
+
+    if differs := differs_from_torch():
+        _log.warning("AdamW on the host: %s; torch's own is used, which takes about twice the time", differs)
+        return Picked("torch", differs)
+    return Picked("numba", "one pass of the host's memory, with torch's bits")
+
+
+class TrainedWeight:
+    """One weight: its master, the states of its optimizer, and how often it was stepped."""
+
+    def __init__(self, name: str, streamed: StreamedParameter, moments: MomentFormat = "float32") -> None:
+        parameter = streamed.parameter
+        self.name, self.shape, self.moments, self.steps = name, tuple(parameter.shape), moments, 0
+        self._streamed = streamed
+        self._processes: Processes | None = None
+        self._states: tuple[Tensor, Tensor] | SmallMoments | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._remainder: Tensor | None = None
+        self._master: Tensor | None = None
+        # `.data`: writes to the master must not count as writes to the model's Parameter, which are watched.
+        if parameter.dtype == torch.float32:
+            self._master = parameter.data.contiguous()
+            return
+        parameter.data = parameter.data.contiguous()
+        if moments == "int8" and parameter.dtype == torch.bfloat16:
+            self._remainder = torch.zeros(parameter.numel(), dtype=torch.int16)
+        else:
+            self._master = parameter.data.float()
+
+    # ---- where numbers lie -------------------------------------------------------------------------------------------
+
+    @property
+    def _parameter(self) -> Tensor:
+        return self._streamed.parameter.data
+
+    @property
+    def _is_parameter(self) -> bool:
+        """Whether the master is the Parameter's numbers, in its memory unless other code has replaced that."""
+        return self._streamed.parameter.dtype == torch.float32
+
+    def _slice(self, tensor: Tensor) -> Tensor:
+        """What this process steps of a whole tensor, flat."""
+        return tensor.view(-1) if self._processes is None else self._processes.own_slice(tensor)
+
+    @property
+    def _numbers(self) -> Tensor:
+        """The float32 numbers that this process steps, flat: views, or joined."""
+        if self._remainder is not None:
+            return join_master(self._slice(self._parameter), self._remainder)
+        assert self._master is not None
+        return self._slice(self._master) if self._is_parameter else self._master.view(-1)
+
+    @property
+    def master(self) -> Tensor:
+        """The float32 master; of this process's slice alone, flat, where the optimizer is divided."""
+        return self._numbers if self._processes is not None else self._numbers.view(self.shape)
+
+    def source(self, *, is_own_type: bool) -> Tensor:
+        """What sent bytes are made from: the master. It is the Parameter where that is the only whole one (divided), or
+        where these bytes are the Parameter and a part of the master.
+        """
+        is_part = self._remainder is not None and is_own_type
+        return self._parameter if is_part or self._processes is not None else self.master
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that are the master, for a look at their bits; before it is divided."""
+        if self._remainder is None:
+            return {self.name: self.master}
+        return {self.name: self._parameter, f"{self.name} (remainder)": self._remainder}
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """What the master takes beside the Parameter, and what states take, on this host."""
+        master = (
+            0 if self._is_parameter else sum(one.nbytes for one in (self._master, self._remainder) if one is not None)
+        )
+        states: Iterable[Tensor] = self._states or ()
+        if self._optimizer is not None:
+            states = tuple(one for one in self._optimizer_states().values() if isinstance(one, Tensor))
+        return {"masters": master, "states": sum(one.nbytes for one in states)}
+
+    def require_steppable(self, settings: Settings, *, is_divided: bool) -> None:
+        """Refuse an optimizer that cannot step the weight as it is kept here."""
+        if not isinstance(settings, HostOptimizer):
+            return
+        if not settings.keeps_floats:
+            raise StreamError(
+                f"{self.name}: {settings.name} keeps its states as bytes of its own, which no checkpoint here holds; "
+                "use AdamW with StreamOptions(moments='int8')"
+            )
+        if is_divided and not settings.steps_parts:
+            raise StreamError(
+                f"{self.name}: shard_optimizer=True steps each weight in parts, and {settings.name} needs it whole; "
+                "use shard_optimizer=False, or an optimizer that steps number by number (AdamW, SGD, Lion)"
+            )
+        if self.moments == "int8":
+            raise StreamError(
+                f"{self.name}: moments='int8' are AdamW's, and the optimizer is {settings.name}; leave `moments` out, "
+                "or train with AdamW"
+            )
+
+    def divide(self, processes: Processes, settings: Settings) -> None:
+        """From now on step only this process's slice, and keep the master and the states of that alone."""
+        self.require_steppable(settings, is_divided=True)
+        states = self.read_states()
+        self._processes = processes
+        if self._remainder is not None:
+            self._remainder = processes.own_slice(self._remainder).clone()
+        elif not self._is_parameter:
+            assert self._master is not None
+            self._master = processes.own_slice(self._master).clone()
+        self.write_states({key: self._part_of(one).clone() for key, one in states.items()}, settings)
+
+    @property
+    def shared(self) -> Tensor:
+        """What is whole in every process, and of which each steps its slice: the Parameter's numbers, contiguous."""
+        return self._master if self._is_parameter and self._master is not None else self._parameter
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def make_states(self) -> None:
+        """As AdamW does in its first step; here running out of memory does no harm."""
+        if self._states is None and self._optimizer is None:
+            count = self._slice(self.shared).numel()
+            small = SmallMoments.zeros(count) if self.moments == "int8" else None
+            self._states = small or (torch.zeros(count), torch.zeros(count))
+
+    def step(
+        self,
+        gradient: Tensor,
+        settings: Settings,
+        scratch: Tensor,
+        sent: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        """Step the master by its gradient, times `factor`, and copy it to `sent`; `scratch` is float32, of any size."""
+        part = self._slice(gradient)
+        if isinstance(settings, HostOptimizer):
+            self._step_by(settings, part, factor)
+            if sent is not None:
+                sent.view(-1).copy_(self._numbers)
+        elif part.numel():
+            rates = AdamWRates(settings.lr, settings.betas, settings.eps, settings.weight_decay, self.steps + 1, factor)
+            self._step_by_adamw(part, rates, scratch, sent)
+        if self._processes is not None and self._master is not None and not self._is_parameter:
+            self._slice(self._parameter).copy_(self._master)
+        self.steps += 1
+
+    def _step_by_adamw(self, gradient: Tensor, rates: AdamWRates, scratch: Tensor, sent: Tensor | None) -> None:
+        self.make_states()
+        if not isinstance(self._states, SmallMoments):
+            assert self._states is not None
+            flat = None if sent is None else sent.view(-1)
+            step_adamw(AdamWTensors(self._numbers, gradient, *self._states, flat), rates, scratch)
+            return
+        numbers = self._numbers if self._remainder is None else self._slice(self._parameter)
+        start = 0 if self._processes is None else self._processes.slice_start(self.shared)
+        step_small(
+            SmallTensors(numbers, self._remainder, gradient, self._states), rates, f"{self.name} {rates.step}", start
+        )
+        if sent is not None and sent.data_ptr() != numbers.data_ptr():
+            sent.view(-1).copy_(self._numbers)
+
+    def _step_by(self, settings: HostOptimizer, gradient: Tensor, factor: float) -> None:
+        optimizer = self._optimizer_of(settings)
+        optimizer.param_groups[0].update({**settings.settings, "lr": settings.lr})
+        (parameter,) = optimizer.param_groups[0]["params"]
+        wide = gradient.float() if factor == 1.0 else gradient.float() * factor
+        step_alone(optimizer, wide.view(parameter.shape))
+
+    def _optimizer_of(self, settings: HostOptimizer) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            self._optimizer = settings.open(self.master)
+        (parameter,) = self._optimizer.param_groups[0]["params"]
+        if parameter.data_ptr() != self.master.data_ptr():
+            parameter.data = self.master
+        return self._optimizer
+
+    def _optimizer_states(self) -> Mapping[str, Any]:
+        assert self._optimizer is not None
+        (parameter,) = self._optimizer.param_groups[0]["params"]
+        states: Mapping[str, Any] = self._optimizer.state[parameter]
+        return states
+
+    # ---- the model's Parameter ---------------------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        """Copy the master into the model's Parameter, where steps do not."""
+        is_divided = self._processes is not None and not self._is_parameter
+        if self._master is not None and not is_divided and self._parameter.data_ptr() != self._master.data_ptr():
+            self._parameter.copy_(self._master)
+
+    def read_parameter(self) -> None:
+        """Take the model's Parameter, which other code has changed, for the master; the states stay.
+
+        They are compared in the Parameter's type: an unchanged BF16 Parameter must not round its master. Where the
+        Parameter is a part of the master there is nothing to compare with, and the remainder becomes 0.
+        """
+        parameter = self._streamed.parameter
+        if self._is_parameter:
+            assert self._master is not None
+            if parameter.data_ptr() != self._master.data_ptr():
+                self._master.copy_(parameter.detach())
+                parameter.data = self._master.data
+            return
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+        if self._remainder is not None:
+            self._remainder.zero_()
+        elif not torch.equal(part := self._slice(parameter.data), self._numbers.to(parameter.dtype)):
+            self._numbers.copy_(part)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def read_states(self) -> dict[str, Tensor]:
+        """The states in float32, of this process's slice: the ones in use, or decoded; none before the first step."""
+        if self._optimizer is not None:
+            return {
+                key: one if isinstance(one, Tensor) else torch.tensor(float(one))
+                for key, one in self._optimizer_states().items()
+                if one is not None
+            }
+        if self._states is None:
+            return {}
+        moments = self._states.read() if isinstance(self._states, SmallMoments) else self._states
+        shape = self.shape if self._processes is None else (-1,)
+        return {key: one.view(shape) for key, one in zip(MOMENTS, moments, strict=True)}
+
+    def write_states(self, states: Mapping[str, Tensor], settings: Settings) -> None:
+        """Take these for the states of this process's slice, which they are of."""
+        self._states = self._optimizer = None
+        if not states:
+            return
+        if isinstance(settings, HostOptimizer):
+            (parameter,) = self._optimizer_of(settings).param_groups[0]["params"]
+            assert self._optimizer is not None
+            self._optimizer.state[parameter] = dict(states)
+            return
+        first, second = (states[key].detach().reshape(-1) for key in MOMENTS)
+        if self.moments == "int8":
+            self._states = SmallMoments.zeros(len(first))
+            self._states.write(first.clone(), second.clone())  # it overwrites what it is given
+        else:
+            self._states = first, second
+
+    def restore(
+        self, master: Tensor, states: Mapping[str, Tensor], steps: int, settings: Settings, *, copies: bool
+    ) -> None:
+        """Restore what any number of processes have saved, whole. copies: False if only the caller has the states."""
+        master = master.detach().contiguous()
+        if self._remainder is not None:
+            remainder = torch.empty(master.numel(), dtype=torch.int16)
+            split_master(master.view(-1), self._parameter.view(-1), remainder)
+            self._remainder.copy_(self._slice(remainder))
+        else:
+            self._numbers.copy_(self._slice(master))
+            if self._processes is not None:
+                self.shared.copy_(master)
+        self.steps = steps
+        parts = {key: self._part_of(one) for key, one in states.items()}
+        self.write_states({key: one.clone() for key, one in parts.items()} if copies else parts, settings)
+
+    def _part_of(self, state: Tensor) -> Tensor:
+        """A whole state as this process keeps it: its slice, where it has a number for each of the weight."""
+        laid_out = state.detach().contiguous()
+        return self._slice(laid_out) if self._processes is not None and laid_out.shape == self.shape else laid_out

@@ -1,0 +1,224 @@
+"""The columns of what users have tables in: frames of pandas and polars, tables of Arrow, arrays, lists of rows.
+
+polars and pyarrow are never imported: a frame of theirs is there only where they are.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy.sparse import issparse  # type: ignore[import-untyped]
+
+from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.pieces import TablePieces
+
+DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)  # pandas' are among them
+
+
+def dense(x: Any) -> Any:
+    """A sparse matrix of scipy, or the sparse columns of a frame, as the numbers they stand for: bins are dense."""
+    if issparse(x):
+        return x.toarray()
+    if hasattr(x, "iloc") and hasattr(x, "dtypes") and any(_is_sparse(dtype) for dtype in x.dtypes):
+        return x.apply(lambda column: column.sparse.to_dense() if _is_sparse(column.dtype) else column)
+    polars = sys.modules.get("polars")
+    if polars is not None and isinstance(x, polars.LazyFrame):
+        raise TreesError("X: a LazyFrame has no rows until it is collected; give X.collect()")
+    return x
+
+
+def _is_sparse(dtype: Any) -> bool:
+    return hasattr(dtype, "fill_value")
+
+
+class Table:
+    """The columns of an array (rows, features); `names` are those of a frame, none of an array.
+
+    kind  of a column, as NumPy has it: "M" dates and times, "O" what may be text, others are numbers
+    """
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+        self.names: list[Any] = self._names()
+        self.count = len(self.names) or int(x.shape[1])
+
+    def _names(self) -> list[Any]:
+        return []
+
+    def column(self, place: int) -> Any:
+        return self.x[:, place]
+
+    def shown(self, place: int) -> str:
+        return f"column {self.names[place]!r:.80}" if self.names else f"column {place}"
+
+    def dtype(self, place: int) -> Any:
+        return self.column(place).dtype
+
+    def kind(self, place: int) -> str:
+        kind = getattr(self.dtype(place), "kind", "O")
+        return "M" if kind == "m" else "O" if kind in "SU" else str(kind)
+
+    def categories(self, place: int) -> list[Any] | None:
+        """What the column's own type says its categories are; None if it is no type of categories."""
+        return None
+
+    def category_numbers(self, place: int, number_of: dict[Any, float]) -> Array:
+        """The number of each cell; NaN where a cell has none."""
+        return np.array([number_of.get(value, np.nan) for value in self.cells(place)])
+
+    def cells(self, place: int) -> list[Any]:
+        return list(np.asarray(self.column(place), dtype=object).tolist())
+
+    def part(self, places: Sequence[int]) -> Any:
+        """Some columns, as scikit-learn takes them."""
+        return self.x[:, places]
+
+    def with_numbers(self, numbers: Array) -> Any:
+        """Other numbers under the same names."""
+        return numbers
+
+
+class _Pandas(Table):
+    def _names(self) -> list[Any]:
+        return list(self.x.columns)
+
+    def column(self, place: int) -> Any:
+        return self.x.iloc[:, place]
+
+    def categories(self, place: int) -> list[Any] | None:
+        return list(self.column(place).cat.categories) if str(self.dtype(place)) == "category" else None
+
+    def category_numbers(self, place: int, number_of: dict[Any, float]) -> Array:
+        known = self.categories(place)
+        if known is None:
+            return super().category_numbers(place, number_of)
+        by_code: list[float] = [number_of.get(plain(value), np.nan) for value in known]
+        numbers: Array = np.array([*by_code, np.nan])[np.asarray(self.column(place).cat.codes)]  # -1 is missing
+        return numbers
+
+    def part(self, places: Sequence[int]) -> Any:
+        return self.x.iloc[:, places]
+
+    def with_numbers(self, numbers: Array) -> Any:
+        return type(self.x)(numbers, columns=self.x.columns, index=self.x.index)
+
+
+class _Polars(Table):
+    def _names(self) -> list[Any]:
+        return list(self.x.columns)
+
+    def column(self, place: int) -> Any:
+        return self.x.to_series(place)
+
+    def kind(self, place: int) -> str:
+        dtype = self.dtype(place)
+        is_number = dtype.is_numeric() or dtype == sys.modules["polars"].Boolean
+        return "M" if dtype.is_temporal() else "f" if is_number else "O"
+
+    def categories(self, place: int) -> list[Any] | None:
+        types = sys.modules["polars"].Categorical, sys.modules["polars"].Enum
+        return self.column(place).drop_nulls().unique().to_list() if isinstance(self.dtype(place), types) else None
+
+    def part(self, places: Sequence[int]) -> Any:
+        return self.x[:, list(places)]
+
+    def with_numbers(self, numbers: Array) -> Any:
+        return sys.modules["polars"].from_numpy(numbers, schema=self.names)
+
+
+class _Arrow(Table):
+    def _names(self) -> list[Any]:
+        return list(self.x.schema.names)
+
+    def column(self, place: int) -> Any:
+        return self.x.column(place)
+
+    def dtype(self, place: int) -> Any:
+        return self.x.schema.types[place]
+
+    def kind(self, place: int) -> str:
+        dtype, types = self.dtype(place), sys.modules["pyarrow"].types
+        is_number = types.is_integer(dtype) or types.is_floating(dtype) or types.is_boolean(dtype)
+        return "M" if types.is_temporal(dtype) else "f" if is_number or types.is_decimal(dtype) else "O"
+
+    def categories(self, place: int) -> list[Any] | None:
+        if not sys.modules["pyarrow"].types.is_dictionary(self.dtype(place)):
+            return None
+        return [value for value in self.column(place).unique().to_pylist() if value is not None]
+
+    def cells(self, place: int) -> list[Any]:
+        return list(self.column(place).to_pylist())
+
+    def part(self, places: Sequence[int]) -> Any:
+        return self.x.select(list(places))
+
+    def with_numbers(self, numbers: Array) -> Any:
+        return sys.modules["pyarrow"].table(list(numbers.T), names=self.names)
+
+
+def table_of(x: Any) -> Table | None:
+    """None where there are no columns to look at, which scikit-learn refuses."""
+    if hasattr(x, "iloc") and hasattr(x, "columns"):
+        return _Pandas(x)
+    polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
+    if polars is not None and isinstance(x, polars.DataFrame):
+        return _Polars(x)
+    if pyarrow is not None and isinstance(x, pyarrow.Table | pyarrow.RecordBatch):
+        return _Arrow(x)
+    if not isinstance(x, (np.ndarray, list, tuple)):
+        return None
+    try:
+        array = np.asarray(x)
+    except ValueError:  # rows of different lengths
+        return None
+    if array.dtype.kind in "SU" and not isinstance(x, np.ndarray):
+        array = np.array(x, dtype=object)  # numbers beside text stay numbers
+    return Table(array) if array.ndim == 2 else None
+
+
+def names_of(x: Any) -> list[Any] | None:
+    """The names of a frame's columns, or of a table's in files; None where there are none."""
+    if isinstance(x, TablePieces):
+        return None if x.columns is None else list(x.columns)
+    is_array = isinstance(x, (np.ndarray, list, tuple))
+    table = None if is_array else table_of(x)
+    return None if table is None else table.names
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy's as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def refuse_text(x: Any) -> None:
+    """Text is no number, even where it looks like one, nor are dates, nor categories that `fit` did not see: refused by
+    column."""
+    if isinstance(x, np.ndarray) and x.dtype.kind not in "OSUmM":
+        return
+    table = table_of(x)
+    for place in range(table.count if table is not None else 0):
+        assert table is not None
+        if table.categories(place) is not None:
+            raise TreesError(
+                f"X: {table.shown(place)} has the type {table.dtype(place)!s:.40}, and had numbers at fit; give the "
+                "same columns"
+            )
+        kind = table.kind(place)
+        values = table.cells(place) if kind == "O" else ()
+        date = next((value for value in values if isinstance(value, DATES)), None)
+        if kind == "M" or date is not None:
+            raise TreesError(
+                f"X: {table.shown(place)} has dates or times "
+                f"({table.dtype(place) if date is None else type(date).__name__}), expected numbers; give what "
+                "matters of them: days since a date, the month, the hour"
+            )
+        row = next((row for row, value in enumerate(values) if isinstance(value, (str, bytes))), None)
+        if row is not None:
+            raise TreesError(
+                f"X: {table.shown(place)} has text, {values[row]!r:.60} in row {row}, expected numbers; name the "
+                "column in categorical_features, and each text is a category"
+            )

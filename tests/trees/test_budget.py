@@ -1,0 +1,113 @@
+"""A fit in a given time: what it chose is recorded, and gives the same trees without a clock."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError, budget
+from tests.trees.samples import table
+
+
+class Clock:
+    """Time that passes by looking at it, faster from some look on."""
+
+    def __init__(self, step=0.01, slow_from=10**9):
+        self.looks, self.now, self.step, self.slow_from = itertools.count(), 0.0, step, slow_from
+
+    def __call__(self):
+        self.now += self.step * (100 if next(self.looks) >= self.slow_from else 1)
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    def use(**given):
+        kept = Clock(**given)
+        monkeypatch.setattr(budget, "clock", kept)
+        monkeypatch.setattr(budget, "MOST_TRIALS", 6)
+        return kept
+
+    return use
+
+
+def test_the_record_gives_the_same_trees_and_the_search_is_repeatable(clock):
+    x, y = table(1200, missing=0.1)
+    clock()
+    model = BoostedTreesRegressor(l1=0.5, n_jobs=1).fit(x, y, seconds=1.5)
+    settings = model.search_["settings"]
+    assert BoostedTreesRegressor(**settings).fit(x, y).to_lightgbm() == model.to_lightgbm()
+    assert settings["l1"] == 0.5
+    assert settings["n_estimators"] == model.n_iter_ > 1
+    assert model.get_params() == BoostedTreesRegressor(l1=0.5, n_jobs=1).get_params()
+    assert json.loads(json.dumps(model.search_)) == model.search_
+    clock()
+    again = BoostedTreesRegressor(l1=0.5, n_jobs=1).fit(x, y, seconds=1.5)
+    assert again.search_ == model.search_
+    assert again.fit(x, y).n_iter_ == 100  # the estimator's own settings, and no record of a search
+    assert not hasattr(again, "search_")
+
+
+def test_the_best_settings_on_the_watched_rows_are_taken_and_the_users_stay(clock):
+    x, y = table(1500)
+    clock()
+
+    def right(y, proba):
+        return "right", float(np.mean((proba > 0.5) == y)), True
+
+    model = BoostedTreesClassifier(max_leaves=4, learning_rate=0.2, gradient_precision="i8", n_jobs=1)
+    model.fit(x[:1100], y[:1100] > 0, eval_set=(x[1100:], y[1100:] > 0), eval_metric=right, seconds=1)
+    found = model.search_
+    kept = {name: found["settings"][name] for name in ("max_leaves", "learning_rate", "gradient_precision")}
+    assert kept == {"max_leaves": 4, "learning_rate": 0.2, "gradient_precision": "i8"}
+    whole = [trial for trial in found["trials"] if trial["rows"] == 1100]
+    best = min(whole, key=lambda trial: trial["loss"])
+    assert best["settings"].items() <= found["settings"].items()
+    assert best["loss"] < -0.5  # the first metric, less is better
+    assert len(model.evals_result_["valid_0"]["right"]) == model.n_iter_
+
+
+def test_a_fit_that_is_slower_than_planned_ends_in_time(clock):
+    x, y = table(1200)
+    kept = clock()
+    BoostedTreesRegressor(n_jobs=1).fit(x, y, seconds=1)
+    kept = clock(slow_from=next(kept.looks) - 12)  # in the midst of the last fit
+    model = BoostedTreesRegressor(n_jobs=1).fit(x, y, seconds=1)
+    assert model.search_["seconds_taken"] < 1 + 3 * 100 * kept.step
+    settings = model.search_["settings"]
+    assert settings["n_estimators"] == model.n_iter_
+    assert BoostedTreesRegressor(**settings).fit(x, y).to_lightgbm() == model.to_lightgbm()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "affordable", "rate", "expected"),
+    [
+        (100, 100, 0.1, (0.1, 100)),
+        (100, 250, 0.1, (0.04, 250)),
+        (100, 5000, 0.1, (0.02, 500)),  # no smaller rate
+        (100, 50, 0.1, (0.2, 50)),
+        (100, 10, 0.1, (0.3, 10)),  # no larger one
+        (100, -3.0, 0.1, (0.3, 1)),
+    ],
+)
+def test_the_learning_rate_is_that_for_whose_rounds_there_is_time(wanted, affordable, rate, expected):
+    assert budget.rate_and_rounds(wanted, affordable, rate) == expected
+
+
+def test_what_cannot_be_searched_is_refused():
+    x, y = table(100)
+    model = BoostedTreesRegressor(n_estimators=2).fit(x, y)
+    for given, message in (
+        ({"seconds": 0}, "seconds: expected a number above 0, got 0"),
+        ({"seconds": "1 h"}, "seconds: expected a number above 0, got '1 h'"),
+        ({"seconds": 1, "init_model": model}, "seconds: settings are searched for a new model"),
+    ):
+        with pytest.raises(TreesError, match=message):
+            BoostedTreesRegressor().fit(x, y, **given)
+    with pytest.raises(TreesError, match="seconds: a custom objective has no loss to search by; give eval_metric"):
+        BoostedTreesRegressor(objective=lambda y, s: (s - y, np.ones(len(y)))).fit(x, y, seconds=1)
+    with pytest.raises(TreesError, match="l2: expected a number"):
+        BoostedTreesRegressor(l2=-1).fit(x, y, seconds=1)
