@@ -154,7 +154,7 @@ def inspect(
         say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
     say(f"{'all':>16}  {human_bytes(total):>10}")
     if rounded is not None:
-        say(f"inputs of packed layers are rounded {'' if rounded == BY_LAYER else 'to '}{rounded}")
+        say(_rounded_words(rounded))
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
@@ -361,7 +361,7 @@ def compare(
     with progress("comparing", total, amount="{:,} numbers".format) as advance:
         result = compare_files(first, second, on_numbers=advance)
     if as_json:
-        show_json(result.to_dict())
+        show_json({**result.to_dict(), **_inputs_of(first, second)})
     else:
         differing = len(result.differing_names)
         sums = [(f"overall: the {differing} that differ", result.differing)] if differing else []
@@ -389,6 +389,7 @@ def compare(
         if result.worst is None and result.layers:
             shared = "" if not result.findings else " that both have"
             say(f"values identical: all {counted(len(result.layers), 'tensor')}{shared}")
+        _say_inputs(first, second)
     raise typer.Exit(1 if result.findings else 0)
 
 
@@ -416,7 +417,7 @@ def drift(
         with log:
             log.write(*report.rows)
     if as_json:
-        show_json(report.to_dict())
+        show_json({**report.to_dict(), **_inputs_of(master, packed)})
     else:
         if report.rows:
             rows = [_shown(row) for row in report.rows]
@@ -425,7 +426,28 @@ def drift(
             say(finding)
         if jsonl is not None:
             say(f"{counted(len(report.rows), 'line')} appended to {jsonl}")
+        _say_inputs(master, packed)
     raise typer.Exit(1 if report.findings else 0)
+
+
+def _inputs_of(*paths: Path) -> dict[str, Any]:
+    """What packed folders say of the inputs of their products; nothing where all stay as they are."""
+    from bitplan.files.packed_folder import is_model_folder, read_config, shown_inputs
+
+    rounded = {str(path): shown_inputs(read_config(path)) if is_model_folder(path) else None for path in paths}
+    return {"inputs": rounded} if any(rounded.values()) else {}
+
+
+def _rounded_words(rounded: str) -> str:
+    from bitplan.files.packed_folder import BY_LAYER
+
+    return f"inputs of packed layers are rounded {'' if rounded == BY_LAYER else 'to '}{rounded}"
+
+
+def _say_inputs(*paths: Path) -> None:
+    for path, rounded in _inputs_of(*paths).get("inputs", {}).items():
+        if rounded is not None:
+            say(f"{path}: {_rounded_words(rounded)}; this compares weights alone")
 
 
 def _shown(row: Any) -> dict[str, Any]:
