@@ -3,9 +3,8 @@
 python benchmarks/search.py --model FOLDER --text FILE --out FOLDER
 
 Evidence is gathered once, into --out, where a stopped run goes on; each size is then solved and proven. `--plans 30`
-also measures so many random plans: how well are they predicted? With `--inputs auto` these round inputs of some layers,
-and the same plans are measured with inputs as they are. Rows are kept in the result file; the same command
-goes on.
+also measures so many random plans: how well are they predicted? With `--inputs auto` these round inputs of some layers.
+Rows are kept in the result file; the same command goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from bitplan.base.records import read_json, read_text
 from bitplan.formats.dispatch import decode, encode
 from bitplan.packed.language.perplexity import measure_perplexity
 from bitplan.searching import Goal, Searcher, SearchOptions
-from bitplan.searching.evidence import SearchEvidence, input_of, weight_format
+from bitplan.searching.evidence import SearchEvidence, weight_format
 from bitplan.searching.input_damage import INPUT_MODES
 from bitplan.searching.plan_meter import PlanMeter, summary_of
 from bitplan.searching.runtime_formats import candidates, target_of
@@ -55,14 +54,20 @@ def rank_of_plans(pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def random_plan(evidence: SearchEvidence, generator: random.Random) -> dict[str, str]:
-    """Formats drawn for every group, from a random part of the list, so that plans differ in size as well."""
-    formats = [fmt for fmt in evidence.formats if fmt != "bfloat16"]
+    """Formats drawn for every group, from a random part of the list, so that plans differ in size as well.
+
+    Where candidates round inputs, a random share of the groups does.
+    """
+    formats = list(dict.fromkeys(weight_format(name) for name in evidence.formats if name != "bfloat16"))
     low = generator.randrange(len(formats))
     high = generator.randrange(low, len(formats)) + 1
-    return {
-        name: generator.choice([fmt for fmt in formats[low:high] if fmt in group.formats] or list(group.formats))
-        for name, group in evidence.groups.items()
-    }
+    share = generator.random()
+    choice = {}
+    for name, group in evidence.groups.items():
+        fmt = generator.choice([fmt for fmt in formats[low:high] if fmt in group.formats] or list(group.formats))
+        rounded = [other for other in group.formats if other != fmt and weight_format(other) == fmt]
+        choice[name] = rounded[0] if rounded and generator.random() < share else fmt
+    return choice
 
 
 def nearest_rounding(meter: PlanMeter, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, Any]:
@@ -90,6 +95,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=None)
     parser.add_argument("--inputs", choices=INPUT_MODES, default="keep")
     parser.add_argument("--plans", type=int, default=0)
+    parser.add_argument("--plans-to-nearest", action="store_true", help="random plans without statistics: seconds each")
     parser.add_argument("--all-rivals", action="store_true", help="also heuristics that are predicted to lose")
     parser.add_argument("--nearest", action="store_true", help="also uniform plans rounded to nearest")
     parser.add_argument("--result", type=Path, required=True)
@@ -137,15 +143,13 @@ def main() -> None:
                 harness.save("search", found, options.result)
     generator = random.Random(0)
     pairs: list[list[float]] = []
-    of_inputs: list[list[float]] = []  # what rounded inputs add to a plan's KL
     for index in range(options.plans):
         choice = random_plan(evidence, generator)
-        pairs.append([evidence.predict(choice), searcher.judge.kl(evidence, choice, f"random plan {index}")])
+        measured = searcher.judge.measure(evidence, choice, f"random plan {index}", nearest=options.plans_to_nearest)
+        assert measured.against is not None
+        pairs.append([evidence.predict(choice), measured.against.kl.mean])
         found["random_plans"] = rank_of_plans(pairs)
-        if any(map(input_of, choice.values())):
-            kept = searcher.judge.kl(evidence, choice, f"random plan {index}, inputs kept", {})
-            of_inputs.append([evidence.input_nats(choice), pairs[-1][1] - kept])
-            found["inputs_of_random_plans"] = rank_of_plans(of_inputs)
+        print(index, *pairs[-1], flush=True)
         harness.save("search", found, options.result)
 
 

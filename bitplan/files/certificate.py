@@ -181,7 +181,8 @@ def written_plan(plan: Plan, written: Mapping[str, tuple[str | None, str]], tied
     for name, (fmt, reason) in written.items():
         entry = entries[name]
         if fmt is not None:
-            choice = entry.choice if entry.choice.format == fmt else replace(entry.choice, format=fmt, reason=reason)
+            other = replace(entry.choice, format=fmt, reason=reason, input=None)
+            choice = entry.choice if entry.choice.format == fmt else other
             entries[name] = replace(entry, choice=choice, stored=None)
     for alias, name in tied.items():
         if alias in entries and name in written:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import StoreError
-from bitplan.formats.input_formats import KEEP, STATIC, Inputs, input_format, require_scale, static_scale
+from bitplan.formats.input_formats import KEEP, STATIC, Inputs, input_format, require_scale, with_scale
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.products.cpu_fused import INTEGER_INPUTS, IntegersOnCpu
 from bitplan.packed.products.fused import fused_for
@@ -63,30 +63,33 @@ def inputs_by_layer(layers: Mapping[str, nn.Module], inputs: Inputs, where: str)
         if fmt is not None and experts is not None:
             raise LayerError(_without_products(experts, layers[experts], fmt))
         return dict.fromkeys(linears, fmt)
-    sharing: dict[int, list[str]] = {}
-    for path, layer in linears.items():
-        sharing.setdefault(id(layer.weight), []).append(path)
     formats: dict[str, str | None] = {}
     for name, given in inputs.items():
         fmt, path = input_format(given, f"{where}: {name}"), name.rpartition(".")[0]
         require_scale(fmt, f"{where}: {name}")
         holder = layers.get(path)
-        paths = [path] if path in linears else sharing.get(id(getattr(holder, "weight", None)), [])
-        if fmt is not None and not paths and not isinstance(holder, QuantEmbedding):
+        if fmt is not None and not isinstance(holder, QuantLinear | QuantEmbedding):
             raise LayerError(_without_products(name, holder, fmt))
-        formats.update(
-            dict.fromkeys(
-                (other for other in paths if f"{other}.weight" == name or f"{other}.weight" not in inputs), fmt
-            )
-        )
-    return formats
+        readers = [] if holder is None else _readers(layers, path)
+        formats |= {other: fmt for other in readers if other == path or f"{other}.weight" not in inputs}
+    return {path: fmt for path, fmt in formats.items() if path in linears}
+
+
+def _readers(layers: Mapping[str, nn.Module], path: str) -> list[str]:
+    """The layers that multiply by the weight of one: itself; those that share it where it is an embedding's."""
+    holder = layers[path]
+    if not isinstance(holder, nn.Embedding | QuantEmbedding):
+        return [path]
+    return [
+        other for other, one in layers.items() if one is not holder and getattr(one, "weight", None) is holder.weight
+    ]
 
 
 def _without_products(name: str, layer: nn.Module | None, fmt: str) -> str:
     if isinstance(layer, QuantExperts):
         return f"{name}: packed experts have no products of inputs in {fmt}; leave inputs as they are (keep)"
     held = "no layer" if layer is None else f"a {type(layer).__name__}"
-    return f"{name}: {held} that rounds its inputs, and the plan has {fmt} for them; packed linear layers round theirs"
+    return f"{name}: {held} holds it, and only packed linear layers round their inputs, here to {fmt}; leave it out"
 
 
 def runs_on_integers(model: nn.Module) -> bool:
@@ -156,8 +159,8 @@ def calibrate_inputs(
 
         return hook
 
-    readers = {name: _readers(layers, name) for name in wanted}
-    hooks = [layer.register_forward_pre_hook(seen(name)) for name in wanted for layer in readers[name]]
+    readers = {name: _readers(layers, name.rpartition(".")[0]) for name in wanted}
+    hooks = [layers[path].register_forward_pre_hook(seen(name)) for name in wanted for path in readers[name]]
     try:
         with torch.no_grad():
             for batch in batches:
@@ -171,13 +174,4 @@ def calibrate_inputs(
                 f"calibrate_inputs: {name}: its input was never seen, or is {largest.get(name, 0.0)}; give other text, "
                 f"or another format of inputs than {STATIC}"
             )
-    return plan.with_inputs({name: static_scale(largest[name]) for name in wanted})
-
-
-def _readers(layers: Mapping[str, nn.Module], name: str) -> list[nn.Module]:
-    """The layers that multiply by a weight: its own, or those that share the weight of an embedding."""
-    own = layers[name.rpartition(".")[0]]
-    if not isinstance(own, nn.Embedding | QuantEmbedding):
-        return [own]
-    sharing = [layer for layer in layers.values() if getattr(layer, "weight", None) is own.weight and layer is not own]
-    return list(dict.fromkeys(sharing))
+    return plan.with_inputs({name: with_scale(largest[name] / 127) for name in wanted})

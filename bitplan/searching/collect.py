@@ -21,6 +21,7 @@ from bitplan.base.folders import scratch_folder
 from bitplan.base.version import __version__
 from bitplan.files.open_files import open_tensors
 from bitplan.formats import get_format
+from bitplan.plan.manifest import needs_base
 from bitplan.searching.damage import (
     ExpertDamage,
     RoundedWeights,
@@ -358,7 +359,7 @@ def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[
             shape, first = tensors[tensor].shape, subject.sites[tensors[tensor].weights[0]]
             held = formats_that_hold(shape, held)
             if first.slice is not None:  # packed experts are stacked, and a stack has one factor
-                held = [fmt for fmt in held if not _has_base(fmt)]
+                held = [fmt for fmt in held if not needs_base(fmt)]
                 if subject.target.packs_layers:  # both stacks of a layer or neither
                     held = [fmt for fmt in held if not get_format(fmt).is_cast] or held
             if not held:
@@ -369,11 +370,6 @@ def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[
                 )
         found[name] = held
     return found
-
-
-def _has_base(fmt: str) -> bool:
-    scales = get_format(fmt).scales
-    return scales is not None and scales.needs_base
 
 
 def _predicted(rounded: RoundedWeights, experts: ExpertDamage, weights: Sequence[str], fmt: str) -> float:

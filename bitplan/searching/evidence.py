@@ -107,6 +107,11 @@ def weight_format(candidate: str) -> str:
     return candidate.partition(_WITH_INPUT)[0]
 
 
+def bits_of(candidate: str) -> float:
+    """Bits a weight of a large matrix."""
+    return get_format(weight_format(candidate)).bits_per_weight((4096, 4096))
+
+
 def input_of(candidate: str) -> str | None:
     return candidate.partition(_WITH_INPUT)[2] or None
 
@@ -220,14 +225,9 @@ class SearchEvidence:
 
     @property
     def formats(self) -> list[str]:
-        """Every candidate of some group, the smallest first."""
+        """Every candidate of some group, the smallest first; of one format rounded inputs before others."""
         names = {name for group in self.groups.values() for name in group.formats}
-
-        def order(name: str) -> tuple[float, bool, str]:  # inputs as they are come after rounded ones
-            bits = get_format(weight_format(name)).bits_per_weight((4096, 4096))
-            return bits, input_of(name) is None, name
-
-        return sorted(names, key=order)
+        return sorted(names, key=lambda name: (bits_of(name), input_of(name) is None, name))
 
     def input_nats(self, choice: Mapping[str, str]) -> float:
         """The part of a prediction that is of rounded inputs."""

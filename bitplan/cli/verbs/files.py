@@ -114,7 +114,7 @@ def inspect(
     Example: bitplan inspect model.safetensors --tensor model.layers.0.mlp.up_proj.weight
     """
     from bitplan.files.open_files import open_tensors
-    from bitplan.files.packed_folder import BY_LAYER, is_model_folder, read_config, read_packed_plan, shown_inputs
+    from bitplan.files.packed_folder import BY_LAYER, read_config, read_packed_plan
 
     if file is None:
         if tensor is not None or structure:
@@ -139,22 +139,19 @@ def inspect(
         {"name": spec.name, "format": spec.format, "shape": list(spec.shape), "bytes": spec.nbytes} for spec in specs
     ]
     total = sum(by_format.values())
-    config = read_config(file) if is_model_folder(file) else {}
-    rounded = shown_inputs(config)
-    if rounded == BY_LAYER:
-        inputs = read_packed_plan(file, config).inputs
+    rounded = _inputs_of(file)
+    if BY_LAYER in rounded.values():
+        inputs = read_packed_plan(file, read_config(file)).inputs
         rows = [{**row, "inputs": inputs.get(row["name"], "")} for row in rows]
     if as_json:
-        beside = {} if rounded is None else {"inputs": rounded}
-        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **beside})
+        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **rounded})
         return
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
     table(f"{file}: {kind}, {counted(len(rows), 'tensor')}", shown)
     for name, size in by_format.most_common():
         say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
     say(f"{'all':>16}  {human_bytes(total):>10}")
-    if rounded is not None:
-        say(_rounded_words(rounded))
+    _say_inputs(file)
 
 
 def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
@@ -361,7 +358,7 @@ def compare(
     with progress("comparing", total, amount="{:,} numbers".format) as advance:
         result = compare_files(first, second, on_numbers=advance)
     if as_json:
-        show_json({**result.to_dict(), **_inputs_of(first, second)})
+        show_json({**result.to_dict(), **_inputs_of(second)})
     else:
         differing = len(result.differing_names)
         sums = [(f"overall: the {differing} that differ", result.differing)] if differing else []
@@ -389,7 +386,7 @@ def compare(
         if result.worst is None and result.layers:
             shared = "" if not result.findings else " that both have"
             say(f"values identical: all {counted(len(result.layers), 'tensor')}{shared}")
-        _say_inputs(first, second)
+        _say_inputs(second, "; weights alone are compared")
     raise typer.Exit(1 if result.findings else 0)
 
 
@@ -417,7 +414,7 @@ def drift(
         with log:
             log.write(*report.rows)
     if as_json:
-        show_json({**report.to_dict(), **_inputs_of(master, packed)})
+        show_json({**report.to_dict(), **_inputs_of(packed)})
     else:
         if report.rows:
             rows = [_shown(row) for row in report.rows]
@@ -426,28 +423,21 @@ def drift(
             say(finding)
         if jsonl is not None:
             say(f"{counted(len(report.rows), 'line')} appended to {jsonl}")
-        _say_inputs(master, packed)
+        _say_inputs(packed, "; weights alone are compared")
     raise typer.Exit(1 if report.findings else 0)
 
 
-def _inputs_of(*paths: Path) -> dict[str, Any]:
-    """What packed folders say of the inputs of their products; nothing where all stay as they are."""
+def _inputs_of(path: Path) -> dict[str, str]:
+    """What a packed folder says of the inputs of its products; nothing where they stay as they are."""
     from bitplan.files.packed_folder import is_model_folder, read_config, shown_inputs
 
-    rounded = {str(path): shown_inputs(read_config(path)) if is_model_folder(path) else None for path in paths}
-    return {"inputs": rounded} if any(rounded.values()) else {}
+    rounded = shown_inputs(read_config(path)) if is_model_folder(path) else None
+    return {} if rounded is None else {"inputs": rounded}
 
 
-def _rounded_words(rounded: str) -> str:
-    from bitplan.files.packed_folder import BY_LAYER
-
-    return f"inputs of packed layers are rounded {'' if rounded == BY_LAYER else 'to '}{rounded}"
-
-
-def _say_inputs(*paths: Path) -> None:
-    for path, rounded in _inputs_of(*paths).get("inputs", {}).items():
-        if rounded is not None:
-            say(f"{path}: {_rounded_words(rounded)}; this compares weights alone")
+def _say_inputs(path: Path, more: str = "") -> None:
+    for rounded in _inputs_of(path).values():
+        say(f"{path}: inputs of packed layers are rounded {'' if rounded == 'by layer' else 'to '}{rounded}{more}")
 
 
 def _shown(row: Any) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from bitplan.files.packed_folder import (
     folder_inputs,
     is_packed_config,
     read_config,
-    read_packed_plan,
     side_files,
     unquantized_config,
     write_packed_folder,
@@ -157,8 +156,8 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             how_to_fill=None,
         )
         inputs: Inputs = request.inputs
-        if inputs is None and not plan.inputs and is_packed_config(config):
-            inputs = folder_inputs(config, read_packed_plan(folder, config))
+        if inputs is None and not plan.inputs:
+            inputs = folder_inputs(config, folder)
         plan = give_inputs(plan, inputs, "export")
     return FolderSource(file, folder, unquantized_config(config), plan)
 
