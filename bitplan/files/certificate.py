@@ -37,6 +37,7 @@ from bitplan.base.hardware import code_sha256, code_versions, hardware
 from bitplan.base.records import atomic_file, parse_json, read_bytes, read_json
 from bitplan.files.model_card import CARD, base_model
 from bitplan.files.tensor_bytes import DOCUMENT, SEAL, sealed_sha256
+from bitplan.formats import get_format
 from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import natural_order
 from bitplan.plan.plan import PLAN_NAME, Plan
@@ -181,8 +182,10 @@ def written_plan(plan: Plan, written: Mapping[str, tuple[str | None, str]], tied
     for name, (fmt, reason) in written.items():
         entry = entries[name]
         if fmt is not None:
-            other = replace(entry.choice, format=fmt, reason=reason, input=None)
-            choice = entry.choice if entry.choice.format == fmt else other
+            choice = entry.choice
+            if choice.format != fmt:
+                rounded = None if get_format(fmt).is_cast else choice.input
+                choice = replace(choice, format=fmt, reason=reason, input=rounded)
             entries[name] = replace(entry, choice=choice, stored=None)
     for alias, name in tied.items():
         if alias in entries and name in written:
