@@ -30,59 +30,58 @@ def round_inputs(model: nn.Module, inputs: Inputs) -> list[str]:
              names of weights to such, which leaves other layers as they are
     """
     layers = dict(model.named_modules(remove_duplicate=False))
-    formats = inputs_by_layer(layers, inputs, "round_inputs")
+    formats = set_inputs(layers, inputs, "round_inputs")
     if not isinstance(inputs, Mapping) and input_format(inputs) is not None and not formats:
         raise LayerError(
             f"round_inputs: nothing in this {type(model).__name__} is packed, so nothing rounds its inputs to "
             f"{input_format(inputs)}; apply_plan packs it"
         )
-    set_inputs(layers, formats)
     return list(formats)
 
 
-def set_inputs(layers: Mapping[str, nn.Module], formats: Mapping[str, str | None]) -> None:
-    """What `inputs_by_layer` gave, done."""
-    for path, fmt in formats.items():
-        layer = layers[path]
-        assert isinstance(layer, QuantLinear)
-        if layer.inputs != fmt:
-            layer.inputs = fmt
-
-
-def inputs_by_layer(layers: Mapping[str, nn.Module], inputs: Inputs, where: str) -> dict[str, str | None]:
-    """The format of each packed linear layer, by its path; what no layer can do is refused by name.
+def set_inputs(layers: Mapping[str, nn.Module], inputs: Inputs, where: str) -> dict[str, str | None]:
+    """Give packed linear layers their formats of inputs, all or none; returns them by path.
 
     layers   modules by path; a layer whose weight another one shares is also found by the other's name: a tied output
              head by its embedding's. An embedding itself multiplies nothing, so a format has no effect on it.
     """
-    linears = {path: layer for path, layer in layers.items() if isinstance(layer, QuantLinear)}
+    formats = _by_layer(layers, inputs, where)
+    linears = {path: layer for path, layer in layers.items() if isinstance(layer, QuantLinear) and path in formats}
+    for path, layer in linears.items():
+        if layer.inputs != formats[path]:
+            layer.inputs = formats[path]
+    return {path: formats[path] for path in linears}
+
+
+def _by_layer(layers: Mapping[str, nn.Module], inputs: Inputs, where: str) -> dict[str, str | None]:
+    """The formats of layers that read a weight; what no layer can do is refused by name."""
     if not isinstance(inputs, Mapping):
         fmt = input_format(inputs, where)
         require_scale(fmt, where)
         experts = next((path for path, layer in layers.items() if isinstance(layer, QuantExperts)), None)
         if fmt is not None and experts is not None:
             raise LayerError(_without_products(experts, layers[experts], fmt))
-        return dict.fromkeys(linears, fmt)
-    formats: dict[str, str | None] = {}
+        return dict.fromkeys(layers, fmt)
+    formats, readers = dict[str, str | None](), _readers(layers)
     for name, given in inputs.items():
         fmt, path = input_format(given, f"{where}: {name}"), name.rpartition(".")[0]
         require_scale(fmt, f"{where}: {name}")
         holder = layers.get(path)
         if fmt is not None and not isinstance(holder, QuantLinear | QuantEmbedding):
             raise LayerError(_without_products(name, holder, fmt))
-        readers = [] if holder is None else _readers(layers, path)
-        formats |= {other: fmt for other in readers if other == path or f"{other}.weight" not in inputs}
-    return {path: fmt for path, fmt in formats.items() if path in linears}
+        others = [other for other in readers.get(path, ()) if other == path or f"{other}.weight" not in inputs]
+        formats |= dict.fromkeys(others, fmt)
+    return formats
 
 
-def _readers(layers: Mapping[str, nn.Module], path: str) -> list[str]:
-    """The layers that multiply by the weight of one: itself; those that share it where it is an embedding's."""
-    holder = layers[path]
-    if not isinstance(holder, nn.Embedding | QuantEmbedding):
-        return [path]
-    return [
-        other for other, one in layers.items() if one is not holder and getattr(one, "weight", None) is holder.weight
-    ]
+def _readers(layers: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    """The layers that multiply by the weight of each: all that share it, but embeddings."""
+    weights = {path: weight for path, one in layers.items() if (weight := getattr(one, "weight", None)) is not None}
+    sharing: dict[int, list[str]] = {}
+    for path, weight in weights.items():
+        if not isinstance(layers[path], nn.Embedding | QuantEmbedding):
+            sharing.setdefault(id(weight), []).append(path)
+    return {path: sharing.get(id(weight), []) for path, weight in weights.items()}
 
 
 def _without_products(name: str, layer: nn.Module | None, fmt: str) -> str:
@@ -159,8 +158,9 @@ def calibrate_inputs(
 
         return hook
 
-    readers = {name: _readers(layers, name.rpartition(".")[0]) for name in wanted}
-    hooks = [layers[path].register_forward_pre_hook(seen(name)) for name in wanted for path in readers[name]]
+    readers = _readers(layers)
+    paths = [(name, path) for name in wanted for path in readers.get(name.rpartition(".")[0], ())]
+    hooks = [layers[path].register_forward_pre_hook(seen(name)) for name, path in paths]
     try:
         with torch.no_grad():
             for batch in batches:

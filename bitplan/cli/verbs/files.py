@@ -223,11 +223,10 @@ def quantize(
     from bitplan.base.records import read_text
     from bitplan.files.certificate import evidence_of_search, proven_otherwise
     from bitplan.files.quantize_files import Quantization
-    from bitplan.formats.input_formats import STATIC, input_format
+    from bitplan.formats.input_formats import STATIC
     from bitplan.plan import Plan, open_manifest
     from bitplan.plan.plan import plan_file
 
-    input_format(inputs, "--inputs")
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     if windows is not None and text is None:
