@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from bitplan.base.version import __version__
 
 LIBRARIES = ("gguf", "numba", "numpy", "safetensors", "tokenizers", "torch", "transformers", "triton")
+_MEMORY = Path("/proc/meminfo")
 
 
 @functools.cache
@@ -37,6 +39,12 @@ def hardware() -> dict[str, Any]:
     if hasattr(os, "sysconf"):
         facts["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     return facts
+
+
+def free_memory() -> int:
+    """Bytes of memory that programs can have; where the system does not say, 4 GiB."""
+    said = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
+    return 4 * 2**30 if said is None else 1024 * int(said[1])
 
 
 @functools.cache

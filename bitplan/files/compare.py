@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from bitplan.base.errors import StoreError
 from bitplan.files.models.decoded_in_eval import slots_of
-from bitplan.files.models.morph import encoded_modules_of, places_of
+from bitplan.files.models.morph import encoded_modules_of
 from bitplan.files.tensor_file import ReadableTensor
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.quantization_error import Similarity, similarity
+from bitplan.plan.structure.parameters import places_of
 
 if TYPE_CHECKING:
     from bitplan.files.models.comparable_tensors import ModelValues

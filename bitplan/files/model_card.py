@@ -126,7 +126,7 @@ def draw_plan(plan: Plan, search: Mapping[str, Any] | None) -> str:
     layers: dict[str, Counter[str]] = {}
     for name, entry in plan.entries.items():
         layers.setdefault(_layer_of(name), Counter())[entry.stored or entry.choice.format] += entry.nbytes
-    order = [*natural_order(layer for layer in layers if layer != _REST), *([_REST] if _REST in layers else [])]
+    order = [*natural_order([layer for layer in layers if layer != _REST]), *([_REST] if _REST in layers else [])]
     totals = sum(layers.values(), Counter[str]())
     colours = {fmt: _COLOURS[at % len(_COLOURS)] for at, (fmt, _) in enumerate(totals.most_common())}
     bytes_of = [[(colours[fmt], layers[layer][fmt] / 1e6) for fmt in totals if layers[layer][fmt]] for layer in order]

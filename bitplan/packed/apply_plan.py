@@ -31,7 +31,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from bitplan.base.errors import ArgumentError, BitplanError, did_you_mean
 from bitplan.files.models.decoded_in_eval import Morphed
-from bitplan.files.models.morph import ParameterPlace, places_of
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import encode
 from bitplan.formats.elements import dtype_name
@@ -55,6 +54,7 @@ from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
 from bitplan.plan.structure.describe import is_norm
 from bitplan.plan.structure.model_view import TensorSpec
+from bitplan.plan.structure.parameters import ParameterPlace, places_of
 
 # ---- dtype checks ----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitplan.files.models.morph import ParameterPlace
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.products.decode_row_slices import why_no_rows
 from bitplan.packed.quant_embedding import QuantEmbedding
@@ -29,6 +28,7 @@ from bitplan.packed.quant_linear import QuantLinear
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.structure.describe import experts_of, product_of, scale_of_rows
 from bitplan.plan.structure.model_view import ExpertsUse
+from bitplan.plan.structure.parameters import ParameterPlace
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

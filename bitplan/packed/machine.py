@@ -11,7 +11,7 @@ that would have to be tried. The document, version 1, is also a record that a re
      "bandwidth": {"h2d_gb_per_s": X, "device_gb_per_s": Y} or null,
      "lacks": [{"what": W, "costs": C, "next": N or null}], "problems": [...], "next": [...]}
 
-What a machine lacks and what that costs, for `bitplan doctor`. Needs no torch: the caller gives the facts.
+What a machine lacks and what that costs (`find_lacks`) is decided without torch, by facts that the caller gives.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ def cpu_flags() -> set[str] | None:
 DOCUMENT = "bitplan-machine"
 VERSION = 1
 FP8_CAPABILITY = (8, 9)
-_MEMORY = Path("/proc/meminfo")
 H2D_BYTES, DEVICE_BYTES, REPEATS = 256 * 2**20, 256 * 2**20, 5
 NUMBA_PATH, PACKED_PATH = "CPU encode and decode (numba)", "CPU products with packed weights"
 TRITON_PATH, FP8_PATH = "GPU kernels (Triton)", "FP8 tensor cores"
@@ -439,9 +438,3 @@ def _next_steps(libraries: Sequence[Library], has_gpu: bool) -> list[str]:
     if has_gpu and _installed("triton") is None:
         steps.append("pip install triton for the GPU kernels")
     return [*steps, "bitplan inspect to see the number formats; bitplan --help for the verbs"]
-
-
-def free_memory() -> int:
-    """Bytes of memory that programs can have; where the system does not say, 4 GiB."""
-    said = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
-    return 4 * 2**30 if said is None else 1024 * int(said[1])

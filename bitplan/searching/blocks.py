@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.files.models.morph import ParameterPlace, places_of
 from bitplan.packed.language.causal_lm import logits_of
+from bitplan.plan.structure.parameters import ParameterPlace, places_of
 
 BACK = 2  # what a block's pass back takes, in passes forward
 BATCH = 2048  # tokens in one call of a block

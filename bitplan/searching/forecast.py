@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from bitplan.base.hardware import free_memory
 from bitplan.base.logs import JsonLog
 from bitplan.formats.dispatch import parts_of
 from bitplan.packed.language.perplexity import MADE_AT_ONCE, measure_perplexity
-from bitplan.packed.machine import free_memory
 from bitplan.rounding.error_compensation import InputHessian
 from bitplan.rounding.weights import round_weight
 from bitplan.searching.blocks import BACK, BATCH, LOGITS_AT_ONCE

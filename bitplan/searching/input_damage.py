@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,12 @@ from bitplan.formats.input_formats import round_input
 from bitplan.searching.evidence import SearchEvidence, by_part, candidate_name, input_of, weight_format
 from bitplan.searching.forecast import Stage
 from bitplan.searching.goal import Goal, SearchError
-from bitplan.searching.plan_meter import PlanMeter
 from bitplan.searching.runtime_formats import Target
 from bitplan.searching.searched_model import SearchSubject
 from bitplan.searching.statistics import GRADIENT
+
+if TYPE_CHECKING:
+    from bitplan.searching.plan_meter import PlanMeter
 
 InputMode = Literal["keep", "8", "auto"]
 INPUT_MODES: tuple[InputMode, ...] = ("keep", "8", "auto")

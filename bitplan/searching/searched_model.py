@@ -28,7 +28,6 @@ from bitplan.base.errors import PlanError
 from bitplan.base.fingerprints import hash_tensors
 from bitplan.files.headers import check_model_source
 from bitplan.files.input_statistics import expert_name, weight_digest
-from bitplan.files.models.morph import places_of
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, read_config
 from bitplan.files.tensor_file import TensorSpec, spec_of
@@ -44,6 +43,7 @@ from bitplan.plan.plan import Plan, Planned
 from bitplan.plan.structure.describe import describe
 from bitplan.plan.structure.families import GGUF_MANIFESTS, joined_name
 from bitplan.plan.structure.model_view import ModelView
+from bitplan.plan.structure.parameters import places_of
 from bitplan.searching.blocks import BlockRunner, Replaced
 from bitplan.searching.evidence import StayingTensor
 from bitplan.searching.goal import WINDOWS, SearchError
@@ -128,7 +128,8 @@ def items_of_stacks(model: nn.Module, names: Mapping[str, str], slices: dict[str
     found: dict[str, str] = {}
     for tensor, ours in names.items():
         place = places[ours]
-        if tensor in slices or packed_kind(place.module, place.local) != "StackedExperts":
+        is_stack = place.parameter.ndim == 3 and packed_kind(place.module, place.local) == "StackedExperts"
+        if tensor in slices or not is_stack:
             continue
         transposed = are_columns(place.module, place.local)
         for index in range(len(place.parameter)):

@@ -168,11 +168,11 @@ def boost(
     held = _scores_of(rows, objective, settings, grower, _first_scores(rows, booster), span)
     trainer = _Trainer(rows, settings, grower, held, span)
     shards.sent_for("bins and start")
-    watched = [replace(each, rows=replace(each.rows, x=np.asarray(each.rows.x))) for each in watched]
-    scores = [_first_scores(each.rows, booster) for each in watched]
+    watched = [replace(one_set, rows=replace(one_set.rows, x=np.asarray(one_set.rows.x))) for one_set in watched]
+    scores = [_first_scores(one_set.rows, booster) for one_set in watched]
     for number in range(settings.rounds):
         new = trainer.round(booster.rounds_before + number, booster.outputs)
-        seen = [_watch(each, sums, new, booster, shards) for each, sums in zip(watched, scores, strict=True)]
+        seen = [_watch(one_set, sums, new, booster, shards) for one_set, sums in zip(watched, scores, strict=True)]
         booster.losses += seen[-1:]
         booster.trees += new
         is_last = after_round(number)
@@ -321,13 +321,14 @@ class HostScores:
             sizes = np.abs(self._grads * self._hess).sum(axis=0)
         large = math.ceil(len(sizes) * share * LARGE_SHARE)
         least = np.partition(sizes, len(sizes) - large)[len(sizes) - large]
-        is_used = sizes > least
+        is_used: Array = sizes > least
         is_used[np.flatnonzero(sizes == least)[: large - int(is_used.sum())]] = True
         of_others = share * (1 - LARGE_SHARE) / (1 - share * LARGE_SHARE)
         is_drawn = ~is_used & (draws < of_others)
         for held in (self._grads, self._hess):
             held[:, is_drawn] *= np.float32(1 / of_others)
-        return is_used | is_drawn
+        is_used |= is_drawn
+        return is_used
 
     def prepare(self, output: int, key: int | None) -> Gradients:
         held = prepare(*self._by_output[output], self._settings.precision, key, self._span)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bitplan.trees.boost import EvalSet, Rows
-from bitplan.trees.checks import number, split_rows, with_weight
+from bitplan.trees.checks import has_default, number, split_rows, with_weight
 from bitplan.trees.distributed.shards import ALONE
 from bitplan.trees.estimator_base import FitOptions, callbacks_of
 from bitplan.trees.gradients import GradientPrecision
@@ -57,7 +57,7 @@ def start_of(options: FitOptions) -> float | None:
 
 
 @dataclass(frozen=True)
-class Trial:
+class SettingsTrial:
     """A fit to some of the rows, as it is recorded."""
 
     settings: dict[str, Any]
@@ -81,18 +81,23 @@ class Search:
     def __init__(self, model: Any, rows: Rows, objective: Objective, held: EvalSet) -> None:
         self._model, self._rows, self._objective, self._held = model, rows, objective, held
         defaults, given = type(model)().get_params(), model.get_params()
-        self.of_user = {name: value for name, value in given.items() if value is not defaults[name]}
+        self.of_user = {name: value for name, value in given.items() if not has_default(value, defaults[name])}
         self._free = {name: values for name, values in CHOICES.items() if name not in self.of_user}
         self._random = np.random.default_rng(0)
         self._order = self._random.permutation(len(rows.x))
         self._patience = model.early_stopping_rounds or PATIENCE
-        self.trials: list[Trial] = []
+        self.trials: list[SettingsTrial] = []
 
-    def run(self, settings: dict[str, Any], count: int, deadline: float, rounds: int = MOST_ROUNDS) -> Trial:
+    def run(self, settings: dict[str, Any], count: int, deadline: float, rounds: int = MOST_ROUNDS) -> SettingsTrial:
         """One trial on `count` rows, recorded; it ends at the deadline, after at least one round."""
         rows = self._rows if count == len(self._order) else self._rows.at(np.sort(self._order[:count]))
-        usual = {"learning_rate": TRIAL_RATE, "n_estimators": rounds, "gradient_precision": GradientPrecision.I16.value}
-        always = {"early_stopping_rounds": self._patience, "verbose": False, "warm_start": False}
+        usual = {"learning_rate": TRIAL_RATE, "gradient_precision": GradientPrecision.I16.value}
+        always = {
+            "n_estimators": rounds,
+            "early_stopping_rounds": self._patience,
+            "verbose": False,
+            "warm_start": False,
+        }
         model = copy.copy(self._model).set_params(**usual | self.of_user | settings | always)
         started, ends = clock(), []
 
@@ -103,7 +108,7 @@ class Search:
         model._boost(rows, self._objective, [self._held], FitOptions(callbacks=[is_over]), None, ALONE)
         losses, best = model.booster_.losses, int(np.argmin(model.booster_.losses)) + 1
         round_s = float(np.median(np.diff(ends))) if len(ends) > 1 else ends[0] - started
-        trial = Trial(
+        trial = SettingsTrial(
             settings=settings,
             rows=count,
             rounds=best,
@@ -111,12 +116,12 @@ class Search:
             seconds=ends[-1] - started,
             setup_seconds=max(ends[0] - started - round_s, 0.0),
             round_seconds=round_s,
-            was_cut=len(losses) < model.n_estimators and len(losses) - best < self._patience,
+            was_cut=len(losses) < rounds and len(losses) - best < self._patience,
         )
         self.trials.append(trial)
         return trial
 
-    def best(self, end: float) -> Trial:
+    def best(self, end: float) -> SettingsTrial:
         """The best trial on all rows that was found until `end`; the defaults are the first, and where these take half
         of the time, the only one."""
         total, started = len(self._order), clock()
@@ -136,9 +141,11 @@ class Search:
         around = self._until(end, self._neighbours(best.settings), total, first.seconds)
         return min([best, *around], key=lambda trial: trial.loss)
 
-    def _until(self, end: float, candidates: Iterable[dict[str, Any]], count: int, usual_s: float) -> list[Trial]:
+    def _until(
+        self, end: float, candidates: Iterable[dict[str, Any]], count: int, usual_s: float
+    ) -> list[SettingsTrial]:
         """Trials until a time; one that takes twice as long as the defaults took on all rows is cut."""
-        trials: list[Trial] = []
+        trials: list[SettingsTrial] = []
         for settings in candidates:
             if clock() >= end:
                 break
@@ -159,7 +166,7 @@ class Search:
         ]
         return [others[place] for place in self._random.permutation(len(others))]
 
-    def with_precision(self, best: Trial) -> tuple[Trial, str]:
+    def with_precision(self, best: SettingsTrial) -> tuple[SettingsTrial, str]:
         """The best settings with codes or float32 as gradients: float32 where codes are slower, or the loss is larger
         by more than 1%."""
         if "gradient_precision" in self.of_user:
@@ -206,9 +213,10 @@ def fit_in_seconds(
     round_s = max(fastest.round_seconds * len(rows.x) / len(fitted.x), 1e-9)
     left_s = SPARE * (started + seconds - clock()) - fastest.setup_seconds
     trial_rate = search.of_user.get("learning_rate", TRIAL_RATE)
-    rate, rounds = rate_and_rounds(best.rounds_wanted, left_s / round_s, trial_rate)
-    found = {"learning_rate": rate, "n_estimators": rounds} | search.of_user | best.settings
-    settings = model.get_params() | found | {"early_stopping_rounds": None, "warm_start": False}
+    affordable = min(left_s / round_s, search.of_user.get("n_estimators", math.inf))
+    rate, rounds = rate_and_rounds(best.rounds_wanted, affordable, trial_rate)
+    chosen = {"learning_rate": rate, "n_estimators": rounds} | search.of_user | best.settings
+    settings = model.get_params() | chosen | {"early_stopping_rounds": None, "warm_start": False}
     last = copy.copy(model).set_params(**settings)
     callbacks = [*callbacks_of(options.callbacks), lambda _state: clock() >= started + seconds]
     try:

@@ -116,7 +116,7 @@ def learn_categories(x: Any, categorical_features: Any, before: Mapping[int, lis
     `before` are those of a model that is trained further: their numbers stay, and new ones follow.
     """
     table = table_of(x)
-    found: Known = {}
+    learned: Known = {}
     if table is not None:
         named = category_flags(categorical_features, table.names, table.count)
         for place in range(table.count):
@@ -129,15 +129,15 @@ def learn_categories(x: Any, categorical_features: Any, before: Mapping[int, lis
                     continue  # numbers in an array of objects
             else:
                 continue
-            found[place] = _checked(values, table.shown(place))
+            learned[place] = _checked(values, table.shown(place))
     if shards.count > 1:
-        parts = gather_json({str(place): values for place, values in found.items()}, "categories", shards)
+        parts = gather_json({str(place): values for place, values in learned.items()}, "categories", shards)
         places = sorted({int(place) for part in parts for place in part})
         together = {place: [value for part in parts for value in part.get(str(place), ())] for place in places}
-        found = {place: _checked(list(set(values)), f"column {place}") for place, values in together.items()}
+        learned = {place: _checked(list(set(values)), f"column {place}") for place, values in together.items()}
     return {
-        place: [*before.get(place, ()), *sorted(set(found.get(place, ())) - set(before.get(place, ())))]
-        for place in sorted({*before, *found})
+        place: [*before.get(place, ()), *sorted(set(learned.get(place, ())) - set(before.get(place, ())))]
+        for place in sorted({*before, *learned})
     }
 
 

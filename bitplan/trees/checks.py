@@ -128,8 +128,8 @@ def first_scores_of(given: Any, count: int, outputs: int, name: str) -> Array | 
     if scores.shape == (count * outputs,):  # LightGBM's flat order: all rows of the first class, then of the second
         scores = scores.reshape(outputs, count).T
     if scores.shape != (count, outputs):
-        each = "a number" if outputs == 1 else f"{outputs} numbers"
-        raise TreesError(f"{name}: expected {each} for each of {count} rows, got shape {scores.shape}")
+        wanted = "a number" if outputs == 1 else f"{outputs} numbers"
+        raise TreesError(f"{name}: expected {wanted} for each of {count} rows, got shape {scores.shape}")
     return np.ascontiguousarray(scores)
 
 
@@ -182,6 +182,11 @@ def truth(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_, numbers.Integral)) or value not in (0, 1):
         raise TreesError(f"{name}: expected True or False, got {value!r:.40}")
     return bool(value)
+
+
+def has_default(value: Any, default: Any) -> bool:
+    """Whether a setting has its default; arrays and lists of them never do."""
+    return value is default or (isinstance(value, (str, numbers.Real)) and bool(value == default))
 
 
 def one_of(name: str, value: Any, known: Any) -> str:

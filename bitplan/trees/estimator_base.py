@@ -121,17 +121,17 @@ Callback = Callable[[RoundState], Any]
 
 def callbacks_of(given: Any) -> tuple[Callback, ...]:
     given = () if given is None else (given,) if callable(given) else given
-    if not isinstance(given, Sequence) or isinstance(given, str) or not all(callable(each) for each in given):
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(callable(callback) for callback in given):
         raise TreesError(f"callbacks: expected a list of functions of a RoundState, got {given!r:.60}")
     return tuple(given)
 
 
 def wants_to_stop(callbacks: Sequence[Callback], state: RoundState) -> bool:
     """Every callback is called; True from any of them ends the fit after this round."""
-    answers = [(each, each(state)) for each in callbacks]
-    for each, answer in answers:
+    answers = [(callback, callback(state)) for callback in callbacks]
+    for callback, answer in answers:
         if answer is not None and not isinstance(answer, bool | np.bool_):
-            name = getattr(each, "__name__", type(each).__name__)
+            name = getattr(callback, "__name__", type(callback).__name__)
             raise TreesError(f"callbacks: {name} returned {answer!r:.40}, expected True to stop, else False or None")
     return any(bool(answer) for _, answer in answers)
 

@@ -44,8 +44,8 @@ def class_weights(
                 "class_weight"
             )
         by_class[1] *= number("scale_pos_weight", scale_pos_weight, 0, above=True)
-    each: Array = by_class[places]
-    return each * weights if len(weights) else each
+    of_rows: Array = by_class[places]
+    return of_rows * weights if len(weights) else of_rows
 
 
 def _by_class(given: Any, classes: Array, places: Array, shards: Shards) -> Array:
@@ -117,7 +117,8 @@ class _FitToTargets(BoostedTreesBase):
             raise TreesError("init_score: a model that is trained further has scores of its own; give one of the two")
         rows = replace(rows, first_scores=first)
         watched = self._eval_sets(objective, eval_set, options, shards)
-        vars(self).pop("search_", None)
+        if hasattr(self, "search_"):
+            del self.search_
         if started is not None:
             self._search(rows, objective, watched, options, initial, started)
             return self

@@ -150,11 +150,11 @@ def check_floats(grads: Array, hess: Array) -> None:
 def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, float]:
     """Largest |gradient| and hessian of all processes; refuses what has no scale."""
     piece = row_pieces.piece_rows(len(grads), row_pieces.threads_for(len(grads), LARGEST_NS))
-    found = np.zeros((max(-(-len(grads) // piece), 1), 3), np.int32)
+    largest_seen = np.zeros((max(-(-len(grads) // piece), 1), 3), np.int32)
     bits = (row_pieces.Cut(part.view(np.int32)) for part in (grads, hess))
-    row_pieces.run(trees_gradients.find_largest, len(grads), LARGEST_NS, *bits, row_pieces.First(), piece, found)
-    here = found[:, :2].max(axis=0, initial=0).view(np.float32).astype(np.float64)
-    if not np.all(here < np.inf) or np.any(found[:, 2]):
+    row_pieces.run(trees_gradients.find_largest, len(grads), LARGEST_NS, *bits, row_pieces.First(), piece, largest_seen)
+    here = largest_seen[:, :2].max(axis=0, initial=0).view(np.float32).astype(np.float64)
+    if not np.all(here < np.inf) or np.any(largest_seen[:, 2]):
         row = int(np.argmax(~(np.isfinite(grads) & np.isfinite(hess) & (hess >= 0))))
         raise TreesError(
             f"gradients: row {row} has gradient {grads[row]} and hessian {hess[row]}, expected finite float32 and "

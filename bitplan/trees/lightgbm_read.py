@@ -182,7 +182,7 @@ class _Reading:
             node_value=of("internal_value", nodes, required=False),
             node_weight=of("internal_weight", nodes, required=False),
             node_rows=of("internal_count", nodes, np.int64, required=False),
-            categories=tuple(sets.pop(0) if each else None for each in is_set),
+            categories=tuple(sets.pop(0) if has_set else None for has_set in is_set),
             leaf_value=of("leaf_value", leaves),
             leaf_weight=of("leaf_weight", leaves if nodes else 1, required=False),
             leaf_rows=of("leaf_count", leaves, np.int64, required=False),

@@ -86,10 +86,10 @@ def from_lightgbm(model: Any) -> BoostedTrees:
     LightGBM's text has no labels, so the classes are 0, 1, ...; those of an LGBMClassifier are its own.
     """
     text, where = lightgbm_text_of(model)
-    made, classes = _from_text(text, where), lightgbm_classes_of(model)
-    if isinstance(made, BoostedTreesClassifier) and classes is not None:
-        made.classes_ = classes
-    return made
+    estimator, classes = _from_text(text, where), lightgbm_classes_of(model)
+    if isinstance(estimator, BoostedTreesClassifier) and classes is not None:
+        estimator.classes_ = classes
+    return estimator
 
 
 def _from_text(text: str, where: str) -> BoostedTrees:

@@ -155,8 +155,8 @@ class Multiclass:
         self.outputs = classes
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
-        each = weights if len(weights) else np.ones(len(y))
-        counts = np.array(sum_exactly([each[y == place] for place in range(self.outputs)], shards))
+        row_weights = weights if len(weights) else np.ones(len(y))
+        counts = np.array(sum_exactly([row_weights[y == place] for place in range(self.outputs)], shards))
         shares: Array = counts / counts.sum()
         return np.log(np.maximum(shares, 1e-15))
 
@@ -358,8 +358,8 @@ Metric = Callable[[Array, Array, Array, Shards], tuple[str, float, bool]]
 
 def metrics_of(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
     """The user's metrics, the first of which early stopping watches; then the objective's loss, if it has one."""
-    own = custom_metrics(objective, eval_metric)
-    return own if own and isinstance(objective, Custom) else (*own, loss_of(objective))
+    given_metrics = custom_metrics(objective, eval_metric)
+    return given_metrics if given_metrics and isinstance(objective, Custom) else (*given_metrics, loss_of(objective))
 
 
 def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
@@ -367,16 +367,16 @@ def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]
     given = [] if eval_metric is None else eval_metric
     given = [given] if callable(given) or isinstance(given, str) else given
     if not isinstance(given, Sequence) or not all(
-        callable(each) or (isinstance(each, str) and each in NAMED_METRICS) for each in given
+        callable(metric) or (isinstance(metric, str) and metric in NAMED_METRICS) for metric in given
     ):
         raise TreesError(
             "eval_metric: expected a function of (y, predictions) that returns (name, value, is_higher_better), one of "
             f"{', '.join(map(repr, NAMED_METRICS))}, or a list of such, got {eval_metric!r:.60}"
         )
-    names = [each for each in given if isinstance(each, str)]
+    names = [metric for metric in given if isinstance(metric, str)]
     if len(set(names)) < len(names):
         raise TreesError(f"eval_metric: expected each name once, got {eval_metric!r:.60}")
-    return tuple(_custom(_named(each) if isinstance(each, str) else each, objective) for each in given)
+    return tuple(_custom(_named(metric) if isinstance(metric, str) else metric, objective) for metric in given)
 
 
 # By the names that LightGBM, XGBoost and scikit-learn have: scikit-learn's function, what it takes of predictions

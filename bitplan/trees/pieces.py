@@ -169,11 +169,11 @@ def _open_parquet(paths: list[Path], target: str | None, weight: str | None, dty
             )
             for group in range(file.num_row_groups)
         ]
-    made = TablePieces(pieces, names or [], dtype or _joined_type(kinds))
+    table = TablePieces(pieces, names or [], dtype or _joined_type(kinds))
     for name, place in ((target, "y"), (weight, "weights")):
         if name is not None:
-            setattr(made, place, np.concatenate([_column(parquet, path, name) for path in paths]))
-    return made
+            setattr(table, place, np.concatenate([_column(parquet, path, name) for path in paths]))
+    return table
 
 
 def _parquet_file(parquet: Any, path: Path) -> Any:

@@ -79,13 +79,13 @@ class BoostedTreesRanker(BoostedTreesBase):
         groups = list(eval_group) if several else [eval_group] * len(pairs)
         if len(groups) != len(pairs):
             raise TreesError(f"eval_group: expected the rows of each query for {len(pairs)} sets, got {len(groups)}")
-        sets, own = [], custom_metrics(self._objective(), options.eval_metric)
+        sets, given_metrics = [], custom_metrics(self._objective(), options.eval_metric)
         for place, ((x, y, *_), group) in enumerate(zip(pairs, groups, strict=True)):
             with naming_set(place):
                 rows = Rows(self._read(x), targets_of(np.asarray(y)))
                 relevance_of(rows.y)
             ndcg = ndcg_metrics(Queries("eval_group", group, rows.y), self.eval_at)
-            sets.append(EvalSet(f"valid_{place}", rows, (*own, *ndcg)))
+            sets.append(EvalSet(f"valid_{place}", rows, (*given_metrics, *ndcg)))
         return sets
 
     def predict(self, X: Any, *, contributions: bool = False) -> Array:

@@ -21,6 +21,7 @@ from bitplan.trees.boost import NO_WEIGHTS
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.scikit import clone, type_of_target
+from bitplan.trees.tables import names_of, rows_of
 from bitplan.trees.threads import threads_of
 
 TURNS = 3
@@ -90,13 +91,13 @@ def recommend_gradient_precision(
 
     sample_rows, trees  how much is trained to compare losses
     """
-    x, targets = X if hasattr(X, "iloc") else np.asarray(X), np.asarray(y)  # a frame has names and categories
-    if x.ndim != 2 or len(x) != len(targets) or len(x) < FEWEST_ROWS:
+    x, targets = X if names_of(X) else np.asarray(X), np.asarray(y)  # a frame has names and categories
+    if len(x.shape) != 2 or len(x) != len(targets) or len(x) < FEWEST_ROWS:
         raise TreesError(
             f"X, y: expected a table of at least {FEWEST_ROWS} rows with a target each, got shapes {x.shape} and "
             f"{targets.shape}; below that every precision takes the same time, so keep f32"
         )
-    is_number = "objective" in settings or type_of_target(targets) == "continuous"
+    is_number = "objective" in settings or type_of_target(targets) in ("continuous", "continuous-multioutput")
     kind: Any = BoostedTreesRegressor if is_number else BoostedTreesClassifier
     whole = kind(random_state=random_state, **settings)
     models = {precision: clone(whole).set_params(gradient_precision=precision) for precision in GradientPrecision}
@@ -105,8 +106,8 @@ def recommend_gradient_precision(
     fit_rows, held_rows = np.sort(chosen[held:]), np.sort(chosen[:held])
     losses = {}
     for precision, model in models.items():
-        model.set_params(n_estimators=trees).fit(_rows_of(x, fit_rows), targets[fit_rows])
-        losses[precision] = _loss(model, _rows_of(x, held_rows), targets[held_rows])
+        model.set_params(n_estimators=trees).fit(rows_of(x, fit_rows), targets[fit_rows])
+        losses[precision] = _loss(model, rows_of(x, held_rows), targets[held_rows])
     rounds: dict[GradientPrecision, list[float]] = {precision: [] for precision in models}
     setups: list[float] = []
     for turn in range(-1, TURNS):  # the first loads or compiles the code
@@ -119,10 +120,6 @@ def recommend_gradient_precision(
     seen = [PrecisionSeen(precision, tuple(rounds[precision]), losses[precision], setup) for precision in models]
     table = TableSeen(x.shape[0], x.shape[1], threads_of(whole.n_jobs), int(whole.n_estimators))
     return advise(seen, table)
-
-
-def _rows_of(x: Any, rows: Array) -> Any:
-    return x.iloc[rows] if hasattr(x, "iloc") else x[rows]
 
 
 def _time_rounds(model: Any, x: Any, targets: Array) -> tuple[float, float]:
@@ -157,6 +154,6 @@ def _loss(model: Any, x: Any, y: Array) -> float:
     """The objective's loss; of a function of the user's, which has none, the mean squared error."""
     if callable(getattr(model, "objective", None)):
         return float(np.mean((model.predict(x) - y) ** 2))
-    known = np.isin(y, model.classes_) if hasattr(model, "classes_") else np.ones(len(y), np.bool_)
-    loss: float = model._objective().loss(model._targets(y[known]), model._scores(_rows_of(x, known)), NO_WEIGHTS)
+    known = np.flatnonzero(np.isin(y, model.classes_)) if hasattr(model, "classes_") else np.arange(len(y))
+    loss: float = model._objective().loss(model._targets(y[known]), model._scores(rows_of(x, known)), NO_WEIGHTS)
     return loss

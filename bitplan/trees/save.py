@@ -9,6 +9,7 @@ import numpy as np
 
 from bitplan.base.documents import is_text
 from bitplan.base.records import write_json
+from bitplan.trees.checks import has_default
 from bitplan.trees.gradients import GradientPrecision, TreesError
 from bitplan.trees.grow import FAR
 from bitplan.trees.scikit import check_is_fitted
@@ -54,7 +55,7 @@ def save_trees(model: Any, path: str | Path) -> None:
     parameters = {
         name: value
         for name, value in model.get_params().items()
-        if name != "device" and (name not in LATER_PARAMETERS or value != defaults[name])
+        if name != "device" and (name not in LATER_PARAMETERS or not has_default(value, defaults[name]))
         if name != "objective" or value is not None  # a classifier's follows from its classes
     }
     document = {
@@ -70,7 +71,9 @@ def save_trees(model: Any, path: str | Path) -> None:
         "trees": [_tree_document(tree) for tree in booster.trees],
     }
     if model.categories_:
-        document["categories"] = {str(place): _plain("categories", each) for place, each in model.categories_.items()}
+        document["categories"] = {
+            str(place): _plain("categories", values) for place, values in model.categories_.items()
+        }
     if booster.rounds_before:
         document["rounds_before"] = booster.rounds_before
     write_json(path, document)

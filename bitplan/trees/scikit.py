@@ -36,11 +36,11 @@ class _Postponing:
 @contextmanager
 def _postponing() -> Iterator[None]:
     finder = _Postponing()
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(finder)
 
 
 with _postponing():

@@ -23,7 +23,7 @@ def dense(x: Any) -> Any:
     """A sparse matrix of scipy, or the sparse columns of a frame, as the numbers they stand for: bins are dense."""
     if issparse(x):
         return x.toarray()
-    if hasattr(x, "iloc") and hasattr(x, "dtypes") and any(_is_sparse(dtype) for dtype in x.dtypes):
+    if hasattr(x, "iloc") and hasattr(x, "columns") and any(_is_sparse(dtype) for dtype in x.dtypes):
         return x.apply(lambda column: column.sparse.to_dense() if _is_sparse(column.dtype) else column)
     polars = sys.modules.get("polars")
     if polars is not None and isinstance(x, polars.LazyFrame):
@@ -77,6 +77,10 @@ class Table:
         """Some columns, as scikit-learn takes them."""
         return self.x[:, places]
 
+    def at(self, rows: Array) -> Any:
+        """Some rows, by their numbers."""
+        return self.x[rows]
+
     def with_numbers(self, numbers: Array) -> Any:
         """Other numbers under the same names."""
         return numbers
@@ -103,6 +107,9 @@ class _Pandas(Table):
     def part(self, places: Sequence[int]) -> Any:
         return self.x.iloc[:, places]
 
+    def at(self, rows: Array) -> Any:
+        return self.x.iloc[rows]
+
     def with_numbers(self, numbers: Array) -> Any:
         return type(self.x)(numbers, columns=self.x.columns, index=self.x.index)
 
@@ -122,6 +129,9 @@ class _Polars(Table):
     def categories(self, place: int) -> list[Any] | None:
         types = sys.modules["polars"].Categorical, sys.modules["polars"].Enum
         return self.column(place).drop_nulls().unique().to_list() if isinstance(self.dtype(place), types) else None
+
+    def cells(self, place: int) -> list[Any]:
+        return list(self.column(place).to_list())
 
     def part(self, places: Sequence[int]) -> Any:
         return self.x[:, list(places)]
@@ -156,6 +166,9 @@ class _Arrow(Table):
     def part(self, places: Sequence[int]) -> Any:
         return self.x.select(list(places))
 
+    def at(self, rows: Array) -> Any:
+        return self.x.take(rows)
+
     def with_numbers(self, numbers: Array) -> Any:
         return sys.modules["pyarrow"].table(list(numbers.T), names=self.names)
 
@@ -189,6 +202,13 @@ def names_of(x: Any) -> list[Any] | None:
     return None if table is None else table.names
 
 
+def rows_of(x: Any, rows: Array) -> Any:
+    """Some rows of an array or a frame, by their numbers."""
+    table = table_of(x)
+    assert table is not None
+    return table.at(rows)
+
+
 def plain(value: Any) -> Any:
     """A number of NumPy's as Python's."""
     return value.item() if isinstance(value, np.generic) else value
@@ -215,6 +235,12 @@ def refuse_text(x: Any) -> None:
                 f"X: {table.shown(place)} has dates or times "
                 f"({table.dtype(place) if date is None else type(date).__name__}), expected numbers; give what "
                 "matters of them: days since a date, the month, the hour"
+            )
+        other = next((row for row, value in enumerate(values) if isinstance(value, (list, tuple, dict))), None)
+        if table.names and other is not None:
+            raise TreesError(
+                f"X: {table.shown(place)} has {values[other]!r:.60} in row {other}, expected numbers; give a column "
+                "for each part of it"
             )
         row = next((row for row, value in enumerate(values) if isinstance(value, (str, bytes))), None)
         if row is not None:

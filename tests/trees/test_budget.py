@@ -70,6 +70,14 @@ def test_the_best_settings_on_the_watched_rows_are_taken_and_the_users_stay(cloc
     assert len(model.evals_result_["valid_0"]["right"]) == model.n_iter_
 
 
+def test_rounds_that_the_user_gave_have_a_learning_rate_that_is_right_for_them(clock):
+    x, y = table(1200)
+    clock(step=0.001)
+    settings = BoostedTreesRegressor(n_estimators=20, n_jobs=1).fit(x, y, seconds=0.5).search_["settings"]
+    assert settings["n_estimators"] == 20
+    assert settings["learning_rate"] > 0.1
+
+
 def test_a_fit_that_is_slower_than_planned_ends_in_time(clock):
     x, y = table(1200)
     kept = clock()

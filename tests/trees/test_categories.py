@@ -6,7 +6,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError, categories, load_trees
+from bitplan.trees import (
+    BoostedTreesClassifier,
+    BoostedTreesRegressor,
+    TreesError,
+    categories,
+    load_trees,
+    recommend_gradient_precision,
+)
 from tests.crosses import few
 
 SETTINGS = {"n_estimators": 6, "max_leaves": 8}
@@ -55,6 +62,7 @@ def test_frames_of_polars_and_tables_of_arrow_are_as_those_of_pandas(library):
         BoostedTreesRegressor().fit(text, y)
     with pytest.raises(TreesError, match="column 'size' has dates or times"):
         by_type.predict(with_date)
+    assert recommend_gradient_precision(typed, y, trees=1, n_jobs=1).table.rows == 200
     if library == "polars":
         with pytest.raises(TreesError, match=r"give X.collect\(\)"):
             by_type.predict(text.lazy())
@@ -117,6 +125,10 @@ def test_what_cannot_be_a_category_is_refused():
         model.predict(frame.assign(town=1))
     with pytest.raises(TreesError, match=r"column 'town' has categories of type Timestamp.*astype\(str\)"):
         model.fit(frame.assign(town=pd.Categorical(pd.date_range("2026-01-01", periods=60))), y)
+    with pytest.raises(TreesError, match=r"column 'town' has \[1, 2\] in row 0, expected numbers; give a column for"):
+        model.fit(frame.assign(town=[[1, 2]] * 60), y)
+    with pytest.raises(ValueError, match="Expected"):
+        model.fit(frame["size"], y)  # a column, and no table
     mixed = frame.assign(town=[1, "a"] * 30)
     with pytest.raises(TreesError, match=r"column 'town' has categories of type int, str"):
         BoostedTreesRegressor(categorical_features=["town"]).fit(mixed, y)

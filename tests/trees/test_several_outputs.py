@@ -34,7 +34,7 @@ def test_each_target_has_the_trees_of_a_fit_to_it_alone(settings):
 
 def test_several_quantiles_are_those_of_fits_alone_and_survive_files(tmp_path):
     lightgbm = pytest.importorskip("lightgbm")
-    model = BoostedTreesRegressor(**SMALL, objective="quantile", alpha=[0.1, 0.5, 0.9]).fit(X, Y[:, 0])
+    model = BoostedTreesRegressor(**SMALL, objective="quantile", alpha=np.array([0.1, 0.5, 0.9])).fit(X, Y[:, 0])
     for place, alpha in enumerate(model.alpha):
         alone = BoostedTreesRegressor(**SMALL, objective="quantile", alpha=alpha).fit(X, Y[:, 0])
         np.testing.assert_array_equal(model.predict(X)[:, place], alone.predict(X))

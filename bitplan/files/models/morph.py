@@ -2,13 +2,11 @@
 
 `morph_model` gives each chosen Parameter a WeightStore, and eval-mode forwards use the decoded version instead of the
 Parameter (`decoded_in_eval`). The Parameters themselves, `state_dict()`, optimizers and training are untouched:
-quantization happens after training, not in it. A Parameter may have several names (`ParameterPlace`), by any of which a
-user may choose its format.
+quantization happens after training, not in it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,73 +21,10 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.encoded import EncodedModule
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.scale_rules import ScaleRule
-from bitplan.plan.format_choices import NamedBy, NamedTensor, Wanted, choose_formats
+from bitplan.plan.format_choices import Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
-from bitplan.plan.structure.describe import is_norm
-
-LAYERS = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.modules.conv._ConvNd,
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.MultiheadAttention,
-)
-_WEIGHT = re.compile(r"weight|weight_(ih|hh|hr)(_l\d+(_reverse)?)?|(in|q|k|v)_proj_weight")
-
-
-@dataclass(frozen=True)
-class ParameterPlace:
-    """A Parameter by one of its names."""
-
-    name: str
-    module: nn.Module
-    local: str
-    parameter: nn.Parameter
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """A key that is the same for all names of a module's Parameter."""
-        return id(self.module), self.local
-
-    @property
-    def owner(self) -> str:
-        return self.name[: -len(self.local)].rstrip(".")
-
-    @property
-    def role(self) -> Literal["weight", "bias", "norm", "other"]:
-        if "bias" in self.local:
-            return "bias"
-        if isinstance(self.module, LAYERS) and _WEIGHT.fullmatch(self.local):
-            return "weight"
-        return "norm" if is_norm(self.module) else "other"
-
-    def spec(self, norms: bool = False) -> NamedTensor:
-        """As `choose_formats` takes it: biases, norms and parameters of unknown layers must be asked for by name."""
-        named_by: dict[str, NamedBy] = {"weight": "any", "norm": "any" if norms else "module"}
-        unknown = f"not a weight of a known layer ({type(self.module).__name__}): left alone unless named"
-        shape = (0, 0) if nn.parameter.is_lazy(self.parameter) else tuple(self.parameter.shape)
-        return NamedTensor.of(
-            self.name,
-            shape,
-            dtype=self.parameter.dtype,
-            named_by=named_by.get(self.role, "own name"),
-            else_stays=unknown if self.role == "other" else f"{self.role}: left alone",
-        )
-
-
-def places_of(model: nn.Module) -> list[ParameterPlace]:
-    """Every Parameter under every name it has: modules used twice and tied weights appear twice."""
-    return [
-        ParameterPlace(f"{path}.{local}".lstrip("."), module, local, parameter)
-        for path, module in model.named_modules(remove_duplicate=False)
-        for local, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-
+from bitplan.plan.structure.parameters import LAYERS, ParameterPlace, places_of
 
 # ---- which weight gets which format ----------------------------------------------------------------------------------
 

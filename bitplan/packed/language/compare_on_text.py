@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from bitplan.base.devices import known_device
 from bitplan.base.errors import MeasureError
+from bitplan.base.hardware import free_memory
 from bitplan.files.headers import is_gguf
-from bitplan.files.models.morph import ParameterPlace, formats_of, morph_model, places_of
+from bitplan.files.models.morph import formats_of, morph_model
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import decode, encode
 from bitplan.formats.elements import dtype_name
@@ -35,11 +36,11 @@ from bitplan.packed.language.perplexity import (
     spread_windows,
 )
 from bitplan.packed.layer_replacement import are_columns, packed_shape, with_output_rows
-from bitplan.packed.machine import free_memory
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
 from bitplan.plan.structure.families import GGUF_MANIFESTS
+from bitplan.plan.structure.parameters import ParameterPlace, places_of
 
 CACHED_LOGITS_BYTES = 2**29  # of the reference at most: last states, and logits where they are not made late
 BATCH_LOGITS_BYTES = 2**28  # of a batch: a window of 512 tokens and a vocabulary of 131,072 alone has as much

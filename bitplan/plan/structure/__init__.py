@@ -3,6 +3,7 @@
 Which module does which step:
 
     model_view      the records: ModelView, TensorRecord, TensorSpec, LinearUse, NormUse, ...; they need no torch
+    parameters      the Parameters of a module under every name, and how a user may name them
     families        the one table of names, for files without code
     describe        from a module to its view; `bitplan.describe` takes paths, too (store.describe_files)
     example_inputs  what a forward is called with, where the user gives nothing
