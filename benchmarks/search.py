@@ -3,8 +3,8 @@
 python benchmarks/search.py --model FOLDER --text FILE --out FOLDER
 
 Evidence is gathered once, into --out, where a stopped run goes on; each size is then solved and proven. `--plans 30`
-also measures so many random plans: how well are they predicted? Rows are kept in the result file; the same command
-goes on.
+also measures so many random plans: how well are they predicted? With `--inputs auto` these round inputs of some layers.
+Rows are kept in the result file; the same command goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from bitplan.base.records import read_json, read_text
 from bitplan.formats.dispatch import decode, encode
 from bitplan.packed.language.perplexity import measure_perplexity
 from bitplan.searching import Goal, Searcher, SearchOptions
-from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.evidence import SearchEvidence, weight_format
+from bitplan.searching.input_damage import INPUT_MODES
 from bitplan.searching.plan_meter import PlanMeter, summary_of
 from bitplan.searching.runtime_formats import candidates, target_of
 from bitplan.searching.searched_model import prepare
@@ -53,21 +54,27 @@ def rank_of_plans(pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def random_plan(evidence: SearchEvidence, generator: random.Random) -> dict[str, str]:
-    """Formats drawn for every group, from a random part of the list, so that plans differ in size as well."""
-    formats = [fmt for fmt in evidence.formats if fmt != "bfloat16"]
+    """Formats drawn for every group, from a random part of the list, so that plans differ in size as well.
+
+    Where candidates round inputs, a random share of the groups does.
+    """
+    formats = list(dict.fromkeys(weight_format(name) for name in evidence.formats if name != "bfloat16"))
     low = generator.randrange(len(formats))
     high = generator.randrange(low, len(formats)) + 1
-    return {
-        name: generator.choice([fmt for fmt in formats[low:high] if fmt in group.formats] or list(group.formats))
-        for name, group in evidence.groups.items()
-    }
+    share = generator.random()
+    choice = {}
+    for name, group in evidence.groups.items():
+        fmt = generator.choice([fmt for fmt in formats[low:high] if fmt in group.formats] or list(group.formats))
+        rounded = [other for other in group.formats if other != fmt and weight_format(other) == fmt]
+        choice[name] = rounded[0] if rounded and generator.random() < share else fmt
+    return choice
 
 
 def nearest_rounding(meter: PlanMeter, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, Any]:
     """A plan with every weight rounded to nearest, as `encode` does."""
     subject = meter.rounded.subject
     weights = {
-        name: decode(encode(subject.weight(name), fmt), torch.float32)
+        name: decode(encode(subject.weight(name), weight_format(fmt)), torch.float32)
         for group, fmt in choice.items()
         for name in evidence.groups[group].tensors
     }
@@ -85,7 +92,10 @@ def main() -> None:
     parser.add_argument("--formats", default=None)
     parser.add_argument("--bits", type=float, nargs="*", default=BITS)
     parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--context", type=int, default=None)
+    parser.add_argument("--inputs", choices=INPUT_MODES, default="keep")
     parser.add_argument("--plans", type=int, default=0)
+    parser.add_argument("--plans-to-nearest", action="store_true", help="random plans without statistics: seconds each")
     parser.add_argument("--all-rivals", action="store_true", help="also heuristics that are predicted to lose")
     parser.add_argument("--nearest", action="store_true", help="also uniform plans rounded to nearest")
     parser.add_argument("--result", type=Path, required=True)
@@ -96,10 +106,11 @@ def main() -> None:
     found |= {"machine": harness.machine("cpu"), "versions": harness.versions()}
     text = read_text(options.text)
     runtime = target_of(options.target)
-    subject, cut = prepare(options.model, None, text, None, windows=options.windows)
+    subject, cut = prepare(options.model, None, text, None, windows=options.windows, context=options.context)
     subject.aim_at(runtime)
     names = candidates(runtime, options.formats.split(",") if options.formats else None)
-    searcher = Searcher(subject, cut, names, options.out, SearchOptions(all_rivals=options.all_rivals))
+    how = SearchOptions(all_rivals=options.all_rivals, inputs=options.inputs)
+    searcher = Searcher(subject, cut, names, options.out, how)
     for bits in options.bits:
         if str(bits) in found.get("searches", {}):
             continue
@@ -117,6 +128,7 @@ def main() -> None:
                 "seconds",
             )
         }
+        row |= {"inputs": document["inputs"]} if "inputs" in document else {}
         found.setdefault("searches", {})[str(bits)] = row
         harness.save("search", found, options.result)
         print(f"{bits}: KL {document['plan']['kl']:.5f} at {document['plan']['bits']:.3f} bits", flush=True)
@@ -133,8 +145,11 @@ def main() -> None:
     pairs: list[list[float]] = []
     for index in range(options.plans):
         choice = random_plan(evidence, generator)
-        pairs.append([evidence.predict(choice), searcher.judge.kl(evidence, choice, f"random plan {index}")])
+        measured = searcher.judge.measure(evidence, choice, f"random plan {index}", nearest=options.plans_to_nearest)
+        assert measured.against is not None
+        pairs.append([evidence.predict(choice), measured.against.kl.mean])
         found["random_plans"] = rank_of_plans(pairs)
+        print(index, *pairs[-1], flush=True)
         harness.save("search", found, options.result)
 
 

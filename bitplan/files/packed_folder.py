@@ -116,9 +116,14 @@ def is_packed_config(config: Mapping[str, Any]) -> bool:
     return isinstance(settings, dict) and settings.get("quant_method") in QUANT_METHODS
 
 
-def folder_inputs(config: Mapping[str, Any] | None, plan: Plan | None) -> Inputs:
-    """The formats that a packed folder's layers round their inputs to, by names of weights where its plan has them."""
+def folder_inputs(config: Mapping[str, Any] | None, plan: Plan | Path | None) -> Inputs:
+    """The formats that a packed folder's layers round their inputs to, by names of weights where its plan has them.
+
+    plan   the folder's, or the folder itself
+    """
     inputs = shown_inputs(config)
+    if isinstance(plan, Path):
+        plan = None if inputs is None else read_packed_plan(plan, config or {})
     if plan is not None and plan.inputs:
         return plan.inputs
     if inputs == BY_LAYER:

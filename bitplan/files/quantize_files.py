@@ -43,7 +43,7 @@ from bitplan.formats import Format, get_format
 from bitplan.formats.elements import wider_types
 from bitplan.formats.input_formats import require_scale
 from bitplan.plan import Plan
-from bitplan.plan.format_choices import Wanted, give_inputs
+from bitplan.plan.format_choices import Wanted, give_inputs, refuse_inputs_of_experts
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.manifest import needs_base
 from bitplan.plan.names import listed, without_expert
@@ -268,6 +268,7 @@ class Quantization(Closing):
             self.report.notes += _packed_before(file, plan)
             is_model = container is None and is_model_folder(file.folder)
             plan = give_inputs(plan, inputs, str(source))
+            refuse_inputs_of_experts(plan, str(source))
             for name, rounded in () if is_model else plan.inputs.items():
                 raise StoreError(
                     f"{output}: only a model's folder, with config.json, says that inputs are rounded; {name} has "

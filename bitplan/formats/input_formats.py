@@ -65,15 +65,6 @@ def with_scale(scale: float) -> str:
     return f"{STATIC}@{scale:.9g}"
 
 
-def static_scale(largest: float) -> str:
-    """The static format for inputs whose largest magnitude is `largest`."""
-    return with_scale(largest / _LARGEST_CODE)
-
-
-def is_static(name: str | None) -> bool:
-    return name is not None and name.startswith(STATIC)
-
-
 def require_scale(name: str | None, where: str) -> None:
     """Refuse a static format that nobody has measured a scale for."""
     if name == STATIC:
@@ -94,7 +85,7 @@ def llama_cpp_input(weight_format: str) -> str | None:
 def round_input(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """The numbers that x stands for after it is rounded, in `dtype`, or in its own type; the definition."""
     numbers = x.detach().float()
-    if is_static(name):
+    if name.startswith(STATIC):
         rounded = _static(numbers, _scale_in(name, "round_input"))
     elif name == Q8_K:
         rounded = _blocks_of_k(numbers)

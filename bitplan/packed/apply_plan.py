@@ -47,7 +47,7 @@ from bitplan.packed.layer_replacement import (
 )
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import check_strategy
-from bitplan.packed.rounded_inputs import inputs_by_layer, set_inputs
+from bitplan.packed.rounded_inputs import set_inputs
 from bitplan.packed.rounded_kv import round_kv
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.format_choices import Wanted, choose_formats
@@ -215,7 +215,7 @@ def apply_plan(
                       as a plan whose padding is "zero" does
     """
     check_strategy(strategy, "apply_plan")
-    inputs_by_layer({}, inputs, "apply_plan")  # refuses an unknown name before anything is read
+    set_inputs({}, inputs, "apply_plan")  # refuses an unknown name before anything is read
     for option, value, known in (("match", match, MATCHES), ("unsupported", unsupported, UNSUPPORTED)):
         if value not in known:
             raise ApplyError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
@@ -234,9 +234,8 @@ def apply_plan(
         _check_range(decision)
     layers = {path: made.get(id(layer), layer) for path, layer in model.named_modules(remove_duplicate=False)}
     planned = {name: fmt for name, fmt in plan.inputs.items() if name in tensors and name not in decided.unsupported}
-    formats = inputs_by_layer(layers, planned if inputs is None else inputs, "apply_plan")
+    set_inputs(layers, planned if inputs is None else inputs, "apply_plan")
     _swap(model, made)
-    set_inputs(layers, formats)
     if kv is not None:
         round_kv(model, kv)
     if made:

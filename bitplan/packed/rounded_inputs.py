@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import StoreError
-from bitplan.formats.input_formats import KEEP, STATIC, Inputs, input_format, require_scale, static_scale
+from bitplan.formats.input_formats import KEEP, STATIC, Inputs, input_format, require_scale, with_scale
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.products.cpu_fused import INTEGER_INPUTS, IntegersOnCpu
 from bitplan.packed.products.fused import fused_for
@@ -30,63 +30,65 @@ def round_inputs(model: nn.Module, inputs: Inputs) -> list[str]:
              names of weights to such, which leaves other layers as they are
     """
     layers = dict(model.named_modules(remove_duplicate=False))
-    formats = inputs_by_layer(layers, inputs, "round_inputs")
+    formats = set_inputs(layers, inputs, "round_inputs")
     if not isinstance(inputs, Mapping) and input_format(inputs) is not None and not formats:
         raise LayerError(
             f"round_inputs: nothing in this {type(model).__name__} is packed, so nothing rounds its inputs to "
             f"{input_format(inputs)}; apply_plan packs it"
         )
-    set_inputs(layers, formats)
     return list(formats)
 
 
-def set_inputs(layers: Mapping[str, nn.Module], formats: Mapping[str, str | None]) -> None:
-    """What `inputs_by_layer` gave, done."""
-    for path, fmt in formats.items():
-        layer = layers[path]
-        assert isinstance(layer, QuantLinear)
-        if layer.inputs != fmt:
-            layer.inputs = fmt
-
-
-def inputs_by_layer(layers: Mapping[str, nn.Module], inputs: Inputs, where: str) -> dict[str, str | None]:
-    """The format of each packed linear layer, by its path; what no layer can do is refused by name.
+def set_inputs(layers: Mapping[str, nn.Module], inputs: Inputs, where: str) -> dict[str, str | None]:
+    """Give packed linear layers their formats of inputs, all or none; returns them by path.
 
     layers   modules by path; a layer whose weight another one shares is also found by the other's name: a tied output
              head by its embedding's. An embedding itself multiplies nothing, so a format has no effect on it.
     """
-    linears = {path: layer for path, layer in layers.items() if isinstance(layer, QuantLinear)}
+    formats = _by_layer(layers, inputs, where)
+    linears = {path: layer for path, layer in layers.items() if isinstance(layer, QuantLinear) and path in formats}
+    for path, layer in linears.items():
+        if layer.inputs != formats[path]:
+            layer.inputs = formats[path]
+    return {path: formats[path] for path in linears}
+
+
+def _by_layer(layers: Mapping[str, nn.Module], inputs: Inputs, where: str) -> dict[str, str | None]:
+    """The formats of layers that read a weight; what no layer can do is refused by name."""
     if not isinstance(inputs, Mapping):
         fmt = input_format(inputs, where)
         require_scale(fmt, where)
         experts = next((path for path, layer in layers.items() if isinstance(layer, QuantExperts)), None)
         if fmt is not None and experts is not None:
             raise LayerError(_without_products(experts, layers[experts], fmt))
-        return dict.fromkeys(linears, fmt)
-    sharing: dict[int, list[str]] = {}
-    for path, layer in linears.items():
-        sharing.setdefault(id(layer.weight), []).append(path)
-    formats: dict[str, str | None] = {}
+        return dict.fromkeys(layers, fmt)
+    formats, readers = dict[str, str | None](), _readers(layers)
     for name, given in inputs.items():
         fmt, path = input_format(given, f"{where}: {name}"), name.rpartition(".")[0]
         require_scale(fmt, f"{where}: {name}")
         holder = layers.get(path)
-        paths = [path] if path in linears else sharing.get(id(getattr(holder, "weight", None)), [])
-        if fmt is not None and not paths and not isinstance(holder, QuantEmbedding):
+        if fmt is not None and not isinstance(holder, QuantLinear | QuantEmbedding):
             raise LayerError(_without_products(name, holder, fmt))
-        formats.update(
-            dict.fromkeys(
-                (other for other in paths if f"{other}.weight" == name or f"{other}.weight" not in inputs), fmt
-            )
-        )
+        others = [other for other in readers.get(path, ()) if other == path or f"{other}.weight" not in inputs]
+        formats |= dict.fromkeys(others, fmt)
     return formats
+
+
+def _readers(layers: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    """The layers that multiply by the weight of each: all that share it, but embeddings."""
+    weights = {path: weight for path, one in layers.items() if (weight := getattr(one, "weight", None)) is not None}
+    sharing: dict[int, list[str]] = {}
+    for path, weight in weights.items():
+        if not isinstance(layers[path], nn.Embedding | QuantEmbedding):
+            sharing.setdefault(id(weight), []).append(path)
+    return {path: sharing.get(id(weight), []) for path, weight in weights.items()}
 
 
 def _without_products(name: str, layer: nn.Module | None, fmt: str) -> str:
     if isinstance(layer, QuantExperts):
         return f"{name}: packed experts have no products of inputs in {fmt}; leave inputs as they are (keep)"
     held = "no layer" if layer is None else f"a {type(layer).__name__}"
-    return f"{name}: {held} that rounds its inputs, and the plan has {fmt} for them; packed linear layers round theirs"
+    return f"{name}: {held} holds it, and only packed linear layers round their inputs, here to {fmt}; leave it out"
 
 
 def runs_on_integers(model: nn.Module) -> bool:
@@ -156,8 +158,9 @@ def calibrate_inputs(
 
         return hook
 
-    readers = {name: _readers(layers, name) for name in wanted}
-    hooks = [layer.register_forward_pre_hook(seen(name)) for name in wanted for layer in readers[name]]
+    readers = _readers(layers)
+    paths = [(name, path) for name in wanted for path in readers.get(name.rpartition(".")[0], ())]
+    hooks = [layers[path].register_forward_pre_hook(seen(name)) for name, path in paths]
     try:
         with torch.no_grad():
             for batch in batches:
@@ -171,13 +174,4 @@ def calibrate_inputs(
                 f"calibrate_inputs: {name}: its input was never seen, or is {largest.get(name, 0.0)}; give other text, "
                 f"or another format of inputs than {STATIC}"
             )
-    return plan.with_inputs({name: static_scale(largest[name]) for name in wanted})
-
-
-def _readers(layers: Mapping[str, nn.Module], name: str) -> list[nn.Module]:
-    """The layers that multiply by a weight: its own, or those that share the weight of an embedding."""
-    own = layers[name.rpartition(".")[0]]
-    if not isinstance(own, nn.Embedding | QuantEmbedding):
-        return [own]
-    sharing = [layer for layer in layers.values() if getattr(layer, "weight", None) is own.weight and layer is not own]
-    return list(dict.fromkeys(sharing))
+    return plan.with_inputs({name: with_scale(largest[name] / 127) for name in wanted})

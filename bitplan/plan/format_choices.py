@@ -16,7 +16,7 @@ from bitplan.base.errors import ArgumentError, FormatError, PlanError
 from bitplan.formats import Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.gguf.layouts import LAYOUTS, SMALLER_BLOCKS
-from bitplan.formats.input_formats import input_format
+from bitplan.formats.input_formats import Inputs, input_format
 from bitplan.plan.manifest import Manifest
 from bitplan.plan.names import ShellPatterns, listed, without_expert
 from bitplan.plan.plan import Cause, Choice, Plan, Planned
@@ -152,15 +152,18 @@ def multiplied_names(plan: Plan) -> list[str]:
     ]
 
 
-def give_inputs(plan: Plan, inputs: str | None, where: str) -> Plan:
-    """The plan whose products all round their inputs to one format; "keep": to none; None: as the plan says.
+def give_inputs(plan: Plan, inputs: Inputs, where: str) -> Plan:
+    """The plan whose products round their inputs to one format, or to their own; "keep": to none; None: no change."""
+    if inputs is None:
+        return plan
+    names = dict.fromkeys([*multiplied_names(plan), *plan.inputs])
+    if isinstance(inputs, Mapping):
+        return plan.with_inputs({name: inputs.get(name) for name in names})
+    return plan.with_inputs(dict.fromkeys(names, input_format(inputs, where)))
 
-    Packed experts, whose products round none, are refused by name, as they are where a plan names them.
-    """
-    if inputs is not None:
-        fmt = input_format(inputs, where)
-        names = plan.inputs if fmt is None else multiplied_names(plan)
-        plan = plan.with_inputs(dict.fromkeys(names, fmt))
+
+def refuse_inputs_of_experts(plan: Plan, where: str) -> None:
+    """Packed experts have no products that round their inputs."""
     for name, fmt in plan.inputs.items():
         shape = plan.entries[name].shape
         if without_expert(name) != name or (shape is not None and len(shape) != 2):
@@ -168,7 +171,6 @@ def give_inputs(plan: Plan, inputs: str | None, where: str) -> Plan:
                 f"{where}: {name}: packed experts have no products of inputs in {fmt}; leave inputs as they are "
                 "(keep), or give other weights theirs by a manifest's rules"
             )
-    return plan
 
 
 def _check_fit(plan: Plan, tensors: Mapping[str, TensorSpec], where: str) -> None:

@@ -21,6 +21,7 @@ from bitplan.base.folders import scratch_folder
 from bitplan.base.version import __version__
 from bitplan.files.open_files import open_tensors
 from bitplan.formats import get_format
+from bitplan.plan.manifest import needs_base
 from bitplan.searching.damage import (
     ExpertDamage,
     RoundedWeights,
@@ -29,7 +30,7 @@ from bitplan.searching.damage import (
     formats_that_hold,
     projection_of,
 )
-from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, place_of
+from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, by_part
 from bitplan.searching.forecast import MemoryUse, in_shares, no_stage, within_memory
 from bitplan.searching.goal import EvidenceFileError, SearchError, Stage
 from bitplan.searching.input_damage import InputMode, add_rounded_inputs, candidates_of
@@ -251,10 +252,7 @@ def _work(subject: SearchSubject, weight: str) -> int:
 
 def _unchecked_parts(evidence: SearchEvidence, names: Iterable[str]) -> dict[str, list[str]]:
     """Groups by projection, over all layers; only projections of which some group was not checked."""
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        parts.setdefault(place_of(name)[1], []).append(name)
-    return {part: groups for part, groups in parts.items() if any(not evidence.groups[each].checked for each in groups)}
+    return {part: own for part, own in by_part(names).items() if any(not evidence.groups[each].checked for each in own)}
 
 
 def _check_part(evidence: SearchEvidence, choice: Mapping[str, str], meter: PlanMeter, part: str) -> None:
@@ -361,7 +359,7 @@ def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[
             shape, first = tensors[tensor].shape, subject.sites[tensors[tensor].weights[0]]
             held = formats_that_hold(shape, held)
             if first.slice is not None:  # packed experts are stacked, and a stack has one factor
-                held = [fmt for fmt in held if not _has_base(fmt)]
+                held = [fmt for fmt in held if not needs_base(fmt)]
                 if subject.target.packs_layers:  # both stacks of a layer or neither
                     held = [fmt for fmt in held if not get_format(fmt).is_cast] or held
             if not held:
@@ -372,11 +370,6 @@ def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[
                 )
         found[name] = held
     return found
-
-
-def _has_base(fmt: str) -> bool:
-    scales = get_format(fmt).scales
-    return scales is not None and scales.needs_base
 
 
 def _predicted(rounded: RoundedWeights, experts: ExpertDamage, weights: Sequence[str], fmt: str) -> float:

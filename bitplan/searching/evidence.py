@@ -25,7 +25,7 @@ The document, version 1. It needs no torch and no model to solve again for anoth
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,11 @@ def candidate_name(fmt: str, rounded: str | None) -> str:
 
 def weight_format(candidate: str) -> str:
     return candidate.partition(_WITH_INPUT)[0]
+
+
+def bits_of(candidate: str) -> float:
+    """Bits a weight of a large matrix."""
+    return get_format(weight_format(candidate)).bits_per_weight((4096, 4096))
 
 
 def input_of(candidate: str) -> str | None:
@@ -220,14 +225,9 @@ class SearchEvidence:
 
     @property
     def formats(self) -> list[str]:
-        """Every candidate of some group, the smallest first."""
+        """Every candidate of some group, the smallest first; of one format rounded inputs before others."""
         names = {name for group in self.groups.values() for name in group.formats}
-
-        def order(name: str) -> tuple[float, bool, str]:  # inputs as they are come after rounded ones
-            bits = get_format(weight_format(name)).bits_per_weight((4096, 4096))
-            return bits, input_of(name) is None, name
-
-        return sorted(names, key=order)
+        return sorted(names, key=lambda name: (bits_of(name), input_of(name) is None, name))
 
     def input_nats(self, choice: Mapping[str, str]) -> float:
         """The part of a prediction that is of rounded inputs."""
@@ -370,6 +370,14 @@ def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
         )
     times, weight = _read_times(item, "reference_us"), item.get("weight", 1.0)
     return TensorGroup(tensors, formats, item["factor"], item["checked"], times, weight)
+
+
+def by_part(groups: Iterable[str]) -> dict[str, list[str]]:
+    """Groups by projection, over all layers."""
+    parts: dict[str, list[str]] = {}
+    for name in groups:
+        parts.setdefault(place_of(name)[1], []).append(name)
+    return parts
 
 
 def place_of(group: str) -> tuple[str, str]:

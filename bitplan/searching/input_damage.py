@@ -8,7 +8,7 @@ the inputs of all its layers rounded at once and the weights as they are, and it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from bitplan.formats.input_formats import round_input
-from bitplan.searching.evidence import SearchEvidence, candidate_name, input_of, place_of, weight_format
+from bitplan.searching.evidence import SearchEvidence, by_part, candidate_name, input_of, weight_format
 from bitplan.searching.goal import Goal, SearchError, Stage
 from bitplan.searching.runtime_formats import Target
 from bitplan.searching.searched_model import SearchSubject
@@ -66,7 +66,7 @@ def add_rounded_inputs(
             rounded = input_of(candidate)
             if rounded is not None and candidate not in evidence.groups[name].formats:
                 missing.setdefault(rounded, []).append((name, candidate))
-    parts = {rounded: _by_part(name for name, _ in pairs) for rounded, pairs in missing.items()}
+    parts = {rounded: by_part(dict(pairs)) for rounded, pairs in missing.items()}
     with stage("inputs", sum(1 + len(each) for each in parts.values())) as advance:
         for rounded, pairs in missing.items():
             weights = {name: _weights(evidence, meter.rounded.subject, name) for name, _ in pairs}
@@ -82,14 +82,6 @@ def add_rounded_inputs(
             for name, candidate in pairs:
                 group = evidence.groups[name]
                 group.formats[candidate] = replace(group.formats[weight_format(candidate)], inputs=nats[name], us={})
-
-
-def _by_part(names: Iterable[str]) -> dict[str, list[str]]:
-    """Groups by projection, over all layers."""
-    parts: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
-        parts.setdefault(place_of(name)[1], []).append(name)
-    return parts
 
 
 def _weights(evidence: SearchEvidence, subject: SearchSubject, group: str) -> list[str]:
@@ -114,7 +106,8 @@ def _predicted(meter: PlanMeter, weights: Mapping[str, Sequence[str]], rounded: 
         return see
 
     names = [name for group in weights.values() for name in group]
-    meter.watch([(layer, hook(name)) for name in names for layer in sites[name].linears], f"inputs in {rounded}")
+    watched = [(layer, hook(name)) for name in names for layer in sites[name].linears]
+    meter.watch(lambda: [layer.register_forward_pre_hook(see) for layer, see in watched], f"inputs in {rounded}")
 
     def nats(name: str) -> float:
         gradient = meter.rounded.statistics.mean(name, GRADIENT)

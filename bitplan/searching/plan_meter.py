@@ -10,15 +10,16 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from bitplan.formats.input_formats import round_input
 from bitplan.packed.language.perplexity import (
     Estimate,
     LateLogits,
     LogitsOf,
     Quality,
     clustered_mean,
+    hook_rounding,
     measure_perplexity,
     round_activations,
 )
@@ -101,15 +102,7 @@ class PlanMeter:
         model = self._runner.model
         heads = [model.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []  # type: ignore[operator]
         head = [each for each in heads if each is not None]
-        _ = self._itself  # before the model is changed
-
-        def rounded() -> AbstractContextManager[None]:  # and the reference in between, as it is
-            return _rounded_activations(model, head)
-
-        with rounded():
-            logits = self._logits_of(None, rounded)
-        with self._runner.outside():
-            return self._compare("noise floor", logits, on_windows)
+        return self.watch(lambda: round_activations(model, torch.bfloat16, keep=head), "noise floor", None, on_windows)
 
     def prepare(self, evidence: SearchEvidence, choices: Sequence[Mapping[str, str]], stage: Stage) -> None:
         """Round what these choices need and is not rounded yet, weight by weight; the files go with `rounded`."""
@@ -142,18 +135,18 @@ class PlanMeter:
 
         replaced, sites = self.rounded.subject.replaced_by(weight), self.rounded.subject.sites
         rounding = self._inputs(evidence, choice) if inputs is None else inputs
-        hooks = [(layer, _rounding(fmt)) for name, fmt in rounding.items() for layer in sites[name].linears]
-        return self.watch(hooks, label, replaced, on_windows, self._around(choice))
+        layers = {layer: fmt for name, fmt in rounding.items() for layer in sites[name].linears}
+        return self.watch(lambda: hook_rounding(layers), label, replaced, on_windows, self._around(choice))
 
     def watch(
         self,
-        hooks: Sequence[tuple[nn.Module, Callable[..., Any]]],
+        hooks: Callable[[], list[RemovableHandle]],
         label: str,
         replaced: Replaced | None = None,
         on_windows: OnWindows | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Quality:
-        """The model with hooks before some of its layers, which see their inputs, or change them; and new weights.
+        """The model with hooks on some of its layers, which see what goes through or change it; and new weights.
 
         around   what else is changed while it runs
         """
@@ -293,23 +286,9 @@ class _PiecesOfLogits(LateLogits):
         return self.windows.kept((self.window, tokens.start), make)
 
 
-def _rounding(fmt: str) -> Callable[..., Any]:
-    return lambda _layer, args: (round_input(args[0], fmt), *args[1:])
-
-
 @contextmanager
-def _hooked(hooks: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    handles = [layer.register_forward_pre_hook(hook) for layer, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _rounded_activations(model: nn.Module, keep: Sequence[nn.Module]) -> Iterator[None]:
-    handles = round_activations(model, torch.bfloat16, keep=keep)
+def _hooked(hooks: Callable[[], list[RemovableHandle]]) -> Iterator[None]:
+    handles = hooks()
     try:
         yield
     finally:

@@ -27,8 +27,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from bitplan.base.optional import require
-from bitplan.formats import get_format
-from bitplan.searching.evidence import SearchEvidence, place_of, weight_format
+from bitplan.searching.evidence import SearchEvidence, bits_of, place_of, weight_format
 from bitplan.searching.goal import Goal, GoalError
 
 # ---- correct ---------------------------------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ def plan_for(evidence: SearchEvidence, goal: Goal) -> Mapping[str, str]:
 def kl_out_of_reach(evidence: SearchEvidence, most: float, least: float, force: Mapping[str, str] | None = None) -> str:
     """What is said where the other limits leave no plan within a KL, but one of `least` nats."""
     alone = _Problem(evidence, None, dict(force or {})).best("bytes", {"nats": most}, GAP)
-    needed = "no choice of these formats reaches it" if alone is None else _size(evidence, alone.nbytes)
+    needed = "no choice of these formats reaches it" if alone is None else _size(evidence.numbers, alone.nbytes)
     return (
         f"within the other limits the least KL is {least:.4g} nats, and {most:g} was asked for; "
         f"the fewest bytes for that: {needed}"
@@ -286,17 +285,14 @@ def _reference_time(evidence: SearchEvidence, rows: int) -> float:
     return sum(known)
 
 
-def _size(evidence: SearchEvidence, nbytes: int) -> str:
-    return f"{nbytes:,} bytes ({evidence.bits(nbytes):.3f} bits a weight)"
+def _size(numbers: int, nbytes: int) -> str:
+    return f"{nbytes:,} bytes ({8 * nbytes / numbers:.3f} bits a weight)"
 
 
 def size_out_of_reach(limit: int, smallest: int, numbers: int) -> str:
-    def size(nbytes: int) -> str:
-        return f"{nbytes:,} bytes ({8 * nbytes / numbers:.3f} bits a weight)"
-
     return (
-        f"no plan has {size(limit)} or less; the smallest has {size(smallest)}; raise the limit, or allow smaller "
-        "formats"
+        f"no plan has {_size(numbers, limit)} or less; the smallest has {_size(numbers, smallest)}; raise the limit, "
+        "or allow smaller formats"
     )
 
 
@@ -316,7 +312,7 @@ def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Ma
     assert best is not None
     return (
         f"no plan has a KL of {goal.max_kl:g} nats or less; the least is {best.nats:.4g}, with "
-        f"{_size(evidence, best.nbytes)}; allow larger formats"
+        f"{_size(evidence.numbers, best.nbytes)}; allow larger formats"
     )
 
 
@@ -519,7 +515,13 @@ def _total(evidence: SearchEvidence, rivals: Iterable[RivalPlan]) -> int:
 
 
 def _is_common(evidence: SearchEvidence, fmt: str) -> bool:
-    """Whether most of the weights can have the format: else a plan of it is a plan of another."""
+    """Whether most of the weights can have the format: else a plan of it is a plan of another.
+
+    Rounded inputs are a rival's where they are all that there is, or may be faster: else they only add damage.
+    """
+    is_timed = any(group.formats[fmt].us for group in evidence.groups.values() if fmt in group.formats)
+    if weight_format(fmt) != fmt and not is_timed and _is_common(evidence, weight_format(fmt)):
+        return False
     held = sum(group.numbers for group in evidence.groups.values() if fmt in group.formats)
     return 2 * held > sum(group.numbers for group in evidence.groups.values())
 
@@ -542,14 +544,10 @@ def _two_formats(
         return
     low = _uniform(evidence, low_format)
     for high_format in evidence.formats:
-        if _is_common(evidence, high_format) and _bits(high_format) >= _bits(low_format) + MORE_BITS:
+        if _is_common(evidence, high_format) and bits_of(high_format) >= bits_of(low_format) + MORE_BITS:
             more = _uniform(evidence, high_format)
             choice = {name: more[name] if name in high else low[name] for name in evidence.groups}
             yield RivalPlan(f"{label} in {high_format}, others in {low_format}", "heuristic", choice)
-
-
-def _bits(fmt: str) -> float:
-    return get_format(weight_format(fmt)).bits_per_weight((4096, 4096))
 
 
 def _nearest_above(evidence: SearchEvidence, nbytes: int, rivals: Iterable[RivalPlan]) -> RivalPlan | None:

@@ -14,7 +14,6 @@ from bitplan.formats.input_formats import (
     input_format,
     llama_cpp_input,
     round_input,
-    static_scale,
     with_scale,
 )
 
@@ -66,7 +65,7 @@ def test_static_scales_are_for_all_tokens_and_saturate() -> None:
     assert round_input(torch.tensor([[0.2, 0.25, 0.75, -63.4, 1000.0, -1000.0]]), name).tolist() == [
         [0.0, 0.0, 1.0, -63.5, 63.5, -63.5]
     ]
-    assert input_format(static_scale(127 / 3)) == static_scale(127 / 3)  # a name gives its scale back
+    assert input_format(with_scale(1 / 3)) == with_scale(1 / 3)  # a name gives its scale back
     for bad in ("0", "-1", "nan", "inf", "x", ""):
         with pytest.raises(FormatError, match=r"the scale of 'int8_static@.*' must be a positive number"):
             input_format(f"int8_static@{bad}")

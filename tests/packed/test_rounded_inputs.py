@@ -172,6 +172,11 @@ def test_a_plan_gives_each_layer_its_own(llama: Path, tmp_path: Path, capsys: py
     assert run(["diff", str(packed / "bitplan_plan.json"), str(kept), "--json"]) == 0
     differences = json.loads(capsys.readouterr().out)["rows"]
     assert {row["from"] for row in differences} == {"int4_g32, inputs q8_0_gguf", "int8_row, inputs int8_row"}
+    for flags in ([], ["--scales"]):
+        assert run(["compare", str(llama), str(packed), *flags]) == 0
+        assert "packed: inputs of packed layers are rounded by layer; weights alone are compared" in " ".join(
+            capsys.readouterr().out.split()
+        )
     assert run(["report", str(packed / "bitplan_plan.json"), "--output", str(tmp_path / "page.html")]) == 0
     assert "as they are" in (tmp_path / "page.html").read_text()
 

@@ -126,14 +126,7 @@ def inspect(
     Example: bitplan inspect model.safetensors --tensor model.layers.0.mlp.up_proj.weight
     """
     from bitplan.files.open_files import open_tensors
-    from bitplan.files.packed_folder import (
-        BY_LAYER,
-        folder_kv,
-        is_model_folder,
-        read_config,
-        read_packed_plan,
-        shown_inputs,
-    )
+    from bitplan.files.packed_folder import BY_LAYER, folder_kv, is_model_folder, read_config, read_packed_plan
 
     if file is None:
         if tensor is not None or structure:
@@ -158,14 +151,13 @@ def inspect(
         {"name": spec.name, "format": spec.format, "shape": list(spec.shape), "bytes": spec.nbytes} for spec in specs
     ]
     total = sum(by_format.values())
-    config = read_config(file) if is_model_folder(file) else {}
-    rounded, kv = shown_inputs(config), folder_kv(config, str(file))
-    if rounded == BY_LAYER:
-        inputs = read_packed_plan(file, config).inputs
+    rounded = _inputs_of(file)
+    if BY_LAYER in rounded.values():
+        inputs = read_packed_plan(file, read_config(file)).inputs
         rows = [{**row, "inputs": inputs.get(row["name"], "")} for row in rows]
+    kv = folder_kv(read_config(file), str(file)) if is_model_folder(file) else None
     if as_json:
-        beside = {} if rounded is None else {"inputs": rounded}
-        beside |= {} if kv is None else {"kv_cache": str(kv)}
+        beside = rounded | ({} if kv is None else {"kv_cache": str(kv)})
         show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied, **beside})
         return
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
@@ -173,8 +165,7 @@ def inspect(
     for name, size in by_format.most_common():
         say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
     say(f"{'all':>16}  {human_bytes(total):>10}")
-    if rounded is not None:
-        say(f"inputs of packed layers are rounded {'' if rounded == BY_LAYER else 'to '}{rounded}")
+    _say_inputs(file)
     if kv is not None:
         say(f"keys and values are kept in {kv}")
 
@@ -249,11 +240,10 @@ def quantize(
     from bitplan.base.records import read_text
     from bitplan.files.certificate import evidence_of_search, proven_otherwise
     from bitplan.files.quantize_files import Quantization
-    from bitplan.formats.input_formats import STATIC, input_format
+    from bitplan.formats.input_formats import STATIC
     from bitplan.plan import Plan, open_manifest
     from bitplan.plan.plan import plan_file
 
-    input_format(inputs, "--inputs")
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     if windows is not None and text is None:
@@ -385,7 +375,7 @@ def compare(
     with progress("comparing", total, amount="{:,} numbers".format) as advance:
         result = compare_files(first, second, on_numbers=advance)
     if as_json:
-        show_json(result.to_dict())
+        show_json({**result.to_dict(), **_inputs_of(second)})
     else:
         differing = len(result.differing_names)
         sums = [(f"overall: the {differing} that differ", result.differing)] if differing else []
@@ -413,6 +403,7 @@ def compare(
         if result.worst is None and result.layers:
             shared = "" if not result.findings else " that both have"
             say(f"values identical: all {counted(len(result.layers), 'tensor')}{shared}")
+        _say_inputs(second, "; weights alone are compared")
     raise typer.Exit(1 if result.findings else 0)
 
 
@@ -440,7 +431,7 @@ def drift(
         with log:
             log.write(*report.rows)
     if as_json:
-        show_json(report.to_dict())
+        show_json({**report.to_dict(), **_inputs_of(packed)})
     else:
         if report.rows:
             rows = [_shown(row) for row in report.rows]
@@ -449,7 +440,21 @@ def drift(
             say(finding)
         if jsonl is not None:
             say(f"{counted(len(report.rows), 'line')} appended to {jsonl}")
+        _say_inputs(packed, "; weights alone are compared")
     raise typer.Exit(1 if report.findings else 0)
+
+
+def _inputs_of(path: Path) -> dict[str, str]:
+    """What a packed folder says of the inputs of its products; nothing where they stay as they are."""
+    from bitplan.files.packed_folder import is_model_folder, read_config, shown_inputs
+
+    rounded = shown_inputs(read_config(path)) if is_model_folder(path) else None
+    return {} if rounded is None else {"inputs": rounded}
+
+
+def _say_inputs(path: Path, more: str = "") -> None:
+    for rounded in _inputs_of(path).values():
+        say(f"{path}: inputs of packed layers are rounded {'' if rounded == 'by layer' else 'to '}{rounded}{more}")
 
 
 def _shown(row: Any) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from bitplan.files.packed_folder import (
     folder_inputs,
     is_packed_config,
     read_config,
-    read_packed_plan,
     side_files,
     unquantized_config,
     write_packed_folder,
@@ -45,9 +44,9 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
 from bitplan.formats.elements import dtype_name, wider_types
-from bitplan.formats.input_formats import Inputs, input_format
+from bitplan.formats.input_formats import Inputs
 from bitplan.plan import Plan
-from bitplan.plan.format_choices import Substitutes, multiplied_names
+from bitplan.plan.format_choices import Substitutes, give_inputs
 from bitplan.plan.structure.model_view import ModelView
 
 PLAIN = ("bfloat16", "float16", "float32")
@@ -156,20 +155,11 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             substitutes=substitutes,
             how_to_fill=None,
         )
-        plan = _with_inputs(plan, request.inputs, folder, config)
+        inputs: Inputs = request.inputs
+        if inputs is None and not plan.inputs:
+            inputs = folder_inputs(config, folder)
+        plan = give_inputs(plan, inputs, "export")
     return FolderSource(file, folder, unquantized_config(config), plan)
-
-
-def _with_inputs(plan: Plan, asked: str | None, folder: Path, config: Mapping[str, Any]) -> Plan:
-    """The plan with the formats of inputs that are asked for; else its own, or those of a packed folder."""
-    inputs: Inputs = input_format(asked, "export")
-    if asked is None and not plan.inputs and is_packed_config(config):
-        inputs = folder_inputs(config, read_packed_plan(folder, config))
-    elif asked is None:
-        return plan
-    names = multiplied_names(plan)
-    given = inputs if isinstance(inputs, Mapping) else dict.fromkeys(names, inputs)
-    return plan.with_inputs({name: given.get(name) for name in (*names, *plan.inputs)})
 
 
 def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[str]) -> WeightEvidence | None:

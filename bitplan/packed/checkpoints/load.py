@@ -62,7 +62,7 @@ from bitplan.packed.fused_projections import fuse_what_is_seen
 from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import INPUTS, check_strategy
-from bitplan.packed.rounded_inputs import inputs_by_layer, set_inputs
+from bitplan.packed.rounded_inputs import set_inputs
 from bitplan.packed.rounded_kv import round_kv
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.names import listed
@@ -133,7 +133,7 @@ def load_packed(
     started, place, where = time.perf_counter(), device_of(device), str(path)
     check_strategy(strategy, where)
     _check_arguments(path, model, dtype, check)
-    inputs_by_layer({}, inputs, "load_packed")  # refuses an unknown name before anything is read
+    set_inputs({}, inputs, "load_packed")  # refuses an unknown name before anything is read
     source = Path(path)
     if masters:
         return _load_masters(source, model, dtype, check, started)
@@ -156,12 +156,11 @@ def load_packed(
         parameters = make_parameters(target, values)
         layers = make_layers(target.get_submodule, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
         rounded = folder_inputs(config, plan) if inputs is None else inputs
-        formats = inputs_by_layer(layers, inputs_by_target(rounded, assignment, where), where)
+        set_inputs(layers, inputs_by_target(rounded, assignment, where), where)
         is_on_meta = all(tensor.is_meta for tensor in (*target.parameters(), *target.buffers()))
         if model is not None and hasattr(target, "initialize_weights") and is_on_meta:
             _compute_buffers(target, place)
         place_all(target, values, parameters, layers)
-        set_inputs(layers, formats)
         if (kv := folder_kv(config, where)) is not None and hasattr(target, "config"):
             round_kv(target, kv)
         own_config = config if file.folder == source else None  # one that was made for a file is not kept

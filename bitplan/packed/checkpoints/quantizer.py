@@ -49,7 +49,7 @@ from bitplan.packed.checkpoints.load import (
     read_values,
 )
 from bitplan.packed.checkpoints.tensor_sources import Assignment
-from bitplan.packed.rounded_inputs import inputs_by_layer, set_inputs
+from bitplan.packed.rounded_inputs import set_inputs
 from bitplan.packed.rounded_kv import round_kv
 from bitplan.plan.plan import Plan
 
@@ -176,8 +176,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             )
             place_all(model, values, {}, layers)
             where = str(self._folder)
-            inputs = inputs_by_target(folder_inputs(self._config, self._plan), self._all, where)
-            set_inputs(layers, inputs_by_layer(layers, inputs, where))
+            set_inputs(layers, inputs_by_target(folder_inputs(self._config, self._plan), self._all, where), where)
             if hasattr(model, "generate"):
                 round_kv(model, folder_kv(self._config, where))
             finish(

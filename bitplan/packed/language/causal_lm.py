@@ -42,16 +42,7 @@ from bitplan.base.optional import WEIGHTS_FILE, remote_code_allowed, require
 from bitplan.files.engines.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.files.headers import check_model_source, is_gguf
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import (
-    folder_inputs,
-    folder_kv,
-    is_model_folder,
-    is_packed_config,
-    packed_experts,
-    read_config,
-    read_packed_plan,
-    shown_inputs,
-)
+from bitplan.files.packed_folder import folder_inputs, folder_kv, is_model_folder, packed_experts, read_config
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
@@ -63,7 +54,6 @@ from bitplan.files.transformers_names import (
     silence_transformers,
 )
 from bitplan.formats import get_format
-from bitplan.formats.input_formats import Inputs
 from bitplan.packed.language.perplexity import LateLogits, round_linear_inputs, windows_of
 from bitplan.packed.rounded_kv import round_kv
 
@@ -337,20 +327,14 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
         if getattr(config, key, None) is not None:
             delattr(config, key)
     model = model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
-    kv = folder_kv(read_config(file.folder), where) if is_model_folder(file.folder) else None
-    inputs = _inputs_of(file)
+    config_of_folder = read_config(file.folder) if is_model_folder(file.folder) else None
+    kv = folder_kv(config_of_folder, where)
+    inputs = None if config_of_folder is None else folder_inputs(config_of_folder, file.folder)
     if inputs is not None:  # as its packed layers do
         round_linear_inputs(model, inputs, keep={name for name in numbers if not _is_rounded(file, name)})
     if kv is not None:
         round_kv(model, kv)
     return model
-
-
-def _inputs_of(file: TensorFile) -> Inputs:
-    """The formats of inputs of a packed folder."""
-    config = read_config(file.folder) if is_model_folder(file.folder) else {}
-    has_plan = is_packed_config(config) and shown_inputs(config) is not None
-    return folder_inputs(config, read_packed_plan(file.folder, config) if has_plan else None)
 
 
 def _is_rounded(file: TensorFile, name: str) -> bool:

@@ -75,13 +75,18 @@ def round_linear_inputs(model: nn.Module, inputs: Inputs, *, keep: Collection[st
         named = {name: input_format(fmt, name) for name, fmt in inputs.items()}
         shared = {id(tensor): named[name] for name, tensor in model.named_parameters() if name in named}
         formats = {name: named.get(name, shared.get(id(layer.weight))) for name, layer in linears.items()}
+    for name, fmt in formats.items():
+        require_scale(fmt, name)
+    return hook_rounding({linears[name]: fmt for name, fmt in formats.items() if fmt is not None})
+
+
+def hook_rounding(layers: Mapping[nn.Module, str]) -> list[RemovableHandle]:
+    """Let layers round their inputs to formats until the handles are removed."""
 
     def hook(fmt: str) -> Callable[..., tuple[Any, ...]]:
         return lambda _module, args: (round_input(args[0], fmt), *args[1:])
 
-    for name, fmt in formats.items():
-        require_scale(fmt, name)
-    return [linears[name].register_forward_pre_hook(hook(fmt)) for name, fmt in formats.items() if fmt is not None]
+    return [layer.register_forward_pre_hook(hook(fmt)) for layer, fmt in layers.items()]
 
 
 def _rounded(output: Any, dtype: torch.dtype) -> Any:
