@@ -825,18 +825,15 @@ def _kl_of(name: str) -> str:
 PLACES = {  # page: its tables
     "docs/choosing.md": (choosing_table, training_choice_table),
     "docs/figures.md": (short_searched_table, demo_table, speed_table),
-    "docs/quality.md": (quality_table, small_quality_table),
-    "docs/packed.md": (decode_table, decode_small_table, launched_table, prompts_table, fused_table),
+    "docs/quality.md": (small_quality_table,),
+    "docs/packed.md": (decode_table, decode_small_table, launched_table, prompts_table),
     "docs/streaming.md": (streaming_table, streaming_auto_table),
     "docs/selective-precision.md": (selective_table,),
     "docs/adaptive-fp8.md": (
         fp8_styles_table,
         fp8_linear_table,
-        fp8_fsdp_table,
-        fp8_full_table,
         fp8_training_table,
         fp8_training_speed_table,
-        fp8_grouped_table,
     ),
     "docs/log.md": (
         fp8_cast_table,
@@ -846,6 +843,12 @@ PLACES = {  # page: its tables
         fp8_guesses_table,
         auto_table,
         grid_table,
+        fp8_full_table,
+        fp8_grouped_table,
+        fp8_fsdp_table,
+        rounding_gguf_table,
+        fused_table,
+        quality_table,
     ),
     "docs/trees.md": (
         trees_table,
@@ -854,7 +857,6 @@ PLACES = {  # page: its tables
         trees_gpu_table,
     ),
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table, vllm_table),
-    "docs/rounding.md": (rounding_gguf_table,),
     "docs/search.md": (searched_table, searched_smollm2_table),
     "docs/fit.md": (fit_table,),
 }
