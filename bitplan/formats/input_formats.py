@@ -69,7 +69,7 @@ def require_scale(name: str | None, where: str) -> None:
     """Refuse a static format that nobody has measured a scale for."""
     if name == STATIC:
         raise FormatError(
-            f"{where}: {STATIC} has no scale yet; a text gives one (`bitplan quantize --text`, "
+            f"{where}: {STATIC} has no scale yet; a text gives one (to `bitplan quantize`, or to "
             f"bitplan.packed.rounded_inputs.calibrate_inputs), or write it: {with_scale(0.05)}"
         )
 

@@ -180,7 +180,8 @@ class Search:
         reason = f"a round of i16 is {speed:.2f} times as fast as one of f32, and its loss {change:+.2%}"
         if change > LOSS_MARGIN or speed <= 1:
             return full, reason
-        return replace(best, settings=best.settings | {"gradient_precision": GradientPrecision.I16.value}), reason
+        settings = best.settings | {"gradient_precision": GradientPrecision.I16.value}
+        return replace(best, settings=settings), reason
 
 
 def rate_and_rounds(wanted: float, affordable: float, rate: float) -> tuple[float, int]:

@@ -763,7 +763,7 @@ RECORDS = (
     "demo.json",
     "machine.json",
 )
-EVIDENCE = ("evidence.json", "evidence.safetensors", "statistics.safetensors")
+EVIDENCE = ("evidence.json", "evidence.safetensors", "statistics.safetensors", "bitplan_evidence.json")
 OTHERS = ("manifest.json", "fp8-model.json", "fp8.jsonl", "report.html", *EVIDENCE)
 VALIDATION_WINDOWS = 32
 TITLE = "bitplan demo"
