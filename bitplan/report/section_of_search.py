@@ -74,7 +74,7 @@ def progress_section(records: Sequence[Record]) -> Section:
 def _last_run(record: Record) -> tuple[RecordFields, list[RecordFields]]:
     """The first line of the last run in a log, and the last line of each of its phases."""
     lines = record.lines()
-    begin = max(number for number, item in enumerate(lines) if "goal" in item)
+    begin = max((number for number, item in enumerate(lines) if "goal" in item), default=0)
     return lines[begin], list({item.text("phase"): item for item in lines[begin + 1 :]}.values())
 
 

@@ -416,3 +416,10 @@ def test_training_log_refuses(tmp_path):
         log.write(0, 1.0)
     with pytest.raises(ValueError, match="no line has a loss"):
         write_report([tmp_path / "t.jsonl"], tmp_path / "r.html")
+
+
+def test_a_search_in_progress_without_a_goal_is_refused_by_name(tmp_path):
+    path = tmp_path / "progress.jsonl"
+    path.write_text('{"document": "bitplan-search-progress", "version": 1, "model": "a", "goal": null}\n')
+    with pytest.raises(ReportError, match=r"progress.jsonl: line 1: goal"):
+        write_report([path], tmp_path / "page.html")
