@@ -30,8 +30,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 CYCLES_A_SECOND, LONGEST_WAIT_S = 2_000_000_000, 0.2  # of a GPU that waits for its host
 LONG_LINE = 200  # what is shorter than this stays on one line
 PACKAGES = (
-    "torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", "xgboost", "xgboost-cpu", "scikit-learn",
-    "transformers",
+    "torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", "optuna", "xgboost", "xgboost-cpu",
+    "scikit-learn", "transformers",
 )  # fmt: skip
 
 
